@@ -30,9 +30,8 @@ from network import Host
 from penstock.batch import SampledTokens, encode
 from penstock.hosts.rank_host import LinkNeed
 from penstock.hosts.stream_ends import DiallingEnd, ListeningEnd
-from penstock.pipeline.links.frame import ALIGNMENT, FrameHeader, FrameKind, frame_bytes
+from penstock.pipeline.links.frame import ALIGNMENT, NUM_CARRIED, FrameHeader, FrameKind, frame_bytes
 from penstock.pipeline.links.link_carriers import open_link
-from penstock.pipeline.ports import CARRIED
 from penstock.process.control import descriptors_of
 from penstock.process.endpoints import LinkEndpoint, RankEndpoints, SocketHandle
 
@@ -172,7 +171,7 @@ def _header(num_tokens: int, width: int) -> FrameHeader:
         num_tokens=num_tokens,
         width=width,
         dtype="bfloat16",
-        num_tensors=len(CARRIED),
+        num_tensors=NUM_CARRIED,
         digest=0,
     )
 
@@ -261,7 +260,7 @@ def _compute(seconds: float) -> None:
 
 def _run_chunks(end: Chunks) -> list[float]:
     header = _header(end.num_tokens, end.width)
-    tensors = [torch.ones(end.num_tokens, end.width, dtype=torch.bfloat16) for _ in CARRIED]
+    tensors = [torch.ones(end.num_tokens, end.width, dtype=torch.bfloat16) for _ in range(NUM_CARRIED)]
     link, times = open_link(end.endpoint, "chunks", LIMIT_S), []
     for pause_s in end.pauses_s:
         if end.is_sender:

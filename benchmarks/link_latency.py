@@ -107,7 +107,9 @@ def latencies_us(
     num_frames: int, pause_s: float, cores: Sequence[int], plain: bool
 ) -> tuple[list[float], float]:
     """Of all frames of both directions, but for the first; and the mean of the copying into and out."""
-    size = frame_bytes(max_num_tokens=ROWS, width=WIDTH, itemsize=torch.bfloat16.itemsize)
+    size = frame_bytes(
+        max_num_tokens=ROWS, width=WIDTH, itemsize=torch.bfloat16.itemsize, num_tensors=NUM_TENSORS
+    )
     there, back = create_ring(size, 1), create_ring(size, 1)
     rings = (there, back)
     told = {

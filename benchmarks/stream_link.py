@@ -123,7 +123,10 @@ def table(
 def measure(task: Task, host: str, cores: Sequence[int]) -> dict[tuple[int, str], list[Turn]]:
     """Turns of each size and carrier."""
     need = LinkNeed(
-        frame_bytes=frame_bytes(max_num_tokens=max(task.kib), width=WIDTH, itemsize=2), num_frames=NUM_FRAMES
+        frame_bytes=frame_bytes(
+            max_num_tokens=max(task.kib), width=WIDTH, itemsize=2, num_tensors=NUM_TENSORS
+        ),
+        num_frames=NUM_FRAMES,
     )
     found: dict[tuple[int, str], list[Turn]] = {}
     with ExitStack() as closing:

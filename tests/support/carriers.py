@@ -174,7 +174,7 @@ def connect_link(
     width: int = WIDTH,
 ) -> tuple[Link, Link]:
     """The sending and the receiving end of a link, both closed with `closing`."""
-    size = frame_bytes(max_num_tokens=max_num_tokens, width=width, itemsize=ITEM_BYTES)
+    size = frame_bytes(max_num_tokens=max_num_tokens, width=width, itemsize=ITEM_BYTES, num_tensors=2)
     need = LinkNeed(frame_bytes=size, num_frames=num_frames)
     sending, receiving = LINKS[carrier](need, closing, name, timeout_s)
     ends = open_link(sending, name, timeout_s), open_link(receiving, name, timeout_s)

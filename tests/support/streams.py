@@ -20,7 +20,7 @@ from penstock.process.endpoints import (
     StreamSide,
 )
 
-FRAME_BYTES = frame_bytes(max_num_tokens=MAX_TOKENS, width=WIDTH, itemsize=ITEM_BYTES)
+FRAME_BYTES = frame_bytes(max_num_tokens=MAX_TOKENS, width=WIDTH, itemsize=ITEM_BYTES, num_tensors=2)
 Pair = tuple[socket.socket, socket.socket]
 
 

@@ -176,5 +176,6 @@ class ModelSpec:
         return num_layers * numbers * itemsize
 
     def hidden_state_bytes(self, num_tokens: int, itemsize: int) -> int:
-        """Bytes that a step of `num_tokens` moves over one link: hidden states and residual (rows S1, I8)."""
+        """Bytes of the hidden states and the residual stream of a step (rows S1, I8). A link carries their
+        sum, which is half of it."""
         return 2 * num_tokens * self.hidden_size * itemsize

@@ -35,7 +35,11 @@ from penstock.layers.norm import Add, AddRMSNorm, RMSNorm
 from penstock.layers.scale import scale_by
 from penstock.models.attention import Angles, Attention, LayerSite, Rotation
 from penstock.models.interfaces import BeforeLayer
-from penstock.models.intermediate import IntermediateTensors, make_empty_intermediate_tensors_factory
+from penstock.models.intermediate import (
+    IntermediateTensors,
+    StreamStart,
+    make_empty_intermediate_tensors_factory,
+)
 from penstock.models.latent_attention import LatentAttention
 from penstock.models.recorded import RecordedForward, StageParts
 
@@ -222,7 +226,8 @@ class Decoder(nn.Module):
         self.attention = _attention(spec, compute, block_size)
         self.model = Backbone(spec, self.start_layer, self.end_layer, self.attention, compute)
         self.lm_head: OutputHead | MissingLayer = MissingLayer()
-        if self.end_layer == spec.num_layers and not spec.tie_word_embeddings:
+        self._is_last = self.end_layer == spec.num_layers
+        if self._is_last and not spec.tie_word_embeddings:
             parts = {HEAD: spec.vocab_size}
             self.lm_head = OutputHead(
                 _ids(spec, compute), spec.hidden_size, compute=compute, parts=parts, curve=_curve(spec)
@@ -231,6 +236,8 @@ class Decoder(nn.Module):
         self.make_empty_intermediate_tensors = make_empty_intermediate_tensors_factory(
             spec.hidden_size, dtype=dtype, device=compute.device
         )
+        self._add = Add(compute=compute)
+        self._stream_start = StreamStart(spec.hidden_size, dtype=dtype, device=compute.device)
         self._compute = compute
         self._hidden_size = spec.hidden_size
         self._recorded: RecordedForward | None = None
@@ -300,17 +307,24 @@ class Decoder(nn.Module):
             before_layer: called before each, if it is there.
 
         Returns:
-            Tensors of their own, or, once recorded, memory that the next call writes again.
+            Hidden states and residual stream for the head. For another stage their sum, with a stream that
+            starts anew. Tensors of their own, or, once recorded, memory that the next call writes again.
         """
         hidden_states, residual = tensors["hidden_states"], tensors["residual"]
         if self._recorded is not None:
             replayed = self._recorded.forward(hidden_states, residual, positions, metadata, before_layer)
             self._compute.group.check()
-            return _intermediate(*replayed)
+            return self._handed_on(*replayed)
         angles = self.rotation.angles(positions)
         hidden_states, residual = self._run_layers(
             hidden_states, residual.clone(), angles, kv, metadata, before_layer or (lambda layer: None)
         )
+        return self._handed_on(hidden_states, residual)
+
+    def _handed_on(self, hidden_states: Tensor, residual: Tensor) -> IntermediateTensors:
+        """What the layers have made, for the head or for the next stage."""
+        if not self._is_last:
+            residual = self._stream_start.of(len(hidden_states))
         return _intermediate(hidden_states, residual)
 
     def _run_layers(
@@ -326,7 +340,7 @@ class Decoder(nn.Module):
         for index, (layer, layer_kv) in enumerate(zip(own_layers, kv, strict=True)):
             before_layer(index)
             hidden_states, residual = layer(hidden_states, residual, angles, layer_kv, metadata)
-        return hidden_states, residual
+        return (hidden_states, residual) if self._is_last else self._add(hidden_states, residual)
 
     def compute_logits(self, tensors: IntermediateTensors, indices: Tensor) -> Tensor:
         """Logits after the tokens `indices` ([num_rows] int64) of the newest step: [num_rows, vocab] float32.

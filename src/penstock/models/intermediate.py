@@ -1,4 +1,8 @@
-"""What travels from one stage to the next: the tensors between two layers."""
+"""What travels from one stage to the next: the tensors between two layers.
+
+Between two stages the branch is added to the residual stream, as the first norm of the next stage would add
+it, and the sum alone travels, as `hidden_states`. The stream then starts anew (`StreamStart`).
+"""
 
 from __future__ import annotations
 
@@ -43,6 +47,22 @@ class IntermediateTensors:
     def empty_like(self) -> IntermediateTensors:
         """Tensors of the same names, shapes, dtypes and devices, uninitialised."""
         return IntermediateTensors({name: torch.empty_like(t) for name, t in self.tensors.items()})
+
+
+class StreamStart:
+    """The residual stream behind a cut, which is nothing: minus zeros. Nobody writes there.
+
+    Minus zero added to a number leaves every bit of it; plus zero would turn a minus zero into a plus zero.
+    """
+
+    def __init__(self, width: int, *, dtype: torch.dtype, device: torch.device) -> None:
+        self._zeros = torch.empty((0, width), dtype=dtype, device=device)
+
+    def of(self, num_tokens: int) -> Tensor:
+        """[num_tokens, width]; the same memory for all steps, once one was as large."""
+        if num_tokens > len(self._zeros):
+            self._zeros = self._zeros.new_full((num_tokens, self._zeros.shape[1]), -0.0)
+        return self._zeros[:num_tokens]
 
 
 def make_empty_intermediate_tensors_factory(

@@ -21,16 +21,14 @@ from penstock.batch import ScheduledBatch, encode
 from penstock.distributed.group import SOLO, TensorGroup
 from penstock.distributed.share import Share, even_share
 from penstock.kernels.views import KeptViews
-from penstock.models.intermediate import IntermediateTensors
+from penstock.models.intermediate import IntermediateTensors, StreamStart
 from penstock.pipeline.links.channel import MessageChannel, send_of_step
-from penstock.pipeline.links.frame import FrameHeader, FrameKind
+from penstock.pipeline.links.frame import NUM_CARRIED, FrameHeader, FrameKind
 from penstock.pipeline.links.link import AsyncIntermediateTensors, Link
 from penstock.pipeline.token_return import SampleReceiver, TokenSender
 from penstock.runner.forward_batch import ForwardBatch
 from penstock.runner.model_runner import ModelRunner
 from penstock.trace.phases import NOBODYS, Phase, PhaseClock
-
-CARRIED = ("hidden_states", "residual")  # the tensors that cross a link, in this order
 
 
 class Source(Protocol):
@@ -92,31 +90,32 @@ class LinkSource:
     ) -> None:
         self._link, self._group, self._clock = link, group, clock
         self._share = carried_share(width, group.rank, group.size)
-        shape = (len(CARRIED), max_num_tokens, width)
-        self._buffer = torch.empty(shape, dtype=dtype, device=device)
-        own = 0 if self._share.is_whole else len(CARRIED) * max_num_tokens * self._share.size
+        self._buffer = torch.empty((max_num_tokens, width), dtype=dtype, device=device)
+        own = 0 if self._share.is_whole else max_num_tokens * self._share.size
         self._received = torch.empty(own, dtype=dtype, device=device)
+        self._start = StreamStart(width, dtype=dtype, device=device)
+        self._start.of(max_num_tokens)
         self._views: KeptViews[int, tuple[torch.Tensor, torch.Tensor]] = KeptViews(self._first)
 
     def _first(self, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Whole tensors, and what is received of them: [2, num_tokens, columns]."""
-        whole = self._buffer[:, :num_tokens]
+        """The whole tensor, and what is received of it: [num_tokens, columns]."""
+        whole = self._buffer[:num_tokens]
         if self._share.is_whole:
             return whole, whole
-        size = len(CARRIED) * num_tokens * self._share.size
-        return whole, self._received[:size].view(len(CARRIED), num_tokens, self._share.size)
+        size = num_tokens * self._share.size
+        return whole, self._received[:size].view(num_tokens, self._share.size)
 
     def take_tensors(self, batch: ForwardBatch) -> IntermediateTensors:
         whole, received = self._views.of(batch.num_tokens)
-        header = _header(batch, received[0])
-        handle = self._link.receive_frame(header, list(received), batch.addressed.request_ids, self._clock)
-        tensors = dict(zip(CARRIED, whole, strict=True))
+        header = _header(batch, received)
+        handle = self._link.receive_frame(header, [received], batch.addressed.request_ids, self._clock)
+        tensors = {"hidden_states": whole, "residual": self._start.of(batch.num_tokens)}
         gather = [] if self._share.is_whole else [lambda: self._gather(whole, received)]
         return AsyncIntermediateTensors(tensors, handle, gather)
 
     def _gather(self, whole: torch.Tensor, received: torch.Tensor) -> None:
         if received.numel():
-            torch.cat(self._group.all_gather(received), dim=2, out=whole)
+            torch.cat(self._group.all_gather(received), dim=1, out=whole)
 
 
 class ForwardSink:
@@ -143,10 +142,10 @@ class ForwardSink:
 
     def put_tensors(self, tensors: IntermediateTensors, batch: ForwardBatch) -> None:
         for columns, link in self._links:
-            carried = [tensors[name] for name in CARRIED]
+            carried = tensors["hidden_states"]  # with the residual stream, which the stage has added
             if not columns.is_whole:
-                carried = [tensor[:, columns.start : columns.end] for tensor in carried]
-            link.send_frame(_header(batch, carried[0]), carried, self._clock)
+                carried = carried[:, columns.start : columns.end]
+            link.send_frame(_header(batch, carried), [carried], self._clock)
         self._tokens.expect_samples(batch.plan, batch.sampled)
 
 
@@ -199,6 +198,6 @@ def _header(batch: ForwardBatch, tensor: torch.Tensor) -> FrameHeader:
         num_tokens=batch.num_tokens,
         width=tensor.shape[1],
         dtype=str(tensor.dtype).removeprefix("torch."),
-        num_tensors=len(CARRIED),
+        num_tensors=NUM_CARRIED,
         digest=batch.plan.digest,
     )

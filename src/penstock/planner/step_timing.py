@@ -18,12 +18,11 @@ import torch
 
 from penstock.attention.metadata import AnyKV
 from penstock.batch import GREEDY, KNOWN, NewRow, ScheduledBatch
-from penstock.models.intermediate import IntermediateTensors
+from penstock.models.intermediate import IntermediateTensors, StreamStart
 from penstock.pipeline.links.frame import FrameHeader, FrameKind, frame_bytes
 from penstock.pipeline.links.link_carriers import open_meeting
 from penstock.pipeline.links.ring import SharedMemoryLink
 from penstock.pipeline.links.ring_memory import close_handle, create_ring
-from penstock.pipeline.ports import CARRIED
 from penstock.planner.stage_costs import StageCosts, StepCosts
 from penstock.process.config import MeasureConfig, RankConfig
 from penstock.process.endpoints import MeetingEndpoint
@@ -60,8 +59,9 @@ class TimedRank:
         _make_resident(kv)
         self._runner = build_runner(rank, loaded, kv)
         self._link = _Loop(rank, loaded.spec.hidden_size)
-        shape = (rank.max_num_batched_tokens, loaded.spec.hidden_size)
-        self._received = {name: torch.randn(shape).to(self._device, dtype_of(rank)) for name in CARRIED}
+        width, num_tokens = loaded.spec.hidden_size, rank.max_num_batched_tokens
+        self._received = torch.randn((num_tokens, width)).to(self._device, dtype_of(rank))
+        self._stream_start = StreamStart(width, dtype=dtype_of(rank), device=self._device)
 
     @torch.inference_mode()
     def measure(self, meeting: MeetingEndpoint | None) -> StageCosts:
@@ -158,8 +158,7 @@ class TimedRank:
         instants = [self._now()]
         batch = runner.complete(runner.begin(running))
         instants.append(self._now())
-        received = {name: tensor[: batch.num_tokens] for name, tensor in self._received.items()}
-        tensors = runner.embed(batch) if rank.is_first else IntermediateTensors(received)
+        tensors = runner.embed(batch) if rank.is_first else self._arrived(batch.num_tokens)
         instants.append(self._now())
         tensors = runner.forward(tensors, batch)
         instants.append(self._now())
@@ -169,6 +168,12 @@ class TimedRank:
             runner.sample(tensors, batch)
         instants.append(self._now())
         return tuple(after - before for before, after in pairwise(instants))
+
+    def _arrived(self, num_tokens: int) -> IntermediateTensors:
+        """What the stage before might have sent."""
+        return IntermediateTensors(
+            {"hidden_states": self._received[:num_tokens], "residual": self._stream_start.of(num_tokens)}
+        )
 
     def _now(self) -> float:
         """Once the device has done what it was given."""
@@ -188,13 +193,13 @@ class _Loop:
         self._receiver = SharedMemoryLink(handle, "in", _LINK_TIMEOUT_S)
         close_handle(handle)
         shape, device = (rank.max_num_batched_tokens, width), device_of(rank)
-        self._out = [torch.empty(shape, dtype=dtype, device=device) for _ in CARRIED]
+        self._out = torch.empty(shape, dtype=dtype, device=device)
         self._dtype = rank.dtype
 
     def carry(self, tensors: IntermediateTensors) -> None:
         """Send a step's tensors and receive them."""
-        carried = [tensors[name] for name in CARRIED]
-        num_tokens, width = carried[0].shape
+        carried = tensors["hidden_states"]
+        num_tokens, width = carried.shape
         header = FrameHeader(
             epoch=0,
             step_id=0,
@@ -202,11 +207,11 @@ class _Loop:
             num_tokens=num_tokens,
             width=width,
             dtype=self._dtype,
-            num_tensors=len(carried),
+            num_tensors=1,
             digest=0,
         )
-        self._sender.send_frame(header, carried)
-        self._receiver.receive_frame(header, [tensor[:num_tokens] for tensor in self._out]).wait()
+        self._sender.send_frame(header, [carried])
+        self._receiver.receive_frame(header, [self._out[:num_tokens]]).wait()
 
 
 def _make_resident(kv: Sequence[AnyKV]) -> None:

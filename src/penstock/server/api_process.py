@@ -50,6 +50,7 @@ from penstock.tokenizer.tokenizer import AbsentTokenizer, Tokenizer, load_tokeni
 from penstock.tokenizer.tool_formats import model_syntax, tool_form_caution
 
 BEAT_S = 0.5
+DATE_S = 1.0  # how old the date of an answer may be
 CLOSE_S = 2  # for answers that were ended to reach their clients; less than the supervisor waits
 _OTHER_DESCRIPTORS = 64  # beside client connections
 
@@ -82,6 +83,7 @@ class HttpServer(uvicorn.Server):
         self._drain_s = drain_s
         self._on_listening = on_listening
         self._drain: asyncio.Task[None] | None = None
+        self._is_drained = asyncio.Event()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
@@ -97,6 +99,12 @@ class HttpServer(uvicorn.Server):
         for listener in self._tls_listeners:
             listener.open()
         self._on_listening()
+
+    async def main_loop(self) -> None:
+        """Wait for the end. uvicorn wakes ten times a second for that, and once for the date of answers."""
+        while not await self.on_tick(0):
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._is_drained.wait(), DATE_S)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         for listener in self._tls_listeners:
@@ -131,6 +139,7 @@ class HttpServer(uvicorn.Server):
         ended = await self._lifecycle.drain(self._drain_s)
         self._log.event("drained", ended_early=ended)
         self.should_exit = True
+        self._is_drained.set()
 
 
 def uvicorn_config(app: App, limits: ConnectionLimits) -> uvicorn.Config:

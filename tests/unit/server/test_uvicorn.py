@@ -219,6 +219,10 @@ def test_uvicorn_takes_the_protocol_class_and_leaves_signals_and_ends_to_us() ->
     parameters = list(inspect.signature(uvicorn.Server.shutdown).parameters)
     assert parameters == ["self", "sockets"], advice("shutdown")
     assert hasattr(uvicorn.Server, "capture_signals"), advice("there is no capture_signals to override")
+    assert list(inspect.signature(uvicorn.Server.main_loop).parameters) == ["self"], advice("main_loop")
+    assert list(inspect.signature(uvicorn.Server.on_tick).parameters) == ["self", "counter"], advice(
+        "on_tick"
+    )
     server = uvicorn.Server(Config(answer_nothing, http=LimitedHttpProtocol))
     assert server.should_exit is False, advice("should_exit does not end the server")
     source = inspect.getsource(uvicorn.Server.startup)

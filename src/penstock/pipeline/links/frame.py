@@ -23,10 +23,10 @@ from penstock.errors import ProtocolError, concerned
 ALIGNMENT = 64  # of the payload and of every tensor in a frame: one cache line
 HEADER_BYTES = 56  # and then the checksum, up to the payload
 CHANGED_REMEDY = "The request is run again; if this happens more than once, test the memory of the host."
-NUM_CARRIED = 2  # hidden_states and residual
+NUM_CARRIED = 1  # hidden states, to which the stage has added the residual stream
 
 _MAGIC = b"PSTK"
-_VERSION = 2
+_VERSION = 3
 _LAYOUT = struct.Struct("<4sHHIIQIIHH")
 _CHECKSUM = struct.Struct("<Q")
 _DTYPES = {"float32": 1, "bfloat16": 2, "float16": 3}
@@ -186,6 +186,6 @@ def padded(num_bytes: int) -> int:
     return -(-num_bytes // ALIGNMENT) * ALIGNMENT
 
 
-def frame_bytes(*, max_num_tokens: int, width: int, itemsize: int) -> int:
+def frame_bytes(*, max_num_tokens: int, width: int, itemsize: int, num_tensors: int = NUM_CARRIED) -> int:
     """Bytes of the largest frame of a link whose steps have at most `max_num_tokens` tokens."""
-    return ALIGNMENT + NUM_CARRIED * padded(max_num_tokens * width * itemsize)
+    return ALIGNMENT + num_tensors * padded(max_num_tokens * width * itemsize)

@@ -98,6 +98,6 @@ def test_d1_a_payload_that_is_another_is_refused_naming_link_step_and_requests()
         assert "memory of the host" in caught.value.remedy
 
 
-def test_i8_a_frame_holds_header_hidden_states_and_residual() -> None:
-    assert frame_bytes(max_num_tokens=512, width=896, itemsize=2) == 64 + 2 * 512 * 896 * 2
-    assert frame_bytes(max_num_tokens=1, width=3, itemsize=4) == 64 + 2 * 64
+def test_i8_a_frame_holds_a_header_and_the_hidden_states_once() -> None:
+    assert frame_bytes(max_num_tokens=512, width=896, itemsize=2) == 64 + 512 * 896 * 2
+    assert frame_bytes(max_num_tokens=1, width=3, itemsize=4) == 64 + 64

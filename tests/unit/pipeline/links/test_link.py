@@ -100,7 +100,7 @@ def test_c8_a_send_waits_until_the_frame_before_has_left(connect: Connect) -> No
 def test_c8_a_frame_is_whole_when_it_is_given_away_and_read_when_it_is_given_back(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    handle = create_ring(frame_bytes(max_num_tokens=MAX_TOKENS, width=WIDTH, itemsize=4), 1)
+    handle = create_ring(frame_bytes(max_num_tokens=MAX_TOKENS, width=WIDTH, itemsize=4, num_tensors=2), 1)
     sender, receiver = (SharedMemoryLink(handle, NAME, 30.0) for _ in range(2))
     close_handle(handle)
     publish, release, out, given = Ring.publish, Ring.release, blank(3), []
@@ -174,7 +174,7 @@ def test_dr1_another_frame_is_refused_before_its_payload(connect: Connect, chang
 
 def test_d1_no_changed_bit_of_a_payload_goes_unnoticed() -> None:
     """Issue 25, point 4: numbers that change in the memory between two processes are refused."""
-    size = frame_bytes(max_num_tokens=MAX_TOKENS, width=WIDTH, itemsize=4)
+    size = frame_bytes(max_num_tokens=MAX_TOKENS, width=WIDTH, itemsize=4, num_tensors=2)
     handle = create_ring(size, 1)
     sender, receiver = (SharedMemoryLink(handle, NAME, 30.0) for _ in range(2))
     memory = Ring(handle, NAME)
@@ -195,7 +195,7 @@ def test_d1_no_changed_bit_of_a_payload_goes_unnoticed() -> None:
 
 
 def test_d1_a_changed_frame_without_tokens_is_noticed_too() -> None:
-    handle = create_ring(frame_bytes(max_num_tokens=MAX_TOKENS, width=WIDTH, itemsize=4), 1)
+    handle = create_ring(frame_bytes(max_num_tokens=MAX_TOKENS, width=WIDTH, itemsize=4, num_tensors=2), 1)
     sender, receiver = (SharedMemoryLink(handle, NAME, 30.0) for _ in range(2))
     memory = Ring(handle, NAME)
     close_handle(handle)
@@ -218,7 +218,7 @@ def test_dr2_tensors_must_be_what_their_header_says(connect: Connect) -> None:
 
 
 def test_dr2_a_frame_that_does_not_fit_is_refused_by_its_sender() -> None:
-    handle = create_ring(frame_bytes(max_num_tokens=2, width=WIDTH, itemsize=4), 1)
+    handle = create_ring(frame_bytes(max_num_tokens=2, width=WIDTH, itemsize=4, num_tensors=2), 1)
     link = SharedMemoryLink(handle, NAME, 30.0)
     with pytest.raises(ProtocolError, match=r"step 0 needs a frame of 320 bytes.*hold 192"):
         link.send_frame(header(num_tokens=5), tensors(0, 5))
