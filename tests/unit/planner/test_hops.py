@@ -31,7 +31,7 @@ def test_g1_each_link_between_hosts_is_a_hop_in_its_direction() -> None:
         (1, "tower", "desk", 4e6),
         (2, "desk", "tower", 1e6),
     ]
-    assert hops[0].token_bytes == 2 * 100 * 4
+    assert hops[0].token_bytes == 100 * 4
     assert hops_between(on_hosts("tower", "tower"), [LINK], 100, 4) == []
 
 

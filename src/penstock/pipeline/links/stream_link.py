@@ -213,11 +213,12 @@ class StreamReceiver(_StreamLink):
             frame = self._memory.frame(index)
             if not stream.read(frame[:ALIGNMENT]):
                 return
-            payload = frame[ALIGNMENT : self._frame_end(frame)]
-            done = (
-                (stream.try_read(payload) or 0) if payload else 0
-            )  # a short one has come: wake the stage once
-            self._announced.put(index)
+            try:
+                payload, done = frame[ALIGNMENT : self._frame_end(frame)], 0
+                if payload:  # a short one has come with its header: then the stage is woken once
+                    done = stream.try_read(payload) or 0
+            finally:
+                self._announced.put(index)
             if not stream.read(payload[done:]):
                 return
             self._whole.put(index)
