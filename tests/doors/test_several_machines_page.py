@@ -29,9 +29,10 @@ PROMPTS, NUM_TOKENS = [[5, 6, 7], [11, 3]], 16
 
 
 class Desk:
-    """A host with a home and a working directory of its own, where somebody types.
+    """A host with a name, a home and a working directory of its own, where somebody types.
 
     Args:
+        directory: its last part is the name.
         addresses: of the page -> of the hosts.
     """
 
@@ -45,9 +46,9 @@ class Desk:
         program, *words = shlex.split(self.as_typed(line))
         home = {"HOME": self.directory, "XDG_STATE_HOME": self.directory, "XDG_CACHE_HOME": _cache()}
         variables = [f"{name}={value}" for name, value in home.items()]
-        return Program(
-            self._host, ["env", "-C", str(self.directory), *variables, str(PROGRAMS / program), *words]
-        )
+        named = ["unshare", "--uts", "sh", "-c", f'hostname {self.directory.name} && exec "$@"', "sh"]
+        typed = ["env", "-C", str(self.directory), *variables, str(PROGRAMS / program), *words]
+        return Program(self._host, [*named, *typed])
 
     def as_typed(self, line: str) -> str:
         for written, real in self._addresses.items():
@@ -71,7 +72,8 @@ def test_g1_the_commands_of_the_page_serve_one_model_over_two_hosts(tmp_path: Pa
     checkpoint = make_checkpoint(tmp_path / MODEL, layers=3, vocab_size=150, seed=3)
     with make_llm(checkpoint, "inprocess") as llm:
         sampling = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
-        expected = [answer.outputs[0].token_ids for answer in llm.generate(PROMPTS, sampling)]
+        prompts = [{"prompt_token_ids": ids} for ids in PROMPTS]
+        expected = [answer.outputs[0].token_ids for answer in llm.generate(prompts, sampling)]
     serve, copy, join = commands_of("Two hosts in three commands")
     with cable_network() as network, ExitStack() as ending:
         addresses = {"10.0.0.1": network.hosts[0].address, "10.0.0.2": network.hosts[1].address}

@@ -101,7 +101,7 @@ def test_a10_every_cut_is_exact_in_half_precision(checkpoint: Path, dtype: torch
 
 @pytest.mark.parametrize("cut", [1, 2, 3])
 def test_a11_hidden_states_and_residual_at_a_cut_are_those_of_the_whole(checkpoint: Path, cut: int) -> None:
-    """Stage by stage their sum equals that of one stage that ends at the same layer; the stream is nothing."""
+    """Stage by stage their sum is that of one stage that ends at the same layer; the stream is nothing."""
     driver = StageDriver(checkpoint, tuple(range(1, cut + 1)))
     single = StageDriver(checkpoint, (cut,))
     metadata, positions = driver.metadata([0], [len(PROMPT)])
