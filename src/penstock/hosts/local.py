@@ -37,7 +37,7 @@ from penstock.process.control import CONTROL_OPTION, ControlSocket
 
 
 class LocalHost:
-    """The machine on which the supervisor runs. Implements `HeadHost`.
+    """The machine on which the supervisor, or an agent, runs. Implements `HeadHost` and `WorkerHost`.
 
     Args:
         detect: asks the machine what it can give.
@@ -76,6 +76,16 @@ class LocalHost:
     def keep_spare(self, threads: int) -> int:
         return self._spare.keep(threads)
 
+    def start_ahead(self, threads: int) -> None:
+        """Start the process of the next rank before it is known which one that is.
+
+        Args:
+            threads: the most that it may have.
+
+        Raises OSError where the host cannot.
+        """
+        self._spare.start_ahead(threads)
+
     def start_measuring(self, config: MeasureConfig, name: str) -> LocalMember:
         process = MeasureProcessConfig(measure=config, parent_pid=os.getpid())
         return self._start(entry_points.MEASURE, process, name=name, stage=config.rank.stage)
@@ -97,6 +107,14 @@ class LocalHost:
         if parties.peer_host == self.name:
             return JoinedEnd(invitation)
         return self._streams.join(kind, need, parties, invitation)
+
+    def use_streams(self, streams: LinkStreams) -> None:
+        """Make connections to other hosts of these from now on."""
+        self._streams.close()
+        self._streams = streams
+
+    def forget_credentials(self) -> None:
+        self._streams.close()
 
     def close(self) -> None:
         self._spare.close()

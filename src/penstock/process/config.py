@@ -237,9 +237,11 @@ class SpareProcessConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         threads: the most that the rank may have.
+        nice: of its imports; 0 where the rank waits for them.
     """
 
     threads: int
+    nice: int
     parent_pid: int
 
 

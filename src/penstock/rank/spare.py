@@ -1,9 +1,9 @@
 """A process that waits to become a rank: `python -m penstock.rank.spare`, with descriptors as `rank.process`.
 
-Started by its host while all is well. It imports what every rank needs, says so and waits, without weights. A
-rank that is lost is then started again in it (`BecomeRank`), which saves the start of the interpreter and the
-imports: most of the time that a small model is away. From then on it is `rank.process`. Exit code: 0 when
-nothing came of it, else that of the rank.
+Started by its host while all is well, or ahead of a rank that a worker is about to be asked for. It imports
+what every rank needs, says so and waits, without weights. A rank is then started in it (`BecomeRank`), which
+saves the start of the interpreter and the imports: most of the time that a small model is away. From then on
+it is `rank.process`. Exit code: 0 when nothing came of it, else that of the rank.
 """
 
 from __future__ import annotations
@@ -30,8 +30,6 @@ from penstock.process.config import SpareProcessConfig
 from penstock.process.control import CONTROL_OPTION, BecomeRank, ControlReader
 from penstock.rank.process import live, process_title
 
-_LEAST_NICE = 19  # so that the steps of others lose next to nothing to the imports
-
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Wait to become a rank, and be it; returns the exit code."""
@@ -42,7 +40,7 @@ def _run(config: SpareProcessConfig, status: StatusWriter, options: argparse.Nam
     enter_child("penstock spare", config)
     bound_thread_pools(config.threads)
     keep_saying_alive(status)
-    aside = threading.Thread(target=_import_rank_quietly, name="imports")
+    aside = threading.Thread(target=_import_rank, args=[config.nice], name="imports")
     aside.start()
     aside.join()
     import penstock.rank.rank  # noqa: F401  # done already, unless it failed: then it fails here
@@ -57,9 +55,10 @@ def _run(config: SpareProcessConfig, status: StatusWriter, options: argparse.Nam
     return live(rank, status, control)
 
 
-def _import_rank_quietly() -> None:
+def _import_rank(nice: int) -> None:
     """Import what a rank needs. In a thread, as Linux gives each its own priority, and takes back none."""
-    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LEAST_NICE)
+    thread = threading.get_native_id()
+    os.setpriority(os.PRIO_PROCESS, thread, max(nice, os.getpriority(os.PRIO_PROCESS, thread)))
     import penstock.rank.rank  # noqa: F401
 
 
