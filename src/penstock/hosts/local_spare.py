@@ -18,6 +18,7 @@ from penstock.hosts.member import Member
 from penstock.process.child import Warm, encode_config
 from penstock.process.config import RankConfig, RankProcessConfig, SpareProcessConfig
 from penstock.process.control import BecomeRank
+from penstock.process.successor import SpareSelf
 
 START_FREE_BYTES = 2 << 30  # a spare takes a tenth of it
 KEEP_FREE_BYTES = 1 << 29  # below it whatever can go must go
@@ -71,6 +72,11 @@ class SpareProcess:
         """
         if self._member is None and self._free_bytes() >= START_FREE_BYTES:
             self._begin(threads, 0)
+
+    def adopt(self, member: Member, own: SpareSelf) -> None:
+        """Have a process that waits already, and that a worker before this one has started."""
+        self._member, self._threads, self._own_bytes = member, own.threads, own.own_bytes
+        self._is_hasty = False
 
     def take(self, rank: RankConfig, name: str, member_index: int) -> Member | None:
         """Let the one that waits, or soon will, become this rank; None: there is none for such a rank."""

@@ -87,6 +87,7 @@ class Station:
     """What a worker has for as long as it lives.
 
     Args:
+        spare_path: where a spare process waits for the next worker, in a directory of the user's own.
         cache: of weights.
         tell: takes lines for the user.
         stop: readable when the worker is to end.
@@ -96,6 +97,7 @@ class Station:
     def __init__(
         self,
         settings: WorkerSettings,
+        spare_path: Path,
         cache: WeightCache,
         tell: Tell,
         stop: Waitable,
@@ -108,7 +110,7 @@ class Station:
         self._clock = clock
         outputs = PipedOutputs()
         self._log = WorkerLog(tell, outputs, clock)
-        self._host = LocalHost(name=settings.name, outputs=outputs)
+        self._host = LocalHost(name=settings.name, outputs=outputs, successor_path=str(spare_path))
         if settings.threads_ahead:
             with contextlib.suppress(OSError):  # no descriptors, no memory: ranks start when they are needed
                 self._host.start_ahead(settings.threads_ahead)

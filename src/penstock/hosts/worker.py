@@ -23,6 +23,7 @@ from penstock.hosts.weights.weight_cache import WeightCache
 from penstock.trust.credentials import Credentials
 from penstock.trust.join_token import JoinToken
 from penstock.trust.joining import Address, JoinedHead, join_with_token, rejoin
+from penstock.trust.private_files import make_private_directory
 
 FIRST_PAUSE_S, MOST_PAUSE_S = 0.1, 10.0  # between two tries to reach the head
 SAID_PAUSE_S = 1.0  # shorter ones are not worth a line
@@ -69,12 +70,16 @@ class Worker:
             PeerError: it cannot be reached for the first join.
             UsageError: the token, the state directory or that of the weights cannot be used.
         """
-        settings = self._settings
+        make_private_directory(self._path.parent)
         with (
             contextlib.closing(WeightCache(self._weights)) as cache,
-            contextlib.closing(Station(settings, cache, self._tell, self._stop, self._clock)) as station,
+            contextlib.closing(self._station(cache)) as station,
         ):
             self._live(station)
+
+    def _station(self, cache: WeightCache) -> Station:
+        spare_path = self._path.with_name(f"{self._path.name}.spare")
+        return Station(self._settings, spare_path, cache, self._tell, self._stop, self._clock)
 
     def _live(self, station: Station) -> None:
         credentials = self._credentials()

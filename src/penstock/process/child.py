@@ -286,6 +286,11 @@ def enter_child(title: str, config: StartedByParent) -> None:
         config: of the process; names the parent.
     """
     die_with_parent(config.parent_pid)
+    name_child(title)
+
+
+def name_child(title: str) -> None:
+    """Name the process, and let signals print where every thread is."""
     setproctitle.setproctitle(title)
     show_threads_on_request()
 

@@ -3,15 +3,19 @@
 Started by its host while all is well, or ahead of a rank that a worker is about to be asked for. It imports
 what every rank needs, says so and waits, without weights. A rank is then started in it (`BecomeRank`), which
 saves the start of the interpreter and the imports: most of the time that a small model is away. From then on
-it is `rank.process`. Exit code: 0 when nothing came of it, else that of the rank.
+it is `rank.process`. That of a worker which is killed waits some seconds for the next worker
+(`process.successor`). Exit code: 0 when nothing came of it, else that of the rank.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
+import sys
 import threading
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import setproctitle
@@ -21,13 +25,15 @@ from penstock.process.child import (
     StatusWriter,
     Warm,
     bound_thread_pools,
-    enter_child,
+    die_with_parent,
     keep_saying_alive,
     leave,
+    name_child,
     run_child,
 )
 from penstock.process.config import SpareProcessConfig
 from penstock.process.control import CONTROL_OPTION, BecomeRank, ControlReader
+from penstock.process.successor import NewParent, NoSuccessor, SpareSelf, SuccessorDoor, end_with
 from penstock.rank.process import live, process_title
 
 
@@ -37,7 +43,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(config: SpareProcessConfig, status: StatusWriter, options: argparse.Namespace) -> int:
-    enter_child("penstock spare", config)
+    door = _door(config)
+    name_child("penstock spare")
     bound_thread_pools(config.threads)
     keep_saying_alive(status)
     aside = threading.Thread(target=_import_rank, args=[config.nice], name="imports")
@@ -45,14 +52,40 @@ def _run(config: SpareProcessConfig, status: StatusWriter, options: argparse.Nam
     aside.join()
     import penstock.rank.rank  # noqa: F401  # done already, unless it failed: then it fails here
 
-    status.write(Warm(own_bytes=own_bytes()))
-    control = ControlReader.inherited(options)
-    message = control.receive()
-    if not isinstance(message, BecomeRank):
-        return 0
+    own = SpareSelf(threads=config.threads, own_bytes=own_bytes())
+    status.write(Warm(own_bytes=own.own_bytes))
+    control, end_with_parent = ControlReader.inherited(options), partial(die_with_parent, config.parent_pid)
+    while not isinstance(message := control.receive(), BecomeRank):  # whoever has started it is gone
+        parent = door.await_parent(own)
+        if parent is None:
+            return 0
+        control.close()
+        control = _follow(parent, options.status_fd)
+        end_with_parent = partial(end_with, control.fileno())
+    door.close()
+    end_with_parent()
     rank = message.read()
     setproctitle.setproctitle(process_title(rank))
     return live(rank, status, control)
+
+
+def _door(config: SpareProcessConfig) -> SuccessorDoor | NoSuccessor:
+    """Where the next worker may come; where there is no such place this process dies with its parent."""
+    if config.successor_path:
+        with contextlib.suppress(OSError):
+            return SuccessorDoor(Path(config.successor_path))
+    die_with_parent(config.parent_pid)
+    return NoSuccessor()
+
+
+def _follow(parent: NewParent, status_fd: int) -> ControlReader:
+    """Report and print to another parent from now on; what it says comes from what is returned."""
+    os.dup2(parent.status_fd, status_fd, inheritable=False)
+    for output in (sys.stdout, sys.stderr):
+        os.dup2(parent.output_fd, output.fileno())
+    os.close(parent.status_fd)
+    os.close(parent.output_fd)
+    return ControlReader(parent.control_fd)
 
 
 def _import_rank(nice: int) -> None:

@@ -19,6 +19,7 @@ from penstock.hosts.resources import HostResources
 from penstock.process.child import StatusEvent, Warm, WeightsLoaded
 from penstock.process.config import RankConfig, SpareProcessConfig
 from penstock.process.control import BecomeRank, ControlMessage
+from penstock.process.successor import SpareSelf
 from rank_configs import make_rank_configs
 from served import title_of
 from stand_in_hosts import StandInHost, StandInMember
@@ -117,6 +118,17 @@ def test_one_that_was_started_ahead_is_taken_before_it_waits(spares: Spares) -> 
     assert spares.configs[1].nice == LEAST_NICE
     spares.process.start_ahead(2)
     assert len(spares.started) == 2
+
+
+def test_one_that_a_worker_before_has_left_is_taken_like_any(spares: Spares) -> None:
+    left = StandInMember(spares._host, "spare", None, 0)
+    spares.process.adopt(left, SpareSelf(threads=2, own_bytes=70))
+    assert spares.process.keep(2) == 70
+    assert not spares.started
+    assert spares.process.take(make_rank(threads=3), "stage 1", 1) is None
+    assert spares.process.take(make_rank(), "stage 1", 1) is left
+    assert spares.process.keep(2) == 0
+    assert len(spares.started) == 1
 
 
 def test_none_is_started_ahead_where_memory_is_short(spares: Spares) -> None:
