@@ -95,6 +95,59 @@ class AllowedNames:
         return self._by_name[name]
 
 
+class HeldEnds:
+    """The ends of connections that an agent holds for its processes, by the numbers that the head gives."""
+
+    def __init__(self) -> None:
+        self._ends: dict[int, HostEnd] = {}
+
+    def add(self, number: int, end: HostEnd) -> None:
+        self._ends[number] = end
+
+    def end_all(self) -> None:
+        """End all of them, and hold none."""
+        for end in self._ends.values():
+            end.end()
+        self._ends.clear()
+
+    def touch(self, message: TouchEnd) -> None:
+        """Do to an end what the head says, if it is held."""
+        end = self._ends.get(message.number)
+        if end is None:
+            return
+        if message.what == "delivered":
+            end.delivered()
+            return
+        del self._ends[message.number]
+        if message.what == "end":
+            end.end()
+        else:
+            end.close()
+
+    def resolved_invitation(self, invitation: Any) -> Any:
+        """Of an end that was accepted here it is what that end says; of others where they listen."""
+        return self._end(invitation).invitation if isinstance(invitation, HeldEnd) else invitation
+
+    def resolved(self, message: ControlMessage) -> ControlMessage:
+        """The message with the endpoints of ends that are held here."""
+        fields = {name: self._resolved_value(getattr(message, name)) for name in message.__struct_fields__}
+        return type(message)(**fields)
+
+    def _resolved_value(self, value: Any) -> Any:
+        if isinstance(value, HeldEnd):
+            return self._end(value).endpoint
+        if isinstance(value, list):
+            return [self._resolved_value(entry) for entry in value]
+        return value
+
+    def _end(self, held: HeldEnd) -> HostEnd:
+        """Raises `ProtocolError` if there is none; the head has heard why it could not be made."""
+        end = self._ends.get(held.number)
+        if end is None:
+            raise ProtocolError(f"end {held.number} of a connection was not made, or is closed.")
+        return end
+
+
 class Agent:
     """What the head asks of a host, done there.
 
@@ -130,7 +183,7 @@ class Agent:
         for source in own:
             self._watch.watch(source)
         self._members: dict[int, Member] = {}
-        self._ends: dict[int, HostEnd] = {}
+        self._ends = HeldEnds()
         self._spare_bytes = -1
         self._clock = clock
         self._heard_at = self._said_at = self._broken_at = -math.inf
@@ -232,9 +285,7 @@ class Agent:
 
     def _end_all(self) -> None:
         """End all members and connections."""
-        for end in self._ends.values():
-            end.end()
-        self._ends.clear()
+        self._ends.end_all()
         for number in self._members:
             self._models.forget(number)
         self._members.clear()
@@ -262,7 +313,7 @@ class Agent:
         elif isinstance(message, Accept | Join):
             self._make_end(message)
         elif isinstance(message, TouchEnd):
-            self._touch_end(message)
+            self._ends.touch(message)
         elif isinstance(message, AllowEpoch):
             self._allowed.allow(message.name, message.credentials)
         elif isinstance(message, KeepSpare):
@@ -329,7 +380,7 @@ class Agent:
         if member is None:
             return  # it has ended, which the head learns, or knows
         try:
-            member.hand(self._resolved(message.message))
+            member.hand(self._ends.resolved(message.message))
         except PenstockError as error:
             self._end_member(message.number, member, error)
 
@@ -364,59 +415,23 @@ class Agent:
             if isinstance(message, Accept):
                 end = self._host.accept(message.kind, message.need, message.parties)
             else:
-                invitation = self._resolved_invitation(message.invitation)
+                invitation = self._ends.resolved_invitation(message.invitation)
                 end = self._host.join(message.kind, message.need, message.parties, invitation)
         except (PenstockError, OSError) as error:
             self._wire.send(EndFailed(number=message.number, error=_info(error)))
             return
-        self._ends[message.number] = end
+        self._ends.add(message.number, end)
         if isinstance(message, Accept):
             is_for_another = message.parties.peer_host != self._host.name
             self._wire.send(
                 Accepted(number=message.number, invitation=end.invitation if is_for_another else None)
             )
 
-    def _touch_end(self, message: TouchEnd) -> None:
-        end = self._ends.get(message.number)
-        if end is None:
-            return
-        if message.what == "delivered":
-            end.delivered()
-            return
-        del self._ends[message.number]
-        if message.what == "end":
-            end.end()
-        else:
-            end.close()
-
     def _keep_spare(self, threads: int) -> None:
         own_bytes = self._host.keep_spare(threads)
         if own_bytes != self._spare_bytes:
             self._spare_bytes = own_bytes
             self._wire.send(SpareKept(own_bytes=own_bytes))
-
-    def _resolved_invitation(self, invitation: Any) -> Any:
-        """Of an end that was accepted here it is what that end says; of others where they listen."""
-        return self._end(invitation).invitation if isinstance(invitation, HeldEnd) else invitation
-
-    def _resolved(self, message: ControlMessage) -> ControlMessage:
-        """The message with the endpoints of ends that are held here."""
-        fields = {name: self._resolved_value(getattr(message, name)) for name in message.__struct_fields__}
-        return type(message)(**fields)
-
-    def _resolved_value(self, value: Any) -> Any:
-        if isinstance(value, HeldEnd):
-            return self._end(value).endpoint
-        if isinstance(value, list):
-            return [self._resolved_value(entry) for entry in value]
-        return value
-
-    def _end(self, held: HeldEnd) -> HostEnd:
-        """Raises `ProtocolError` if there is none; the head has heard why it could not be made."""
-        end = self._ends.get(held.number)
-        if end is None:
-            raise ProtocolError(f"end {held.number} of a connection was not made, or is closed.")
-        return end
 
 
 def _info(error: PenstockError | OSError) -> ErrorInfo:

@@ -1,8 +1,9 @@
 """The supervisor's own machine as a host: ranks are its child processes, and connections have no names.
 
 Children die with the thread that has started them (`process.child.die_with_parent`), and nothing that is made
-here is in the file system, so that a `kill -9` of the supervisor leaves nothing behind. A `kill -9` of a worker
-leaves its spare process for some seconds, and the name of the socket where that waits (`process.successor`).
+here is in the file system, so that a `kill -9` of the supervisor leaves nothing behind. A `kill -9` of a
+worker leaves its spare process for some seconds, and the name of the socket where it waits
+(`process.successor`).
 """
 
 from __future__ import annotations

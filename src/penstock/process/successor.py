@@ -18,6 +18,7 @@ import select
 import signal
 import socket
 import struct
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -25,6 +26,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
+
+from penstock.process.child import StatusWriter
+from penstock.process.control import ControlReader
 
 WAIT_S = 10.0  # of a spare whose worker is gone: for whoever starts the worker again
 ANSWER_S = 0.5  # for either side to say its word
@@ -125,6 +129,16 @@ def take_over(path: Path, parent: NewParent) -> tuple[int, SpareSelf]:
             return pid, msgspec.json.decode(answer, type=SpareSelf)
         except msgspec.MsgspecError as error:
             raise ConnectionAbortedError("the spare process has not said what it is") from error
+
+
+def follow(parent: NewParent, status: StatusWriter) -> ControlReader:
+    """Report and print to another parent from now on; what it says comes from what is returned."""
+    status.move_to(parent.status_fd)
+    for output in (sys.stdout, sys.stderr):
+        os.dup2(parent.output_fd, output.fileno())
+    os.close(parent.status_fd)
+    os.close(parent.output_fd)
+    return ControlReader(parent.control_fd)
 
 
 def end_with(fd: int) -> None:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
-import sys
 import threading
 from collections.abc import Sequence
 from functools import partial
@@ -24,8 +23,8 @@ from penstock.process import entry_points
 from penstock.process.child import (
     StatusWriter,
     Warm,
+    bind_to_parent,
     bound_thread_pools,
-    die_with_parent,
     keep_saying_alive,
     leave,
     name_child,
@@ -33,7 +32,7 @@ from penstock.process.child import (
 )
 from penstock.process.config import SpareProcessConfig
 from penstock.process.control import CONTROL_OPTION, BecomeRank, ControlReader
-from penstock.process.successor import NewParent, NoSuccessor, SpareSelf, SuccessorDoor, end_with
+from penstock.process.successor import NoSuccessor, SpareSelf, SuccessorDoor, end_with, follow
 from penstock.rank.process import live, process_title
 
 
@@ -54,13 +53,13 @@ def _run(config: SpareProcessConfig, status: StatusWriter, options: argparse.Nam
 
     own = SpareSelf(threads=config.threads, own_bytes=own_bytes())
     status.write(Warm(own_bytes=own.own_bytes))
-    control, end_with_parent = ControlReader.inherited(options), partial(die_with_parent, config.parent_pid)
+    control, end_with_parent = ControlReader.inherited(options), partial(bind_to_parent, config)
     while not isinstance(message := control.receive(), BecomeRank):  # whoever has started it is gone
         parent = door.await_parent(own)
         if parent is None:
             return 0
         control.close()
-        control = _follow(parent, options.status_fd)
+        control = follow(parent, status)
         end_with_parent = partial(end_with, control.fileno())
     door.close()
     end_with_parent()
@@ -74,18 +73,8 @@ def _door(config: SpareProcessConfig) -> SuccessorDoor | NoSuccessor:
     if config.successor_path:
         with contextlib.suppress(OSError):
             return SuccessorDoor(Path(config.successor_path))
-    die_with_parent(config.parent_pid)
+    bind_to_parent(config)
     return NoSuccessor()
-
-
-def _follow(parent: NewParent, status_fd: int) -> ControlReader:
-    """Report and print to another parent from now on; what it says comes from what is returned."""
-    os.dup2(parent.status_fd, status_fd, inheritable=False)
-    for output in (sys.stdout, sys.stderr):
-        os.dup2(parent.output_fd, output.fileno())
-    os.close(parent.status_fd)
-    os.close(parent.output_fd)
-    return ControlReader(parent.control_fd)
 
 
 def _import_rank(nice: int) -> None:
