@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-
 RETURN_S = 1.0  # in which a host is back whose connection broke, sooner than another one has its stages
 
 
