@@ -216,10 +216,11 @@ class GatheredHosts:
         return RemoteScout(self._workers[host], peer)
 
     def _find_ways(self, host: str) -> None:
-        """Look for the ways to a host that has joined late, or is back: any stage may be its neighbour."""
+        """Look for the ways to a host that has joined late, or is back: any stage may be its neighbour. Where
+        ways are known they are looked at when its stages are connected, which may start meanwhile."""
         others = [self._name, *(worker.name for worker in self._workers_there if worker.name != host)]
         for other in others:
-            self._paths.find(self._scout_of(other), self._scout_of(host))
+            self._paths.expect(self._scout_of(other), self._scout_of(host))
 
     @property
     def _has_gathered(self) -> bool:
