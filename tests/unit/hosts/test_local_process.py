@@ -59,8 +59,8 @@ door = SuccessorDoor(Path(sys.argv[1]))
 print("up", flush=True)
 parent = door.await_parent(SpareSelf(threads=4, own_bytes=70))
 os.write(parent.output_fd, b"a line\\n")
-StatusWriter(parent.status_fd).write(Alive())
 rank = ControlReader(parent.control_fd).receive().read()
+StatusWriter(parent.status_fd).write(Alive())
 os.write(parent.output_fd, f"becomes {rank.name}\\n".encode())
 """
 
