@@ -61,12 +61,11 @@ class Way:
     def reset(self) -> None:
         """End all connections of now with an RST to both sides."""
         with self._lock:
-            ends, self._ends = self._ends, []
-            self._is_reset.update(ends)
-        for end in ends:
-            with suppress(OSError):
-                end.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _NO_LINGER)
-                end.shutdown(socket.SHUT_RD)  # so that whoever reads from it closes it
+            self._is_reset.update(self._ends)
+            for end in self._ends:
+                with suppress(OSError):  # it is closed already
+                    end.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _NO_LINGER)
+                    end.shutdown(socket.SHUT_RD)  # so that whoever reads from it closes it
 
     def _accept(self) -> None:
         while True:
@@ -100,12 +99,13 @@ class Way:
                     sink.sendall(data)
                 elif not self._answer(sink, data):
                     break
-        for end in (source, sink):
-            with suppress(OSError):
-                if end in self._is_reset:
-                    end.close()
-                else:
-                    end.shutdown(socket.SHUT_RDWR)
+        with self._lock:  # not while some are woken still
+            for end in (source, sink):
+                with suppress(OSError):
+                    if end in self._is_reset:
+                        end.close()
+                    else:
+                        end.shutdown(socket.SHUT_RDWR)
 
     def _answer(self, sink: socket.socket, data: bytes) -> bool:
         """Pass on an answer, or a part of it; whether the connection lives on."""
