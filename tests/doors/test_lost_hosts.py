@@ -172,7 +172,7 @@ def test_r15_a_stopped_worker_is_done_without_and_disturbs_nothing_when_it_goes_
     epoch = epoch_of(engine.llm)
     desk.process.send_signal(signal.SIGCONT)
     wait_until(lambda: desk.output.count("has joined") == 2, WAIT_S)
-    assert not any(is_alive(stage) for stage in stale)
+    wait_until(lambda: not any(is_alive(stage) for stage in stale), WAIT_S)
     assert tokens(engine.llm) == expected[0]
     assert (epoch_of(engine.llm), len(engine.own_stages), desk.stages) == (epoch, 2, [])
 
