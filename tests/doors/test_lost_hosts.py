@@ -18,7 +18,8 @@ from checkpoints import make_checkpoint
 from linked_engines import make_llm, tokens
 from penstock import LLM, SamplingParams
 from penstock.errors import HostMissingError, PenstockError, UnavailableError
-from served import is_alive, wait_until
+from served import is_alive, title_of, wait_until
+from tcp_way import Way
 from worker_programs import WorkerProgram, WorkerPrograms, stages_below
 
 pytestmark = pytest.mark.doors  # as people start it: a worker is a program of its own
@@ -63,6 +64,20 @@ class Engine:
 
     def start_worker(self, name: str) -> WorkerProgram:
         return self._programs.start(name)
+
+    def start_over_way(self, name: str) -> tuple[WorkerProgram, Way]:
+        """Start the head and one worker, which joins it over a way that can be broken."""
+        self._programs = WorkerPrograms(self._directory, self._models / "workers", 2)
+        settings = self._programs.settings() | {"pipeline_parallel_size": 2}
+        head = threading.Thread(target=self._make, kwargs=settings)
+        head.start()
+        self._programs.await_token()
+        way = self._programs.way()
+        worker = self._programs.start(name, way.port)
+        head.join(120)
+        (self.llm,) = self._made  # type: ignore[assignment]
+        assert isinstance(self.llm, LLM), self.llm
+        return worker, way
 
     @property
     def own_stages(self) -> list[psutil.Process]:
@@ -157,7 +172,7 @@ def test_r15_a_stopped_worker_is_done_without_and_disturbs_nothing_when_it_goes_
     epoch = epoch_of(engine.llm)
     desk.process.send_signal(signal.SIGCONT)
     wait_until(lambda: desk.output.count("has joined") == 2, WAIT_S)
-    assert not any(is_alive(stage) for stage in stale)
+    wait_until(lambda: not any(is_alive(stage) for stage in stale), WAIT_S)
     assert tokens(engine.llm) == expected[0]
     assert (epoch_of(engine.llm), len(engine.own_stages), desk.stages) == (epoch, 2, [])
 
@@ -206,6 +221,47 @@ def test_r15_where_the_others_cannot_take_over_the_error_names_the_host_and_the_
     hidden.rename(engine.model)
     wait_until(lambda: is_whole(engine.llm), WAIT_S)
     assert len(engine.own_stages) == 2
+    assert tokens(engine.llm) == expected[0]
+
+
+def test_r15_a_reset_of_the_connection_to_a_worker_is_not_felt(
+    engine: Engine, expected: tuple[list[list[int]], list[list[int]]], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its stage goes on, in the same epoch: no link of its own has broken."""
+    caplog.set_level(logging.INFO, "penstock")
+    desk, way = engine.start_over_way("desk")
+    with way:
+        assert tokens(engine.llm) == expected[0]
+        epoch, stages = epoch_of(engine.llm), desk.stages
+        for num_joined in (2, 3):
+            with running(engine.llm) as answers:
+                way.reset()
+                wait_until(lambda: desk.output.count("has joined") == num_joined, WAIT_S)  # noqa: B023
+            assert answers == [expected[1]]
+        assert (epoch_of(engine.llm), desk.stages) == (epoch, stages)
+        assert "what runs there goes on" in caplog.text
+        assert "lost: the host" not in caplog.text
+        stages[0].kill()  # it can still be asked for another one
+        assert tokens(engine.llm) == expected[0]
+        assert desk.stages != stages
+
+
+def test_r15_the_spare_of_a_worker_that_is_killed_becomes_the_stage_of_the_next(
+    engine: Engine, expected: tuple[list[list[int]], list[list[int]]], caplog: pytest.LogCaptureFixture
+) -> None:
+    """So that nothing is imported while requests wait."""
+    caplog.set_level(logging.INFO, "penstock")
+    desk = engine.start("desk", rejoin_timeout_s=WAIT_S)["desk"]
+    assert tokens(engine.llm) == expected[0]
+    wait_until(lambda: "a spare process waits on desk" in caplog.text, WAIT_S)
+    (spare,) = desk.spares
+    with running(engine.llm) as answers:
+        desk.kill()
+        engine.start_worker("desk")
+    assert answers == [expected[1]]
+    assert title_of(spare).startswith("penstock stage 1")
+    assert tokens(engine.llm) == expected[0]
+    spare.kill()
     assert tokens(engine.llm) == expected[0]
 
 

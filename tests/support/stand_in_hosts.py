@@ -117,7 +117,7 @@ class StandInEnd:
 
 
 class StandInHost:
-    """A host that a test plays. Implements `HeadHost`.
+    """A host that a test plays. Implements `HeadHost` and `WorkerHost`.
 
     Args:
         kinds: of connections that it offers, to hosts of any name.
@@ -131,6 +131,7 @@ class StandInHost:
         spares_kept: the number of threads each time that a spare was to be kept.
         spare_bytes: that it says the spare has.
         free_bytes, num_gpus: that it says it has.
+        num_forgotten: how often it was to forget what links were proved by.
     """
 
     def __init__(self, name: str, *kinds: str) -> None:
@@ -143,6 +144,7 @@ class StandInHost:
         self.parties: list[Parties] = []
         self.spares_kept: list[int] = []
         self.spare_bytes = 0
+        self.num_forgotten = 0
         self.free_bytes, self.num_gpus = 1 << 34, 0
         self.news, self._bell = socket.socketpair()
         self.news.setblocking(False)
@@ -162,6 +164,9 @@ class StandInHost:
     def close(self) -> None:
         self.news.close()
         self._bell.close()
+
+    def forget_credentials(self) -> None:
+        self.num_forgotten += 1
 
     def keep_spare(self, threads: int) -> int:
         self.spares_kept.append(threads)

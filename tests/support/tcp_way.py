@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import socket
+import struct
 import threading
 from contextlib import suppress
 
 _PIECE = 1 << 14
+_NO_LINGER = struct.pack("ii", 1, 0)  # a close is then an RST
 
 
 class Way:
     """A TCP proxy. Use as a context manager; leaving closes all connections.
 
     Args:
-        to: the server's port on 127.0.0.1.
+        to: the server's port.
+        host: the server's address, and that of the way.
 
     Attributes:
         is_still: nothing more is passed on, in either direction.
@@ -22,8 +25,8 @@ class Way:
         num_connections: that have been made so far.
     """
 
-    def __init__(self, to: int) -> None:
-        self._to = to
+    def __init__(self, to: int, host: str = "127.0.0.1") -> None:
+        self._to = (host, to)
         self.is_still = False
         self.breaks_after: int | None = None
         self.drips = 0.0
@@ -31,7 +34,8 @@ class Way:
         self._is_closed = threading.Event()
         self._lock = threading.Lock()
         self._ends: list[socket.socket] = []
-        self._listener = socket.create_server(("127.0.0.1", 0))
+        self._is_reset: set[socket.socket] = set()
+        self._listener = socket.create_server((host, 0))
         self.port: int = self._listener.getsockname()[1]
         self._threads = [threading.Thread(target=self._accept)]
         self._threads[0].start()
@@ -54,6 +58,15 @@ class Way:
         for end in (self._listener, *self._ends):
             end.close()
 
+    def reset(self) -> None:
+        """End all connections of now with an RST to both sides."""
+        with self._lock:
+            self._is_reset.update(self._ends)
+            for end in self._ends:
+                with suppress(OSError):  # it is closed already
+                    end.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _NO_LINGER)
+                    end.shutdown(socket.SHUT_RD)  # so that whoever reads from it closes it
+
     def _accept(self) -> None:
         while True:
             try:
@@ -62,7 +75,7 @@ class Way:
                 return
             self.num_connections += 1
             try:
-                far = socket.create_connection(("127.0.0.1", self._to), 5)
+                far = socket.create_connection(self._to, 5)
             except OSError:  # the server is gone
                 near.close()
                 continue
@@ -86,9 +99,13 @@ class Way:
                     sink.sendall(data)
                 elif not self._answer(sink, data):
                     break
-        for end in (source, sink):
-            with suppress(OSError):
-                end.shutdown(socket.SHUT_RDWR)
+        with self._lock:  # not while some are woken still
+            for end in (source, sink):
+                with suppress(OSError):
+                    if end in self._is_reset:
+                        end.close()
+                    else:
+                        end.shutdown(socket.SHUT_RDWR)
 
     def _answer(self, sink: socket.socket, data: bytes) -> bool:
         """Pass on an answer, or a part of it; whether the connection lives on."""

@@ -15,6 +15,7 @@ import psutil
 
 from real_servers import free_ports
 from served import Served, title_of, wait_until
+from tcp_way import Way
 
 HEAD_ADDRESS = "127.0.0.2"
 LINK_PORTS = "27701-27999"
@@ -39,6 +40,11 @@ class WorkerProgram:
     def stages(self) -> list[psutil.Process]:
         """The processes of its stages."""
         return stages_below(self.process)
+
+    @property
+    def spares(self) -> list[psutil.Process]:
+        """The spare processes that it has, at most one."""
+        return processes_below(self.process, "penstock spare")
 
     def kill(self) -> None:
         """End it by SIGKILL, and its stages with it. May be called twice."""
@@ -84,9 +90,18 @@ class WorkerPrograms:
         """Wait until the head has written it."""
         wait_until(self._token.exists, JOIN_LIMIT_S)
 
-    def start(self, name: str) -> WorkerProgram:
-        """Start a worker; of a name that was there before it needs no token."""
-        words = ["worker", "--join", f"{HEAD_ADDRESS}:{self._port}", "--join-token-file", str(self._token)]
+    def way(self) -> Way:
+        """Return a way to the head, over which workers can join it; links between stages do not take it."""
+        return Way(self._port, HEAD_ADDRESS)
+
+    def start(self, name: str, port: int | None = None) -> WorkerProgram:
+        """Start a worker; of a name that was there before it needs no token.
+
+        Args:
+            port: where it joins the head.
+        """
+        place = f"{HEAD_ADDRESS}:{port or self._port}"
+        words = ["worker", "--join", place, "--join-token-file", str(self._token)]
         words += ["--name", name, "--models-dir", str(self._models), "--link-ports", LINK_PORTS]
         words += ["--state-dir", str(self._directory / name)]
         command = [sys.executable, "-m", "penstock", *words]
@@ -95,11 +110,23 @@ class WorkerPrograms:
         return worker
 
     def close(self) -> None:
-        """End all workers, stopped ones too."""
+        """End all workers, stopped ones too, and the spare processes that would outlive them for a while."""
+        spares = [spare for worker in self.running for spare in worker.spares]
         for worker in self.running:
             worker.kill()
+        for spare in spares:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                spare.kill()
 
 
 def stages_below(parent: psutil.Process) -> list[psutil.Process]:
     """Return the processes of stages that a supervisor or a worker has started."""
-    return [child for child in parent.children() if "penstock stage" in title_of(child)]
+    return processes_below(parent, "penstock stage")
+
+
+def processes_below(parent: psutil.Process, title: str) -> list[psutil.Process]:
+    """Return the processes with this title that another one has started; none of one that is gone."""
+    try:
+        return [child for child in parent.children() if title in title_of(child)]
+    except psutil.NoSuchProcess:
+        return []

@@ -5,6 +5,7 @@ Called by `cli`; runs `hosts.worker` in the main thread, since children die with
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -47,7 +48,8 @@ def worker(
 ) -> int:
     """The command. Returns when it is told to end."""
     from penstock.hosts.network.interfaces import own_address
-    from penstock.hosts.worker import Worker, WorkerSettings
+    from penstock.hosts.station import WorkerSettings
+    from penstock.hosts.worker import Worker
     from penstock.process.child import show_threads_on_request
     from penstock.process.signals import signals_of_the_end
     from penstock.trust.peer_names import require_host_name
@@ -69,6 +71,7 @@ def worker(
         models=[] if models_dir is None else [models_dir],
         weights=weights_cache,
         is_plain=insecure_links,
+        threads_ahead=len(os.sched_getaffinity(0)),
     )
     require_host_name(settings.name)
     show_threads_on_request()

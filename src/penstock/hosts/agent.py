@@ -6,10 +6,15 @@ It has a host of its own (`hosts.local`) and does there what the head asks for o
 What it takes from the head are numbers and names. A model is looked up by its identity (`hosts.weights`),
 faults and stores are not taken at all, and links are proved as its own command line says, not as the head
 likes (`hosts.link_streams`).
+
+When the connection to the head breaks, what runs here goes on for a while: the worker joins again, and the
+head goes on where it was (`hosts.lasting_wire`). If the head does not know of it any more, or nobody comes in
+that time, all ranks are ended. A spare process stays in any case.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from typing import Any
@@ -29,23 +34,27 @@ from penstock.hosts.agent_messages import (
     Heartbeat,
     Join,
     KeepSpare,
+    Leaving,
     Resources,
     Said,
     SpareKept,
     Started,
     StartMeasuring,
     StartRank,
+    TalkBegins,
+    TalkGoesOn,
     ToAgent,
     TouchEnd,
     TouchMember,
 )
 from penstock.hosts.agent_wire import AgentWire
+from penstock.hosts.lasting_wire import LastingWire, new_talk
 from penstock.hosts.logs.worker_log import AgentLog, NoLog
 from penstock.hosts.member import Member, Waitable
 from penstock.hosts.member_watch import MemberWatch
 from penstock.hosts.network.scout_messages import ToScout
 from penstock.hosts.network.scouting_agent import NoScout, ScoutAnswers
-from penstock.hosts.rank_host import HostEnd, PlanNeed, RankHost
+from penstock.hosts.rank_host import HostEnd, PlanNeed, WorkerHost
 from penstock.hosts.weights.model_supply import Delivery, Models
 from penstock.process.child import StatusEvent
 from penstock.process.config import RankConfig
@@ -58,6 +67,7 @@ HEARTBEAT_S = 1.0
 HEAD_LIMIT_S = (
     30.0  # of silence: the supervisor may be busy for a while, and a head that died is seen at once
 )
+KEEP_RANKS_S = 5.0  # without a connection: more than the head waits for this host (`SILENCE_LIMIT_S`)
 
 
 NO_LOG = NoLog()
@@ -74,6 +84,10 @@ class AllowedNames:
         self._by_name = {each: kept for each, kept in self._by_name.items() if each.epoch >= name.epoch}
         self._by_name[name] = credentials
 
+    def forget(self) -> None:
+        """Allow no name any more: the head begins anew, with epochs that had names before."""
+        self._by_name.clear()
+
     def issue(self, name: PeerName) -> Credentials:
         """Return the credentials of a process; raises `ProtocolError` if the head has sent none."""
         if name not in self._by_name:
@@ -81,50 +95,109 @@ class AllowedNames:
         return self._by_name[name]
 
 
+class HeldEnds:
+    """The ends of connections that an agent holds for its processes, by the numbers that the head gives."""
+
+    def __init__(self) -> None:
+        self._ends: dict[int, HostEnd] = {}
+
+    def add(self, number: int, end: HostEnd) -> None:
+        self._ends[number] = end
+
+    def end_all(self) -> None:
+        """End all of them, and hold none."""
+        for end in self._ends.values():
+            end.end()
+        self._ends.clear()
+
+    def touch(self, message: TouchEnd) -> None:
+        """Do to an end what the head says, if it is held."""
+        end = self._ends.get(message.number)
+        if end is None:
+            return
+        if message.what == "delivered":
+            end.delivered()
+            return
+        del self._ends[message.number]
+        if message.what == "end":
+            end.end()
+        else:
+            end.close()
+
+    def resolved_invitation(self, invitation: Any) -> Any:
+        """Of an end that was accepted here it is what that end says; of others where they listen."""
+        return self._end(invitation).invitation if isinstance(invitation, HeldEnd) else invitation
+
+    def resolved(self, message: ControlMessage) -> ControlMessage:
+        """The message with the endpoints of ends that are held here."""
+        fields = {name: self._resolved_value(getattr(message, name)) for name in message.__struct_fields__}
+        return type(message)(**fields)
+
+    def _resolved_value(self, value: Any) -> Any:
+        if isinstance(value, HeldEnd):
+            return self._end(value).endpoint
+        if isinstance(value, list):
+            return [self._resolved_value(entry) for entry in value]
+        return value
+
+    def _end(self, held: HeldEnd) -> HostEnd:
+        """Raises `ProtocolError` if there is none; the head has heard why it could not be made."""
+        end = self._ends.get(held.number)
+        if end is None:
+            raise ProtocolError(f"end {held.number} of a connection was not made, or is closed.")
+        return end
+
+
 class Agent:
     """What the head asks of a host, done there.
 
     Args:
         host: the own one.
-        wire: to the head. Belongs to the agent, as the members do.
+        wire: the first one to the head. Belongs to the agent, as the members do.
         models: gets ranks their weights; belongs to the agent.
         allowed: takes the credentials that the head sends.
         clock: monotonic seconds.
         log: what is printed here, for the head.
-        scout: answers questions about ways to other hosts. Belongs to the agent.
+        make_scout: makes what answers questions about ways to other hosts, for each talk anew.
     """
 
     def __init__(
         self,
-        host: RankHost,
+        host: WorkerHost,
         wire: AgentWire[ToAgent],
         models: Models,
         allowed: AllowedNames,
         clock: Callable[[], float] = time.monotonic,
         log: AgentLog = NO_LOG,
-        scout: ScoutAnswers | None = None,
+        make_scout: Callable[[], ScoutAnswers] = NoScout,
     ) -> None:
-        self._scout = scout or NoScout()
+        self._make_scout = make_scout
+        self._scout = make_scout()
         self._host = host
-        self._wire = wire
+        self._wire: LastingWire[ToAgent] = LastingWire(wire, new_talk())
         self._models = models
         self._allowed = allowed
         self._watch = MemberWatch(self._tell_event)
         self._log = log
-        own: list[Waitable] = [wire, models, self._scout, *log.sources]
+        own: list[Waitable] = [models, self._scout, *log.sources]
         for source in own:
             self._watch.watch(source)
         self._members: dict[int, Member] = {}
-        self._ends: dict[int, HostEnd] = {}
+        self._ends = HeldEnds()
         self._spare_bytes = -1
         self._clock = clock
-        self._heard_at = self._said_at = clock()
-        self._wire.send(AgentHello(resources=host.resources(), kinds=list(host.offers(PlanNeed(), ""))))
+        self._heard_at = self._said_at = self._broken_at = -math.inf
+        self._begin_connection()
 
     @property
     def failure(self) -> PeerError | None:
-        """Why the head can ask for nothing more; None while it is there."""
+        """Why the head can ask for nothing now; None while it is connected."""
         return self._wire.failure
+
+    @property
+    def has_members(self) -> bool:
+        """Whether processes run here that the head has asked for."""
+        return bool(self._members)
 
     def watch(self, source: Waitable) -> None:
         """Let `serve` return too when this one is readable, and say so."""
@@ -134,17 +207,26 @@ class Agent:
         """Wait for it no longer."""
         self._watch.unwatch(source)
 
-    def serve(self) -> set[Waitable]:
-        """Wait for something to do, for a heartbeat at most, and do it.
+    def reconnect(self, wire: AgentWire[ToAgent]) -> None:
+        """Use another connection to the head; the one of before is broken."""
+        assert self._wire.failure is not None, "the head is connected"
+        self._wire.reconnect(wire)
+        self._begin_connection()
+
+    def serve(self, timeout_s: float = HEARTBEAT_S) -> set[Waitable]:
+        """Wait for something to do, for a heartbeat or so long at most, and do it.
 
         Returns:
             The watched sources that are readable.
         """
-        members, sources = self._watch.wait(max(0.0, self._said_at + HEARTBEAT_S - self._clock()))
-        for message in self._wire.receive():
+        if self._wire.failure is None:
+            timeout_s = min(timeout_s, max(0.0, self._said_at + HEARTBEAT_S - self._clock()))
+        members, sources = self._watch.wait(timeout_s)
+        own = {self._wire.connection, self._models, self._scout, *self._log.sources}
+        for message in self._wire.receive() if self._wire.failure is None else []:
             self._heard_at = self._clock()
             self._obey(message)
-        for member in members:
+        for member in members & set(self._members.values()):  # others have been reaped just now
             self._hear(member)
         for delivery in self._models.take():
             self._deliver(delivery)
@@ -153,23 +235,67 @@ class Agent:
         for lines in self._log.take():
             self._wire.send(lines)
         self._keep_alive()
-        return sources - {self._wire, self._models, self._scout, *self._log.sources}
+        return sources - own
 
     def _keep_alive(self) -> None:
         now = self._clock()
-        if now - self._said_at >= HEARTBEAT_S:
+        if self._wire.failure is None and now - self._said_at >= HEARTBEAT_S:
             self._said_at = now
-            self._wire.send(Heartbeat())
-        if now - self._heard_at > HEAD_LIMIT_S:
-            self._wire.give_up(f"the head has given no sign of life for {now - self._heard_at:.0f} s.")
+            self._wire.send_heartbeat()
+        if self._wire.failure is None and now - self._heard_at > HEAD_LIMIT_S:
+            silence_s = now - self._heard_at
+            self._wire.connection.give_up(f"the head has given no sign of life for {silence_s:.0f} s.")
+        if self._wire.failure is not None:
+            self._bear_break(now)
+
+    def _begin_connection(self) -> None:
+        """Say hello, and wait for what comes."""
+        self._heard_at = self._said_at = self._clock()
+        self._broken_at = math.inf
+        self._watch.watch(self._wire.connection)
+        self._wire.connection.send(
+            AgentHello(
+                resources=self._host.resources(),
+                kinds=list(self._host.offers(PlanNeed(), "")),
+                talk=self._wire.talk,
+                num_received=self._wire.num_received,
+            )
+        )
+
+    def _bear_break(self, now: float) -> None:
+        """Let go of a connection that is broken; what runs here is ended when that is long ago."""
+        if self._broken_at == math.inf:
+            self._broken_at = now
+            self._watch.unwatch(self._wire.connection)
+            self._wire.close()
+        if now - self._broken_at > KEEP_RANKS_S and not self._wire.is_over:
+            self._begin_anew()
+            self._wire.forget()
+
+    def _begin_anew(self) -> None:
+        """End all that the head has asked for: it is gone, or does not know of it."""
+        self._end_all()
+        self._allowed.forget()
+        self._host.forget_credentials()
+        self._spare_bytes = -1
+        self._watch.unwatch(self._scout)
+        self._scout.close()  # what it would still answer was not asked by the next head
+        self._scout = self._make_scout()
+        self._watch.watch(self._scout)
+
+    def _end_all(self) -> None:
+        """End all members and connections."""
+        self._ends.end_all()
+        for number in self._members:
+            self._models.forget(number)
+        self._members.clear()
+        self._watch.kill()
 
     def close(self) -> None:
         """End all members, and let go of all ends."""
-        for end in self._ends.values():
-            end.end()
-        self._ends.clear()
+        self._wire.connection.send(Leaving())
+        self._end_all()
         self._watch.close()
-        self._members.clear()
         self._models.close()
         self._host.close()
         self._wire.close()
@@ -187,7 +313,7 @@ class Agent:
         elif isinstance(message, Accept | Join):
             self._make_end(message)
         elif isinstance(message, TouchEnd):
-            self._touch_end(message)
+            self._ends.touch(message)
         elif isinstance(message, AllowEpoch):
             self._allowed.allow(message.name, message.credentials)
         elif isinstance(message, KeepSpare):
@@ -196,8 +322,10 @@ class Agent:
             self._scout.ask(message)
         elif isinstance(message, AskResources):
             self._wire.send(Resources(resources=self._host.resources()))
+        elif isinstance(message, TalkBegins):
+            self._begin_anew()
         else:
-            assert isinstance(message, Heartbeat), message
+            assert isinstance(message, Heartbeat | TalkGoesOn), message
 
     def _start(
         self, message: StartRank | StartMeasuring, rank: RankConfig, start: Callable[[RankConfig], Member]
@@ -252,7 +380,7 @@ class Agent:
         if member is None:
             return  # it has ended, which the head learns, or knows
         try:
-            member.hand(self._resolved(message.message))
+            member.hand(self._ends.resolved(message.message))
         except PenstockError as error:
             self._end_member(message.number, member, error)
 
@@ -287,59 +415,23 @@ class Agent:
             if isinstance(message, Accept):
                 end = self._host.accept(message.kind, message.need, message.parties)
             else:
-                invitation = self._resolved_invitation(message.invitation)
+                invitation = self._ends.resolved_invitation(message.invitation)
                 end = self._host.join(message.kind, message.need, message.parties, invitation)
         except (PenstockError, OSError) as error:
             self._wire.send(EndFailed(number=message.number, error=_info(error)))
             return
-        self._ends[message.number] = end
+        self._ends.add(message.number, end)
         if isinstance(message, Accept):
             is_for_another = message.parties.peer_host != self._host.name
             self._wire.send(
                 Accepted(number=message.number, invitation=end.invitation if is_for_another else None)
             )
 
-    def _touch_end(self, message: TouchEnd) -> None:
-        end = self._ends.get(message.number)
-        if end is None:
-            return
-        if message.what == "delivered":
-            end.delivered()
-            return
-        del self._ends[message.number]
-        if message.what == "end":
-            end.end()
-        else:
-            end.close()
-
     def _keep_spare(self, threads: int) -> None:
         own_bytes = self._host.keep_spare(threads)
         if own_bytes != self._spare_bytes:
             self._spare_bytes = own_bytes
             self._wire.send(SpareKept(own_bytes=own_bytes))
-
-    def _resolved_invitation(self, invitation: Any) -> Any:
-        """Of an end that was accepted here it is what that end says; of others where they listen."""
-        return self._end(invitation).invitation if isinstance(invitation, HeldEnd) else invitation
-
-    def _resolved(self, message: ControlMessage) -> ControlMessage:
-        """The message with the endpoints of ends that are held here."""
-        fields = {name: self._resolved_value(getattr(message, name)) for name in message.__struct_fields__}
-        return type(message)(**fields)
-
-    def _resolved_value(self, value: Any) -> Any:
-        if isinstance(value, HeldEnd):
-            return self._end(value).endpoint
-        if isinstance(value, list):
-            return [self._resolved_value(entry) for entry in value]
-        return value
-
-    def _end(self, held: HeldEnd) -> HostEnd:
-        """Raises `ProtocolError` if there is none; the head has heard why it could not be made."""
-        end = self._ends.get(held.number)
-        if end is None:
-            raise ProtocolError(f"end {held.number} of a connection was not made, or is closed.")
-        return end
 
 
 def _info(error: PenstockError | OSError) -> ErrorInfo:

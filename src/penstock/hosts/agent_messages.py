@@ -5,6 +5,7 @@ that the head gives, so that it need not wait for an answer, except for where a 
 
     head                                             agent
                                                      AgentHello(what the host can give)
+    TalkBegins(), or TalkGoesOn()            ──▶     (`hosts.lasting_wire`)
     Heartbeat() each second                  ──▶     Heartbeat() each second
     AskResources() each second               ──▶     Resources(…)
                                                      LogLines(what was printed there), within bounds
@@ -41,7 +42,23 @@ AtEnd = Literal["delivered", "end", "close"]
 
 
 class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat"):
-    """Whoever says it is there; both do, each second."""
+    """Whoever says it is there; both do, each second.
+
+    Attributes:
+        num_received: messages of the talk that have come.
+    """
+
+    num_received: int = 0
+
+
+class TalkBegins(msgspec.Struct, frozen=True, tag="talk_begins"):
+    """The head does not know the talk of this agent: nothing that was said or started before holds."""
+
+
+class TalkGoesOn(msgspec.Struct, frozen=True, kw_only=True, tag="talk_goes_on"):
+    """The head goes on where the connection broke; so many messages of the agent have come."""
+
+    num_received: int
 
 
 class AllowEpoch(msgspec.Struct, frozen=True, kw_only=True, tag="allow_epoch"):
@@ -135,19 +152,29 @@ ToAgent = (
     | TouchEnd
     | AskResources
     | Heartbeat
+    | TalkBegins
+    | TalkGoesOn
     | ToScout
 )
 
 
 class AgentHello(msgspec.Struct, frozen=True, kw_only=True, tag="agent_hello"):
-    """The first word of an agent: what its host can give.
+    """The first word of an agent over each connection: what its host can give, and where their talk is.
 
     Attributes:
         kinds: of connections to other hosts, best first.
+        talk: name of what head and agent say to each other, over this connection and earlier ones.
+        num_received: messages of it that have come.
     """
 
     resources: HostResources
     kinds: list[str]
+    talk: str = ""
+    num_received: int = 0
+
+
+class Leaving(msgspec.Struct, frozen=True, tag="leaving"):
+    """The worker ends, because somebody has ended it; it does not come back by itself."""
 
 
 class Resources(msgspec.Struct, frozen=True, kw_only=True, tag="resources"):
@@ -217,6 +244,7 @@ class LogLines(msgspec.Struct, frozen=True, kw_only=True, tag="log_lines"):
 ToHead = (
     AgentHello
     | Heartbeat
+    | Leaving
     | Resources
     | Started
     | Said

@@ -7,6 +7,7 @@ buffers.
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import ssl
 from typing import Any, Generic, TypeVar
@@ -87,6 +88,11 @@ class AgentWire(Generic[Incoming]):
     def give_up(self, why: str) -> None:
         """Take the other side as gone."""
         self._fail(LinkClosedError(why))
+
+    def hang_up(self) -> None:
+        """Let the other side see that the connection is broken; the descriptor stays until `close`."""
+        with contextlib.suppress(OSError):
+            self._connection.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
         """Close the connection. May be called twice."""

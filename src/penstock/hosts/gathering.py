@@ -5,8 +5,9 @@
     head.hosts                              what the supervisor plans and starts with
     head.admit()                            when one of `head.sources` is readable: somebody is back
 
-There are as many places for workers as `--hosts` says. While a worker is lost another one may have its place;
-the lost one may come back all the same.
+There are as many places for workers as `--hosts` says. Workers that come when all are taken are let in too,
+once the engine has begun, and stand by: when a worker is lost, one of them has its place at once. The lost
+one may come back all the same.
 
 Called by `engine.supervisor.supervisor`.
 """
@@ -158,7 +159,8 @@ class GatheredHosts:
         for address, error in self._gate.take_refused():
             self._tell(f"somebody at {address} was not let in: {error.message}")
         for worker in self._gate.take():
-            if worker.host in self._workers or len(self._workers_there) < self._num_workers:
+            has_place = worker.host in self._workers or len(self._workers_there) < self._num_workers
+            if has_place or self._has_gathered:
                 self._let_in(worker)
             else:
                 self._turn_away(worker)
@@ -214,10 +216,16 @@ class GatheredHosts:
         return RemoteScout(self._workers[host], peer)
 
     def _find_ways(self, host: str) -> None:
-        """Look for the ways to a host that has joined late, or is back: any stage may be its neighbour."""
+        """Look for the ways to a host that has joined late, or is back: any stage may be its neighbour. Where
+        ways are known they are looked at when its stages are connected, which may start meanwhile."""
         others = [self._name, *(worker.name for worker in self._workers_there if worker.name != host)]
         for other in others:
-            self._paths.find(self._scout_of(other), self._scout_of(host))
+            self._paths.expect(self._scout_of(other), self._scout_of(host))
+
+    @property
+    def _has_gathered(self) -> bool:
+        """Whether all were there, and the engine is laid over them."""
+        return self.hosts.routes is self._paths
 
     @property
     def _workers_there(self) -> list[RemoteHost]:
@@ -228,24 +236,25 @@ class GatheredHosts:
         known = self._workers.get(worker.host)
         if known is None:
             known = self._workers[worker.host] = self._new_host(worker)
-        else:
-            known.attach(worker.wire, worker.hello)
+        elif known.attach(worker.wire, worker.hello):
+            self._tell(f"{worker.host} is back: its connection was broken, and what runs there goes on")
+            return
         self.hosts.add(known)
         given = worker.hello.resources
         self._tell(
             f"{worker.host} has joined from {worker.address}: {_counted(given.num_cpus, 'core')}, "
             f"{given.free_bytes / 1e9:.1f} GB free" + (f", {given.num_gpus} GPUs" * bool(given.num_gpus))
         )
-        if self.hosts.routes is self._paths:  # else `gather` looks for all ways at once
+        if self._has_gathered:  # else `gather` looks for all ways at once
             self._find_ways(worker.host)
 
     def _turn_away(self, worker: JoinedWorker) -> None:
-        """All are there. The worker tries again every few seconds, which is said once."""
+        """All are there. The worker tries again every few seconds; once the engine has begun it stands by."""
         if worker.host not in self._not_needed:
             self._not_needed.add(worker.host)
             self._tell(
-                f"the worker {worker.host} is not needed: --hosts counts no more. It may take the place of a "
-                "host that is lost."
+                f"the worker {worker.host} is not needed: --hosts counts no more. It may stand by when the "
+                "engine has begun."
             )
         worker.wire.close()
         self._gate.leave(worker.host)
@@ -258,11 +267,11 @@ class GatheredHosts:
             self._cluster,
             lambda error: self._lose(worker.host, error),
             HeadLog(worker.host, self._show, time.monotonic).take,
+            on_broken=lambda: self._gate.leave(worker.host),
         )
 
     def _lose(self, host: str, error: PeerError) -> None:
         self._tell(f"lost: the host {host}: {error.message}")
-        self._gate.leave(host)
 
 
 def open_hosts(

@@ -1,20 +1,25 @@
 """The supervisor's own machine as a host: ranks are its child processes, and connections have no names.
 
 Children die with the thread that has started them (`process.child.die_with_parent`), and nothing that is made
-here is in the file system, so that a `kill -9` of the supervisor leaves nothing behind.
+here is in the file system, so that a `kill -9` of the supervisor leaves nothing behind. A `kill -9` of a
+worker leaves its spare process for some seconds, and the name of the socket where it waits
+(`process.successor`).
 """
 
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from penstock.hosts.link_streams import LinkStreams, NoStreams
 from penstock.hosts.local_connections import KINDS, JoinedEnd
-from penstock.hosts.local_process import LocalMember, spawn
+from penstock.hosts.local_process import LocalMember, TakenProcess, pipe, spawn
 from penstock.hosts.local_socket import LocalSocket
 from penstock.hosts.local_spare import SpareProcess
 from penstock.hosts.logs.child_outputs import InheritedOutputs, Outputs
@@ -34,16 +39,18 @@ from penstock.process.config import (
     SpareProcessConfig,
 )
 from penstock.process.control import CONTROL_OPTION, ControlSocket
+from penstock.process.successor import NewParent, SpareSelf, take_over
 
 
 class LocalHost:
-    """The machine on which the supervisor runs. Implements `HeadHost`.
+    """The machine on which the supervisor, or an agent, runs. Implements `HeadHost` and `WorkerHost`.
 
     Args:
         detect: asks the machine what it can give.
         name: among several hosts.
         streams: what connections to other hosts are made of.
         outputs: where processes print to.
+        successor_path: where a spare waits for the next worker when this one is killed; empty: it ends.
     """
 
     def __init__(
@@ -53,9 +60,11 @@ class LocalHost:
         name: str = THIS_HOST,
         streams: LinkStreams | None = None,
         outputs: Outputs | None = None,
+        successor_path: str = "",
     ) -> None:
         self._detect = detect
         self._outputs = outputs or InheritedOutputs()
+        self._successor_path = successor_path
         self._spare = SpareProcess(self._start_spare, lambda: detect().free_bytes)
         self._streams = streams or NoStreams()
         self.name = name
@@ -75,6 +84,21 @@ class LocalHost:
 
     def keep_spare(self, threads: int) -> int:
         return self._spare.keep(threads)
+
+    def start_ahead(self, threads: int) -> None:
+        """Have a process for the next rank before it is known which one that is.
+
+        It is the spare that a worker before this one has left, or one that starts now.
+
+        Args:
+            threads: the most that it may have.
+
+        Raises OSError where the host cannot.
+        """
+        try:
+            self._spare.adopt(*self._take_over_spare())
+        except OSError:  # there is none
+            self._spare.start_ahead(threads)
 
     def start_measuring(self, config: MeasureConfig, name: str) -> LocalMember:
         process = MeasureProcessConfig(measure=config, parent_pid=os.getpid())
@@ -98,12 +122,41 @@ class LocalHost:
             return JoinedEnd(invitation)
         return self._streams.join(kind, need, parties, invitation)
 
+    def use_streams(self, streams: LinkStreams) -> None:
+        """Make connections to other hosts of these from now on."""
+        self._streams.close()
+        self._streams = streams
+
+    def forget_credentials(self) -> None:
+        self._streams.close()
+
     def close(self) -> None:
         self._spare.close()
         self._streams.close()
 
     def _start_spare(self, config: SpareProcessConfig) -> LocalMember:
+        config = msgspec.structs.replace(config, successor_path=self._successor_path)
         return self._start(entry_points.SPARE, config, name="spare")
+
+    def _take_over_spare(self) -> tuple[LocalMember, SpareSelf]:
+        """Become the parent of the spare process of a worker that is gone.
+
+        Raises OSError where there is none.
+        """
+        with ExitStack() as theirs, ExitStack() as ours:
+            control = ControlSocket()
+            theirs.callback(control.close_child_end)
+            ours.callback(control.close)
+            status_fd, their_status_fd = pipe(ours, theirs)
+            os.set_blocking(status_fd, False)
+            with self._outputs.opened() as output:
+                fds = NewParent(control.child_fd, their_status_fd, output.fd or sys.stderr.fileno())
+                pid, own = take_over(Path(self._successor_path), fds)
+                process = TakenProcess(pid)
+                member = LocalMember(process, status_fd, control, name="spare", stage=None, member_index=0)
+                output.member = member
+            ours.pop_all()
+        return member, own
 
     def _start(
         self,

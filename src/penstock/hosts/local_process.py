@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -49,17 +50,56 @@ class Descriptor(NamedTuple):
         return self.number
 
 
+class Process(Protocol):
+    """What a member needs of its process; `subprocess.Popen` of a child."""
+
+    @property
+    def pid(self) -> int: ...
+
+    def poll(self) -> int | None: ...
+
+    def wait(self) -> int: ...
+
+
+class TakenProcess:
+    """A process that another one has started, which is gone: of its end nothing is known but that it came.
+
+    Attributes:
+        pid: of the process.
+    """
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self._end = os.pidfd_open(pid)
+        self._exit_code: int | None = None
+
+    def poll(self) -> int | None:
+        return self._exit_code if self._exit_code is not None else self._look(0.0)
+
+    def wait(self) -> int:
+        while (exit_code := self.poll()) is None:
+            select.select([self._end], [], [])
+        return exit_code
+
+    def _look(self, seconds: float) -> int | None:
+        if select.select([self._end], [], [], seconds)[0]:
+            os.close(self._end)
+            self._exit_code = -signal.SIGKILL
+        return self._exit_code
+
+
 class LocalMember(Member):
-    """A child process of the supervisor. Made by `spawn`.
+    """A child process of the supervisor, or of an agent. Made by `spawn`.
 
     Args:
+        process: that it is.
         status_fd: the end of its status pipe that is read here.
         control: closed with the member.
     """
 
     def __init__(
         self,
-        process: subprocess.Popen[bytes],
+        process: Process,
         status_fd: int,
         control: Control,
         *,
@@ -153,8 +193,8 @@ def spawn(
         output_fd: its standard output and error; None: those of this process.
     """
     with ExitStack() as theirs, ExitStack() as ours:  # where descriptors run out, none of them is left
-        config_read, config_write = _pipe(theirs, ours)
-        status_read, status_write = _pipe(ours, theirs)
+        config_read, config_write = pipe(theirs, ours)
+        status_read, status_write = pipe(ours, theirs)
         os.set_blocking(status_read, False)
         command = [sys.executable, "-P", "-m", module, "--config-fd", str(config_read)]
         command += ["--status-fd", str(status_write), *arguments]
@@ -180,13 +220,13 @@ def spawn(
             process.wait()
             raise
         ours.pop_all()
-    with os.fdopen(config_write, "wb") as pipe, contextlib.suppress(BrokenPipeError):
-        pipe.write(config)
+    with os.fdopen(config_write, "wb") as writer, contextlib.suppress(BrokenPipeError):
+        writer.write(config)
     return child
 
 
-def _pipe(reading: ExitStack, writing: ExitStack) -> tuple[int, int]:
-    """A pipe, each end of which is closed with its stack."""
+def pipe(reading: ExitStack, writing: ExitStack) -> tuple[int, int]:
+    """Return a pipe, each end of which is closed with its stack."""
     reader, writer = os.pipe()
     reading.callback(os.close, reader)
     writing.callback(os.close, writer)

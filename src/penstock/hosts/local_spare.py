@@ -1,8 +1,9 @@
 """The process of a host that waits to become a rank (`rank.spare`): whether there is one, and who takes it.
 
     none ──keep, memory is free──▶ starting ──Warm──▶ waiting ──take──▶ a member like any other
-      ▲                               │                  │
-      └──── it ended, or memory is short ◀───────────────┘
+      ▲                               │                  │                 ▲
+      └──── it ended, or memory is short ◀───────────────┘                 │
+    none ──start_ahead──▶ starting in haste ──────take, warm or not────────┘
 
 Used by `hosts.local`; the supervisor says when (`engine.supervisor.spares`).
 """
@@ -17,9 +18,11 @@ from penstock.hosts.member import Member
 from penstock.process.child import Warm, encode_config
 from penstock.process.config import RankConfig, RankProcessConfig, SpareProcessConfig
 from penstock.process.control import BecomeRank
+from penstock.process.successor import SpareSelf
 
 START_FREE_BYTES = 2 << 30  # a spare takes a tenth of it
 KEEP_FREE_BYTES = 1 << 29  # below it whatever can go must go
+LEAST_NICE = 19  # so that the steps of others lose next to nothing to the imports
 
 
 class StartSpare(Protocol):
@@ -42,6 +45,7 @@ class SpareProcess:
         self._member: Member | None = None
         self._threads = 0  # that it was started for
         self._own_bytes = 0  # once it waits
+        self._is_hasty = False
 
     def keep(self, threads: int) -> int:
         """See to it that there is one, as far as memory allows; to be called every few seconds.
@@ -55,17 +59,31 @@ class SpareProcess:
         self._hear()
         free = self._free_bytes()
         if self._member is None and free >= START_FREE_BYTES:
-            self._threads = threads
-            self._member = self._start(SpareProcessConfig(threads=threads, parent_pid=os.getpid()))
+            self._begin(threads, LEAST_NICE)
         elif free < KEEP_FREE_BYTES:
             self.close()
         return self._own_bytes
 
+    def start_ahead(self, threads: int) -> None:
+        """Start one that has no time to be kind to others: a rank is about to need it.
+
+        Args:
+            threads: the most that the rank may have.
+        """
+        if self._member is None and self._free_bytes() >= START_FREE_BYTES:
+            self._begin(threads, 0)
+
+    def adopt(self, member: Member, own: SpareSelf) -> None:
+        """Have a process that waits already, and that a worker before this one has started."""
+        self._member, self._threads, self._own_bytes = member, own.threads, own.own_bytes
+        self._is_hasty = False
+
     def take(self, rank: RankConfig, name: str, member_index: int) -> Member | None:
-        """Let the one that waits become this rank; None where nobody waits for such a rank."""
+        """Let the one that waits, or soon will, become this rank; None: there is none for such a rank."""
         self._hear()
         member = self._member
-        if member is None or not self._own_bytes or rank.threads > self._threads:
+        is_soon_warm = self._own_bytes or self._is_hasty
+        if member is None or not is_soon_warm or rank.threads > self._threads:
             return None
         config_fd = os.memfd_create("rank config")  # no pipe: it takes all at once, however long
         try:
@@ -84,6 +102,11 @@ class SpareProcess:
             self._member.kill_now()
             self._member.close()
         self._forget()
+
+    def _begin(self, threads: int, nice: int) -> None:
+        self._threads, self._is_hasty = threads, nice == 0
+        config = SpareProcessConfig(threads=threads, nice=nice, parent_pid=os.getpid())
+        self._member = self._start(config)
 
     def _hear(self) -> None:
         """Take what it has said, and let go of it if it has ended."""

@@ -8,7 +8,8 @@ above it an endpoint is a value to be handed on.
     host.start_rank(...) ──▶ member       member.hand(endpoints)   .read_status()   .kill_now()   .await_end()
     host.accept(...)     ──▶ end          end.endpoint             .end()           .close()
 
-`hosts.local.LocalHost` is the supervisor's own host, and so far the only one.
+`hosts.local.LocalHost` is the supervisor's own host, and that of the agent of a worker; the supervisor has
+such a worker as a `hosts.remote_host.RemoteHost`.
 """
 
 from __future__ import annotations
@@ -191,6 +192,14 @@ class HeadHost(RankHost, Protocol):
         Args:
             clients: where the core meets them.
         """
+        ...
+
+
+class WorkerHost(RankHost, Protocol):
+    """The host of an agent, which may serve one head after the other."""
+
+    def forget_credentials(self) -> None:
+        """Forget what links have been proved by: epochs of the next head have names that were used before."""
         ...
 
 

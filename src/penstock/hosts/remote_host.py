@@ -3,8 +3,12 @@
 The agent decides nothing (`hosts.agent`). Members and ends have numbers here and are held there; the
 supervisor waits for the agent only where a stream is to be dialled at its host, one round trip each.
 
-When the connection to the agent is lost, all its members count as lost, since nothing can be asked of them
-any more; the agent ends them.
+    connected ──the connection breaks──▶ away ──the worker joins again──▶ connected, and all goes on
+        │                                  │
+        └──silent for too long────────────▶└──not back in that time, or another worker came──▶ lost
+
+What is asked of a host that is away is asked when it is back (`hosts.lasting_wire`). When it is lost all its
+members count as lost, since nothing can be asked of them any more; the agent ends them.
 """
 
 from __future__ import annotations
@@ -21,6 +25,7 @@ import msgspec
 
 from penstock.errors import (
     ErrorInfo,
+    LinkClosedError,
     PeerError,
     ProtocolError,
     StageLostError,
@@ -38,9 +43,9 @@ from penstock.hosts.agent_messages import (
     Ended,
     EndFailed,
     Hand,
-    Heartbeat,
     Join,
     KeepSpare,
+    Leaving,
     LogLines,
     Resources,
     Said,
@@ -54,6 +59,7 @@ from penstock.hosts.agent_messages import (
 )
 from penstock.hosts.agent_wire import AgentWire
 from penstock.hosts.bell import Bell
+from penstock.hosts.lasting_wire import LastingWire
 from penstock.hosts.local_connections import KINDS
 from penstock.hosts.member import Member, Waitable
 from penstock.hosts.network.scout_messages import FromScout
@@ -69,7 +75,7 @@ from penstock.trust.peer_names import PeerName
 
 ANSWER_S = 5.0  # for an agent to answer: beyond any path, and below what running requests bear
 TEND_EVERY_S = 1.0
-SILENCE_LIMIT_S = 3.0  # between hosts; members have their own limits
+SILENCE_LIMIT_S = 3.0  # between hosts, with a connection or without; members have their own limits
 DOUBT_S = 2.0  # of silence: nothing is begun with such a host before it has said something
 LONG_LOOK_S = 2.0  # between two looks: then it was the supervisor that had no time
 LEAVE_S = 5.0  # for a member that was killed
@@ -98,7 +104,7 @@ class RemoteMember(Member):
 
     @property
     def sources(self) -> Collection[Waitable]:
-        return self._host.sources
+        return self._host.sources if self._exit_code is None else [self._host.bell]
 
     @property
     def has_news(self) -> bool:
@@ -195,11 +201,13 @@ class RemoteHost:
 
     Args:
         name: of the host, as its certificate has it.
-        on_lost: called when the connection to its agent is lost.
+        on_lost: called when it is lost.
         on_log: is given what was printed there.
         clock: monotonic seconds, as `tend` is told.
+        on_broken: called when a connection to its agent is broken: another one may come.
 
     Attributes:
+        bell: readable when a member has news for which no message comes.
         scout_answers: of its agent to questions about ways, by their numbers (`hosts.network.remote_scout`).
     """
 
@@ -212,31 +220,53 @@ class RemoteHost:
         on_lost: Callable[[PeerError], None] = lambda error: None,
         on_log: Callable[[LogLines], None] = lambda lines: None,
         clock: Callable[[], float] = time.monotonic,
+        on_broken: Callable[[], None] = lambda: None,
     ) -> None:
         self.name = name
         self._cluster = cluster
-        self._on_lost, self._on_log = on_lost, on_log
+        self._on_lost, self._on_log, self._on_broken = on_lost, on_log, on_broken
         self._clock = clock
         self._numbers = itertools.count(1)
         self._members: dict[int, RemoteMember] = {}
         self._awaited = 0  # the end whose place is asked for
         self._answers: list[Accepted | EndFailed] = []
         self.scout_answers: dict[int, FromScout] = {}
-        self._bell = Bell()
-        self.attach(wire, hello)
+        self.bell = Bell()
+        self._begin(wire, hello)
 
-    def attach(self, wire: AgentWire[ToHead], hello: AgentHello) -> None:
-        """Talk to the agent over this wire from now on: the first one, or that of a host that is back.
+    def attach(self, wire: AgentWire[ToHead], hello: AgentHello) -> bool:
+        """Talk to the agent over this wire from now on, as the host is back.
 
         Args:
             hello: what its agent has said first.
+
+        Returns:
+            Whether all that runs there goes on: the connection alone was away.
         """
-        self._wire = wire
-        self._resources = msgspec.structs.replace(hello.resources, name=self.name)
-        self._kinds = hello.kinds
+        if self._is_lost or not self._wire.knows(hello):
+            self._lose(LinkClosedError("its worker has begun anew."))
+            self._begin(wire, hello)
+            return False
+        self._wire.go_on(wire, hello.num_received)
+        self._note_hello(hello)
+        for member in self._members.values():
+            member.heard_at = time.monotonic()  # the silence was not its own
+        self.bell.ring()  # so that members are waited for at this wire
+        return True
+
+    def _begin(self, wire: AgentWire[ToHead], hello: AgentHello) -> None:
+        """Begin a talk."""
+        self._wire: LastingWire[ToHead] = LastingWire(wire, hello.talk)
         self._allowed: set[PeerName] = set()
         self._spare_bytes = 0
-        self._is_lost = self._is_doubtful = False
+        self._is_lost = False
+        self._note_hello(hello)
+        self._wire.begin()
+
+    def _note_hello(self, hello: AgentHello) -> None:
+        self._resources = msgspec.structs.replace(hello.resources, name=self.name)
+        self._kinds = hello.kinds
+        self._is_broken = self._is_doubtful = False
         self._heard_at = self._tended_at = -math.inf
 
     @property
@@ -248,11 +278,11 @@ class RemoteHost:
     @property
     def sources(self) -> Collection[Waitable]:
         """What becomes readable when a member has news."""
-        return [self._bell] if self._wire.failure else [self._bell, self._wire]
+        return [self.bell] if self._wire.failure else [self.bell, self._wire.connection]
 
     def tend(self, now: float) -> None:
-        """See `RankHost.tend`. A host that has been silent for too long is lost, and its members are."""
-        if now - self._tended_at < TEND_EVERY_S:
+        """See `RankHost.tend`. A host that is silent or away for too long is lost, and its members are."""
+        if now - self._tended_at < TEND_EVERY_S or self._is_lost:
             return
         if now - self._tended_at > LONG_LOOK_S:
             self._heard_at = now  # the supervisor stood still: what the agent said meanwhile is not read yet
@@ -261,10 +291,11 @@ class RemoteHost:
         silence_s = now - self._heard_at
         self._is_doubtful |= silence_s > DOUBT_S
         if silence_s > SILENCE_LIMIT_S:
-            self._wire.give_up(f"it has given no sign of life for {silence_s:.1f} s.")
-            self.pump()
-        self.tell(Heartbeat())
-        self.tell(AskResources())
+            broken = "" if self._wire.failure is None else f"{self._wire.failure.message} Since then "
+            self._lose(LinkClosedError(f"{broken}it has given no sign of life for {silence_s:.1f} s."))
+        if self._wire.failure is None:
+            self._wire.send_heartbeat()
+            self.tell(AskResources())
 
     def resources(self) -> HostResources:
         """As of the agent's last word: it is asked each second (`tend`), and now."""
@@ -308,11 +339,12 @@ class RemoteHost:
 
     def close(self) -> None:
         self._wire.close()
-        self._bell.close()
+        self.bell.close()
 
     def tell(self, message: msgspec.Struct) -> None:
-        """Send a message to the agent; nobody hears it if the agent is gone."""
-        self._wire.send(message)
+        """Send a message to the agent, once it is back; nobody hears it if the host is lost."""
+        if not self._is_lost:
+            self._wire.send(message)
 
     def pump(self) -> None:
         """Take what has come from the agent, without waiting."""
@@ -321,25 +353,25 @@ class RemoteHost:
             self._is_doubtful = False
             self._take(message)
         if self._wire.failure is not None:
-            self._lose(self._wire.failure)
+            self._break_off()
 
     def pump_until(self, condition: Callable[[], bool], timeout_s: float) -> bool:
-        """Take what comes until the condition holds, or the agent is gone; whether it holds."""
+        """Take what comes until the condition holds, or the connection breaks; whether it holds."""
         deadline = time.monotonic() + timeout_s
         self.pump()
         while not condition() and self._wire.failure is None:
             left_s = deadline - time.monotonic()
             if left_s <= 0:
                 break
-            select.select([self._wire], [], [], left_s)
+            select.select([self._wire.connection], [], [], left_s)
             self.pump()
-        self._bell.ring()  # what came for others must be heard though nothing comes any more
+        self.bell.ring()  # what came for others must be heard though nothing comes any more
         return condition()
 
     def hush(self) -> None:
         """A member has been heard: once all have, the bell is silent."""
         if not any(member.has_news for member in self._members.values()):
-            self._bell.hush()
+            self.bell.hush()
 
     def forget(self, member: RemoteMember) -> None:
         """It has been reaped."""
@@ -397,14 +429,29 @@ class RemoteHost:
             self.scout_answers[message.number] = message
         elif isinstance(message, LogLines):
             self._on_log(message)
+        elif isinstance(message, Leaving):
+            self._lose(LinkClosedError("its worker has ended."))
+
+    def _break_off(self) -> None:
+        """The connection is broken. It is closed when another one comes: until then its descriptor has no
+        other meaning for those that still wait at it."""
+        if not self._is_broken:
+            self._is_broken = True
+            self._heard_at = self._clock()
+            self._wire.connection.hang_up()  # the agent may not know yet
+            self.bell.ring()  # so that members are not waited for at it any more
+            self._on_broken()
 
     def _lose(self, failure: PeerError) -> None:
-        if not self._is_lost:
-            self._is_lost = True
-            self._wire.close()
-            self._on_lost(failure)
+        """The host is lost, and all its members are."""
+        if self._is_lost:
+            return
+        self._is_lost = True
+        self._wire.close()
+        self._break_off()
+        self._on_lost(failure)
         for member in self._members.values():
             if member.exit_code is None:
                 lost = StageLostError(f"the host {self.name} is lost: {failure.message}", stage=member.stage)
                 member.note_end(1, lost.info())
-                self._bell.ring()
+                self.bell.ring()

@@ -189,6 +189,11 @@ class StatusWriter:
         with contextlib.suppress(BlockingIOError, BrokenPipeError):
             os.write(self._fd, line)
 
+    def move_to(self, fd: int) -> None:
+        """Write to another pipe from now on; `fd` stays the caller's."""
+        os.dup2(fd, self._fd, inheritable=False)
+        os.set_blocking(self._fd, False)
+
     def _await_room(self) -> None:
         """Wait until the pipe takes a line whole, or its reader is gone."""
         poll = select.poll()
@@ -285,7 +290,21 @@ def enter_child(title: str, config: StartedByParent) -> None:
     Args:
         config: of the process; names the parent.
     """
+    bind_to_parent(config)
+    name_child(title)
+
+
+def bind_to_parent(config: StartedByParent) -> None:
+    """Have the process die with the one that has started it.
+
+    Args:
+        config: of the process; names the parent.
+    """
     die_with_parent(config.parent_pid)
+
+
+def name_child(title: str) -> None:
+    """Name the process, and let signals print where every thread is."""
     setproctitle.setproctitle(title)
     show_threads_on_request()
 

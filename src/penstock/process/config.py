@@ -237,10 +237,15 @@ class SpareProcessConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         threads: the most that the rank may have.
+        nice: of its imports; 0 where the rank waits for them.
+        successor_path: of a socket where the next worker may take it over (`process.successor`); empty: it
+            ends with its parent.
     """
 
     threads: int
+    nice: int
     parent_pid: int
+    successor_path: str = ""
 
 
 class MeasureProcessConfig(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,17 +1,20 @@
 """A process that waits to become a rank: `python -m penstock.rank.spare`, with descriptors as `rank.process`.
 
-Started by its host while all is well. It imports what every rank needs, says so and waits, without weights. A
-rank that is lost is then started again in it (`BecomeRank`), which saves the start of the interpreter and the
-imports: most of the time that a small model is away. From then on it is `rank.process`. Exit code: 0 when
-nothing came of it, else that of the rank.
+Started by its host while all is well, or ahead of a rank that a worker is about to be asked for. It imports
+what every rank needs, says so and waits, without weights. A rank is then started in it (`BecomeRank`), which
+saves the start of the interpreter and the imports: most of the time that a small model is away. From then on
+it is `rank.process`. That of a worker which is killed waits some seconds for the next worker
+(`process.successor`). Exit code: 0 when nothing came of it, else that of the rank.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import threading
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import setproctitle
@@ -20,17 +23,17 @@ from penstock.process import entry_points
 from penstock.process.child import (
     StatusWriter,
     Warm,
+    bind_to_parent,
     bound_thread_pools,
-    enter_child,
     keep_saying_alive,
     leave,
+    name_child,
     run_child,
 )
 from penstock.process.config import SpareProcessConfig
 from penstock.process.control import CONTROL_OPTION, BecomeRank, ControlReader
+from penstock.process.successor import NoSuccessor, SpareSelf, SuccessorDoor, end_with, follow
 from penstock.rank.process import live, process_title
-
-_LEAST_NICE = 19  # so that the steps of others lose next to nothing to the imports
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -39,27 +42,45 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(config: SpareProcessConfig, status: StatusWriter, options: argparse.Namespace) -> int:
-    enter_child("penstock spare", config)
+    door = _door(config)
+    name_child("penstock spare")
     bound_thread_pools(config.threads)
     keep_saying_alive(status)
-    aside = threading.Thread(target=_import_rank_quietly, name="imports")
+    aside = threading.Thread(target=_import_rank, args=[config.nice], name="imports")
     aside.start()
     aside.join()
     import penstock.rank.rank  # noqa: F401  # done already, unless it failed: then it fails here
 
-    status.write(Warm(own_bytes=own_bytes()))
-    control = ControlReader.inherited(options)
-    message = control.receive()
-    if not isinstance(message, BecomeRank):
-        return 0
+    own = SpareSelf(threads=config.threads, own_bytes=own_bytes())
+    status.write(Warm(own_bytes=own.own_bytes))
+    control, end_with_parent = ControlReader.inherited(options), partial(bind_to_parent, config)
+    while not isinstance(message := control.receive(), BecomeRank):  # whoever has started it is gone
+        parent = door.await_parent(own)
+        if parent is None:
+            return 0
+        control.close()
+        control = follow(parent, status)
+        end_with_parent = partial(end_with, control.fileno())
+    door.close()
+    end_with_parent()
     rank = message.read()
     setproctitle.setproctitle(process_title(rank))
     return live(rank, status, control)
 
 
-def _import_rank_quietly() -> None:
+def _door(config: SpareProcessConfig) -> SuccessorDoor | NoSuccessor:
+    """Where the next worker may come; where there is no such place this process dies with its parent."""
+    if config.successor_path:
+        with contextlib.suppress(OSError):
+            return SuccessorDoor(Path(config.successor_path))
+    bind_to_parent(config)
+    return NoSuccessor()
+
+
+def _import_rank(nice: int) -> None:
     """Import what a rank needs. In a thread, as Linux gives each its own priority, and takes back none."""
-    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LEAST_NICE)
+    thread = threading.get_native_id()
+    os.setpriority(os.PRIO_PROCESS, thread, max(nice, os.getpriority(os.PRIO_PROCESS, thread)))
     import penstock.rank.rank  # noqa: F401
 
 

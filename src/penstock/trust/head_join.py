@@ -20,6 +20,7 @@ from penstock.trust.conversation import Welcoming
 from penstock.trust.identity import ClusterIdentity
 from penstock.trust.join_messages import (
     NONCE_BYTES,
+    NOT_JOINED,
     PROOF_BYTES,
     PROTOCOL,
     Frame,
@@ -79,6 +80,7 @@ class ConnectedHosts:
                 raise JoinError(
                     f"the host {host} asks for weights and has not joined.",
                     remedy="It joins by itself when its worker runs.",
+                    code=NOT_JOINED,
                 )
 
     def leave(self, host: str) -> None:

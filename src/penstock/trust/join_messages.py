@@ -37,6 +37,7 @@ from penstock.errors import OtherVersionError, ProtocolError
 
 PROTOCOL = 1
 MAX_BYTES = 16 << 10  # of all messages of a peer that has not proved itself, and of each message
+NOT_JOINED = "not_joined"  # code of the error; the connection of the worker may be broken for a moment
 NONCE_BYTES = PROOF_BYTES = 32
 HEADER = struct.Struct(">HBI")
 _CONTEXT = b"penstock join 1"

@@ -18,7 +18,9 @@ from penstock.errors import PortInUseError, UnavailableError, UsageError
 from penstock.hosts import worker
 from penstock.hosts.gathering import GatheredHosts, OneHost, open_hosts
 from penstock.hosts.network import path_finding
-from penstock.hosts.worker import Worker, WorkerSettings
+from penstock.hosts.remote_host import RemoteHost
+from penstock.hosts.station import WorkerSettings
+from penstock.hosts.worker import Worker
 from penstock.process.link_ports import PortRange
 from penstock.trust.join_token import worker_token
 from real_servers import free_ports
@@ -187,12 +189,25 @@ def test_g1_a_worker_that_leaves_is_told_and_comes_back_as_the_same_host(joining
     joining.gathered.gather([])
     host = joining.gathered.hosts["desk"]
     end()
-    joining.await_told("lost: the host desk: the other side has closed the connection.")
+    joining.await_told("lost: the host desk: its worker has ended.")
     assert not host.is_there
     joining.told.clear()
     joining.start_worker()  # with its certificate: the token is used up
     joining.await_told("desk has joined")
     assert host.is_there
+
+
+def test_r15_a_broken_connection_is_made_anew_and_the_host_is_not_lost(joining: Joining) -> None:
+    joining.start_worker()
+    joining.gathered.gather([])
+    host = joining.gathered.hosts["desk"]
+    assert isinstance(host, RemoteHost)
+    member = host._member("stage 1", 1, 1)  # something that runs there, as far as the head knows
+    host._wire.connection.give_up("a test has broken it.")
+    joining.await_told("desk is back: its connection was broken, and what runs there goes on")
+    assert host.is_there
+    assert member.exit_code is None
+    assert not any("lost" in line for line in joining.told)
 
 
 def test_r15_a_worker_survives_the_restart_of_its_head_and_comes_back_with_its_certificate(
@@ -215,9 +230,10 @@ def test_r15_another_worker_may_have_the_place_of_a_lost_one_which_may_come_back
     joining.gathered.gather([])
     _, first = joining.gathered.hosts
     (standing_by,) = set(ends) - {first}
-    joining.await_told(f"the worker {standing_by} is not needed")
-    ends[first]()
     joining.await_told(f"{standing_by} has joined")
+    assert joining.gathered.hosts.names_there == ["tower", first, standing_by]
+    ends[first]()
+    joining.await_told(f"lost: the host {first}")
     assert joining.gathered.hosts.names_there == ["tower", standing_by]
     joining.told.clear()
     joining.start_worker(first)

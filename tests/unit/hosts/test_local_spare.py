@@ -13,12 +13,13 @@ import pytest
 from checkpoints import make_checkpoint
 from penstock.hosts.local import LocalHost
 from penstock.hosts.local_process import LocalMember
-from penstock.hosts.local_spare import KEEP_FREE_BYTES, START_FREE_BYTES, SpareProcess
+from penstock.hosts.local_spare import KEEP_FREE_BYTES, LEAST_NICE, START_FREE_BYTES, SpareProcess
 from penstock.hosts.member import Member
 from penstock.hosts.resources import HostResources
 from penstock.process.child import StatusEvent, Warm, WeightsLoaded
 from penstock.process.config import RankConfig, SpareProcessConfig
 from penstock.process.control import BecomeRank, ControlMessage
+from penstock.process.successor import SpareSelf
 from rank_configs import make_rank_configs
 from served import title_of
 from stand_in_hosts import StandInHost, StandInMember
@@ -104,6 +105,36 @@ def test_a_rank_with_more_threads_does_not_take_it(spares: Spares, threads: int,
     spares.warm_up(threads=2)
     assert spares.configs[0].threads == 2
     assert (spares.process.take(make_rank(threads=threads), "stage 1", 1) is not None) == is_taken
+
+
+def test_one_that_was_started_ahead_is_taken_before_it_waits(spares: Spares) -> None:
+    """A rank is about to need it: its imports do not give way to others, and nothing starts a second time."""
+    spares.process.start_ahead(2)
+    spares.process.start_ahead(2)
+    assert [(config.threads, config.nice) for config in spares.configs] == [(2, 0)]
+    assert spares.process.take(make_rank(threads=3), "stage 1", 1) is None
+    assert spares.process.take(make_rank(), "stage 1", 1) is spares.newest
+    spares.warm_up()
+    assert spares.configs[1].nice == LEAST_NICE
+    spares.process.start_ahead(2)
+    assert len(spares.started) == 2
+
+
+def test_one_that_a_worker_before_has_left_is_taken_like_any(spares: Spares) -> None:
+    left = StandInMember(spares._host, "spare", None, 0)
+    spares.process.adopt(left, SpareSelf(threads=2, own_bytes=70))
+    assert spares.process.keep(2) == 70
+    assert not spares.started
+    assert spares.process.take(make_rank(threads=3), "stage 1", 1) is None
+    assert spares.process.take(make_rank(), "stage 1", 1) is left
+    assert spares.process.keep(2) == 0
+    assert len(spares.started) == 1
+
+
+def test_none_is_started_ahead_where_memory_is_short(spares: Spares) -> None:
+    spares.free_bytes = START_FREE_BYTES - 1
+    spares.process.start_ahead(2)
+    assert not spares.started
 
 
 def test_there_is_none_where_memory_is_short(spares: Spares) -> None:

@@ -3,140 +3,37 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
 import pytest
 
-from fakes import FakeClock
+from agent_pairs import IDENTITY, LINK, SECRET, Pair, parties, rank_config
 from hand_core import Crew
 from penstock.errors import ErrorInfo, PeerError, StageLostError, WaitTimeoutError
-from penstock.families.registry import resolve_model_directory
 from penstock.faults import parse
 from penstock.hosts import remote_host
-from penstock.hosts.agent import HEAD_LIMIT_S, Agent, AllowedNames
-from penstock.hosts.agent_messages import AgentHello, Hand, LogLines, StartRank, ToAgent, ToHead
+from penstock.hosts.agent import HEAD_LIMIT_S
+from penstock.hosts.agent_messages import (
+    AgentHello,
+    Hand,
+    LogLines,
+    StartRank,
+    ToHead,
+)
 from penstock.hosts.agent_wire import AgentWire
-from penstock.hosts.bell import Bell
-from penstock.hosts.member import Waitable
-from penstock.hosts.rank_host import LinkNeed, Parties, PlanNeed
-from penstock.hosts.remote_host import SILENCE_LIMIT_S, Cluster, RemoteHost
+from penstock.hosts.rank_host import Parties, PlanNeed
+from penstock.hosts.remote_host import SILENCE_LIMIT_S
 from penstock.hosts.stream_ends import StreamInvitation
 from penstock.hosts.weights.model_supply import Delivery
 from penstock.process.child import Alive, ChildFailed, LoadProgressed, Ready, WeightsLoaded
-from penstock.process.config import RankConfig, StoreConfig
+from penstock.process.config import StoreConfig
 from penstock.process.control import Stop, UseModel
 from penstock.process.endpoints import HeldEnd, MemoryHandle, RankEndpoints
-from penstock.trust.credentials import Credentials
 from penstock.trust.peer_names import PeerName
-from rank_configs import make_rank_configs
-from stand_in_hosts import StandInHost, StandInMember
 
-MODEL, IDENTITY = "/models/on/the/head", b"identity"
 (FAULT,) = parse("rank.load@0:1=kill")
-LINK = LinkNeed(frame_bytes=64, num_frames=2)
-SECRET = Credentials(key_pem=b"key", certificate_pem=b"certificate", authority_pem=b"authority")
-
-
-def rank_config(stage: int = 1, **changed: Any) -> RankConfig:
-    """Of two stages, as the head has it."""
-    return make_rank_configs(resolve_model_directory("demo"), 2, model_path=MODEL, **changed)[stage]
-
-
-class StandInModels:
-    """What gets ranks their weights, as a test plays it.
-
-    Attributes:
-        sought: number and identity of each search.
-        deliveries: that the agent takes next.
-        ended: what else was asked of it, in order.
-    """
-
-    def __init__(self) -> None:
-        self.sought: list[tuple[int, bytes, RankConfig]] = []
-        self.deliveries: list[Delivery] = []
-        self.ended: list[object] = []
-        self._bell = Bell()
-
-    def fileno(self) -> int:
-        return self._bell.fileno()
-
-    def seek(self, number: int, identity: bytes, rank: RankConfig) -> None:
-        self.sought.append((number, identity, rank))
-
-    def take(self) -> list[Delivery]:
-        taken, self.deliveries = self.deliveries, []
-        return taken
-
-    def forget(self, number: int) -> None:
-        self.ended.append(number)
-
-    def close(self) -> None:
-        self.ended.append("close")
-        self._bell.close()
-
-
-class StandInLog:
-    """Lines that a test has given."""
-
-    sources: Sequence[Waitable] = ()
-
-    def __init__(self) -> None:
-        self.lines: list[LogLines] = []
-
-    def take(self) -> list[LogLines]:
-        lines, self.lines = self.lines, []
-        return lines
-
-
-class Pair:
-    """A remote host at the head and the agent that serves it, each served by hand."""
-
-    def __init__(self) -> None:
-        ends = socket.socketpair()
-        self.own = StandInHost("desk", "ring", "tls")
-        self.clock, self.head_clock = FakeClock(), FakeClock()
-        self.allowed = AllowedNames()
-        self.models = StandInModels()
-        self.lost: list[PeerError] = []
-        self.logged: list[LogLines] = []
-        self.log = StandInLog()
-        agent_wire: AgentWire[ToAgent] = AgentWire(ends[1], ToAgent)
-        self.head_wire: AgentWire[ToHead] = AgentWire(ends[0], ToHead)
-        self.agent = Agent(self.own, agent_wire, self.models, self.allowed, self.clock, self.log)
-        (hello,) = self.head_wire.receive()
-        assert isinstance(hello, AgentHello)
-        cluster = Cluster(name="0" * 32, issue=lambda name: SECRET, identify=lambda path: path.encode())
-        cluster = msgspec.structs.replace(cluster, identify={MODEL: IDENTITY}.__getitem__)
-        self.host = RemoteHost(
-            self.head_wire, "desk", hello, cluster, self.lost.append, self.logged.append, self.head_clock
-        )
-
-    def serve(self) -> None:
-        """Let the agent do all that it was asked for."""
-        self.clock.advance(1.0)  # so that it waits for nothing
-        self.agent.serve()
-
-    def tend(self, now: float) -> None:
-        """The supervisor looks after the host."""
-        self.head_clock.now = now
-        self.host.tend(now)
-
-    def serve_who_asks(self) -> None:
-        """Let the agent wait for another thread, which asks. Time stands still: no silence is too long."""
-        self.agent.serve()
-
-    def start(self, **changed: Any) -> tuple[Any, StandInMember]:
-        """A rank, as the head and as the agent's own host have it."""
-        config = rank_config(**changed)
-        member = self.host.start_rank(config, "stage 1", 1)
-        self.serve()
-        return member, self.own.members[-1]
-
-    def close(self) -> None:
-        self.host.close()
-        self.agent.close()
 
 
 @pytest.fixture
@@ -144,10 +41,6 @@ def pair() -> Iterator[Pair]:
     made = Pair()
     yield made
     made.close()
-
-
-def parties(peer_host: str, own: str = "rank-1", epoch: int = 3) -> Parties:
-    return Parties(epoch=epoch, own=own, peer="rank-0", peer_host=peer_host)
 
 
 def test_g1_what_a_member_says_and_how_it_ends_is_told(pair: Pair) -> None:
@@ -204,7 +97,7 @@ def test_g1_weights_are_handed_to_their_rank_and_their_coming_is_told(pair: Pair
     assert member.read_status() == [progress]
     assert own.handed == [model]
     pair.agent.close()
-    assert pair.models.ended == ["close"]
+    assert pair.models.ended == [1, "close"]
 
 
 def test_g1_ends_within_the_host_are_made_without_a_round_trip(pair: Pair) -> None:
@@ -302,23 +195,25 @@ def test_a_spare_is_kept_where_the_head_wants_one(pair: Pair) -> None:
     assert pair.own.spares_kept == [3]
 
 
-def test_g1_members_are_lost_with_the_connection_and_a_new_one_serves_others(pair: Pair) -> None:
+def test_g1_members_are_lost_with_a_worker_that_is_ended_and_the_next_one_serves_others(pair: Pair) -> None:
     member, own = pair.start()
     pair.agent.close()
     assert member.read_status() == []
     assert member.exit_code == 1
-    assert "the host desk is lost: the other side has closed the connection." in member.end().message
+    assert "the host desk is lost: its worker has ended." in member.end().message
     assert member.end().kind == StageLostError.__name__
     assert own.done == ["kill_now", "close"], "the agent ends its ranks"
     assert not pair.host.is_there
-    assert len(pair.lost) == 1
+    assert (len(pair.lost), pair.num_broken) == (1, 1)
     with pytest.raises(OSError, match="desk is lost"):
         pair.host.start_rank(rank_config(0), "stage 0", 0)
     member.close()
     ends = socket.socketpair()
-    pair.host.attach(AgentWire(ends[0], ToHead), AgentHello(resources=pair.own.resources(), kinds=[]))
+    hello = AgentHello(resources=pair.own.resources(), kinds=[], talk="the next")
+    assert not pair.host.attach(AgentWire(ends[0], ToHead), hello)
     assert pair.host.is_there
     assert pair.host.resources().name == "desk"
+    assert (len(pair.lost), pair.num_broken) == (1, 1)
     ends[1].close()
 
 

@@ -1,7 +1,7 @@
 """Decides which hosts the next epoch of a pipeline is laid over: who is there, and who is still waited for.
 
     all are there ──a host is lost──▶ it is waited for ──it is back──▶ over the hosts of before
-                                        │        └──another host has come in its place──▶ over that one too
+                                        │        └──another host can take its place──▶ over that one too
                                         └──the time is over──▶ over those that are there
 
 It is told who is there and what time it is, and knows no host and no clock. Used by
@@ -11,6 +11,8 @@ It is told who is there and what time it is, and knows no host and no clock. Use
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+
+RETURN_S = 1.0  # in which a host is back whose connection broke, sooner than another one has its stages
 
 
 class HostChoice:
@@ -51,8 +53,10 @@ class HostChoice:
         serve together, those of the present pipeline go before the others.
         """
         self.look(there, now)
-        is_waited_for = any(now - at < self._rejoin_timeout_s for at in self._missing_since.values())
-        if is_waited_for and len(there) < self._num_wanted:
+        missing_s = [now - at for at in self._missing_since.values()]
+        can_others_serve = len(there) >= self._num_wanted
+        patience_s = min(RETURN_S, self._rejoin_timeout_s) if can_others_serve else self._rejoin_timeout_s
+        if any(seconds < patience_s for seconds in missing_s):
             return ()
         preferred = sorted(there, key=lambda name: name not in self.laid_over)[: self._num_wanted]
         return tuple(name for name in there if name in preferred)

@@ -47,6 +47,10 @@ class BackOff:
         self._retry_at = now + pause_s
         return pause_s
 
+    def pause_s(self, now: float) -> float:
+        """Return the seconds that are left until it should be tried again."""
+        return max(0.0, self._retry_at - now)
+
     def is_due(self, now: float) -> bool:
         """Whether to try again; told until `begin`."""
         return now >= self._retry_at
@@ -138,9 +142,16 @@ class Losses:
                 self._patience_s = min(leave_s, self._patience_s)
 
     def end(self, lost: Set[int], now: float) -> float:
-        """The epoch is over, these members are lost. Returns the seconds until the next one should begin."""
+        """The epoch is over, these members are lost. Returns the seconds until the next one should begin.
+
+        Members that are lost before it has begun belong to the same loss: with a host that is gone, links
+        break at once, and its members count as lost once it has not come back.
+        """
         self.causes.clear()
+        is_further = self.missing is not None
         self.missing = (self.missing or set()) | lost
+        if is_further:
+            return self._back_off.pause_s(now)
         self._leave_by = now + self._patience_s
         return self._back_off.lose(now)
 

@@ -252,7 +252,7 @@ class PipelineProcesses:
             for member in self.members:
                 if member.failure is not None:  # it has said so, and is about to leave
                     member.kill_now()
-            return self._has_ended()
+            return self._has_ended() or not self._are_hosts_there()
 
         self._watch.hear_until(has_ended, CAUSE_GRACE_S)
 
@@ -277,6 +277,10 @@ class PipelineProcesses:
     def _has_ended(self) -> bool:
         """Whether any member has."""
         return any(member.exit_code is not None for member in self.members)
+
+    def _are_hosts_there(self) -> bool:
+        """Whether all hosts of ranks are. Links to one that is not break, and none of its members may end."""
+        return all(self._hosts[rank.host].is_there for rank in self._placed.values())
 
     def _ended(self) -> dict[int, Member]:
         """Return the members that have ended, by member index; all that they said has been heard."""

@@ -1,8 +1,10 @@
-"""When each host keeps a process ready for a rank that is lost: while the engine has been whole for a while.
+"""When each host keeps a process ready for a rank that is lost: while the engine is whole.
 
 A rank that takes over such a process is back sooner by the start of an interpreter and its imports. Engines
-that live for a moment only never start one. Decides when; what a spare is, and whether there is memory for
-one, is the business of the host (`RankHost.keep_spare`). Used by `engine.supervisor.supervisor`.
+that live for a moment only never start one. After a loss the next one is started soon after a step has
+crossed the pipe: another loss may follow, and the imports give way to all steps. Hosts that stand by keep one
+too. Decides when; what a spare is, and whether there is memory for one, is the business of the host
+(`RankHost.keep_spare`). Used by `engine.supervisor.supervisor`.
 """
 
 from __future__ import annotations
@@ -13,15 +15,16 @@ from penstock.engine.supervisor.reports import Reporter, SpareReady
 from penstock.hosts.rank_host import RankHost
 from penstock.process.config import RankConfig
 
-WHOLE_S = 10.0  # without a loss, before a spare is started
+WHOLE_S = 10.0  # without a loss, before the first spares are started
+WHOLE_AGAIN_S = 1.0  # before spares are started after a loss
 LOOK_EVERY_S = 1.0
 
 
 class Spares:
-    """A spare process on each host that has ranks.
+    """A spare process on each host that has ranks, or stands by to have some.
 
     Args:
-        hosts: by name.
+        hosts: by name; others may come.
         ranks: of all replicas; empty: there is no spare.
     """
 
@@ -35,6 +38,7 @@ class Spares:
         self._reporter = reporter
         self._ready: set[str] = set()  # hosts whose spare is ready and was reported
         self._whole_since: float | None = None
+        self._patience_s = WHOLE_S
         self._looked_at = 0.0
 
     def tend(self, now: float, *, is_whole: bool) -> None:
@@ -49,11 +53,13 @@ class Spares:
             return
         if self._whole_since is None:
             self._whole_since = now
-        if now - self._whole_since < WHOLE_S or now - self._looked_at < LOOK_EVERY_S:
+        if now - self._whole_since < self._patience_s or now - self._looked_at < LOOK_EVERY_S:
             return
-        self._looked_at = now
-        for name, threads in self._threads.items():
-            self._keep(self._hosts[name], threads)
+        self._looked_at, self._patience_s = now, WHOLE_AGAIN_S
+        most = max(self._threads.values(), default=0)
+        for name, host in self._hosts.items():
+            if most and host.is_there:
+                self._keep(host, self._threads.get(name, most))
 
     def _keep(self, host: RankHost, threads: int) -> None:
         try:

@@ -13,6 +13,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -88,7 +89,7 @@ class ModelSupply:
         self._clock = clock
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._wanted: dict[int, Cancellation] = {}
-        self._news: queue.SimpleQueue[Delivery | str] = queue.SimpleQueue()
+        self._news: queue.SimpleQueue[tuple[_Job, Delivery | str]] = queue.SimpleQueue()
         self._bell = Bell()
         self._thread = threading.Thread(target=self._run, name="weights", daemon=True)
         self._thread.start()
@@ -104,10 +105,10 @@ class ModelSupply:
         self._bell.hush()
         deliveries = []
         while not self._news.empty():
-            news = self._news.get()
+            job, news = self._news.get()
             if isinstance(news, str):
                 self._tell(news)
-            elif news.number in self._wanted:
+            elif self._wanted.get(job.number) is job.cancellation:  # else the number is another member's
                 deliveries.append(news)
         return deliveries
 
@@ -127,21 +128,20 @@ class ModelSupply:
     def _run(self) -> None:
         while (job := self._jobs.get()) is not None:
             try:
-                path = self._find(
-                    job.identity, job.rank, _Progress(job, self._put, self._clock), job.cancellation
-                )
+                progress = _Progress(job, partial(self._put, job), self._clock)
+                path = self._find(job.identity, job.rank, progress, job.cancellation)
             except CancelledError:
                 continue
             except PenstockError as error:
-                self._put(f"{job.rank.name} cannot have its weights: {error}")
-                self._put(Delivery(job.number, error))
+                self._put(job, f"{job.rank.name} cannot have its weights: {error}")
+                self._put(job, Delivery(job.number, error))
             except Exception as error:  # of a disk, or ours: a rank that waits must not wait for ever
-                self._put(Delivery(job.number, PeerError(f"its weights cannot be had: {error}.")))
+                self._put(job, Delivery(job.number, PeerError(f"its weights cannot be had: {error}.")))
             else:
-                self._put(Delivery(job.number, UseModel(path=str(path), identity=job.identity)))
+                self._put(job, Delivery(job.number, UseModel(path=str(path), identity=job.identity)))
 
-    def _put(self, news: Delivery | str) -> None:
-        self._news.put(news)
+    def _put(self, job: _Job, news: Delivery | str) -> None:
+        self._news.put((job, news))
         self._bell.ring()
 
 

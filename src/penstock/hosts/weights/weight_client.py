@@ -24,6 +24,7 @@ from penstock.hosts.weights.weight_wire import (
     Sending,
     WeightWire,
 )
+from penstock.trust.join_messages import NOT_JOINED
 
 MAX_TEARS = 4
 FIRST_PAUSE_S = 0.25  # before a connection is made anew; the next ones are longer
@@ -179,8 +180,10 @@ class WeightClient:
             self._cancellation.check()
             try:
                 return action(self._wire())
-            except (LinkClosedError, WaitTimeoutError) as error:
+            except PeerError as error:
                 self.close()
+                if not _is_torn(error):
+                    raise
                 self._num_tears += 1
                 if self._num_tears >= MAX_TEARS:
                     raise _given_up(error) from error
@@ -195,6 +198,11 @@ class WeightClient:
             self._wires.append(wire)
             self._cancellation.add(wire)
         return self._wires[0]
+
+
+def _is_torn(error: PeerError) -> bool:
+    """Whether a connection may stand longer: the worker's own may be broken too, and comes back as well."""
+    return isinstance(error, LinkClosedError | WaitTimeoutError) or error.code == NOT_JOINED
 
 
 def _given_up(error: PeerError) -> PeerError:

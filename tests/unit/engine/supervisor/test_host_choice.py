@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from penstock.engine.supervisor.host_choice import HostChoice
+from penstock.engine.supervisor.host_choice import RETURN_S, HostChoice
 
 TOWER, DESK, SHELF = "tower", "desk", "shelf"
 LIMIT_S = 30.0
@@ -53,10 +53,14 @@ def test_r15_the_next_epoch_takes_in_a_host_that_came_back() -> None:
     assert hosts.next_hosts([TOWER, DESK, SHELF], 60.0) == (TOWER, DESK, SHELF)
 
 
-def test_r15_another_host_takes_the_place_of_a_lost_one_at_once() -> None:
+def test_r15_another_host_takes_the_place_of_one_that_is_not_back_at_once() -> None:
+    """What has lost its connection alone is back in less, and has its weights."""
     hosts = choice(TOWER, DESK)
     assert hosts.next_hosts([TOWER], 0.0) == ()
-    assert hosts.next_hosts([TOWER, SHELF], 1.0) == (TOWER, SHELF)
+    assert hosts.next_hosts([TOWER, SHELF], RETURN_S - 0.1) == ()
+    assert hosts.next_hosts([TOWER, DESK, SHELF], RETURN_S - 0.1) == (TOWER, DESK)
+    assert hosts.next_hosts([TOWER, SHELF], 10.0) == ()
+    assert hosts.next_hosts([TOWER, SHELF], 10.0 + RETURN_S) == (TOWER, SHELF)
 
 
 def test_r15_of_more_hosts_than_are_to_serve_those_of_the_pipeline_stay() -> None:
@@ -64,7 +68,8 @@ def test_r15_of_more_hosts_than_are_to_serve_those_of_the_pipeline_stay() -> Non
     hosts.look([TOWER], 0.0)
     hosts.lay_over([TOWER, SHELF])
     assert hosts.next_hosts([TOWER, DESK, SHELF], 5.0) == (TOWER, SHELF)
-    assert hosts.next_hosts([TOWER, DESK], 6.0) == (TOWER, DESK)
+    assert hosts.next_hosts([TOWER, DESK], 6.0) == ()
+    assert hosts.next_hosts([TOWER, DESK], 6.0 + RETURN_S) == (TOWER, DESK)
 
 
 def test_one_host_alone_is_always_there() -> None:

@@ -48,6 +48,18 @@ def test_members_that_are_lost_one_after_the_other_start_together(losses: Losses
     assert losses.begin() == [CORE, 0, 2]
 
 
+def test_r15_members_that_are_lost_before_the_next_epoch_belong_to_the_same_loss(losses: Losses) -> None:
+    """Else two hosts that are killed would count as four losses, after which running requests end."""
+    for _ in range(MAX_LOSSES):
+        assert losses.end(set(), 0.0) == 0.0
+        assert losses.end({1}, 3.0) == 0.0
+        assert losses.begin() == [1]
+    assert not losses.is_repeated
+    assert losses.end(set(), 10.0) == 2.0
+    assert losses.end({1}, 11.0) == 1.0, "what is left of the pause"
+    assert losses.is_repeated
+
+
 def test_r15_members_that_are_ended_for_another_place_start_with_those_that_are_lost(losses: Losses) -> None:
     losses.end({2}, 0.0)
     losses.give_up({0, 1})

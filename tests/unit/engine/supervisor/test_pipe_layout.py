@@ -13,6 +13,7 @@ from penstock.batch import RankLoaded
 from penstock.config.engine import EngineConfig, ModelConfig, ParallelConfig
 from penstock.config.hosts import HostsConfig
 from penstock.engine.supervisor import pipe_layout
+from penstock.engine.supervisor.host_choice import RETURN_S
 from penstock.engine.supervisor.launch import resolve_replicas
 from penstock.engine.supervisor.pipe_layout import PipeLayout, Settlement
 from penstock.hosts.rank_host import Hosts
@@ -215,6 +216,8 @@ def test_r15_a_host_that_was_not_there_before_takes_the_place_of_a_lost_one(laid
     assert not laid.settle().is_settled
     attic = laid.by_name["attic"] = StandInHost("attic", "tcp")
     laid.hosts.add(attic)
+    assert not laid.settle().is_settled, "desk may be back in a moment"
+    laid.clock.advance(RETURN_S)
     assert laid.settle().notes == ["without desk: stage 1 goes to attic."]
     laid.by_name["desk"].is_there = True
     assert laid.layout.look() == ["desk may take stages when the next epoch begins."]

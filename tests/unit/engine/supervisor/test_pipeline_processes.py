@@ -338,6 +338,31 @@ def test_g1_ways_are_looked_at_when_an_epoch_ends_though_nobody_has(
     assert replica.routes.num_reviews == 1
 
 
+@pytest.mark.parametrize("is_lost_in_the_end", [False, True])
+def test_r15_a_host_that_is_away_has_its_stages_until_it_is_lost(
+    replica: Replica, monkeypatch: pytest.MonkeyPatch, is_lost_in_the_end: bool
+) -> None:
+    """All its connections were reset. Nobody waits for one of its members to end, as none may."""
+    monkeypatch.setattr(pipeline_processes, "CAUSE_GRACE_S", 3600.0)
+    serve(replica)
+    stage = replica.other.members[0]
+    replica.other.is_there = False
+    replica.head.members[0].say(Abandoned(epoch=0, error=LinkClosedError("the link is broken.").info()))
+    replica.hear()
+    replica.processes.recover()
+    assert (len(stage.handed), stage.done) == (1, [])
+    if is_lost_in_the_end:
+        stage.leave(1)
+        replica.processes.recover()
+    replica.other.is_there = True
+    replica.processes.recover()
+    assert isinstance(replica.other.members[-1].handed[-1], RankEndpoints)
+    losses = [event for event in replica.events if isinstance(event, StageLost)]
+    assert [event.retry_s for event in losses] == [0.0] * (1 + is_lost_in_the_end)
+    assert losses[0].restarts == []
+    assert len(replica.other.members) == 1 + is_lost_in_the_end
+
+
 @pytest.mark.parametrize("parallel", [{"tied_head": "transfer"}], ids=str)
 def test_r4_s2_a_rank_that_is_started_again_takes_part_in_the_transfer_of_a_tied_head(
     replica: Replica,

@@ -10,7 +10,7 @@ import pytest
 from penstock.config.engine import EngineConfig, ModelConfig, ParallelConfig
 from penstock.engine.supervisor.launch import resolve
 from penstock.engine.supervisor.reports import Event, SpareReady
-from penstock.engine.supervisor.spares import LOOK_EVERY_S, WHOLE_S, Spares
+from penstock.engine.supervisor.spares import LOOK_EVERY_S, WHOLE_AGAIN_S, WHOLE_S, Spares
 from penstock.hosts.resources import HostResources
 from penstock.process.config import RankConfig
 from stand_in_hosts import StandInHost
@@ -29,7 +29,8 @@ class Rig:
     def __init__(self, host: StandInHost, *threads: int) -> None:
         self.given: list[Event] = []
         self.host, self.now = host, 1000.0
-        self.spares = Spares({host.name: host}, _ranks(host.name, threads), self)
+        self.hosts = {host.name: host}
+        self.spares = Spares(self.hosts, _ranks(host.name, threads), self)
 
     def report(self, event: Event) -> None:
         self.given.append(event)
@@ -58,13 +59,39 @@ def test_one_is_kept_once_the_engine_has_been_whole_for_a_while(host: StandInHos
     assert rig.wait(LOOK_EVERY_S / 2) == 2
 
 
-def test_a_loss_puts_it_off_anew(host: StandInHost) -> None:
+def test_after_a_loss_the_next_is_kept_as_soon_as_all_is_well_again(host: StandInHost) -> None:
     rig = Rig(host, 1)
     rig.wait(0)
     assert rig.wait(WHOLE_S) == 1
-    assert rig.wait(1.0, is_whole=False) == 1, "what starts again should have the machine for itself"
+    assert rig.wait(20.0, is_whole=False) == 1, "what starts again should have the machine for itself"
     assert rig.wait(1.0) == 1
-    assert rig.wait(WHOLE_S) == 2
+    assert rig.wait(WHOLE_AGAIN_S - 0.1) == 1
+    assert rig.wait(0.1) == 2
+
+
+def test_a_loss_before_the_first_puts_it_off_anew(host: StandInHost) -> None:
+    rig = Rig(host, 1)
+    rig.wait(0)
+    rig.wait(WHOLE_S - 1.0)
+    rig.wait(0, is_whole=False)
+    rig.wait(0)
+    assert rig.wait(WHOLE_S - 0.1) == 0
+    assert rig.wait(0.1) == 1
+
+
+def test_r15_a_host_that_stands_by_keeps_one_for_any_rank_and_a_lost_one_is_not_asked(
+    host: StandInHost,
+) -> None:
+    """What takes the place of a lost host then starts where the imports are done."""
+    rig, other = Rig(host, 1, 3), StandInHost("cellar")
+    rig.wait(0)
+    rig.hosts["cellar"] = other
+    rig.wait(WHOLE_S)
+    assert other.spares_kept == [3]
+    other.is_there = False
+    assert rig.wait(LOOK_EVERY_S) == 2
+    assert other.spares_kept == [3]
+    other.close()
 
 
 def test_it_is_reported_once_it_is_ready_and_again_when_there_is_another(host: StandInHost) -> None:

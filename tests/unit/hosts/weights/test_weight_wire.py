@@ -17,6 +17,7 @@ from checkpoints import make_checkpoint
 from hand_core import Crew
 from penstock.errors import (
     CheckpointError,
+    JoinError,
     LinkClosedError,
     ModelError,
     PeerError,
@@ -38,6 +39,7 @@ from penstock.hosts.weights.weight_wire import (
     Told,
     WeightWire,
 )
+from penstock.trust.join_messages import NOT_JOINED
 from weight_heads import WeightHead
 
 Ends = tuple[socket.socket, socket.socket]
@@ -180,6 +182,26 @@ def test_r15_garbage_harms_no_worker(seed: int) -> None:
         client.fetch(b"", [Part("a", 20), Part("b", 3)], Nowhere())
     for end in ends:
         end.close()
+
+
+def test_r15_a_worker_that_is_away_for_a_moment_asks_again(
+    head: WeightHead, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its connections break together, and this one may be back first."""
+    monkeypatch.setattr(weight_client, "FIRST_PAUSE_S", 0.0)
+    errors: list[PeerError] = [JoinError("it has not joined.", code=NOT_JOINED)]
+
+    def connect() -> socket.socket:
+        if errors:
+            raise errors.pop()
+        return head.connect()
+
+    client = WeightClient(connect, Cancellation())
+    assert client.describe(head.identity).tensors
+    client.close()
+    errors.append(JoinError("it never will."))
+    with pytest.raises(JoinError, match="never"):
+        client.describe(head.identity)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,212 @@
+"""What a worker has for as long as it lives: its host with a spare process, its log, and the agent.
+
+    serve(head)     until the connection breaks; the agent goes on where it was, if the head knows it still
+    wait(seconds)   between two tries to join: what runs here goes on, for a while (`agent.KEEP_RANKS_S`)
+
+Used by `hosts.worker`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import select
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import msgspec
+
+from penstock.hosts.agent import KEEP_RANKS_S, Agent, AllowedNames
+from penstock.hosts.agent_messages import ToAgent
+from penstock.hosts.agent_wire import AgentWire
+from penstock.hosts.link_streams import ProvedStreams
+from penstock.hosts.local import LocalHost
+from penstock.hosts.logs.child_outputs import PipedOutputs
+from penstock.hosts.logs.worker_log import WorkerLog
+from penstock.hosts.member import Waitable
+from penstock.hosts.model_shelf import ModelShelf
+from penstock.hosts.network.interfaces import addresses_beside
+from penstock.hosts.network.scout import OwnScout
+from penstock.hosts.network.scouting_agent import ScoutingAgent
+from penstock.hosts.weights.model_finder import ModelFinder
+from penstock.hosts.weights.model_supply import ModelSupply
+from penstock.hosts.weights.weight_cache import WeightCache
+from penstock.process.link_ports import PortRange
+from penstock.trust.joining import Address, JoinedHead, connect_for_weights
+from penstock.trust.peer_names import AGENT_ROLE, PeerName
+
+LOOK_EVERY_S = 1.0  # at what runs here, while no head is there
+
+Tell = Callable[[str], None]
+
+
+class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """What a worker's own command line says.
+
+    Attributes:
+        name: of this host.
+        address: under which other hosts reach it; "": the best one that is found, and until then that of its
+            connection to the head.
+        models: directories with models.
+        weights: where fetched weights are kept; None: below `state`.
+        state: where its credentials are kept.
+        threads_ahead: of a process that is started ahead, for the first rank that the head asks for; 0: there
+            is none.
+    """
+
+    head: Address
+    name: str
+    state: Path
+    address: str = ""
+    ports: PortRange
+    models: Sequence[Path] = ()
+    weights: Path | None = None
+    is_plain: bool = False
+    threads_ahead: int = 0
+
+
+class _NoAgent:
+    """Before a head has been joined: only the end is waited for.
+
+    Args:
+        stop: as for `Station`.
+    """
+
+    has_members = False
+
+    def __init__(self, stop: Waitable) -> None:
+        self._stop = stop
+
+    def serve(self, timeout_s: float) -> set[Waitable]:
+        return set(select.select([self._stop], [], [], timeout_s)[0])
+
+    def close(self) -> None:
+        """There is nothing to close."""
+
+
+class Station:
+    """What a worker has for as long as it lives.
+
+    Args:
+        spare_path: where a spare process waits for the next worker, in a directory of the user's own.
+        cache: of weights.
+        tell: takes lines for the user.
+        stop: readable when the worker is to end.
+        clock: monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        settings: WorkerSettings,
+        spare_path: Path,
+        cache: WeightCache,
+        tell: Tell,
+        stop: Waitable,
+        clock: Callable[[], float],
+    ) -> None:
+        self._settings = settings
+        self._cache = cache
+        self._tell = tell
+        self._stop = stop
+        self._clock = clock
+        outputs = PipedOutputs()
+        self._log = WorkerLog(tell, outputs, clock)
+        self._host = LocalHost(name=settings.name, outputs=outputs, successor_path=str(spare_path))
+        if settings.threads_ahead:
+            with contextlib.suppress(OSError):  # no descriptors, no memory: ranks start when they are needed
+                self._host.start_ahead(settings.threads_ahead)
+        self._cluster = ""
+        self._agent: Agent | _NoAgent = _NoAgent(stop)
+
+    def serve(self, head: JoinedHead) -> bool:
+        """Serve the head until the connection breaks, or the worker is to stop; whether it is."""
+        agent = self._join(head)
+        while agent.failure is None:
+            if agent.serve():
+                return True
+        why = agent.failure.message
+        if agent.has_members:
+            self._tell(
+                f"the connection to the head is broken: {why} What runs here goes on for {KEEP_RANKS_S:g} s, "
+                "in which this host can come back."
+            )
+        else:
+            self._tell(f"the head is gone: {why} The ranks of this host are ended.")
+        return False
+
+    def wait(self, seconds: float) -> bool:
+        """Wait for the next try to join, while what runs here goes on; whether the worker is to stop."""
+        deadline = self._clock() + seconds
+        while (left_s := deadline - self._clock()) > 0:
+            had_members = self._agent.has_members
+            if self._agent.serve(min(left_s, LOOK_EVERY_S)):
+                return True
+            if had_members and not self._agent.has_members:
+                self._tell("the head is gone, or does not let this host in. Its ranks are ended.")
+        return False
+
+    def close(self) -> None:
+        """End all that runs here."""
+        self._agent.close()
+        self._host.close()
+        self._log.close()
+
+    def _join(self, head: JoinedHead) -> Agent:
+        """Let the agent of before talk to this head, or a new one to that of another cluster."""
+        settings = self._settings
+        self._head, self._own_address = head, settings.address or str(head.connection.getsockname()[0])
+        wire: AgentWire[ToAgent] = AgentWire(head.connection, ToAgent)
+        if isinstance(self._agent, Agent) and self._cluster == head.name.cluster:
+            self._agent.reconnect(wire)
+            agent = self._agent
+        else:
+            self._agent.close()
+            agent = self._agent = self._new_agent(wire)
+            self._cluster = head.name.cluster
+        self._log.say(
+            f"{settings.name} has joined {head.name.host}; links from other hosts come to "
+            f"{self._own_address}, ports {settings.ports}"
+        )
+        return agent
+
+    def _new_agent(self, wire: AgentWire[ToAgent]) -> Agent:
+        settings = self._settings
+        allowed = AllowedNames()
+        self._host.use_streams(
+            ProvedStreams(
+                settings.name,
+                self._head.name.cluster,
+                lambda peer: self._own_address,
+                settings.ports,
+                allowed.issue,
+                is_plain=settings.is_plain,
+                fixed_address=settings.address,
+            )
+        )
+        models = ModelSupply(self._finder().find, self._log.say)
+        agent = Agent(
+            self._host, wire, models, allowed, self._clock, log=self._log, make_scout=self._make_scout
+        )
+        agent.watch(self._stop)
+        return agent
+
+    def _finder(self) -> ModelFinder:
+        """What gets ranks their weights: from this host, or from the head that it has joined."""
+        return ModelFinder(
+            ModelShelf(self._settings.models),
+            self._cache,
+            lambda: connect_for_weights(self._settings.head, self._head.credentials, self._head.name),
+        )
+
+    def _make_scout(self) -> ScoutingAgent:
+        """Who looks for ways from this host to others of the head's cluster."""
+        settings = self._settings
+        peer = PeerName(cluster=self._head.name.cluster, host=settings.name, role=AGENT_ROLE)
+        return ScoutingAgent(
+            OwnScout(
+                peer,
+                self._head.credentials,
+                settings.ports,
+                lambda _: addresses_beside(self._own_address),
+                settings.address,
+            )
+        )

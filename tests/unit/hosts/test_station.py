@@ -1,0 +1,100 @@
+"""What a worker keeps from one connection to the next, and what it says to its user."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from agent_pairs import SECRET, hello_at
+from penstock.hosts.agent_messages import AgentHello, KeepSpare, TalkBegins, ToHead
+from penstock.hosts.agent_wire import AgentWire
+from penstock.hosts.local_process import Descriptor
+from penstock.hosts.station import Station, WorkerSettings
+from penstock.hosts.weights.weight_cache import WeightCache
+from penstock.process.link_ports import PortRange
+from penstock.trust.joining import JoinedHead
+from penstock.trust.peer_names import HEAD_ROLE, PeerName
+
+
+class Rig:
+    """A station, and heads that a test plays.
+
+    Attributes:
+        said: lines for the user.
+    """
+
+    def __init__(self, directory: Path, cache: WeightCache) -> None:
+        settings = WorkerSettings(
+            head=("127.0.0.2", 7700),
+            name="desk",
+            state=directory,
+            address="127.0.0.3",
+            ports=PortRange(0, 0),
+        )
+        self.said: list[str] = []
+        self._stop, self._ending = os.pipe()
+        self.station = Station(
+            settings, directory / "spare", cache, self.said.append, Descriptor(self._stop), time.monotonic
+        )
+
+    def join(self, cluster: str = "a") -> tuple[JoinedHead, AgentWire[ToHead]]:
+        ours, theirs = socket.socketpair()
+        self._theirs = theirs
+        name = PeerName(cluster=cluster * 32, host="tower", role=HEAD_ROLE)
+        return JoinedHead(ours, name, SECRET), AgentWire(theirs, ToHead)  # type: ignore[arg-type]  # no TLS
+
+    def serve_for_a_moment(self, cluster: str = "a") -> AgentHello:
+        """Serve a head that says that the talk begins, and then is gone."""
+        head, wire = self.join(cluster)
+        wire.send(TalkBegins())
+        wire.send(KeepSpare(threads=0))
+        self._theirs.shutdown(socket.SHUT_WR)
+        assert not self.station.serve(head)
+        hello = hello_at(wire)
+        wire.close()
+        return hello
+
+    def end(self) -> None:
+        os.write(self._ending, b"!")
+
+    def close(self) -> None:
+        self.station.close()
+        for fd in (self._stop, self._ending):
+            os.close(fd)
+
+
+@pytest.fixture
+def rig(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rig]:
+    monkeypatch.setattr("penstock.hosts.local.LocalHost.keep_spare", lambda host, threads: 0)
+    with closing(WeightCache(tmp_path / "weights")) as cache, closing(Rig(tmp_path, cache)) as made:
+        yield made
+
+
+def test_r15_a_worker_comes_back_to_its_head_with_the_talk_of_before(rig: Rig) -> None:
+    first = rig.serve_for_a_moment()
+    again = rig.serve_for_a_moment()
+    assert first.talk == again.talk != ""
+    assert first.num_received == 0
+    assert again.num_received <= 1
+    assert rig.said[0].startswith("desk has joined tower; links from other hosts come to 127.0.0.3")
+    assert rig.said[1].startswith("the head is gone: ")
+    assert rig.said[1].endswith("The ranks of this host are ended.")
+
+
+def test_r15_with_a_head_of_another_cluster_all_begins_anew(rig: Rig) -> None:
+    assert rig.serve_for_a_moment("a").talk != rig.serve_for_a_moment("b").talk
+
+
+def test_a_worker_ends_when_it_is_to_whether_a_head_is_there_or_not(rig: Rig) -> None:
+    assert not rig.station.wait(0.0)
+    head, wire = rig.join()
+    rig.end()
+    assert rig.station.wait(30.0)
+    assert rig.station.serve(head)
+    wire.close()
