@@ -37,6 +37,10 @@ def worker(
     weights_cache: Annotated[
         Path | None, flag("where fetched weights are kept", "--weights-cache", group=_GROUP)
     ] = None,
+    kv_store: Annotated[
+        str | None,
+        flag("where KV blocks are kept, if the head has such a store", "--kv-store", group=_GROUP),
+    ] = None,
     insecure_links: Annotated[
         bool, flag("links in plain text; the head must say so too", "--insecure-links", group=_GROUP)
     ] = False,
@@ -48,6 +52,7 @@ def worker(
     """The command. Returns when it is told to end."""
     from penstock.hosts.network.interfaces import own_address
     from penstock.hosts.worker import Worker, WorkerSettings
+    from penstock.kvstore.own_store import require_usable
     from penstock.process.child import show_threads_on_request
     from penstock.process.signals import signals_of_the_end
     from penstock.trust.peer_names import require_host_name
@@ -68,9 +73,12 @@ def worker(
         ports=PortRange.parse(link_ports),
         models=[] if models_dir is None else [models_dir],
         weights=weights_cache,
+        store=kv_store,
         is_plain=insecure_links,
     )
     require_host_name(settings.name)
+    if kv_store is not None:
+        require_usable(kv_store)
     show_threads_on_request()
     with signals_of_the_end() as stop:
         Worker(

@@ -4,8 +4,8 @@ It has a host of its own (`hosts.local`) and does there what the head asks for o
 (`hosts.agent_messages`), as the supervisor does on the head. It is torch-free.
 
 What it takes from the head are numbers and names. A model is looked up by its identity (`hosts.weights`),
-faults and stores are not taken at all, and links are proved as its own command line says, not as the head
-likes (`hosts.link_streams`).
+faults are not taken at all, KV blocks are kept where its own command line says (`kvstore.own_store`), and
+links are proved as that says, not as the head likes (`hosts.link_streams`).
 """
 
 from __future__ import annotations
@@ -47,6 +47,7 @@ from penstock.hosts.network.scout_messages import ToScout
 from penstock.hosts.network.scouting_agent import NoScout, ScoutAnswers
 from penstock.hosts.rank_host import HostEnd, PlanNeed, RankHost
 from penstock.hosts.weights.model_supply import Delivery, Models
+from penstock.kvstore.own_store import NoOwnStore, OwnStore
 from penstock.process.child import StatusEvent
 from penstock.process.config import RankConfig
 from penstock.process.control import ControlMessage, UseModel
@@ -61,6 +62,7 @@ HEAD_LIMIT_S = (
 
 
 NO_LOG = NoLog()
+NO_OWN_STORE = NoOwnStore()
 
 
 class AllowedNames:
@@ -92,6 +94,7 @@ class Agent:
         clock: monotonic seconds.
         log: what is printed here, for the head.
         scout: answers questions about ways to other hosts. Belongs to the agent.
+        store: where this host keeps KV blocks.
     """
 
     def __init__(
@@ -103,8 +106,10 @@ class Agent:
         clock: Callable[[], float] = time.monotonic,
         log: AgentLog = NO_LOG,
         scout: ScoutAnswers | None = None,
+        store: OwnStore = NO_OWN_STORE,
     ) -> None:
         self._scout = scout or NoScout()
+        self._store = store
         self._host = host
         self._wire = wire
         self._models = models
@@ -229,6 +234,8 @@ class Agent:
             self._wire.send(Said(number=delivery.number, event=news))
 
     def _start_rank(self, message: StartRank, rank: RankConfig) -> Member:
+        if message.tier is not None:
+            rank = msgspec.structs.replace(rank, store=self._store.config(message.tier))
         return self._host.start_rank(rank, message.name, message.number)
 
     def _start_measuring(self, message: StartMeasuring, rank: RankConfig) -> Member:

@@ -34,6 +34,7 @@ from penstock.hosts.network.scouting_agent import ScoutingAgent
 from penstock.hosts.weights.model_finder import ModelFinder
 from penstock.hosts.weights.model_supply import ModelSupply
 from penstock.hosts.weights.weight_cache import WeightCache
+from penstock.kvstore.own_store import OwnStore
 from penstock.process.link_ports import PortRange
 from penstock.trust.credentials import Credentials
 from penstock.trust.join_token import JoinToken
@@ -55,6 +56,7 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
         models: directories with models.
         weights: where fetched weights are kept; None: below `state`.
         state: where its credentials are kept.
+        store: address of the store of KV blocks; None: if the head's is a directory, one below `state`.
     """
 
     head: Address
@@ -64,6 +66,7 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
     ports: PortRange
     models: Sequence[Path] = ()
     weights: Path | None = None
+    store: str | None = None
     is_plain: bool = False
 
 
@@ -169,7 +172,8 @@ class Worker:
         log = WorkerLog(self._tell, outputs, self._clock)
         models = ModelSupply(self._finder(head, cache).find, log.say)
         host = LocalHost(name=settings.name, streams=streams, outputs=outputs)
-        agent = Agent(host, wire, models, allowed, log=log, scout=self._scout(head, own_address))
+        store = OwnStore(settings.name, settings.store, settings.state / "kv-store" / settings.name, log.say)
+        agent = Agent(host, wire, models, allowed, log=log, scout=self._scout(head, own_address), store=store)
         agent.watch(self._stop)
         log.say(
             f"{settings.name} has joined {head.name.host}; links from other hosts come to {own_address}, "

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from penstock.errors import StoreError
-from penstock.kvcache.catalogue import AT_ONCE, StoreCatalogue, StoreEmptying
+from penstock.kvstore.catalogue import AT_ONCE, StoreCatalogue, StoreEmptying
 from penstock.kvstore.found import Found
 from penstock.kvstore.guard import GuardedStore
 from penstock.kvstore.lmdb_store import MIN_QUOTA_BYTES, LmdbStore
