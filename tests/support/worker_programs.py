@@ -84,12 +84,12 @@ class WorkerPrograms:
         """Wait until the head has written it."""
         wait_until(self._token.exists, JOIN_LIMIT_S)
 
-    def start(self, name: str) -> WorkerProgram:
+    def start(self, name: str, *arguments: str) -> WorkerProgram:
         """Start a worker; of a name that was there before it needs no token."""
         words = ["worker", "--join", f"{HEAD_ADDRESS}:{self._port}", "--join-token-file", str(self._token)]
         words += ["--name", name, "--models-dir", str(self._models), "--link-ports", LINK_PORTS]
         words += ["--state-dir", str(self._directory / name)]
-        command = [sys.executable, "-m", "penstock", *words]
+        command = [sys.executable, "-m", "penstock", *words, *arguments]
         worker = WorkerProgram(name, command, self._directory / f"{name}.log")
         self.running.append(worker)
         return worker
