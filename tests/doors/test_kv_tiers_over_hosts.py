@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import threading
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ import pytest
 from checkpoints import make_checkpoint
 from penstock import LLM
 from penstock.errors import UsageError
+from real_servers import RedisServer
 from small_engines import BLOCK, findable, run, wait_until_stored
 from worker_programs import WorkerProgram, WorkerPrograms
 
@@ -131,6 +133,39 @@ def test_g1_d15_a_store_that_both_hosts_reach_serves_one_host_and_two(
         wait_until_stored(llm, PROMPTS, cold)
     with machines.engine("--kv-store", warm_at_one, kv_store=warm_at_one) as llm:
         assert run(llm, PROMPTS) == (cold, NUM_FOUND)
+
+
+def test_g1_each_host_opens_a_redis_with_credentials_of_its_own(
+    machines: Machines, models: Path, tmp_path: Path, cold: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("redis", reason="needs redis: pip install 'penstock[stores]'")
+    with RedisServer(tmp_path) as server:
+        server.ask("ACL", "SETUSER", "desk", "on", ">own", "~*", "&*", "+@all")
+        url = server.url(1)
+        monkeypatch.setenv("PENSTOCK_KV_STORE", f"redis://desk:own@127.0.0.1:{server.port}/1")
+        with machines.engine(kv_store=url) as llm:
+            tokens, num_found = run(llm, PROMPTS)
+            assert (tokens, num_found) == (cold, 0)
+            wait_until_stored(llm, PROMPTS, tokens)
+            users = re.findall(r" user=(\w+) ", server.ask("CLIENT", "LIST").decode())
+        assert set(users) == {"default", "desk"}
+        monkeypatch.delenv("PENSTOCK_KV_STORE")
+        with one_host(models, kv_store=url) as llm:
+            assert run(llm, PROMPTS) == (cold, NUM_FOUND)
+
+
+def test_g1_r4_after_the_loss_of_a_stage_requests_begin_with_what_both_hosts_have(
+    machines: Machines, tmp_path: Path, cold: list[list[int]]
+) -> None:
+    with machines.engine(kv_store=str(tmp_path / "head")) as llm:
+        tokens, _ = run(llm, PROMPTS)
+        wait_until_stored(llm, PROMPTS, tokens)
+        (victim,) = machines.worker.stages
+        victim.kill()
+        assert run(llm, PROMPTS)[0] == cold
+        stats = llm.stats()
+    assert stats is not None
+    assert stats.store.loaded_blocks >= NUM_FOUND // BLOCK
 
 
 def test_g1_a_worker_without_the_store_of_the_head_ends_the_start_with_its_flag(
