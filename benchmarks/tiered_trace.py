@@ -26,12 +26,14 @@ from penstock.batch import NO_STORE_USE, OrderResult, StepResult, TierOrder
 from penstock.config.engine import SchedulerConfig
 from penstock.kvcache.allocator import BlockAllocator
 from penstock.kvcache.block_pool import BlockPool
-from penstock.kvcache.catalogue import StoreCatalogue
 from penstock.kvcache.eviction import eviction_order
+from penstock.kvcache.hosts_catalogue import HostsCatalogue
 from penstock.kvcache.prefix_cache import PrefixCache
 from penstock.kvcache.storage_tier import StorageTier, TierPolicy
+from penstock.kvstore.catalogue import StoreCatalogue
 from penstock.kvstore.found import Found
 from penstock.kvstore.guard import GuardedStore
+from penstock.kvstore.layer_share import WHOLE, LayerShare
 from penstock.kvstore.names import KEY_BYTES, record_key
 from penstock.kvstore.record import overhead_bytes
 from penstock.kvstore.store import KVStore
@@ -104,12 +106,12 @@ class BoundedStore:
 class PromptCatalogue(StoreCatalogue):
     """Has answered when it was asked."""
 
-    def look_up(self, ticket: int, names: Sequence[bytes]) -> None:
-        super().look_up(ticket, names)
+    def look_up(self, ticket: int, names: Sequence[bytes], share: LayerShare = WHOLE) -> None:
+        super().look_up(ticket, names, share)
         self._wait()
 
-    def enter(self, names: Sequence[bytes]) -> None:
-        super().enter(names)
+    def enter(self, names: Sequence[bytes], share: LayerShare = WHOLE) -> None:
+        super().enter(names, share)
         self._wait()
 
     def strike(self, names: Sequence[bytes]) -> None:
@@ -139,7 +141,7 @@ class TieredEngine:
             eos_token_ids=[],
             seed=0,
             clock=clock,
-            tier=StorageTier(self._allocator, self.catalogue, clock, TierPolicy()),
+            tier=StorageTier(self._allocator, HostsCatalogue(self.catalogue), clock, TierPolicy()),
         )
         self._step = self._num_requests = 0
 

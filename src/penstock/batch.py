@@ -211,6 +211,7 @@ class RankLoaded(msgspec.Struct, frozen=True, tag="loaded", kw_only=True):
     kernels: str = ""  # which kernels run, or why none do
     numeric_class: str = ""  # ranks of one class compute the same bits (`rank.compute_choice`)
     end_layer: int = 0  # the one behind its own
+    store_host: str = ""  # as in `process.config.StoreConfig`
 
 
 class AllocateKV(msgspec.Struct, frozen=True, tag="allocate", kw_only=True):
@@ -315,6 +316,31 @@ class OrdersDone(msgspec.Struct, frozen=True, tag="orders_done", kw_only=True):
     use: StoreUse = NO_STORE_USE
 
 
+class EntryCall(msgspec.Struct, frozen=True, tag="entry_call", kw_only=True, omit_defaults=True):
+    """What the core wants of the catalogue in the store that a host has to itself (`kvstore.catalogue`).
+
+    It is no plan, and changes no step. One rank of that host carries it out; `count` and `empty` are answered
+    by `EntryAnswers`.
+
+    Attributes:
+        what: `count` how many of the first of these blocks are there, `enter` or `strike` them, or `empty`
+            the store of all blocks of the model.
+        share: layers that the ranks of that host have, as `kvstore.layer_share` encodes them.
+    """
+
+    number: int  # that the answer bears
+    what: Literal["count", "enter", "strike", "empty"]
+    names: list[bytes] = []
+    share: bytes = b""
+
+
+class EntryAnswers(msgspec.Struct, frozen=True, tag="entry_answers", kw_only=True, omit_defaults=True):
+    """What has become of some `EntryCall`s, by their numbers."""
+
+    counts: dict[int, int] = {}
+    emptied: dict[int, ErrorInfo | None] = {}  # with the reason why something may be left
+
+
 class GrammarsBuilt(msgspec.Struct, frozen=True, tag="grammars", kw_only=True):
     """What has become of grammars of new rows on one rank of the last stage. Each is told once, though it
     was dropped meanwhile."""
@@ -348,9 +374,17 @@ class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
     """Leave the stage loop after the plans that came before."""
 
 
-CoreToRank = ScheduledBatch | AllocateKV | Shutdown
+CoreToRank = ScheduledBatch | EntryCall | AllocateKV | Shutdown
 RankToCore = (
-    StepResult | StageTimes | StageSpans | OrdersDone | GrammarsBuilt | RankLoaded | RankReady | RankFailed
+    StepResult
+    | StageTimes
+    | StageSpans
+    | OrdersDone
+    | EntryAnswers
+    | GrammarsBuilt
+    | RankLoaded
+    | RankReady
+    | RankFailed
 )
 
 Message = TypeVar("Message")

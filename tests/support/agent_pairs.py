@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -19,6 +20,7 @@ from penstock.hosts.member import Waitable
 from penstock.hosts.rank_host import LinkNeed, Parties
 from penstock.hosts.remote_host import Cluster, RemoteHost
 from penstock.hosts.weights.model_supply import Delivery
+from penstock.kvstore.own_store import OwnStore
 from penstock.process.config import RankConfig
 from penstock.trust.credentials import Credentials
 from rank_configs import make_rank_configs
@@ -95,7 +97,8 @@ class Pair:
         self.log = StandInLog()
         agent_wire: AgentWire[ToAgent] = AgentWire(ends[1], ToAgent)
         self.head_wire: AgentWire[ToHead] = AgentWire(ends[0], ToHead)
-        self.agent = Agent(self.own, agent_wire, self.models, self.allowed, self.clock, self.log)
+        store = OwnStore("desk", None, Path("/kv/of/desk"))
+        self.agent = Agent(self.own, agent_wire, self.models, self.allowed, self.clock, self.log, store=store)
         hello = hello_at(self.head_wire)
         cluster = Cluster(name="0" * 32, issue=lambda name: SECRET, identify=lambda path: path.encode())
         cluster = msgspec.structs.replace(cluster, identify={MODEL: IDENTITY}.__getitem__)

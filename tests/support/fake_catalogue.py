@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 
 from penstock.batch import NO_STORE_USE, StoreUse
 from penstock.errors import ErrorInfo
+from penstock.kvcache.store_sites import StoreSites
+from penstock.kvcache.stored_names import StoreCalls
 
 
 @dataclass
@@ -24,6 +26,13 @@ class FakeCatalogue:
     asked: list[tuple[int, list[bytes]]] = field(default_factory=list)
     own_use: StoreUse = NO_STORE_USE
     emptyings: list[FakeEmptying] = field(default_factory=list)
+
+    def meet(self, sites: StoreSites, calls: StoreCalls) -> bool:
+        """One store serves all hosts."""
+        return False
+
+    def lose_all(self) -> None:
+        """No other host is asked."""
 
     def look_up(self, ticket: int, names: Sequence[bytes]) -> None:
         self.asked.append((ticket, list(names)))

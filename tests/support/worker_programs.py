@@ -94,7 +94,7 @@ class WorkerPrograms:
         """Return a way to the head, over which workers can join it; links between stages do not take it."""
         return Way(self._port, HEAD_ADDRESS)
 
-    def start(self, name: str, port: int | None = None) -> WorkerProgram:
+    def start(self, name: str, *arguments: str, port: int | None = None) -> WorkerProgram:
         """Start a worker; of a name that was there before it needs no token.
 
         Args:
@@ -104,7 +104,7 @@ class WorkerPrograms:
         words = ["worker", "--join", place, "--join-token-file", str(self._token)]
         words += ["--name", name, "--models-dir", str(self._models), "--link-ports", LINK_PORTS]
         words += ["--state-dir", str(self._directory / name)]
-        command = [sys.executable, "-m", "penstock", *words]
+        command = [sys.executable, "-m", "penstock", *words, *arguments]
         worker = WorkerProgram(name, command, self._directory / f"{name}.log")
         self.running.append(worker)
         return worker

@@ -38,6 +38,10 @@ def worker(
     weights_cache: Annotated[
         Path | None, flag("where fetched weights are kept", "--weights-cache", group=_GROUP)
     ] = None,
+    kv_store: Annotated[
+        str | None,
+        flag("where KV blocks are kept, if the head has such a store", "--kv-store", group=_GROUP),
+    ] = None,
     insecure_links: Annotated[
         bool, flag("links in plain text; the head must say so too", "--insecure-links", group=_GROUP)
     ] = False,
@@ -50,6 +54,7 @@ def worker(
     from penstock.hosts.network.interfaces import own_address
     from penstock.hosts.station import WorkerSettings
     from penstock.hosts.worker import Worker
+    from penstock.kvstore.own_store import require_usable
     from penstock.process.child import show_threads_on_request
     from penstock.process.signals import signals_of_the_end
     from penstock.trust.peer_names import require_host_name
@@ -70,10 +75,13 @@ def worker(
         ports=PortRange.parse(link_ports),
         models=[] if models_dir is None else [models_dir],
         weights=weights_cache,
+        store=kv_store,
         is_plain=insecure_links,
         threads_ahead=len(os.sched_getaffinity(0)),
     )
     require_host_name(settings.name)
+    if kv_store is not None:
+        require_usable(kv_store)
     show_threads_on_request()
     with signals_of_the_end() as stop:
         Worker(

@@ -17,6 +17,8 @@ import msgspec
 from penstock.batch import (
     AllocateKV,
     BuiltGrammar,
+    EntryAnswers,
+    EntryCall,
     GrammarsBuilt,
     OrderResult,
     OrdersDone,
@@ -89,6 +91,10 @@ class Reports(Protocol):
         if nothing. `switched_off`: how many more have it switched off now."""
         ...
 
+    def entry_answers(self) -> list[EntryAnswers]:
+        """What ranks have answered to `Executor.call_store` since the last call."""
+        ...
+
     def built_grammars(self) -> list[BuiltGrammar]:
         """Grammars that all ranks of the last stage have told of since the last call, by number."""
         ...
@@ -118,6 +124,14 @@ class Executor(Protocol):
 
         Returns:
             Its digest, which its result must bear too.
+        """
+        ...
+
+    def call_store(self, rank: int, call: EntryCall) -> bool:
+        """Send a call to one rank, by its number; it goes in front of the plans that are submitted later.
+
+        Returns:
+            Whether it was sent; without waiting. If not, or when the rank is lost, nobody answers.
         """
         ...
 
@@ -160,6 +174,9 @@ class NoExecutor:
 
     def submit_plan(self, plan: ScheduledBatch) -> int:
         raise AssertionError("there is no rank")
+
+    def call_store(self, rank: int, call: EntryCall) -> bool:
+        return False
 
     def poll_results(self, timeout_s: float) -> list[StepResult]:
         return []
@@ -281,6 +298,14 @@ class RankChannels:
                 send_of_step(channel, frame, "the plan", plan.step_id)
         return sealed.digest
 
+    def call_store(self, rank: int, call: EntryCall) -> bool:
+        """See `Executor.call_store`."""
+        try:
+            self._channels[rank].send(encode(call), timeout_s=0.0)
+        except PeerError:  # that the rank has gone is told by `poll_results`
+            return False
+        return True
+
     def poll_results(self, timeout_s: float) -> list[StepResult]:
         """Results that have come, those before a failure first; see `Executor.poll_results`."""
         messages, deadline = self._drain(), self._clock() + timeout_s
@@ -323,7 +348,7 @@ class RankChannels:
                     self._loaded[rank] = message
                 elif isinstance(message, RankReady) and self._has_allocated and is_starting:
                     self._ready.add(rank)
-                elif isinstance(message, StageTimes | StageSpans | OrdersDone | GrammarsBuilt):
+                elif isinstance(message, StageTimes | StageSpans | OrdersDone | EntryAnswers | GrammarsBuilt):
                     self.reports.keep(message)
                 else:
                     messages.append(message)

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import msgspec
 
 from penstock.batch import (
+    EntryCall,
     ScheduledBatch,
     StepResult,
 )
@@ -64,6 +65,9 @@ class InprocessExecutor:
 
     def submit_plan(self, plan: ScheduledBatch) -> int:
         return self._ranks.submit_plan(plan)
+
+    def call_store(self, rank: int, call: EntryCall) -> bool:
+        return self._ranks.call_store(rank, call)
 
     def poll_results(self, timeout_s: float) -> list[StepResult]:
         return self._ranks.poll_results(timeout_s)

@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 from penstock.batch import (
     AllocateKV,
+    EntryCall,
     ScheduledBatch,
     StepResult,
 )
@@ -57,6 +58,9 @@ class MpExecutor:
 
     def submit_plan(self, plan: ScheduledBatch) -> int:
         return self._ranks.submit_plan(plan)
+
+    def call_store(self, rank: int, call: EntryCall) -> bool:
+        return self._ranks.call_store(rank, call)
 
     def poll_results(self, timeout_s: float) -> list[StepResult]:
         return self._ranks.poll_results(timeout_s)

@@ -1,5 +1,5 @@
 """What ranks tell beside results: where their time went, what became of orders, and which grammars are built.
-Kept for whoever asks."""
+Kept for whoever asks, as are answers to calls about the stores of their hosts."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from penstock.batch import (
     NO_STORE_USE,
     BuiltGrammar,
+    EntryAnswers,
     GrammarsBuilt,
     OrderResult,
     OrdersDone,
@@ -34,19 +35,22 @@ class RankReports:
         self._spans: dict[int, deque[StageSpans]] = {}
         self._use = NO_STORE_USE  # that has not been taken
         self._answers: dict[int, list[OrderStatus]] = {}  # by order
+        self._entries: list[EntryAnswers] = []
         self._grammars: dict[int, list[BuiltGrammar]] = {}  # by number: of each rank that has told
 
     @property
     def has_answers(self) -> bool:
-        """Whether an order has been answered by any rank, or a grammar by all, and not been taken."""
-        return bool(self._answers) or any(map(self._is_told, self._grammars.values()))
+        """Whether an order or a call has been answered by any rank, or a grammar by all, and is not taken."""
+        return bool(self._answers or self._entries) or any(map(self._is_told, self._grammars.values()))
 
-    def keep(self, report: StageTimes | StageSpans | OrdersDone | GrammarsBuilt) -> None:
+    def keep(self, report: StageTimes | StageSpans | OrdersDone | EntryAnswers | GrammarsBuilt) -> None:
         """Keep a report: the newest times of a stage, its spans of the last seconds, every answer."""
         if isinstance(report, StageTimes):
             self._times[report.stage] = report
         elif isinstance(report, StageSpans):
             self._keep_spans(report)
+        elif isinstance(report, EntryAnswers):
+            self._entries.append(report)
         elif isinstance(report, GrammarsBuilt):
             for grammar in _each(report):
                 self._grammars.setdefault(grammar.number, []).append(grammar)
@@ -91,6 +95,11 @@ class RankReports:
         for result in finished:
             del self._answers[result.order]
         return finished
+
+    def entry_answers(self) -> list[EntryAnswers]:
+        """See `Reports.entry_answers`."""
+        answers, self._entries = self._entries, []
+        return answers
 
     def built_grammars(self) -> list[BuiltGrammar]:
         """See `Reports.built_grammars`."""

@@ -4,8 +4,8 @@ It has a host of its own (`hosts.local`) and does there what the head asks for o
 (`hosts.agent_messages`), as the supervisor does on the head. It is torch-free.
 
 What it takes from the head are numbers and names. A model is looked up by its identity (`hosts.weights`),
-faults and stores are not taken at all, and links are proved as its own command line says, not as the head
-likes (`hosts.link_streams`).
+faults are not taken at all, KV blocks are kept where its own command line says (`kvstore.own_store`), and
+links are proved as that says, not as the head likes (`hosts.link_streams`).
 
 When the connection to the head breaks, what runs here goes on for a while: the worker joins again, and the
 head goes on where it was (`hosts.lasting_wire`). If the head does not know of it any more, or nobody comes in
@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -56,6 +57,7 @@ from penstock.hosts.network.scout_messages import ToScout
 from penstock.hosts.network.scouting_agent import NoScout, ScoutAnswers
 from penstock.hosts.rank_host import HostEnd, PlanNeed, WorkerHost
 from penstock.hosts.weights.model_supply import Delivery, Models
+from penstock.kvstore.own_store import NoOwnStore, OwnStore
 from penstock.process.child import StatusEvent
 from penstock.process.config import RankConfig
 from penstock.process.control import ControlMessage, UseModel
@@ -71,6 +73,7 @@ KEEP_RANKS_S = 5.0  # without a connection: more than the head waits for this ho
 
 
 NO_LOG = NoLog()
+NO_OWN_STORE = NoOwnStore()
 
 
 class AllowedNames:
@@ -148,6 +151,15 @@ class HeldEnds:
         return end
 
 
+@dataclass(slots=True)
+class _Times:
+    """When the head was last heard and told something, and when the connection to it broke."""
+
+    heard_at: float = -math.inf
+    said_at: float = -math.inf
+    broken_at: float = math.inf
+
+
 class Agent:
     """What the head asks of a host, done there.
 
@@ -159,6 +171,7 @@ class Agent:
         clock: monotonic seconds.
         log: what is printed here, for the head.
         make_scout: makes what answers questions about ways to other hosts, for each talk anew.
+        store: where this host keeps KV blocks.
     """
 
     def __init__(
@@ -170,9 +183,11 @@ class Agent:
         clock: Callable[[], float] = time.monotonic,
         log: AgentLog = NO_LOG,
         make_scout: Callable[[], ScoutAnswers] = NoScout,
+        store: OwnStore = NO_OWN_STORE,
     ) -> None:
         self._make_scout = make_scout
         self._scout = make_scout()
+        self._store = store
         self._host = host
         self._wire: LastingWire[ToAgent] = LastingWire(wire, new_talk())
         self._models = models
@@ -186,7 +201,7 @@ class Agent:
         self._ends = HeldEnds()
         self._spare_bytes = -1
         self._clock = clock
-        self._heard_at = self._said_at = self._broken_at = -math.inf
+        self._times = _Times()
         self._begin_connection()
 
     @property
@@ -220,11 +235,11 @@ class Agent:
             The watched sources that are readable.
         """
         if self._wire.failure is None:
-            timeout_s = min(timeout_s, max(0.0, self._said_at + HEARTBEAT_S - self._clock()))
+            timeout_s = min(timeout_s, max(0.0, self._times.said_at + HEARTBEAT_S - self._clock()))
         members, sources = self._watch.wait(timeout_s)
         own = {self._wire.connection, self._models, self._scout, *self._log.sources}
         for message in self._wire.receive() if self._wire.failure is None else []:
-            self._heard_at = self._clock()
+            self._times.heard_at = self._clock()
             self._obey(message)
         for member in members & set(self._members.values()):  # others have been reaped just now
             self._hear(member)
@@ -239,19 +254,18 @@ class Agent:
 
     def _keep_alive(self) -> None:
         now = self._clock()
-        if self._wire.failure is None and now - self._said_at >= HEARTBEAT_S:
-            self._said_at = now
+        if self._wire.failure is None and now - self._times.said_at >= HEARTBEAT_S:
+            self._times.said_at = now
             self._wire.send_heartbeat()
-        if self._wire.failure is None and now - self._heard_at > HEAD_LIMIT_S:
-            silence_s = now - self._heard_at
+        if self._wire.failure is None and now - self._times.heard_at > HEAD_LIMIT_S:
+            silence_s = now - self._times.heard_at
             self._wire.connection.give_up(f"the head has given no sign of life for {silence_s:.0f} s.")
         if self._wire.failure is not None:
             self._bear_break(now)
 
     def _begin_connection(self) -> None:
         """Say hello, and wait for what comes."""
-        self._heard_at = self._said_at = self._clock()
-        self._broken_at = math.inf
+        self._times = _Times(heard_at=self._clock(), said_at=self._clock())
         self._watch.watch(self._wire.connection)
         self._wire.connection.send(
             AgentHello(
@@ -264,11 +278,11 @@ class Agent:
 
     def _bear_break(self, now: float) -> None:
         """Let go of a connection that is broken; what runs here is ended when that is long ago."""
-        if self._broken_at == math.inf:
-            self._broken_at = now
+        if self._times.broken_at == math.inf:
+            self._times.broken_at = now
             self._watch.unwatch(self._wire.connection)
             self._wire.close()
-        if now - self._broken_at > KEEP_RANKS_S and not self._wire.is_over:
+        if now - self._times.broken_at > KEEP_RANKS_S and not self._wire.is_over:
             self._begin_anew()
             self._wire.forget()
 
@@ -357,6 +371,8 @@ class Agent:
             self._wire.send(Said(number=delivery.number, event=news))
 
     def _start_rank(self, message: StartRank, rank: RankConfig) -> Member:
+        if message.tier is not None:
+            rank = msgspec.structs.replace(rank, store=self._store.config(message.tier))
         return self._host.start_rank(rank, message.name, message.number)
 
     def _start_measuring(self, message: StartMeasuring, rank: RankConfig) -> Member:

@@ -17,6 +17,7 @@ that the head gives, so that it need not wait for an answer, except for where a 
     questions about ways to other hosts      ──▶     answers (`hosts.network.scout_messages`)
 
 Nothing here is a path, an address to fetch from, an environment variable or a program: an agent takes none.
+Of tiers of KV blocks only what they are is said: where its store is a host knows by itself.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from penstock.hosts.network.scout_messages import FromScout, ToScout
 from penstock.hosts.rank_host import ChannelNeed, LinkNeed, MeetingNeed, Parties, PlanNeed
 from penstock.hosts.resources import HostResources
 from penstock.hosts.stream_ends import StreamInvitation
+from penstock.kvstore.own_store import TierNeed
 from penstock.process.child import StatusEvent
 from penstock.process.config import MeasureConfig, RankConfig
 from penstock.process.control import BeginMeasuring, EpochLost, Stop
@@ -73,12 +75,14 @@ class StartRank(msgspec.Struct, frozen=True, kw_only=True, tag="start_rank"):
 
     Attributes:
         model: identity of its model (`kvstore.names.model_identity`), in place of a path.
+        tier: where blocks are kept beyond its KV cache, in place of `RankConfig.store`; None: nowhere.
     """
 
     number: int
     rank: RankConfig
     name: str
     model: bytes
+    tier: TierNeed | None = None
 
 
 class StartMeasuring(msgspec.Struct, frozen=True, kw_only=True, tag="start_measuring"):

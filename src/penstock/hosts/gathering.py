@@ -301,12 +301,6 @@ def _require_parts_for_hosts(engine: EngineConfig) -> None:
             remedy="Give --pp at least as many stages as there are hosts.",
             param="hosts",
         )
-    if engine.cache.kv_store is not None or engine.cache.kv_host_bytes:
-        raise UsageError(
-            "a KV store and host memory for KV blocks are for one host so far.",
-            remedy="Leave --kv-store and --kv-host-bytes out, or --hosts.",
-            param="hosts",
-        )
 
 
 def _private(directory: Path) -> Path:

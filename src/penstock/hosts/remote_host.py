@@ -66,6 +66,7 @@ from penstock.hosts.network.scout_messages import FromScout
 from penstock.hosts.rank_host import HostEnd, Need, Parties
 from penstock.hosts.resources import HostResources
 from penstock.hosts.stream_ends import StreamInvitation
+from penstock.kvstore.own_store import TierNeed
 from penstock.process.child import StatusEvent
 from penstock.process.config import MeasureConfig, RankConfig
 from penstock.process.control import ControlMessage
@@ -306,14 +307,15 @@ class RemoteHost:
     def start_rank(self, rank: RankConfig, name: str, member_index: int) -> Member:
         member = self._member(name, rank.stage, member_index)
         model = self._cluster.identify(rank.model_path)
-        sent = msgspec.structs.replace(rank, model_path="")
-        self.tell(StartRank(number=member.number, rank=sent, name=name, model=model))
+        sent = msgspec.structs.replace(rank, model_path="", store=None)
+        tier = None if rank.store is None else TierNeed.of(rank.store)
+        self.tell(StartRank(number=member.number, rank=sent, name=name, model=model, tier=tier))
         return member
 
     def start_measuring(self, config: MeasureConfig, name: str) -> Member:
         member = self._member(name, config.rank.stage, 0)
         model = self._cluster.identify(config.rank.model_path)
-        rank = msgspec.structs.replace(config.rank, model_path="")
+        rank = msgspec.structs.replace(config.rank, model_path="", store=None)
         sent = msgspec.structs.replace(config, rank=rank)
         self.tell(StartMeasuring(number=member.number, config=sent, name=name, model=model))
         return member

@@ -30,6 +30,7 @@ from penstock.hosts.network.scouting_agent import ScoutingAgent
 from penstock.hosts.weights.model_finder import ModelFinder
 from penstock.hosts.weights.model_supply import ModelSupply
 from penstock.hosts.weights.weight_cache import WeightCache
+from penstock.kvstore.own_store import OwnStore
 from penstock.process.link_ports import PortRange
 from penstock.trust.joining import Address, JoinedHead, connect_for_weights
 from penstock.trust.peer_names import AGENT_ROLE, PeerName
@@ -49,6 +50,7 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
         models: directories with models.
         weights: where fetched weights are kept; None: below `state`.
         state: where its credentials are kept.
+        store: address of the store of KV blocks; None: if the head's is a directory, one below `state`.
         threads_ahead: of a process that is started ahead, for the first rank that the head asks for; 0: there
             is none.
     """
@@ -60,6 +62,7 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
     ports: PortRange
     models: Sequence[Path] = ()
     weights: Path | None = None
+    store: str | None = None
     is_plain: bool = False
     threads_ahead: int = 0
 
@@ -184,10 +187,24 @@ class Station:
         )
         models = ModelSupply(self._finder().find, self._log.say)
         agent = Agent(
-            self._host, wire, models, allowed, self._clock, log=self._log, make_scout=self._make_scout
+            self._host,
+            wire,
+            models,
+            allowed,
+            self._clock,
+            log=self._log,
+            make_scout=self._make_scout,
+            store=self._own_store(),
         )
         agent.watch(self._stop)
         return agent
+
+    def _own_store(self) -> OwnStore:
+        """Where this host keeps KV blocks, if the head wants that."""
+        settings = self._settings
+        return OwnStore(
+            settings.name, settings.store, settings.state / "kv-store" / settings.name, self._log.say
+        )
 
     def _finder(self) -> ModelFinder:
         """What gets ranks their weights: from this host, or from the head that it has joined."""

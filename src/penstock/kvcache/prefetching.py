@@ -166,9 +166,22 @@ class Prefetching:
             wanted, now = list(names[first:]), self._clock()
             give_up_at = now + self._patience.answer_s
             self._prefetches[arrival] = Prefetch(list(names[:first]), wanted, give_up_at)
-            ticket = self._orders.next_number()
-            self._tickets[ticket] = arrival, now
-            self._catalogue.look_up(ticket, wanted)
+            self._ask(arrival, wanted, now)
+
+    def ask_again(self) -> None:
+        """The catalogue answers nothing of what it was asked: ask it anew. Whoever waits does so from now
+        on."""
+        asked, self._tickets = self._tickets, {}
+        now = self._clock()
+        for arrival, _ in asked.values():
+            if (prefetch := self._prefetches.get(arrival)) is not None:
+                prefetch.give_up_at = now + self._patience.answer_s
+                self._ask(arrival, prefetch.names, now)
+
+    def _ask(self, arrival: int, names: Sequence[bytes], now: float) -> None:
+        ticket = self._orders.next_number()
+        self._tickets[ticket] = arrival, now
+        self._catalogue.look_up(ticket, names)
 
     def must_wait(self, arrival: int) -> bool:
         """Whether blocks of this request are on their way, and it is worth while to wait. If not, those that

@@ -28,7 +28,8 @@ from penstock.errors import ErrorInfo
 from penstock.kvcache.allocator import BlockAllocator
 from penstock.kvcache.host_names import AnyHostNames, HostNames, NoHostNames, OnlyHostNames
 from penstock.kvcache.prefetching import LoadedBlocks, Prefetching, PrefetchPatience
-from penstock.kvcache.stored_names import Catalogue, Emptying, StoredNames
+from penstock.kvcache.store_sites import StoreSites
+from penstock.kvcache.stored_names import Catalogue, Emptying, StoreCalls, StoredNames
 from penstock.kvcache.tier_orders import TierOrders
 from penstock.kvcache.write_back import WriteBack
 
@@ -174,8 +175,20 @@ class StorageTier:
         self._write_back.disown(names)
         self._memory.drop(names)
 
+    def meet(self, sites: StoreSites, calls: StoreCalls) -> None:
+        """The ranks of a new epoch have come.
+
+        Args:
+            sites: where they keep their parts of blocks.
+            calls: the way to them.
+        """
+        if self._catalogue.meet(sites, calls):
+            self._stored.forget()
+            self._prefetching.ask_again()
+
     def lose_all(self) -> None:
         """No order will be answered any more."""
+        self._catalogue.lose_all()
         self._write_back.lose_all()
         self._prefetching.lose_all()
         self._memory.lose_all()
@@ -271,6 +284,9 @@ class NoStorageTier:
 
     def distrust(self, names: Sequence[bytes]) -> None:
         """Nothing is found anyway."""
+
+    def meet(self, sites: StoreSites, calls: StoreCalls) -> None:
+        """They keep nothing."""
 
     def lose_all(self) -> None:
         """Nothing is on its way."""

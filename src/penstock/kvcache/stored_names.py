@@ -1,6 +1,6 @@
 """Which names are in the store, as far as the core knows, and the catalogue that is asked for the rest.
 
-Looking things up in the catalogue may take long: it is done by `kvcache.catalogue`, beside.
+Looking things up in the catalogue may take long: it is done beside, by `kvcache.hosts_catalogue`.
 """
 
 from __future__ import annotations
@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from penstock.batch import StoreUse
+from penstock.batch import EntryAnswers, EntryCall, StoreUse
 from penstock.errors import ErrorInfo
+from penstock.kvcache.store_sites import StoreSites
 
 
 class Emptying(Protocol):
@@ -23,11 +24,46 @@ class Emptying(Protocol):
         """Why something may be left."""
 
 
+class EntryReports(Protocol):
+    """What ranks have said of the catalogues of their hosts' stores."""
+
+    def entry_answers(self) -> list[EntryAnswers]:
+        """Answers since the last call."""
+
+
+class StoreCalls(Protocol):
+    """The way to the ranks that answer for the stores of other hosts (`executor.base.Executor`)."""
+
+    @property
+    def reports(self) -> EntryReports:
+        """Where their answers come."""
+
+    def call_store(self, rank: int, call: EntryCall) -> bool:
+        """Send a call to a rank, without waiting; whether it was sent."""
+
+
+class NoStoreCalls:
+    """The way to nobody: no other host has a store, or the pipe is lost."""
+
+    @property
+    def reports(self) -> NoStoreCalls:
+        return self
+
+    def entry_answers(self) -> list[EntryAnswers]:
+        return []
+
+    def call_store(self, rank: int, call: EntryCall) -> bool:
+        return False
+
+
+NO_STORE_CALLS = NoStoreCalls()
+
+
 class CataloguedStore(Protocol):
-    """The store that a catalogue is in."""
+    """The stores that a catalogue is in."""
 
     def use(self) -> StoreUse:
-        """What the core has done with it, since the start."""
+        """What the core has done with its own, since the start."""
 
     def empty(self) -> Emptying:
         """Delete the parts of all blocks of this model, and the entries, once all before it is done."""
@@ -35,6 +71,17 @@ class CataloguedStore(Protocol):
 
 class Catalogue(CataloguedStore, Protocol):
     """Which names are in the store; asked now, answered later."""
+
+    def meet(self, sites: StoreSites, calls: StoreCalls) -> bool:
+        """Use these stores from now on, over the ranks of a new epoch; nothing is under way.
+
+        Returns:
+            Whether they may be others than before: then what is known of them is so no longer, and what was
+            asked is not answered any more.
+        """
+
+    def lose_all(self) -> None:
+        """The ranks are lost: other hosts answer nothing any more."""
 
     def look_up(self, ticket: int, names: Sequence[bytes]) -> None:
         """How many of the first of these are there?"""
@@ -81,6 +128,10 @@ class StoredNames:
         """What the store has under these names is not to be found any more."""
         self._stored.difference_update(names)
         self._catalogue.strike(names)
+
+    def forget(self) -> None:
+        """Know of nothing any more: the stores are others."""
+        self._stored.clear()
 
     def empty(self) -> Emptying:
         """Delete all that is in the store of this model."""

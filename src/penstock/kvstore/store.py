@@ -21,6 +21,7 @@ from penstock.errors import UsageError
 from penstock.kvstore.found import SCAN_KEYS, Found
 from penstock.kvstore.lmdb_store import LmdbStore
 
+DIRECTORY_KIND = "lmdb"  # a store that one host has to itself
 _REDIS_SCHEMES = ("redis", "rediss")
 _SCHEMES = ("lmdb", "s3", "gs", "az", "file", *_REDIS_SCHEMES, "memory")
 _REMEDY = f"Give a path, or one of {', '.join(f'{name}://' for name in _SCHEMES[:-1])}, or memory: for tests."
@@ -110,6 +111,13 @@ def open_store(url: str, *, quota_bytes: int | None = None) -> KVStore:
     if scheme == "memory":
         return MemoryStore()
     return _optional_store(scheme, url)
+
+
+def kind_of(url: str) -> str:
+    """Return the kind of the store at this address: its scheme, and `lmdb` for a plain path. Raises as
+    `open_store`."""
+    scheme = _split(url)[0]
+    return "redis" if scheme in _REDIS_SCHEMES else scheme  # with TLS or without it is one server
 
 
 def keeps_quota(url: str) -> bool:

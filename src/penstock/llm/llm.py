@@ -109,12 +109,12 @@ class LLM:
         kv_cache_bytes: bytes per rank for KV where `num_blocks` is not given; None: a share of free memory.
         enable_prefix_caching: keep keys and values of what was computed, for requests that begin the same.
         kv_store: directory or URL (`s3://...`) that keeps blocks beyond the pool and the process.
-        kv_store_bytes: bytes that a store on disk holds at most.
+        kv_store_bytes: bytes that a store on disk holds at most, on each host.
         kv_store_when_found: 0 stores each block when it is computed; n when it has been found n times.
         kv_store_patience_s: seconds that a request may wait for its blocks, by the policy `timeout`.
         kv_prefetch_policy: how long a request waits for its blocks from the store: `timeout` for
             `kv_store_patience_s`, `best-effort` not at all, `wait-all` until each has come or failed.
-        kv_host_bytes: bytes of host memory for blocks, with a store or without; all ranks share them.
+        kv_host_bytes: bytes of each host's memory for blocks, with a store or without; its ranks share them.
         kv_write_bytes_per_s: bytes a second that each rank copies out of the pool at most; 0: no bound.
         kv_store_policy: `write-through` stores a block at once, `write-back` when host memory is full.
         eviction_policy: which blocks the prefix cache gives up first: `lru`, `lfu` or `priority`.

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 
 import torch
 
-from penstock.batch import MADE_UP, ScheduledBatch, Shutdown, decode_to_rank
+from penstock.batch import MADE_UP, CoreToRank, EntryCall, ScheduledBatch, Shutdown, decode_to_rank
 from penstock.distributed.group import SOLO, TensorGroup, meet
 from penstock.errors import PeerError, PenstockError, ProtocolError, StageLostError
 from penstock.faults import Fault, armed
@@ -154,15 +154,11 @@ def _cause(plan: ScheduledBatch, is_last: bool) -> Phase:
 def _receive(
     channel: MessageChannel, step_id: int, orders: TransferOrders | NoOrders
 ) -> ScheduledBatch | None:
-    """The next plan; None when there are no more."""
+    """The next plan; None when there are no more. Calls that come before it are handed on."""
     due = f"the plan of step {step_id}"
     try:
-        frame = None
-        while frame is None and orders.patience_s is not None:
-            frame = channel.recv(orders.patience_s)
-            orders.send_answers()
-        frame = channel.recv(None) if frame is None else frame
-        message = Shutdown() if frame is None else decode_to_rank(frame)
+        while isinstance(message := _next_message(channel, orders), EntryCall):
+            orders.take_call(message)
     except PeerError as error:
         raise type(error)(f"{error.message} It was due to bring {due}.") from error
     if isinstance(message, ScheduledBatch):
@@ -170,6 +166,16 @@ def _receive(
     if not isinstance(message, Shutdown):
         raise ProtocolError(f"expected {due}, found {type(message).__name__}.")
     return None
+
+
+def _next_message(channel: MessageChannel, orders: TransferOrders | NoOrders) -> CoreToRank:
+    """What the core says next; meanwhile answers go to it that are due."""
+    frame = None
+    while frame is None and orders.patience_s is not None:
+        frame = channel.recv(orders.patience_s)
+        orders.send_answers()
+    frame = channel.recv(None) if frame is None else frame
+    return Shutdown() if frame is None else decode_to_rank(frame)
 
 
 @contextmanager

@@ -1,7 +1,8 @@
 """Where a rank takes orders for copies of blocks, and tells the core what became of them, and of grammars.
 
 The stage loop gives the orders of each plan, and while answers are due it looks for them between plans, so
-that a request that waits for its blocks, or its grammar, does not wait for another plan.
+that a request that waits for its blocks, or its grammar, does not wait for another plan. Calls about the
+catalogue of the host's store come between plans, too.
 """
 
 from __future__ import annotations
@@ -9,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from penstock.batch import GrammarsBuilt, OrdersDone, TierOrder, encode
+from penstock.batch import EntryAnswers, EntryCall, GrammarsBuilt, OrdersDone, TierOrder, encode
+from penstock.kvstore.entry_calls import NO_ENTRY_CALLS
 from penstock.models.interfaces import BeforeLayer
 from penstock.pipeline.links.channel import MessageChannel
 
@@ -29,6 +31,17 @@ class Transfer(Protocol):
     def collect(self) -> OrdersDone | None: ...
 
     def layers_of(self, orders: Sequence[int]) -> BeforeLayer: ...
+
+
+class Entries(Protocol):
+    """Who knows the catalogue of the host's store (`kvstore.entry_calls`)."""
+
+    @property
+    def is_busy(self) -> bool: ...
+
+    def carry_out(self, call: EntryCall) -> None: ...
+
+    def collect(self) -> EntryAnswers | None: ...
 
 
 class Builds(Protocol):
@@ -80,10 +93,13 @@ class TransferOrders:
         transfer: copies blocks.
         core: takes the answers.
         builds: grammars.
+        entries: of the catalogue of the host's store.
     """
 
-    def __init__(self, transfer: Transfer, core: MessageChannel, builds: Builds) -> None:
-        self._transfer, self._core, self._builds = transfer, core, builds
+    def __init__(
+        self, transfer: Transfer, core: MessageChannel, builds: Builds, entries: Entries = NO_ENTRY_CALLS
+    ) -> None:
+        self._transfer, self._core, self._builds, self._entries = transfer, core, builds, entries
 
     def take_orders(self, orders: list[TierOrder], given_up: Sequence[bytes] = ()) -> None:
         """Those of a plan; the rank has run all steps before it.
@@ -96,6 +112,10 @@ class TransferOrders:
         if orders:
             self._transfer.submit_orders(orders)
 
+    def take_call(self, call: EntryCall) -> None:
+        """Have it carried out beside the steps."""
+        self._entries.carry_out(call)
+
     def layers_of(self, orders: Sequence[int]) -> BeforeLayer | None:
         """What returns when a layer is there of all that these load, or will not come; None: of none."""
         return self._transfer.layers_of(orders) if orders else None
@@ -103,11 +123,12 @@ class TransferOrders:
     @property
     def patience_s(self) -> float | None:
         """How long to wait for a plan before the next `send_answers`; None: without end."""
-        return PATIENCE_S if self._transfer.is_busy or self._builds.is_building else None
+        is_due = self._transfer.is_busy or self._builds.is_building or self._entries.is_busy
+        return PATIENCE_S if is_due else None
 
     def send_answers(self) -> None:
         """Send what has been answered, or built."""
-        for source in (self._transfer, self._builds):
+        for source in (self._transfer, self._builds, self._entries):
             answers = source.collect()
             if answers is not None:
                 self._core.send(encode(answers))
@@ -120,6 +141,9 @@ class NoOrders:
 
     def take_orders(self, orders: list[TierOrder], given_up: Sequence[bytes] = ()) -> None:
         """There are none."""
+
+    def take_call(self, call: EntryCall) -> None:
+        """Nobody asks."""
 
     def layers_of(self, orders: Sequence[int]) -> BeforeLayer | None:
         return None

@@ -48,6 +48,7 @@ class StoreConfig(msgspec.Struct, frozen=True, kw_only=True):
         write_bytes_per_s: see `runner.kv_transfer`.
         namespace: of all records of this model, dtype, quantisation and block size (`kvstore.names`).
         description: of that, for people (`kvstore.description`).
+        host: name of the host that has this store to itself; empty: the core uses the same one.
     """
 
     url: str | None
@@ -57,6 +58,7 @@ class StoreConfig(msgspec.Struct, frozen=True, kw_only=True):
     host_blocks: int = 0
     writes_back: bool = False
     write_bytes_per_s: int = 0
+    host: str = ""
 
 
 class FirstLoad(msgspec.Struct, frozen=True, kw_only=True):

@@ -21,6 +21,8 @@ from penstock.families.sharding import HeadShares
 from penstock.families.spec import ModelSpec
 from penstock.kernels.cpu.collective import SharedGroup
 from penstock.kernels.cpu.ops import CpuKernels
+from penstock.kvstore.catalogue import StoreCatalogue
+from penstock.kvstore.entry_calls import NO_ENTRY_CALLS, EntryCalls, NoEntryCalls
 from penstock.kvstore.host_tier import block_bytes
 from penstock.kvstore.opening import open_guarded
 from penstock.layers.compute import Compute
@@ -235,6 +237,18 @@ def kv_transfer(config: RankConfig, loaded: LoadedRank, kv: Sequence[AnyKV]) -> 
         first_head=heads.keys.start if loaded.spec.latent is None else 0,
         namespace=config.store.namespace,
         write_bytes_per_s=config.store.write_bytes_per_s,
+    )
+
+
+def entry_calls(config: RankConfig) -> EntryCalls | NoEntryCalls:
+    """What carries out calls of the core at the store of this host, if the host has it to itself."""
+    store = config.store
+    if store is None or not store.host:
+        return NO_ENTRY_CALLS
+    return EntryCalls(
+        lambda: StoreCatalogue(
+            open_guarded(store.url, quota_bytes=store.quota_bytes), store.namespace, store.description
+        )
     )
 
 

@@ -70,6 +70,7 @@ from penstock.rank.loading import (
     available_bytes,
     build_runner,
     dtype_of,
+    entry_calls,
     grammar_rows,
     kv_transfer,
     load_rank,
@@ -182,6 +183,7 @@ class Rank:
         self._message: RankLoaded | None = None
         self._runner: ModelRunner | None = None
         self._transfer: KVTransfer | None = None
+        self._entries = entry_calls(config)
 
     def load(self) -> LoadedRank:
         """The weights."""
@@ -213,7 +215,7 @@ class Rank:
         source = _choose_source(config, loaded, runner, connections, clock)
         sink = _choose_sink(config, loaded, runner, connections, clock)
         times = StageReporter(config.stage, clock, _teller(config, plans), lambda: loaded.group.exchange_ns)
-        orders = TransferOrders(self._transfer or NoTransfer(), plans, runner.grammars)
+        orders = TransferOrders(self._transfer or NoTransfer(), plans, runner.grammars, self._entries)
         stage = Stage(config.stage, runner, source, sink, times, config.faults, orders, loaded.group)
         self._report(Ready(epoch=start.epoch, rank=self._message))
         plans.send(encode(RankReady(stage=config.stage, tp_rank=config.tp_rank)))
@@ -235,6 +237,7 @@ class Rank:
         """The epoch is over: who waits for this rank at a meeting of the stage is let go."""
         if self._transfer is not None:
             self._transfer.reset()
+        self._entries.reset()
         if self._loaded is not None:
             self._loaded.group.close()
 
@@ -244,6 +247,7 @@ class Rank:
             self._runner.close()
         if self._transfer is not None:
             self._transfer.close()
+        self._entries.close()
 
     def _runner_for(self, num_blocks: int, loaded: LoadedRank) -> ModelRunner:
         """Over storage of so many blocks; they are as many in every epoch."""
@@ -356,6 +360,7 @@ def _loaded_message(config: RankConfig, loaded: LoadedRank) -> RankLoaded:
         is_invariant=loaded.is_invariant,
         numeric_class=loaded.numeric_class,
         end_layer=config.end_layer,
+        store_host="" if config.store is None else config.store.host,
     )
 
 

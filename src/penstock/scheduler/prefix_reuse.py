@@ -23,6 +23,8 @@ from penstock.kvcache.prefetching import LoadedBlocks
 from penstock.kvcache.sessions import Sessions
 from penstock.kvcache.stats import CacheStats, StoreStats
 from penstock.kvcache.storage_tier import AnyStorageTier
+from penstock.kvcache.store_sites import StoreSites
+from penstock.kvcache.stored_names import StoreCalls
 from penstock.scheduler.queues import RequestPhase, RequestQueues, RequestState
 from penstock.scheduler.residency_ledger import NoLedger, ResidencyLedger
 
@@ -253,6 +255,10 @@ class PrefixReuse:
         for request in self._queues:
             request.block_hashes.clear()
         self.lose_all()
+
+    def meet_stores(self, sites: StoreSites, calls: StoreCalls) -> None:
+        """The ranks of a new epoch keep their parts of blocks at these sites; see `StorageTier.meet`."""
+        self._tier.meet(sites, calls)
 
     def _forget_all(self) -> None:
         self._allocator.forget_all()

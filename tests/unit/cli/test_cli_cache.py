@@ -14,7 +14,7 @@ import pytest
 
 from penstock.cli.program import run
 from penstock.cli.terminal import Invocation
-from penstock.kvcache.catalogue import StoreCatalogue
+from penstock.kvstore.catalogue import StoreCatalogue
 from penstock.kvstore.description import Description, description_key, encoded
 from penstock.kvstore.guard import GuardedStore
 from penstock.kvstore.inspection import SAMPLE_RECORDS

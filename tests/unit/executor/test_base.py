@@ -9,6 +9,8 @@ import pytest
 from hand_core import make_plan
 from penstock.batch import (
     AllocateKV,
+    EntryAnswers,
+    EntryCall,
     RankFailed,
     RankLoaded,
     RankReady,
@@ -257,3 +259,24 @@ def test_d6_reports_of_time_are_put_aside_and_old_spans_forgotten(fixture: Fixtu
     assert fixture.core.reports.stage_times() == [times(0, 9), times(1, TRACE_S + 4)]
     kept = [spans(1, second) for second in range(4, TRACE_S + 5)]
     assert fixture.core.reports.spans() == [spans(0, 2), *kept]
+
+
+def test_g1_a_call_about_a_hosts_store_goes_to_one_rank_and_its_answer_ends_the_wait(
+    fixture: Fixture,
+) -> None:
+    call = EntryCall(number=7, what="count", names=[b"name"], share=b"share")
+    assert fixture.core.call_store(1, call)
+    frame = fixture.ranks[1].recv(0)
+    assert frame is not None
+    assert decode_to_rank(frame) == call
+    assert fixture.ranks[0].recv(0) is fixture.ranks[2].recv(0) is None
+    answers = EntryAnswers(counts={7: 1})
+    fixture.ranks[1].send(encode(answers))
+    assert fixture.core.poll_results(LONG) == []
+    assert fixture.now < LONG
+    assert fixture.core.reports.entry_answers() == [answers]
+
+
+def test_g1_a_call_to_a_rank_that_has_gone_is_not_sent(fixture: Fixture) -> None:
+    fixture.ranks[1].close()
+    assert not fixture.core.call_store(1, EntryCall(number=7, what="empty"))

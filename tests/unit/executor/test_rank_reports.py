@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from penstock.batch import NO_STORE_USE, BuiltGrammar, GrammarsBuilt, OrdersDone, StoreUse
+from penstock.batch import NO_STORE_USE, BuiltGrammar, EntryAnswers, GrammarsBuilt, OrdersDone, StoreUse
 from penstock.executor.rank_reports import RankReports
 
 
@@ -12,6 +12,17 @@ def test_an_order_is_finished_when_all_ranks_have_answered_and_done_when_all_hav
     assert reports.finished_orders() == []
     reports.keep(OrdersDone(done=[1], failed=[2]))
     assert reports.finished_orders() == [(1, "done"), (2, "failed")]
+    assert not reports.has_answers
+
+
+def test_g1_answers_about_the_stores_of_hosts_are_kept_until_they_are_taken() -> None:
+    reports = RankReports(2)
+    told = [EntryAnswers(counts={1: 4}), EntryAnswers(emptied={2: None})]
+    for answers in told:
+        reports.keep(answers)
+    assert reports.has_answers
+    assert reports.entry_answers() == told
+    assert reports.entry_answers() == []
     assert not reports.has_answers
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from penstock.config.engine import CacheConfig, EngineConfig, ModelConfig, ParallelConfig
+from penstock.config.engine import EngineConfig, ModelConfig, ParallelConfig
 from penstock.config.hosts import HostsConfig
 from penstock.errors import PortInUseError, UnavailableError, UsageError
 from penstock.hosts import worker
@@ -49,8 +49,6 @@ def engine_of(directory: Path, **changed: Any) -> EngineConfig:
     ("changed", "told"),
     [
         ({"parallel": ParallelConfig()}, "--hosts is 2, and the pipeline has 1 stage"),
-        ({"cache": CacheConfig(kv_store="/blocks")}, "for one host so far"),
-        ({"cache": CacheConfig(kv_host_bytes=1 << 20)}, "for one host so far"),
     ],
 )
 def test_g1_an_engine_over_hosts_refuses_what_it_cannot_do_there(

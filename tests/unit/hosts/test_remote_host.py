@@ -27,8 +27,9 @@ from penstock.hosts.rank_host import Parties, PlanNeed
 from penstock.hosts.remote_host import SILENCE_LIMIT_S
 from penstock.hosts.stream_ends import StreamInvitation
 from penstock.hosts.weights.model_supply import Delivery
+from penstock.kvstore.own_store import TierNeed
 from penstock.process.child import Alive, ChildFailed, LoadProgressed, Ready, WeightsLoaded
-from penstock.process.config import StoreConfig
+from penstock.process.config import MeasureConfig, StoreConfig
 from penstock.process.control import Stop, UseModel
 from penstock.process.endpoints import HeldEnd, MemoryHandle, RankEndpoints
 from penstock.trust.peer_names import PeerName
@@ -60,16 +61,65 @@ def test_g1_what_a_member_says_and_how_it_ends_is_told(pair: Pair) -> None:
     member.close()
 
 
-def test_r15_an_agent_takes_no_path_no_fault_and_no_store(pair: Pair) -> None:
-    pair.start(faults=[FAULT], store=StoreConfig(url="s3://x", quota_bytes=1, namespace=b"n"))
+def test_r15_an_agent_takes_no_path_and_no_fault(pair: Pair) -> None:
+    pair.start(faults=[FAULT])
     (rank,) = pair.own.ranks
     assert (rank.model_path, rank.faults, rank.store, rank.host) == ("", [], None, "desk")
     assert pair.models.sought == [(1, IDENTITY, rank)]
 
 
+TIERS = StoreConfig(url="/secret/of/the/head", quota_bytes=1 << 20, namespace=bytes(16), host_blocks=3)
+
+
+def test_r15_an_agent_keeps_kv_blocks_where_its_own_command_line_says(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent: list[bytes] = []
+    send = AgentWire.send
+
+    def note(wire: AgentWire[Any], message: msgspec.Struct) -> None:
+        sent.append(msgspec.json.encode(message))
+        send(wire, message)
+
+    monkeypatch.setattr(AgentWire, "send", note)
+    pair.start(store=TIERS)
+    (rank,) = pair.own.ranks
+    assert rank.store == msgspec.structs.replace(TIERS, url="/kv/of/desk", host="desk")
+    assert not any(b"secret" in message for message in sent)
+    config = rank_config(store=TIERS)
+    pair.host.start_measuring(
+        MeasureConfig(rank=config, num_rows=[1], context=1, prefill_tokens=1, case_s=1.0), "stage 1"
+    )
+    pair.serve()
+    assert not any(b"secret" in message for message in sent)
+
+
+def test_g1_a_worker_without_the_store_that_the_head_needs_says_so_at_the_start(pair: Pair) -> None:
+    member = pair.host.start_rank(
+        rank_config(store=msgspec.structs.replace(TIERS, url="s3://secret", quota_bytes=None)), "stage 1", 1
+    )
+    pair.serve()
+    member.read_status()
+    assert (member.exit_code, pair.own.members) == (1, [])
+    error = member.end()
+    assert (error.kind, error.param) == ("UsageError", "kv_store")
+    assert "of the kind s3, and the worker desk has no --kv-store" in error.message
+    assert "Start that worker with --kv-store s3://" in error.remedy
+
+
 def test_r15_the_head_sends_no_path() -> None:
     sent = {field.name for field in msgspec.structs.fields(StartRank)}
-    assert sent == {"number", "rank", "name", "model"}
+    assert sent == {"number", "rank", "name", "model", "tier"}
+    of_tier = {field.name for field in msgspec.structs.fields(TierNeed)}
+    assert of_tier == {
+        "kind",
+        "quota_bytes",
+        "namespace",
+        "description",
+        "host_blocks",
+        "writes_back",
+        "write_bytes_per_s",
+    }
     with pytest.raises(msgspec.ValidationError):  # which model it is says the own host alone
         msgspec.convert(
             {"number": 1, "message": {"type": "use_model", "path": "/x", "identity": ""}, "type": "hand"},

@@ -6,6 +6,8 @@ import threading
 from collections.abc import Sequence
 
 from penstock.batch import (
+    EntryAnswers,
+    EntryCall,
     GrammarsBuilt,
     OrdersDone,
     ScheduledBatch,
@@ -122,4 +124,49 @@ def test_a_rank_without_a_store_refuses_orders() -> None:
     assert frame is not None
     assert decode_to_core(frame) == OrdersDone(done=[], failed=[4])
     assert core.recv(0) is None
+    assert orders.patience_s is None
+
+
+class FakeEntries:
+    """Has counted when it has been asked a few times."""
+
+    def __init__(self) -> None:
+        self.given: list[EntryCall] = []
+        self.num_asked = 0
+
+    @property
+    def is_busy(self) -> bool:
+        return bool(self.given) and self.num_asked < 3
+
+    def carry_out(self, call: EntryCall) -> None:
+        self.given.append(call)
+
+    def collect(self) -> EntryAnswers | None:
+        self.num_asked += bool(self.given)
+        return EntryAnswers(counts={6: 2}) if self.num_asked == 3 else None
+
+
+def test_g1_calls_about_the_hosts_store_come_between_plans_and_are_answered_there() -> None:
+    """They are no plans: the log does not know them."""
+    core, rank = QueueChannel.pair()
+    entries = FakeEntries()
+    orders = TransferOrders(NoTransfer(), rank, NoBuilds(), entries)
+    log = DecisionLog()
+    call = EntryCall(number=6, what="count", names=[b"name"], share=b"share")
+    for message in (log.seal(ScheduledBatch(step_id=0)), call):
+        core.send(encode(message))
+    plans = plans_from(rank, orders=orders)
+
+    def answer() -> None:
+        frame = core.recv(60.0)
+        assert frame is not None
+        assert decode_to_core(frame) == EntryAnswers(counts={6: 2})
+        core.send(encode(log.seal(ScheduledBatch(step_id=1))))
+        core.send(encode(Shutdown()))
+
+    thread = threading.Thread(target=answer)
+    thread.start()
+    assert [plan.step_id for plan in plans] == [0, 1]
+    thread.join(60)
+    assert entries.given == [call]
     assert orders.patience_s is None

@@ -23,6 +23,7 @@ from penstock.engine.core.wire_times import NO_WIRE_TIMES, AnyWireTimes
 from penstock.engine.stats import CoreStats
 from penstock.errors import ErrorInfo, PeerError, concerned, error_from_info
 from penstock.executor.base import NO_EXECUTOR, Executor
+from penstock.kvcache.store_sites import store_sites
 from penstock.process.control import EndedRequests
 from penstock.process.endpoints import NO_RESTARTS, Restarts
 from penstock.process.numeric_class import class_of_pipe
@@ -265,9 +266,11 @@ class EngineCore:
         self._scheduler.check_invariants()
 
     def _meet(self, ranks: Sequence[RankLoaded]) -> None:
-        """Take what ranks compute for what they compute in the same class, and nothing else."""
+        """Take what ranks compute for what they compute in the same class, and nothing else; what they store
+        is where they say."""
         self._ranks = list(ranks)
         self._scheduler.prefixes.name_for(class_of_pipe(ranks))
+        self._scheduler.prefixes.meet_stores(store_sites(ranks), self._executor)
 
     def _turn(self, executor: Executor, updates: list[RequestUpdate]) -> None:
         self._take(executor, 0.0, updates)

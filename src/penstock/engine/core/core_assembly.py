@@ -19,11 +19,12 @@ from penstock.errors import error_from_info
 from penstock.executor.base import Executor, KVPlan
 from penstock.kvcache.allocator import BlockAllocator
 from penstock.kvcache.block_pool import BlockPool
-from penstock.kvcache.catalogue import StoreCatalogue
 from penstock.kvcache.eviction import eviction_order
+from penstock.kvcache.hosts_catalogue import HostsCatalogue
 from penstock.kvcache.prefetching import prefetch_patience
 from penstock.kvcache.prefix_cache import PrefixCache
 from penstock.kvcache.storage_tier import AnyStorageTier, NoStorageTier, StorageTier, TierPolicy
+from penstock.kvstore.catalogue import StoreCatalogue
 from penstock.kvstore.host_tier import block_bytes
 from penstock.kvstore.opening import open_guarded
 from penstock.process.config import CoreConfig
@@ -119,7 +120,7 @@ def _tier(config: CoreConfig, allocator: BlockAllocator, clock: Callable[[], flo
     store = open_guarded(url, quota_bytes=config.store.quota_bytes, host_bytes=listed)
     return StorageTier(
         allocator,
-        StoreCatalogue(store, config.store.namespace, config.store.description),
+        HostsCatalogue(StoreCatalogue(store, config.store.namespace, config.store.description)),
         clock,
         TierPolicy(
             store_when_found=config.cache.kv_store_when_found,

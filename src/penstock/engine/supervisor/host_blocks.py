@@ -1,12 +1,14 @@
-"""How many KV blocks host memory has room for: its bytes, divided by what a block takes over all ranks.
+"""How many KV blocks host memory has room for: its bytes, divided by what a block takes over a host's ranks.
 
 Ranks have unequal parts of a block: other numbers of layers and heads. With equal bytes for each, the rank
 with the largest part would keep the fewest blocks, and nobody could use what the others have: so every rank
-gets room for the same number of blocks. Torch-free; called by `engine.supervisor.launch`.
+gets room for the same number of blocks. Each host has as many bytes, and the one whose ranks have the largest
+part of a block decides. Torch-free; called by `engine.supervisor.launch`.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 from penstock.distributed.share import head_share
@@ -28,17 +30,30 @@ def rank_block_bytes(spec: ModelSpec, rank: RankConfig, itemsize: int) -> int:
 
 
 def host_blocks(host_bytes: int, spec: ModelSpec, ranks: Sequence[RankConfig], itemsize: int) -> int:
-    """Return how many blocks each rank can keep, of all replicas in so many bytes together.
+    """Return how many blocks each rank can keep.
+
+    Args:
+        host_bytes: of each host, for the ranks of all replicas there.
 
     Raises:
-        UsageError: there is not even room for one.
+        UsageError: on some host there is not even room for one.
     """
-    each_bytes = sum(rank_block_bytes(spec, rank, itemsize) for rank in ranks)
-    if 0 < host_bytes < each_bytes:
+    each_bytes: Counter[str] = Counter()
+    for rank in ranks:
+        each_bytes[rank.host] += rank_block_bytes(spec, rank, itemsize)
+    ((host, most_bytes),) = each_bytes.most_common(1)
+    if 0 < host_bytes < most_bytes:
+        where = f" on {host}" if len(each_bytes) > 1 else ""
         raise UsageError(
-            f"kv_host_bytes is {host_bytes:,}; one block takes {each_bytes:,} bytes of host memory.",
-            remedy=f"Give --kv-host-bytes {each_bytes} or more, a smaller --block-size, or leave it out.",
+            f"kv_host_bytes is {host_bytes:,}; one block takes {most_bytes:,} bytes of host memory{where}.",
+            remedy=f"Give --kv-host-bytes {most_bytes} or more, a smaller --block-size, or leave it out.",
             param="kv_host_bytes",
             code="out_of_range",
         )
-    return host_bytes // each_bytes
+    return host_bytes // most_bytes
+
+
+def host_tier_bytes(spec: ModelSpec, rank: RankConfig, itemsize: int) -> int:
+    """Return the bytes of host memory that a rank fills with KV blocks."""
+    num_blocks = 0 if rank.store is None else rank.store.host_blocks
+    return num_blocks * rank_block_bytes(spec, rank, itemsize)

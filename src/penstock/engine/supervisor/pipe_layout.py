@@ -15,9 +15,10 @@ from typing import NamedTuple
 import msgspec
 
 from penstock.batch import RankLoaded
-from penstock.config.engine import EngineConfig
+from penstock.config.engine import CacheConfig, EngineConfig
+from penstock.engine.supervisor.host_blocks import host_tier_bytes
 from penstock.engine.supervisor.host_choice import HostChoice
-from penstock.engine.supervisor.launch import LaunchPlan, resolve_replicas
+from penstock.engine.supervisor.launch import ITEM_SIZES, LaunchPlan, resolve_replicas
 from penstock.engine.supervisor.stage_spread import HostRoom, StageDemand, spread
 from penstock.errors import ErrorInfo, HostMissingError, PenstockError, describe
 from penstock.hosts.rank_host import Hosts
@@ -175,14 +176,20 @@ class PipeLayout:
         on_cpu = [number for number, rank in ranks.items() if rank.device_type == "cpu" and number in loaded]
         weights = {number: loaded[number].tensor_bytes for number in on_cpu}
         whole = {number: weights[number] + num_blocks * loaded[number].block_bytes for number in on_cpu}
+        tiers = {number: self._tier_bytes(rank) for number, rank in ranks.items()}
         host = next(rank.host for rank in ranks.values())
         return StageDemand(
             host=host if host in names else "",
-            num_bytes=sum(whole.values()),
+            num_bytes=sum(whole.values()) + sum(tiers.values()),
             held_bytes=sum(weights[number] for number in on_cpu if number in living),
-            missing_bytes=sum(whole[number] for number in on_cpu if number not in living),
+            missing_bytes=sum(
+                whole.get(number, 0) + tiers[number] for number in ranks if number not in living
+            ),
             num_gpus=sum(rank.device_type != "cpu" for rank in ranks.values()),
         )
+
+    def _tier_bytes(self, rank: RankConfig) -> int:
+        return host_tier_bytes(self.plan.spec, rank, ITEM_SIZES[rank.dtype])
 
     def _planned(self, homes: Sequence[HostResources]) -> LaunchPlan:
         """Return the present plan with ranks placed as at a start over these hosts, one for each stage."""
@@ -191,6 +198,8 @@ class PipeLayout:
             devices = ",".join(rank.device_type for rank in self.plan.ranks)
             parallel = msgspec.structs.replace(config.parallel, device=devices)
             config = msgspec.structs.replace(config, parallel=parallel)
+        # Ranks keep their tiers as they were at the start: neither a store nor host memory is looked at anew.
+        config = msgspec.structs.replace(config, cache=_without_tiers(config.cache))
         fresh = resolve_replicas(config, homes)[self.plan.core.replica or 0]
         ranks = [_placed_as(rank, own) for rank, own in zip(self.plan.ranks, fresh.ranks, strict=True)]
         core = msgspec.structs.replace(self.plan.core, cpus=fresh.core.cpus)
@@ -202,6 +211,10 @@ def _placed_as(rank: RankConfig, other: RankConfig) -> RankConfig:
     return msgspec.structs.replace(
         rank, host=other.host, device=other.device, threads=other.threads, cpus=other.cpus
     )
+
+
+def _without_tiers(cache: CacheConfig) -> CacheConfig:
+    return msgspec.structs.replace(cache, kv_store=None, kv_host_bytes=0, kv_store_policy="write-through")
 
 
 def _listed(words: Iterable[str]) -> str:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import random
 from itertools import pairwise
 
+import msgspec
 import pytest
 
 from checkpoints import make_checkpoint
 from depth import sampled
 from penstock.config.engine import CacheConfig, EngineConfig, ModelConfig, ParallelConfig
-from penstock.engine.supervisor.host_blocks import host_blocks, rank_block_bytes
+from penstock.engine.supervisor.host_blocks import host_blocks, host_tier_bytes, rank_block_bytes
 from penstock.engine.supervisor.launch import resolve, resolve_replicas
 from penstock.errors import UsageError
 from penstock.hosts.resources import HostResources
@@ -134,3 +135,23 @@ def test_host_memory_without_room_for_a_block_is_refused(model: str) -> None:
     assert raised.value.param == "kv_host_bytes"
     assert host_blocks(needed, plan.spec, plan.ranks, ITEM_BYTES) == 1
     assert host_blocks(0, plan.spec, plan.ranks, ITEM_BYTES) == 0
+
+
+def test_g1_each_host_has_so_many_bytes_and_the_fullest_one_decides(model: str) -> None:
+    tower, desk = (msgspec.structs.replace(HOST, name=name) for name in ("tower", "desk"))
+    for partition, share in (("3,3", 3), ("5,1", 5), ("1,5", 5)):
+        config = settings(model, 1 << 20, pipeline_parallel_size=2, partition=partition)
+        plan = resolve(config, [tower, desk])
+        assert [rank.host for rank in plan.ranks] == ["tower", "desk"]
+        store = plan.core.store
+        assert store is not None
+        assert store.host_blocks == (1 << 20) // (2 * share * (52 + 200 + 2 * BLOCK * HEAD_DIM * ITEM_BYTES))
+        filled = [host_tier_bytes(plan.spec, rank, ITEM_BYTES) for rank in plan.ranks]
+        assert max(filled) <= 1 << 20
+
+
+def test_g1_the_host_without_room_for_a_block_is_named(model: str) -> None:
+    tower, desk = (msgspec.structs.replace(HOST, name=name) for name in ("tower", "desk"))
+    config = settings(model, 1, pipeline_parallel_size=2, partition="1,5")
+    with pytest.raises(UsageError, match=r"one block takes [0-9,]+ bytes of host memory on desk\."):
+        resolve(config, [tower, desk])

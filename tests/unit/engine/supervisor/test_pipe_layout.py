@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -10,11 +12,12 @@ import pytest
 
 from fakes import FakeClock
 from penstock.batch import RankLoaded
-from penstock.config.engine import EngineConfig, ModelConfig, ParallelConfig
+from penstock.config.engine import CacheConfig, EngineConfig, ModelConfig, ParallelConfig
 from penstock.config.hosts import HostsConfig
 from penstock.engine.supervisor import pipe_layout
+from penstock.engine.supervisor.host_blocks import host_tier_bytes
 from penstock.engine.supervisor.host_choice import RETURN_S
-from penstock.engine.supervisor.launch import resolve_replicas
+from penstock.engine.supervisor.launch import ITEM_SIZES, resolve_replicas
 from penstock.engine.supervisor.pipe_layout import PipeLayout, Settlement
 from penstock.hosts.rank_host import Hosts
 from stand_in_hosts import LOADED, StandInHost
@@ -26,7 +29,7 @@ MIB = 1 << 20
 class Laid:
     """A pipeline of three stages over hosts that a test plays."""
 
-    def __init__(self, *names: str, **parallel: Any) -> None:
+    def __init__(self, *names: str, cache: CacheConfig | None = None, **parallel: Any) -> None:
         self.by_name = {name: StandInHost(name, "tcp") for name in names}
         head, *others = self.by_name.values()
         self.hosts = Hosts(head, *others)
@@ -34,6 +37,7 @@ class Laid:
         config = EngineConfig(
             model=ModelConfig(model="demo"),
             parallel=ParallelConfig(pipeline_parallel_size=3, **parallel),
+            cache=cache or CacheConfig(),
             cluster=HostsConfig(rejoin_timeout_s=LIMIT_S),
         )
         *_, plan = resolve_replicas(config, self.hosts.resources())  # of the last replica
@@ -258,3 +262,37 @@ def test_r15_what_computes_a_stage_stays_what_it_was(laid: Laid) -> None:
     laid.clock.advance(LIMIT_S)
     assert laid.settle().is_settled
     assert [rank.device for rank in laid.layout.plan.ranks] == ["cpu"] * 3
+
+
+def test_r15_g1_who_takes_over_needs_room_for_kv_blocks_in_host_memory_too() -> None:
+    laid = Laid("tower", "desk", "shelf", cache=CacheConfig(kv_host_bytes=64 * MIB))
+    try:
+        before = laid.layout.plan.ranks
+        assert before[0].store is not None
+        tiers = [host_tier_bytes(laid.layout.plan.spec, rank, ITEM_SIZES[rank.dtype]) for rank in before]
+        laid.lose("desk")
+        laid.settle()
+        laid.clock.advance(LIMIT_S)
+        for host in laid.by_name.values():
+            host.free_bytes = 120 * MIB + tiers[1] - 1
+        assert laid.settle().refusal is not None
+        laid.by_name["shelf"].free_bytes += 1
+        assert laid.settle().is_settled
+        assert [rank.store for rank in laid.layout.plan.ranks] == [rank.store for rank in before]
+    finally:
+        laid.close()
+
+
+def test_r9_a_store_that_has_gone_does_not_keep_others_from_taking_over(tmp_path: Path) -> None:
+    laid = Laid("tower", "desk", "shelf", cache=CacheConfig(kv_store=str(tmp_path / "store")))
+    try:
+        before = laid.layout.plan.ranks
+        shutil.rmtree(tmp_path / "store")
+        (tmp_path / "store").write_text("in its place")
+        laid.lose("desk")
+        laid.settle()
+        laid.clock.advance(LIMIT_S)
+        assert laid.settle().is_settled
+        assert [rank.store for rank in laid.layout.plan.ranks] == [rank.store for rank in before]
+    finally:
+        laid.close()

@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 
 from penstock.errors import StoreError
-from penstock.kvcache.catalogue import AT_ONCE, StoreCatalogue, StoreEmptying
+from penstock.kvstore.catalogue import AT_ONCE, StoreCatalogue, StoreEmptying
 from penstock.kvstore.found import Found
 from penstock.kvstore.guard import GuardedStore
+from penstock.kvstore.layer_share import WHOLE, LayerShare
 from penstock.kvstore.lmdb_store import MIN_QUOTA_BYTES, LmdbStore
 from penstock.kvstore.names import record_key
 from penstock.kvstore.store import KVStore, MemoryStore
@@ -33,8 +34,8 @@ def catalogue(store: KVStore, namespace: bytes = bytes(16)) -> Iterator[StoreCat
         yield made
 
 
-def count(one: StoreCatalogue, names: Sequence[bytes]) -> int:
-    one.look_up(7, names)
+def count(one: StoreCatalogue, names: Sequence[bytes], share: LayerShare = WHOLE) -> int:
+    one.look_up(7, names, share)
     while not (found := one.answers()):
         pass
     ((ticket, number),) = found
@@ -57,6 +58,37 @@ def test_what_was_struck_is_not_there_and_other_models_see_nothing() -> None:
         assert count(one, NAMES) == 1
     with catalogue(store, namespace=b"x" * 16) as other:
         assert count(other, NAMES) == 0
+
+
+FRONT, BACK, NOTHING = (LayerShare.of(layers, 3) for layers in ([0, 1], [2], []))
+
+
+def test_d15_a_block_is_there_for_layers_that_were_stored_here_and_for_no_others() -> None:
+    with catalogue(MemoryStore()) as one:
+        one.enter(NAMES[:3], FRONT)
+        one.enter(NAMES[:2], BACK)
+        one.enter(NAMES[:1], FRONT)  # once more: nothing is lost by it
+        assert count(one, NAMES[:4], FRONT) == 3
+        assert count(one, NAMES[:4], BACK) == 2
+        assert count(one, NAMES[:4]) == 2, "of these two all layers are there"
+        assert count(one, NAMES[:4], LayerShare.of([0], 3)) == 3
+
+
+def test_d15_what_all_layers_were_stored_of_is_there_for_each() -> None:
+    with catalogue(MemoryStore()) as one:
+        one.enter(NAMES[:2])
+        one.enter(NAMES[:2], BACK)
+        assert [count(one, NAMES, share) for share in (FRONT, BACK, WHOLE)] == [2, 2, 2]
+        one.enter(NAMES[:3], BACK)
+        assert [count(one, NAMES, share) for share in (FRONT, BACK, WHOLE)] == [2, 3, 2]
+
+
+def test_a_host_without_layers_needs_nothing_and_has_nothing() -> None:
+    store = MemoryStore()
+    with catalogue(store) as one:
+        one.enter(NAMES[:2], NOTHING)
+        assert count(one, NAMES, NOTHING) == len(NAMES)
+    assert store.records == {}
 
 
 def test_r9_a_store_that_does_not_work_has_no_entries() -> None:

@@ -1,0 +1,102 @@
+"""The rank's side of a catalogue that is not the core's: carries out what the core wants of its host's store.
+
+Where hosts have a store each, the core asks one rank of each host about the entries there, and has them made
+and struck there. The rank hands the calls on, and never waits: a thread of the catalogue carries them out.
+Answers of an epoch that is over go nowhere.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+
+from penstock.batch import EntryAnswers, EntryCall
+from penstock.errors import ErrorInfo, ProtocolError
+from penstock.kvstore.catalogue import StoreCatalogue, StoreEmptying
+from penstock.kvstore.layer_share import LayerShare
+
+
+class EntryCalls:
+    """Carries out calls of the core at the catalogue of a store. Belongs to one thread.
+
+    Args:
+        open_catalogue: opens it; called at the first call, as most ranks are never asked.
+    """
+
+    def __init__(self, open_catalogue: Callable[[], StoreCatalogue]) -> None:
+        self._open_catalogue = open_catalogue
+        self._catalogues: list[StoreCatalogue] = []  # none, or one
+        self._tickets = itertools.count()
+        self._counting: dict[int, int] = {}  # number of the call, by the ticket of the question
+        self._emptyings: dict[int, StoreEmptying] = {}  # by the number of the call
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether answers are still to come, or to be collected."""
+        return bool(self._counting or self._emptyings)
+
+    def carry_out(self, call: EntryCall) -> None:
+        """Begin what is wanted."""
+        catalogue = self._catalogue()
+        if call.what == "count":
+            ticket = next(self._tickets)
+            self._counting[ticket] = call.number
+            catalogue.look_up(ticket, call.names, LayerShare.decoded(call.share))
+        elif call.what == "enter":
+            catalogue.enter(call.names, LayerShare.decoded(call.share))
+        elif call.what == "strike":
+            catalogue.strike(call.names)
+        else:
+            self._emptyings[call.number] = catalogue.empty()
+
+    def collect(self) -> EntryAnswers | None:
+        """Return what was answered since the last call; None: nothing."""
+        if not self.is_busy:
+            return None
+        counts = {
+            self._counting.pop(ticket): count
+            for ticket, count in self._catalogue().answers()
+            if ticket in self._counting  # else it was asked in an epoch that is over
+        }
+        emptied: dict[int, ErrorInfo | None] = {
+            number: emptying.error for number, emptying in self._emptyings.items() if emptying.is_done
+        }
+        for number in emptied:
+            del self._emptyings[number]
+        return EntryAnswers(counts=counts, emptied=emptied) if counts or emptied else None
+
+    def reset(self) -> None:
+        """Nobody waits for the answers any more."""
+        self._counting.clear()
+        self._emptyings.clear()
+
+    def close(self) -> None:
+        """The last call. What was begun is carried out."""
+        for catalogue in self._catalogues:
+            catalogue.close()
+
+    def _catalogue(self) -> StoreCatalogue:
+        if not self._catalogues:
+            self._catalogues.append(self._open_catalogue())
+        return self._catalogues[0]
+
+
+class NoEntryCalls:
+    """Of a rank whose store is the core's, too: the core asks that one itself."""
+
+    is_busy = False
+
+    def carry_out(self, call: EntryCall) -> None:
+        raise ProtocolError(f"the core wants to {call.what} entries of a store that this host does not have.")
+
+    def collect(self) -> EntryAnswers | None:
+        return None
+
+    def reset(self) -> None:
+        """Nobody has asked."""
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+NO_ENTRY_CALLS = NoEntryCalls()
