@@ -22,6 +22,7 @@ from penstock.batch import (
     NO_GRAMMAR,
     NO_STORE_USE,
     BuiltGrammar,
+    LinkOrder,
     NewRow,
     OrderResult,
     RankLoaded,
@@ -420,6 +421,9 @@ class FakeExecutor:
 
     def spans(self) -> list[StageSpans]:
         return []
+
+    def exchange_link(self, order: LinkOrder) -> None:
+        raise NotImplementedError
 
     def wait_sources(self) -> list[int]:
         """Nothing to wait for but `poll`."""

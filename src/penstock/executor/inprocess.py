@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import msgspec
 
 from penstock.batch import (
+    LinkOrder,
     ScheduledBatch,
     StepResult,
 )
@@ -61,6 +62,9 @@ class InprocessExecutor:
 
     def poll_start(self) -> KVPlan | None:
         return self._ranks.poll_start()
+
+    def exchange_link(self, order: LinkOrder) -> None:
+        raise AssertionError("links in the memory of one process are never exchanged")
 
     def submit_plan(self, plan: ScheduledBatch) -> int:
         return self._ranks.submit_plan(plan)

@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 from penstock.batch import (
     AllocateKV,
+    LinkOrder,
     ScheduledBatch,
     StepResult,
 )
@@ -54,6 +55,9 @@ class MpExecutor:
 
     def poll_start(self) -> KVPlan | None:
         return self._ranks.poll_start()
+
+    def exchange_link(self, order: LinkOrder) -> None:
+        self._ranks.exchange_link(order)
 
     def submit_plan(self, plan: ScheduledBatch) -> int:
         return self._ranks.submit_plan(plan)

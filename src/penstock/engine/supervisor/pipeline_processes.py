@@ -37,7 +37,7 @@ from penstock.engine.supervisor.reports import (
     of_replica,
     rank_parts,
 )
-from penstock.engine.supervisor.wiring import Wiring
+from penstock.engine.supervisor.wiring import RankAddress, Wiring
 from penstock.errors import ErrorInfo, PeerError, PenstockError
 from penstock.executor.base import first_cause
 from penstock.hosts.local_socket import LocalSocket
@@ -46,7 +46,7 @@ from penstock.hosts.member_watch import CAUSE_GRACE_S, MemberWatch
 from penstock.hosts.rank_host import Hosts
 from penstock.process import child as child_process
 from penstock.process.config import FirstLoad, RankConfig
-from penstock.process.control import EpochLost, Stop
+from penstock.process.control import EpochLost, ExchangeLink, Stop
 from penstock.process.endpoints import Restarts
 from penstock.runner.kv_demand import stranded_bytes
 
@@ -123,6 +123,8 @@ class PipelineProcesses:
                 self._note_recovery(event)
         elif isinstance(event, child_process.Abandoned):
             self._losses.leave(event.epoch, event.error, member.member_index, leave_s=event.leave_s)
+        elif isinstance(event, child_process.LinkExchanged):
+            self._wiring.release_link(event.epoch, event.number)
         elif isinstance(event, child_process.LoadProgressed):
             progress = LoadProgress(
                 **_named(self._plan.ranks[member.member_index]),
@@ -167,6 +169,20 @@ class PipelineProcesses:
             except (OSError, PenstockError) as error:
                 # No memory, or a host or a file that has gone: perhaps later.
                 self._lose(PeerError(f"no new epoch could begin: {error}.").info(), {})
+
+    def exchange_link(self, sender: RankAddress, receiver: RankAddress, first_step: int = 0) -> None:
+        """Have another link take the place of that between two neighbours, in the epoch that goes on.
+
+        Args:
+            first_step: as for `Wiring.exchange_link`, which says what is raised.
+        """
+        assert self.is_whole, "what is lost is joined anew, in another epoch"
+        exchange = self._wiring.exchange_link(sender, receiver, first_step)
+        for index, rank in enumerate(self._plan.ranks):
+            if (end := exchange.ends.get((rank.stage, rank.tp_rank))) is not None:
+                self._members[index].hand(end)
+        exchange.connection.delivered()
+        self._members[CORE].hand(ExchangeLink(exchange.order))
 
     def kill_hung(self) -> None:
         """Kill stages that do not leave an epoch which is over: they are then lost as any other."""

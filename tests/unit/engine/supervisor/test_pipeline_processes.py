@@ -21,11 +21,11 @@ from penstock.errors import LinkClosedError, ModelConfigError, WaitTimeoutError
 from penstock.hosts.member_watch import MemberWatch
 from penstock.hosts.network.routes import DefaultRoutes
 from penstock.hosts.rank_host import Hosts
-from penstock.process.child import Abandoned, Ready, TensorsRead, WeightsLoaded
+from penstock.process.child import Abandoned, LinkExchanged, Ready, TensorsRead, WeightsLoaded
 from penstock.process.config import FirstLoad
-from penstock.process.control import EpochLost, Stop
+from penstock.process.control import AttachLink, EpochLost, ExchangeLink, Stop
 from penstock.process.endpoints import CoreEndpoints, RankEndpoints
-from stand_in_hosts import LOADED, StandInHost
+from stand_in_hosts import LOADED, StandInEnd, StandInHost
 
 
 @dataclass
@@ -382,3 +382,67 @@ def test_all_are_told_to_leave_and_who_still_loads_is_ended(replica: Replica) ->
     assert [member.handed for member in (*replica.head.members, *replica.other.members)] == [[Stop()]] * 3
     assert replica.head.members[0].done == []
     assert replica.other.members[0].done == ["kill_now"]
+
+
+# --- links exchanged within an epoch ---------------------------------------------------------------
+
+
+def test_g1_a_link_is_exchanged_while_the_epoch_goes_on(replica: Replica) -> None:
+    serve(replica)
+    ends_before = [end for host in (replica.head, replica.other) for _, end in host.made]
+    old_in, old_out = (link_end(host) for host in (replica.other, replica.head))
+    replica.processes.exchange_link((0, 0), (1, 0), 40)
+    (stage_0, core), (stage_1,) = replica.head.members, replica.other.members
+    to_sender, to_receiver, to_core = stage_0.handed[-1], stage_1.handed[-1], core.handed[-1]
+    assert isinstance(to_sender, AttachLink)
+    assert isinstance(to_receiver, AttachLink)
+    assert isinstance(to_core, ExchangeLink)
+    assert to_sender == to_receiver, "the numbers of stand-in ends are the same"
+    order = to_core.order
+    assert (order.number, order.first_step) == (to_sender.number, 40)
+    assert (order.stage, order.sender, order.receiver) == (0, 0, 0)
+    new = [end for host in (replica.head, replica.other) for end in host_ends(host) if end not in ends_before]
+    assert [end.happened for end in new] == [["delivered"]] * 2
+    assert old_in.happened == old_out.happened == ["delivered"]
+    stage_1.say(LinkExchanged(epoch=0, number=order.number))
+    replica.hear()
+    assert old_in.happened == old_out.happened == ["delivered", "end"]
+    assert all(end.happened == ["delivered"] for end in ends_before if end not in (old_in, old_out))
+    assert not any(isinstance(event, StageLost) for event in replica.events)
+
+
+def test_g1_a_link_that_was_exchanged_ends_with_its_epoch(replica: Replica) -> None:
+    """Also the one of before, of which the receiver has not said that it is empty, or says it too late."""
+    serve(replica)
+    replica.processes.exchange_link((0, 0), (1, 0))
+    ends = [end for host in (replica.head, replica.other) for end in host_ends(host)]
+    replica.other.members[0].leave(-9)
+    replica.processes.recover()
+    assert {tuple(end.happened) for end in ends} == {("delivered", "end")}
+    replica.head.members[0].say(LinkExchanged(epoch=0, number=1))
+    replica.hear()
+
+
+def test_g1_a_link_stays_where_another_one_cannot_be_made(
+    replica: Replica, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    serve(replica)
+
+    def fail(*given: object) -> None:
+        raise OSError("no descriptors")
+
+    monkeypatch.setattr(replica.head, "join", fail)
+    with pytest.raises(OSError, match="no descriptors"):
+        replica.processes.exchange_link((0, 0), (1, 0))
+    assert not any(isinstance(message, ExchangeLink) for message in replica.head.members[1].handed)
+    assert not any(isinstance(message, AttachLink) for message in replica.other.members[0].handed)
+
+
+def host_ends(host: StandInHost) -> list[StandInEnd]:
+    return [end for _, end in host.made]
+
+
+def link_end(host: StandInHost) -> StandInEnd:
+    """That of the link between the two stages: the first one whose other end is not the core's."""
+    ends = zip(host_ends(host), host.parties, strict=True)
+    return next(end for end, parties in ends if "core" not in (parties.own, parties.peer))
