@@ -9,6 +9,7 @@ import pytest
 from hand_core import make_plan
 from penstock.batch import (
     AllocateKV,
+    LinkOrder,
     RankFailed,
     RankLoaded,
     RankReady,
@@ -28,7 +29,7 @@ from penstock.errors import (
     StageLostError,
     WaitTimeoutError,
 )
-from penstock.executor.base import RankChannels, first_cause
+from penstock.executor.base import LINK_LEAD_STEPS, RankChannels, first_cause
 from penstock.executor.rank_reports import TRACE_S
 from penstock.pipeline.decision_log import DecisionLog
 from penstock.pipeline.links.plan_channel import QueueChannel

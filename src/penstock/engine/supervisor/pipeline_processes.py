@@ -37,6 +37,7 @@ from penstock.engine.supervisor.reports import (
     of_replica,
     rank_parts,
 )
+from penstock.engine.supervisor.standbys import NO_STANDBYS, StandbyRanks
 from penstock.engine.supervisor.wiring import RankAddress, Wiring
 from penstock.errors import ErrorInfo, PeerError, PenstockError
 from penstock.executor.base import first_cause
@@ -61,18 +62,27 @@ class PipelineProcesses:
         layout: where each of them runs, from epoch to epoch.
         hosts: all that there are.
         watch: gets them as members; its events about them come back by `take`.
+        standbys: ranks beside the pipe; belong to this replica.
 
     Attributes:
         client: where the core meets its clients.
         classes: in which the ranks compute.
     """
 
-    def __init__(self, layout: PipeLayout, hosts: Hosts, watch: MemberWatch, reporter: Reporter) -> None:
+    def __init__(
+        self,
+        layout: PipeLayout,
+        hosts: Hosts,
+        watch: MemberWatch,
+        reporter: Reporter,
+        standbys: StandbyRanks = NO_STANDBYS,
+    ) -> None:
         self._layout = layout
         self._hosts = hosts
         self._watch = watch
         self.client = LocalSocket()
         self._reporter = reporter
+        self._standbys = standbys
         plan = layout.plan
         self._wiring = Wiring(plan, hosts)
         self._members: dict[int, Member] = {}  # by member index, those that have not been buried
@@ -126,25 +136,12 @@ class PipelineProcesses:
         elif isinstance(event, child_process.LinkExchanged):
             self._wiring.release_link(event.epoch, event.number)
         elif isinstance(event, child_process.LoadProgressed):
-            progress = LoadProgress(
-                **_named(self._plan.ranks[member.member_index]),
-                done_bytes=event.done,
-                total_bytes=event.total,
-                what=event.what,
-            )
-            self._reporter.report(progress)
+            self._reporter.report(_progress(self._plan.ranks[member.member_index], event))
         elif isinstance(event, child_process.TensorsRead):
             self._first_loads.add(event.digests)
         elif isinstance(event, child_process.WeightsLoaded):
             self._first_loads.identify(member.member_index, event.identity)
-            self._reporter.report(
-                StageLoaded(
-                    **_named(self._plan.ranks[member.member_index]),
-                    process=member.identity,
-                    bytes_read=event.bytes_read,
-                    seconds=event.seconds,
-                )
-            )
+            self._reporter.report(_has_loaded(self._plan.ranks[member.member_index], member, event))
 
     def _note_recovery(self, event: child_process.Ready) -> None:
         """Report that a step has crossed the pipe again; the core knows who computes in which class."""
@@ -170,12 +167,13 @@ class PipelineProcesses:
                 # No memory, or a host or a file that has gone: perhaps later.
                 self._lose(PeerError(f"no new epoch could begin: {error}.").info(), {})
 
-    def exchange_link(self, sender: RankAddress, receiver: RankAddress, first_step: int = 0) -> None:
-        """Have another link take the place of that between two neighbours, in the epoch that goes on.
+    def keep_standbys(self, now: float) -> None:
+        """See to the ranks beside the pipe; to be called at least every second, by `time.monotonic`."""
+        ranks = self._plan.ranks if self.is_whole else []
+        self._standbys.tend(now, ranks, self._ranks, self._replacement)
 
-        Args:
-            first_step: as for `Wiring.exchange_link`, which says what is raised.
-        """
+    def exchange_link(self, sender: RankAddress, receiver: RankAddress, first_step: int = 0) -> None:
+        """Have another link take the place of one, in the epoch that goes on; as `Wiring.exchange_link`."""
         assert self.is_whole, "what is lost is joined anew, in another epoch"
         exchange = self._wiring.exchange_link(sender, receiver, first_step)
         for index, rank in enumerate(self._plan.ranks):
@@ -216,6 +214,7 @@ class PipelineProcesses:
         """Let go of all connections; the members belong to `MemberWatch`."""
         self._wiring.close()
         self.client.close()
+        self._standbys.close()
 
     def startup_notices(self) -> Iterator[Notice | StageReady]:
         """Yield what was decided, and a line for each stage, once all stages are ready."""
@@ -247,9 +246,14 @@ class PipelineProcesses:
 
     def _start_rank(self, index: int) -> Member:
         rank = self._placed[index] = self._plan.ranks[index]
+        if (standby := self._standbys.take(rank, index)) is not None:
+            return standby
         if self._losses.epoch > 0:
-            rank = _replacement(rank, self._ranks.values(), self._first_loads.of(index))
+            rank = self._replacement(index)
         return self._hosts[rank.host].start_rank(rank, of_replica(rank.replica, rank.name), index)
+
+    def _replacement(self, index: int) -> RankConfig:
+        return _replacement(self._plan.ranks[index], self._ranks.values(), self._first_loads.of(index))
 
     def _hand_endpoints(self) -> None:
         """All learn where they meet in this epoch."""
@@ -364,6 +368,18 @@ def _named(rank: RankConfig) -> dict[str, Any]:
     """Who it is, for a report."""
     tp_rank = rank.tp_rank if rank.tp_size > 1 else None
     return {"replica": rank.replica, "stage": rank.stage, "tp_rank": tp_rank}
+
+
+def _progress(rank: RankConfig, event: child_process.LoadProgressed) -> LoadProgress:
+    return LoadProgress(
+        **_named(rank), done_bytes=event.done, total_bytes=event.total, what=event.what
+    )
+
+
+def _has_loaded(rank: RankConfig, member: Member, event: child_process.WeightsLoaded) -> StageLoaded:
+    return StageLoaded(
+        **_named(rank), process=member.identity, bytes_read=event.bytes_read, seconds=event.seconds
+    )
 
 
 def _replacement(rank: RankConfig, ranks: Iterable[RankLoaded], first_load: FirstLoad) -> RankConfig:

@@ -23,7 +23,7 @@ import contextlib
 import os
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence, Set
+from collections.abc import Collection, Iterable, Iterator, Sequence, Set
 
 import msgspec
 
@@ -54,10 +54,12 @@ from penstock.engine.supervisor.reports import (
     SteadyReporter,
 )
 from penstock.engine.supervisor.spares import Spares
+from penstock.engine.supervisor.standbys import NO_STANDBYS, StandbyRanks, Standbys
 from penstock.errors import ErrorInfo, PeerError, PenstockError, error_from_info
 from penstock.hosts.gathering import GatheredHosts, OneHost, open_hosts
 from penstock.hosts.member import Member, Waitable
 from penstock.hosts.member_watch import MemberWatch
+from penstock.hosts.rank_host import Hosts
 from penstock.process.child import Ready, StatusEvent, TextSideLoaded, show_threads_on_request
 from penstock.process.signals import SignalSource, signals_of_the_end
 
@@ -83,10 +85,19 @@ class Supervisor:
     engine: what to serve.
     front: who uses it.
     reporter: gets every event; by default a line each on standard error.
+    standby_stages: whose ranks have standbys with their weights (`engine.supervisor.standbys`).
     """
 
-    def __init__(self, engine: EngineConfig, front: EngineUser, reporter: Reporter | None = None) -> None:
+    def __init__(
+        self,
+        engine: EngineConfig,
+        front: EngineUser,
+        reporter: Reporter | None = None,
+        *,
+        standby_stages: Collection[int] = (),
+    ) -> None:
         self._engine = engine
+        self._standby_stages = standby_stages
         self._front = front
         self._reporter = SteadyReporter(reporter or PlainReporter())
 
@@ -113,8 +124,11 @@ class Supervisor:
             links = tuple(hosts.routes.links())
             plans = [msgspec.structs.replace(with_faults(plan, wanted), host_links=links) for plan in plans]
             layouts = [PipeLayout(plan, hosts, settled) for plan in plans]
+            standbys = [self._standbys(hosts) for _ in plans]
             with signals_of_the_end() as signals:
-                engine = _RunningEngine(layouts, gathered, self._front, self._reporter, signals, started)
+                engine = _RunningEngine(
+                    layouts, gathered, self._front, self._reporter, signals, started, standbys
+                )
                 try:
                     return engine.run()
                 finally:
@@ -125,6 +139,10 @@ class Supervisor:
             self._front.close()
             if gathered is not None:
                 gathered.close()
+
+    def _standbys(self, hosts: Hosts) -> StandbyRanks:
+        stages = self._standby_stages
+        return Standbys(hosts, stages, self._reporter) if stages else NO_STANDBYS
 
     def _note(self, text: str) -> None:
         self._reporter.report(Notice(text=text))
@@ -154,6 +172,7 @@ class _RunningEngine:
         reporter: Reporter,
         signals: SignalSource,
         started: float,
+        standbys: Sequence[StandbyRanks],
     ) -> None:
         plans = [layout.plan for layout in layouts]
         self._plan = plans[0]
@@ -166,7 +185,10 @@ class _RunningEngine:
         self._text_side = TextSideLoaded(prompt_form="messages")
         self._watch = MemberWatch(self._take)
         self._gathered, hosts = gathered, gathered.hosts
-        self._replicas = [PipelineProcesses(layout, hosts, self._watch, reporter) for layout in layouts]
+        self._replicas = [
+            PipelineProcesses(layout, hosts, self._watch, reporter, beside)
+            for layout, beside in zip(layouts, standbys, strict=True)
+        ]
         self._heartbeats = Heartbeats(self._plan.core.parallel.heartbeat_limit_s)
         self._front_losses = BackOff()
         ranks = [rank for plan in plans for rank in plan.ranks]
@@ -219,6 +241,7 @@ class _RunningEngine:
         self._mend_front((ended & self._fronts) - leaving)
         for replica in self._replicas:
             replica.recover()
+            replica.keep_standbys(time.monotonic())
         self._spares.tend(time.monotonic(), is_whole=all(replica.is_whole for replica in self._replicas))
         return ended & leaving
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +10,7 @@ import msgspec
 import pytest
 
 from fakes import FakeClock
+from penstock.batch import RankLoaded
 from penstock.config.engine import EngineConfig, ModelConfig, ParallelConfig
 from penstock.config.hosts import HostsConfig
 from penstock.engine.supervisor import pipeline_processes
@@ -17,15 +18,17 @@ from penstock.engine.supervisor.launch import resolve
 from penstock.engine.supervisor.pipe_layout import PipeLayout
 from penstock.engine.supervisor.pipeline_processes import PipelineProcesses, begin_together
 from penstock.engine.supervisor.reports import Event, Notice, Recovered, StageLoaded, StageLost, event_line
+from penstock.engine.supervisor.standbys import NO_STANDBYS, StandbyRanks
 from penstock.errors import LinkClosedError, ModelConfigError, WaitTimeoutError
+from penstock.hosts.member import Member
 from penstock.hosts.member_watch import MemberWatch
 from penstock.hosts.network.routes import DefaultRoutes
 from penstock.hosts.rank_host import Hosts
 from penstock.process.child import Abandoned, LinkExchanged, Ready, TensorsRead, WeightsLoaded
-from penstock.process.config import FirstLoad
+from penstock.process.config import FirstLoad, RankConfig
 from penstock.process.control import AttachLink, EpochLost, ExchangeLink, Stop
 from penstock.process.endpoints import CoreEndpoints, RankEndpoints
-from stand_in_hosts import LOADED, StandInEnd, StandInHost
+from stand_in_hosts import LOADED, StandInEnd, StandInHost, StandInMember
 
 
 @dataclass
@@ -69,7 +72,7 @@ class ReviewedRoutes(DefaultRoutes):
 class Replica:
     """Core and first stage at one host, the second stage at another; neither has a process."""
 
-    def __init__(self, **parallel: Any) -> None:
+    def __init__(self, standbys: StandbyRanks = NO_STANDBYS, **parallel: Any) -> None:
         self.head, self.other = StandInHost("attic", "tcp"), StandInHost("cellar", "pigeon", "tcp")
         self.routes = ReviewedRoutes()
         hosts = Hosts(self.head, self.other, routes=self.routes)
@@ -82,7 +85,7 @@ class Replica:
         layout = PipeLayout(resolve(config, hosts.resources()), hosts, config, self.clock)
         self.events: list[Event] = []
         self.watch = MemberWatch(lambda member, event: self.processes.take(member, event))
-        self.processes = PipelineProcesses(layout, hosts, self.watch, self)
+        self.processes = PipelineProcesses(layout, hosts, self.watch, self, standbys)
         self.processes.start()
 
     def report(self, event: Event) -> None:
@@ -446,3 +449,55 @@ def link_end(host: StandInHost) -> StandInEnd:
     """That of the link between the two stages: the first one whose other end is not the core's."""
     ends = zip(host_ends(host), host.parties, strict=True)
     return next(end for end, parties in ends if "core" not in (parties.own, parties.peer))
+
+
+# --- a rank beside the pipe ------------------------------------------------------------------------
+
+
+class Beside:
+    """Standbys that a test plays. Implements `StandbyRanks`."""
+
+    def __init__(self) -> None:
+        self.waiting: dict[int, StandInMember] = {}  # by number of the rank
+        self.tended: list[int] = []
+        self.replacements: list[RankConfig] = []
+
+    def tend(
+        self,
+        now: float,
+        ranks: Sequence[RankConfig],
+        loaded: Mapping[int, RankLoaded],
+        config_of: Callable[[int], RankConfig],
+    ) -> None:
+        self.tended.append(len(ranks))
+        self.replacements = [config_of(index) for index in range(len(ranks))]
+
+    def take(self, rank: RankConfig, member_index: int) -> Member | None:
+        return self.waiting.pop(member_index, None)
+
+    def close(self) -> None:
+        """The members belong to the test."""
+
+
+def test_g1_r4_a_lost_rank_is_replaced_by_its_standby_which_is_started_by_nobody() -> None:
+    beside = Beside()
+    replica = Replica(beside)
+    try:
+        serve(replica)
+        replica.processes.keep_standbys(0.0)
+        assert [rank.num_blocks for rank in beside.replacements] == [LOADED.max_blocks] * 2
+        assert beside.replacements[1].first_load.identity == b"model", "it must load the same model"
+        standby = StandInMember(replica.other, "stage 1", 1, 1)
+        standby.has_loaded = True
+        beside.waiting[1] = standby
+        replica.other.members[0].leave(-9)
+        replica.processes.recover()
+        assert replica.started == ["attic: stage 0", "attic: core", "cellar: stage 1"]
+        (ends,) = standby.handed
+        assert isinstance(ends, RankEndpoints)
+        assert ends.epoch == 1
+        assert standby in replica.watch.members
+        replica.processes.keep_standbys(0.0)
+        assert beside.tended == [2, 0], "the pipe is not whole before a step has crossed it"
+    finally:
+        replica.close()
