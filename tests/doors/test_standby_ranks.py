@@ -42,7 +42,7 @@ def test_g1_r4_a_standby_takes_over_with_its_weights_and_the_tokens_stay_the_sam
     standbys: None, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = make_checkpoint(tmp_path / "model", layers=3, vocab_size=150, seed=3)
-    caplog.set_level(logging.INFO)
+    caplog.set_level(logging.INFO, "penstock")
     waits, takes = "has loaded its weights, and waits", "takes its place, with its weights in memory"
     with make_llm(model, pipeline_parallel_size=2, warm_spare=False) as llm:
         expected = tokens(llm)

@@ -1,7 +1,7 @@
 """Links exchanged at named steps of a running pipe: no token changes, and the epoch goes on.
 
-All but the processes is as in service: the supervisor's wiring makes the new link, both ranks are handed their
-ends, a plan names the step, and the receiver reports that the link of before is empty.
+All but the processes is as in service: the supervisor's wiring makes the new link, both ranks are handed
+their ends, a plan names the step, and the receiver reports that the link of before is empty.
 """
 
 from __future__ import annotations

@@ -384,6 +384,7 @@ class FakeExecutor:
         self.told_use = NO_STORE_USE  # what the ranks tell next of the store
         self.builds_at_once = True  # grammars are told as soon as they are named; else by `tell_built`
         self._built: list[BuiltGrammar] = []
+        self.link_orders: list[LinkOrder] = []  # that it was given
         self._due: deque[bytes] = deque()
         self._num_released = 0
         self._returned_step = -1
@@ -423,7 +424,7 @@ class FakeExecutor:
         return []
 
     def exchange_link(self, order: LinkOrder) -> None:
-        raise NotImplementedError
+        self.link_orders.append(order)
 
     def wait_sources(self) -> list[int]:
         """Nothing to wait for but `poll`."""

@@ -106,9 +106,7 @@ class LinkedExecutor:
         self._hosts = Hosts(CarrierHost(carrier))
         self._wiring = Wiring(plan, self._hosts)
         self.events: queue.SimpleQueue[StatusEvent] = queue.SimpleQueue()
-        self._threads = {
-            (rank.stage, rank.tp_rank): RankThread(rank, self.events.put) for rank in plan.ranks
-        }
+        self._threads = {(rank.stage, rank.tp_rank): RankThread(rank, self.events.put) for rank in plan.ranks}
         for address, thread in self._threads.items():
             thread.send(self._wiring.rank(*address))
         self._core = MpExecutor(_received(self._wiring.core()), load_timeout_s=LOAD_S)

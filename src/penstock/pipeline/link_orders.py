@@ -4,8 +4,9 @@
     core       ──plan with LinkOrder(7, first_step=N)──▶ all ranks: the two that it concerns open their ends
     step N     crosses link 7;  the receiver reports that the link of before is empty
 
-Plans are the log that all ranks replay, so that both ends read of N before either comes to it. Called once for a
-plan that has orders, before its step; the links themselves change over (`pipeline.links.switched_link`).
+Plans are the log that all ranks replay, so that both ends read of N before either comes to it. Called once
+for a plan that has orders, before its step; the links themselves change over
+(`pipeline.links.switched_link`).
 """
 
 from __future__ import annotations
@@ -60,9 +61,7 @@ class LinkOrders:
         """The receiver says when the old link is empty: it is the one that empties it."""
         if self._incoming is None:
             raise _no_such_link(order)
-        self._incoming.attach(
-            self._open_end(order), order.first_step, lambda: self._released(order.number)
-        )
+        self._incoming.attach(self._open_end(order), order.first_step, lambda: self._released(order.number))
 
     def _send_over(self, order: LinkOrder) -> None:
         link = self._outgoing.get(order.receiver)

@@ -40,8 +40,8 @@ from penstock.layers.embedding import VocabEmbedding
 from penstock.layers.matrix import PLAIN, Matrix
 from penstock.models.decoder import EMBEDDING
 from penstock.pipeline.decision_log import DecisionLog
-from penstock.pipeline.links.channel import MessageChannel
 from penstock.pipeline.link_orders import NO_LINK_ORDERS, LinkOrders, NoLinkOrders
+from penstock.pipeline.links.channel import MessageChannel
 from penstock.pipeline.links.link import Link
 from penstock.pipeline.ports import (
     EmbedSource,

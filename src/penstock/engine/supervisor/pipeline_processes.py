@@ -371,9 +371,7 @@ def _named(rank: RankConfig) -> dict[str, Any]:
 
 
 def _progress(rank: RankConfig, event: child_process.LoadProgressed) -> LoadProgress:
-    return LoadProgress(
-        **_named(rank), done_bytes=event.done, total_bytes=event.total, what=event.what
-    )
+    return LoadProgress(**_named(rank), done_bytes=event.done, total_bytes=event.total, what=event.what)
 
 
 def _has_loaded(rank: RankConfig, member: Member, event: child_process.WeightsLoaded) -> StageLoaded:

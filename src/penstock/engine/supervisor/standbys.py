@@ -4,10 +4,11 @@
       ▲                                                │                          │
       └─────────── it has ended, or its place is another one now ◀────────────────┘
 
-A standby is a process like that of any rank, for the same layers and with the same checks of what it reads; it
-is handed no endpoints. A rank that is lost is then replaced without reading weights. It costs the memory of the
-weights a second time, so that nobody has one who has not asked for it. Decides when; `RankHost.start_rank` does
-it, on whatever host the rank is for. Used by `engine.supervisor.pipeline_processes`, in the supervisor's thread.
+A standby is a process like that of any rank, for the same layers and with the same checks of what it reads;
+it is handed no endpoints. A rank that is lost is then replaced without reading weights. It costs the memory
+of the weights a second time, so that nobody has one who has not asked for it. Decides when;
+`RankHost.start_rank` does it, on whatever host the rank is for. Used by
+`engine.supervisor.pipeline_processes`, in the supervisor's thread.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ class StandbyRanks(Protocol):
         ...
 
     def take(self, rank: RankConfig, member_index: int) -> Member | None:
-        """Return the standby of this rank, which has loaded, as this member; None where nobody waits for it."""
+        """Return the standby of this rank, which has loaded, as this member; None where nobody waits."""
         ...
 
     def close(self) -> None:

@@ -7,8 +7,8 @@ endpoints of its own ends and no others.
              output rank ──results──▶ core         output rank ──tokens──▶ every rank of earlier stages
     ranks of one stage share a meeting
 
-`══` goes both ways, `──▶` one way. Who receives accepts, and of a plan channel the core. Within an epoch a link
-may be exchanged for another one (`Wiring.exchange_link`).
+`══` goes both ways, `──▶` one way. Who receives accepts, and of a plan channel the core. Within an epoch a
+link may be exchanged for another one (`Wiring.exchange_link`).
 """
 
 from __future__ import annotations
@@ -142,9 +142,7 @@ class Wiring:
         endpoint: MeetingEndpoint = [meeting.accepting, *meeting.joining][rank.tp_rank]
         return endpoint
 
-    def exchange_link(
-        self, sender: RankAddress, receiver: RankAddress, first_step: int = 0
-    ) -> LinkExchange:
+    def exchange_link(self, sender: RankAddress, receiver: RankAddress, first_step: int = 0) -> LinkExchange:
         """Make another link between two neighbours; the one of before is kept until `release_link`.
 
         Args:

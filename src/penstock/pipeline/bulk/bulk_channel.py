@@ -2,9 +2,9 @@
 
     BulkSender ──chunks, each when it has its turn──▶ ring or stream ──▶ BulkReceiver ──whole payloads──▶
 
-A bulk channel has a ring of its own, or a stream of its own. It does not share the stream of a link: TCP keeps
-its order, so that a frame would wait for all chunks that the kernel has taken before it, which may be megabytes.
-On a stream of their own chunks wait here, one at a time, while a link has frames to send
+A bulk channel has a ring of its own, or a stream of its own. It does not share the stream of a link: TCP
+keeps its order, so that a frame would wait for all chunks that the kernel has taken before it, which may be
+megabytes. On a stream of their own chunks wait here, one at a time, while a link has frames to send
 (`pipeline.bulk.turns`), and the kernel is told to let other streams go first (`StreamPath.precedence`).
 
 Both ends block, and are called from a thread of their own, not from the one that computes. A payload arrives
@@ -158,8 +158,8 @@ class BulkReceiver:
         if chunk.offset == 0:  # the sender has given the one before up, if that was not whole
             if chunk.payload_bytes > self._max_payload_bytes:
                 raise ProtocolError(
-                    f"{self._name} announced payload {chunk.name!r} of {chunk.payload_bytes} bytes, but at most "
-                    f"{self._max_payload_bytes} are taken."
+                    f"{self._name} announced payload {chunk.name!r} of {chunk.payload_bytes} bytes, but at "
+                    f"most {self._max_payload_bytes} are taken."
                 )
             self._arriving = _Arriving(chunk.name, chunk.payload_bytes)
         if self._arriving is None:
@@ -198,8 +198,8 @@ class _Arriving:
         self._checksum.update(chunk.data)
         if self._checksum.intdigest() != chunk.checksum:
             raise ProtocolError(
-                f"payload {self.name!r} of {channel} has changed on the way: the checksum at byte {chunk.end} "
-                "does not match.",
+                f"payload {self.name!r} of {channel} has changed on the way: the checksum at byte "
+                f"{chunk.end} does not match.",
                 remedy=CHANGED_REMEDY,
             )
         self._data[chunk.offset : chunk.end] = chunk.data

@@ -1,8 +1,8 @@
 """The chunks that a payload of a bulk channel is cut into, and how each of them is checked.
 
-A chunk says whose it is, where it belongs, and the checksum (XXH3-64) of all bytes of the payload up to its own
-end. So a chunk that is changed, lost, repeated or exchanged is found out when it comes, and not at the end of a
-long payload. A chunk is one message of a channel, and fits one frame of a ring.
+A chunk says whose it is, where it belongs, and the checksum (XXH3-64) of all bytes of the payload up to its
+own end. So a chunk that is changed, lost, repeated or exchanged is found out when it comes, and not at the
+end of a long payload. A chunk is one message of a channel, and fits one frame of a ring.
 
     0      4     6      8         16       24         32       32 + n
     | mark | ver | n    | bytes   | offset | checksum | name   | data of the chunk ...

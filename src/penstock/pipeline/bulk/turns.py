@@ -3,8 +3,8 @@
     a chunk ──▶ room in the channel ──▶ no link is sending ──▶ the rate allows it ──▶ it goes
 
 A chunk that has its turn is with the kernel before the next one asks, so that a frame of hidden states which
-is queued meanwhile waits for one chunk at most. Precedence is strict: while links send without a pause, no chunk
-goes. What must not wait for ever has a deadline (`pipeline.bulk.bulk_channel`). No torch here.
+is queued meanwhile waits for one chunk at most. Precedence is strict: while links send without a pause, no
+chunk goes. What must not wait for ever has a deadline (`pipeline.bulk.bulk_channel`). No torch here.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Rate(Protocol):
     """How many bytes may go when."""
 
     def take(self, num_bytes: int) -> float:
-        """Take the right to send so many bytes now; 0.0 if it is granted, else the seconds until to ask again."""
+        """Take the right to send so many bytes now; 0.0 if it is granted, else the seconds to wait."""
         ...
 
 

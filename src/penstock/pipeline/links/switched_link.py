@@ -6,8 +6,9 @@
 
 Both ends know N from the plans before it, and frames name their steps, so that nothing is lost, repeated or
 overtaken: the sender puts step N into the new link when the one before has all frames up to N - 1, and the
-receiver turns to the new one when it has taken those. The receiver lets go of the old link at once. The sender
-keeps it for as many steps as can be in flight: by then step N has come back, and so the old link is empty.
+receiver turns to the new one when it has taken those. The receiver lets go of the old link at once. The
+sender keeps it for as many steps as can be in flight: by then step N has come back, and so the old link is
+empty.
 """
 
 from __future__ import annotations

@@ -219,7 +219,7 @@ def test_g1_chunks_out_of_order_are_refused(closing: ExitStack, order: list[int]
     chunks = list(chunks_of("kv/7", payload_of(3 * ROOM)))
     for number in order:
         sending.send(chunks[number].pack())
-    with pytest.raises(ProtocolError, match="not the next one|the middle of payload 'kv/7' first"):
+    with pytest.raises(ProtocolError, match=r"not the next one|the middle of payload 'kv/7' first"):
         receiver_over(receiving).receive_payload(LONG_S)
 
 

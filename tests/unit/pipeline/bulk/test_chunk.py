@@ -49,6 +49,6 @@ def test_g1_the_same_bytes_at_another_place_have_another_checksum() -> None:
     ],
 )
 def test_g1_what_is_not_a_chunk_is_refused(message: bytes) -> None:
-    with pytest.raises(ProtocolError, match="chunk|name of a payload") as caught:
+    with pytest.raises(ProtocolError, match=r"chunk|name of a payload") as caught:
         Chunk.unpack(message)
     assert caught.value.remedy

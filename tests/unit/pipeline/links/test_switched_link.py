@@ -1,15 +1,15 @@
-"""A link that another one follows at a named step: which frames cross which, and when the old one is closed."""
+"""A link that another one follows at a named step: what crosses which, and when the old one is closed."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 
 import pytest
 import torch
 from torch import Tensor
 
 from carriers import LINKS, connect_link
-from contextlib import ExitStack
 from hand_core import Crew
 from link_frames import blank, header, tensors
 from penstock.pipeline.links.frame import FrameHeader
