@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -23,10 +24,12 @@ from penstock.pipeline.bulk.bulk_channel import BulkReceiver, BulkSender, ChunkC
 from penstock.pipeline.bulk.chunk import Chunk, chunks_of, max_data_bytes
 from penstock.pipeline.bulk.turns import ByteRate, Turns
 from penstock.pipeline.links.plan_channel import QueueChannel
-from penstock.process.endpoints import Certified, MemoryHandle, StreamChannelHandle
+from penstock.pipeline.links.stream import LOW_UNSENT_BYTES, Interruption, Stream
+from penstock.process.endpoints import Certified, MemoryHandle, Precedence, StreamChannelHandle
 from penstock.process.link_ports import PortRange
 from penstock.trust import certificates
 from penstock.trust.identity import ClusterIdentity
+from streams import end_event, tcp_pair
 
 LONG_S = 30.0
 NAME = "stage 0 -> stage 2"
@@ -166,6 +169,24 @@ def test_g1_no_chunk_leaves_while_a_stream_holds_hidden_states(closing: ExitStac
     assert arrived is not None
     assert arrived.name == "second"
     crew.join()
+
+
+def test_g1_the_kernel_is_told_that_bulk_yields(closing: ExitStack) -> None:
+    """Other streams of the host go first, and little of it waits in the kernel."""
+    interruption = Interruption(end_event(closing))
+    closing.callback(interruption.close)
+    found: dict[Precedence, tuple[int, int]] = {}
+    precedences: tuple[Precedence, ...] = ("normal", "low")
+    for precedence in precedences:
+        taken, other = tcp_pair()
+        closing.callback(other.close)
+        closing.callback(Stream(taken, interruption, precedence).close)
+        found[precedence] = (
+            taken.getsockopt(socket.SOL_SOCKET, socket.SO_PRIORITY),
+            taken.getsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT),
+        )
+    assert found["low"] == (2, LOW_UNSENT_BYTES)
+    assert found["normal"] == (0, 0)
 
 
 def test_g1_a_payload_takes_as_long_as_its_rate_says(closing: ExitStack) -> None:
