@@ -179,5 +179,10 @@ class Standbys:
         self._reporter.report(Notice(text=f"the standby of {_name(rank)} on {rank.host} {what}."))
 
 
+def standbys_of(stages: Collection[int], hosts: Mapping[str, RankHost], reporter: Reporter) -> StandbyRanks:
+    """Return what keeps standbys of these stages for one replica; of none, nothing is kept."""
+    return Standbys(hosts, stages, reporter) if stages else NO_STANDBYS
+
+
 def _name(rank: RankConfig) -> str:
     return of_replica(rank.replica, rank.name)

@@ -54,12 +54,11 @@ from penstock.engine.supervisor.reports import (
     SteadyReporter,
 )
 from penstock.engine.supervisor.spares import Spares
-from penstock.engine.supervisor.standbys import NO_STANDBYS, StandbyRanks, Standbys
+from penstock.engine.supervisor.standbys import standbys_of
 from penstock.errors import ErrorInfo, PeerError, PenstockError, error_from_info
 from penstock.hosts.gathering import GatheredHosts, OneHost, open_hosts
 from penstock.hosts.member import Member, Waitable
 from penstock.hosts.member_watch import MemberWatch
-from penstock.hosts.rank_host import Hosts
 from penstock.process.child import Ready, StatusEvent, TextSideLoaded, show_threads_on_request
 from penstock.process.signals import SignalSource, signals_of_the_end
 
@@ -124,10 +123,9 @@ class Supervisor:
             links = tuple(hosts.routes.links())
             plans = [msgspec.structs.replace(with_faults(plan, wanted), host_links=links) for plan in plans]
             layouts = [PipeLayout(plan, hosts, settled) for plan in plans]
-            standbys = [self._standbys(hosts) for _ in plans]
             with signals_of_the_end() as signals:
                 engine = _RunningEngine(
-                    layouts, gathered, self._front, self._reporter, signals, started, standbys
+                    layouts, gathered, self._front, self._reporter, signals, started, self._standby_stages
                 )
                 try:
                     return engine.run()
@@ -139,10 +137,6 @@ class Supervisor:
             self._front.close()
             if gathered is not None:
                 gathered.close()
-
-    def _standbys(self, hosts: Hosts) -> StandbyRanks:
-        stages = self._standby_stages
-        return Standbys(hosts, stages, self._reporter) if stages else NO_STANDBYS
 
     def _note(self, text: str) -> None:
         self._reporter.report(Notice(text=text))
@@ -172,7 +166,7 @@ class _RunningEngine:
         reporter: Reporter,
         signals: SignalSource,
         started: float,
-        standbys: Sequence[StandbyRanks],
+        standby_stages: Collection[int] = (),
     ) -> None:
         plans = [layout.plan for layout in layouts]
         self._plan = plans[0]
@@ -186,8 +180,10 @@ class _RunningEngine:
         self._watch = MemberWatch(self._take)
         self._gathered, hosts = gathered, gathered.hosts
         self._replicas = [
-            PipelineProcesses(layout, hosts, self._watch, reporter, beside)
-            for layout, beside in zip(layouts, standbys, strict=True)
+            PipelineProcesses(
+                layout, hosts, self._watch, reporter, standbys_of(standby_stages, hosts, reporter)
+            )
+            for layout in layouts
         ]
         self._heartbeats = Heartbeats(self._plan.core.parallel.heartbeat_limit_s)
         self._front_losses = BackOff()
