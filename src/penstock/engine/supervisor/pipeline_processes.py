@@ -218,22 +218,7 @@ class PipelineProcesses:
 
     def startup_notices(self) -> Iterator[Notice | StageReady]:
         """Yield what was decided, and a line for each stage, once all stages are ready."""
-        plan, ranks = self._plan, self._ranks
-        kernels = dict.fromkeys(rank.kernels for rank in ranks.values())
-        texts = [*plan.notes, *(f"kernels: {description}" for description in kernels)]
-        texts += self.classes.settle([ranks[index].numeric_class for index in self._rank_indices])
-        yield from (Notice(text=text) for text in texts)
-        num_blocks = min((rank.max_blocks for rank in ranks.values()), default=0)
-        for index, config in enumerate(plan.ranks):
-            rank = ranks[index]
-            yield StageReady(
-                **_named(config),
-                process=self._members[index].identity,
-                parts=rank_parts(config),
-                tensor_bytes=rank.tensor_bytes,
-                num_blocks=num_blocks,
-                stranded_bytes=stranded_bytes(rank.max_blocks, num_blocks, rank.block_bytes),
-            )
+        return _startup_notices(self._plan, self._ranks, self._members, self.classes)
 
     def _fill(self, index: int) -> None:
         """Start the process of one member."""
@@ -362,6 +347,29 @@ def begin_together(replicas: Sequence[PipelineProcesses]) -> bool:
         for replica in replicas:
             replica.begin()
     return have_loaded
+
+
+def _startup_notices(
+    plan: LaunchPlan,
+    ranks: Mapping[int, RankLoaded],
+    members: Mapping[int, Member],
+    classes: NumericClasses,
+) -> Iterator[Notice | StageReady]:
+    kernels = dict.fromkeys(rank.kernels for rank in ranks.values())
+    texts = [*plan.notes, *(f"kernels: {description}" for description in kernels)]
+    texts += classes.settle([ranks[index].numeric_class for index in range(len(plan.ranks))])
+    yield from (Notice(text=text) for text in texts)
+    num_blocks = min((rank.max_blocks for rank in ranks.values()), default=0)
+    for index, config in enumerate(plan.ranks):
+        rank = ranks[index]
+        yield StageReady(
+            **_named(config),
+            process=members[index].identity,
+            parts=rank_parts(config),
+            tensor_bytes=rank.tensor_bytes,
+            num_blocks=num_blocks,
+            stranded_bytes=stranded_bytes(rank.max_blocks, num_blocks, rank.block_bytes),
+        )
 
 
 def _named(rank: RankConfig) -> dict[str, Any]:
