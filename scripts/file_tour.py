@@ -48,6 +48,7 @@ ROOMS = {
     "rank": "a rank's process, from weights to the end of its loop",
     "pipeline": "the stage loop and all that is pipeline-parallel",
     "pipeline/links": "what carries tensors and messages between processes",
+    "pipeline/bulk": "what carries payloads that can wait, behind hidden states",
     "runner": "one rank's step",
     "sample": "sampling, on the last stage",
     "models": "how a model computes",

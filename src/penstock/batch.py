@@ -103,6 +103,19 @@ class TierOrder(msgspec.Struct, frozen=True, array_like=True):
     name: bytes  # of what the block holds, or is to hold
 
 
+class LinkOrder(msgspec.Struct, frozen=True, array_like=True):
+    """Exchange the link between two ranks: another one takes the frames of a step and of all later ones.
+
+    The two ranks have been handed their ends of it (`process.control.AttachLink`); others have no part in it.
+    """
+
+    number: int  # of the new link, within the epoch
+    first_step: int  # whose frame crosses it
+    stage: int  # of the sender; the receiver is in the next one
+    sender: int  # rank in its stage
+    receiver: int  # rank in its stage
+
+
 class PlanMeta(msgspec.Struct, frozen=True, omit_defaults=True):
     """What a plan says of itself besides: it changes no step, only what is measured of it.
 
@@ -146,6 +159,7 @@ class ScheduledBatch(msgspec.Struct, frozen=True, tag="plan", kw_only=True, omit
     # will not come. The core holds its result until all ranks have answered, and drops it if one has failed.
     awaited: list[int] = []
     scored: list[ScoredTokens] = []  # what the last stage tells besides; of a row at most once
+    links: list[LinkOrder] = []  # exchanged at a step that is this one or comes later
     meta: PlanMeta = NO_META
     residency: int = 0  # digest of the core's residency table after it (`penstock.residency`); 0: not told
     digest: int = 0  # of all plans of the epoch up to this one; whatever belongs to the step carries it

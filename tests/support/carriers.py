@@ -13,8 +13,9 @@ from typing import Any
 
 from link_peers import LinkPeers
 from penstock.hosts.local import LocalHost
-from penstock.hosts.rank_host import ChannelNeed, LinkNeed, Need, Parties, PlanNeed
+from penstock.hosts.rank_host import BulkNeed, ChannelNeed, LinkNeed, Need, Parties, PlanNeed
 from penstock.hosts.stream_ends import DiallingEnd, ListeningEnd, StreamEnd, StreamNeed
+from penstock.pipeline.bulk.bulk_channel import ChunkChannel, open_bulk
 from penstock.pipeline.links.channel import MessageChannel
 from penstock.pipeline.links.channel_carriers import open_channel
 from penstock.pipeline.links.frame import frame_bytes
@@ -161,6 +162,25 @@ ONE_WAY_CHANNELS: Mapping[str, Callable[[ExitStack, str], Channels]] = {
     "tcp": _stream_channel(plain_text, ChannelNeed(num_messages=16, num_rows=64)),
     "tls": _stream_channel(tls, ChannelNeed(num_messages=16, num_rows=64)),
 }
+
+BULK_CHANNELS: Mapping[str, Callable[[ExitStack], Endpoints]] = {
+    "ring": lambda closing: local("ring")(BulkNeed(), closing),
+    "tcp": lambda closing: _bulk_stream(closing, plain_text),
+    "tls": lambda closing: _bulk_stream(closing, tls),
+}
+
+
+def _bulk_stream(closing: ExitStack, secured: Callable[[ExitStack], Secured]) -> Endpoints:
+    joining, accepting = stream(BulkNeed(), closing, secured)
+    return joining.endpoint, accepting.endpoint
+
+
+def connect_bulk(carrier: str, closing: ExitStack, name: str) -> tuple[ChunkChannel, ChunkChannel]:
+    """The sending and the receiving end of what carries a bulk channel, closed with `closing`."""
+    sending, receiving = (open_bulk(endpoint, name) for endpoint in BULK_CHANNELS[carrier](closing))
+    for end in (sending, receiving):
+        closing.callback(end.close)
+    return sending, receiving
 
 
 def connect_link(

@@ -22,6 +22,7 @@ from penstock.batch import (
     NO_GRAMMAR,
     NO_STORE_USE,
     BuiltGrammar,
+    LinkOrder,
     NewRow,
     OrderResult,
     RankLoaded,
@@ -383,6 +384,7 @@ class FakeExecutor:
         self.told_use = NO_STORE_USE  # what the ranks tell next of the store
         self.builds_at_once = True  # grammars are told as soon as they are named; else by `tell_built`
         self._built: list[BuiltGrammar] = []
+        self.link_orders: list[LinkOrder] = []  # that it was given
         self._due: deque[bytes] = deque()
         self._num_released = 0
         self._returned_step = -1
@@ -420,6 +422,9 @@ class FakeExecutor:
 
     def spans(self) -> list[StageSpans]:
         return []
+
+    def exchange_link(self, order: LinkOrder) -> None:
+        self.link_orders.append(order)
 
     def wait_sources(self) -> list[int]:
         """Nothing to wait for but `poll`."""

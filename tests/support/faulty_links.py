@@ -159,6 +159,10 @@ class FaultyLink:
         self._number = 0
         self._held: list[tuple[FrameHeader, list[Tensor]]] = []
 
+    @property
+    def is_sending(self) -> bool:
+        return self._inner.is_sending
+
     def send_frame(self, header: FrameHeader, tensors: Sequence[Tensor], clock: PhaseClock = NOBODYS) -> None:
         fault = self._strike(SENDING)
         kind = None if fault is None else fault.kind

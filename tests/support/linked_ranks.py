@@ -7,22 +7,23 @@ the core's executor over them. So a whole engine over TCP or TLS takes no longer
 from __future__ import annotations
 
 import os
+import queue
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
 
-from penstock.batch import ScheduledBatch, StepResult
+from penstock.batch import LinkOrder, ScheduledBatch, StepResult
 from penstock.engine.supervisor.launch import LaunchPlan
-from penstock.engine.supervisor.wiring import Wiring
+from penstock.engine.supervisor.wiring import RankAddress, Wiring
 from penstock.executor.base import KVPlan
 from penstock.executor.inprocess import InprocessExecutor
 from penstock.executor.mp import MpExecutor
 from penstock.hosts.local import LocalHost
 from penstock.hosts.local_connections import KINDS, JoinedEnd
 from penstock.hosts.rank_host import HostEnd, Hosts, MeetingNeed, Need, Parties
-from penstock.process.child import StatusEvent
+from penstock.process.child import LinkExchanged, StatusEvent
 from penstock.process.config import RankConfig
 from penstock.process.control import ControlReader, ControlSocket
 from penstock.process.endpoints import CoreEndpoints
@@ -68,9 +69,14 @@ class CarrierHost(LocalHost):
 
 
 class RankThread:
-    """A rank as a thread, which is handed its ends as a process is."""
+    """A rank as a thread, which is handed its ends as a process is.
 
-    def __init__(self, config: RankConfig) -> None:
+    Args:
+        hear: is given each of its status events, in its thread.
+    """
+
+    def __init__(self, config: RankConfig, hear: Callable[[StatusEvent], None]) -> None:
+        self.write = hear
         self._control = ControlSocket()
         self._reader = ControlReader(os.dup(self._control.child_fd))
         self._control.close_child_end()
@@ -78,9 +84,6 @@ class RankThread:
         config = msgspec.structs.replace(config, are_threads=True)
         self._thread = threading.Thread(target=live, args=(config, self, self._reader), name=config.name)
         self._thread.start()
-
-    def write(self, event: StatusEvent) -> None:
-        """Nobody watches the threads: the core hears of a failure."""
 
     def close(self) -> None:
         self._control.close()
@@ -94,14 +97,18 @@ class LinkedExecutor:
 
     Args:
         carrier: as for `CarrierHost`.
+
+    Attributes:
+        events: what the ranks have said of themselves. Nobody acts on it: the core hears of a failure.
     """
 
     def __init__(self, plan: LaunchPlan, carrier: str) -> None:
         self._hosts = Hosts(CarrierHost(carrier))
         self._wiring = Wiring(plan, self._hosts)
-        self._threads = [RankThread(rank) for rank in plan.ranks]
-        for rank, thread in zip(plan.ranks, self._threads, strict=True):
-            thread.send(self._wiring.rank(rank.stage, rank.tp_rank))
+        self.events: queue.SimpleQueue[StatusEvent] = queue.SimpleQueue()
+        self._threads = {(rank.stage, rank.tp_rank): RankThread(rank, self.events.put) for rank in plan.ranks}
+        for address, thread in self._threads.items():
+            thread.send(self._wiring.rank(*address))
         self._core = MpExecutor(_received(self._wiring.core()), load_timeout_s=LOAD_S)
         self._wiring.delivered()
         self._is_open = True
@@ -115,6 +122,22 @@ class LinkedExecutor:
 
     def poll_start(self) -> KVPlan | None:
         return self._core.poll_start()
+
+    def exchange(self, sender: RankAddress, receiver: RankAddress, first_step: int) -> int:
+        """As `PipelineProcesses.exchange_link`, before any plan is submitted; the number of the new link."""
+        exchange = self._wiring.exchange_link(sender, receiver, first_step)
+        for address, end in exchange.ends.items():
+            self._threads[address].send(end)
+        exchange.connection.delivered()
+        self.exchange_link(exchange.order)
+        return exchange.order.number
+
+    def release(self, exchanged: LinkExchanged) -> None:
+        """As the supervisor does when it hears of it."""
+        self._wiring.release_link(exchanged.epoch, exchanged.number)
+
+    def exchange_link(self, order: LinkOrder) -> None:
+        self._core.exchange_link(order)
 
     def submit_plan(self, plan: ScheduledBatch) -> int:
         return self._core.submit_plan(plan)
@@ -133,7 +156,7 @@ class LinkedExecutor:
             return
         self._is_open = False
         self._core.shutdown()
-        for thread in self._threads:
+        for thread in self._threads.values():
             thread.close()
         self._wiring.end()
         self._hosts.close()

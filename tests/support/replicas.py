@@ -18,6 +18,7 @@ from typing import Any
 from fakes import CoreRig, RankReplica
 from penstock.batch import (
     GrammarsBuilt,
+    LinkOrder,
     OrderResult,
     OrdersDone,
     RankLoaded,
@@ -198,6 +199,9 @@ class ReplicaPipe:
                 if not self._move_any():
                     break
         return self._results()
+
+    def exchange_link(self, order: LinkOrder) -> None:
+        raise NotImplementedError
 
     def wait_sources(self) -> list[int]:
         return []

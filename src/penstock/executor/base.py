@@ -20,6 +20,7 @@ from penstock.batch import (
     EntryAnswers,
     EntryCall,
     GrammarsBuilt,
+    LinkOrder,
     OrderResult,
     OrdersDone,
     RankFailed,
@@ -53,6 +54,7 @@ from penstock.runner.kv_demand import stranded_bytes
 
 _GONE = "rank_gone"
 _CAUSE_GRACE_S = 0.2
+LINK_LEAD_STEPS = 4  # between the plan that orders a link and the first step over it: its ends meet meanwhile
 _LOOK_S = 0.1  # at most between two questions whether a handshake is over
 # What is seen where another one has failed, the better explanation first: who waited in vain leaves, and then
 # the others miss it.
@@ -135,6 +137,13 @@ class Executor(Protocol):
         """
         ...
 
+    def exchange_link(self, order: LinkOrder) -> None:
+        """Have the next plan order that a link is exchanged, at the step of the order or later.
+
+        Both ends of the new link have been handed to their ranks.
+        """
+        ...
+
     def poll_results(self, timeout_s: float) -> list[StepResult]:
         """Results that have come, in order of their steps; waits at most `timeout_s` for the first.
 
@@ -177,6 +186,9 @@ class NoExecutor:
 
     def call_store(self, rank: int, call: EntryCall) -> bool:
         return False
+
+    def exchange_link(self, order: LinkOrder) -> None:
+        """The links of the epoch that is over are gone, and so is what was to be done with them."""
 
     def poll_results(self, timeout_s: float) -> list[StepResult]:
         return []
@@ -233,6 +245,7 @@ class RankChannels:
         self._failures: list[ErrorInfo] = []
         self.reports = RankReports(len(self._channels), self._stages.count(max(self._stages)))
         self._ended: set[int] = set()  # ranks that have told their failure, or gone
+        self._link_orders: list[LinkOrder] = []  # for the next plan
 
     def handshake(self, timeout_s: float, is_over: Callable[[], bool] = lambda: False) -> KVPlan:
         """Loaded, allocate, ready: `poll_start` until it is done; each half has so much time.
@@ -289,8 +302,14 @@ class RankChannels:
                     remedy="Start again, or use --kernels off.",
                 )
 
+    def exchange_link(self, order: LinkOrder) -> None:
+        """See `Executor.exchange_link`."""
+        self._link_orders.append(order)
+
     def submit_plan(self, plan: ScheduledBatch) -> int:
         """Encode once, send to every rank. That a rank has gone is told by `poll_results`, with the cause."""
+        if self._link_orders:
+            plan = self._with_link_orders(plan)
         sealed = self._log.seal(plan)
         frame = encode(sealed)
         for channel in self._channels:
@@ -329,6 +348,16 @@ class RankChannels:
             channel.close()
         if self._results is not None:
             self._results.close()
+
+    def _with_link_orders(self, plan: ScheduledBatch) -> ScheduledBatch:
+        """The plan with the orders that wait; their steps come when both ends have had time to meet."""
+        soonest = plan.step_id + LINK_LEAD_STEPS
+        orders = [
+            msgspec.structs.replace(order, first_step=max(order.first_step, soonest))
+            for order in self._link_orders
+        ]
+        self._link_orders = []
+        return msgspec.structs.replace(plan, links=sorted(orders, key=lambda order: order.first_step))
 
     def _has_news(self, messages: Sequence[RankToCore]) -> bool:
         """Something that whoever polls should look at."""

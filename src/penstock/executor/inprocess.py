@@ -13,6 +13,7 @@ import msgspec
 
 from penstock.batch import (
     EntryCall,
+    LinkOrder,
     ScheduledBatch,
     StepResult,
 )
@@ -62,6 +63,9 @@ class InprocessExecutor:
 
     def poll_start(self) -> KVPlan | None:
         return self._ranks.poll_start()
+
+    def exchange_link(self, order: LinkOrder) -> None:
+        raise AssertionError("links in the memory of one process are never exchanged")
 
     def submit_plan(self, plan: ScheduledBatch) -> int:
         return self._ranks.submit_plan(plan)

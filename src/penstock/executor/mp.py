@@ -12,6 +12,7 @@ from collections.abc import Callable
 from penstock.batch import (
     AllocateKV,
     EntryCall,
+    LinkOrder,
     ScheduledBatch,
     StepResult,
 )
@@ -55,6 +56,9 @@ class MpExecutor:
 
     def poll_start(self) -> KVPlan | None:
         return self._ranks.poll_start()
+
+    def exchange_link(self, order: LinkOrder) -> None:
+        self._ranks.exchange_link(order)
 
     def submit_plan(self, plan: ScheduledBatch) -> int:
         return self._ranks.submit_plan(plan)

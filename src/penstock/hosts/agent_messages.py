@@ -28,13 +28,13 @@ import msgspec
 
 from penstock.errors import ErrorInfo
 from penstock.hosts.network.scout_messages import FromScout, ToScout
-from penstock.hosts.rank_host import ChannelNeed, LinkNeed, MeetingNeed, Parties, PlanNeed
+from penstock.hosts.rank_host import Need, Parties
 from penstock.hosts.resources import HostResources
 from penstock.hosts.stream_ends import StreamInvitation
 from penstock.kvstore.own_store import TierNeed
 from penstock.process.child import StatusEvent
 from penstock.process.config import MeasureConfig, RankConfig
-from penstock.process.control import BeginMeasuring, EpochLost, Stop
+from penstock.process.control import AttachLink, BeginMeasuring, EpochLost, Stop
 from penstock.process.endpoints import HeldEnd, RankEndpoints
 from penstock.trust.credentials import Credentials
 from penstock.trust.peer_names import PeerName
@@ -104,7 +104,7 @@ class Hand(msgspec.Struct, frozen=True, kw_only=True, tag="hand"):
     """Hand a message to a member; `HeldEnd` stands for an end."""
 
     number: int
-    message: Stop | EpochLost | BeginMeasuring | RankEndpoints
+    message: Stop | EpochLost | BeginMeasuring | AttachLink | RankEndpoints
 
 
 class TouchMember(msgspec.Struct, frozen=True, kw_only=True, tag="touch_member"):
@@ -119,7 +119,7 @@ class Accept(msgspec.Struct, frozen=True, kw_only=True, tag="accept"):
 
     number: int
     kind: str
-    need: LinkNeed | ChannelNeed | PlanNeed | MeetingNeed
+    need: Need
     parties: Parties
 
 
@@ -128,7 +128,7 @@ class Join(msgspec.Struct, frozen=True, kw_only=True, tag="join"):
 
     number: int
     kind: str
-    need: LinkNeed | ChannelNeed | PlanNeed | MeetingNeed
+    need: Need
     parties: Parties
     invitation: StreamInvitation | HeldEnd
 

@@ -11,8 +11,8 @@ import msgspec
 
 from penstock.distributed.meeting import close_meeting, create_meeting, end_meeting
 from penstock.hosts.local_socket import LocalSocket
-from penstock.hosts.rank_host import ChannelNeed, HostEnd, LinkNeed, MeetingNeed, Need, PlanNeed
-from penstock.pipeline.links.ring_channel import create_channel_ring
+from penstock.hosts.rank_host import BulkNeed, ChannelNeed, HostEnd, LinkNeed, MeetingNeed, Need, PlanNeed
+from penstock.pipeline.links.ring_channel import FRAME_BYTES, create_channel_ring
 from penstock.pipeline.links.ring_memory import close_handle, create_ring, end_ring
 from penstock.process.endpoints import RingHandle, SocketHandle, SocketListener
 
@@ -93,10 +93,15 @@ def _channel(need: ChannelNeed) -> RingEnd:
     return RingEnd(create_channel_ring(need.num_messages, need.num_rows))
 
 
+def _bulk(need: BulkNeed) -> RingEnd:
+    return RingEnd(create_ring(FRAME_BYTES, need.num_chunks))
+
+
 # Of each need, the kinds of connections within a machine, best first, and what makes the accepting end.
 KINDS: Mapping[type[Need], Mapping[str, Callable[..., HostEnd]]] = {
     LinkNeed: {"ring": _link},
     ChannelNeed: {"ring": _channel},
+    BulkNeed: {"ring": _bulk},
     PlanNeed: {"socket": lambda need: SocketEnd()},
     MeetingNeed: {"shared memory": lambda need: MeetingEnd(need.num_ranks)},
 }

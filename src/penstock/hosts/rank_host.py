@@ -45,6 +45,16 @@ class ChannelNeed(msgspec.Struct, frozen=True, kw_only=True, tag="channel"):
     num_rows: int
 
 
+class BulkNeed(msgspec.Struct, frozen=True, kw_only=True, tag="bulk"):
+    """A bulk channel, from the joining end to the accepting one (`pipeline.bulk`).
+
+    Attributes:
+        num_chunks: that may be under way while nobody reads.
+    """
+
+    num_chunks: int = 8
+
+
 class PlanNeed(msgspec.Struct, frozen=True, tag="plan"):
     """A two-way channel of messages between the core, which accepts, and a rank."""
 
@@ -55,7 +65,7 @@ class MeetingNeed(msgspec.Struct, frozen=True, kw_only=True, tag="meeting"):
     num_ranks: int
 
 
-Need = LinkNeed | ChannelNeed | PlanNeed | MeetingNeed
+Need = LinkNeed | ChannelNeed | BulkNeed | PlanNeed | MeetingNeed
 
 
 class Parties(msgspec.Struct, frozen=True, kw_only=True):

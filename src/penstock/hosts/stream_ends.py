@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from penstock.hosts.rank_host import ChannelNeed, LinkNeed, PlanNeed
+from penstock.hosts.rank_host import BulkNeed, ChannelNeed, LinkNeed, PlanNeed
 from penstock.process.endpoints import (
     PLAIN_TEXT,
     AcceptedStream,
@@ -26,7 +26,7 @@ from penstock.process.endpoints import (
     StreamWay,
 )
 
-StreamNeed = LinkNeed | ChannelNeed | PlanNeed
+StreamNeed = LinkNeed | ChannelNeed | BulkNeed | PlanNeed
 NUM_PLAN_MESSAGES = 4096  # far above any depth, so that a full channel means a peer that has stopped
 OPEN_TIMEOUT_S = 3600.0  # the other rank may have to load its weights first
 
@@ -62,7 +62,13 @@ class StreamEnd:
     ) -> None:
         self._end_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self.invitation: StreamInvitation | None = None
-        path = StreamPath(way=way, end_fd=self._end_fd, security=security, open_timeout_s=open_timeout_s)
+        path = StreamPath(
+            way=way,
+            end_fd=self._end_fd,
+            security=security,
+            open_timeout_s=open_timeout_s,
+            precedence="low" if isinstance(need, BulkNeed) else "normal",
+        )
         self.endpoint: Any = _endpoint(need, path, is_joining)
 
     def delivered(self) -> None:
@@ -143,5 +149,13 @@ def _endpoint(need: StreamNeed, path: StreamPath, is_joining: bool) -> StreamLin
             frame_bytes=need.frame_bytes,
             num_frames=need.num_frames,
         )
-    num_messages = need.num_messages if isinstance(need, ChannelNeed) else NUM_PLAN_MESSAGES
-    return StreamChannelHandle(path=path, num_messages=num_messages)
+    return StreamChannelHandle(path=path, num_messages=_num_messages(need, is_joining))
+
+
+def _num_messages(need: ChannelNeed | BulkNeed | PlanNeed, is_joining: bool) -> int:
+    """How many messages this end has room for in each direction."""
+    if isinstance(need, ChannelNeed):
+        return need.num_messages
+    if isinstance(need, BulkNeed):  # what waits at the sending end has had its turn: one chunk at most
+        return 1 if is_joining else need.num_chunks
+    return NUM_PLAN_MESSAGES

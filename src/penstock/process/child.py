@@ -99,6 +99,17 @@ class Abandoned(msgspec.Struct, frozen=True, kw_only=True, tag="abandoned", tag_
     leave_s: float | None = None
 
 
+class LinkExchanged(msgspec.Struct, frozen=True, kw_only=True, tag="link_exchanged", tag_field="event"):
+    """A rank receives over another link within an epoch; the one before is empty, and nobody needs it.
+
+    Attributes:
+        number: of the new link.
+    """
+
+    epoch: int
+    number: int
+
+
 class TextSideLoaded(msgspec.Struct, frozen=True, kw_only=True, tag="text_side_loaded", tag_field="event"):
     """The API process has read the tokenizer and the chat template of the model.
 
@@ -145,6 +156,7 @@ StatusEvent = (
     | TextSideLoaded
     | Ready
     | Abandoned
+    | LinkExchanged
     | Alive
     | Measured
     | Warm

@@ -17,10 +17,11 @@ from typing import Any, Literal
 
 import msgspec
 
-from penstock.errors import ErrorInfo, ProtocolError
+from penstock.batch import LinkOrder
+from penstock.errors import ErrorInfo, LinkClosedError, ProtocolError, WaitTimeoutError
 from penstock.process.child import read_config
 from penstock.process.config import RankConfig, RankProcessConfig
-from penstock.process.endpoints import CoreEndpoints, MeetingEndpoint, RankEndpoints
+from penstock.process.endpoints import CoreEndpoints, LinkEndpoint, MeetingEndpoint, RankEndpoints
 
 _MAX_BYTES = 1 << 16
 _MAX_DESCRIPTORS = 250  # of one message: the kernel takes 253
@@ -76,7 +77,34 @@ class UseModel(msgspec.Struct, frozen=True, kw_only=True, tag="use_model"):
     identity: bytes
 
 
-ControlMessage = Stop | EpochLost | BeginMeasuring | BecomeRank | UseModel | RankEndpoints | CoreEndpoints
+class AttachLink(msgspec.Struct, frozen=True, kw_only=True, tag="attach_link"):
+    """To a rank within an epoch: its end of another link, which it opens when a plan names the number."""
+
+    number: int
+    endpoint: LinkEndpoint
+
+
+class ExchangeLink(msgspec.Struct, frozen=True, tag="exchange_link"):
+    """To the core: put this order into a plan, as both ranks have been handed their ends.
+
+    Attributes:
+        order: its step may be moved to a later one.
+    """
+
+    order: LinkOrder
+
+
+ControlMessage = (
+    Stop
+    | EpochLost
+    | BeginMeasuring
+    | BecomeRank
+    | UseModel
+    | AttachLink
+    | ExchangeLink
+    | RankEndpoints
+    | CoreEndpoints
+)
 
 
 class ControlSocket:
@@ -123,7 +151,7 @@ class ControlReader:
 
     def __init__(self, fd: int) -> None:
         self._socket = socket.socket(fileno=fd)
-        self._kept: deque[ControlMessage] = deque()  # by `await_model`
+        self._kept: deque[ControlMessage] = deque()  # by `await_model` and `await_link`
 
     @classmethod
     def inherited(cls, options: argparse.Namespace) -> ControlReader:
@@ -152,13 +180,39 @@ class ControlReader:
             self._kept.append(message)
         return msgspec.structs.replace(rank, model_path=message.path, model_identity=message.identity)
 
+    def await_link(self, number: int, timeout_s: float) -> AttachLink:
+        """Wait for this rank's end of a link within an epoch. Ends of other links are kept for later calls.
+
+        Raises:
+            LinkClosedError: the epoch is over.
+            WaitTimeoutError: it was not handed over in time.
+        """
+        for message in self._kept:
+            if isinstance(message, AttachLink) and message.number == number:
+                self._kept.remove(message)
+                return message
+        while all(isinstance(message, AttachLink) for message in self._kept):
+            if not select.select([self._socket], [], [], timeout_s)[0]:
+                raise WaitTimeoutError(f"link {number} was not handed over within {timeout_s:g} s.")
+            message = self._receive()
+            if isinstance(message, AttachLink) and message.number == number:
+                return message
+            self._kept.append(message)
+        raise LinkClosedError(f"the epoch was over before link {number} was handed over.")
+
     def receive(self) -> ControlMessage:
         """Wait for the next message; `Stop` when the supervisor is gone. The descriptors are the caller's.
+
+        Ends of links that no plan has named are dropped: their epoch is over.
 
         Raises:
             ProtocolError: it is none that this build knows.
         """
-        return self._kept.popleft() if self._kept else self._receive()
+        while True:
+            message = self._kept.popleft() if self._kept else self._receive()
+            if not isinstance(message, AttachLink):
+                return message
+            close_descriptors(message)
 
     def close(self) -> None:
         self._socket.close()

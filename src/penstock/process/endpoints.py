@@ -126,6 +126,7 @@ class Challenged(msgspec.Struct, frozen=True, kw_only=True, tag="challenged"):
 
 
 StreamSecurity = PlainText | Certified | Challenged
+Precedence = Literal["normal", "low"]
 
 
 class StreamPath(msgspec.Struct, frozen=True, kw_only=True):
@@ -134,12 +135,14 @@ class StreamPath(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         end_fd: an eventfd; once it is written the stream is over at this end. Many streams may share it.
         open_timeout_s: for the other end to come, from when this end is opened; it may be loading still.
+        precedence: low: what is written waits for other streams of the host, where they meet.
     """
 
     way: StreamWay
     end_fd: int
     security: StreamSecurity = PLAIN_TEXT
     open_timeout_s: float = 3600.0
+    precedence: Precedence = "normal"
 
 
 class StreamLinkHandle(msgspec.Struct, frozen=True, kw_only=True, tag="stream_link"):

@@ -12,11 +12,13 @@ import gc
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
+from penstock.batch import LinkOrder
 from penstock.errors import LinkClosedError, error_from_info
 from penstock.pipeline.links.channel_carriers import open_channel
 from penstock.process import entry_points
 from penstock.process.child import (
     Abandoned,
+    LinkExchanged,
     StatusEvent,
     StatusWriter,
     bound_thread_pools,
@@ -76,31 +78,58 @@ def _epochs(
             report(Abandoned(epoch=ends.epoch, error=error.info()))
             close_descriptors(ends)
             continue
-        yield _connect(rank, ends, control.has_news)
+        yield _connect(rank, ends, control, report)
         close_descriptors(ends)
         gc.collect()  # links and views of their frames hold each other, and the memory of the epoch
 
 
-def _connect(rank: RankConfig, ends: RankEndpoints, is_over: Callable[[], bool]) -> RankConnections:
+def _connect(
+    rank: RankConfig, ends: RankEndpoints, control: ControlReader, report: Callable[[StatusEvent], None]
+) -> RankConnections:
+    from penstock.pipeline.link_orders import LinkOrders
     from penstock.pipeline.links.link_carriers import open_link, open_meeting
+    from penstock.pipeline.links.switched_link import SwitchedLink
     from penstock.rank.rank import RankConnections
 
-    def link(endpoint: LinkEndpoint, sender: str, receiver: str) -> Link:
-        return open_link(endpoint, f"{sender} -> {receiver}", rank.wait_timeout_s)
+    def link(endpoint: LinkEndpoint, sender: int) -> Link:
+        return open_link(endpoint, _name_of_link(rank, sender), rank.wait_timeout_s)
 
-    last, after = f"stage {rank.num_stages - 1}", f"stage {rank.stage + 1}"
+    def open_end(order: LinkOrder) -> Link:
+        attached = control.await_link(order.number, rank.wait_timeout_s)
+        opened = link(attached.endpoint, order.stage)
+        close_descriptors(attached)
+        return opened
+
+    last = f"stage {rank.num_stages - 1}"
+    incoming = None if ends.incoming is None else SwitchedLink(link(ends.incoming, rank.stage - 1))
+    outgoing = [SwitchedLink(link(endpoint, rank.stage), rank.depth) for endpoint in ends.outgoing]
     plans = open_channel(ends.plans, f"core - {rank.name}")
     samples = f"samples, {rank.name} -> earlier stages" if rank.is_last else f"samples, {last} -> {rank.name}"
     return RankConnections(
         epoch=ends.epoch,
-        is_over=is_over,
+        is_over=control.has_news,
         plans=plans,
         results=plans if ends.results is None else open_channel(ends.results, "results"),
         tokens=[open_channel(endpoint, samples) for endpoint in ends.tokens],
-        incoming=None if ends.incoming is None else link(ends.incoming, f"stage {rank.stage - 1}", rank.name),
-        outgoing=[link(endpoint, rank.name, after) for endpoint in ends.outgoing],
+        incoming=incoming,
+        outgoing=outgoing,
         meeting=None if ends.meeting is None else open_meeting(ends.meeting, f"stage {rank.stage}"),
+        link_orders=LinkOrders(
+            rank.stage,
+            rank.tp_rank,
+            incoming=incoming,
+            outgoing=dict(zip(rank.receivers, outgoing, strict=True)),
+            open_end=open_end,
+            released=lambda number: report(LinkExchanged(epoch=ends.epoch, number=number)),
+        ),
     )
+
+
+def _name_of_link(rank: RankConfig, sender: int) -> str:
+    """As a rank knows the link from this stage to the next, such as "stage 0 -> stage 1"."""
+    if sender == rank.stage:
+        return f"{rank.name} -> stage {rank.stage + 1}"
+    return f"stage {sender} -> {rank.name}"
 
 
 if __name__ == "__main__":

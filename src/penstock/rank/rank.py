@@ -26,6 +26,7 @@ from penstock.batch import (
     RankFailed,
     RankLoaded,
     RankReady,
+    ScheduledBatch,
     Shutdown,
     StageSpans,
     StageTimes,
@@ -39,6 +40,7 @@ from penstock.layers.embedding import VocabEmbedding
 from penstock.layers.matrix import PLAIN, Matrix
 from penstock.models.decoder import EMBEDDING
 from penstock.pipeline.decision_log import DecisionLog
+from penstock.pipeline.link_orders import NO_LINK_ORDERS, LinkOrders, NoLinkOrders
 from penstock.pipeline.links.channel import MessageChannel
 from penstock.pipeline.links.link import Link
 from penstock.pipeline.ports import (
@@ -102,6 +104,7 @@ class RankConnections:
         incoming: from the stage before; absent on the first stage.
         outgoing: to ranks of the next stage (`RankConfig.receivers`).
         meeting: where the ranks of the stage meet, if there are several.
+        link_orders: obeys plans that exchange a link.
         is_over: whether the epoch has ended; asked until it begins, when nobody is there who could be missed.
     """
 
@@ -111,6 +114,7 @@ class RankConnections:
     incoming: Link | None
     outgoing: Sequence[Link] = ()
     meeting: MeetingPlace | None = None
+    link_orders: LinkOrders | NoLinkOrders = NO_LINK_ORDERS
     epoch: int = 0
     is_over: Callable[[], bool] = lambda: False
 
@@ -229,7 +233,7 @@ class Rank:
                     log=log,
                     names_of=runner.rows.names_of,
                     orders=orders,
-                    check=Residency(config.block_size).replay,
+                    check=_checking(Residency(config.block_size), connections),
                 )
             )
 
@@ -264,6 +268,17 @@ class Rank:
             raise ProtocolError(f"the core wants {num_blocks} KV blocks where there are {self._num_blocks}.")
         self._runner.reset()
         return self._runner
+
+
+def _checking(residency: Residency, connections: RankConnections) -> Callable[[ScheduledBatch], None]:
+    """Return what is done with a plan before its step: the own log is compared, and links are exchanged."""
+
+    def check(plan: ScheduledBatch) -> None:
+        residency.replay(plan)
+        if plan.links:
+            connections.link_orders.obey(plan.links)
+
+    return check
 
 
 def phase_clock(device: torch.device) -> PhaseClock:

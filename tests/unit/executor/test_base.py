@@ -11,6 +11,7 @@ from penstock.batch import (
     AllocateKV,
     EntryAnswers,
     EntryCall,
+    LinkOrder,
     RankFailed,
     RankLoaded,
     RankReady,
@@ -30,7 +31,7 @@ from penstock.errors import (
     StageLostError,
     WaitTimeoutError,
 )
-from penstock.executor.base import RankChannels, first_cause
+from penstock.executor.base import LINK_LEAD_STEPS, RankChannels, first_cause
 from penstock.executor.rank_reports import TRACE_S
 from penstock.pipeline.decision_log import DecisionLog
 from penstock.pipeline.links.plan_channel import QueueChannel
@@ -141,6 +142,26 @@ def test_d4_r14_each_plan_is_sealed_as_the_next_of_the_log(fixture: Fixture) -> 
             assert isinstance(plan, ScheduledBatch)
             assert plan.digest == digest
         log.append(plan, lambda _: [])
+
+
+def test_g1_a_link_is_ordered_by_the_next_plan_alone_and_soon_enough_for_its_ends_to_meet(
+    fixture: Fixture,
+) -> None:
+    log, orders = DecisionLog(), []
+    for step in range(3):
+        if step == 1:
+            for number, first_step in ((7, 900), (8, 0)):
+                fixture.core.exchange_link(
+                    LinkOrder(number=number, first_step=first_step, stage=0, sender=1, receiver=2)
+                )
+        fixture.core.submit_plan(ScheduledBatch(step_id=step))
+        (plan,) = {rank.recv(0) for rank in fixture.ranks}
+        assert plan is not None
+        received = decode_to_rank(plan)
+        assert isinstance(received, ScheduledBatch)
+        log.append(received, lambda _: [])
+        orders.append([(order.number, order.first_step) for order in received.links])
+    assert orders == [[], [(8, 1 + LINK_LEAD_STEPS), (7, 900)], []]
 
 
 def test_bytes_that_are_no_message_name_the_stage_that_sent_them(fixture: Fixture) -> None:

@@ -12,7 +12,7 @@ from penstock.hosts.connections import Connection, Place
 from penstock.hosts.connections import connect as connect_places
 from penstock.hosts.local import LocalHost
 from penstock.hosts.network.routes import Route
-from penstock.hosts.rank_host import ChannelNeed, LinkNeed, MeetingNeed, Need, PlanNeed, RankHost
+from penstock.hosts.rank_host import BulkNeed, ChannelNeed, LinkNeed, MeetingNeed, Need, PlanNeed, RankHost
 from penstock.process.config import HostLink
 from penstock.process.endpoints import MeetingHandle, RingHandle, SocketHandle, SocketListener
 from stand_in_hosts import StandInHost
@@ -143,6 +143,7 @@ def test_within_a_host_no_way_matters(make_host: MakeHost) -> None:
     [
         (LINK, (RingHandle, RingHandle)),
         (ChannelNeed(num_messages=2, num_rows=2), (RingHandle, RingHandle)),
+        (BulkNeed(), (RingHandle, RingHandle)),
         (PlanNeed(), (SocketListener, SocketHandle)),
         (MeetingNeed(num_ranks=2), (MeetingHandle, MeetingHandle)),
     ],

@@ -23,14 +23,14 @@ from penstock.hosts.agent_messages import (
     ToHead,
 )
 from penstock.hosts.agent_wire import AgentWire
-from penstock.hosts.rank_host import Parties, PlanNeed
+from penstock.hosts.rank_host import BulkNeed, Parties, PlanNeed
 from penstock.hosts.remote_host import SILENCE_LIMIT_S
 from penstock.hosts.stream_ends import StreamInvitation
 from penstock.hosts.weights.model_supply import Delivery
 from penstock.kvstore.own_store import TierNeed
-from penstock.process.child import Alive, ChildFailed, LoadProgressed, Ready, WeightsLoaded
+from penstock.process.child import Alive, ChildFailed, LinkExchanged, LoadProgressed, Ready, WeightsLoaded
 from penstock.process.config import MeasureConfig, StoreConfig
-from penstock.process.control import Stop, UseModel
+from penstock.process.control import AttachLink, Stop, UseModel
 from penstock.process.endpoints import HeldEnd, MemoryHandle, RankEndpoints
 from penstock.trust.peer_names import PeerName
 
@@ -165,6 +165,28 @@ def test_g1_ends_within_the_host_are_made_without_a_round_trip(pair: Pair) -> No
     joined.close()
     pair.serve()
     assert (first.happened, second.happened) == (["delivered", "end"], ["close"])
+
+
+def test_g1_a_rank_is_handed_its_end_of_a_link_within_an_epoch(pair: Pair) -> None:
+    accepted = pair.host.accept("ring", LINK, parties("desk", "rank-2"))
+    member, own = pair.start()
+    member.hand(AttachLink(number=7, endpoint=accepted.endpoint))
+    pair.serve()
+    ((_, end),) = pair.own.made
+    assert own.handed == [AttachLink(number=7, endpoint=end.endpoint)]
+    exchanged = LinkExchanged(epoch=3, number=7)
+    own.say(exchanged)
+    pair.serve()
+    assert member.read_status() == [exchanged]
+
+
+def test_g1_a_bulk_channel_is_a_need_like_any_other(pair: Pair) -> None:
+    accepted = pair.host.accept("ring", BulkNeed(num_chunks=3), parties("desk", "rank-2"))
+    joined = pair.host.join("ring", BulkNeed(num_chunks=3), parties("desk"), accepted.invitation)
+    pair.serve()
+    first, second = (end for _, end in pair.own.made)
+    assert second.endpoint == first.invitation
+    assert isinstance(joined.endpoint, HeldEnd)
 
 
 def test_g1_an_end_for_another_host_says_where_it_listens(

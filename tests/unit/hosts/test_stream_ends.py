@@ -11,7 +11,7 @@ import pytest
 
 from carriers import ANY_PORT, stream, tls
 from penstock.errors import LinkClosedError
-from penstock.hosts.rank_host import ChannelNeed, HostEnd, LinkNeed, PlanNeed
+from penstock.hosts.rank_host import BulkNeed, ChannelNeed, HostEnd, LinkNeed, PlanNeed
 from penstock.hosts.stream_ends import NUM_PLAN_MESSAGES, ListeningEnd, StreamInvitation
 from penstock.pipeline.links.channel_carriers import open_channel
 from penstock.process.control import ControlReader, ControlSocket, close_descriptors, descriptors_of
@@ -45,6 +45,14 @@ def test_g1_a_channel_has_room_for_what_was_asked(closing: ExitStack) -> None:
         for end in stream(need, closing):
             assert isinstance(end.endpoint, StreamChannelHandle)
             assert end.endpoint.num_messages == expected
+
+
+def test_g1_a_bulk_channel_yields_and_its_sender_keeps_one_chunk(closing: ExitStack) -> None:
+    joining, accepting = (end.endpoint for end in stream(BulkNeed(num_chunks=5), closing))
+    assert isinstance(joining, StreamChannelHandle)
+    assert isinstance(accepting, StreamChannelHandle)
+    assert (joining.num_messages, accepting.num_messages) == (1, 5)
+    assert joining.path.precedence == accepting.path.precedence == "low"
 
 
 def test_g1_an_invitation_names_the_port() -> None:

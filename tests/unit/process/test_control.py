@@ -8,16 +8,20 @@ from collections.abc import Iterator
 import msgspec
 import pytest
 
-from penstock.errors import ErrorInfo, ProtocolError
+from penstock.batch import LinkOrder
+from penstock.errors import ErrorInfo, LinkClosedError, ProtocolError, WaitTimeoutError
 from penstock.families.registry import resolve_model_directory
 from penstock.process.config import RankConfig
 from penstock.process.control import (
+    AttachLink,
     ControlMessage,
     ControlReader,
     ControlSocket,
     EpochLost,
+    ExchangeLink,
     Stop,
     UseModel,
+    close_descriptors,
     descriptors_of,
 )
 from penstock.process.endpoints import CoreEndpoints, RankEndpoints, RingHandle, SocketHandle, SocketListener
@@ -48,7 +52,10 @@ def handle(base: int) -> RingHandle:
     return RingHandle(memory_fd=base, data_fd=base + 1, space_fd=base + 2, frame_bytes=64, num_frames=2)
 
 
-@pytest.mark.parametrize("message", [Stop(), EpochLost(ERROR, "all")])
+ORDER = LinkOrder(number=7, first_step=40, stage=1, sender=0, receiver=2)
+
+
+@pytest.mark.parametrize("message", [Stop(), EpochLost(ERROR, "all"), ExchangeLink(ORDER)])
 def test_messages_arrive_one_by_one(pair: Pair, message: ControlMessage) -> None:
     pair.socket.send(message)
     pair.socket.send(Stop())
@@ -123,3 +130,41 @@ def test_a_rank_that_waits_for_its_model_leaves_with_its_host(pair: Pair) -> Non
     pair.socket.send(EpochLost(ERROR))
     pair.socket.close()
     assert pair.reader.await_model(rank_without_a_model()) is None
+
+
+def link_end(pair: Pair, number: int) -> None:
+    """Hand over an end of a link whose descriptors are those of a pipe."""
+    reader, writer = os.pipe()
+    endpoint = RingHandle(memory_fd=reader, data_fd=writer, space_fd=reader, frame_bytes=64, num_frames=2)
+    pair.socket.send(AttachLink(number=number, endpoint=endpoint))
+    os.close(reader)
+    os.close(writer)
+
+
+def test_g1_ends_of_links_are_taken_by_number(pair: Pair) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    for number in (4, 5, 6):
+        link_end(pair, number)
+    for number in (5, 6, 4):
+        attached = pair.reader.await_link(number, 5.0)
+        assert attached.number == number
+        close_descriptors(attached)
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_g1_an_end_that_is_not_handed_over_is_missed(pair: Pair) -> None:
+    link_end(pair, 4)
+    with pytest.raises(WaitTimeoutError, match=r"link 5 was not handed over within 0\.01 s"):
+        pair.reader.await_link(5, 0.01)
+    close_descriptors(pair.reader.await_link(4, 5.0))
+
+
+def test_g1_r6_ends_that_no_plan_has_named_are_dropped_with_their_epoch(pair: Pair) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    link_end(pair, 4)
+    link_end(pair, 5)
+    pair.socket.send(Stop())
+    with pytest.raises(LinkClosedError, match="the epoch was over before link 6"):
+        pair.reader.await_link(6, 5.0)
+    assert pair.reader.receive() == Stop()
+    assert len(os.listdir("/proc/self/fd")) == before

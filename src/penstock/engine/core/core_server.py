@@ -33,7 +33,7 @@ from penstock.errors import ErrorInfo, PenstockError
 from penstock.executor.base import NO_EXECUTOR, Executor
 from penstock.executor.mp import MpExecutor
 from penstock.process.child import Abandoned, Ready, StatusEvent
-from penstock.process.control import ControlMessage, ControlReader, EpochLost
+from penstock.process.control import ControlMessage, ControlReader, EpochLost, ExchangeLink
 from penstock.process.endpoints import NO_RESTARTS, CoreEndpoints
 
 ABANDON_S = 2.0
@@ -110,6 +110,8 @@ class CoreServer:
             self._lose(message)
         elif isinstance(message, CoreEndpoints):
             self._begin_epoch(message)
+        elif isinstance(message, ExchangeLink):
+            self._executor.exchange_link(message.order)
         else:
             self._abandon()
             return False

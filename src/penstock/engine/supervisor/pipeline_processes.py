@@ -37,7 +37,8 @@ from penstock.engine.supervisor.reports import (
     of_replica,
     rank_parts,
 )
-from penstock.engine.supervisor.wiring import Wiring
+from penstock.engine.supervisor.standbys import NO_STANDBYS, StandbyRanks
+from penstock.engine.supervisor.wiring import RankAddress, Wiring
 from penstock.errors import ErrorInfo, PeerError, PenstockError
 from penstock.executor.base import first_cause
 from penstock.hosts.local_socket import LocalSocket
@@ -46,7 +47,7 @@ from penstock.hosts.member_watch import CAUSE_GRACE_S, MemberWatch
 from penstock.hosts.rank_host import Hosts
 from penstock.process import child as child_process
 from penstock.process.config import FirstLoad, RankConfig
-from penstock.process.control import EpochLost, Stop
+from penstock.process.control import EpochLost, ExchangeLink, Stop
 from penstock.process.endpoints import Restarts
 from penstock.runner.kv_demand import stranded_bytes
 
@@ -61,18 +62,27 @@ class PipelineProcesses:
         layout: where each of them runs, from epoch to epoch.
         hosts: all that there are.
         watch: gets them as members; its events about them come back by `take`.
+        standbys: ranks beside the pipe; belong to this replica.
 
     Attributes:
         client: where the core meets its clients.
         classes: in which the ranks compute.
     """
 
-    def __init__(self, layout: PipeLayout, hosts: Hosts, watch: MemberWatch, reporter: Reporter) -> None:
+    def __init__(
+        self,
+        layout: PipeLayout,
+        hosts: Hosts,
+        watch: MemberWatch,
+        reporter: Reporter,
+        standbys: StandbyRanks = NO_STANDBYS,
+    ) -> None:
         self._layout = layout
         self._hosts = hosts
         self._watch = watch
         self.client = LocalSocket()
         self._reporter = reporter
+        self._standbys = standbys
         plan = layout.plan
         self._wiring = Wiring(plan, hosts)
         self._members: dict[int, Member] = {}  # by member index, those that have not been buried
@@ -123,26 +133,15 @@ class PipelineProcesses:
                 self._note_recovery(event)
         elif isinstance(event, child_process.Abandoned):
             self._losses.leave(event.epoch, event.error, member.member_index, leave_s=event.leave_s)
+        elif isinstance(event, child_process.LinkExchanged):
+            self._wiring.release_link(event.epoch, event.number)
         elif isinstance(event, child_process.LoadProgressed):
-            progress = LoadProgress(
-                **_named(self._plan.ranks[member.member_index]),
-                done_bytes=event.done,
-                total_bytes=event.total,
-                what=event.what,
-            )
-            self._reporter.report(progress)
+            self._reporter.report(_progress(self._plan.ranks[member.member_index], event))
         elif isinstance(event, child_process.TensorsRead):
             self._first_loads.add(event.digests)
         elif isinstance(event, child_process.WeightsLoaded):
             self._first_loads.identify(member.member_index, event.identity)
-            self._reporter.report(
-                StageLoaded(
-                    **_named(self._plan.ranks[member.member_index]),
-                    process=member.identity,
-                    bytes_read=event.bytes_read,
-                    seconds=event.seconds,
-                )
-            )
+            self._reporter.report(_has_loaded(self._plan.ranks[member.member_index], member, event))
 
     def _note_recovery(self, event: child_process.Ready) -> None:
         """Report that a step has crossed the pipe again; the core knows who computes in which class."""
@@ -167,6 +166,21 @@ class PipelineProcesses:
             except (OSError, PenstockError) as error:
                 # No memory, or a host or a file that has gone: perhaps later.
                 self._lose(PeerError(f"no new epoch could begin: {error}.").info(), {})
+
+    def keep_standbys(self, now: float) -> None:
+        """See to the ranks beside the pipe; to be called at least every second, by `time.monotonic`."""
+        ranks = self._plan.ranks if self.is_whole else []
+        self._standbys.tend(now, ranks, self._ranks, self._replacement)
+
+    def exchange_link(self, sender: RankAddress, receiver: RankAddress, first_step: int = 0) -> None:
+        """Have another link take the place of one, in the epoch that goes on; as `Wiring.exchange_link`."""
+        assert self.is_whole, "what is lost is joined anew, in another epoch"
+        exchange = self._wiring.exchange_link(sender, receiver, first_step)
+        for index, rank in enumerate(self._plan.ranks):
+            if (end := exchange.ends.get((rank.stage, rank.tp_rank))) is not None:
+                self._members[index].hand(end)
+        exchange.connection.delivered()
+        self._members[CORE].hand(ExchangeLink(exchange.order))
 
     def kill_hung(self) -> None:
         """Kill stages that do not leave an epoch which is over: they are then lost as any other."""
@@ -200,25 +214,11 @@ class PipelineProcesses:
         """Let go of all connections; the members belong to `MemberWatch`."""
         self._wiring.close()
         self.client.close()
+        self._standbys.close()
 
     def startup_notices(self) -> Iterator[Notice | StageReady]:
         """Yield what was decided, and a line for each stage, once all stages are ready."""
-        plan, ranks = self._plan, self._ranks
-        kernels = dict.fromkeys(rank.kernels for rank in ranks.values())
-        texts = [*plan.notes, *(f"kernels: {description}" for description in kernels)]
-        texts += self.classes.settle([ranks[index].numeric_class for index in self._rank_indices])
-        yield from (Notice(text=text) for text in texts)
-        num_blocks = min((rank.max_blocks for rank in ranks.values()), default=0)
-        for index, config in enumerate(plan.ranks):
-            rank = ranks[index]
-            yield StageReady(
-                **_named(config),
-                process=self._members[index].identity,
-                parts=rank_parts(config),
-                tensor_bytes=rank.tensor_bytes,
-                num_blocks=num_blocks,
-                stranded_bytes=stranded_bytes(rank.max_blocks, num_blocks, rank.block_bytes),
-            )
+        return _startup_notices(self._plan, self._ranks, self._members, self.classes)
 
     def _fill(self, index: int) -> None:
         """Start the process of one member."""
@@ -231,9 +231,14 @@ class PipelineProcesses:
 
     def _start_rank(self, index: int) -> Member:
         rank = self._placed[index] = self._plan.ranks[index]
+        if (standby := self._standbys.take(rank, index)) is not None:
+            return standby
         if self._losses.epoch > 0:
-            rank = _replacement(rank, self._ranks.values(), self._first_loads.of(index))
+            rank = self._replacement(index)
         return self._hosts[rank.host].start_rank(rank, of_replica(rank.replica, rank.name), index)
+
+    def _replacement(self, index: int) -> RankConfig:
+        return _replacement(self._plan.ranks[index], self._ranks.values(), self._first_loads.of(index))
 
     def _hand_endpoints(self) -> None:
         """All learn where they meet in this epoch."""
@@ -348,10 +353,43 @@ def begin_together(replicas: Sequence[PipelineProcesses]) -> bool:
     return have_loaded
 
 
+def _startup_notices(
+    plan: LaunchPlan,
+    ranks: Mapping[int, RankLoaded],
+    members: Mapping[int, Member],
+    classes: NumericClasses,
+) -> Iterator[Notice | StageReady]:
+    kernels = dict.fromkeys(rank.kernels for rank in ranks.values())
+    texts = [*plan.notes, *(f"kernels: {description}" for description in kernels)]
+    texts += classes.settle([ranks[index].numeric_class for index in range(len(plan.ranks))])
+    yield from (Notice(text=text) for text in texts)
+    num_blocks = min((rank.max_blocks for rank in ranks.values()), default=0)
+    for index, config in enumerate(plan.ranks):
+        rank = ranks[index]
+        yield StageReady(
+            **_named(config),
+            process=members[index].identity,
+            parts=rank_parts(config),
+            tensor_bytes=rank.tensor_bytes,
+            num_blocks=num_blocks,
+            stranded_bytes=stranded_bytes(rank.max_blocks, num_blocks, rank.block_bytes),
+        )
+
+
 def _named(rank: RankConfig) -> dict[str, Any]:
     """Who it is, for a report."""
     tp_rank = rank.tp_rank if rank.tp_size > 1 else None
     return {"replica": rank.replica, "stage": rank.stage, "tp_rank": tp_rank}
+
+
+def _progress(rank: RankConfig, event: child_process.LoadProgressed) -> LoadProgress:
+    return LoadProgress(**_named(rank), done_bytes=event.done, total_bytes=event.total, what=event.what)
+
+
+def _has_loaded(rank: RankConfig, member: Member, event: child_process.WeightsLoaded) -> StageLoaded:
+    return StageLoaded(
+        **_named(rank), process=member.identity, bytes_read=event.bytes_read, seconds=event.seconds
+    )
 
 
 def _replacement(rank: RankConfig, ranks: Iterable[RankLoaded], first_load: FirstLoad) -> RankConfig:

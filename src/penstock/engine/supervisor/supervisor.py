@@ -23,7 +23,7 @@ import contextlib
 import os
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence, Set
+from collections.abc import Collection, Iterable, Iterator, Sequence, Set
 
 import msgspec
 
@@ -54,6 +54,7 @@ from penstock.engine.supervisor.reports import (
     SteadyReporter,
 )
 from penstock.engine.supervisor.spares import Spares
+from penstock.engine.supervisor.standbys import standbys_of
 from penstock.errors import ErrorInfo, PeerError, PenstockError, error_from_info
 from penstock.hosts.gathering import GatheredHosts, OneHost, open_hosts
 from penstock.hosts.member import Member, Waitable
@@ -83,10 +84,19 @@ class Supervisor:
     engine: what to serve.
     front: who uses it.
     reporter: gets every event; by default a line each on standard error.
+    standby_stages: whose ranks have standbys with their weights (`engine.supervisor.standbys`).
     """
 
-    def __init__(self, engine: EngineConfig, front: EngineUser, reporter: Reporter | None = None) -> None:
+    def __init__(
+        self,
+        engine: EngineConfig,
+        front: EngineUser,
+        reporter: Reporter | None = None,
+        *,
+        standby_stages: Collection[int] = (),
+    ) -> None:
         self._engine = engine
+        self._standby_stages = standby_stages
         self._front = front
         self._reporter = SteadyReporter(reporter or PlainReporter())
 
@@ -114,7 +124,9 @@ class Supervisor:
             plans = [msgspec.structs.replace(with_faults(plan, wanted), host_links=links) for plan in plans]
             layouts = [PipeLayout(plan, hosts, settled) for plan in plans]
             with signals_of_the_end() as signals:
-                engine = _RunningEngine(layouts, gathered, self._front, self._reporter, signals, started)
+                engine = _RunningEngine(
+                    layouts, gathered, self._front, self._reporter, signals, started, self._standby_stages
+                )
                 try:
                     return engine.run()
                 finally:
@@ -154,6 +166,7 @@ class _RunningEngine:
         reporter: Reporter,
         signals: SignalSource,
         started: float,
+        standby_stages: Collection[int] = (),
     ) -> None:
         plans = [layout.plan for layout in layouts]
         self._plan = plans[0]
@@ -166,7 +179,12 @@ class _RunningEngine:
         self._text_side = TextSideLoaded(prompt_form="messages")
         self._watch = MemberWatch(self._take)
         self._gathered, hosts = gathered, gathered.hosts
-        self._replicas = [PipelineProcesses(layout, hosts, self._watch, reporter) for layout in layouts]
+        self._replicas = [
+            PipelineProcesses(
+                layout, hosts, self._watch, reporter, standbys_of(standby_stages, hosts, reporter)
+            )
+            for layout in layouts
+        ]
         self._heartbeats = Heartbeats(self._plan.core.parallel.heartbeat_limit_s)
         self._front_losses = BackOff()
         ranks = [rank for plan in plans for rank in plan.ranks]
@@ -219,6 +237,7 @@ class _RunningEngine:
         self._mend_front((ended & self._fronts) - leaving)
         for replica in self._replicas:
             replica.recover()
+            replica.keep_standbys(time.monotonic())
         self._spares.tend(time.monotonic(), is_whole=all(replica.is_whole for replica in self._replicas))
         return ended & leaving
 

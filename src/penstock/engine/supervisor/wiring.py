@@ -7,21 +7,41 @@ endpoints of its own ends and no others.
              output rank ──results──▶ core         output rank ──tokens──▶ every rank of earlier stages
     ranks of one stage share a meeting
 
-`══` goes both ways, `──▶` one way. Who receives accepts, and of a plan channel the core.
+`══` goes both ways, `──▶` one way. Who receives accepts, and of a plan channel the core. Within an epoch a
+link may be exchanged for another one (`Wiring.exchange_link`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 
+from penstock.batch import LinkOrder
 from penstock.engine.supervisor.launch import LaunchPlan
 from penstock.hosts.connections import Connection, Place, connect
 from penstock.hosts.rank_host import ChannelNeed, Hosts, LinkNeed, MeetingNeed, Need, PlanNeed
 from penstock.process.config import RankConfig
+from penstock.process.control import AttachLink
 from penstock.process.endpoints import ChannelEndpoint, CoreEndpoints, MeetingEndpoint, RankEndpoints
 from penstock.trust.peer_names import core_role, rank_role
 
 RankAddress = tuple[int, int]  # stage, rank in the stage
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkExchange:
+    """A link that is to take the place of another one within an epoch.
+
+    Attributes:
+        order: for the core, once the ends are handed over.
+        ends: for each of its two ranks.
+        connection: of the new link; `delivered` is to be called once the ends are handed over.
+    """
+
+    order: LinkOrder
+    ends: Mapping[RankAddress, AttachLink]
+    connection: Connection
 
 
 class Wiring:
@@ -39,6 +59,13 @@ class Wiring:
         self._tokens: dict[RankAddress, Connection] = {}  # by receiver
         self._results: list[Connection] = []
         self._meetings: dict[int, Connection] = {}
+        self._replaced: dict[int, Connection] = {}  # by the number of the link that takes their place
+        self._numbers = itertools.count(1)
+        self._frame_bytes = plan.frame_bytes
+        self._places = {
+            address: Place(hosts[rank.host], rank_role(number, rank.replica))
+            for number, (address, rank) in enumerate(self._ranks.items())
+        }
         try:
             self._create(plan)
         except BaseException:  # no more descriptors: those made so far are for whoever tries again
@@ -47,21 +74,13 @@ class Wiring:
 
     def _create(self, plan: LaunchPlan) -> None:
         core = Place(self._hosts.head, core_role(plan.core.replica))
-        places = {
-            address: Place(self._hosts[rank.host], rank_role(number, rank.replica))
-            for number, (address, rank) in enumerate(self._ranks.items())
-        }
+        places, joined = self._places, self._joined
         output = places[self._output.stage, self._output.tp_rank]
-
-        def joined(need: Need, accepting: Place, *joining: Place) -> Connection:
-            return connect(need, self._epoch, accepting, *joining, routes=self._hosts.routes)
-
         for address, rank in self._ranks.items():
             own = places[address]
             self._plans[address] = joined(PlanNeed(), core, own)
             for receiver in _receivers(rank):
-                need = LinkNeed(frame_bytes=plan.frame_bytes, num_frames=rank.link_frames)
-                self._links[address, receiver] = joined(need, places[receiver], own)
+                self._links[address, receiver] = self._new_link(address, receiver)
             if rank.is_output:
                 self._results.append(joined(_samples(rank), core, own))
             if not rank.is_last:
@@ -70,13 +89,20 @@ class Wiring:
                 others = [places[rank.stage, other] for other in range(1, rank.tp_size)]
                 self._meetings[rank.stage] = joined(MeetingNeed(num_ranks=rank.tp_size), own, *others)
 
+    def _joined(self, need: Need, accepting: Place, *joining: Place) -> Connection:
+        return connect(need, self._epoch, accepting, *joining, routes=self._hosts.routes)
+
+    def _new_link(self, sender: RankAddress, receiver: RankAddress) -> Connection:
+        need = LinkNeed(frame_bytes=self._frame_bytes, num_frames=self._ranks[sender].link_frames)
+        return self._joined(need, self._places[receiver], self._places[sender])
+
     @property
     def _output(self) -> RankConfig:
         return next(rank for rank in self._ranks.values() if rank.is_output)
 
     @property
     def _connections(self) -> Iterator[Connection]:
-        for some in (self._plans, self._links, self._tokens, self._meetings):
+        for some in (self._plans, self._links, self._replaced, self._tokens, self._meetings):
             yield from some.values()
         yield from self._results
 
@@ -116,6 +142,37 @@ class Wiring:
         endpoint: MeetingEndpoint = [meeting.accepting, *meeting.joining][rank.tp_rank]
         return endpoint
 
+    def exchange_link(self, sender: RankAddress, receiver: RankAddress, first_step: int = 0) -> LinkExchange:
+        """Make another link between two neighbours; the one of before is kept until `release_link`.
+
+        Args:
+            first_step: that is to cross the new link, or one of the next ones if it is too late for that.
+
+        Raises what `hosts.connections.connect` does; then the link stays.
+        """
+        replaced, number = self._links[sender, receiver], next(self._numbers)
+        connection = self._links[sender, receiver] = self._new_link(sender, receiver)
+        self._replaced[number] = replaced
+        return LinkExchange(
+            order=LinkOrder(
+                number=number,
+                first_step=first_step,
+                stage=sender[0],
+                sender=sender[1],
+                receiver=receiver[1],
+            ),
+            ends={
+                sender: AttachLink(number=number, endpoint=connection.joining[0]),
+                receiver: AttachLink(number=number, endpoint=connection.accepting),
+            },
+            connection=connection,
+        )
+
+    def release_link(self, epoch: int, number: int) -> None:
+        """Let go of the link whose place the one of this number has taken: nothing is in it any more."""
+        if epoch == self._epoch and number in self._replaced:  # else it has ended with its epoch
+            self._replaced.pop(number).end()
+
     def delivered(self) -> None:
         """All processes have been told where they meet."""
         for connection in self._connections:
@@ -134,7 +191,14 @@ class Wiring:
         self._forget()
 
     def _forget(self) -> None:
-        for kept in (self._plans, self._links, self._tokens, self._results, self._meetings):
+        for kept in (
+            self._plans,
+            self._links,
+            self._replaced,
+            self._tokens,
+            self._results,
+            self._meetings,
+        ):
             kept.clear()
 
 

@@ -53,6 +53,11 @@ class RecvHandle:
 class Link(Protocol):
     """One direction between two neighbouring stages; frames arrive in the order in which they were sent."""
 
+    @property
+    def is_sending(self) -> bool:
+        """Whether a frame that was sent here has not left this process yet; any thread may ask."""
+        ...
+
     def send_frame(self, header: FrameHeader, tensors: Sequence[Tensor], clock: PhaseClock = NOBODYS) -> None:
         """Copy the tensors into the link; they may be written over when this returns.
 
@@ -119,6 +124,11 @@ class AsyncIntermediateTensors(IntermediateTensors):
 
 class Carrier(ABC):
     """What all carriers share: a receive that is posted is done when it is waited for."""
+
+    @property
+    def is_sending(self) -> bool:
+        """See `Link.is_sending`: memory that is shared has no way to leave by."""
+        return False
 
     def receive_frame(
         self,

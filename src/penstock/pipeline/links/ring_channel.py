@@ -23,6 +23,7 @@ FRAME_BYTES = 16 * 1024  # the samples of a thousand rows; log-probabilities tak
 _LEAST_FRAMES = 16
 _ROW_BYTES = 16  # of a sampled row in a message, at most
 _HEAD = struct.Struct("<QQ")  # length and checksum
+ONE_FRAME_BYTES = FRAME_BYTES - _HEAD.size  # of the longest message that one frame holds
 _LONG_S = 3600.0
 
 
@@ -63,6 +64,10 @@ class RingChannel:
     def filenos(self) -> list[int]:
         """See `PolledChannel`."""
         return [self.fileno()]
+
+    def await_room(self, timeout_s: float) -> None:
+        """Return when a message of one frame could be sent at once; raises as `send` does."""
+        self._ring.await_room(timeout_s, self._purpose)
 
     def send(self, frame: bytes, timeout_s: float = SEND_TIMEOUT_S) -> None:
         """See `MessageChannel.send`."""

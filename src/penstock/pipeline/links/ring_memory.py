@@ -133,6 +133,11 @@ class Ring:
         self._raise_if(self._must_stop_writing(), purpose)
         return self._num_passed % self.num_frames
 
+    def await_room(self, timeout_s: float, purpose: str) -> None:
+        """Return when `reserve` would return at once; raises as it does."""
+        self.reserve(timeout_s, purpose)
+        self._space.give()  # nobody else writes, so that it stays
+
     def publish(self) -> None:
         """Give the reserved frame to the reader."""
         self._num_passed += 1

@@ -27,15 +27,25 @@ import select
 import socket
 import ssl
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from penstock.errors import LinkClosedError, PeerError, ProtocolError, WaitTimeoutError
+from penstock.process.endpoints import Precedence
 from penstock.trust.tls import refusal_of_certificate
 
 _KEEPALIVE = {  # a dead way is noticed after 2 + 3 x 1 s; hosts that are silent are lost after 3 s
     socket.TCP_KEEPIDLE: 2,
     socket.TCP_KEEPINTVL: 1,
     socket.TCP_KEEPCNT: 3,
+}
+_BAND_OF_BULK = 2  # TC_PRIO_BULK of <linux/pkt_sched.h>: the last band of the kernel's default queue
+LOW_UNSENT_BYTES = 1 << 14  # that the kernel takes of a stream of low precedence beyond what is under way
+_OF_PRECEDENCE: Mapping[Precedence, Mapping[tuple[int, int], int]] = {
+    "normal": {},
+    "low": {
+        (socket.SOL_SOCKET, socket.SO_PRIORITY): _BAND_OF_BULK,
+        (socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT): LOW_UNSENT_BYTES,
+    },
 }
 FAREWELL_MS = 10_000  # the kernel's time for what was written before the close
 _MOST_LEFTOVERS = 64  # pieces of 64 KiB that a closing end reads and forgets
@@ -118,15 +128,20 @@ class Stream:
     Args:
         connected: plain, or wrapped by `ssl` after its handshake. Belongs to the stream from now on.
         interruption: ends waits.
+        precedence: as in `StreamPath`.
     """
 
-    def __init__(self, connected: socket.socket, interruption: Interruption) -> None:
+    def __init__(
+        self, connected: socket.socket, interruption: Interruption, precedence: Precedence = "normal"
+    ) -> None:
         connected.setblocking(False)
         if connected.family in _IP_FAMILIES:
             connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             for option, value in _KEEPALIVE.items():
                 connected.setsockopt(socket.IPPROTO_TCP, option, value)
+            for (level, option), value in _OF_PRECEDENCE[precedence].items():
+                connected.setsockopt(level, option, value)
         self._socket = connected
         self._interruption = interruption
         self._polls: KeptPolls = {}

@@ -64,17 +64,16 @@ class StreamChannel:
         """See `PolledChannel`."""
         return [self._inbox.fileno()]
 
+    def await_room(self, timeout_s: float) -> None:
+        """Return when a message could be sent at once; raises as `send` does."""
+        with self._outbox.changed:
+            self._wait_for_room(timeout_s)
+
     def send(self, frame: bytes, timeout_s: float = SEND_TIMEOUT_S) -> None:
         """See `MessageChannel.send`."""
         head = _HEAD.pack(len(frame), len(frame) ^ _MARK, xxhash.xxh3_64_intdigest(frame))
         with self._outbox.changed:
-            has_room = self._outbox.changed.wait_for(
-                lambda: self._error is not None or self._outbox.has_room, timeout_s
-            )
-            if self._error is not None:
-                raise _again(self._error)
-            if not has_room:
-                raise WaitTimeoutError(f"{self._name}: the other end took no message for {timeout_s:g} s.")
+            self._wait_for_room(timeout_s)
             try:
                 is_whole = self._outbox.put(memoryview(head + frame))
             except OSError as error:
@@ -101,6 +100,16 @@ class StreamChannel:
         self._inbox.close()
         os.close(self._nudge)
         self._nudge = -1
+
+    def _wait_for_room(self, timeout_s: float) -> None:
+        """Called by who holds `changed`."""
+        has_room = self._outbox.changed.wait_for(
+            lambda: self._error is not None or self._outbox.has_room, timeout_s
+        )
+        if self._error is not None:
+            raise _again(self._error)
+        if not has_room:
+            raise WaitTimeoutError(f"{self._name}: the other end took no message for {timeout_s:g} s.")
 
     def _use(self, stream: Stream) -> None:
         """Read ahead, and write what was left, until the other end has gone."""

@@ -107,6 +107,11 @@ class StreamSender(_StreamLink):
             self._free.put(index)
         self._thread = StreamThread(handle.path, self._name, self._write, self._end)
 
+    @property
+    def is_sending(self) -> bool:
+        """See `Link.is_sending`."""
+        return self._free.qsize() < self._num_frames
+
     def send_frame(self, header: FrameHeader, tensors: Sequence[Tensor], clock: PhaseClock = NOBODYS) -> None:
         """See `Link.send_frame`."""
         self._memory.check_size(header, tensors)

@@ -239,7 +239,7 @@ class StreamThread:
         end: Callable[[PeerError], None],
     ) -> None:
         self._name, self._use, self._tell_end = name, use, end
-        self._timeout_s = path.open_timeout_s
+        self._timeout_s, self._precedence = path.open_timeout_s, path.precedence
         self._opening = opener_of(_WAYS, path.way, name)(path.way, path)
         self._interruption = Interruption(path.end_fd)
         self._stream: Stream | None = None
@@ -253,7 +253,7 @@ class StreamThread:
                 self._interruption, time.monotonic() + self._timeout_s, self._name
             )
             self._opening.close()  # nobody else is to come
-            self._stream = Stream(connected, self._interruption)
+            self._stream = Stream(connected, self._interruption, self._precedence)
             self._use(self._stream)
             error: PeerError = LinkClosedError(f"{self._name} was closed by the other end.")
         except Exception as caught:

@@ -12,6 +12,7 @@ from fakes import FakeClock
 from penstock.batch import (
     NO_STORE_USE,
     BuiltGrammar,
+    LinkOrder,
     OrderResult,
     RankLoaded,
     ScheduledBatch,
@@ -134,6 +135,9 @@ class SimulatedPipe:
 
     def built_grammars(self) -> list[BuiltGrammar]:
         return []
+
+    def exchange_link(self, order: LinkOrder) -> None:
+        raise NotImplementedError
 
     def wait_sources(self) -> list[int]:
         return []

@@ -14,7 +14,7 @@ import msgspec
 import pytest
 
 from fakes import CoreRig, FakeExecutor, oracle_scores, oracle_tokens
-from penstock.batch import AllocateKV
+from penstock.batch import AllocateKV, LinkOrder
 from penstock.config.engine import CacheConfig, EvictionPolicy, ParallelConfig, SchedulerConfig
 from penstock.engine.core.core_assembly import build_core, prove_stages
 from penstock.engine.core.core_server import CoreServer
@@ -37,7 +37,7 @@ from penstock.hosts.local_socket import LocalSocket
 from penstock.operations import CloseSession, OpenSession, Pause, Resume
 from penstock.process.child import Abandoned, Ready, StatusEvent
 from penstock.process.config import CoreConfig
-from penstock.process.control import ControlReader, ControlSocket, EpochLost, Stop
+from penstock.process.control import ControlReader, ControlSocket, EpochLost, ExchangeLink, Stop
 from penstock.process.endpoints import CoreEndpoints, Restarts, RingHandle
 from penstock.request import Follower, GenerationRequest, RequestUpdate, SamplingParams
 
@@ -385,3 +385,12 @@ def test_d9_a_stage_that_fails_the_probe_is_the_cause() -> None:
     rig.executor.lose_stage(0, "no answer")
     with pytest.raises(StageLostError, match="no answer"):
         prove_stages(core)
+
+
+def test_g1_an_exchange_of_a_link_goes_to_the_ranks_of_the_epoch(served: ServedCore) -> None:
+    order = LinkOrder(number=7, first_step=40, stage=0, sender=0, receiver=0)
+    served.control.send(ExchangeLink(order))
+    served.client.send(AddRequest(request("a", max_tokens=3)))
+    assert len(ids_of(collect(served.client, {"a"})["a"])) == 3
+    assert served.rig.executor.link_orders == [order]
+    assert served.rig.core.epoch == 0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +10,7 @@ import msgspec
 import pytest
 
 from fakes import FakeClock
+from penstock.batch import RankLoaded
 from penstock.config.engine import EngineConfig, ModelConfig, ParallelConfig
 from penstock.config.hosts import HostsConfig
 from penstock.engine.supervisor import pipeline_processes
@@ -17,15 +18,17 @@ from penstock.engine.supervisor.launch import resolve
 from penstock.engine.supervisor.pipe_layout import PipeLayout
 from penstock.engine.supervisor.pipeline_processes import PipelineProcesses, begin_together
 from penstock.engine.supervisor.reports import Event, Notice, Recovered, StageLoaded, StageLost, event_line
+from penstock.engine.supervisor.standbys import NO_STANDBYS, StandbyRanks
 from penstock.errors import LinkClosedError, ModelConfigError, WaitTimeoutError
+from penstock.hosts.member import Member
 from penstock.hosts.member_watch import MemberWatch
 from penstock.hosts.network.routes import DefaultRoutes
 from penstock.hosts.rank_host import Hosts
-from penstock.process.child import Abandoned, Ready, TensorsRead, WeightsLoaded
-from penstock.process.config import FirstLoad
-from penstock.process.control import EpochLost, Stop
+from penstock.process.child import Abandoned, LinkExchanged, Ready, TensorsRead, WeightsLoaded
+from penstock.process.config import FirstLoad, RankConfig
+from penstock.process.control import AttachLink, EpochLost, ExchangeLink, Stop
 from penstock.process.endpoints import CoreEndpoints, RankEndpoints
-from stand_in_hosts import LOADED, StandInHost
+from stand_in_hosts import LOADED, StandInEnd, StandInHost, StandInMember
 
 
 @dataclass
@@ -69,7 +72,7 @@ class ReviewedRoutes(DefaultRoutes):
 class Replica:
     """Core and first stage at one host, the second stage at another; neither has a process."""
 
-    def __init__(self, **parallel: Any) -> None:
+    def __init__(self, standbys: StandbyRanks = NO_STANDBYS, **parallel: Any) -> None:
         self.head, self.other = StandInHost("attic", "tcp"), StandInHost("cellar", "pigeon", "tcp")
         self.routes = ReviewedRoutes()
         hosts = Hosts(self.head, self.other, routes=self.routes)
@@ -82,7 +85,7 @@ class Replica:
         layout = PipeLayout(resolve(config, hosts.resources()), hosts, config, self.clock)
         self.events: list[Event] = []
         self.watch = MemberWatch(lambda member, event: self.processes.take(member, event))
-        self.processes = PipelineProcesses(layout, hosts, self.watch, self)
+        self.processes = PipelineProcesses(layout, hosts, self.watch, self, standbys)
         self.processes.start()
 
     def report(self, event: Event) -> None:
@@ -407,3 +410,119 @@ def test_all_are_told_to_leave_and_who_still_loads_is_ended(replica: Replica) ->
     assert [member.handed for member in (*replica.head.members, *replica.other.members)] == [[Stop()]] * 3
     assert replica.head.members[0].done == []
     assert replica.other.members[0].done == ["kill_now"]
+
+
+# --- links exchanged within an epoch ---------------------------------------------------------------
+
+
+def test_g1_a_link_is_exchanged_while_the_epoch_goes_on(replica: Replica) -> None:
+    serve(replica)
+    ends_before = [end for host in (replica.head, replica.other) for _, end in host.made]
+    old_in, old_out = (link_end(host) for host in (replica.other, replica.head))
+    replica.processes.exchange_link((0, 0), (1, 0), 40)
+    (stage_0, core), (stage_1,) = replica.head.members, replica.other.members
+    to_sender, to_receiver, to_core = stage_0.handed[-1], stage_1.handed[-1], core.handed[-1]
+    assert isinstance(to_sender, AttachLink)
+    assert isinstance(to_receiver, AttachLink)
+    assert isinstance(to_core, ExchangeLink)
+    assert to_sender == to_receiver, "the numbers of stand-in ends are the same"
+    order = to_core.order
+    assert (order.number, order.first_step) == (to_sender.number, 40)
+    assert (order.stage, order.sender, order.receiver) == (0, 0, 0)
+    new = [end for host in (replica.head, replica.other) for end in host_ends(host) if end not in ends_before]
+    assert [end.happened for end in new] == [["delivered"]] * 2
+    assert old_in.happened == old_out.happened == ["delivered"]
+    stage_1.say(LinkExchanged(epoch=0, number=order.number))
+    replica.hear()
+    assert old_in.happened == old_out.happened == ["delivered", "end"]
+    assert all(end.happened == ["delivered"] for end in ends_before if end not in (old_in, old_out))
+    assert not any(isinstance(event, StageLost) for event in replica.events)
+
+
+def test_g1_a_link_that_was_exchanged_ends_with_its_epoch(replica: Replica) -> None:
+    """Also the one of before, of which the receiver has not said that it is empty, or says it too late."""
+    serve(replica)
+    replica.processes.exchange_link((0, 0), (1, 0))
+    ends = [end for host in (replica.head, replica.other) for end in host_ends(host)]
+    replica.other.members[0].leave(-9)
+    replica.processes.recover()
+    assert {tuple(end.happened) for end in ends} == {("delivered", "end")}
+    replica.head.members[0].say(LinkExchanged(epoch=0, number=1))
+    replica.hear()
+
+
+def test_g1_a_link_stays_where_another_one_cannot_be_made(
+    replica: Replica, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    serve(replica)
+
+    def fail(*given: object) -> None:
+        raise OSError("no descriptors")
+
+    monkeypatch.setattr(replica.head, "join", fail)
+    with pytest.raises(OSError, match="no descriptors"):
+        replica.processes.exchange_link((0, 0), (1, 0))
+    assert not any(isinstance(message, ExchangeLink) for message in replica.head.members[1].handed)
+    assert not any(isinstance(message, AttachLink) for message in replica.other.members[0].handed)
+
+
+def host_ends(host: StandInHost) -> list[StandInEnd]:
+    return [end for _, end in host.made]
+
+
+def link_end(host: StandInHost) -> StandInEnd:
+    """That of the link between the two stages: the first one whose other end is not the core's."""
+    ends = zip(host_ends(host), host.parties, strict=True)
+    return next(end for end, parties in ends if "core" not in (parties.own, parties.peer))
+
+
+# --- a rank beside the pipe ------------------------------------------------------------------------
+
+
+class Beside:
+    """Standbys that a test plays. Implements `StandbyRanks`."""
+
+    def __init__(self) -> None:
+        self.waiting: dict[int, StandInMember] = {}  # by number of the rank
+        self.tended: list[int] = []
+        self.replacements: list[RankConfig] = []
+
+    def tend(
+        self,
+        now: float,
+        ranks: Sequence[RankConfig],
+        loaded: Mapping[int, RankLoaded],
+        config_of: Callable[[int], RankConfig],
+    ) -> None:
+        self.tended.append(len(ranks))
+        self.replacements = [config_of(index) for index in range(len(ranks))]
+
+    def take(self, rank: RankConfig, member_index: int) -> Member | None:
+        return self.waiting.pop(member_index, None)
+
+    def close(self) -> None:
+        """The members belong to the test."""
+
+
+def test_g1_r4_a_lost_rank_is_replaced_by_its_standby_which_is_started_by_nobody() -> None:
+    beside = Beside()
+    replica = Replica(beside)
+    try:
+        serve(replica)
+        replica.processes.keep_standbys(0.0)
+        assert [rank.num_blocks for rank in beside.replacements] == [LOADED.max_blocks] * 2
+        assert beside.replacements[1].first_load.identity == b"model", "it must load the same model"
+        standby = StandInMember(replica.other, "stage 1", 1, 1)
+        standby.has_loaded = True
+        beside.waiting[1] = standby
+        replica.other.members[0].leave(-9)
+        replica.processes.recover()
+        assert replica.started == ["attic: stage 0", "attic: core", "cellar: stage 1"]
+        (ends,) = standby.handed
+        assert isinstance(ends, RankEndpoints)
+        assert ends.epoch == 1
+        assert standby in replica.watch.members
+        replica.processes.keep_standbys(0.0)
+        assert beside.tended == [2, 0], "the pipe is not whole before a step has crossed it"
+    finally:
+        replica.close()

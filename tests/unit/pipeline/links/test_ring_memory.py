@@ -58,6 +58,21 @@ def test_c8_a_frame_is_written_again_only_after_it_was_released(ends: tuple[Ring
     assert writer.reserve(LONG, "step 2") == 0
 
 
+def test_g1_room_that_was_waited_for_stays_until_it_is_taken(ends: tuple[Ring, Ring]) -> None:
+    writer, reader = ends
+    for _ in range(2):
+        for _ in range(3):
+            writer.await_room(0.0, "step 0")
+        writer.write(b"a", 0.0, "step 0")
+    with pytest.raises(WaitTimeoutError, match="0 s for room for step 2"):
+        writer.await_room(0.0, "step 2")
+    reader.read(LONG, "step 0")
+    writer.await_room(0.0, "step 2")
+    reader.close()
+    with pytest.raises(LinkClosedError):
+        writer.await_room(LONG, "step 2")
+
+
 def test_waits_have_deadlines_that_name_link_and_step(ends: tuple[Ring, Ring]) -> None:
     writer, reader = ends
     with pytest.raises(WaitTimeoutError, match=r"stage 0 -> stage 1.*0.001 s for the tensors of step 7"):

@@ -1,0 +1,116 @@
+"""When the next chunk of a bulk channel may go: behind hidden states, and no faster than a byte rate.
+
+    a chunk ──▶ room in the channel ──▶ no link is sending ──▶ the rate allows it ──▶ it goes
+
+A chunk that has its turn is with the kernel before the next one asks, so that a frame of hidden states which
+is queued meanwhile waits for one chunk at most. Precedence is strict: while links send without a pause, no
+chunk goes. What must not wait for ever has a deadline (`pipeline.bulk.bulk_channel`). No torch here.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from penstock.errors import WaitTimeoutError
+
+LOOK_S = 0.001  # between two looks at links that are sending: they do not say when they are done
+_LONGEST_PAUSE_S = 0.05
+
+
+class SendingLink(Protocol):
+    """What goes before chunks: a link of hidden states (`pipeline.links.link.Link`)."""
+
+    @property
+    def is_sending(self) -> bool:
+        """Whether a frame waits to leave this process."""
+        ...
+
+
+class Rate(Protocol):
+    """How many bytes may go when."""
+
+    def take(self, num_bytes: int) -> float:
+        """Take the right to send so many bytes now; 0.0 if it is granted, else the seconds to wait."""
+        ...
+
+
+class NoRateLimit:
+    """As fast as it goes."""
+
+    def take(self, num_bytes: int) -> float:
+        return 0.0
+
+
+class ByteRate:
+    """A token bucket: so many bytes a second on average, and a burst at once.
+
+    Args:
+        bytes_per_s: above 0.
+        burst_bytes: what may go at once after a pause. A chunk that is longer waits for a full bucket, and is
+            paid for by those behind it.
+        clock: monotonic seconds.
+    """
+
+    def __init__(
+        self, bytes_per_s: float, burst_bytes: int, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        assert bytes_per_s > 0, bytes_per_s
+        assert burst_bytes > 0, burst_bytes
+        self._bytes_per_s, self._burst_bytes, self._clock = bytes_per_s, burst_bytes, clock
+        self._level = float(burst_bytes)  # may be below 0
+        self._filled_at = clock()
+
+    def take(self, num_bytes: int) -> float:
+        """See `Rate.take`."""
+        now = self._clock()
+        filled = self._level + (now - self._filled_at) * self._bytes_per_s
+        self._level, self._filled_at = min(filled, float(self._burst_bytes)), now
+        lacking = min(num_bytes, self._burst_bytes) - self._level
+        if lacking > 1e-6:  # less is what rounding leaves
+            return lacking / self._bytes_per_s
+        self._level -= num_bytes
+        return 0.0
+
+
+class Turns:
+    """Gives a bulk channel its turns.
+
+    Args:
+        links: that go before it.
+        rate: of its bytes.
+        clock: monotonic seconds.
+        pause: waits for so many seconds.
+    """
+
+    def __init__(
+        self,
+        links: Sequence[SendingLink] = (),
+        rate: Rate | None = None,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        pause: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self._links, self._rate = links, rate or NoRateLimit()
+        self._clock, self._pause = clock, pause
+
+    def await_turn(self, num_bytes: int, timeout_s: float) -> None:
+        """Return when a chunk of so many bytes may go at once.
+
+        Raises:
+            WaitTimeoutError: hidden states or the rate have not let it go in time.
+        """
+        deadline = self._clock() + timeout_s
+        while (wait_s := self._wait_s(num_bytes)) > 0:
+            if self._clock() >= deadline:
+                raise WaitTimeoutError(
+                    f"a chunk has waited {timeout_s:g} s for its turn.",
+                    remedy="Raise the byte rate, or give it another way than hidden states have.",
+                )
+            self._pause(min(wait_s, _LONGEST_PAUSE_S))
+
+    def _wait_s(self, num_bytes: int) -> float:
+        if any(link.is_sending for link in self._links):
+            return LOOK_S
+        return self._rate.take(num_bytes)

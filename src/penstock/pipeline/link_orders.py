@@ -1,0 +1,89 @@
+"""Where a rank obeys orders to exchange one of its links at a named step.
+
+    supervisor ──AttachLink(7, one end)──▶ both ranks, beside the plans
+    core       ──plan with LinkOrder(7, first_step=N)──▶ all ranks: the two that it concerns open their ends
+    step N     crosses link 7;  the receiver reports that the link of before is empty
+
+Plans are the log that all ranks replay, so that both ends read of N before either comes to it. Called once
+for a plan that has orders, before its step; the links themselves change over
+(`pipeline.links.switched_link`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from penstock.batch import LinkOrder
+from penstock.errors import ProtocolError
+from penstock.pipeline.links.link import Link
+from penstock.pipeline.links.switched_link import SwitchedLink
+
+
+class LinkOrders:
+    """The orders of plans, as one rank obeys them.
+
+    Args:
+        stage, tp_rank: of this rank.
+        incoming: from the stage before, if there is one.
+        outgoing: to ranks of the next stage, by their numbers there.
+        open_end: opens this rank's end of the link that an order names.
+        released: is told the number of a link once the one before it is empty.
+    """
+
+    def __init__(
+        self,
+        stage: int,
+        tp_rank: int,
+        *,
+        incoming: SwitchedLink | None,
+        outgoing: Mapping[int, SwitchedLink],
+        open_end: Callable[[LinkOrder], Link],
+        released: Callable[[int], None],
+    ) -> None:
+        self._stage, self._tp_rank = stage, tp_rank
+        self._incoming, self._outgoing = incoming, outgoing
+        self._open_end, self._released = open_end, released
+
+    def obey(self, orders: Sequence[LinkOrder]) -> None:
+        """Obey the orders of a plan.
+
+        Raises:
+            WaitTimeoutError: an end was not handed over in time.
+            ProtocolError: there is no such link.
+        """
+        for order in orders:
+            if (order.stage + 1, order.receiver) == (self._stage, self._tp_rank):
+                self._receive_over(order)
+            if (order.stage, order.sender) == (self._stage, self._tp_rank):
+                self._send_over(order)
+
+    def _receive_over(self, order: LinkOrder) -> None:
+        """The receiver says when the old link is empty: it is the one that empties it."""
+        if self._incoming is None:
+            raise _no_such_link(order)
+        self._incoming.attach(self._open_end(order), order.first_step, lambda: self._released(order.number))
+
+    def _send_over(self, order: LinkOrder) -> None:
+        link = self._outgoing.get(order.receiver)
+        if link is None:
+            raise _no_such_link(order)
+        link.attach(self._open_end(order), order.first_step)
+
+
+class NoLinkOrders:
+    """Of a rank whose links stay as long as the epoch."""
+
+    def obey(self, orders: Sequence[LinkOrder]) -> None:
+        """Raise `ProtocolError` if there are any."""
+        for order in orders:
+            raise _no_such_link(order)
+
+
+NO_LINK_ORDERS = NoLinkOrders()
+
+
+def _no_such_link(order: LinkOrder) -> ProtocolError:
+    return ProtocolError(
+        f"link {order.number} was to be exchanged at step {order.first_step}, between rank {order.sender} of "
+        f"stage {order.stage} and rank {order.receiver} of the next one, and no such link can be."
+    )

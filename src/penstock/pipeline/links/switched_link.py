@@ -1,0 +1,88 @@
+"""A link in whose place another one comes at a named step, without a new epoch.
+
+    frames of steps < N ──▶ link of before ──╮
+                                             ├──▶ the same receive, in the order of steps
+    frames of steps >= N ─▶ link 7 ──────────╯
+
+Both ends know N from the plans before it, and frames name their steps, so that nothing is lost, repeated or
+overtaken: the sender puts step N into the new link when the one before has all frames up to N - 1, and the
+receiver turns to the new one when it has taken those. The receiver lets go of the old link at once. The
+sender keeps it for as many steps as can be in flight: by then step N has come back, and so the old link is
+empty.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from torch import Tensor
+
+from penstock.pipeline.links.frame import FrameHeader
+from penstock.pipeline.links.link import Link, RecvHandle
+from penstock.trace.phases import NOBODYS, PhaseClock
+
+
+class SwitchedLink:
+    """One end of a link that can be exchanged between two steps. Implements `Link`; belongs to one thread.
+
+    Args:
+        link: with which the epoch begins; belongs to this one, as all that follow do.
+        keep_steps: for how many steps a link that was left is kept open.
+    """
+
+    def __init__(self, link: Link, keep_steps: int = 0) -> None:
+        self._present = link
+        self._keep_steps = keep_steps
+        self._coming: deque[tuple[int, Link, Callable[[], None]]] = deque()  # by first step
+        self._left: deque[tuple[int, Link, Callable[[], None]]] = deque()  # by the step that releases it
+
+    @property
+    def is_sending(self) -> bool:
+        """See `Link.is_sending`."""
+        return self._present.is_sending
+
+    def attach(self, link: Link, first_step: int, released: Callable[[], None] = lambda: None) -> None:
+        """Use another link for the frames of a step and of all later ones.
+
+        Args:
+            first_step: not before that of any link attached earlier. It is the next step if it has passed:
+                both ends hear of the link with the same plan.
+            released: called when the link of before has been closed at this end.
+        """
+        self._coming.append((first_step, link, released))
+
+    def send_frame(self, header: FrameHeader, tensors: Sequence[Tensor], clock: PhaseClock = NOBODYS) -> None:
+        """See `Link.send_frame`."""
+        if self._coming or self._left:
+            self._advance(header.step_id)
+        self._present.send_frame(header, tensors, clock)
+
+    def receive_frame(
+        self,
+        header: FrameHeader,
+        out: Sequence[Tensor],
+        requests: Sequence[str] = (),
+        clock: PhaseClock = NOBODYS,
+    ) -> RecvHandle:
+        """See `Link.receive_frame`. All frames before this one have been waited for."""
+        if self._coming or self._left:
+            self._advance(header.step_id)
+        return self._present.receive_frame(header, out, requests, clock)
+
+    def close(self) -> None:
+        """See `Link.close`; links that were not used yet are closed too."""
+        for _, link, _ in (*self._left, *self._coming):
+            link.close()
+        self._present.close()
+
+    def _advance(self, step_id: int) -> None:
+        """Take the link of this step, and let go of those that nobody needs any more."""
+        while self._coming and self._coming[0][0] <= step_id:
+            first_step, link, released = self._coming.popleft()
+            self._left.append((first_step + self._keep_steps, self._present, released))
+            self._present = link
+        while self._left and self._left[0][0] <= step_id:
+            _, link, released = self._left.popleft()
+            link.close()
+            released()
