@@ -50,6 +50,7 @@ _OF_PRECEDENCE: Mapping[Precedence, Mapping[tuple[int, int], int]] = {
 FAREWELL_MS = 10_000  # the kernel's time for what was written before the close
 _MOST_LEFTOVERS = 64  # pieces of 64 KiB that a closing end reads and forgets
 _GONE = select.POLLRDHUP | select.POLLHUP | select.POLLERR
+_TLS_ENDS = (ssl.SSLEOFError, ssl.SSLZeroReturnError)  # what TLS calls an end, announced or not
 _IP_FAMILIES = (socket.AF_INET, socket.AF_INET6)
 KeptPolls = dict[int, select.poll]  # by events
 _WIRE_REMEDY = "Run the same Penstock version on all hosts, and let nothing else connect to the link ports."
@@ -268,7 +269,7 @@ def stream_error(name: str, error: Exception) -> PeerError:
         is_named = error.message.startswith(name)
         told = f"{name}: {error.message}"
         return error if is_named else type(error)(told, remedy=error.remedy, code=error.code)
-    if isinstance(error, ssl.SSLError):
+    if isinstance(error, ssl.SSLError) and not isinstance(error, _TLS_ENDS):
         why = (error.reason or str(error)).replace("_", " ").lower()
         return ProtocolError(f"{name}: TLS says {why}.", remedy=_WIRE_REMEDY)
     if isinstance(error, TimeoutError):
