@@ -383,6 +383,7 @@ class FakeExecutor:
         self.told_use = NO_STORE_USE  # what the ranks tell next of the store
         self.builds_at_once = True  # grammars are told as soon as they are named; else by `tell_built`
         self._built: list[BuiltGrammar] = []
+        self.told_spans: list[StageSpans] = []
         self._due: deque[bytes] = deque()
         self._num_released = 0
         self._returned_step = -1
@@ -419,7 +420,7 @@ class FakeExecutor:
         return []
 
     def spans(self) -> list[StageSpans]:
-        return []
+        return self.told_spans
 
     def wait_sources(self) -> list[int]:
         """Nothing to wait for but `poll`."""

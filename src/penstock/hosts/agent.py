@@ -22,6 +22,7 @@ from penstock.hosts.agent_messages import (
     Accepted,
     AgentHello,
     AllowEpoch,
+    AskClock,
     AskResources,
     Ended,
     EndFailed,
@@ -36,6 +37,7 @@ from penstock.hosts.agent_messages import (
     StartMeasuring,
     StartRank,
     ToAgent,
+    ToldClock,
     TouchEnd,
     TouchMember,
 )
@@ -196,8 +198,15 @@ class Agent:
             self._scout.ask(message)
         elif isinstance(message, AskResources):
             self._wire.send(Resources(resources=self._host.resources()))
+        elif isinstance(message, AskClock):
+            self._tell_clock(message)
         else:
             assert isinstance(message, Heartbeat), message
+
+    def _tell_clock(self, question: AskClock) -> None:
+        """Answer at once. That it was heard a while before, behind other messages, counts as time on the way."""
+        now_ns = round(self._clock() * 1e9)
+        self._wire.send(ToldClock(asked_ns=question.asked_ns, heard_ns=now_ns, replied_ns=now_ns))
 
     def _start(
         self, message: StartRank | StartMeasuring, rank: RankConfig, start: Callable[[RankConfig], Member]

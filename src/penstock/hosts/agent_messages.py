@@ -7,6 +7,7 @@ that the head gives, so that it need not wait for an answer, except for where a 
                                                      AgentHello(what the host can give)
     Heartbeat() each second                  ──▶     Heartbeat() each second
     AskResources() each second               ──▶     Resources(…)
+    AskClock(time) each second               ──▶     ToldClock(…)
                                                      LogLines(what was printed there), within bounds
     AllowEpoch(credentials)                  ──▶
     StartRank(7, config)                     ──▶     Started(7, "pid 4711"), Said(7, Alive), … Ended(7, 0)
@@ -123,6 +124,12 @@ class AskResources(msgspec.Struct, frozen=True, tag="ask_resources"):
     """Say what the host can give now."""
 
 
+class AskClock(msgspec.Struct, frozen=True, kw_only=True, tag="ask_clock"):
+    """Say what the host's monotonic clock shows. `asked_ns`: what the head's shows; comes back."""
+
+    asked_ns: int
+
+
 ToAgent = (
     AllowEpoch
     | StartRank
@@ -134,6 +141,7 @@ ToAgent = (
     | Join
     | TouchEnd
     | AskResources
+    | AskClock
     | Heartbeat
     | ToScout
 )
@@ -154,6 +162,14 @@ class Resources(msgspec.Struct, frozen=True, kw_only=True, tag="resources"):
     """What the host can give now."""
 
     resources: HostResources
+
+
+class ToldClock(msgspec.Struct, frozen=True, kw_only=True, tag="told_clock"):
+    """What the host's monotonic clock has shown when it read an `AskClock`, and when it answered."""
+
+    asked_ns: int
+    heard_ns: int
+    replied_ns: int
 
 
 class Started(msgspec.Struct, frozen=True, kw_only=True, tag="started"):
@@ -218,6 +234,7 @@ ToHead = (
     AgentHello
     | Heartbeat
     | Resources
+    | ToldClock
     | Started
     | Said
     | Ended

@@ -32,6 +32,7 @@ from penstock.hosts.agent_messages import (
     Accepted,
     AgentHello,
     AllowEpoch,
+    AskClock,
     AskResources,
     AtEnd,
     AtMember,
@@ -49,6 +50,7 @@ from penstock.hosts.agent_messages import (
     StartMeasuring,
     StartRank,
     ToHead,
+    ToldClock,
     TouchEnd,
     TouchMember,
 )
@@ -64,6 +66,8 @@ from penstock.process.child import StatusEvent
 from penstock.process.config import MeasureConfig, RankConfig
 from penstock.process.control import ControlMessage
 from penstock.process.endpoints import HeldEnd
+from penstock.process.pipe_hosts import HostClock
+from penstock.trace.host_clock import ClockAnswer, ClockEstimate
 from penstock.trust.credentials import Credentials
 from penstock.trust.peer_names import PeerName
 
@@ -238,6 +242,7 @@ class RemoteHost:
         self._spare_bytes = 0
         self._is_lost = self._is_doubtful = False
         self._heard_at = self._tended_at = -math.inf
+        self._clock_estimate = ClockEstimate()  # it may have been started anew, with another clock
 
     @property
     def is_there(self) -> bool:
@@ -263,8 +268,17 @@ class RemoteHost:
         if silence_s > SILENCE_LIMIT_S:
             self._wire.give_up(f"it has given no sign of life for {silence_s:.1f} s.")
             self.pump()
+        self.tell(AskClock(asked_ns=self._now_ns()))
         self.tell(Heartbeat())
         self.tell(AskResources())
+
+    def clocks(self) -> Sequence[HostClock]:
+        """See `RankHost.clocks`. The agent is asked each second (`tend`)."""
+        best = self._clock_estimate.best()
+        if best is None:
+            return []
+        error_ns = best.error_at_ns(self._now_ns())
+        return [HostClock(host=self.name, offset_ns=best.offset_ns, error_ns=error_ns)]
 
     def resources(self) -> HostResources:
         """As of the agent's last word: it is asked each second (`tend`), and now."""
@@ -381,6 +395,9 @@ class RemoteHost:
             raise ProtocolError(f"the host {self.name} does not say where it listens.")
         return answer.invitation
 
+    def _now_ns(self) -> int:
+        return round(self._clock() * 1e9)
+
     def _take(self, message: ToHead) -> None:
         if isinstance(message, Started | Said | Ended):
             member = self._members.get(message.number)
@@ -393,6 +410,9 @@ class RemoteHost:
             self._resources = msgspec.structs.replace(message.resources, name=self.name)
         elif isinstance(message, SpareKept):
             self._spare_bytes = message.own_bytes
+        elif isinstance(message, ToldClock):
+            answer = ClockAnswer(message.asked_ns, message.heard_ns, message.replied_ns, self._now_ns())
+            self._clock_estimate.add(answer)
         elif isinstance(message, FromScout):
             self.scout_answers[message.number] = message
         elif isinstance(message, LogLines):

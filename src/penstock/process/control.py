@@ -21,6 +21,7 @@ from penstock.errors import ErrorInfo, ProtocolError
 from penstock.process.child import read_config
 from penstock.process.config import RankConfig, RankProcessConfig
 from penstock.process.endpoints import CoreEndpoints, MeetingEndpoint, RankEndpoints
+from penstock.process.pipe_hosts import PipeHosts
 
 _MAX_BYTES = 1 << 16
 _MAX_DESCRIPTORS = 250  # of one message: the kernel takes 253
@@ -76,7 +77,9 @@ class UseModel(msgspec.Struct, frozen=True, kw_only=True, tag="use_model"):
     identity: bytes
 
 
-ControlMessage = Stop | EpochLost | BeginMeasuring | BecomeRank | UseModel | RankEndpoints | CoreEndpoints
+ControlMessage = (
+    Stop | EpochLost | BeginMeasuring | BecomeRank | UseModel | RankEndpoints | CoreEndpoints | PipeHosts
+)
 
 
 class ControlSocket:

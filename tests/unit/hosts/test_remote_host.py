@@ -427,3 +427,24 @@ def test_alive_is_enough_for_a_member_to_count_as_heard(pair: Pair) -> None:
     member.read_status()
     assert member.has_spoken
     assert MemoryHandle(number=1) != HeldEnd(number=1)
+
+
+def test_the_clock_of_a_host_is_known_from_its_answers_until_it_begins_anew(pair: Pair) -> None:
+    assert pair.host.clocks() == []
+    pair.clock.now = 5000.0
+    pair.tend(10.0)
+    pair.serve()  # at 5001
+    pair.head_clock.now = 10.004
+    pair.host.pump()
+    (clock,) = pair.host.clocks()
+    assert clock.host == "desk"
+    assert clock.offset_ns == pytest.approx((10.002 - 5001) * 1e9, abs=1000)
+    assert clock.error_ns == pytest.approx(2e6, abs=1000)
+    pair.tend(20.0)
+    (later,) = pair.host.clocks()
+    assert later.offset_ns == clock.offset_ns
+    assert later.error_ns > clock.error_ns, "clocks drift"
+    ends = socket.socketpair()
+    pair.host.attach(AgentWire(ends[0], ToHead), AgentHello(resources=pair.own.resources(), kinds=[]))
+    assert pair.host.clocks() == [], "a host that is back may have another clock"
+    ends[1].close()

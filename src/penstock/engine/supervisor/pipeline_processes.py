@@ -167,6 +167,9 @@ class PipelineProcesses:
             except (OSError, PenstockError) as error:
                 # No memory, or a host or a file that has gone: perhaps later.
                 self._lose(PeerError(f"no new epoch could begin: {error}.").info(), {})
+        core = self._members.get(CORE)
+        if core is not None and core.is_ready:  # one that still waits for ranks would take it as a new epoch
+            self._layout.tell(core)
 
     def kill_hung(self) -> None:
         """Kill stages that do not leave an epoch which is over: they are then lost as any other."""

@@ -14,7 +14,7 @@ import msgspec
 import pytest
 
 from fakes import CoreRig, FakeExecutor, oracle_scores, oracle_tokens
-from penstock.batch import AllocateKV
+from penstock.batch import AllocateKV, StageSpans
 from penstock.config.engine import CacheConfig, EvictionPolicy, ParallelConfig, SchedulerConfig
 from penstock.engine.core.core_assembly import build_core, prove_stages
 from penstock.engine.core.core_server import CoreServer
@@ -23,11 +23,13 @@ from penstock.engine.ipc import (
     AddRequest,
     ClientSocket,
     CoreSocket,
+    GetTrace,
     Hello,
     Operate,
     Operated,
     SessionsChanged,
     StepUpdates,
+    Trace,
     Welcome,
 )
 from penstock.engine.stats import CoreStats
@@ -39,6 +41,7 @@ from penstock.process.child import Abandoned, Ready, StatusEvent
 from penstock.process.config import CoreConfig
 from penstock.process.control import ControlReader, ControlSocket, EpochLost, Stop
 from penstock.process.endpoints import CoreEndpoints, Restarts, RingHandle
+from penstock.process.pipe_hosts import HostClock, PipeHosts
 from penstock.request import Follower, GenerationRequest, RequestUpdate, SamplingParams
 
 WAIT_S = 10.0  # a bound for hangs, never waited for
@@ -303,6 +306,29 @@ def test_g4_every_client_hears_which_sessions_are_open() -> None:
         assert receive(late)[0] == receive(other)[0] == SessionsChanged([], ["s"])
         other.close()
         late.close()
+
+
+def test_clients_hear_where_the_stages_are_and_get_traces_on_one_clock() -> None:
+    hosts = PipeHosts(
+        stages=["tower", "desk"], clocks=[HostClock(host="desk", offset_ns=-4_000, error_ns=20)]
+    )
+    spans = [StageSpans(stage=stage, began_ns=5_000, phases=b"", durations_ns=[], steps=[]) for stage in (0, 1)]
+    with serving() as served:
+        served.rig.executor.told_spans = spans
+        other = served.connect()
+        served.client.send(Hello())
+        assert receive(served.client) == [WELCOME]
+        served.client.send(GetTrace())
+        assert receive(served.client) == [Trace(spans)]
+        served.control.send(hosts)
+        assert receive(served.client) == [hosts]
+        other.send(Hello())
+        assert receive(other, 2) == [WELCOME, hosts]
+        served.client.send(GetTrace())
+        (trace,) = receive(served.client)
+        assert isinstance(trace, Trace)
+        assert [report.start_ns for report in trace.spans] == [5_000, 1_000]
+        other.close()
 
 
 def test_g4_every_client_hears_that_a_session_was_idle_for_too_long() -> None:

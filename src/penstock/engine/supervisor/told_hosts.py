@@ -1,0 +1,59 @@
+"""Tells a core over which hosts its pipe runs, and what is known of the ways and clocks between them.
+
+A core needs it to put the times of all stages on one clock, and its clients to show it. Stages and ways are
+told as soon as they change, clocks about once a second. Used by `engine.supervisor.pipe_layout`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from penstock.engine.supervisor.launch import ITEM_SIZES, LaunchPlan
+from penstock.hosts.member import Member
+from penstock.hosts.rank_host import Hosts
+from penstock.pipeline.links.frame import NUM_CARRIED
+from penstock.process.pipe_hosts import NO_PIPE_HOSTS, PipeHosts
+
+CLOCKS_EVERY_S = 1.0
+
+
+class ToldHosts:
+    """What one core has been told.
+
+    Args:
+        hosts: all that there are.
+        clock: monotonic seconds.
+    """
+
+    def __init__(self, hosts: Hosts, clock: Callable[[], float]) -> None:
+        self._hosts = hosts
+        self._clock = clock
+        self._core: Member | None = None
+        self._told = NO_PIPE_HOSTS
+        self._told_at = -math.inf
+
+    def tell(self, core: Member, plan: LaunchPlan) -> None:
+        """Tell a core that serves what is new; nothing where there is one host."""
+        if len(self._hosts) == 1:
+            return
+        now = self._clock()
+        present = self._present(plan)
+        is_new = core is not self._core or _layout(present) != _layout(self._told)
+        if is_new or now - self._told_at >= CLOCKS_EVERY_S:
+            self._core, self._told, self._told_at = core, present, now
+            core.hand(present)
+
+    def _present(self, plan: LaunchPlan) -> PipeHosts:
+        item_bytes = ITEM_SIZES[plan.ranks[0].dtype]
+        return PipeHosts(
+            stages=[shape.host for shape in plan.stage_shapes],
+            links=list(self._hosts.routes.links()),
+            clocks=self._hosts.clocks(),
+            token_bytes=NUM_CARRIED * plan.spec.hidden_size * item_bytes,
+        )
+
+
+def _layout(hosts: PipeHosts) -> object:
+    """All but the clocks."""
+    return hosts.stages, hosts.links
