@@ -204,7 +204,7 @@ class Agent:
             assert isinstance(message, Heartbeat), message
 
     def _tell_clock(self, question: AskClock) -> None:
-        """Answer at once. That it was heard a while before, behind other messages, counts as time on the way."""
+        """Answer at once. That the question waited behind other messages counts as time on its way."""
         now_ns = round(self._clock() * 1e9)
         self._wire.send(ToldClock(asked_ns=question.asked_ns, heard_ns=now_ns, replied_ns=now_ns))
 

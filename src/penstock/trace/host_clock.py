@@ -30,7 +30,7 @@ class ClockAnswer(NamedTuple):
 
     @property
     def is_possible(self) -> bool:
-        """Whether both clocks go forward, and the other host did not hold the question longer than it took."""
+        """Whether both clocks go forward, and the question was not held for longer than everything took."""
         return 0 <= self.replied_ns - self.heard_ns <= self.answered_ns - self.asked_ns
 
     @property

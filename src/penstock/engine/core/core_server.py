@@ -122,7 +122,7 @@ class CoreServer:
             self._begin_epoch(message)
         elif isinstance(message, PipeHosts):
             self._pipe.note(message)
-            self._clients.send_all(message)
+            self._show_hosts()
         else:
             self._abandon()
             return False
@@ -225,7 +225,7 @@ class CoreServer:
         else:
             opened = self._core.operations.sessions.opened()
             sessions = [SessionsChanged(opened, [])] if opened else []
-            self._clients.welcome(client, [self._welcome, *sessions, *self._pipe.told()])
+            self._clients.welcome(client, [self._welcome, *sessions, *self._pipe.shown()])
 
     def _add(self, client: bytes, message: AddRequest) -> None:
         num_sequences = self._welcome.num_sequences + 1 + len(message.request.followers)
@@ -239,3 +239,11 @@ class CoreServer:
     def _beat(self) -> None:
         self._last_beat = self._clock()
         self._clients.beat()
+        if judged := self._pipe.follow(self._core.spans):
+            for link in judged:
+                self._report(link)
+            self._show_hosts()
+
+    def _show_hosts(self) -> None:
+        for hosts in self._pipe.shown():
+            self._clients.send_all(hosts)

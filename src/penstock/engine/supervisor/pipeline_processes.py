@@ -37,6 +37,7 @@ from penstock.engine.supervisor.reports import (
     of_replica,
     rank_parts,
 )
+from penstock.engine.supervisor.told_hosts import link_speed_report
 from penstock.engine.supervisor.wiring import Wiring
 from penstock.errors import ErrorInfo, PeerError, PenstockError
 from penstock.executor.base import first_cause
@@ -133,6 +134,8 @@ class PipelineProcesses:
             self._reporter.report(progress)
         elif isinstance(event, child_process.TensorsRead):
             self._first_loads.add(event.digests)
+        elif isinstance(event, child_process.LinkJudged):
+            self._reporter.report(link_speed_report(event))
         elif isinstance(event, child_process.WeightsLoaded):
             self._first_loads.identify(member.member_index, event.identity)
             self._reporter.report(

@@ -267,7 +267,14 @@ class Metrics:
         for clock in hosts.clocks:
             offsets.add_metric([self._label, clock.host], clock.offset_ns / 1e9)
             errors.add_metric([self._label, clock.host], clock.error_ns / 1e9)
-        yield from (offsets, errors)
+        slow = GaugeMetricFamily(
+            PREFIX + "host_link_slow",
+            "1 while a link between two hosts carries less than half of what was measured.",
+            labels=["model_name", "hosts"],
+        )
+        for link in hosts.links:
+            slow.add_metric([self._label, "+".join(link.hosts)], float(link.is_slow))
+        yield from (offsets, errors, slow)
 
     def _gauge(self, name: str, text: str, value: float) -> GaugeMetricFamily:
         family = GaugeMetricFamily(PREFIX + name, text, labels=["model_name"])

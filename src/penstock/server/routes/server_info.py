@@ -50,8 +50,7 @@ def shapes_on(hosts: PipeHosts, shapes: Sequence[StageShape]) -> list[StageShape
     if len(hosts.stages) != len(shapes):  # nothing was told yet
         return list(shapes)
     return [
-        msgspec.structs.replace(shape, host=host)
-        for shape, host in zip(shapes, hosts.stages, strict=True)
+        msgspec.structs.replace(shape, host=host) for shape, host in zip(shapes, hosts.stages, strict=True)
     ]
 
 

@@ -312,7 +312,9 @@ def test_clients_hear_where_the_stages_are_and_get_traces_on_one_clock() -> None
     hosts = PipeHosts(
         stages=["tower", "desk"], clocks=[HostClock(host="desk", offset_ns=-4_000, error_ns=20)]
     )
-    spans = [StageSpans(stage=stage, began_ns=5_000, phases=b"", durations_ns=[], steps=[]) for stage in (0, 1)]
+    spans = [
+        StageSpans(stage=stage, began_ns=5_000, phases=b"", durations_ns=[], steps=[]) for stage in (0, 1)
+    ]
     with serving() as served:
         served.rig.executor.told_spans = spans
         other = served.connect()
