@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -20,6 +21,7 @@ MS = 1_000_000
 SECOND = 1000 * MS
 TOKEN_BYTES = 4096
 SPEED = 125e6  # bytes per second, as measured
+NUM_FRAMES = 4  # that the link holds
 AWAY_NS = 77 * SECOND  # what the clock of the other host shows in addition
 LINK = HostLink(
     hosts=("desk", "tower"),
@@ -60,11 +62,12 @@ class Wire:
         self.late_ns: Callable[[], int] = lambda: 0
         self.now_ns = SECOND
         self._step = 0
-        self._free_ns = self._ready_ns = 0  # the wire and the receiver, from then on
+        self._free_ns = self._ready_ns = self._come_ns = 0  # wire and receiver, and when the last frame came
+        self._taken_ns: deque[int] = deque([0] * NUM_FRAMES, maxlen=NUM_FRAMES)
         self.judged: list[LinkJudged] = []
 
     def play(self, seconds: float, *frames: Frame) -> list[LinkJudged]:
-        """Let these plans cross again and again, each second one behind a probe; what was judged meanwhile."""
+        """Let these plans cross again and again, behind a probe each second; what was judged meanwhile."""
         until_ns, judged_before = self.now_ns + round(seconds * SECOND), len(self.judged)
         while self.now_ns < until_ns:
             self._second(frames)
@@ -85,13 +88,15 @@ class Wire:
         step = self._step, frame.num_tokens
         sender.begin(*step)
         sender.spend(Phase.FORWARD, frame.after_ns)
+        sender.spend(Phase.WAIT_NEXT, max(0, self._taken_ns[0] - sender.now_ns))
         sender.spend(Phase.COMM, 10_000)
         num_bytes = 64 + frame.num_tokens * TOKEN_BYTES
         self._free_ns = max(self._free_ns, sender.now_ns) + round(1e9 * num_bytes / self.speed)
-        arrival_ns = self._free_ns + 100_000 + self.late_ns()
+        arrival_ns = self._come_ns = max(self._come_ns, self._free_ns + 100_000 + self.late_ns())
         receiver.begin(*step)
         receiver.spend(Phase.WAIT_PREV, max(5_000, arrival_ns - receiver.now_ns))
         receiver.spend(Phase.COMM, 10_000)
+        self._taken_ns.append(receiver.now_ns)
         receiver.spend(Phase.FORWARD, frame.compute_ns)
         self._ready_ns = receiver.now_ns
 
@@ -148,7 +153,7 @@ def test_passages_are_read_from_the_spans_of_a_stage() -> None:
 
 
 @pytest.mark.parametrize(
-    "frames", [(CHUNK,), (CHUNK, DECODE, DECODE), (DECODE._replace(after_ns=0),)], ids=str
+    "frames", [(CHUNK,), (CHUNK, DECODE, DECODE), (CHUNK._replace(after_ns=0),)], ids=str
 )
 def test_r15_a_link_that_becomes_slow_is_told_once_and_once_when_it_is_well_again(
     wire: Wire, frames: tuple[Frame, ...]
