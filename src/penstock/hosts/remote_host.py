@@ -255,6 +255,17 @@ class RemoteHost:
         """What becomes readable when a member has news."""
         return [self._bell] if self._wire.failure else [self._bell, self._wire]
 
+    @property
+    def wires(self) -> Collection[Waitable]:
+        """What becomes readable when its agent has said something."""
+        return [] if self._wire.failure else [self._wire]
+
+    def attend(self) -> None:
+        """Take what has come, and wake whoever waits for a member that has news."""
+        self.pump()
+        if any(member.has_news for member in self._members.values()):
+            self._bell.ring()
+
     def tend(self, now: float) -> None:
         """See `RankHost.tend`. A host that has been silent for too long is lost, and its members are."""
         if now - self._tended_at < TEND_EVERY_S:

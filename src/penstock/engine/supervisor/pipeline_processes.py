@@ -164,7 +164,7 @@ class PipelineProcesses:
             self._end_epoch()
         for text in self._layout.look():
             self._reporter.report(Notice(text=text))
-        if losses.is_due(time.monotonic()) and self._is_settled():
+        if losses.is_due(time.monotonic()) and self._is_settled() and self._have_ways():
             try:
                 self._begin_epoch()
             except (OSError, PenstockError) as error:
@@ -280,6 +280,14 @@ class PipelineProcesses:
             self._members[CORE].hand(EpochLost(settlement.refusal, "all"))
         return settlement.is_settled
 
+    def _have_ways(self) -> bool:
+        """Whether the ways between the hosts are known. Where nobody has ended perhaps a way has, so that
+        all of them are looked at again first."""
+        routes = self._hosts.routes
+        if self._losses.missing or any(self._has_moved(index) for index in self._members):
+            return routes.is_settled
+        return routes.review((self._plan.core.replica, self._losses.epoch))
+
     def _has_ended(self) -> bool:
         """Whether any member has."""
         return any(member.exit_code is not None for member in self.members)
@@ -324,8 +332,6 @@ class PipelineProcesses:
             self._bury(index)
         self._losses.give_up(moved)
         missing = self._losses.begin()
-        if not missing:  # nobody has ended: perhaps a way between hosts has
-            self._hosts.routes.review()
         for index in missing:
             self._fill(index)
             self._restarts[index] += 1

@@ -129,14 +129,8 @@ class PathFinder:
             why = error.message if isinstance(error, PenstockError) else f"{error.strerror or error}."
             self._tell(f"the ways between {_both(scouts)} were not looked for: {why}")
 
-    def find_again(self, host: str) -> None:
-        """Look anew at the ways to a host that is back."""
-        for names, scouts in list(self._pairs.items()):
-            if host in names:
-                self.find(*scouts)
-
     def review(self) -> None:
-        """See `Routes.review`."""
+        """Look anew at all ways that were looked for."""
         for scouts in list(self._pairs.values()):
             self.find(*scouts)
 

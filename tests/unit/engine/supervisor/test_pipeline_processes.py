@@ -57,13 +57,19 @@ REJOIN_TIMEOUT_S = 20.0
 
 
 class ReviewedRoutes(DefaultRoutes):
-    """Counts how often the ways between the hosts are looked at."""
+    """Notes when the ways between the hosts are looked at, for as long as a test likes.
+
+    Attributes:
+        occasions: of each question.
+    """
 
     def __init__(self) -> None:
-        self.num_reviews = 0
+        self.is_settled = True
+        self.occasions: list[object] = []
 
-    def review(self) -> None:
-        self.num_reviews += 1
+    def review(self, occasion: object) -> bool:
+        self.occasions.append(occasion)
+        return self.is_settled
 
 
 class Replica:
@@ -329,13 +335,23 @@ def test_g1_ways_are_looked_at_when_an_epoch_ends_though_nobody_has(
     stage = replica.other.members[0]
     stage.say(Abandoned(epoch=0, error=LinkClosedError("the link is broken.").info()))
     replica.hear()
+    num_handed = len(stage.handed)
+    replica.routes.is_settled = False
     replica.processes.recover()
-    assert replica.routes.num_reviews == 1
+    replica.processes.recover()
+    assert replica.routes.occasions == [(None, 0)] * 2, "it does not wait, and asks again"
+    assert len(stage.handed) == num_handed
+    replica.routes.is_settled = True
+    replica.processes.recover()
     assert isinstance(stage.handed[-1], RankEndpoints)
     stage.leave(-9)  # a lost rank is no matter of ways
+    replica.routes.is_settled = False  # but they are looked for, since a host is back
+    replica.processes.recover()
+    assert len(replica.other.members) == 1
+    replica.routes.is_settled = True
     replica.processes.recover()
     assert len(replica.other.members) == 2
-    assert replica.routes.num_reviews == 1
+    assert replica.routes.occasions == [(None, 0)] * 3
 
 
 @pytest.mark.parametrize("parallel", [{"tied_head": "transfer"}], ids=str)

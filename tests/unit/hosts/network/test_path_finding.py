@@ -202,10 +202,8 @@ def test_g1_the_path_falls_back_with_a_warning_once(hosts: Hosts) -> None:
     hosts.finder.review()
     assert hosts.told == []
     hosts.set_speeds(940, 87)
-    hosts.finder.find_again("desk")
+    hosts.finder.review()
     assert "run over eth0" in hosts.told[0]
-    hosts.finder.find_again("another")
-    assert len(hosts.told) == 1
 
 
 def test_g1_a_way_whose_interface_has_gone_is_named(hosts: Hosts) -> None:
@@ -283,7 +281,8 @@ def test_g1_a_host_that_is_lost_meanwhile_is_said(hosts: Hosts) -> None:
 def test_hosts_that_nobody_has_looked_at_listen_as_they_are_asked(hosts: Hosts) -> None:
     assert hosts.finder.between("tower", "attic") == DEFAULT_ROUTES.between("tower", "attic")
     assert DEFAULT_ROUTES.links() == []
-    DEFAULT_ROUTES.review()
+    assert DEFAULT_ROUTES.is_settled
+    assert DEFAULT_ROUTES.review(1)
 
 
 @pytest.mark.parametrize(
