@@ -120,7 +120,11 @@ class GatheredHosts:
         self._search = WaySearch(directory / "ways", tell, warn)
         self._scout = self._own_scout(identity, ports, self._addresses.__getitem__)
         visits = Visits(lambda address: self._own_scout(identity, ports, lambda _: address), ports)
-        self._gate = self._open_gate(settings, identity, directory, address, visits)
+        try:
+            self._gate = self._open_gate(settings, identity, directory, address, visits)
+        except BaseException:
+            self._search.close()
+            raise
         if warning := loopback_warning(*address):
             warn(warning)
         self.sources: Sequence[Waitable] = (self._gate, self._search)

@@ -226,6 +226,7 @@ class RemoteHost:
         self._awaited = 0  # the end whose place is asked for
         self._answers: list[Accepted | EndFailed] = []
         self.scout_answers: dict[int, FromScout] = {}
+        self._clock_estimate = ClockEstimate()  # it notices when the host has begun anew, with another clock
         self._bell = Bell()
         self.attach(wire, hello)
 
@@ -242,7 +243,6 @@ class RemoteHost:
         self._spare_bytes = 0
         self._is_lost = self._is_doubtful = False
         self._heard_at = self._tended_at = -math.inf
-        self._clock_estimate = ClockEstimate()  # it may have been started anew, with another clock
 
     @property
     def is_there(self) -> bool:

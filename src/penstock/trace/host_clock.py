@@ -50,7 +50,7 @@ class ClockAnswer(NamedTuple):
 
 
 class ClockEstimate:
-    """The best that is known of the clock of one host, from the start of its agent on.
+    """The best that is known of the clock of one host.
 
     Drift makes all errors grow alike, so that an answer which is worse than a newer one stays worse: only the
     best one is kept.
@@ -70,7 +70,7 @@ class ClockEstimate:
 
     def _is_better(self, answer: ClockAnswer, best: ClockAnswer) -> bool:
         """Whether to believe an answer rather than the best one so far. Two that exclude each other mean that
-        the other clock was set or stood still, as when its host sleeps: then the newer one is right."""
+        the other clock began anew with its host, or stood still while that slept: the newer one is right."""
         error_ns = best.error_at_ns(answer.answered_ns)
         are_compatible = abs(answer.offset_ns - best.offset_ns) <= answer.error_ns + error_ns
         return answer.error_ns <= error_ns or not are_compatible

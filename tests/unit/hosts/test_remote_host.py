@@ -16,7 +16,16 @@ from penstock.families.registry import resolve_model_directory
 from penstock.faults import parse
 from penstock.hosts import remote_host
 from penstock.hosts.agent import HEAD_LIMIT_S, Agent, AllowedNames
-from penstock.hosts.agent_messages import AgentHello, Hand, LogLines, StartRank, ToAgent, ToHead
+from penstock.hosts.agent_messages import (
+    AgentHello,
+    AskClock,
+    Hand,
+    LogLines,
+    StartRank,
+    ToAgent,
+    ToHead,
+    ToldClock,
+)
 from penstock.hosts.agent_wire import AgentWire
 from penstock.hosts.bell import Bell
 from penstock.hosts.member import Waitable
@@ -429,7 +438,7 @@ def test_alive_is_enough_for_a_member_to_count_as_heard(pair: Pair) -> None:
     assert MemoryHandle(number=1) != HeldEnd(number=1)
 
 
-def test_the_clock_of_a_host_is_known_from_its_answers_until_it_begins_anew(pair: Pair) -> None:
+def test_the_clock_of_a_host_is_known_from_its_answers_and_may_begin_anew(pair: Pair) -> None:
     assert pair.host.clocks() == []
     pair.clock.now = 5000.0
     pair.tend(10.0)
@@ -446,5 +455,13 @@ def test_the_clock_of_a_host_is_known_from_its_answers_until_it_begins_anew(pair
     assert later.error_ns > clock.error_ns, "clocks drift"
     ends = socket.socketpair()
     pair.host.attach(AgentWire(ends[0], ToHead), AgentHello(resources=pair.own.resources(), kinds=[]))
-    assert pair.host.clocks() == [], "a host that is back may have another clock"
-    ends[1].close()
+    assert pair.host.clocks() == [later], "what is known stays until it says something else"
+    agent: AgentWire[ToAgent] = AgentWire(ends[1], ToAgent)
+    pair.tend(30.0)
+    (question,) = (message for message in agent.receive() if isinstance(message, AskClock))
+    agent.send(ToldClock(asked_ns=question.asked_ns, heard_ns=7, replied_ns=7))  # it was started a moment ago
+    pair.head_clock.now = 30.5
+    pair.host.pump()
+    (clock,) = pair.host.clocks()
+    assert clock.offset_ns == pytest.approx(30.25e9, abs=1000)
+    agent.close()
