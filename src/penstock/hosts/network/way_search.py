@@ -42,13 +42,11 @@ class HostElsewhere(Protocol):
     Attributes:
         name: of the host.
         scout_answers: by number, those that nobody has taken.
+        wires: over which it says something; none when it is lost, and another one when it is back.
     """
 
     name: str
     scout_answers: dict[int, FromScout]
-
-    @property
-    def is_there(self) -> bool: ...
 
     @property
     def wires(self) -> Collection[Waitable]: ...
@@ -66,12 +64,16 @@ class HostLine:
         self.scout_answers = host.scout_answers
         self._search = search
         self._host = host
+        self._asked_over: list[Waitable] = []
 
     @property
     def is_there(self) -> bool:
-        return self._host.is_there and not self._search.is_closed
+        """Whether it can still answer what it was asked last."""
+        is_same = bool(self._asked_over) and list(self._host.wires) == self._asked_over
+        return is_same and not self._search.is_closed
 
     def tell(self, message: msgspec.Struct) -> None:
+        self._asked_over = list(self._host.wires)
         self._search.pass_on(self._host, message)
 
     def pump_until(self, condition: Callable[[], bool], timeout_s: float) -> bool:

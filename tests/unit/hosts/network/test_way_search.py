@@ -12,6 +12,7 @@ import msgspec
 import pytest
 
 from penstock.hosts.bell import Bell
+from penstock.hosts.member import Waitable
 from penstock.hosts.network.interfaces import address_named
 from penstock.hosts.network.measuring_door import ListeningPlace
 from penstock.hosts.network.scout import Listening, Survey, WayToTry
@@ -56,12 +57,11 @@ class Elsewhere:
 
     def __init__(self) -> None:
         self.name = "desk"
-        self.is_there = True
         self.scout_answers: dict[int, FromScout] = {}
         self.told: list[msgspec.Struct] = []
         self.tellers: set[int] = set()
         self.wire = Bell()
-        self.wires = [self.wire]
+        self.wires: list[Waitable] = [self.wire]
         self._answers: list[FromScout] = []
 
     def tell(self, message: msgspec.Struct) -> None:
@@ -158,7 +158,7 @@ def test_r15_ways_are_reviewed_once_for_each_occasion(searching: Searching) -> N
 def test_r15_a_host_that_is_lost_meanwhile_holds_nobody_up(searching: Searching) -> None:
     searching.begin()
     searching.attend_until(lambda: searching.desk.told)
-    searching.desk.is_there = False
+    searching.desk.wires = []
     searching.search.attend()
     searching.attend_until(lambda: searching.search.is_settled)
     assert [line for _, line in searching.lines] == [
