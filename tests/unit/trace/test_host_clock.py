@@ -101,3 +101,19 @@ def test_what_cannot_be_is_left_out(answer: ClockAnswer) -> None:
     estimate = ClockEstimate()
     estimate.add(answer)
     assert estimate.best() is None
+
+
+def test_what_follows_from_something_else_is_shown_behind_it_within_the_bound() -> None:
+    """Frames go there and back between two hosts for a minute; the far one begins anew in the midst."""
+    chance = random.Random(9)
+    estimate, far = ClockEstimate(), FarClock(-9 * SECOND, drift=-0.5 * DRIFT)
+    for asked_ns in range(0, 60 * SECOND, SECOND):
+        if asked_ns == 30 * SECOND:
+            far.ahead_ns += 1000 * SECOND
+        estimate.add(far.answer(asked_ns, chance.randrange(10**6), chance.randrange(10**6)))
+        offset_ns, error_ns = offset_and_error(estimate, asked_ns + SECOND)
+        sent_ns = asked_ns + 500_000_000
+        for way_ns in (0, chance.randrange(10**6)):
+            received_ns = far.shows(sent_ns + way_ns) + offset_ns
+            returned_ns = sent_ns + 2 * way_ns
+            assert sent_ns - error_ns <= received_ns <= returned_ns + error_ns

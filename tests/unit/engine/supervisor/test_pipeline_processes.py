@@ -16,15 +16,24 @@ from penstock.engine.supervisor import pipeline_processes
 from penstock.engine.supervisor.launch import resolve
 from penstock.engine.supervisor.pipe_layout import PipeLayout
 from penstock.engine.supervisor.pipeline_processes import PipelineProcesses, begin_together
-from penstock.engine.supervisor.reports import Event, Notice, Recovered, StageLoaded, StageLost, event_line
+from penstock.engine.supervisor.reports import (
+    Caution,
+    Event,
+    Notice,
+    Recovered,
+    StageLoaded,
+    StageLost,
+    event_line,
+)
 from penstock.errors import LinkClosedError, ModelConfigError, WaitTimeoutError
 from penstock.hosts.member_watch import MemberWatch
 from penstock.hosts.network.routes import DefaultRoutes
 from penstock.hosts.rank_host import Hosts
-from penstock.process.child import Abandoned, Ready, TensorsRead, WeightsLoaded
+from penstock.process.child import Abandoned, LinkJudged, Ready, TensorsRead, WeightsLoaded
 from penstock.process.config import FirstLoad
 from penstock.process.control import EpochLost, Stop
 from penstock.process.endpoints import CoreEndpoints, RankEndpoints
+from penstock.process.pipe_hosts import PipeHosts
 from stand_in_hosts import LOADED, StandInHost
 
 
@@ -188,6 +197,35 @@ def serve(replica: Replica) -> None:
         member.say(WeightsLoaded(bytes_read=2, seconds=0.1, identity=b"model"))
         member.say(Ready(rank=LOADED))
     replica.hear()
+
+
+def test_r15_a_core_that_serves_is_told_of_its_hosts_and_tells_of_slow_links(replica: Replica) -> None:
+    """One that still waits for ranks would take the message for another epoch."""
+    serve(replica)
+    core = replica.head.members[1]
+    replica.processes.recover()
+    assert not any(isinstance(message, PipeHosts) for message in core.handed)
+    core.say(Ready())
+    replica.hear()
+    replica.processes.recover()
+    assert isinstance(told := core.handed[-1], PipeHosts)
+    assert told.stages == ["attic", "cellar"]
+    slow = LinkJudged(
+        sender="attic", receiver="cellar", is_slow=True, bytes_per_s=2.5e6, measured_bytes_per_s=117.5e6
+    )
+    core.say(slow)
+    core.say(msgspec.structs.replace(slow, is_slow=False))
+    replica.hear()
+    assert replica.events[-2:] == [
+        Caution(
+            text="The link from attic to cellar carries 20 Mbit/s, and was measured with 940 Mbit/s. "
+            "Look for other traffic, a damaged cable or a weak signal."
+        ),
+        Notice(
+            text="The link from attic to cellar is well again: it carries at least half of the 940 Mbit/s that "
+            "it should."
+        ),
+    ]
 
 
 def test_g1_d15_a_start_and_a_recovery_say_who_computes_in_another_class(replica: Replica) -> None:
