@@ -222,8 +222,8 @@ def test_r15_a_core_that_serves_is_told_of_its_hosts_and_tells_of_slow_links(rep
             "Look for other traffic, a damaged cable or a weak signal."
         ),
         Notice(
-            text="The link from attic to cellar is well again: it carries at least half of the 940 Mbit/s that "
-            "it should."
+            text="The link from attic to cellar is well again: it carries at least half of the 940 Mbit/s "
+            "that it should."
         ),
     ]
 
