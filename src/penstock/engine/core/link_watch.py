@@ -10,10 +10,12 @@ tell the latency of the way. What a frame with tokens takes beyond that its byte
 while the one before was still on its way begins when that one has come. Frames that follow each other so are
 a run, and a run is compared with what it would take at the measured speed:
 
-- slow: more than twice as long, and all the time the receiver was waiting. A receiver that is busy, and takes
-  a frame late, proves nothing;
-- well: not more than twice as long, whoever waited;
+- slow: more than twice as long at least;
+- well: not more than twice as long at most;
 - neither: too few bytes to tell. An idle link is not judged.
+
+Only frames count that the receiver has waited for: when one has come that a busy receiver took late nobody
+knows.
 
 A link becomes slow when all runs were slow in some windows of time in a row, and is well again likewise, so
 that a stall, or other traffic for some seconds, changes nothing.
@@ -42,7 +44,7 @@ LEAST_WAIT_NS = 200_000  # of a receiver that has come before its frame
 SPARE_NS = 3_000_000  # that a run may take in addition: two processes have to be woken
 SPARE_TRIPS = 8  # of the way, in addition: TCP opens its window from round trip to round trip
 LONG_RUN = 10  # times what may come in addition: then a run is judged while it goes on
-NUM_PROBES = 3  # the last ones tell the latency
+NUM_PROBES = 10  # the last ones tell the latency, and how much it varies
 MAX_STEPS = 1024  # of a report: of a tiny model they are left out
 
 
@@ -125,17 +127,15 @@ class _Verdict:
 
 
 class _Run:
-    """Frames that followed each other on the wire without a pause.
+    """Frames that followed each other on the wire without a pause, and that the receiver has waited for.
 
     Attributes:
-        expected_ns: at the measured speed.
-        least_ns, most_ns: that it took.
-        is_exact: the receiver has waited for each of them.
+        expected_ns: that they take at the measured speed.
+        least_ns, most_ns: that they took.
     """
 
     def __init__(self) -> None:
         self.expected_ns = self.least_ns = self.most_ns = 0
-        self.is_exact = True
 
 
 class _Hop:
@@ -158,7 +158,8 @@ class _Hop:
         self._arrived: dict[int, _Passage] = {}
         self._latencies: deque[int] = deque(maxlen=NUM_PROBES)
         self._run = _Run()
-        self._free_ns = 0  # when the last frame had come
+        self._free_ns = 0  # when the last frame had come, or was taken
+        self._is_exact = False  # the receiver has waited for it
 
     def note(self, sent: Sequence[_Passage], arrived: Sequence[_Passage]) -> bool:
         """Take what both ends report; return whether the verdict has changed."""
@@ -183,11 +184,12 @@ class _Hop:
             if earliest_ns > self._free_ns:  # the wire was idle
                 has_changed = self._end_run()
                 run = self._run
-            run.expected_ns += round(sent.num_tokens * self._token_ns)
-            run.most_ns += max(0, at_ns - max(earliest_ns, self._free_ns))
-            run.least_ns += max(0, at_ns - max(latest_ns, self._free_ns))
-            run.is_exact = run.is_exact and arrived.waited_ns >= LEAST_WAIT_NS
-            self._free_ns = max(self._free_ns, at_ns)
+            is_awaited = arrived.waited_ns >= LEAST_WAIT_NS
+            if is_awaited:
+                run.expected_ns += round(sent.num_tokens * self._token_ns)
+                run.least_ns += max(0, at_ns - max(latest_ns, self._free_ns))
+                run.most_ns += at_ns - (max(earliest_ns, self._free_ns) if self._is_exact else earliest_ns)
+            self._free_ns, self._is_exact = max(self._free_ns, at_ns), is_awaited
             if run.expected_ns > LONG_RUN * self.spare_ns:
                 has_changed |= self._end_run()
         return has_changed
@@ -195,10 +197,9 @@ class _Hop:
     def _end_run(self) -> bool:
         """Judge the run, and begin another; return whether the verdict has changed."""
         run, self._run = self._run, _Run()
-        most_ns = SLOWNESS * run.expected_ns
-        is_slow = run.is_exact and run.least_ns > most_ns + self.spare_ns
-        is_well = run.most_ns + self.fuzz_ns <= most_ns
-        if run.expected_ns < LEAST_NS or not (is_slow or is_well):
+        is_slow = run.least_ns > SLOWNESS * run.expected_ns + self.spare_ns
+        is_well = run.most_ns + self.fuzz_ns <= SLOWNESS * run.expected_ns
+        if run.expected_ns < LEAST_NS or is_slow == is_well:
             return False
         bytes_per_s = self._speed * run.expected_ns / max(run.least_ns, 1)
         return self.verdict.add(self._free_ns, is_slow, bytes_per_s)

@@ -163,7 +163,7 @@ def test_r15_a_link_that_becomes_slow_is_told_once_and_once_when_it_is_well_agai
     (slow,) = wire.play(LONG_S, *frames)
     assert (slow.sender, slow.receiver, slow.is_slow) == ("tower", "desk", True)
     assert slow.measured_bytes_per_s == SPEED
-    assert slow.bytes_per_s == pytest.approx(SPEED / 5, rel=0.15)
+    assert 0.99 * SPEED / 5 < slow.bytes_per_s < SPEED / 3, "at most: of frames taken late nothing is known"
     (link,) = wire.watch.shown()[0].links
     assert link.is_slow
     assert (link.reduced_bytes_per_s_in, link.reduced_bytes_per_s_out) == (slow.bytes_per_s, 0.0)
