@@ -75,7 +75,7 @@ def told() -> Iterator[Told]:
 def test_stages_and_ways_are_told_as_soon_as_they_change(told: Told) -> None:
     (first,) = told.news()
     assert (first.stages, first.links, first.clocks) == (["tower", "desk"], [], [])
-    assert first.token_bytes == 2 * 4 * told.plan.spec.hidden_size, "two tensors in float32"
+    assert first.token_bytes == 2 * 2 * told.plan.spec.hidden_size, "two tensors in bfloat16"
     assert told.news() == []
     told.plan = told.plan_over("tower")
     (relaid,) = told.news()
