@@ -52,6 +52,9 @@ class Sizes:
     think_s: float = 0.01
     case_s: float = 1.5  # of a stage that is timed alone
     chunks: int = 20
+    trace_requests: int = 500
+    trace_stretch: float = 4.0
+    lose_every_s: float = 20.0
 
 
 QUICK = Sizes(
@@ -69,6 +72,9 @@ QUICK = Sizes(
     think_s=0.001,
     case_s=0.2,
     chunks=3,
+    trace_requests=40,
+    trace_stretch=3.0,
+    lose_every_s=8.0,
 )
 
 
@@ -82,6 +88,7 @@ class Bed:
         scratch: directory for what the programs keep.
         partition: layers of the two stages.
         llama_python: interpreter with llama.cpp; "": there is none.
+        trace: file of a trace; "." where none is played.
     """
 
     model: str
@@ -91,6 +98,7 @@ class Bed:
     sizes: Sizes
     partition: str = "even"
     llama_python: str = ""
+    trace: Path = Path()
 
     @property
     def stages(self) -> list[str]:

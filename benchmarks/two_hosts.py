@@ -1,8 +1,9 @@
 """The bars for one model over two hosts, measured between two network namespaces of this machine.
 
-    python benchmarks/two_hosts.py [--bars throughput,delay,stream,one-core,llama,tls,chunk,crash,idle,start]
-                                   [--model 0.5b] [--partition 16,8] [--rounds 5]
-                                   [--llama-python DIR/bin/python] [--quick]
+    python benchmarks/two_hosts.py
+        [--bars throughput,delay,stream,one-core,llama,tls,chunk,crash,trace,idle,start]
+        [--model 0.5b] [--partition 16,8] [--rounds 5] [--llama-python DIR/bin/python] [--trace FILE]
+        [--quick]
 
 A head (`penstock serve`) runs on one host, a worker on the other, each with its stage on a core of its own.
 `0.5b` is a seeded random checkpoint of the shape of Qwen2.5-0.5B in bfloat16, made in a temporary directory;
@@ -16,6 +17,8 @@ a directory or `demo` may stand in its place. Two cores and what docs/test-bed.m
 - tls: against links in plain text at 1 Gbit/s.
 - chunk: a chunk of 512 tokens against line rate, and after an idle time at a round trip of 50 ms.
 - crash: the longest pause of running requests when something is killed, stopped or cut off; same tokens.
+- trace: requests of a real trace while a host is lost every 20 s: none lost, and the tokens of an undisturbed
+  run. The file is `AzureLLMInferenceTrace_conv.csv` of 2023 from AzurePublicDataset, or one of its form.
 - idle: CPU time of all processes of each host, of an engine without requests.
 - start: from the start of a worker to serving, against the same start on one host.
 
@@ -60,6 +63,7 @@ from host_bed import (
 )
 from host_load import Decoded, differing, median_of, plans_to_fill
 from host_pauses import FaultRuns, Outcome, fault_table
+from host_trace import trace
 from host_wire import hidden_bytes, ping_pong, send_chunks
 from peers.checkpoint import FULL_SHAPE, make_checkpoint
 from peers.engine_process import EngineProcess
@@ -79,6 +83,8 @@ from penstock.process.config import MeasureConfig, RankConfig
 from served import title_of
 from served_hosts import SoleServer
 
+REPOSITORY = Path(__file__).resolve().parent.parent
+TRACE = REPOSITORY.parent / "shared" / "data" / "traces" / "azure_llm_2023_conv.csv"
 OWN_MODEL, OWN_PARTITION = "0.5b", "16,8"  # its head is worth eight layers
 JUMBO = 9000  # bytes of a packet where a program carries them
 RPC_PORT = 50052
@@ -112,6 +118,7 @@ def main() -> int:
             sizes=sizes,
             llama_python=options.llama_python,
             partition=options.partition or (OWN_PARTITION if options.model == OWN_MODEL else "even"),
+            trace=options.trace,
         )
         print(f"machine: {machine()}; commit {commit()}; model {options.model}", flush=True)
         all_met = True
@@ -135,6 +142,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=0, help="of each comparison, and of each fault")
     parser.add_argument("--cores", help="of the head and of the worker, such as 0,1")
     parser.add_argument("--llama-python", default="", help="without it that bar is left out")
+    parser.add_argument("--trace", type=Path, default=TRACE, help="without the file that bar is left out")
     parser.add_argument("--quick", action="store_true", help="short runs: does it work?")
     options = parser.parse_args()
     own = sorted(os.sched_getaffinity(0))
@@ -146,6 +154,9 @@ def parse_options() -> argparse.Namespace:
     if not options.llama_python and "llama" in options.bars:
         progress("llama is left out: give --llama-python")
         options.bars.remove("llama")
+    if not options.trace.is_file() and "trace" in options.bars:
+        progress(f"trace is left out: {options.trace} is not there")
+        options.bars.remove("trace")
     return options
 
 
@@ -492,6 +503,7 @@ BARS: Mapping[str, Callable[[Bed], Found]] = {
     "tls": tls,
     "chunk": chunk,
     "crash": crash,
+    "trace": trace,
     "idle": idle,
     "start": start,
 }

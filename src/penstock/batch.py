@@ -266,10 +266,16 @@ class StageSpans(msgspec.Struct, frozen=True, tag="spans", kw_only=True):
 
     stage: int
     began_ns: int  # of the host's monotonic clock
+    shift_ns: int = 0  # to add to it to have it in the head's time; the core says so
     phases: bytes  # [num_spans] `trace.phases.Phase`
     durations_ns: list[int]  # [num_spans]
     steps: list[tuple[int, int, int]]  # index of the step's first span, step id, tokens
     replica: int = 0
+
+    @property
+    def start_ns(self) -> int:
+        """When the first span has begun, in the head's time as far as the core knows it."""
+        return self.began_ns + self.shift_ns
 
 
 class StoreUse(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

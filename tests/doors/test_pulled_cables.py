@@ -35,6 +35,15 @@ class Served:
         self._start(worker, "desk", ["worker", "--join", address, "--name", "desk", *joining])
         wait_until(lambda: "ready in" in self.log("head"), WAIT_S)
 
+    def stage_hosts(self) -> list[str]:
+        """Return the host of each stage, as `/server_info` has it."""
+        connection = http.client.HTTPConnection("127.0.0.1", PORT)
+        with self._head.socket() as connection.sock:
+            connection.sock.settimeout(WAIT_S)
+            connection.sock.connect(("127.0.0.1", PORT))
+            connection.request("GET", "/server_info")
+            return [stage["host"] for stage in json.loads(connection.getresponse().read())["stages"]]
+
     def log(self, name: str) -> str:
         """What a program has printed."""
         return (self._directory / f"{name}.log").read_text("utf-8")
@@ -80,6 +89,7 @@ def test_r15_a_pulled_cable_costs_a_pause_and_no_token_and_the_host_comes_back(t
         expected = served.answer()
         assert served.answer(other.link.pull) == expected
         assert "without desk: stage 1 goes to" in served.log("head")
+        wait_until(lambda: served.stage_hosts() == [served.stage_hosts()[0]] * 2, WAIT_S)
         other.link.plug()
         wait_until(lambda: "desk may take stages" in served.log("head"), WAIT_S)
         assert served.answer() == expected

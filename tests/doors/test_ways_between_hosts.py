@@ -134,6 +134,12 @@ def test_g1_the_faster_cable_is_used_and_left_when_it_is_pulled(two_hosts: TwoHo
     two_hosts.await_said("head", "links between desk and tower run over eth0")
     two_hosts.await_said("head", "The best way to the other host cannot be used (an interface has no")
     assert two_hosts.ask() == 6
+    wait_until(lambda: two_hosts.info()["links"][0]["interfaces"] == ["eth0", "eth0"], WAIT_S)
+    wait_until(lambda: len(two_hosts.info()["clocks"]) == 2, WAIT_S)
+    of_head, of_worker = two_hosts.info()["clocks"]
+    assert of_head == {"host": "tower", "offset_ns": 0, "error_ns": 0}
+    assert of_worker["host"] == "desk"
+    assert abs(of_worker["offset_ns"]) <= of_worker["error_ns"], "it is the clock of the same machine"
 
 
 def test_g1_a_worker_behind_a_firewall_dials(two_hosts: TwoHosts) -> None:

@@ -1,7 +1,8 @@
 """Two hosts whose network delays, jitters and stalls, or loses a process: always the tokens of one host.
 
 The runs are functions of their seeds: a hundred with a bad network, and one with each loss in it besides.
-Stalls and losses come when so many ids have come, and not at a time.
+Stalls and losses come when so many ids have come, and not at a time; but for one run in which a host is lost
+every few seconds, and requests come as they like.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import pytest
 from bad_weather import weather
 from checkpoints import make_checkpoint
 from host_faults import FAULTS, Fault
+from host_losses import HOST_FAULTS, HostLosses, Timed, compared, play
 from linked_engines import PROMPTS, make_llm
 from namespaces import NetworkUnavailableError
 from network import Host, ShapedLink, shaped_network
@@ -27,6 +29,7 @@ from served_hosts import PairServer
 ENGINES, RUNS = 5, 20  # a hundred seeds
 NUM_IDS, NUM_DRAWN_IDS = 12, 8
 HANG_S = 60.0
+NUM_TIMED, EVERY_S, LOSE_EVERY_S = 40, 1.0, 8.0
 DRAWN = {"temperature": 0.9, "seed": 7}
 IDS = [prompt["prompt_token_ids"] for prompt in PROMPTS]
 
@@ -121,6 +124,31 @@ def test_g1_r4_seeded_losses_in_a_bad_network_change_no_token(
         strike = striking_once(fault, server, hosts, after=chosen.randrange(1, NUM_IDS))
         assert answers(server, IDS, NUM_IDS, strike) == expected[0], fault.name
         server.await_event("recovered", HANG_S, first)
+
+
+@pytest.mark.soak
+def test_g1_r15_a_host_that_is_lost_every_few_seconds_loses_no_request_and_changes_no_token(
+    server: PairServer, hosts: Hosts
+) -> None:
+    """Requests come at times of their own, and tokens slowly, so that losses meet many of them in between."""
+    hosts[1].link.set_delay(0.02)
+    chosen = random.Random("a host lost every few seconds")
+    requests = [
+        Timed(
+            arrival_s=number * EVERY_S + chosen.uniform(0.0, EVERY_S),
+            prompt=chosen.choices(range(10, 140), k=chosen.randrange(4, 40)),
+            num_output=chosen.randrange(16, 64),
+        )
+        for number in range(NUM_TIMED)
+    ]
+    expected = play(server.client, [request._replace(arrival_s=0.0) for request in requests])
+    with HostLosses(server, hosts, LOSE_EVERY_S) as losses:
+        answers = play(server.client, requests)
+    found = compared(requests, answers, expected)
+    assert not any(answer.error for answer in expected)
+    assert losses.troubles == []
+    assert set(losses.struck) == {fault.name for fault in HOST_FAULTS}
+    assert found.is_good, (found, [answer.error for answer in answers if answer.error])
 
 
 def striking_once(fault: Fault, server: PairServer, hosts: Hosts, after: int) -> Callable[[int, int], None]:

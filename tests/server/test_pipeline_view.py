@@ -18,6 +18,7 @@ from penstock.config.limits import Limits
 from penstock.config.server import ServerConfig
 from penstock.process.config import HostLink, StageShape
 from penstock.process.endpoints import Restarts
+from penstock.process.pipe_hosts import HostClock, PipeHosts
 from penstock.server.http.lifecycle import Lifecycle
 from penstock.server.routes.pipeline_view import FRAME_S, PipelineRoute
 from penstock.trace.phases import Phase
@@ -223,6 +224,20 @@ def test_g1_server_info_says_in_which_class_each_rank_computes(last: str, is_mix
     assert info["are_classes_mixed"] == is_mixed
     names = ["stage 0", "stage 1 tp 0", "stage 1 tp 1"]
     assert info["numeric_classes"] == [dict(zip(names, classes, strict=True)), {}]
+
+
+def test_r15_server_info_follows_a_pipe_that_is_laid_over_other_hosts() -> None:
+    link = msgspec.structs.replace(LINK, hosts=("shelf", "tower"))
+    clock = HostClock(host="shelf", offset_ns=-5, error_ns=70)
+    hosts = PipeHosts(stages=["tower", "shelf"], links=[link], clocks=[clock])
+    with LiveServer(TwoReplicas(state=Status(stats=stats(), hosts=hosts)), model=model()) as live:
+        info = json.loads(live.request("GET", "/server_info")[1])
+        metrics = live.request("GET", "/metrics")[1]
+    assert [stage["host"] for stage in info["stages"]] == ["tower", "shelf"]
+    assert [stage["end_layer"] for stage in info["stages"]] == [5, 8]
+    assert info["links"] == [json.loads(msgspec.json.encode(link))]
+    assert info["clocks"] == [{"host": "shelf", "offset_ns": -5, "error_ns": 70}]
+    assert b'penstock_host_clock_error_seconds{host="shelf",model_name="fake"} 7e-08' in metrics
 
 
 def test_rule_4_server_info_shows_settings_and_no_secret() -> None:

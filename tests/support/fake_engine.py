@@ -25,6 +25,7 @@ from penstock.errors import AbortedError, OverloadedError, PenstockError
 from penstock.families.registry import resolve_model_directory
 from penstock.grammar.proving import GrammarModel
 from penstock.operations import Abort, Operation, OperationDone
+from penstock.process.pipe_hosts import NO_PIPE_HOSTS, PipeHosts
 from penstock.request import PoolingParams, RequestUpdate, SamplingParams, TokenLogprobs, VectorShape
 from penstock.server.engine_port import ServedModel
 from penstock.tokenizer.tool_formats import REASONING_FORMATS, TOOL_FORMATS, ModelSyntax
@@ -98,6 +99,7 @@ class Status:
     stats: CoreStats | None = None
     is_full: bool = False
     is_recovering: bool = False
+    hosts: PipeHosts = NO_PIPE_HOSTS
 
 
 @dataclass(kw_only=True)

@@ -385,6 +385,7 @@ class FakeExecutor:
         self.builds_at_once = True  # grammars are told as soon as they are named; else by `tell_built`
         self._built: list[BuiltGrammar] = []
         self.link_orders: list[LinkOrder] = []  # that it was given
+        self.told_spans: list[StageSpans] = []
         self._due: deque[bytes] = deque()
         self._num_released = 0
         self._returned_step = -1
@@ -421,7 +422,7 @@ class FakeExecutor:
         return []
 
     def spans(self) -> list[StageSpans]:
-        return []
+        return self.told_spans
 
     def exchange_link(self, order: LinkOrder) -> None:
         self.link_orders.append(order)

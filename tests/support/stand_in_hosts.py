@@ -22,6 +22,7 @@ from penstock.process.child import StatusEvent
 from penstock.process.config import CoreConfig, MeasureConfig, RankConfig
 from penstock.process.control import ControlMessage
 from penstock.process.endpoints import MemoryHandle
+from penstock.process.pipe_hosts import HostClock
 
 LOADED = RankLoaded(
     stage=1,
@@ -132,6 +133,7 @@ class StandInHost:
         spare_bytes: that it says the spare has.
         free_bytes, num_gpus: that it says it has.
         num_forgotten: how often it was to forget what links were proved by.
+        known_clocks: that it says is known of its clock.
     """
 
     def __init__(self, name: str, *kinds: str) -> None:
@@ -146,6 +148,7 @@ class StandInHost:
         self.spare_bytes = 0
         self.num_forgotten = 0
         self.free_bytes, self.num_gpus = 1 << 34, 0
+        self.known_clocks: list[HostClock] = []
         self.news, self._bell = socket.socketpair()
         self.news.setblocking(False)
 
@@ -174,6 +177,9 @@ class StandInHost:
 
     def resources(self) -> HostResources:
         return HostResources(num_cpus=4, free_bytes=self.free_bytes, num_gpus=self.num_gpus, name=self.name)
+
+    def clocks(self) -> Sequence[HostClock]:
+        return self.known_clocks
 
     def start_rank(self, rank: RankConfig, name: str, member_index: int) -> Member:
         self.ranks.append(rank)

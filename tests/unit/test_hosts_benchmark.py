@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import importlib
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+import host_losses
 from host_faults import FAULTS
+from host_losses import Answer
 from paths import REPOSITORY
+from penstock.cli.bench.workload import TraceRow
 
 with pytest.MonkeyPatch.context() as _patch:
     _patch.syspath_prepend(str(REPOSITORY / "benchmarks"))
     host_load: Any = importlib.import_module("host_load")
     host_pauses: Any = importlib.import_module("host_pauses")
+    host_trace: Any = importlib.import_module("host_trace")
     two_hosts: Any = importlib.import_module("two_hosts")
 
 
@@ -70,6 +75,55 @@ def test_a_crash_may_pause_two_seconds_above_the_reading(pause_s: float, is_same
 def test_silence_has_the_limit_of_heartbeats_besides() -> None:
     silent = next(fault for fault in FAULTS if fault.is_silent)
     assert host_pauses.bar_s(silent, 0.5) == pytest.approx(5.5)
+
+
+def timed(num_output: int) -> Any:
+    return host_losses.Timed(0.0, [1], num_output)
+
+
+def test_a_request_is_lost_if_it_failed_or_was_cut_and_is_another_if_a_token_is() -> None:
+    requests = [timed(2)] * 4
+    expected = [Answer([5, 6])] * 4
+    answers = [Answer([5, 6], "", 3.5, 0.5), Answer([5], "closed"), Answer([5]), Answer([5, 7], "", 0.1, 9.0)]
+    found = host_losses.compared(requests, answers, expected)
+    assert found == (2, 1, 3.5, 9.0)
+    assert not found.is_good
+    assert host_losses.compared(requests, expected, expected).is_good
+
+
+def test_a_trace_is_shaped_to_what_two_cores_can_do() -> None:
+    rows = [
+        TraceRow(arrival_s=0.0, input_len=374, output_len=44),
+        TraceRow(arrival_s=2.5, input_len=9000, output_len=3000),
+        TraceRow(arrival_s=3.0, input_len=3, output_len=1),
+    ]
+    requests = host_trace.shaped(rows, 4.0)
+    assert [request.arrival_s for request in requests] == [0.0, 10.0, 12.0]
+    assert [len(request.prompt) for request in requests] == [23, 96, 1]
+    assert [request.num_output for request in requests] == [11, 128, 1]
+    assert requests == host_trace.shaped(rows, 4.0)
+    longest = two_hosts.Sizes()
+    assert longest.num_input + longest.fault_output >= host_trace.MAX_INPUT + host_trace.MAX_OUTPUT
+
+
+@pytest.mark.parametrize(
+    ("struck", "troubles", "num_lost", "is_met"),
+    [
+        (["a", "b", "a"], [], 0, True),
+        ([], [], 0, False),
+        (["a"], ["a: never back"], 0, False),
+        (["a"], [], 1, False),
+    ],
+)
+def test_the_bar_of_the_trace_is_met_if_hosts_were_lost_and_no_request(
+    struck: list[str], troubles: list[str], num_lost: int, is_met: bool
+) -> None:
+    losses = SimpleNamespace(struck=struck, troubles=troubles)
+    found = host_losses.Comparison(num_lost, 0, 4.25, 6.0)
+    text, was_met = host_trace.summary(two_hosts.QUICK, [timed(3), timed(4)], losses, found)
+    assert was_met == is_met
+    assert "7 tokens" in text
+    assert f"{len(struck)} times, every 8 s" in text
 
 
 def test_every_bar_that_the_text_names_is_there() -> None:

@@ -23,6 +23,7 @@ from penstock.engine.stats import CoreStats
 from penstock.errors import LinkClosedError, ProtocolError
 from penstock.operations import OpenSession, Operation, OperationDone
 from penstock.pipeline.links.plan_channel import bind_socket, has_message
+from penstock.process.pipe_hosts import PipeHosts
 from penstock.request import GenerationRequest, RequestUpdate
 
 HEARTBEAT_S = 1.0  # a core that has nothing to tell says so once a second
@@ -111,7 +112,7 @@ class SessionsChanged(msgspec.Struct, frozen=True, tag="sessions"):
 
 
 ClientToCore = Hello | AddRequest | AbortRequests | GetTrace | Operate
-CoreToClient = Welcome | StepUpdates | Trace | Operated | SessionsChanged
+CoreToClient = Welcome | StepUpdates | Trace | Operated | SessionsChanged | PipeHosts
 
 
 class CoreGone:

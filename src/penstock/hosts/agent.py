@@ -28,6 +28,7 @@ from penstock.hosts.agent_messages import (
     Accepted,
     AgentHello,
     AllowEpoch,
+    AskClock,
     AskResources,
     Ended,
     EndFailed,
@@ -45,6 +46,7 @@ from penstock.hosts.agent_messages import (
     TalkBegins,
     TalkGoesOn,
     ToAgent,
+    ToldClock,
     TouchEnd,
     TouchMember,
 )
@@ -218,10 +220,6 @@ class Agent:
         """Let `serve` return too when this one is readable, and say so."""
         self._watch.watch(source)
 
-    def unwatch(self, source: Waitable) -> None:
-        """Wait for it no longer."""
-        self._watch.unwatch(source)
-
     def reconnect(self, wire: AgentWire[ToAgent]) -> None:
         """Use another connection to the head; the one of before is broken."""
         assert self._wire.failure is not None, "the head is connected"
@@ -330,7 +328,12 @@ class Agent:
             self._ends.touch(message)
         elif isinstance(message, AllowEpoch):
             self._allowed.allow(message.name, message.credentials)
-        elif isinstance(message, KeepSpare):
+        else:
+            self._obey_of_host(message)
+
+    def _obey_of_host(self, message: ToAgent) -> None:
+        """What is about no member and no end."""
+        if isinstance(message, KeepSpare):
             self._keep_spare(message.threads)
         elif isinstance(message, ToScout):
             self._scout.ask(message)
@@ -338,8 +341,15 @@ class Agent:
             self._wire.send(Resources(resources=self._host.resources()))
         elif isinstance(message, TalkBegins):
             self._begin_anew()
+        elif isinstance(message, AskClock):
+            self._tell_clock(message)
         else:
             assert isinstance(message, Heartbeat | TalkGoesOn), message
+
+    def _tell_clock(self, question: AskClock) -> None:
+        """Answer at once. That the question waited behind other messages counts as time on its way."""
+        now_ns = round(self._clock() * 1e9)
+        self._wire.send(ToldClock(asked_ns=question.asked_ns, heard_ns=now_ns, replied_ns=now_ns))
 
     def _start(
         self, message: StartRank | StartMeasuring, rank: RankConfig, start: Callable[[RankConfig], Member]

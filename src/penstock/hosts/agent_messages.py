@@ -8,6 +8,7 @@ that the head gives, so that it need not wait for an answer, except for where a 
     TalkBegins(), or TalkGoesOn()            ──▶     (`hosts.lasting_wire`)
     Heartbeat() each second                  ──▶     Heartbeat() each second
     AskResources() each second               ──▶     Resources(…)
+    AskClock(time) each second               ──▶     ToldClock(…)
                                                      LogLines(what was printed there), within bounds
     AllowEpoch(credentials)                  ──▶
     StartRank(7, config)                     ──▶     Started(7, "pid 4711"), Said(7, Alive), … Ended(7, 0)
@@ -144,6 +145,12 @@ class AskResources(msgspec.Struct, frozen=True, tag="ask_resources"):
     """Say what the host can give now."""
 
 
+class AskClock(msgspec.Struct, frozen=True, kw_only=True, tag="ask_clock"):
+    """Say what the host's monotonic clock shows. `asked_ns`: what the head's shows; comes back."""
+
+    asked_ns: int
+
+
 ToAgent = (
     AllowEpoch
     | StartRank
@@ -155,6 +162,7 @@ ToAgent = (
     | Join
     | TouchEnd
     | AskResources
+    | AskClock
     | Heartbeat
     | TalkBegins
     | TalkGoesOn
@@ -185,6 +193,14 @@ class Resources(msgspec.Struct, frozen=True, kw_only=True, tag="resources"):
     """What the host can give now."""
 
     resources: HostResources
+
+
+class ToldClock(msgspec.Struct, frozen=True, kw_only=True, tag="told_clock"):
+    """What the host's monotonic clock has shown when it read an `AskClock`, and when it answered."""
+
+    asked_ns: int
+    heard_ns: int
+    replied_ns: int
 
 
 class Started(msgspec.Struct, frozen=True, kw_only=True, tag="started"):
@@ -250,6 +266,7 @@ ToHead = (
     | Heartbeat
     | Leaving
     | Resources
+    | ToldClock
     | Started
     | Said
     | Ended

@@ -29,10 +29,10 @@ from penstock.hosts.logs.head_log import HeadLog, ShowLine
 from penstock.hosts.member import Waitable
 from penstock.hosts.network.interfaces import addresses_beside, unmapped
 from penstock.hosts.network.joining_address import join_address, listen_for_workers, loopback_warning
-from penstock.hosts.network.path_finding import PathFinder, pairs_of_pipe
-from penstock.hosts.network.remote_scout import RemoteScout
+from penstock.hosts.network.path_finding import pairs_of_pipe
 from penstock.hosts.network.scout import OwnScout, Scout
 from penstock.hosts.network.visits import Visits
+from penstock.hosts.network.way_search import WaySearch
 from penstock.hosts.rank_host import Hosts
 from penstock.hosts.remote_host import Cluster, RemoteHost
 from penstock.hosts.weights.served_models import ServedModels
@@ -118,13 +118,17 @@ class GatheredHosts:
         self._workers: dict[str, RemoteHost] = {}  # that have had a place
         self._not_needed: set[str] = set()  # names of workers that found none
         address = parse_address(settings.listen_workers, "--listen-workers")
-        self._paths = PathFinder(directory / "ways", tell, warn)
+        self._search = WaySearch(directory / "ways", tell, warn)
         self._scout = self._own_scout(identity, ports, self._addresses.__getitem__)
         visits = Visits(lambda address: self._own_scout(identity, ports, lambda _: address), ports)
-        self._gate = self._open_gate(settings, identity, directory, address, visits)
+        try:
+            self._gate = self._open_gate(settings, identity, directory, address, visits)
+        except BaseException:
+            self._search.close()
+            raise
         if warning := loopback_warning(*address):
             warn(warning)
-        self.sources: Sequence[Waitable] = (self._gate,)
+        self.sources: Sequence[Waitable] = (self._gate, self._search)
         self.hosts = Hosts(self._head)
         tell(
             f"waiting for {_counted(self._num_workers, 'worker')}; on "
@@ -143,19 +147,17 @@ class GatheredHosts:
         Raises:
             UnavailableError: that is so.
         """
-        while len(self._workers_there) < self._num_workers:
-            ready, _, _ = select.select([self._gate, *lifelines], [], [], 1.0)
-            if any(lifeline in ready for lifeline in lifelines):
-                raise UnavailableError("the program that has started the engine is gone.")
-            self.admit()
-            self.tend(time.monotonic())
+        self._wait_until(lambda: len(self._workers_there) >= self._num_workers, lifelines)
         there = self._workers_there
         for one, other in pairs_of_pipe([self._name, *(host.name for host in there)]):
-            self._paths.find(self._scout_of(one), self._scout_of(other))
-        self.hosts = Hosts(self._head, *there, routes=self._paths)
+            self._search.find(self._scout_of(one), self._scout_of(other))
+        self._wait_until(lambda: self._search.is_settled, lifelines)
+        self.hosts = Hosts(self._head, *there, routes=self._search)
 
     def admit(self) -> None:
-        """Take in who has joined: those that are waited for, and those that are back."""
+        """Take in who has joined: those that are waited for, and those that are back. Go on looking for the
+        ways to them."""
+        self._search.attend()
         for address, error in self._gate.take_refused():
             self._tell(f"somebody at {address} was not let in: {error.message}")
         for worker in self._gate.take():
@@ -169,14 +171,25 @@ class GatheredHosts:
         """Let each worker know that the head is there, and see whether it is."""
         for host in self._workers.values():
             host.tend(now)
+        self._search.attend()
 
     def close(self) -> None:
         """Let all go."""
         self._gate.close()
         self._weights.close()
+        self._search.close()
         for host in self._workers.values():
             host.close()
         self._head.close()
+
+    def _wait_until(self, condition: Callable[[], bool], lifelines: Sequence[Waitable]) -> None:
+        """Wait for workers or for their answers, as `gather` does."""
+        while not condition():
+            ready, _, _ = select.select([*self.sources, *lifelines], [], [], 1.0)
+            if any(lifeline in ready for lifeline in lifelines):
+                raise UnavailableError("the program that has started the engine is gone.")
+            self.admit()
+            self.tend(time.monotonic())
 
     def _own_scout(
         self, identity: ClusterIdentity, ports: PortRange, address_for: Callable[[str], str]
@@ -213,19 +226,19 @@ class GatheredHosts:
         if host == self._name:
             return self._scout
         peer = PeerName(cluster=self._cluster.name, host=host, role=AGENT_ROLE)
-        return RemoteScout(self._workers[host], peer)
+        return self._search.scout_of(self._workers[host], peer)
 
     def _find_ways(self, host: str) -> None:
-        """Look for the ways to a host that has joined late, or is back: any stage may be its neighbour. Where
-        ways are known they are looked at when its stages are connected, which may start meanwhile."""
+        """Look for the ways to a host that has joined late, or is back: any stage may be its neighbour. Its
+        stages start meanwhile."""
         others = [self._name, *(worker.name for worker in self._workers_there if worker.name != host)]
         for other in others:
-            self._paths.expect(self._scout_of(other), self._scout_of(host))
+            self._search.find(self._scout_of(other), self._scout_of(host))
 
     @property
     def _has_gathered(self) -> bool:
         """Whether all were there, and the engine is laid over them."""
-        return self.hosts.routes is self._paths
+        return self.hosts.routes is self._search
 
     @property
     def _workers_there(self) -> list[RemoteHost]:

@@ -39,6 +39,7 @@ from penstock.process.config import (
     SpareProcessConfig,
 )
 from penstock.process.control import CONTROL_OPTION, ControlSocket
+from penstock.process.pipe_hosts import HostClock
 from penstock.process.successor import NewParent, SpareSelf, take_over
 
 
@@ -75,6 +76,10 @@ class LocalHost:
 
     def resources(self) -> HostResources:
         return msgspec.structs.replace(self._detect(), name=self.name)
+
+    def clocks(self) -> Sequence[HostClock]:
+        """See `RankHost.clocks`. It is the head's own."""
+        return [HostClock(host=self.name, offset_ns=0, error_ns=0)]
 
     def start_rank(self, rank: RankConfig, name: str, member_index: int) -> Member:
         if (spare := self._spare.take(rank, name, member_index)) is not None:

@@ -24,6 +24,7 @@ from penstock.hosts.member import Member
 from penstock.hosts.network.routes import DEFAULT_ROUTES, Routes
 from penstock.hosts.resources import HostResources
 from penstock.process.config import CoreConfig, MeasureConfig, RankConfig
+from penstock.process.pipe_hosts import HostClock
 
 
 class LinkNeed(msgspec.Struct, frozen=True, kw_only=True, tag="link"):
@@ -138,6 +139,10 @@ class RankHost(Protocol):
 
     def resources(self) -> HostResources:
         """What it can give now."""
+        ...
+
+    def clocks(self) -> Sequence[HostClock]:
+        """What is known of its clock: one entry, or none yet."""
         ...
 
     def start_rank(self, rank: RankConfig, name: str, member_index: int) -> Member:
@@ -257,3 +262,7 @@ class Hosts(Mapping[str, RankHost]):
     def resources(self) -> list[HostResources]:
         """What each of them can give now."""
         return [host.resources() for host in self._by_name.values()]
+
+    def clocks(self) -> list[HostClock]:
+        """What is known of their clocks, in order."""
+        return [clock for host in self._by_name.values() for clock in host.clocks()]

@@ -37,6 +37,7 @@ from penstock.hosts.agent_messages import (
     Accepted,
     AgentHello,
     AllowEpoch,
+    AskClock,
     AskResources,
     AtEnd,
     AtMember,
@@ -54,6 +55,7 @@ from penstock.hosts.agent_messages import (
     StartMeasuring,
     StartRank,
     ToHead,
+    ToldClock,
     TouchEnd,
     TouchMember,
 )
@@ -71,6 +73,8 @@ from penstock.process.child import StatusEvent
 from penstock.process.config import MeasureConfig, RankConfig
 from penstock.process.control import ControlMessage
 from penstock.process.endpoints import HeldEnd
+from penstock.process.pipe_hosts import HostClock
+from penstock.trace.host_clock import ClockAnswer, ClockEstimate
 from penstock.trust.credentials import Credentials
 from penstock.trust.peer_names import PeerName
 
@@ -232,6 +236,7 @@ class RemoteHost:
         self._awaited = 0  # the end whose place is asked for
         self._answers: list[Accepted | EndFailed] = []
         self.scout_answers: dict[int, FromScout] = {}
+        self._clock_estimate = ClockEstimate()  # it notices when the host has begun anew, with another clock
         self.bell = Bell()
         self._begin(wire, hello)
 
@@ -281,6 +286,17 @@ class RemoteHost:
         """What becomes readable when a member has news."""
         return [self.bell] if self._wire.failure else [self.bell, self._wire.connection]
 
+    @property
+    def wires(self) -> Collection[Waitable]:
+        """What becomes readable when its agent has said something."""
+        return [] if self._wire.failure else [self._wire.connection]
+
+    def attend(self) -> None:
+        """Take what has come, and wake whoever waits for a member that has news."""
+        self.pump()
+        if any(member.has_news for member in self._members.values()):
+            self.bell.ring()
+
     def tend(self, now: float) -> None:
         """See `RankHost.tend`. A host that is silent or away for too long is lost, and its members are."""
         if now - self._tended_at < TEND_EVERY_S or self._is_lost:
@@ -296,7 +312,16 @@ class RemoteHost:
             self._lose(LinkClosedError(f"{broken}it has given no sign of life for {silence_s:.1f} s."))
         if self._wire.failure is None:
             self._wire.send_heartbeat()
+            self.tell(AskClock(asked_ns=self._now_ns()))
             self.tell(AskResources())
+
+    def clocks(self) -> Sequence[HostClock]:
+        """See `RankHost.clocks`. The agent is asked each second (`tend`)."""
+        best = self._clock_estimate.best()
+        if best is None:
+            return []
+        error_ns = best.error_at_ns(self._now_ns())
+        return [HostClock(host=self.name, offset_ns=best.offset_ns, error_ns=error_ns)]
 
     def resources(self) -> HostResources:
         """As of the agent's last word: it is asked each second (`tend`), and now."""
@@ -415,6 +440,9 @@ class RemoteHost:
             raise ProtocolError(f"the host {self.name} does not say where it listens.")
         return answer.invitation
 
+    def _now_ns(self) -> int:
+        return round(self._clock() * 1e9)
+
     def _take(self, message: ToHead) -> None:
         if isinstance(message, Started | Said | Ended):
             member = self._members.get(message.number)
@@ -427,6 +455,9 @@ class RemoteHost:
             self._resources = msgspec.structs.replace(message.resources, name=self.name)
         elif isinstance(message, SpareKept):
             self._spare_bytes = message.own_bytes
+        elif isinstance(message, ToldClock):
+            answer = ClockAnswer(message.asked_ns, message.heard_ns, message.replied_ns, self._now_ns())
+            self._clock_estimate.add(answer)
         elif isinstance(message, FromScout):
             self.scout_answers[message.number] = message
         elif isinstance(message, LogLines):

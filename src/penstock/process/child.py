@@ -142,6 +142,22 @@ class Warm(msgspec.Struct, frozen=True, kw_only=True, tag="warm", tag_field="eve
     own_bytes: int
 
 
+class LinkJudged(msgspec.Struct, frozen=True, kw_only=True, tag="link_judged", tag_field="event"):
+    """A link between two hosts has become slow while it was in use, or is well again.
+
+    Attributes:
+        sender, receiver: names of the hosts.
+        bytes_per_s: the most that it has carried while it was becoming slow.
+        measured_bytes_per_s: before it was used.
+    """
+
+    sender: str
+    receiver: str
+    is_slow: bool
+    bytes_per_s: float
+    measured_bytes_per_s: float
+
+
 class ChildFailed(msgspec.Struct, frozen=True, kw_only=True, tag="failed", tag_field="event"):
     """The child is about to exit. `trace` is for the log of a verbose supervisor."""
 
@@ -160,6 +176,7 @@ StatusEvent = (
     | Alive
     | Measured
     | Warm
+    | LinkJudged
     | ChildFailed
 )
 

@@ -282,6 +282,8 @@ class HostLink(msgspec.Struct, frozen=True, kw_only=True):
         interfaces: of each of them, on this way.
         bytes_per_s_out: from the first host to the second.
         bytes_per_s_in: from the second host to the first.
+        reduced_bytes_per_s_out, reduced_bytes_per_s_in: what it has carried at most since it was found to be
+            slow, less than half as much; 0 where it was not.
     """
 
     hosts: tuple[str, str]
@@ -289,6 +291,13 @@ class HostLink(msgspec.Struct, frozen=True, kw_only=True):
     round_trip_s: float
     bytes_per_s_out: float
     bytes_per_s_in: float
+    reduced_bytes_per_s_out: float = 0.0
+    reduced_bytes_per_s_in: float = 0.0
+
+    @property
+    def is_slow(self) -> bool:
+        """Whether either direction was found to be slow."""
+        return bool(self.reduced_bytes_per_s_out or self.reduced_bytes_per_s_in)
 
     def bytes_per_s(self, sender: str) -> float:
         """Return the bytes per second away from one of the two hosts."""

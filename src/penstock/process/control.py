@@ -22,6 +22,7 @@ from penstock.errors import ErrorInfo, LinkClosedError, ProtocolError, WaitTimeo
 from penstock.process.child import read_config
 from penstock.process.config import RankConfig, RankProcessConfig
 from penstock.process.endpoints import CoreEndpoints, LinkEndpoint, MeetingEndpoint, RankEndpoints
+from penstock.process.pipe_hosts import PipeHosts
 
 _MAX_BYTES = 1 << 16
 _MAX_DESCRIPTORS = 250  # of one message: the kernel takes 253
@@ -104,6 +105,7 @@ ControlMessage = (
     | ExchangeLink
     | RankEndpoints
     | CoreEndpoints
+    | PipeHosts
 )
 
 

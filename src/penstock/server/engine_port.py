@@ -18,6 +18,7 @@ from penstock.errors import InvalidRequestError, NotFoundError
 from penstock.grammar.proving import GrammarModel
 from penstock.operations import Operation, OperationDone
 from penstock.process.config import HostLink, StageShape
+from penstock.process.pipe_hosts import PipeHosts
 from penstock.request import PoolingParams, SamplingParams, VectorShape
 from penstock.tokenizer.chat_template import ChatTemplate
 from penstock.tokenizer.detokenizer import Detokenizer
@@ -48,7 +49,7 @@ class StatusLike(Protocol):
     """Whether the pipe answers.
 
     `since`: Unix time of the last change of `ready`; `is_full`: no more requests may wait; `is_recovering`:
-    it is not ready, but who comes now may wait.
+    it is not ready, but who comes now may wait; `hosts`: that the pipe runs over, as far as that was told.
     """
 
     @property
@@ -65,6 +66,8 @@ class StatusLike(Protocol):
     def is_full(self) -> bool: ...
     @property
     def is_recovering(self) -> bool: ...
+    @property
+    def hosts(self) -> PipeHosts: ...
 
 
 class EngineLike(Protocol):

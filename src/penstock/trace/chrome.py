@@ -50,16 +50,24 @@ class Span(NamedTuple):
 
 
 def spans_of(reports: Sequence[StageSpans]) -> Iterator[Span]:
-    """All spans, by stage and time; those after a step's end and before the next one's begin count as its."""
+    """All spans, by stage and time; those after a step's end and before the next one's begin count as its.
+
+    Reports of stages on other hosts are shifted to the head's clock. What is known of that clock grows more
+    exact from report to report: where one would begin before the end of the one before it, it is cut there.
+    """
     newest: dict[StageTrack, tuple[int, int]] = {}
+    ended_ns: dict[StageTrack, int] = {}
     for report in reports:
         steps = {index: (step, tokens) for index, step, tokens in report.steps}
-        start_ns, stage = report.began_ns, StageTrack(report.replica, report.stage)
+        start_ns, stage = report.start_ns, StageTrack(report.replica, report.stage)
+        free_ns = ended_ns.get(stage, start_ns)
         pairs = zip(report.phases, report.durations_ns, strict=True)
         for index, (phase, duration_ns) in enumerate(pairs):
             step, num_tokens = newest[stage] = steps.get(index, newest.get(stage, (-1, 0)))
-            yield Span(stage, Phase(phase), start_ns, start_ns + duration_ns, step, num_tokens)
-            start_ns += duration_ns
+            end_ns = start_ns + duration_ns
+            yield Span(stage, Phase(phase), max(start_ns, free_ns), max(end_ns, free_ns), step, num_tokens)
+            start_ns = end_ns
+        ended_ns[stage] = max(start_ns, free_ns)
 
 
 def chrome_trace(reports: Sequence[StageSpans]) -> dict[str, Any]:

@@ -29,7 +29,7 @@ class Profile:
     def __init__(self, first_steps: Mapping[int, int]) -> None:
         self._first = dict(first_steps)
         self._end: dict[int, float] = {}  # the first that does not any more
-        self._reports: dict[tuple[int, int, int], StageSpans] = {}  # by replica, stage and time
+        self._reports: dict[tuple[int, int, int], StageSpans] = {}  # by replica, stage and its host's time
         self.num_spans = 0
 
     def add(self, reports: Iterable[StageSpans]) -> None:
@@ -58,7 +58,9 @@ class Profile:
 
     def __iter__(self) -> Iterator[Span]:
         """Its spans, by stage and time."""
-        ordered = [self._reports[key] for key in sorted(self._reports)]
+        ordered = sorted(
+            self._reports.values(), key=lambda report: (report.replica, report.stage, report.start_ns)
+        )
         for span in spans_of(ordered):
             replica = span.stage.replica
             if self._first.get(replica, 0) <= span.step < self._end.get(replica, math.inf):

@@ -88,8 +88,11 @@ class Way:
     def links(self) -> list[HostLink]:
         return []
 
-    def review(self) -> None:
+    is_settled = True
+
+    def review(self, occasion: object) -> bool:
         """It stays."""
+        return True
 
 
 def test_g1_a_connection_takes_the_way_that_is_known(make_host: MakeHost) -> None:

@@ -17,10 +17,13 @@ from penstock.hosts import remote_host
 from penstock.hosts.agent import HEAD_LIMIT_S
 from penstock.hosts.agent_messages import (
     AgentHello,
+    AskClock,
     Hand,
     LogLines,
     StartRank,
+    ToAgent,
     ToHead,
+    ToldClock,
 )
 from penstock.hosts.agent_wire import AgentWire
 from penstock.hosts.rank_host import BulkNeed, Parties, PlanNeed
@@ -394,3 +397,33 @@ def test_alive_is_enough_for_a_member_to_count_as_heard(pair: Pair) -> None:
     member.read_status()
     assert member.has_spoken
     assert MemoryHandle(number=1) != HeldEnd(number=1)
+
+
+def test_the_clock_of_a_host_is_known_from_its_answers_and_may_begin_anew(pair: Pair) -> None:
+    assert pair.host.clocks() == []
+    pair.clock.now = 5000.0
+    pair.tend(10.0)
+    pair.serve()  # at 5001
+    pair.head_clock.now = 10.004
+    pair.host.pump()
+    (clock,) = pair.host.clocks()
+    assert clock.host == "desk"
+    assert clock.offset_ns == pytest.approx((10.002 - 5001) * 1e9, abs=1000)
+    assert clock.error_ns == pytest.approx(2e6, abs=1000)
+    pair.tend(20.0)
+    (later,) = pair.host.clocks()
+    assert later.offset_ns == clock.offset_ns
+    assert later.error_ns > clock.error_ns, "clocks drift"
+    pair.head_wire.close()
+    ends = socket.socketpair()
+    pair.host.attach(AgentWire(ends[0], ToHead), AgentHello(resources=pair.own.resources(), kinds=[]))
+    assert pair.host.clocks() == [later], "what is known stays until it says something else"
+    agent: AgentWire[ToAgent] = AgentWire(ends[1], ToAgent)
+    pair.tend(30.0)
+    (question,) = (message for message in agent.receive() if isinstance(message, AskClock))
+    agent.send(ToldClock(asked_ns=question.asked_ns, heard_ns=7, replied_ns=7))  # it was started a moment ago
+    pair.head_clock.now = 30.5
+    pair.host.pump()
+    (clock,) = pair.host.clocks()
+    assert clock.offset_ns == pytest.approx(30.25e9, abs=1000)
+    agent.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+import msgspec
 import pytest
 
 from penstock.batch import StageSpans
@@ -92,3 +93,28 @@ def test_d6_the_report_says_how_much_was_computed_and_where_the_rest_went() -> N
 def test_nothing_gives_an_empty_trace(reports: list[StageSpans]) -> None:
     assert chrome_trace(reports)["traceEvents"] == []
     assert bubble_report(reports) == []
+
+
+def test_stages_of_several_hosts_are_on_one_clock() -> None:
+    """Stage 1 is on a host whose clock shows 5 s more: what it received it received after it was sent."""
+    away_ns = 5_000_000_000
+    far = msgspec.structs.replace(LAST, began_ns=LAST.began_ns + away_ns, shift_ns=-away_ns)
+    assert list(spans_of([EARLY, far])) == list(spans_of([EARLY, LAST]))
+    sent, received = (
+        next(event for event in chrome_trace([EARLY, far])["traceEvents"] if event["ph"] == end)
+        for end in "sf"
+    )
+    assert sent["ts"] <= received["ts"]
+
+
+def test_a_clock_that_becomes_more_exact_makes_no_overlap() -> None:
+    first = report(1, 1000, [(Phase.FORWARD, 500), (Phase.PUT, 100)], (0, 7, 1))
+    second = report(1, 1600, [(Phase.WAIT_PLAN, 30), (Phase.FORWARD, 500)], (1, 8, 1))
+    second = msgspec.structs.replace(second, shift_ns=-50)
+    spans = list(spans_of([first, second]))
+    assert [(span.start_ns, span.end_ns) for span in spans] == [
+        (1000, 1500),
+        (1500, 1600),
+        (1600, 1600),
+        (1600, 2080),
+    ]

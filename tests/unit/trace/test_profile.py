@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import math
 
+import msgspec
+
 from penstock.batch import StageSpans
 from penstock.trace.profile import Profile, encoded_trace
 
@@ -80,3 +82,13 @@ def test_spans_come_in_pieces() -> None:
     sizes = [len(piece) for piece in encoded_trace(profile, {}, 10**9)]
     assert len(sizes) > 3
     assert max(sizes) < 70_000
+
+
+def test_a_report_counts_once_though_its_clock_is_better_known_the_second_time() -> None:
+    profile = Profile({0: 0})
+    early = report(1, 9_000_000, 1)  # of a host whose clock shows more
+    late = report(1, 500, 2)  # the stage has gone to another host
+    profile.add([msgspec.structs.replace(early, shift_ns=-8_999_900), late])
+    profile.add([msgspec.structs.replace(early, shift_ns=-8_999_950), late])
+    assert profile.num_spans == 4
+    assert [span.step for span in profile] == [1, 1, 2, 2]

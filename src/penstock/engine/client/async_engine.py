@@ -51,6 +51,7 @@ from penstock.errors import (
     error_from_info,
 )
 from penstock.operations import Operation, OperationDone
+from penstock.process.pipe_hosts import PipeHosts
 from penstock.request import (
     GenerationRequest,
     PoolingParams,
@@ -301,6 +302,8 @@ class AsyncEngine:
             self._operations.close(message)
         elif isinstance(message, SessionsChanged):
             self._operations.note_sessions(message)
+        elif isinstance(message, PipeHosts):
+            self._health.hosts = message
         elif isinstance(message, CoreGone):
             self._core_gone()
 

@@ -11,6 +11,7 @@ from penstock.engine.ipc import AWAY_S, SILENCE_S, silence_limit_s
 from penstock.engine.stats import CoreStats
 from penstock.errors import PenstockError, UnavailableError, WaitTimeoutError, error_from_info
 from penstock.process.config import ApiProcessConfig
+from penstock.process.pipe_hosts import NO_PIPE_HOSTS, PipeHosts
 from penstock.request import VectorShape
 
 CORE_AWAY = UnavailableError(
@@ -62,6 +63,7 @@ class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
         stats: the core's numbers as of its last message; None where there is none to show.
         is_full: as many requests wait as may: one more would be refused.
         is_recovering: it is not ready, but a request that comes now waits for what is being started again.
+        hosts: that the pipe runs over, as far as the core has said.
     """
 
     ready: bool
@@ -71,6 +73,7 @@ class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
     stats: CoreStats | None
     is_full: bool = False
     is_recovering: bool = False
+    hosts: PipeHosts = NO_PIPE_HOSTS
 
 
 class CoreHealth:
@@ -81,6 +84,7 @@ class CoreHealth:
 
     Attributes:
         stats: the core's numbers as of its last message; None while there is no core.
+        hosts: that the pipe runs over, as the core has said last; they outlive it.
     """
 
     def __init__(self, info: EngineInfo, clock: Callable[[], float], wall_clock: Callable[[], float]) -> None:
@@ -92,6 +96,7 @@ class CoreHealth:
         self._gone_at: float | None = None  # when the core went; None while it is there, and before the first
         self._has_lost_core = False  # ever
         self.stats: CoreStats | None = None
+        self.hosts = NO_PIPE_HOSTS
         self._was_ready = False
         self._since = wall_clock()
 
@@ -170,6 +175,7 @@ class CoreHealth:
             stats=stats,
             is_full=stats is not None and stats.scheduler.num_waiting >= self._info.max_waiting_requests,
             is_recovering=not ready and self._refusal() is None,
+            hosts=self.hosts,
         )
 
     def _reason(self) -> str:

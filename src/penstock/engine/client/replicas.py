@@ -21,6 +21,7 @@ from penstock.errors import NotFoundError, OverloadedError, PenstockError, Unava
 from penstock.kvcache.sessions import unknown_session
 from penstock.operations import CloseSession, OpenSession, Operation, OperationDone
 from penstock.process.endpoints import Restarts
+from penstock.process.pipe_hosts import NO_PIPE_HOSTS
 from penstock.request import PoolingParams, SamplingParams
 
 Started = TypeVar("Started")
@@ -149,6 +150,7 @@ class Replicas:
             stats=merged_stats([engine.status().stats for engine in self._engines]),
             is_full=is_ready and all(status.is_full for status in statuses if status.ready),
             is_recovering=not is_ready and any(status.is_recovering for status in statuses),
+            hosts=next((status.hosts for status in statuses if status.hosts.stages), NO_PIPE_HOSTS),
         )
 
     def statuses(self) -> list[EngineStatus]:

@@ -10,12 +10,14 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable
+from typing import NamedTuple
 
 import msgspec
 
 from penstock.batch import AllocateKV
 from penstock.engine.core.core import EngineCore
 from penstock.engine.core.core_clients import CoreClients
+from penstock.engine.core.pipe_watch import PipeWatch
 from penstock.engine.ipc import (
     HEARTBEAT_S,
     AbortRequests,
@@ -34,10 +36,18 @@ from penstock.executor.base import NO_EXECUTOR, Executor
 from penstock.executor.mp import MpExecutor
 from penstock.process.child import Abandoned, Ready, StatusEvent
 from penstock.process.control import ControlMessage, ControlReader, EpochLost, ExchangeLink
-from penstock.process.endpoints import NO_RESTARTS, CoreEndpoints
+from penstock.process.endpoints import NO_RESTARTS, CoreEndpoints, Restarts
+from penstock.process.pipe_hosts import PipeHosts
 
 ABANDON_S = 2.0
 POLL_S = 0.1
+
+
+class _Epoch(NamedTuple):
+    """The epoch that the core is in, or joins, and how often processes were started again until then."""
+
+    number: int
+    restarts: Restarts
 
 
 class CoreServer:
@@ -74,8 +84,8 @@ class CoreServer:
         self._join = join
         self._report = report
         self._pulse = beat
-        self._epoch = core.epoch
-        self._restarts = NO_RESTARTS
+        self._epoch = _Epoch(core.epoch, NO_RESTARTS)
+        self._pipe = PipeWatch()
         self._told_loss: ErrorInfo | None = None
         self._clock = clock
         self._use(executor)
@@ -112,6 +122,9 @@ class CoreServer:
             self._begin_epoch(message)
         elif isinstance(message, ExchangeLink):
             self._executor.exchange_link(message.order)
+        elif isinstance(message, PipeHosts):
+            self._pipe.note(message)
+            self._show_hosts()
         else:
             self._abandon()
             return False
@@ -131,7 +144,7 @@ class CoreServer:
         """The ranks come to these ends; `_join_ranks` waits for them."""
         _, first_step = self._core.steps_in_flight
         start = AllocateKV(num_blocks=self._welcome.num_blocks, epoch=ends.epoch, first_step=first_step)
-        self._epoch, self._restarts = ends.epoch, ends.restarts
+        self._epoch = _Epoch(ends.epoch, ends.restarts)
         self._use(self._join(ends, start))
         gc.collect()  # the executor of the epoch before, and the memory of its ring
 
@@ -141,7 +154,8 @@ class CoreServer:
             return
         try:
             if (kv_plan := self._executor.poll_start()) is not None:
-                self._core.enter_epoch(self._epoch, self._executor, self._restarts, kv_plan.ranks)
+                number, restarts = self._epoch
+                self._core.enter_epoch(number, self._executor, restarts, kv_plan.ranks)
         except PenstockError as error:  # a rank that cannot load says why
             self._executor.abandon()
             self._core.lose_epoch(error.info())
@@ -165,10 +179,11 @@ class CoreServer:
         if loss is not self._told_loss:
             self._told_loss = loss
             if loss is None:
-                self._report(Ready(epoch=self._epoch, numeric_classes=self._core.numeric_classes))
+                self._report(Ready(epoch=self._epoch.number, numeric_classes=self._core.numeric_classes))
             else:
                 self._use(NO_EXECUTOR)
-                self._report(Abandoned(epoch=self._epoch, error=loss, leave_s=self._core.leave_s))
+                number = self._epoch.number
+                self._report(Abandoned(epoch=number, error=loss, leave_s=self._core.leave_s))
             self._beat()
 
     def _patience(self) -> float:
@@ -204,7 +219,7 @@ class CoreServer:
                 self._core.abort(request_id)
                 self._clients.disown(request_id)
         elif isinstance(message, GetTrace):
-            self._clients.send(client, Trace(self._core.spans()))
+            self._clients.send(client, Trace(self._pipe.aligned(self._core.spans())))
         elif isinstance(message, Operate):
             next_step = self._core.steps_in_flight[1]
             ticket = client, message.number
@@ -212,7 +227,7 @@ class CoreServer:
         else:
             opened = self._core.operations.sessions.opened()
             sessions = [SessionsChanged(opened, [])] if opened else []
-            self._clients.welcome(client, [self._welcome, *sessions])
+            self._clients.welcome(client, [self._welcome, *sessions, *self._pipe.shown()])
 
     def _add(self, client: bytes, message: AddRequest) -> None:
         num_sequences = self._welcome.num_sequences + 1 + len(message.request.followers)
@@ -226,3 +241,11 @@ class CoreServer:
     def _beat(self) -> None:
         self._last_beat = self._clock()
         self._clients.beat()
+        if judged := self._pipe.follow(self._core.spans):
+            for link in judged:
+                self._report(link)
+            self._show_hosts()
+
+    def _show_hosts(self) -> None:
+        for hosts in self._pipe.shown():
+            self._clients.send_all(hosts)

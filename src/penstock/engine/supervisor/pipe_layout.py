@@ -20,7 +20,9 @@ from penstock.engine.supervisor.host_blocks import host_tier_bytes
 from penstock.engine.supervisor.host_choice import HostChoice
 from penstock.engine.supervisor.launch import ITEM_SIZES, LaunchPlan, resolve_replicas
 from penstock.engine.supervisor.stage_spread import HostRoom, StageDemand, spread
+from penstock.engine.supervisor.told_hosts import ToldHosts
 from penstock.errors import ErrorInfo, HostMissingError, PenstockError, describe
+from penstock.hosts.member import Member
 from penstock.hosts.rank_host import Hosts
 from penstock.hosts.resources import HostResources
 from penstock.process.config import RankConfig
@@ -68,6 +70,7 @@ class PipeLayout:
         self._spare_hosts: set[str] = set()  # that are there and have no part, which was said
         self._awaited: tuple[str, ...] = ()  # of which it was said that they are waited for
         self._refused: tuple[str, ...] = ()  # of which it was said that it does not go without them
+        self._told = ToldHosts(hosts, clock)
 
     def look(self) -> list[str]:
         """Note which hosts are there, and return what is new about them; to be called each second."""
@@ -77,6 +80,10 @@ class PipeLayout:
         new = sorted(spare - self._spare_hosts)
         self._spare_hosts = spare
         return [f"{_listed(new)} may take stages when the next epoch begins."] if new else []
+
+    def tell(self, core: Member) -> None:
+        """Let the core know where its stages are now; to be called each second while it serves."""
+        self._told.tell(core, self.plan)
 
     def settle(self, loaded: Mapping[int, RankLoaded], living: Set[int]) -> Settlement:
         """Decide over which hosts the next epoch is laid. Asked again and again until that is settled.

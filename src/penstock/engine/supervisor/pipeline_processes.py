@@ -38,6 +38,7 @@ from penstock.engine.supervisor.reports import (
     rank_parts,
 )
 from penstock.engine.supervisor.standbys import NO_STANDBYS, StandbyRanks
+from penstock.engine.supervisor.told_hosts import link_speed_report
 from penstock.engine.supervisor.wiring import RankAddress, Wiring
 from penstock.errors import ErrorInfo, PeerError, PenstockError
 from penstock.executor.base import first_cause
@@ -139,6 +140,8 @@ class PipelineProcesses:
             self._reporter.report(_progress(self._plan.ranks[member.member_index], event))
         elif isinstance(event, child_process.TensorsRead):
             self._first_loads.add(event.digests)
+        elif isinstance(event, child_process.LinkJudged):
+            self._reporter.report(link_speed_report(event))
         elif isinstance(event, child_process.WeightsLoaded):
             self._first_loads.identify(member.member_index, event.identity)
             self._reporter.report(_has_loaded(self._plan.ranks[member.member_index], member, event))
@@ -160,12 +163,15 @@ class PipelineProcesses:
             self._end_epoch()
         for text in self._layout.look():
             self._reporter.report(Notice(text=text))
-        if losses.is_due(time.monotonic()) and self._is_settled():
+        if losses.is_due(time.monotonic()) and self._is_settled() and self._have_ways():
             try:
                 self._begin_epoch()
             except (OSError, PenstockError) as error:
                 # No memory, or a host or a file that has gone: perhaps later.
                 self._lose(PeerError(f"no new epoch could begin: {error}.").info(), {})
+        core = self._members.get(CORE)
+        if core is not None and core.is_ready:  # one that still waits for ranks would take it as a new epoch
+            self._layout.tell(core)
 
     def keep_standbys(self, now: float) -> None:
         """See to the ranks beside the pipe; to be called at least every second, by `time.monotonic`."""
@@ -279,6 +285,14 @@ class PipelineProcesses:
             self._members[CORE].hand(EpochLost(settlement.refusal, "all"))
         return settlement.is_settled
 
+    def _have_ways(self) -> bool:
+        """Whether the ways between the hosts are known. Where nobody has ended perhaps a way has, so that
+        all of them are looked at again first."""
+        routes = self._hosts.routes
+        if self._losses.missing or any(self._has_moved(index) for index in self._members):
+            return routes.is_settled
+        return routes.review((self._plan.core.replica, self._losses.epoch))
+
     def _has_ended(self) -> bool:
         """Whether any member has."""
         return any(member.exit_code is not None for member in self.members)
@@ -327,8 +341,6 @@ class PipelineProcesses:
             self._bury(index)
         self._losses.give_up(moved)
         missing = self._losses.begin()
-        if not missing:  # nobody has ended: perhaps a way between hosts has
-            self._hosts.routes.review()
         for index in missing:
             self._fill(index)
             self._restarts[index] += 1

@@ -116,7 +116,6 @@ class PathFinder:
         self._warn_user = warn
         self._pairs: dict[frozenset[str], tuple[Scout, Scout]] = {}
         self._used: dict[frozenset[str], FoundWay] = {}
-        self._due: set[frozenset[str]] = set()  # to be looked at before they are used again
         self._said: set[str] = set()
 
     def find(self, one: Scout, other: Scout) -> None:
@@ -124,38 +123,20 @@ class PathFinder:
         scouts = (one, other) if one.peer.host < other.peer.host else (other, one)
         names = frozenset((one.peer.host, other.peer.host))
         self._pairs[names] = scouts
-        self._due.discard(names)
         try:
             self._find(scouts, names)
         except (PenstockError, OSError) as error:
             why = error.message if isinstance(error, PenstockError) else f"{error.strerror or error}."
             self._tell(f"the ways between {_both(scouts)} were not looked for: {why}")
 
-    def expect(self, one: Scout, other: Scout) -> None:
-        """Find the best way when it is asked for, if one was known before: a host is back, and what was lost
-        there can start meanwhile."""
-        names = frozenset((one.peer.host, other.peer.host))
-        if names not in self._used:
-            self.find(one, other)
-            return
-        self._due.add(names)
-
-    def find_again(self, host: str) -> None:
-        """Look anew at the ways to a host that is back."""
-        for names, scouts in list(self._pairs.items()):
-            if host in names:
-                self.find(*scouts)
-
     def review(self) -> None:
-        """See `Routes.review`."""
+        """Look anew at all ways that were looked for."""
         for scouts in list(self._pairs.values()):
             self.find(*scouts)
 
     def between(self, accepting: str, joining: str) -> Route:
         """See `Routes.between`. A host that cannot be reached dials, whoever should accept."""
         names = frozenset((accepting, joining))
-        if names in self._due:
-            self.find(*self._pairs[names])
         way = self._used.get(names)
         if way is None:
             return Route(listener=accepting)

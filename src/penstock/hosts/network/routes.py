@@ -1,12 +1,12 @@
 """Where streams between two hosts are accepted, and between which of their addresses they run.
 
-`hosts.connections` asks for a route whenever it joins processes of two hosts. `path_finding.PathFinder` knows
+`hosts.connections` asks for a route whenever it joins processes of two hosts. `way_search.WaySearch` knows
 the routes that were measured; `DEFAULT_ROUTES` stands for hosts between which nothing was.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Protocol
 
 import msgspec
@@ -41,13 +41,27 @@ class Routes(Protocol):
         """Return what was measured of the ways in use, one for each pair of hosts."""
         ...
 
-    def review(self) -> None:
-        """Look whether the ways in use still lead to their hosts; choose others where they do not."""
+    @property
+    def is_settled(self) -> bool:
+        """Whether no way is being looked for; until then nothing should be connected."""
+        ...
+
+    def review(self, occasion: Hashable) -> bool:
+        """Look whether the ways in use still lead to their hosts; choose others where they do not.
+
+        Args:
+            occasion: each is a reason to look once.
+
+        Returns:
+            Whether that is done: ask again until it is.
+        """
         ...
 
 
 class DefaultRoutes:
     """Whoever accepts a connection listens at the address that it uses by itself. Implements `Routes`."""
+
+    is_settled = True
 
     def between(self, accepting: str, joining: str) -> Route:
         return Route(listener=accepting)
@@ -55,8 +69,9 @@ class DefaultRoutes:
     def links(self) -> Sequence[HostLink]:
         return []
 
-    def review(self) -> None:
+    def review(self, occasion: Hashable) -> bool:
         """Nothing was chosen."""
+        return True
 
 
 DEFAULT_ROUTES = DefaultRoutes()

@@ -24,6 +24,7 @@ from prometheus_client.process_collector import ProcessCollector
 from penstock import __version__
 from penstock.batch import StageTimes
 from penstock.engine.stats import CoreStats
+from penstock.process.pipe_hosts import PipeHosts
 from penstock.server.engine_port import EngineLike, ServedModel
 from penstock.server.http.request_record import RequestRecord
 from penstock.trace.phases import BUBBLES, Phase
@@ -96,7 +97,9 @@ class Metrics:
     def collect(self) -> Iterable[Metric]:
         """Called by prometheus_client at a scrape."""
         yield from self._own_families()
-        stats = self._engine.status().stats
+        status = self._engine.status()
+        yield from self._hosts(status.hosts)
+        stats = status.stats
         if stats is not None:
             yield from self._gauges(stats)
             yield from self._totals(stats)
@@ -250,6 +253,28 @@ class Metrics:
             if stage.exchange_ns:
                 reduces.add_metric(of_stage, stage.num_steps, stage.exchange_ns / 1e9)
         yield from (busy, bubbles, steps, reduces)
+
+    def _hosts(self, hosts: PipeHosts) -> Iterator[Metric]:
+        labels = ["model_name", "host"]
+        offsets = GaugeMetricFamily(
+            PREFIX + "host_clock_offset_seconds",
+            "To add to the monotonic clock of a host to have it in the head's time.",
+            labels=labels,
+        )
+        errors = GaugeMetricFamily(
+            PREFIX + "host_clock_error_seconds", "By how much that may be wrong.", labels=labels
+        )
+        for clock in hosts.clocks:
+            offsets.add_metric([self._label, clock.host], clock.offset_ns / 1e9)
+            errors.add_metric([self._label, clock.host], clock.error_ns / 1e9)
+        slow = GaugeMetricFamily(
+            PREFIX + "host_link_slow",
+            "1 while a link between two hosts carries less than half of what was measured.",
+            labels=["model_name", "hosts"],
+        )
+        for link in hosts.links:
+            slow.add_metric([self._label, "+".join(link.hosts)], float(link.is_slow))
+        yield from (offsets, errors, slow)
 
     def _gauge(self, name: str, text: str, value: float) -> GaugeMetricFamily:
         family = GaugeMetricFamily(PREFIX + name, text, labels=["model_name"])

@@ -5,6 +5,7 @@ The settings come from the command line (`cli.shown_settings`), where secrets ar
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -12,6 +13,7 @@ from starlette.responses import Response
 
 from penstock import __version__
 from penstock.process.config import HostLink, StageShape, rank_names
+from penstock.process.pipe_hosts import HostClock, PipeHosts
 from penstock.server.engine_port import EngineLike, ServedModel
 from penstock.server.http.errors import json_response
 
@@ -21,10 +23,11 @@ class ServerInfo(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         max_model_len: as of now: the model's, or less where the KV pool holds less.
-        stages: of each replica, with the host that it is on.
+        stages: of each replica, with the host that it is on now; with several replicas that of the first one.
         numeric_classes: of each replica, by the name of the rank; empty where its core has not spoken yet.
         are_classes_mixed: the ranks of all replicas compute in several.
         links: between hosts, as measured when they were chosen; empty on one host.
+        clocks: of the hosts, against that of the head: what traces are shifted by, and how exact that is.
         settings: by the names that a settings file has for them; empty for a server that the command line has
             not started.
     """
@@ -38,7 +41,17 @@ class ServerInfo(msgspec.Struct, frozen=True, kw_only=True):
     numeric_classes: list[dict[str, str]]
     are_classes_mixed: bool
     links: list[HostLink]
+    clocks: list[HostClock]
     settings: dict[str, Any]
+
+
+def shapes_on(hosts: PipeHosts, shapes: Sequence[StageShape]) -> list[StageShape]:
+    """Return the stages as they were laid at the start, on the hosts that they are on now."""
+    if len(hosts.stages) != len(shapes):  # nothing was told yet
+        return list(shapes)
+    return [
+        msgspec.structs.replace(shape, host=host) for shape, host in zip(shapes, hosts.stages, strict=True)
+    ]
 
 
 class ServerInfoRoute:
@@ -55,17 +68,18 @@ class ServerInfoRoute:
 
     async def get(self) -> Response:
         """Version, model, layout and every effective setting that is no secret."""
-        model, classes = self._model, self._numeric_classes()
+        model, classes, hosts = self._model, self._numeric_classes(), self._engine.statuses()[0].hosts
         info = ServerInfo(
             version=__version__,
             model=model.name,
             max_model_len=model.context_length(self._engine),
             vocab_size=model.vocab_size,
             num_replicas=len(self._engine.statuses()),
-            stages=list(model.stages),
+            stages=shapes_on(hosts, model.stages),
             numeric_classes=classes,
             are_classes_mixed=len({each for of_ranks in classes for each in of_ranks.values()}) > 1,
-            links=list(model.host_links),
+            links=hosts.links or list(model.host_links),
+            clocks=hosts.clocks,
             settings=self._settings,
         )
         return json_response(msgspec.json.encode(info))

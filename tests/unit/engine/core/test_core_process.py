@@ -14,20 +14,23 @@ import msgspec
 import pytest
 
 from fakes import CoreRig, FakeExecutor, oracle_scores, oracle_tokens
-from penstock.batch import AllocateKV, LinkOrder
+from penstock.batch import AllocateKV, LinkOrder, StageSpans
 from penstock.config.engine import CacheConfig, EvictionPolicy, ParallelConfig, SchedulerConfig
 from penstock.engine.core.core_assembly import build_core, prove_stages
 from penstock.engine.core.core_server import CoreServer
+from penstock.engine.core.link_watch import LinkWatch
 from penstock.engine.ipc import (
     AbortRequests,
     AddRequest,
     ClientSocket,
     CoreSocket,
+    GetTrace,
     Hello,
     Operate,
     Operated,
     SessionsChanged,
     StepUpdates,
+    Trace,
     Welcome,
 )
 from penstock.engine.stats import CoreStats
@@ -35,10 +38,11 @@ from penstock.errors import ErrorInfo, PenstockError, StageLostError
 from penstock.executor.base import KVPlan
 from penstock.hosts.local_socket import LocalSocket
 from penstock.operations import CloseSession, OpenSession, Pause, Resume
-from penstock.process.child import Abandoned, Ready, StatusEvent
-from penstock.process.config import CoreConfig
+from penstock.process.child import Abandoned, LinkJudged, Ready, StatusEvent
+from penstock.process.config import CoreConfig, HostLink
 from penstock.process.control import ControlReader, ControlSocket, EpochLost, ExchangeLink, Stop
 from penstock.process.endpoints import CoreEndpoints, Restarts, RingHandle
+from penstock.process.pipe_hosts import HostClock, PipeHosts
 from penstock.request import Follower, GenerationRequest, RequestUpdate, SamplingParams
 
 WAIT_S = 10.0  # a bound for hangs, never waited for
@@ -303,6 +307,57 @@ def test_g4_every_client_hears_which_sessions_are_open() -> None:
         assert receive(late)[0] == receive(other)[0] == SessionsChanged([], ["s"])
         other.close()
         late.close()
+
+
+def test_clients_hear_where_the_stages_are_and_get_traces_on_one_clock() -> None:
+    hosts = PipeHosts(
+        stages=["tower", "desk"], clocks=[HostClock(host="desk", offset_ns=-4_000, error_ns=20)]
+    )
+    spans = [
+        StageSpans(stage=stage, began_ns=5_000, phases=b"", durations_ns=[], steps=[]) for stage in (0, 1)
+    ]
+    with serving() as served:
+        served.rig.executor.told_spans = spans
+        other = served.connect()
+        served.client.send(Hello())
+        assert receive(served.client) == [WELCOME]
+        served.client.send(GetTrace())
+        assert receive(served.client) == [Trace(spans)]
+        served.control.send(hosts)
+        assert receive(served.client) == [hosts]
+        other.send(Hello())
+        assert receive(other, 2) == [WELCOME, hosts]
+        served.client.send(GetTrace())
+        (trace,) = receive(served.client)
+        assert isinstance(trace, Trace)
+        assert [report.start_ns for report in trace.spans] == [5_000, 1_000]
+        other.close()
+
+
+def test_r15_a_slow_link_is_told_to_the_supervisor_and_to_clients(monkeypatch: pytest.MonkeyPatch) -> None:
+    link = HostLink(
+        hosts=("desk", "tower"),
+        interfaces=("eth0", "eth0"),
+        round_trip_s=0.001,
+        bytes_per_s_out=1e8,
+        bytes_per_s_in=1e8,
+    )
+    slow = LinkJudged(
+        sender="tower", receiver="desk", is_slow=True, bytes_per_s=1e7, measured_bytes_per_s=1e8
+    )
+    verdicts = [[slow]]
+    monkeypatch.setattr(LinkWatch, "follow", lambda *_: verdicts.pop() if verdicts else [])
+    with serving() as served:
+        served.client.send(Hello())
+        served.control.send(PipeHosts(stages=["tower", "desk"], links=[link]))
+        receive(served.client, 2)
+        served.rig.clock.advance(1.0)
+        served.client.send(GetTrace())  # wakes the core
+        assert served.reported.get(timeout=WAIT_S) == slow
+        shown = [hosts for hosts in receive(served.client, 2) if isinstance(hosts, PipeHosts)]
+        assert [hosts.links for hosts in shown] == [
+            [msgspec.structs.replace(link, reduced_bytes_per_s_in=1e7)]
+        ]
 
 
 def test_g4_every_client_hears_that_a_session_was_idle_for_too_long() -> None:

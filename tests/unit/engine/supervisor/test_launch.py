@@ -131,8 +131,8 @@ def test_more_stages_than_cores_still_get_a_thread(model: str) -> None:
 
 def test_a_link_frame_holds_the_largest_step(model: str) -> None:
     plan = plan_for(model, dtype="float32", scheduler=SchedulerConfig(max_num_batched_tokens=100))
-    assert plan.frame_bytes >= 2 * 100 * 32 * 4
-    assert plan.frame_bytes < 2 * 100 * 32 * 4 + 4096
+    assert plan.frame_bytes >= 100 * 32 * 4
+    assert plan.frame_bytes < 100 * 32 * 4 + 4096
 
 
 def test_more_stages_than_layers_are_refused_with_both_numbers(model: str) -> None:

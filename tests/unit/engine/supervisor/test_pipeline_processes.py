@@ -17,17 +17,26 @@ from penstock.engine.supervisor import pipeline_processes
 from penstock.engine.supervisor.launch import resolve
 from penstock.engine.supervisor.pipe_layout import PipeLayout
 from penstock.engine.supervisor.pipeline_processes import PipelineProcesses, begin_together
-from penstock.engine.supervisor.reports import Event, Notice, Recovered, StageLoaded, StageLost, event_line
+from penstock.engine.supervisor.reports import (
+    Caution,
+    Event,
+    Notice,
+    Recovered,
+    StageLoaded,
+    StageLost,
+    event_line,
+)
 from penstock.engine.supervisor.standbys import NO_STANDBYS, StandbyRanks
 from penstock.errors import LinkClosedError, ModelConfigError, WaitTimeoutError
 from penstock.hosts.member import Member
 from penstock.hosts.member_watch import MemberWatch
 from penstock.hosts.network.routes import DefaultRoutes
 from penstock.hosts.rank_host import Hosts
-from penstock.process.child import Abandoned, LinkExchanged, Ready, TensorsRead, WeightsLoaded
+from penstock.process.child import Abandoned, LinkExchanged, LinkJudged, Ready, TensorsRead, WeightsLoaded
 from penstock.process.config import FirstLoad, RankConfig
 from penstock.process.control import AttachLink, EpochLost, ExchangeLink, Stop
 from penstock.process.endpoints import CoreEndpoints, RankEndpoints
+from penstock.process.pipe_hosts import PipeHosts
 from stand_in_hosts import LOADED, StandInEnd, StandInHost, StandInMember
 
 
@@ -60,13 +69,19 @@ REJOIN_TIMEOUT_S = 20.0
 
 
 class ReviewedRoutes(DefaultRoutes):
-    """Counts how often the ways between the hosts are looked at."""
+    """Notes when the ways between the hosts are looked at, for as long as a test likes.
+
+    Attributes:
+        occasions: of each question.
+    """
 
     def __init__(self) -> None:
-        self.num_reviews = 0
+        self.is_settled = True
+        self.occasions: list[object] = []
 
-    def review(self) -> None:
-        self.num_reviews += 1
+    def review(self, occasion: object) -> bool:
+        self.occasions.append(occasion)
+        return self.is_settled
 
 
 class Replica:
@@ -185,6 +200,35 @@ def serve(replica: Replica) -> None:
         member.say(WeightsLoaded(bytes_read=2, seconds=0.1, identity=b"model"))
         member.say(Ready(rank=LOADED))
     replica.hear()
+
+
+def test_r15_a_core_that_serves_is_told_of_its_hosts_and_tells_of_slow_links(replica: Replica) -> None:
+    """One that still waits for ranks would take the message for another epoch."""
+    serve(replica)
+    core = replica.head.members[1]
+    replica.processes.recover()
+    assert not any(isinstance(message, PipeHosts) for message in core.handed)
+    core.say(Ready())
+    replica.hear()
+    replica.processes.recover()
+    assert isinstance(told := core.handed[-1], PipeHosts)
+    assert told.stages == ["attic", "cellar"]
+    slow = LinkJudged(
+        sender="attic", receiver="cellar", is_slow=True, bytes_per_s=2.5e6, measured_bytes_per_s=117.5e6
+    )
+    core.say(slow)
+    core.say(msgspec.structs.replace(slow, is_slow=False))
+    replica.hear()
+    assert replica.events[-2:] == [
+        Caution(
+            text="The link from attic to cellar carries 20 Mbit/s, and was measured with 940 Mbit/s. "
+            "Look for other traffic, a damaged cable or a weak signal."
+        ),
+        Notice(
+            text="The link from attic to cellar is well again: it carries at least half of the 940 Mbit/s "
+            "that it should."
+        ),
+    ]
 
 
 def test_g1_d15_a_start_and_a_recovery_say_who_computes_in_another_class(replica: Replica) -> None:
@@ -332,13 +376,23 @@ def test_g1_ways_are_looked_at_when_an_epoch_ends_though_nobody_has(
     stage = replica.other.members[0]
     stage.say(Abandoned(epoch=0, error=LinkClosedError("the link is broken.").info()))
     replica.hear()
+    num_handed = len(stage.handed)
+    replica.routes.is_settled = False
     replica.processes.recover()
-    assert replica.routes.num_reviews == 1
+    replica.processes.recover()
+    assert replica.routes.occasions == [(None, 0)] * 2, "it does not wait, and asks again"
+    assert len(stage.handed) == num_handed
+    replica.routes.is_settled = True
+    replica.processes.recover()
     assert isinstance(stage.handed[-1], RankEndpoints)
     stage.leave(-9)  # a lost rank is no matter of ways
+    replica.routes.is_settled = False  # but they are looked for, since a host is back
+    replica.processes.recover()
+    assert len(replica.other.members) == 1
+    replica.routes.is_settled = True
     replica.processes.recover()
     assert len(replica.other.members) == 2
-    assert replica.routes.num_reviews == 1
+    assert replica.routes.occasions == [(None, 0)] * 3
 
 
 @pytest.mark.parametrize("is_lost_in_the_end", [False, True])

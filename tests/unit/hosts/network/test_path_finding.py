@@ -131,19 +131,6 @@ def test_g1_the_fastest_way_is_used_and_one_line_says_which(hosts: Hosts) -> Non
     assert (link.bytes_per_s("desk"), link.bytes_per_s("tower")) == (1880 * MBIT, 940 * MBIT)
 
 
-def test_r15_the_ways_to_a_host_that_is_back_are_tried_when_they_are_used(hosts: Hosts) -> None:
-    """What was lost there can start meanwhile. Without a way of before they are looked for at once."""
-    hosts.finder.expect(hosts.tower, hosts.desk)
-    assert len(hosts.world.seconds) == 6
-    hosts.world.seconds.clear()
-    hosts.finder.expect(hosts.tower, hosts.desk)
-    assert hosts.world.seconds == []
-    hosts.world.mbit["10.0.0.1"] = hosts.world.mbit["10.0.0.2"] = 0.0
-    for _ in range(2):
-        assert hosts.finder.between("tower", "desk").dial_address == "10.0.1.2"
-    assert hosts.world.seconds == [0.0] * 4, "once"
-
-
 def test_g1_all_ways_of_two_hosts_are_measured_in_a_second_together(hosts: Hosts) -> None:
     hosts.find()
     assert hosts.world.seconds == [0.0] * 4 + [MEASURING_S / 2] * 2, "tried both ways, and then measured"
@@ -215,10 +202,8 @@ def test_g1_the_path_falls_back_with_a_warning_once(hosts: Hosts) -> None:
     hosts.finder.review()
     assert hosts.told == []
     hosts.set_speeds(940, 87)
-    hosts.finder.find_again("desk")
+    hosts.finder.review()
     assert "run over eth0" in hosts.told[0]
-    hosts.finder.find_again("another")
-    assert len(hosts.told) == 1
 
 
 def test_g1_a_way_whose_interface_has_gone_is_named(hosts: Hosts) -> None:
@@ -296,7 +281,8 @@ def test_g1_a_host_that_is_lost_meanwhile_is_said(hosts: Hosts) -> None:
 def test_hosts_that_nobody_has_looked_at_listen_as_they_are_asked(hosts: Hosts) -> None:
     assert hosts.finder.between("tower", "attic") == DEFAULT_ROUTES.between("tower", "attic")
     assert DEFAULT_ROUTES.links() == []
-    DEFAULT_ROUTES.review()
+    assert DEFAULT_ROUTES.is_settled
+    assert DEFAULT_ROUTES.review(1)
 
 
 @pytest.mark.parametrize(

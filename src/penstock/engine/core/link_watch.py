@@ -1,0 +1,264 @@
+"""Finds out whether a link between two hosts has become slow, from what the stages at its ends report.
+
+    sender     |copies frame 7 into the link|
+    receiver         waits ...............................|copies frame 7 out of it|
+                                    ▲ latency ▲ carrying ▲
+
+No clock is read on the way: the reports that make traces say when a frame was handed to the link and when
+the next stage had it (`engine.core.pipe_watch` puts both on one clock). Plans without tokens, the probes,
+tell the latency of the way. What a frame with tokens takes beyond that its bytes take; a frame that was sent
+while the one before was still on its way begins when that one has come. Frames that follow each other so are
+a run, and a run is compared with what it would take at the measured speed:
+
+- slow: more than twice as long at least;
+- well: not more than twice as long at most;
+- neither: too few bytes to tell. An idle link is not judged.
+
+Only frames count that the receiver has waited for: when one has come that a busy receiver took late nobody
+knows.
+
+A link becomes slow when all runs were slow in some windows of time in a row, and is well again likewise, so
+that a stall, or other traffic for some seconds, changes nothing.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from itertools import accumulate, pairwise
+from typing import NamedTuple
+
+from penstock.batch import StageSpans
+from penstock.process.child import LinkJudged
+from penstock.process.config import HostLink
+from penstock.process.pipe_hosts import PipeHosts
+from penstock.trace.phases import Phase
+
+SLOWNESS = 2.0  # times as long as at the measured speed
+WINDOW_NS = 10_000_000_000
+NUM_WINDOWS = 3  # in a row, until a link counts as slow, or as well again
+LEAST_RUNS = 3  # that tell, of a window
+FORGET_WINDOWS = 6  # without any: those before are forgotten
+LEAST_NS = 2_000_000  # at the measured speed, of a run that tells
+LEAST_WAIT_NS = 200_000  # of a receiver that has come before its frame
+SPARE_NS = 3_000_000  # that a run may take in addition: two processes have to be woken
+SPARE_TRIPS = 8  # of the way, in addition: TCP opens its window from round trip to round trip
+LONG_RUN = 10  # times what may come in addition: then a run is judged while it goes on
+NUM_PROBES = 10  # the last ones tell the latency, and how much it varies
+MAX_STEPS = 1024  # of a report: of a tiny model they are left out
+
+
+class _Passage(NamedTuple):
+    """A step at one stage, in nanoseconds of the head's time.
+
+    Attributes:
+        arrived_ns: its hidden states were there, or the stage came to them.
+        waited_ns: that the stage has waited for them until then.
+        sent_ns: its own ones were handed to the link.
+    """
+
+    step: int
+    num_tokens: int
+    arrived_ns: int
+    waited_ns: int
+    sent_ns: int
+
+
+def passages_of(report: StageSpans) -> Iterator[_Passage]:
+    """Yield the steps of a report that copied something from a link or to one."""
+    ends = [index for index, _, _ in report.steps[1:]] + [len(report.phases)]
+    starts_ns = list(accumulate(report.durations_ns, initial=report.start_ns))
+    for (begin, step, num_tokens), end in zip(report.steps, ends, strict=True):
+        copies = [index for index in range(begin, end) if report.phases[index] == Phase.COMM]
+        if not copies:
+            continue
+        first, last = copies[0], copies[-1]
+        has_waited = first > begin and report.phases[first - 1] == Phase.WAIT_PREV
+        yield _Passage(
+            step=step,
+            num_tokens=num_tokens,
+            arrived_ns=starts_ns[first],
+            waited_ns=report.durations_ns[first - 1] if has_waited else 0,
+            sent_ns=starts_ns[last + 1],
+        )
+
+
+class _Verdict:
+    """What many runs say together.
+
+    Attributes:
+        is_slow: as of now.
+        bytes_per_s: the most that a run has carried while it was becoming slow.
+    """
+
+    def __init__(self) -> None:
+        self.is_slow = False
+        self.bytes_per_s = 0.0
+        self._window = 0
+        self._runs: list[bool] = []  # of the window: whether each was slow
+        self._judged = 0  # the last window with enough runs
+        self._num_against = 0  # windows in a row that say the opposite of `is_slow`
+
+    def add(self, at_ns: int, is_slow: bool, bytes_per_s: float) -> bool:
+        """Take a run that tells; return whether `is_slow` has changed."""
+        window = at_ns // WINDOW_NS
+        has_changed = window != self._window and self._close()
+        self._window = window
+        self._runs.append(is_slow)
+        if is_slow and not self.is_slow:
+            self.bytes_per_s = max(self.bytes_per_s, bytes_per_s)
+        return has_changed
+
+    def _close(self) -> bool:
+        """Judge the window that is over."""
+        runs, self._runs = self._runs, []
+        if len(runs) < LEAST_RUNS:
+            return False
+        if self._window - self._judged > FORGET_WINDOWS:
+            self._num_against = 0
+        self._judged = self._window
+        self._num_against = self._num_against + 1 if all(runs) != self.is_slow else 0
+        if self._num_against == NUM_WINDOWS:
+            self.is_slow, self._num_against = not self.is_slow, 0
+            return True
+        if not self.is_slow and not self._num_against:
+            self.bytes_per_s = 0.0
+        return False
+
+
+class _Run:
+    """Frames that followed each other on the wire without a pause, and that the receiver has waited for.
+
+    Attributes:
+        expected_ns: that they take at the measured speed.
+        least_ns, most_ns: that they took.
+    """
+
+    def __init__(self) -> None:
+        self.expected_ns = self.least_ns = self.most_ns = 0
+
+
+class _Hop:
+    """A link from one stage to the next, which is on another host.
+
+    Args:
+        speed: bytes per second, as measured.
+
+    Attributes:
+        spare_ns: that a run may take in addition.
+        fuzz_ns: by which two instants of the ends may be wrong to each other.
+    """
+
+    def __init__(self, speed: float, token_bytes: int) -> None:
+        self.verdict = _Verdict()
+        self.spare_ns = self.fuzz_ns = 0
+        self._speed = speed
+        self._token_ns = 1e9 * token_bytes / max(speed, 1.0)
+        self._sent: dict[int, _Passage] = {}  # by step, those that have not come yet as far as is known
+        self._arrived: dict[int, _Passage] = {}
+        self._latencies: deque[int] = deque(maxlen=NUM_PROBES)
+        self._run = _Run()
+        self._free_ns = 0  # when the last frame had come, or was taken
+        self._is_exact = False  # the receiver has waited for it
+
+    def note(self, sent: Sequence[_Passage], arrived: Sequence[_Passage]) -> bool:
+        """Take what both ends report; return whether the verdict has changed."""
+        self._sent |= {passage.step: passage for passage in sent}
+        self._arrived |= {passage.step: passage for passage in arrived}
+        common = sorted(self._sent.keys() & self._arrived.keys())
+        changes = [self._cross(self._sent[step], self._arrived[step]) for step in common]
+        if common:
+            self._sent = {step: each for step, each in self._sent.items() if step > common[-1]}
+            self._arrived = {step: each for step, each in self._arrived.items() if step > common[-1]}
+        return any(changes)
+
+    def _cross(self, sent: _Passage, arrived: _Passage) -> bool:
+        """Take a frame that has crossed; return whether the verdict has changed."""
+        at_ns, has_changed = arrived.arrived_ns, False
+        if sent.num_tokens == 0:
+            self._latencies.append(at_ns - sent.sent_ns)
+        elif self._latencies:
+            earliest_ns = sent.sent_ns + min(self._latencies)
+            latest_ns = sent.sent_ns + max(self._latencies)
+            run = self._run
+            if earliest_ns > self._free_ns:  # the wire was idle
+                has_changed = self._end_run()
+                run = self._run
+            is_awaited = arrived.waited_ns >= LEAST_WAIT_NS
+            if is_awaited:
+                run.expected_ns += round(sent.num_tokens * self._token_ns)
+                run.least_ns += max(0, at_ns - max(latest_ns, self._free_ns))
+                run.most_ns += at_ns - (max(earliest_ns, self._free_ns) if self._is_exact else earliest_ns)
+            self._free_ns, self._is_exact = max(self._free_ns, at_ns), is_awaited
+            if run.expected_ns > LONG_RUN * self.spare_ns:
+                has_changed |= self._end_run()
+        return has_changed
+
+    def _end_run(self) -> bool:
+        """Judge the run, and begin another; return whether the verdict has changed."""
+        run, self._run = self._run, _Run()
+        is_slow = run.least_ns > SLOWNESS * run.expected_ns + self.spare_ns
+        is_well = run.most_ns + self.fuzz_ns <= SLOWNESS * run.expected_ns
+        if run.expected_ns < LEAST_NS or is_slow == is_well:
+            return False
+        bytes_per_s = self._speed * run.expected_ns / max(run.least_ns, 1)
+        return self.verdict.add(self._free_ns, is_slow, bytes_per_s)
+
+
+class LinkWatch:
+    """Watches the links of one pipe that lead to another host."""
+
+    def __init__(self) -> None:
+        self._layout: object = None
+        self._hops: dict[int, tuple[_Hop, HostLink]] = {}  # by the stage that sends
+        self._hosts = PipeHosts()
+        self._newest: dict[int, int] = {}  # by stage: the last step that was looked at
+
+    def lay(self, hosts: PipeHosts) -> None:
+        """Take over which hosts the pipe runs; links that are as before go on."""
+        self._hosts = hosts
+        layout = hosts.stages, hosts.links, hosts.token_bytes
+        if layout != self._layout:
+            self._layout = layout
+            self._hops = {}
+            by_hosts = {frozenset(link.hosts): link for link in hosts.links}
+            for stage, (sender, receiver) in enumerate(pairwise(hosts.stages)):
+                link = by_hosts.get(frozenset((sender, receiver)))
+                if link is not None and sender != receiver:
+                    self._hops[stage] = _Hop(link.bytes_per_s(sender), hosts.token_bytes), link
+        for stage, (hop, link) in self._hops.items():
+            hop.fuzz_ns = 2 * sum(hosts.clock_of(end).error_ns for end in (stage, stage + 1))
+            hop.spare_ns = SPARE_NS + hop.fuzz_ns + round(SPARE_TRIPS * 1e9 * link.round_trip_s)
+
+    def follow(self, reports: Sequence[StageSpans]) -> list[LinkJudged]:
+        """Learn from what the stages report, on one clock; return what has become slow, or is well again."""
+        passages = self._new_passages(reports)
+        judged = []
+        for stage, (hop, link) in self._hops.items():
+            if not hop.note(passages.get(stage, []), passages.get(stage + 1, [])):
+                continue
+            sender, receiver = self._hosts.stages[stage : stage + 2]
+            judged.append(
+                LinkJudged(
+                    sender=sender,
+                    receiver=receiver,
+                    is_slow=hop.verdict.is_slow,
+                    bytes_per_s=hop.verdict.bytes_per_s,
+                    measured_bytes_per_s=link.bytes_per_s(sender),
+                )
+            )
+        return judged
+
+    def _new_passages(self, reports: Sequence[StageSpans]) -> dict[int, list[_Passage]]:
+        """What has passed each stage at an end of a watched link since the last look."""
+        ends = {end for stage in self._hops for end in (stage, stage + 1)}
+        known = {clock.host for clock in self._hosts.clocks}
+        passages: dict[int, list[_Passage]] = {}
+        for report in reports:
+            stage, steps = report.stage, report.steps
+            if stage not in ends or not steps or steps[-1][1] <= self._newest.get(stage, -1):
+                continue
+            self._newest[stage] = steps[-1][1]
+            if len(steps) <= MAX_STEPS and self._hosts.stages[stage] in known:
+                passages.setdefault(stage, []).extend(passages_of(report))
+        return passages

@@ -1,0 +1,74 @@
+"""Tells a core over which hosts its pipe runs, and what is known of the ways and clocks between them.
+
+A core needs it to put the times of all stages on one clock, and its clients to show it. Stages and ways are
+told as soon as they change, clocks about once a second. What the core then finds out about the ways is for
+the user. Used by `engine.supervisor.pipe_layout` and `engine.supervisor.pipeline_processes`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from penstock.engine.supervisor.launch import ITEM_SIZES, LaunchPlan
+from penstock.engine.supervisor.reports import Caution, Notice
+from penstock.hosts.member import Member
+from penstock.hosts.network.link_choice import speed_text
+from penstock.hosts.rank_host import Hosts
+from penstock.pipeline.links.frame import NUM_CARRIED
+from penstock.process.child import LinkJudged
+from penstock.process.pipe_hosts import NO_PIPE_HOSTS, PipeHosts
+
+CLOCKS_EVERY_S = 1.0
+
+
+class ToldHosts:
+    """What one core has been told.
+
+    Args:
+        hosts: all that there are.
+        clock: monotonic seconds.
+    """
+
+    def __init__(self, hosts: Hosts, clock: Callable[[], float]) -> None:
+        self._hosts = hosts
+        self._clock = clock
+        self._core: Member | None = None
+        self._told = NO_PIPE_HOSTS
+        self._told_at = -math.inf
+
+    def tell(self, core: Member, plan: LaunchPlan) -> None:
+        """Tell a core that serves what is new; nothing where there is one host."""
+        if len(self._hosts) == 1:
+            return
+        now = self._clock()
+        present = self._present(plan)
+        is_new = core is not self._core or _layout(present) != _layout(self._told)
+        if is_new or now - self._told_at >= CLOCKS_EVERY_S:
+            self._core, self._told, self._told_at = core, present, now
+            core.hand(present)
+
+    def _present(self, plan: LaunchPlan) -> PipeHosts:
+        item_bytes = ITEM_SIZES[plan.ranks[0].dtype]
+        return PipeHosts(
+            stages=[shape.host for shape in plan.stage_shapes],
+            links=list(self._hosts.routes.links()),
+            clocks=self._hosts.clocks(),
+            token_bytes=NUM_CARRIED * plan.spec.hidden_size * item_bytes,
+        )
+
+
+def link_speed_report(link: LinkJudged) -> Caution | Notice:
+    """Return what to say of a link that has become slow while it was in use, or is well again."""
+    way, measured = f"The link from {link.sender} to {link.receiver}", speed_text(link.measured_bytes_per_s)
+    if not link.is_slow:
+        return Notice(text=f"{way} is well again: it carries at least half of the {measured} that it should.")
+    return Caution(
+        text=f"{way} carries {speed_text(link.bytes_per_s)}, and was measured with {measured}. "
+        "Look for other traffic, a damaged cable or a weak signal."
+    )
+
+
+def _layout(hosts: PipeHosts) -> object:
+    """All but the clocks."""
+    return hosts.stages, hosts.links

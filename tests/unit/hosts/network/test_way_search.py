@@ -1,0 +1,185 @@
+"""Ways are looked for in a thread: who begins it goes on with other work, and passes questions on."""
+
+from __future__ import annotations
+
+import select
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from penstock.hosts.bell import Bell
+from penstock.hosts.member import Waitable
+from penstock.hosts.network.interfaces import address_named
+from penstock.hosts.network.measuring_door import ListeningPlace
+from penstock.hosts.network.scout import Listening, Survey, WayToTry
+from penstock.hosts.network.scout_messages import (
+    FromScout,
+    ListenForHost,
+    ListensForHost,
+    RestScout,
+    Surveyed,
+    SurveyHost,
+)
+from penstock.hosts.network.way_search import WaySearch
+from penstock.trust.peer_names import AGENT_ROLE, HEAD_ROLE, PeerName
+
+HEAD = PeerName(cluster="0" * 32, host="tower", role=HEAD_ROLE)
+DESK = PeerName(cluster="0" * 32, host="desk", role=AGENT_ROLE)
+WAIT_S = 30.0
+
+
+class OwnScout:
+    """The scout of the head: it finds that no way leads anywhere."""
+
+    peer = HEAD
+
+    def __init__(self) -> None:
+        self.threads: set[int] = set()
+
+    def listen(self, peer: PeerName) -> Listening:
+        self.threads.add(threading.get_ident())
+        return Listening(places=[ListeningPlace(address_named("127.0.0.1"), 7701)])
+
+    def survey(self, peer: PeerName, ways: Sequence[WayToTry]) -> Survey:
+        self.threads.add(threading.get_ident())
+        return Survey(open=[], dead=[])
+
+    def rest(self) -> None:
+        self.threads.add(threading.get_ident())
+
+
+class Elsewhere:
+    """A host that says where it listens when a test lets it, and answers all else at once."""
+
+    def __init__(self) -> None:
+        self.name = "desk"
+        self.scout_answers: dict[int, FromScout] = {}
+        self.told: list[msgspec.Struct] = []
+        self.tellers: set[int] = set()
+        self.wire = Bell()
+        self.wires: list[Waitable] = [self.wire]
+        self._answers: list[FromScout] = []
+
+    def tell(self, message: msgspec.Struct) -> None:
+        self.told.append(message)
+        self.tellers.add(threading.get_ident())
+        if isinstance(message, SurveyHost):
+            self._answers.append(Surveyed(number=message.number, survey=Survey(open=[], dead=[])))
+            self.wire.ring()
+
+    def attend(self) -> None:
+        self.wire.hush()
+        for answer in self._answers:
+            self.scout_answers[answer.number] = answer
+        self._answers.clear()
+
+    def answer(self) -> None:
+        """It has no address for links."""
+        question = next(message for message in self.told if isinstance(message, ListenForHost))
+        self._answers.append(ListensForHost(number=question.number, listening=Listening(places=[])))
+        self.wire.ring()
+
+
+class Searching:
+    """A search, attended as the supervisor does it."""
+
+    def __init__(self, directory: Path) -> None:
+        self.lines: list[tuple[int, str]] = []
+        self.search = WaySearch(directory / "ways", self._tell, self._tell)
+        self.own, self.desk = OwnScout(), Elsewhere()
+
+    def _tell(self, text: str) -> None:
+        self.lines.append((threading.get_ident(), text))
+
+    def begin(self) -> None:
+        self.search.find(self.own, self.search.scout_of(self.desk, DESK))
+
+    def attend_until(self, condition: Callable[[], Any]) -> None:
+        while not condition():
+            assert select.select([self.search], [], [], WAIT_S)[0], "it says nothing"
+            self.search.attend()
+
+    def close(self) -> None:
+        self.search.close()
+        self.desk.wire.close()
+
+
+@pytest.fixture
+def searching(tmp_path: Path) -> Iterator[Searching]:
+    made = Searching(tmp_path)
+    yield made
+    made.close()
+
+
+def test_r15_a_search_goes_on_beside_other_work(searching: Searching) -> None:
+    search, desk, here = searching.search, searching.desk, threading.get_ident()
+    assert search.is_settled
+    searching.begin()
+    searching.attend_until(lambda: desk.told)
+    assert not search.is_settled
+    assert searching.lines == []
+    search.attend()  # nothing has come, which holds nobody up
+    assert not select.select([search], [], [], 0)[0]
+    desk.answer()
+    searching.attend_until(lambda: search.is_settled)
+    ((thread, line),) = searching.lines
+    assert "no way for links between desk and tower was found" in line
+    assert thread == here
+    assert desk.tellers == {here}, "its wire belongs to one thread"
+    assert here not in searching.own.threads
+    assert any(isinstance(message, RestScout) for message in desk.told)
+    assert search.links() == []
+    assert search.between("tower", "desk").listener == "tower"
+    desk.wire.ring()
+    assert not select.select([search], [], [], 0)[0], "nobody listens to the host any more"
+
+
+def test_r15_ways_are_reviewed_once_for_each_occasion(searching: Searching) -> None:
+    search, desk = searching.search, searching.desk
+    assert not search.review("one loss")
+    searching.attend_until(lambda: search.review("one loss"))
+    assert desk.told == [], "no way was ever looked for"
+    searching.begin()
+    searching.attend_until(lambda: desk.told)
+    desk.answer()
+    searching.attend_until(lambda: search.is_settled)
+    desk.told.clear()
+    assert search.review("one loss")
+    assert not search.review("another loss")
+    searching.attend_until(lambda: desk.told)
+    desk.answer()
+    searching.attend_until(lambda: search.review("another loss"))
+
+
+def test_r15_a_host_that_is_lost_meanwhile_holds_nobody_up(searching: Searching) -> None:
+    searching.begin()
+    searching.attend_until(lambda: searching.desk.told)
+    searching.desk.wires = []
+    searching.search.attend()
+    searching.attend_until(lambda: searching.search.is_settled)
+    assert [line for _, line in searching.lines] == [
+        "the ways between desk and tower were not looked for: the host desk is lost."
+    ]
+
+
+def test_a_search_that_fails_in_a_way_nobody_thought_of_is_settled_too(
+    searching: Searching, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(peer: PeerName) -> Listening:
+        raise RuntimeError("surprise")
+
+    monkeypatch.setattr(searching.own, "listen", fail)
+    searching.begin()
+    searching.attend_until(lambda: searching.desk.told)
+    searching.desk.answer()
+    searching.attend_until(lambda: searching.search.is_settled)
+    assert any("surprise" in line for _, line in searching.lines)
+
+
+def test_the_end_does_not_wait_for_a_host_that_does_not_answer(searching: Searching) -> None:
+    searching.begin()
+    searching.attend_until(lambda: searching.desk.told)
