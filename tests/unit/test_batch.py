@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from penstock.batch import (
     AllocateKV,
     GrammarsBuilt,
+    LinkOrder,
     NewRow,
     OrdersDone,
     PlanMeta,
@@ -121,6 +122,7 @@ def test_dr1_the_digest_covers_every_field() -> None:
         "awaited": [0],
         "scored": [ScoredTokens(2, 1, 16)],
         "residency": 5,
+        "links": [LinkOrder(number=1, first_step=12, stage=0, sender=0, receiver=0)],
         "meta": PlanMeta(wants_times=True),
     }
     assert set(other) == set(ScheduledBatch.__struct_fields__) - {"digest"}
