@@ -73,7 +73,7 @@ class Engine:
         head.start()
         self._programs.await_token()
         way = self._programs.way()
-        worker = self._programs.start(name, way.port)
+        worker = self._programs.start(name, port=way.port)
         head.join(120)
         (self.llm,) = self._made  # type: ignore[assignment]
         assert isinstance(self.llm, LLM), self.llm
