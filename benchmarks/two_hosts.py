@@ -2,7 +2,7 @@
 
     python benchmarks/two_hosts.py
         [--bars throughput,delay,stream,one-core,llama,tls,chunk,crash,trace,idle,start]
-        [--model 0.5b] [--partition 16,8] [--rounds 5] [--llama-python DIR/bin/python] [--trace FILE]
+        [--model 0.5b] [--partition 15,9] [--rounds 5] [--llama-python DIR/bin/python] [--trace FILE]
         [--quick]
 
 A head (`penstock serve`) runs on one host, a worker on the other, each with its stage on a core of its own.
@@ -85,7 +85,8 @@ from served_hosts import SoleServer
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 TRACE = REPOSITORY.parent / "shared" / "data" / "traces" / "azure_llm_2023_conv.csv"
-OWN_MODEL, OWN_PARTITION = "0.5b", "16,8"  # its head is worth eight layers
+OWN_MODEL = "0.5b"
+OWN_PARTITION = "15,9"  # the head is worth eight layers, and core and API, on the first core, one
 JUMBO = 9000  # bytes of a packet where a program carries them
 RPC_PORT = 50052
 START_S, ANSWER_S = 300.0, 900.0
