@@ -62,7 +62,7 @@ from penstock.hosts.weights.model_supply import Delivery, Models
 from penstock.kvstore.own_store import NoOwnStore, OwnStore
 from penstock.process.child import StatusEvent
 from penstock.process.config import RankConfig
-from penstock.process.control import ControlMessage, UseModel
+from penstock.process.control import ControlMessage, UseModel, descriptors_of
 from penstock.process.endpoints import HeldEnd
 from penstock.trust.credentials import Credentials
 from penstock.trust.peer_names import PeerName
@@ -134,7 +134,13 @@ class HeldEnds:
         return self._end(invitation).invitation if isinstance(invitation, HeldEnd) else invitation
 
     def resolved(self, message: ControlMessage) -> ControlMessage:
-        """The message with the endpoints of ends that are held here."""
+        """The message with the endpoints of ends that are held here.
+
+        Raises:
+            ProtocolError: an end is none of these, or the head names descriptors of this host.
+        """
+        if descriptors_of(message):
+            raise ProtocolError("the head has named descriptors of this host, and not ends that it holds.")
         fields = {name: self._resolved_value(getattr(message, name)) for name in message.__struct_fields__}
         return type(message)(**fields)
 

@@ -34,7 +34,7 @@ from penstock.kvstore.own_store import TierNeed
 from penstock.process.child import Alive, ChildFailed, LinkExchanged, LoadProgressed, Ready, WeightsLoaded
 from penstock.process.config import MeasureConfig, StoreConfig
 from penstock.process.control import AttachLink, Stop, UseModel
-from penstock.process.endpoints import HeldEnd, MemoryHandle, RankEndpoints
+from penstock.process.endpoints import HeldEnd, MemoryHandle, RankEndpoints, RingHandle, SocketHandle
 from penstock.trust.peer_names import PeerName
 
 (FAULT,) = parse("rank.load@0:1=kill")
@@ -245,6 +245,17 @@ def test_g1_a_member_that_needs_an_end_which_was_not_made_is_lost(pair: Pair) ->
     pair.serve()
     member.read_status()
     assert "end 99 of a connection was not made" in member.end().message
+    assert (own.handed, own.exit_code) == ([], -9)
+
+
+def test_r15_a_head_that_names_descriptors_of_the_host_gets_none_of_them(pair: Pair) -> None:
+    """An agent has descriptors of links, logs and credentials: none is for a rank because of its number."""
+    member, own = pair.start()
+    ring = RingHandle(memory_fd=3, data_fd=4, space_fd=5, frame_bytes=64, num_frames=1)
+    member.hand(RankEndpoints(epoch=0, plans=SocketHandle(handle_fd=6), tokens=[], outgoing=[ring]))
+    pair.serve()
+    member.read_status()
+    assert "the head has named descriptors of this host" in member.end().message
     assert (own.handed, own.exit_code) == ([], -9)
 
 
