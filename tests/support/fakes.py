@@ -384,7 +384,7 @@ class FakeExecutor:
         self.told_use = NO_STORE_USE  # what the ranks tell next of the store
         self.builds_at_once = True  # grammars are told as soon as they are named; else by `tell_built`
         self._built: list[BuiltGrammar] = []
-        self.link_orders: list[LinkOrder] = []  # that it was given
+        self.link_orders: SimpleQueue[LinkOrder] = SimpleQueue()  # that it was given
         self.told_spans: list[StageSpans] = []
         self._due: deque[bytes] = deque()
         self._num_released = 0
@@ -425,7 +425,7 @@ class FakeExecutor:
         return self.told_spans
 
     def exchange_link(self, order: LinkOrder) -> None:
-        self.link_orders.append(order)
+        self.link_orders.put(order)
 
     def wait_sources(self) -> list[int]:
         """Nothing to wait for but `poll`."""
