@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import accumulate
+from queue import SimpleQueue
 from typing import Any, Literal, Self
 
 from penstock.batch import (
