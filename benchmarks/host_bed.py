@@ -50,7 +50,7 @@ class Sizes:
     micro_batch: int = 8
     trips: int = 200
     think_s: float = 0.01
-    case_s: float = 1.5  # of a stage that is timed alone
+    alone_steps: int = 40  # of a stage that is timed alone
     chunks: int = 20
     trace_requests: int = 500
     trace_stretch: float = 4.0
@@ -70,7 +70,7 @@ QUICK = Sizes(
     micro_batch=2,
     trips=20,
     think_s=0.001,
-    case_s=0.2,
+    alone_steps=3,
     chunks=3,
     trace_requests=40,
     trace_stretch=3.0,

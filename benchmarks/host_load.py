@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import pairwise
 from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple
@@ -146,6 +147,13 @@ def prompts(batch: int, length: int, seed: int) -> Ids:
     """Return random prompts, the same for the same seed."""
     chosen = random.Random(seed)
     return [chosen.choices(IDS, k=length) for _ in range(batch)]
+
+
+def median_gap_s(client: HostClient, num_input: int, num_output: int, seed: int) -> float:
+    """Return the median of the seconds between two tokens of one streamed answer."""
+    arrivals = client.stream(prompts(1, num_input, seed), num_output)
+    came_at = [arrival.at for arrival in arrivals if arrival.ids]
+    return statistics.median(later - earlier for earlier, later in pairwise(came_at))
 
 
 class Paused(NamedTuple):

@@ -98,6 +98,12 @@ class TimedRank:
             has_kernels=self._loaded.has_kernels,
         )
 
+    def decode_step_s(self) -> float:
+        """Return the seconds of one step of a single decode row, without the link. For benchmarks."""
+        plan = self._plan([self._config.context], is_decode=True)
+        inputs, embedding, layers, _, head = self._timed_step(plan)
+        return inputs + embedding + layers + head
+
     def _plan(self, lengths: Sequence[int], *, is_decode: bool) -> ScheduledBatch:
         """Rows of known tokens: of each the last one, sampled after, or all, as in the midst of a prompt."""
         rows = list(range(len(lengths)))
