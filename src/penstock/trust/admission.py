@@ -156,13 +156,27 @@ class AdmissionBook:
             self._seats.pop(seat.number, None)
 
     def offer(self, host: str, present: int, renewed: int) -> None:
-        """A host gets a newer certificate: take both, since it is not sure that the newer one arrives."""
+        """Take a newer certificate of a host beside the present one, since the newer one may not arrive.
+
+        Raises:
+            CertificateError: as `require_known`, of the present one.
+        """
         with self._changed() as book:
+            _require_known(book, host, present)  # it may be revoked since the host has proved itself
             book.serials[host] = [f"{present:x}", f"{renewed:x}"]
 
-    def renew(self, host: str, serial: int) -> None:
-        """A host that joined again has stored a newer certificate: take the older one no longer."""
+    def renew(self, host: str, present: int, serial: int) -> None:
+        """Take one certificate alone of a host that has joined again and stored it.
+
+        Args:
+            present: of the certificate with which the host has proved itself.
+            serial: of the certificate that the host has from now on, which may be the same.
+
+        Raises:
+            CertificateError: as `require_known`, of the present one.
+        """
         with self._changed() as book:
+            _require_known(book, host, present)  # as in `offer`
             book.serials[host] = [f"{serial:x}"]
 
     def require_known(self, host: str, serial: int) -> None:
@@ -171,12 +185,7 @@ class AdmissionBook:
         Raises:
             CertificateError: it is revoked, replaced by a newer one, or its join was never finished.
         """
-        if f"{serial:x}" not in self._read().serials.get(host, ()):
-            raise CertificateError(
-                f"the certificate of the host {host} is revoked, or another worker has joined as it.",
-                remedy="Join again with a token.",
-                code="certificate_revoked",
-            )
+        _require_known(self._read(), host, serial)
 
     def _require_usable(self, entry: _Token | None) -> _Token:
         if entry is None:
@@ -220,3 +229,12 @@ class AdmissionBook:
                 f"{self._path} is damaged, and with it the list of revoked certificates.",
                 remedy="Restore it from a copy; or delete the directory, and let all workers join anew.",
             ) from error
+
+
+def _require_known(book: _Book, host: str, serial: int) -> None:
+    if f"{serial:x}" not in book.serials.get(host, ()):
+        raise CertificateError(
+            f"the certificate of the host {host} is revoked, or another worker has joined as it.",
+            remedy="Join again with a token.",
+            code="certificate_revoked",
+        )

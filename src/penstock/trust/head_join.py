@@ -244,7 +244,7 @@ class HeadJoin:
             desk.book.offer(name.host, self._peer.serial, serial)
 
         def store() -> None:
-            desk.book.renew(name.host, serial)
+            desk.book.renew(name.host, self._peer.serial, serial)
             self.host = name.host
             self.is_connected = True
 
@@ -263,7 +263,9 @@ class HeadJoin:
         if frame.kind != Kind.STORED or frame.body:
             raise garbage()
         self._store()
-        self._release = _nothing
+        if not self.is_connected:
+            self._release = _nothing
+        # else the name of the host is let go of if DONE cannot be sent: the door then abandons this
         self._await = None
         self._outgoing += framed(Kind.DONE)
 
