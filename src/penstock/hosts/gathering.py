@@ -102,6 +102,7 @@ class GatheredHosts:
         self._weights = WeightServer(served)
         self._cluster = Cluster(
             name=identity.name,
+            run=identity.run,
             issue=identity.link_credentials,
             identify=served.identify,
         )
@@ -109,6 +110,7 @@ class GatheredHosts:
         streams = ProvedStreams(
             self._name,
             identity.name,
+            lambda: identity.run,
             lambda peer: self._addresses[peer],
             ports,
             identity.link_credentials,
