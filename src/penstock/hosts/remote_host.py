@@ -473,6 +473,11 @@ class RemoteHost:
         elif isinstance(message, Leaving):
             self._lose(LinkClosedError("its worker has ended."))
 
+    def shut_out(self, error: PeerError) -> None:
+        """Lose the host, if its connection stands."""
+        if self._wire.failure is None:
+            self._lose(error)
+
     def _break_off(self) -> None:
         """The connection is broken. It is closed when another one comes: until then its descriptor has no
         other meaning for those that still wait at it."""

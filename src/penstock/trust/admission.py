@@ -15,6 +15,7 @@ A join that breaks off gives its use back; its certificate was never entered and
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -74,6 +75,11 @@ class AdmissionBook:
         self._seats: dict[int, Seat] = {}
         self._num_seats = 0
 
+    @staticmethod
+    def is_in(directory: Path) -> bool:
+        """Return whether a head has begun a book in this directory."""
+        return os.path.isfile(directory / _FILE)  # false too where it may not be looked at
+
     def allow(self, token: JoinToken, max_joins: int, life_s: float = DEFAULT_LIFE_S) -> None:
         """Take a token from now on. One that is known keeps its beginning, its uses and its revocation."""
         key = token.proof_key()
@@ -120,6 +126,17 @@ class AdmissionBook:
     def hosts(self) -> list[str]:
         """Return the names of the hosts that have a certificate."""
         return sorted(self._read().serials)
+
+    def certificates(self) -> dict[str, frozenset[int]]:
+        """Return the serial numbers of the certificates of each host: one, or two during a renewal."""
+        return {
+            host: frozenset(int(serial, 16) for serial in serials)
+            for host, serials in self._read().serials.items()
+        }
+
+    def num_usable_tokens(self) -> int:
+        """Return with how many tokens a worker could join now."""
+        return sum(map(self._is_usable, self._read().tokens))
 
     def reserve(self, is_proved_by: Callable[[bytes], bool]) -> Seat:
         """Hold a use of the token that a worker has proved.
@@ -186,6 +203,13 @@ class AdmissionBook:
             CertificateError: it is revoked, replaced by a newer one, or its join was never finished.
         """
         _require_known(self._read(), host, serial)
+
+    def _is_usable(self, entry: _Token) -> bool:
+        try:
+            self._require_usable(entry)
+        except JoinTokenError:
+            return False
+        return True
 
     def _require_usable(self, entry: _Token | None) -> _Token:
         if entry is None:
