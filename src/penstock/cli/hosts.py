@@ -7,6 +7,7 @@ directory (`trust.admission`), which the head reads each second. They never show
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -43,28 +44,19 @@ def hosts_ls(
 
 
 def hosts_revoke(
-    name: str = "",
-    /,
-    *,
-    state_dir: StateDirectory = None,
-    invocation: Annotated[Invocation, Parameter(parse=False)],
+    *names: str, state_dir: StateDirectory = None, invocation: Annotated[Invocation, Parameter(parse=False)]
 ) -> int:
-    """Revoke the certificate of a host. Returns 0."""
+    """Revoke the certificates of some hosts. Returns 0."""
     book = _book(state_dir)
-    if not name or not book.revoke_host(name):
-        known = book.hosts()
-        there = f"Hosts that have one: {', '.join(known)}." if known else "No host has one."
-        raise UsageError(
-            f"no host called {name!r} has a certificate." if name else "it is not said which host.",
-            remedy=f"{nearest(name, known)} {there}".strip(),
-            param="name",
+    _require_certificates(names, book.hosts())
+    for name in names:
+        book.revoke_host(name)
+        invocation.say(
+            f"the certificate of {one_line(name)} is revoked; a head that runs closes its connections now"
         )
-    invocation.say(
-        f"the certificate of {one_line(name)} is revoked; a head that runs closes its connections at once"
-    )
     if book.num_usable_tokens():
         invocation.warn(
-            f"a join token can still be used, with which {one_line(name)} could join again; "
+            "a join token can still be used, with which a revoked host could join again; "
             "`penstock hosts revoke-tokens` revokes all."
         )
     return 0
@@ -80,6 +72,17 @@ def hosts_revoke_tokens(
         "the head and start it again."
     )
     return 0
+
+
+def _require_certificates(names: Sequence[str], known: Sequence[str]) -> None:
+    there = f"Hosts that have one: {', '.join(known)}." if known else "No host has one."
+    for name in names or [""]:
+        if name not in known:
+            raise UsageError(
+                f"no host called {name!r} has a certificate." if names else "it is not said which host.",
+                remedy=f"{nearest(name, known)} {there}".strip(),
+                param="name",
+            )
 
 
 def _book(state_dir: Path | None) -> AdmissionBook:
