@@ -27,6 +27,7 @@ from rank_configs import make_rank_configs
 from stand_in_hosts import StandInHost, StandInMember
 
 MODEL, IDENTITY = "/models/on/the/head", b"identity"
+RUN = "0123456789abcdef"  # of the head
 LINK = LinkNeed(frame_bytes=64, num_frames=2)
 SECRET = Credentials(key_pem=b"key", certificate_pem=b"certificate", authority_pem=b"authority")
 
@@ -100,7 +101,9 @@ class Pair:
         store = OwnStore("desk", None, Path("/kv/of/desk"))
         self.agent = Agent(self.own, agent_wire, self.models, self.allowed, self.clock, self.log, store=store)
         hello = hello_at(self.head_wire)
-        cluster = Cluster(name="0" * 32, issue=lambda name: SECRET, identify=lambda path: path.encode())
+        cluster = Cluster(
+            name="0" * 32, run=RUN, issue=lambda name: SECRET, identify=lambda path: path.encode()
+        )
         cluster = msgspec.structs.replace(cluster, identify={MODEL: IDENTITY}.__getitem__)
         self.host = RemoteHost(
             self.head_wire,

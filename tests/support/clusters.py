@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import msgspec
+
 from penstock.errors import PenstockError
 from penstock.trust import certificates
 from penstock.trust.admission import AdmissionBook
@@ -82,7 +84,18 @@ class Cluster:
         return kept[-1]
 
     def link_credentials(self, host: str, role: str, epoch: int) -> Credentials:
-        return self.identity.link_credentials(self.name(host, role, epoch))
+        return self.identity.link_credentials(self.process(host, role, epoch))
+
+    def credentials(self, name: PeerName) -> Credentials:
+        """Return a key and a certificate of whatever name."""
+        key = certificates.new_key()
+        certificate = self.identity.sign_link(certificates.signing_request(key), name)
+        authority = self.identity.certificate_pem
+        return Credentials(key_pem=key, certificate_pem=certificate, authority_pem=authority)
+
+    def process(self, host: str, role: str, epoch: int) -> PeerName:
+        """Return the name of a rank or core in an epoch of this run of the head."""
+        return msgspec.structs.replace(self.name(host, role, epoch), run=self.identity.run)
 
     def name(self, host: str, role: str = AGENT_ROLE, epoch: int = 0) -> PeerName:
         return PeerName(cluster=self.identity.name, host=host, role=role, epoch=epoch)

@@ -30,7 +30,7 @@ class LinkPeers:
         identity = ClusterIdentity(key, certificates.sign_authority(key, time.time()), time.time)
         epoch_key = new_epoch_key()
         self._names = [
-            PeerName(cluster=identity.name, host=f"host-{number}", role=role, epoch=EPOCH)
+            PeerName(cluster=identity.name, host=f"host-{number}", role=role, run=identity.run, epoch=EPOCH)
             for number, role in enumerate(roles)
         ]
         self._memories = [

@@ -49,11 +49,11 @@ class WeightHead:
         self.num_connections = self.num_bytes = 0
         self.tears: list[int] = []
         self._mutex = threading.Lock()
-        self._server = WeightServer(self.served)
+        self.server = WeightServer(self.served)
 
-    def connect(self) -> socket.socket:
+    def connect(self, host: str = "desk") -> socket.socket:
         ours, theirs = socket.socketpair()
-        self._server.serve(theirs, "desk")
+        self.server.serve(theirs, host)
         self.num_connections += 1
         counted = CountedSocket(fileno=ours.detach())
         counted.head = self
@@ -72,7 +72,7 @@ class WeightHead:
                 raise ConnectionResetError(104, "Connection reset by peer")
 
     def close(self) -> None:
-        self._server.close()
+        self.server.close()
 
 
 class HeardNotes:

@@ -36,6 +36,8 @@ Usage: penstock COMMAND ...     serves large language models through a pipeline
   cache ls STORE        whose KV blocks are in a store
   cache stat STORE      how much that is, and whether it is whole
   cache clear STORE     remove KV blocks from a store
+  hosts ls              which hosts have joined a head
+  hosts revoke NAME     shut a host out; hosts revoke-tokens: let nobody join with an old token
   kernels build         compile the CPU kernels for this machine ahead of time
   kernels clear         remove what was compiled
   trace                 save what a running server's stages did in the last seconds
@@ -77,7 +79,23 @@ Usage: penstock cache ls|stat|clear STORE
 
 STORE is what --kv-store of `penstock serve` names: a directory or a URL. Servers may use it meanwhile."""
 
-GROUPS: Mapping[str, str] = {"bench": BENCH_HELP, "cache": CACHE_HELP, "kernels": KERNELS_HELP}
+HOSTS_HELP = """\
+Usage: penstock hosts ls|revoke NAME|revoke-tokens
+
+  penstock hosts revoke desk
+
+  ls             which hosts have a certificate of this head
+  revoke         take the certificate of a host no longer, and close its connections
+  revoke-tokens  take no join token that exists; hosts that have joined stay
+
+Run it on the head, as the head's user; it may run meanwhile. Give --state-dir if `penstock serve` has it."""
+
+GROUPS: Mapping[str, str] = {
+    "bench": BENCH_HELP,
+    "cache": CACHE_HELP,
+    "hosts": HOSTS_HELP,
+    "kernels": KERNELS_HELP,
+}
 """The commands that have commands of their own, each with its help."""
 
 _PAGES_IN_A_ROW = 6
@@ -186,6 +204,21 @@ COMMANDS: Mapping[tuple[str, ...], CommandHelp] = {
         "penstock cache clear STORE --namespace DIGITS|--all [flags]",
         "Remove the KV blocks of one model, or all, from a store.",
         "penstock cache clear ~/kv --all",
+    ),
+    ("hosts", "ls"): CommandHelp(
+        "penstock hosts ls [flags]",
+        "Show which hosts have a certificate of this head, and how many join tokens can still be used.",
+        "penstock hosts ls",
+    ),
+    ("hosts", "revoke"): CommandHelp(
+        "penstock hosts revoke NAME [flags]",
+        "Take the certificate of a host no longer; a head that runs closes its connections.",
+        "penstock hosts revoke desk",
+    ),
+    ("hosts", "revoke-tokens"): CommandHelp(
+        "penstock hosts revoke-tokens [flags]",
+        "Take no join token that exists; hosts that have joined stay.",
+        "penstock hosts revoke-tokens",
     ),
     ("kernels", "build"): CommandHelp(
         "penstock kernels build",

@@ -47,6 +47,7 @@ def build_app(invocation: Invocation) -> App:
         result_action="return_value",
     )
     bench, cache, kernels = App(name="bench"), App(name="cache"), App(name="kernels")
+    hosts = App(name="hosts")
     app.command("penstock.cli.serve:serve", name="serve")
     app.command("penstock.cli.worker:worker", name="worker")
     app.command("penstock.cli.plan:plan", name="plan")
@@ -61,10 +62,14 @@ def build_app(invocation: Invocation) -> App:
     cache.command("penstock.cli.cache:cache_ls", name="ls")
     cache.command("penstock.cli.cache:cache_stat", name="stat")
     cache.command("penstock.cli.cache:cache_clear", name="clear")
+    hosts.command("penstock.cli.hosts:hosts_ls", name="ls")
+    hosts.command("penstock.cli.hosts:hosts_revoke", name="revoke")
+    hosts.command("penstock.cli.hosts:hosts_revoke_tokens", name="revoke-tokens")
     kernels.command("penstock.cli.kernels:kernels_build", name="build")
     kernels.command("penstock.cli.kernels:kernels_clear", name="clear")
     app.command(bench)
     app.command(cache)
+    app.command(hosts)
     app.command(kernels)
     return app
 

@@ -101,3 +101,8 @@ def state_directory(given: str | os.PathLike[str] | None) -> Path:
         return Path(given).expanduser().resolve()
     base = os.environ.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state")
     return Path(base) / "penstock"
+
+
+def head_directory(given: str | os.PathLike[str] | None) -> Path:
+    """Return where a head keeps its part of that: the identity of its cluster, and who may join it."""
+    return state_directory(given) / "head"

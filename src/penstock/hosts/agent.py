@@ -79,15 +79,21 @@ NO_OWN_STORE = NoOwnStore()
 
 
 class AllowedNames:
-    """Credentials that the head has sent for processes of this host. `issue` is for `ProvedStreams`."""
+    """Credentials that the head has sent for processes of this host. `issue` is for `ProvedStreams`.
+
+    Attributes:
+        run_of_head: in which the head counts its epochs, as it has said last; "" before.
+    """
 
     def __init__(self) -> None:
+        self.run_of_head = ""
         self._by_name: dict[PeerName, Credentials] = {}
 
     def allow(self, name: PeerName, credentials: Credentials) -> None:
         """Keep them; those of older epochs are forgotten."""
         self._by_name = {each: kept for each, kept in self._by_name.items() if each.epoch >= name.epoch}
         self._by_name[name] = credentials
+        self.run_of_head = name.run
 
     def forget(self) -> None:
         """Allow no name any more: the head begins anew, with epochs that had names before."""

@@ -21,8 +21,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from penstock.config.engine import EngineConfig
-from penstock.config.hosts import HostsConfig, own_host_name, own_version, parse_address, state_directory
-from penstock.errors import PeerError, PenstockError, UnavailableError, UsageError
+from penstock.config.hosts import HostsConfig, head_directory, own_host_name, own_version, parse_address
+from penstock.errors import JoinTokenError, PeerError, PenstockError, UnavailableError, UsageError
 from penstock.hosts.link_streams import ProvedStreams
 from penstock.hosts.local import LocalHost
 from penstock.hosts.logs.head_log import HeadLog, ShowLine
@@ -35,6 +35,7 @@ from penstock.hosts.network.visits import Visits
 from penstock.hosts.network.way_search import WaySearch
 from penstock.hosts.rank_host import Hosts
 from penstock.hosts.remote_host import Cluster, RemoteHost
+from penstock.hosts.revocations import Revocations
 from penstock.hosts.weights.served_models import ServedModels
 from penstock.hosts.weights.tensor_digests import TensorDigests
 from penstock.hosts.weights.weight_server import WeightServer
@@ -96,12 +97,15 @@ class GatheredHosts:
         self._num_workers = settings.hosts - 1
         self._name = own_host_name(settings.host_name)
         self._addresses: dict[str, str] = {}  # of this host, as each worker reaches it
-        directory = state_directory(settings.state_dir) / "head"
+        directory = head_directory(settings.state_dir)
         identity = ClusterIdentity.open(directory, time.time)
         served = ServedModels(TensorDigests(_private(directory / "digests")))
         self._weights = WeightServer(served)
+        book = AdmissionBook(directory, time.time)
+        self._revocations = Revocations(book, self._weights, warn)
         self._cluster = Cluster(
             name=identity.name,
+            run=identity.run,
             issue=identity.link_credentials,
             identify=served.identify,
         )
@@ -109,6 +113,7 @@ class GatheredHosts:
         streams = ProvedStreams(
             self._name,
             identity.name,
+            lambda: identity.run,
             lambda peer: self._addresses[peer],
             ports,
             identity.link_credentials,
@@ -122,13 +127,13 @@ class GatheredHosts:
         self._scout = self._own_scout(identity, ports, self._addresses.__getitem__)
         visits = Visits(lambda address: self._own_scout(identity, ports, lambda _: address), ports)
         try:
-            self._gate = self._open_gate(settings, identity, directory, address, visits)
+            _allow_token(settings, identity, book, warn)
+            self._gate = self._open_gate(identity, book, address, visits)
         except BaseException:
             self._search.close()
             raise
         if warning := loopback_warning(*address):
             warn(warning)
-        self.sources: Sequence[Waitable] = (self._gate, self._search)
         self.hosts = Hosts(self._head)
         tell(
             f"waiting for {_counted(self._num_workers, 'worker')}; on "
@@ -137,6 +142,11 @@ class GatheredHosts:
             f" --join-token-file {shlex.quote(settings.join_token_file)}"
         )
         tell(f"links from other hosts come to the ports {ports} of this host (--link-ports)")
+
+    @property
+    def sources(self) -> Sequence[Waitable]:
+        """What becomes readable when `admit` has something to do."""
+        return self._gate, self._search
 
     def gather(self, lifelines: Sequence[Waitable]) -> None:
         """Wait until all workers are there.
@@ -168,7 +178,8 @@ class GatheredHosts:
                 self._turn_away(worker)
 
     def tend(self, now: float) -> None:
-        """Let each worker know that the head is there, and see whether it is."""
+        """Let each worker know that the head is there, and see whether it is, and whether it still may be."""
+        self._revocations.apply(now, self._workers)
         for host in self._workers.values():
             host.tend(now)
         self._search.attend()
@@ -204,16 +215,11 @@ class GatheredHosts:
 
     def _open_gate(
         self,
-        settings: HostsConfig,
         identity: ClusterIdentity,
-        directory: Path,
+        book: AdmissionBook,
         address: tuple[str, int],
         visits: Visits,
     ) -> WorkerGate:
-        assert settings.join_token_file is not None
-        book = AdmissionBook(directory, time.time)
-        token = head_token(Path(settings.join_token_file), identity.public_key)
-        book.allow(token, settings.hosts - 1, settings.join_token_ttl_s)
         connected = ConnectedHosts(self._name)
         listener = listen_for_workers(*address)
 
@@ -246,6 +252,7 @@ class GatheredHosts:
 
     def _let_in(self, worker: JoinedWorker) -> None:
         self._addresses[worker.host] = unmapped(worker.local_address)
+        self._revocations.note(worker.host, worker.serial)
         known = self._workers.get(worker.host)
         if known is None:
             known = self._workers[worker.host] = self._new_host(worker)
@@ -304,6 +311,24 @@ def open_hosts(
         return OneHost()
     _require_parts_for_hosts(engine)
     return GatheredHosts(engine.cluster, tell, warn, show)
+
+
+def _allow_token(settings: HostsConfig, identity: ClusterIdentity, book: AdmissionBook, warn: Tell) -> None:
+    """Let workers join with the token in the file. Warn if they need it and it is good for no join."""
+    assert settings.join_token_file is not None
+    token = head_token(Path(settings.join_token_file), identity.public_key)
+    num_workers = settings.hosts - 1
+    book.allow(token, num_workers, settings.join_token_ttl_s)
+    num_known = len(book.hosts())
+    if num_known >= num_workers:
+        return  # they come back with their certificates
+    try:
+        book.require_usable(token)
+    except JoinTokenError as error:
+        warn(
+            f"{error.message} So no worker can join with {settings.join_token_file}, and of "
+            f"{_counted(num_workers, 'worker')} {num_known} can come back with a certificate. {error.remedy}"
+        )
 
 
 def _require_parts_for_hosts(engine: EngineConfig) -> None:

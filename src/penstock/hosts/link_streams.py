@@ -64,6 +64,7 @@ class ProvedStreams:
 
     Args:
         host, cluster: names that stand in the credentials of its processes.
+        run_of_head: returns the run of the head, which stands in the credentials too (`trust.peer_names`).
         address_for: of this host, as another one reaches it, where the head names none.
         issue: makes or looks up the credentials of a process of this host.
         is_plain: links are in plain text (`--insecure-links`).
@@ -74,6 +75,7 @@ class ProvedStreams:
         self,
         host: str,
         cluster: str,
+        run_of_head: Callable[[], str],
         address_for: Callable[[str], str],
         ports: PortRange,
         issue: Issue,
@@ -82,7 +84,7 @@ class ProvedStreams:
         fixed_address: str = "",
     ) -> None:
         self._fixed_address = fixed_address
-        self._host, self._cluster = host, cluster
+        self._host, self._cluster, self._run_of_head = host, cluster, run_of_head
         self._address_for, self._ports = address_for, ports
         self._issue = issue
         self._kind = CHALLENGED if is_plain else TLS
@@ -132,16 +134,22 @@ class ProvedStreams:
         return Challenged(credentials_fd=memory, own=own.uri, peer=peer.uri)
 
     def _memory(self, own: PeerName) -> int:
-        """The credentials of a process, in memory that it is handed. Its older epochs are forgotten."""
+        """Return the credentials of a process, in memory that it is handed. Forget those of its older epochs,
+        and of other runs of the head."""
         if own not in self._memories:
-            older = [name for name in self._memories if name.role == own.role and name.epoch < own.epoch]
+            older = [
+                name
+                for name in self._memories
+                if name.run != own.run or (name.role == own.role and name.epoch < own.epoch)
+            ]
             for name in older:
                 os.close(self._memories.pop(name))
             self._memories[own] = self._issue(own).to_memory()
         return self._memories[own]
 
     def _name(self, host: str, role: str, epoch: int) -> PeerName:
-        return PeerName(cluster=self._cluster, host=host, role=role, epoch=epoch)
+        run = self._run_of_head()
+        return PeerName(cluster=self._cluster, host=host, role=role, run=run, epoch=epoch)
 
 
 def _not_offered(kind: str) -> PeerError:

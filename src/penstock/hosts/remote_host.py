@@ -192,11 +192,13 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         name: of the cluster.
+        run: of the head (`trust.peer_names`).
         issue: makes the credentials of a process, for one epoch.
         identify: identity of the model in a directory of the head.
     """
 
     name: str
+    run: str
     issue: Callable[[PeerName], Credentials]
     identify: Callable[[str], bytes]
 
@@ -414,7 +416,13 @@ class RemoteHost:
     def _begin_end(self, parties: Parties) -> int:
         """A number for a new end, whose process has what links are proved by."""
         if parties.peer_host != self.name:
-            name = PeerName(cluster=self._cluster.name, host=self.name, role=parties.own, epoch=parties.epoch)
+            name = PeerName(
+                cluster=self._cluster.name,
+                host=self.name,
+                role=parties.own,
+                run=self._cluster.run,
+                epoch=parties.epoch,
+            )
             if name not in self._allowed:
                 self._allowed = {each for each in self._allowed if each.epoch >= name.epoch} | {name}
                 self.tell(AllowEpoch(name=name, credentials=self._cluster.issue(name)))
@@ -464,6 +472,11 @@ class RemoteHost:
             self._on_log(message)
         elif isinstance(message, Leaving):
             self._lose(LinkClosedError("its worker has ended."))
+
+    def shut_out(self, error: PeerError) -> None:
+        """Lose the host, if its connection stands."""
+        if self._wire.failure is None:
+            self._lose(error)
 
     def _break_off(self) -> None:
         """The connection is broken. It is closed when another one comes: until then its descriptor has no

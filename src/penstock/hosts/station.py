@@ -178,6 +178,7 @@ class Station:
             ProvedStreams(
                 settings.name,
                 self._head.name.cluster,
+                lambda: allowed.run_of_head,
                 lambda peer: self._own_address,
                 settings.ports,
                 allowed.issue,

@@ -18,7 +18,7 @@ from penstock.hosts.agent_messages import AgentHello, ToHead
 from penstock.hosts.agent_wire import AgentWire
 from penstock.hosts.bell import Bell
 from penstock.trust.door import Door
-from penstock.trust.head_join import NOBODY, ConnectedHosts, HeadConversation, WeightsVisit
+from penstock.trust.head_join import NOBODY, ConnectedHosts, HeadConversation, HeadJoin, WeightsVisit
 from penstock.trust.peer_names import PeerName
 
 HELLO_S = 10.0  # for an agent to say its first word
@@ -31,11 +31,13 @@ class JoinedWorker(NamedTuple):
 
     Attributes:
         host: its name.
+        serial: number of its certificate.
         address: it comes from.
         local_address: of this host, where the worker has reached it.
     """
 
     host: str
+    serial: int
     wire: AgentWire[ToHead]
     hello: AgentHello
     address: str
@@ -44,6 +46,7 @@ class JoinedWorker(NamedTuple):
 
 class _Arriving(NamedTuple):
     host: str
+    serial: int
     wire: AgentWire[ToHead]
     address: str
     local_address: str
@@ -125,7 +128,7 @@ class WorkerGate:
                 if isinstance(entered.conversation, WeightsVisit):
                     self._give_weights(entered.connection, entered.conversation.host)
                 elif entered.conversation.is_connected:
-                    self._begin(entered.conversation.host, entered.connection, entered.address)
+                    self._begin(entered.conversation, entered.connection, entered.address)
                 elif entered.conversation.visitor != NOBODY:
                     self._receive_visitor(entered.connection, entered.conversation.visitor)
                 else:
@@ -136,18 +139,26 @@ class WorkerGate:
         self._refused.put((address, error))
         self._bell.ring()
 
-    def _begin(self, host: str, connection: socket.socket, address: str) -> None:
+    def _begin(self, worker: HeadJoin, connection: socket.socket, address: str) -> None:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         local_address = str(connection.getsockname()[0])
         wire: AgentWire[ToHead] = AgentWire(connection, ToHead)
-        self._arriving.append(_Arriving(host, wire, address, local_address, time.monotonic() + HELLO_S))
+        deadline = time.monotonic() + HELLO_S
+        self._arriving.append(_Arriving(worker.host, worker.serial, wire, address, local_address, deadline))
 
     def _has_said_hello(self, worker: _Arriving) -> bool:
         """Whether it need not be waited for any more: it is in, or gone."""
         told = worker.wire.receive()
         if told and isinstance(told[0], AgentHello):
             self._joined.put(
-                JoinedWorker(worker.host, worker.wire, told[0], worker.address, worker.local_address)
+                JoinedWorker(
+                    worker.host,
+                    worker.serial,
+                    worker.wire,
+                    told[0],
+                    worker.address,
+                    worker.local_address,
+                )
             )
             self._bell.ring()
             return True

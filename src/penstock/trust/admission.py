@@ -15,6 +15,7 @@ A join that breaks off gives its use back; its certificate was never entered and
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -74,6 +75,11 @@ class AdmissionBook:
         self._seats: dict[int, Seat] = {}
         self._num_seats = 0
 
+    @staticmethod
+    def is_in(directory: Path) -> bool:
+        """Return whether a head has begun a book in this directory."""
+        return os.path.isfile(directory / _FILE)  # false too where it may not be looked at
+
     def allow(self, token: JoinToken, max_joins: int, life_s: float = DEFAULT_LIFE_S) -> None:
         """Take a token from now on. One that is known keeps its beginning, its uses and its revocation."""
         key = token.proof_key()
@@ -121,6 +127,17 @@ class AdmissionBook:
         """Return the names of the hosts that have a certificate."""
         return sorted(self._read().serials)
 
+    def certificates(self) -> dict[str, frozenset[int]]:
+        """Return the serial numbers of the certificates of each host: one, or two during a renewal."""
+        return {
+            host: frozenset(int(serial, 16) for serial in serials)
+            for host, serials in self._read().serials.items()
+        }
+
+    def num_usable_tokens(self) -> int:
+        """Return with how many tokens a worker could join now."""
+        return sum(map(self._is_usable, self._read().tokens))
+
     def reserve(self, is_proved_by: Callable[[bytes], bool]) -> Seat:
         """Hold a use of the token that a worker has proved.
 
@@ -156,13 +173,27 @@ class AdmissionBook:
             self._seats.pop(seat.number, None)
 
     def offer(self, host: str, present: int, renewed: int) -> None:
-        """A host gets a newer certificate: take both, since it is not sure that the newer one arrives."""
+        """Take a newer certificate of a host beside the present one, since the newer one may not arrive.
+
+        Raises:
+            CertificateError: as `require_known`, of the present one.
+        """
         with self._changed() as book:
+            _require_known(book, host, present)  # it may be revoked since the host has proved itself
             book.serials[host] = [f"{present:x}", f"{renewed:x}"]
 
-    def renew(self, host: str, serial: int) -> None:
-        """A host that joined again has stored a newer certificate: take the older one no longer."""
+    def renew(self, host: str, present: int, serial: int) -> None:
+        """Take one certificate alone of a host that has joined again and stored it.
+
+        Args:
+            present: of the certificate with which the host has proved itself.
+            serial: of the certificate that the host has from now on, which may be the same.
+
+        Raises:
+            CertificateError: as `require_known`, of the present one.
+        """
         with self._changed() as book:
+            _require_known(book, host, present)  # as in `offer`
             book.serials[host] = [f"{serial:x}"]
 
     def require_known(self, host: str, serial: int) -> None:
@@ -171,12 +202,14 @@ class AdmissionBook:
         Raises:
             CertificateError: it is revoked, replaced by a newer one, or its join was never finished.
         """
-        if f"{serial:x}" not in self._read().serials.get(host, ()):
-            raise CertificateError(
-                f"the certificate of the host {host} is revoked, or another worker has joined as it.",
-                remedy="Join again with a token.",
-                code="certificate_revoked",
-            )
+        _require_known(self._read(), host, serial)
+
+    def _is_usable(self, entry: _Token) -> bool:
+        try:
+            self._require_usable(entry)
+        except JoinTokenError:
+            return False
+        return True
 
     def _require_usable(self, entry: _Token | None) -> _Token:
         if entry is None:
@@ -220,3 +253,12 @@ class AdmissionBook:
                 f"{self._path} is damaged, and with it the list of revoked certificates.",
                 remedy="Restore it from a copy; or delete the directory, and let all workers join anew.",
             ) from error
+
+
+def _require_known(book: _Book, host: str, serial: int) -> None:
+    if f"{serial:x}" not in book.serials.get(host, ()):
+        raise CertificateError(
+            f"the certificate of the host {host} is revoked, or another worker has joined as it.",
+            remedy="Join again with a token.",
+            code="certificate_revoked",
+        )

@@ -42,7 +42,7 @@ class Conversation(Protocol):
         ...
 
     def abandon(self) -> None:
-        """The connection is closed before all is said: let go of what was held for the peer."""
+        """Let go of what is held for the peer: the connection is closed before all is said and sent."""
         ...
 
 

@@ -114,12 +114,14 @@ class HeadJoin:
         host: name of the worker, "" until it has proved itself.
         is_connected: the worker has joined with its certificate: the connection goes on, and the name of the
             host stays taken until `ConnectedHosts.leave`. Otherwise the worker closes it and comes back.
+        serial: number of the certificate that a connected worker has from now on; 0 before.
         visitor: who has come to look whether it could join; `NOBODY` of a worker. The connection goes on.
     """
 
     def __init__(self, desk: HeadDesk, peer: PeerCertificate) -> None:
         self.host = ""
         self.is_connected = False
+        self.serial = 0
         self.visitor = NOBODY
         self._desk = desk
         self._peer = peer
@@ -244,8 +246,8 @@ class HeadJoin:
             desk.book.offer(name.host, self._peer.serial, serial)
 
         def store() -> None:
-            desk.book.renew(name.host, serial)
-            self.host = name.host
+            desk.book.renew(name.host, self._peer.serial, serial)
+            self.host, self.serial = name.host, serial
             self.is_connected = True
 
         self._welcome(renewed, store)
@@ -263,7 +265,9 @@ class HeadJoin:
         if frame.kind != Kind.STORED or frame.body:
             raise garbage()
         self._store()
-        self._release = _nothing
+        if not self.is_connected:
+            self._release = _nothing
+        # else the name of the host is let go of if DONE cannot be sent: the door then abandons this
         self._await = None
         self._outgoing += framed(Kind.DONE)
 

@@ -15,7 +15,7 @@ from penstock.errors import UsageError
 from penstock.trust import certificates
 from penstock.trust.challenge import new_epoch_key
 from penstock.trust.credentials import Credentials
-from penstock.trust.peer_names import AGENT_ROLE, HEAD_ROLE, PeerName, require_host_name
+from penstock.trust.peer_names import AGENT_ROLE, HEAD_ROLE, PeerName, new_run, require_host_name
 from penstock.trust.private_files import create_private, make_private_directory, read_private
 
 _FILE = "cluster.pem"
@@ -32,6 +32,7 @@ class ClusterIdentity:
     Attributes:
         public_key: DER; its SHA-256 is the fingerprint that tokens carry.
         name: of the cluster, as `PeerName.cluster` has it.
+        run: of the head, as `PeerName.run` has it; another one in each object, so after each start.
     """
 
     def __init__(self, key_pem: bytes, certificate_pem: bytes, wall_clock: Callable[[], float]) -> None:
@@ -40,6 +41,7 @@ class ClusterIdentity:
         self.certificate_pem = certificate_pem
         self.public_key = certificates.public_key_of(key_pem)
         self.name = certificates.cluster_name(self.public_key)
+        self.run = new_run()
         self._epoch_keys: dict[int, bytes] = {}
 
     @classmethod
@@ -82,7 +84,12 @@ class ClusterIdentity:
         )
 
     def link_credentials(self, name: PeerName) -> Credentials:
-        """Return a new key and certificate for the links of a process in one epoch, and the epoch's key."""
+        """Return a new key and certificate for the links of a process in one epoch, and the epoch's key.
+
+        Args:
+            name: with the run of this identity, since no end expects another one.
+        """
+        assert name.run == self.run, "a process of another run of the head"
         epoch_key = self._epoch_keys.setdefault(name.epoch, new_epoch_key())
         credentials = self._own_credentials(name, certificates.LINK_LIFE_S)
         return msgspec.structs.replace(credentials, epoch_key=epoch_key)

@@ -1,17 +1,21 @@
-"""The name that a certificate of the cluster gives to a process: cluster, host, role and epoch.
+"""The name that a certificate of the cluster gives to a process: cluster, host, role, run and epoch.
 
 A name stands in the certificate as a URI, so that it cannot be taken for a DNS name or an address:
 
-    penstock://3f9c…/host/desk/agent/0        the agent of the host `desk`; 0 where no epoch is meant
-    penstock://3f9c…/host/desk/rank-3/17      rank 3 in epoch 17
-    penstock://3f9c…/host/tower/head/0        the head
+    penstock://3f9c…/host/desk/agent/0             the agent of the host `desk`; 0 where no epoch is meant
+    penstock://3f9c…/host/desk/rank-3/5b07…/17     rank 3 in epoch 17 of the head's run 5b07…
+    penstock://3f9c…/host/tower/head/0             the head
 
-The cluster is the beginning of the fingerprint of its key. Imports no library, so that a rank needs none.
+The cluster is the beginning of the fingerprint of its key. A run is all that the head does between its start
+and its end. Epochs begin at 0 in each run, so that the run must stand in the name of a process of an epoch:
+else a certificate of yesterday would be good for the same epoch of today. Imports no library, so that a rank
+needs none.
 """
 
 from __future__ import annotations
 
 import re
+import secrets
 
 import msgspec
 
@@ -22,7 +26,7 @@ HOST_NAME = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._-]{0,62}[A-Za-z0-9])?", re.AS
 _ROLE = re.compile(r"[a-z0-9-]{1,32}", re.ASCII)
 _URI = re.compile(
     rf"penstock://(?P<cluster>[0-9a-f]{{32}})/host/(?P<host>{HOST_NAME.pattern})"
-    rf"/(?P<role>{_ROLE.pattern})/(?P<epoch>0|[1-9][0-9]{{0,17}})",
+    rf"/(?P<role>{_ROLE.pattern})(?:/(?P<run>[0-9a-f]{{16}}))?/(?P<epoch>0|[1-9][0-9]{{0,17}})",
     re.ASCII,
 )
 
@@ -35,17 +39,20 @@ class PeerName(msgspec.Struct, frozen=True, kw_only=True):
         host: as `HostResources.name` has it.
         role: `HEAD_ROLE`, `AGENT_ROLE`, `VISITOR_ROLE` of a host that looks whether it could join, or the
             word of a rank or core (`rank_role`).
+        run: of the head, in which the epoch is counted (`new_run`); "" for the head and for agents.
         epoch: of the connections that it may make; 0 for the head and for agents.
     """
 
     cluster: str
     host: str
     role: str
+    run: str = ""
     epoch: int = 0
 
     @property
     def uri(self) -> str:
-        return f"penstock://{self.cluster}/host/{self.host}/{self.role}/{self.epoch}"
+        run = f"/{self.run}" if self.run else ""
+        return f"penstock://{self.cluster}/host/{self.host}/{self.role}{run}/{self.epoch}"
 
     @classmethod
     def parse(cls, uri: str) -> PeerName:
@@ -59,8 +66,17 @@ class PeerName(msgspec.Struct, frozen=True, kw_only=True):
             raise ValueError("not the name of a process of a cluster")
         parts = match.groupdict()
         return cls(
-            cluster=parts["cluster"], host=parts["host"], role=parts["role"], epoch=int(parts["epoch"])
+            cluster=parts["cluster"],
+            host=parts["host"],
+            role=parts["role"],
+            run=parts["run"] or "",
+            epoch=int(parts["epoch"]),
         )
+
+
+def new_run() -> str:
+    """Return 16 random hexadecimal digits that name a run of the head."""
+    return secrets.token_hex(8)
 
 
 def rank_role(rank: int, replica: int | None = None) -> str:

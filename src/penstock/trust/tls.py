@@ -113,13 +113,16 @@ def require_peer(connection: ssl.SSLSocket, expected: Collection[PeerName]) -> P
     """Return which of the expected processes the peer is; to be called before the connection is used.
 
     Raises:
-        CertificateError: it is another process, such as a rank of an epoch that is over.
+        CertificateError: it is another process, such as a rank of an epoch, or of a run of the head, that is
+            over.
     """
     name = peer_name(connection)
     if name not in expected:
         wanted = " or ".join(sorted(map(_shown, expected)))
+        is_of_other_run = any(name == msgspec.structs.replace(each, run=name.run) for each in expected)
+        run = " of another run of the head" if is_of_other_run else ""
         raise CertificateError(
-            f"the peer is {_shown(name)}, where {wanted} was expected.",
+            f"the peer is {_shown(name)}{run}, where {wanted} was expected.",
             remedy="If a worker was started twice, end one of them.",
             code="unexpected_peer",
         )
@@ -260,5 +263,5 @@ def _distrust(error: ssl.SSLCertVerificationError) -> JoinError:
 
 
 def _shown(name: PeerName) -> str:
-    epoch = f" in epoch {name.epoch}" if name.epoch else ""
+    epoch = f" in epoch {name.epoch}" if name.epoch or name.run else ""
     return f"{name.role} of {name.host}{epoch}"

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,14 +16,15 @@ import pytest
 
 from penstock.config.engine import EngineConfig, ModelConfig, ParallelConfig
 from penstock.config.hosts import HostsConfig
-from penstock.errors import PortInUseError, UnavailableError, UsageError
-from penstock.hosts import worker
+from penstock.errors import JoinError, PortInUseError, UnavailableError, UsageError
+from penstock.hosts import revocations, worker
 from penstock.hosts.gathering import GatheredHosts, OneHost, open_hosts
 from penstock.hosts.network import path_finding
 from penstock.hosts.remote_host import RemoteHost
 from penstock.hosts.station import WorkerSettings
 from penstock.hosts.worker import Worker
 from penstock.process.link_ports import PortRange
+from penstock.trust.admission import AdmissionBook
 from penstock.trust.join_token import worker_token
 from real_servers import free_ports
 
@@ -125,7 +128,7 @@ class Joining:
                 return reading
 
         life = Worker(settings, lambda: worker_token(self._token), self.said.append, Stop())
-        thread = threading.Thread(target=life.run)
+        thread = threading.Thread(target=self._live, args=[life])
         thread.start()
         self._threads.append(thread)
 
@@ -145,6 +148,20 @@ class Joining:
                 host.resources()  # hears what has come
             threading.Event().wait(0.05)
         raise AssertionError(self.told)
+
+    def _live(self, life: Worker) -> None:
+        with contextlib.suppress(JoinError):  # the worker ends with it
+            life.run()
+
+    def book(self) -> AdmissionBook:
+        """The book of the head, as another process opens it."""
+        return AdmissionBook(Path(str(self._engine.cluster.state_dir)) / "head", time.time)
+
+    def await_end(self) -> None:
+        """Wait until all workers have ended by themselves."""
+        for thread in self._threads:
+            thread.join(WAIT_S)
+            assert not thread.is_alive()
 
     def close(self) -> None:
         self.gathered.close()
@@ -251,6 +268,44 @@ def test_r15_what_a_worker_says_appears_at_the_head_with_its_name(joining: Joini
     assert (host, process) == ("desk", "")
     assert line in joining.said
     assert "links from other hosts come to" in line
+
+
+def test_r15_a_host_that_is_revoked_while_it_is_connected_is_shut_out(
+    joining: Joining, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(revocations, "LOOK_EVERY_S", 0.0)
+    joining.start_worker()
+    joining.gathered.gather([])
+    host = joining.gathered.hosts["desk"]
+    joining.gathered.tend(time.monotonic())
+    assert host.is_there
+    assert joining.book().revoke_host("desk")  # as `penstock hosts revoke` does, in another process
+    joining.gathered.tend(time.monotonic())
+    assert not host.is_there
+    assert (
+        "lost: the host desk: its certificate is revoked, or another worker has joined as it." in joining.told
+    )
+    joining.await_told("the certificate of the host desk is revoked")  # as it tries again
+    joining.await_told("the join token is used up")
+    joining.await_end()
+    assert any("desk is revoked" in line and "A token is needed" in line for line in joining.said)
+
+
+@pytest.mark.parametrize("why", ["used up", "revoked"])
+def test_r15_a_head_whose_token_lets_nobody_join_says_so_at_its_start(joining: Joining, why: str) -> None:
+    joining.start_worker()
+    joining.gathered.gather([])
+    joining.restart_head()
+    assert not any("token is" in line for line in joining.told)  # the worker has a certificate
+    joining.book().revoke_host("desk")
+    if why == "revoked":
+        joining.book().revoke_all_tokens()
+    joining.restart_head()
+    (warning,) = [
+        line for line in joining.told if f"token {'was' * (why == 'revoked') or 'is'} {why}" in line
+    ]
+    assert "of 1 worker 0 can come back" in warning
+    assert "Delete the token file" in warning
 
 
 def test_g1_nobody_is_waited_for_when_whoever_wanted_the_engine_is_gone(joining: Joining) -> None:

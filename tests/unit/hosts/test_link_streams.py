@@ -14,6 +14,7 @@ from penstock.hosts.stream_ends import StreamInvitation
 from penstock.process.endpoints import DialledStream
 from penstock.process.link_ports import PortRange
 from penstock.trust.credentials import Credentials
+from penstock.trust.peer_names import PeerName
 
 LINK = LinkNeed(frame_bytes=64, num_frames=2)
 PARTIES = Parties(epoch=3, own="rank-1", peer="rank-0", peer_host="tower")
@@ -22,17 +23,24 @@ INVITATION = StreamInvitation(host="10.0.0.1", port=7701)
 
 
 class Streams:
-    """Of a host that other hosts reach at 127.0.0.1."""
+    """Of a host that other hosts reach at 127.0.0.1.
+
+    Attributes:
+        run_of_head: that its processes belong to.
+        issued: names of processes for which credentials were made, in order.
+    """
 
     def __init__(self) -> None:
+        self.run_of_head = "0123456789abcdef"
+        self.issued: list[PeerName] = []
         self._made: list[ProvedStreams] = []
         self._ends: list[HostEnd] = []
 
     def accept(self, parties: Parties, fixed_address: str = "") -> HostEnd:
-        return self._kept(self._streams(fixed_address).accept(TLS, LINK, parties))
+        return self._kept(self.streams(fixed_address).accept(TLS, LINK, parties))
 
     def join(self, parties: Parties, fixed_address: str = "") -> HostEnd:
-        return self._kept(self._streams(fixed_address).join(TLS, LINK, parties, INVITATION))
+        return self._kept(self.streams(fixed_address).join(TLS, LINK, parties, INVITATION))
 
     def close(self) -> None:
         for end in self._ends:
@@ -40,13 +48,18 @@ class Streams:
         for streams in self._made:
             streams.close()
 
-    def _streams(self, fixed_address: str) -> ProvedStreams:
+    def _issue(self, name: PeerName) -> Credentials:
+        self.issued.append(name)
+        return SECRET
+
+    def streams(self, fixed_address: str = "") -> ProvedStreams:
         streams = ProvedStreams(
             "desk",
             "0" * 32,
+            lambda: self.run_of_head,
             lambda peer: "127.0.0.1",
             PortRange(0, 0),
-            lambda name: SECRET,
+            self._issue,
             fixed_address=fixed_address,
         )
         self._made.append(streams)
@@ -97,3 +110,16 @@ def test_g1_frames_flow_against_the_dialling_where_the_receiver_cannot_be_reache
 def test_g1_an_address_that_has_gone_is_an_error_of_the_way(streams: Streams) -> None:
     with pytest.raises(PeerError, match=r"cannot listen for links at 192\.0\.2\.1"):
         streams.accept(on_way("192.0.2.1"))
+
+
+def test_r15_both_ends_of_a_link_are_named_with_the_run_of_the_head(streams: Streams) -> None:
+    made = streams.streams()
+    for run in ("0123456789abcdef", "fedcba9876543210", "fedcba9876543210"):
+        streams.run_of_head = run
+        end = made.join(TLS, LINK, PARTIES, INVITATION)
+        assert end.endpoint.path.security.peer == f"penstock://{'0' * 32}/host/tower/rank-0/{run}/3"
+        end.close()
+    assert [name.uri.rpartition("/host/")[2] for name in streams.issued] == [
+        "desk/rank-1/0123456789abcdef/3",
+        "desk/rank-1/fedcba9876543210/3",  # the same epoch of another run has credentials of its own
+    ]

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from agent_pairs import IDENTITY, LINK, SECRET, Pair, parties, rank_config
+from agent_pairs import IDENTITY, LINK, RUN, SECRET, Pair, parties, rank_config
 from hand_core import Crew
 from penstock.errors import ErrorInfo, PeerError, StageLostError, WaitTimeoutError
 from penstock.faults import parse
@@ -211,8 +211,9 @@ def test_g1_an_end_for_another_host_says_where_it_listens(
         pair.serve_who_asks()
     crew.join()
     assert found[0].invitation == where
-    name = PeerName(cluster="0" * 32, host="desk", role="rank-1", epoch=3)
+    name = PeerName(cluster="0" * 32, host="desk", role="rank-1", run=RUN, epoch=3)
     assert pair.allowed.issue(name) == SECRET
+    assert pair.allowed.run_of_head == RUN
 
 
 def test_g1_an_end_that_cannot_be_made_is_refused_with_the_agents_words(

@@ -183,9 +183,25 @@ def test_both_certificates_are_taken_until_a_renewal_is_over(books: Books) -> No
     books.book.offer("one", present=1, renewed=2)
     books.book.require_known("one", 1)
     books.book.require_known("one", 2)
-    books.book.renew("one", 2)
+    books.book.renew("one", present=1, serial=2)
     with pytest.raises(CertificateError):
         books.book.require_known("one", 1)
+
+
+def test_r15_a_revocation_outlasts_a_rejoin_that_was_under_way(books: Books) -> None:
+    books.book.allow(books.token, max_joins=1)
+    joined(books.book, books.token, "one", 1)
+    books.book.offer("one", present=1, renewed=2)
+    books.again().revoke_host("one")
+    for change in (
+        lambda: books.book.offer("one", present=1, renewed=3),
+        lambda: books.book.renew("one", present=1, serial=2),
+        lambda: books.book.renew("one", present=1, serial=1),
+    ):
+        with pytest.raises(CertificateError) as caught:
+            change()
+        assert caught.value.code == "certificate_revoked"
+    assert books.book.hosts() == []
 
 
 # --- the file -------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import msgspec
 import pytest
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
@@ -21,7 +22,7 @@ from penstock.errors import CertificateError, UsageError, WrongClusterError
 from penstock.trust import certificates
 from penstock.trust.credentials import Credentials
 from penstock.trust.identity import ClusterIdentity
-from penstock.trust.peer_names import PeerName, rank_role
+from penstock.trust.peer_names import PeerName, new_run, rank_role
 from penstock.trust.tls import own_certificate_der
 
 NOW = 1_800_000_000.0
@@ -53,7 +54,7 @@ def test_r15_the_key_is_its_owners_alone(tmp_path: Path) -> None:
 def test_r15_the_processes_of_an_epoch_and_they_alone_have_its_key(tmp_path: Path) -> None:
     identity = opened(tmp_path / "head")
     names = [
-        PeerName(cluster=identity.name, host=host, role=rank_role(rank), epoch=epoch)
+        PeerName(cluster=identity.name, host=host, role=rank_role(rank), run=identity.run, epoch=epoch)
         for epoch in (0, 1)
         for rank, host in enumerate(("tower", "desk"))
     ]
@@ -61,7 +62,12 @@ def test_r15_the_processes_of_an_epoch_and_they_alone_have_its_key(tmp_path: Pat
     assert (one, later) == (same, later_same)
     assert one != later
     assert len(one) == 32
-    assert opened(tmp_path / "head").link_credentials(names[0]).epoch_key != one
+    restarted = opened(tmp_path / "head")
+    again = msgspec.structs.replace(names[0], run=restarted.run)
+    assert restarted.run != identity.run
+    assert restarted.link_credentials(again).epoch_key != one
+    with pytest.raises(AssertionError, match="another run"):
+        restarted.link_credentials(names[0])
 
 
 @pytest.mark.parametrize("content", [b"", b"no key", b"-----BEGIN CERTIFICATE-----\nAAAA\n"])
@@ -157,10 +163,10 @@ def test_r15_the_name_comes_from_the_head_and_not_from_the_request(tmp_path: Pat
     wish = x509.SubjectAlternativeName([x509.UniformResourceIdentifier("penstock://x/host/tower/head/0")])
     builder = x509.CertificateSigningRequestBuilder().subject_name(x509.Name([]))
     request = builder.add_extension(wish, critical=False).sign(key, hashes.SHA256())
-    name = PeerName(cluster=identity.name, host="desk", role=rank_role(3), epoch=17)
+    name = PeerName(cluster=identity.name, host="desk", role=rank_role(3), run="0" * 16, epoch=17)
     pem = identity.sign_link(request.public_bytes(serialization.Encoding.DER), name)
     assert certificates.read_certificate(pem)[1] == name
-    assert name.uri.endswith("/host/desk/rank-3/17")
+    assert name.uri.endswith("/host/desk/rank-3/0000000000000000/17")
 
 
 @pytest.mark.parametrize("host", ["", "a b", "a/b", "-a", "a.", "ü", "a" * 65, "a\n"])
@@ -180,6 +186,9 @@ def test_a_host_name_that_no_certificate_can_carry_is_refused(tmp_path: Path, ho
         "penstock://" + "0" * 32 + "/host/a/agent/-1",
         "penstock://" + "0" * 32 + "/host/a/agent/0\n",
         "penstock://" + "0" * 32 + "/host/a/b/agent/0",
+        "penstock://" + "0" * 32 + "/host/a/rank-1/0123/0",
+        "penstock://" + "0" * 32 + "/host/a/rank-1//0",
+        "penstock://" + "0" * 32 + "/host/a/rank-1/0123456789ABCDEF/0",
     ],
 )
 def test_what_is_not_a_name_of_a_process_is_refused(uri: str) -> None:
@@ -190,6 +199,8 @@ def test_what_is_not_a_name_of_a_process_is_refused(uri: str) -> None:
 def test_names_are_read_as_they_are_written() -> None:
     name = PeerName(cluster="0123456789abcdef" * 2, host="desk.lan-2_b", role=rank_role(12), epoch=10**17)
     assert PeerName.parse(name.uri) == name
+    of_run = msgspec.structs.replace(name, run=new_run())
+    assert PeerName.parse(of_run.uri) == of_run != name
 
 
 @pytest.fixture(scope="module")

@@ -117,6 +117,36 @@ def test_a_renewal_that_breaks_off_leaves_a_way_back_with_either_certificate(clu
         cluster.book.require_known("desk", seen_by_head(credentials).serial)
 
 
+@pytest.mark.parametrize("is_renewed", [False, True])
+def test_r15_a_host_that_is_revoked_while_it_joins_again_is_not_let_in(
+    cluster: Cluster, is_renewed: bool
+) -> None:
+    credentials = cluster.joined("desk")
+    cluster.wall_clock.seconds += certificates.HOST_LIFE_S * (0.6 if is_renewed else 0.0)
+    head, worker = cluster.head_join(seen_by_head(credentials)), back(cluster, credentials)
+    hand_over(head, worker)
+    hand_over(worker, head)  # its certificate is good, so far
+    cluster.book.revoke_host("desk")
+    with pytest.raises(CertificateError) as caught:
+        talk(head, worker)
+    assert caught.value.code == "certificate_revoked"
+    with pytest.raises(CertificateError):
+        hand_over(head, worker)  # the worker hears it too
+    assert cluster.book.hosts() == []
+    assert not head.is_connected
+    cluster.connected.enter("desk")  # the name is free
+
+
+def test_r15_a_name_is_free_again_if_the_last_word_of_a_join_cannot_be_sent(cluster: Cluster) -> None:
+    credentials = cluster.joined("desk")
+    head, worker = cluster.head_join(seen_by_head(credentials)), back(cluster, credentials)
+    for sender, receiver in [(head, worker), (worker, head)] * 2:
+        hand_over(sender, receiver)
+    assert (head.wanted, head.is_connected) == (0, True)
+    head.abandon()  # as the door does when the connection breaks before DONE has left
+    talk(cluster.head_join(seen_by_head(credentials)), back(cluster, credentials))
+
+
 # --- what is not ----------------------------------------------------------------------------------
 
 

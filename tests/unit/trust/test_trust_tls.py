@@ -18,6 +18,7 @@ from penstock.trust.credentials import Credentials
 from penstock.trust.peer_names import rank_role
 from penstock.trust.tls import (
     NO_CERTIFICATE,
+    CertifiedDialler,
     CertifiedPeer,
     join_server_context,
     link_client_context,
@@ -83,7 +84,7 @@ def link(server: Credentials, client: Credentials) -> AbstractContextManager[End
 
 
 def test_r15_two_ranks_know_host_rank_and_epoch_of_each_other(cluster: Cluster) -> None:
-    one, two = cluster.name("desk", rank_role(0), 4), cluster.name("tower", rank_role(1), 4)
+    one, two = cluster.process("desk", rank_role(0), 4), cluster.process("tower", rank_role(1), 4)
     with link(cluster.identity.link_credentials(one), cluster.identity.link_credentials(two)) as (
         server,
         client,
@@ -101,12 +102,27 @@ def test_r15_two_ranks_know_host_rank_and_epoch_of_each_other(cluster: Cluster) 
 def test_r15_a_peer_of_another_host_rank_or_epoch_is_refused(
     cluster: Cluster, host: str, role: str, epoch: int
 ) -> None:
-    expected = cluster.name("desk", rank_role(0), 4)
+    expected = cluster.process("desk", rank_role(0), 4)
     client_credentials = cluster.link_credentials("tower", rank_role(1), 4)
     with link(cluster.link_credentials(host, role, epoch), client_credentials) as (_, client):
         with pytest.raises(CertificateError, match="where rank-0 of desk in epoch 4 was expected") as caught:
             require_peer(opened(client), [expected])
         assert caught.value.code == "unexpected_peer"
+
+
+def test_r15_a_certificate_of_an_earlier_run_of_the_head_is_refused(cluster: Cluster, tmp_path: Path) -> None:
+    """Of the same host, rank and epoch, and signed by the same authority."""
+    stolen = cluster.link_credentials("desk", rank_role(1), 0)
+    restarted = Cluster(cluster.directory)
+    present, own = restarted.process("desk", rank_role(1), 0), restarted.link_credentials("tower", "core", 0)
+    with link(own, restarted.link_credentials("desk", rank_role(1), 0)) as (server, _):
+        assert CertifiedPeer(opened(server), [present]).peer == present
+    with link(own, stolen) as (server, _):
+        with pytest.raises(CertificateError, match="in epoch 0 of another run of the head, where") as caught:
+            CertifiedPeer(opened(server), [present])
+        assert caught.value.code == "unexpected_peer"
+    with link(stolen, own) as (_, client), pytest.raises(CertificateError, match="of another run"):
+        CertifiedDialler(opened(client), [present])
 
 
 def test_r15_there_are_no_session_tickets(cluster: Cluster) -> None:

@@ -10,8 +10,8 @@ from __future__ import annotations
 import contextlib
 import socket
 import threading
-from collections import Counter
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import xxhash
 
@@ -37,6 +37,13 @@ MAX_CONNECTIONS = 8  # of one host at a time
 CLOSE_S = 5.0  # for a thread that reads from a slow disk
 
 
+class _Served(NamedTuple):
+    """Whose a connection is, and the thread that serves it."""
+
+    host: str
+    thread: threading.Thread
+
+
 class WeightServer:
     """All connections over which workers fetch weights.
 
@@ -47,8 +54,7 @@ class WeightServer:
     def __init__(self, models: ServedModels, stall_s: float = STALL_S) -> None:
         self._models = models
         self._stall_s = stall_s
-        self._threads: dict[WeightWire, threading.Thread] = {}
-        self._of_host: Counter[str] = Counter()
+        self._served: dict[WeightWire, _Served] = {}
         self._is_closed = False
         self._mutex = threading.Lock()
 
@@ -59,22 +65,34 @@ class WeightServer:
             target=self._run, args=(wire, host), name=f"weights for {host}", daemon=True
         )
         with self._mutex:
-            if self._is_closed or self._of_host[host] >= MAX_CONNECTIONS:
+            num_open = sum(served.host == host for served in self._served.values())
+            if self._is_closed or num_open >= MAX_CONNECTIONS:
                 wire.close()
                 return
-            self._of_host[host] += 1
-            self._threads[wire] = thread
+            self._served[wire] = _Served(host, thread)
             thread.start()
+
+    def hosts(self) -> set[str]:
+        """Return the hosts that have a connection."""
+        with self._mutex:
+            return {served.host for served in self._served.values()}
+
+    def drop(self, host: str) -> None:
+        """End all connections of a host. Does not wait for their threads."""
+        with self._mutex:
+            for wire, served in self._served.items():
+                if served.host == host:
+                    wire.abort()
 
     def close(self) -> None:
         """End all connections."""
         with self._mutex:
             self._is_closed = True
-            threads = dict(self._threads)
-        for wire in threads:
+            all_served = dict(self._served)
+        for wire in all_served:
             wire.abort()
-        for thread in threads.values():
-            thread.join(CLOSE_S)
+        for served in all_served.values():
+            served.thread.join(CLOSE_S)
 
     def _run(self, wire: WeightWire, host: str) -> None:
         try:
@@ -84,8 +102,7 @@ class WeightServer:
             self._models.digests.keep()
             wire.close()
             with self._mutex:
-                del self._threads[wire]
-                self._of_host[host] -= 1
+                del self._served[wire]
 
 
 class _Conversation:

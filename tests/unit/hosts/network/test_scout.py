@@ -38,8 +38,8 @@ class Scouts:
         addresses: tuple[HostAddress, ...] = (LOOPBACK,),
         only: str = "",
     ) -> OwnScout:
-        credentials = cluster.link_credentials(host, role, 0)
-        return OwnScout(cluster.name(host, role), credentials, ports, lambda _: addresses, only)
+        name = cluster.name(host, role)
+        return OwnScout(name, cluster.credentials(name), ports, lambda _: addresses, only)
 
     def survey(self, scout: OwnScout, port: int) -> Survey:
         """Let a scout try the way to the head."""

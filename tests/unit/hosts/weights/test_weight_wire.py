@@ -238,6 +238,19 @@ def test_r15_a_host_has_so_many_connections_at_a_time(
         wire.close()
 
 
+def test_r15_all_connections_of_a_host_are_dropped_and_those_of_others_stay(head: WeightHead) -> None:
+    dropped, other = WeightWire(head.connect("desk")), WeightWire(head.connect("shelf"))
+    for wire in (dropped, other):
+        assert wire.ask(AskModel(model=head.identity), Description)
+    assert head.server.hosts() == {"desk", "shelf"}
+    head.server.drop("desk")
+    with pytest.raises(LinkClosedError):
+        dropped.ask(AskModel(model=head.identity), Description)
+    assert other.ask(AskModel(model=head.identity), Description)
+    for wire in (dropped, other):
+        wire.close()
+
+
 def test_a_head_that_closes_ends_its_connections(head: WeightHead) -> None:
     wire = WeightWire(head.connect())
     assert wire.ask(AskModel(model=head.identity), Description)

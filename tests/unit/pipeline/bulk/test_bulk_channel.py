@@ -313,7 +313,12 @@ def test_g1_an_endpoint_that_is_no_bulk_channel_is_refused() -> None:
 def host_of(cluster: ClusterIdentity, name: str, closing: ExitStack) -> LocalHost:
     """A host of a cluster that others reach at 127.0.0.1."""
     streams = ProvedStreams(
-        name, cluster.name, lambda peer: "127.0.0.1", PortRange(0, 0), cluster.link_credentials
+        name,
+        cluster.name,
+        lambda: cluster.run,
+        lambda peer: "127.0.0.1",
+        PortRange(0, 0),
+        cluster.link_credentials,
     )
     host = LocalHost(name=name, streams=streams)
     closing.callback(host.close)

@@ -1,0 +1,96 @@
+"""`penstock hosts ls`, `revoke` and `revoke-tokens`: who may join a head, also while the head runs.
+
+Called by `cli`, on the machine of the head. The commands read and change the book in the head's state
+directory (`trust.admission`), which the head reads each second. They never show a token.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Parameter
+
+from penstock.cli.flags import flag
+from penstock.cli.sources import nearest
+from penstock.cli.terminal import Invocation, one_line
+from penstock.config.hosts import head_directory
+from penstock.errors import UsageError
+from penstock.trust.admission import AdmissionBook
+
+StateDirectory = Annotated[
+    Path | None, flag("of the head, as penstock serve has it", "--state-dir", group="hosts")
+]
+_SHOWN_DIGITS = 12
+
+
+def hosts_ls(
+    *, state_dir: StateDirectory = None, invocation: Annotated[Invocation, Parameter(parse=False)]
+) -> int:
+    """List the hosts that have a certificate, and say how many tokens can still be used. Returns 0."""
+    book = _book(state_dir)
+    certificates = book.certificates()
+    rows = [("host", "certificate")] if certificates else []
+    for host, serials in sorted(certificates.items()):
+        rows.append((one_line(host), ", ".join(f"{serial:x}"[:_SHOWN_DIGITS] for serial in sorted(serials))))
+    width = max((len(name) for name, _ in rows), default=0)
+    invocation.say(*(f"{name:<{width}}  {text}" for name, text in rows))
+    if not rows:
+        invocation.say("no host has a certificate")
+    invocation.say(f"join tokens that can still be used: {book.num_usable_tokens()}")
+    return 0
+
+
+def hosts_revoke(
+    *names: str, state_dir: StateDirectory = None, invocation: Annotated[Invocation, Parameter(parse=False)]
+) -> int:
+    """Revoke the certificates of some hosts. Returns 0."""
+    book = _book(state_dir)
+    _require_certificates(names, book.hosts())
+    for name in names:
+        book.revoke_host(name)
+        invocation.say(
+            f"the certificate of {one_line(name)} is revoked; a head that runs closes its connections now"
+        )
+    if book.num_usable_tokens():
+        invocation.warn(
+            "a join token can still be used, with which a revoked host could join again; "
+            "`penstock hosts revoke-tokens` revokes all."
+        )
+    return 0
+
+
+def hosts_revoke_tokens(
+    *, state_dir: StateDirectory = None, invocation: Annotated[Invocation, Parameter(parse=False)]
+) -> int:
+    """Revoke all join tokens. Returns 0."""
+    _book(state_dir).revoke_all_tokens()
+    invocation.say(
+        "all join tokens are revoked; hosts that have joined stay. For a new token, delete the token file of "
+        "the head and start it again."
+    )
+    return 0
+
+
+def _require_certificates(names: Sequence[str], known: Sequence[str]) -> None:
+    there = f"Hosts that have one: {', '.join(known)}." if known else "No host has one."
+    for name in names or [""]:
+        if name not in known:
+            raise UsageError(
+                f"no host called {name!r} has a certificate." if names else "it is not said which host.",
+                remedy=f"{nearest(name, known)} {there}".strip(),
+                param="name",
+            )
+
+
+def _book(state_dir: Path | None) -> AdmissionBook:
+    directory = head_directory(state_dir)
+    if not AdmissionBook.is_in(directory):
+        raise UsageError(
+            f"no head keeps its state in {directory}.",
+            remedy="Run this on the head, as its user, with the --state-dir of `penstock serve`.",
+            param="state_dir",
+        )
+    return AdmissionBook(directory, time.time)

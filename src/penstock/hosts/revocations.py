@@ -1,0 +1,94 @@
+"""Ends what a worker has open at the head when its certificate is not in the book of hosts any more.
+
+`penstock hosts revoke` takes a certificate out of the book while the head runs. So the head reads the book
+each second, a file of some hundred bytes, and compares it with the certificates of the workers that are
+connected. Used by `hosts.gathering`, in the supervisor's thread; a worker that comes later is refused at the
+door (`trust.head_join`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Protocol
+
+from penstock.errors import CertificateError, PeerError, PenstockError
+from penstock.trust.admission import AdmissionBook
+
+LOOK_EVERY_S = 1.0
+
+
+class OpenWeights(Protocol):
+    """The connections over which workers fetch weights."""
+
+    def hosts(self) -> set[str]:
+        """Return the hosts that have such a connection."""
+        ...
+
+    def drop(self, host: str) -> None:
+        """End all connections of a host."""
+        ...
+
+
+class ConnectedWorker(Protocol):
+    """A worker that may be connected."""
+
+    def shut_out(self, error: PeerError) -> None:
+        """Lose the worker, if its connection stands."""
+        ...
+
+
+class Revocations:
+    """The certificates of the workers that have come, and what follows when one of them is revoked.
+
+    Args:
+        book: of the hosts that may be there.
+        warn: takes warnings for the user.
+    """
+
+    def __init__(self, book: AdmissionBook, weights: OpenWeights, warn: Callable[[str], None]) -> None:
+        self._book = book
+        self._weights = weights
+        self._warn = warn
+        self._serials: dict[str, int] = {}  # by host, of its newest connection
+        self._looked_at = -math.inf
+        self._complaint = ""
+
+    def note(self, host: str, serial: int) -> None:
+        """Remember the certificate with which a worker has come."""
+        self._serials[host] = serial
+
+    def apply(self, now: float, workers: Mapping[str, ConnectedWorker]) -> None:
+        """Shut out the workers whose certificates are revoked. Looks once a second.
+
+        Args:
+            now: monotonic seconds.
+            workers: by host, all that have come.
+        """
+        if now - self._looked_at < LOOK_EVERY_S:
+            return
+        self._looked_at = now
+        known = self._known()
+        if known is None:
+            return
+        for host, worker in workers.items():
+            if self._serials[host] not in known.get(host, ()):
+                worker.shut_out(
+                    CertificateError("its certificate is revoked, or another worker has joined as it.")
+                )
+                self._weights.drop(host)
+        for host in self._weights.hosts() - set(known):
+            self._weights.drop(host)
+
+    def _known(self) -> Mapping[str, frozenset[int]] | None:
+        """Return what the book says; None, and a warning once, where it cannot be read."""
+        try:
+            known = self._book.certificates()
+        except PenstockError as error:
+            complaint = f"{error.message} Until this is mended, workers that are revoked stay connected."
+            if complaint != self._complaint:
+                self._warn(f"{complaint} {error.remedy}".rstrip())
+            self._complaint = complaint
+            return None
+        self._complaint = ""
+        return known
