@@ -171,7 +171,7 @@ class _AskedHost:
         self._spare_bytes = -1  # that the head has been told of
 
     def resources(self) -> HostResources:
-        """Return what the host can give, or could when it was asked last. Raises OSError at the first time."""
+        """Return what the host can give, or could when last asked. The first time it may raise OSError."""
         try:
             self._resources = self._host.resources()
         except OSError:

@@ -424,7 +424,7 @@ def test_r15_a_host_that_is_away_has_its_stages_until_it_is_lost(
 def test_r15_a_stage_is_not_killed_for_what_its_host_cannot_say(
     replica: Replica, monkeypatch: pytest.MonkeyPatch, is_away: bool
 ) -> None:
-    """Its word that it has left the epoch comes when the host is back, and a kill would be carried out then."""
+    """That it has left the epoch is heard when the host is back; a kill would be carried out then."""
     monkeypatch.setattr(pipeline_processes, "CAUSE_GRACE_S", 0.0)
     monkeypatch.setattr(pipeline_processes, "DUMP_S", 0.0)
     serve(replica)
