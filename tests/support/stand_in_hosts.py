@@ -61,6 +61,10 @@ class StandInMember(Member):
         self._host.wake()
 
     @property
+    def is_away(self) -> bool:
+        return not self._host.is_there
+
+    @property
     def identity(self) -> str:
         return f"{self._host.name} #{self.member_index}"
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import closing
 from typing import Annotated, Any, TextIO
 
 from cyclopts import Parameter
@@ -16,6 +17,7 @@ from msgspec import structs
 
 from penstock import __version__
 from penstock.cli.flags import with_settings
+from penstock.cli.output_thread import OutputThread
 from penstock.cli.reporter import JsonReporter, ServeReporter
 from penstock.cli.settings import ProgramConfig, configured_server
 from penstock.cli.shown_settings import config_as_toml, shown_to_clients
@@ -23,7 +25,7 @@ from penstock.cli.terminal import Invocation
 from penstock.config.declared import ENGINE, SERVER, configured_engine, declared
 from penstock.config.engine import EngineConfig
 from penstock.config.server import ServerConfig
-from penstock.engine.supervisor.reports import Reporter
+from penstock.engine.supervisor.reports import Notice, Reporter
 from penstock.errors import UsageError
 
 Run = Callable[[EngineConfig, ServerConfig, Reporter], int]
@@ -52,9 +54,15 @@ def start(model: str | None, given: Mapping[str, Any], invocation: Invocation, r
         )
     engine = configured_engine(given, model)
     server = structs.replace(configured_server(given), settings=shown_to_clients(given))
-    if server.log_format == "json":
-        return run(engine, server, JsonReporter(invocation.stdout))
-    return run(engine, server, ServeReporter(invocation, engine, server))
+    is_json = server.log_format == "json"
+    with closing(OutputThread(invocation, _say_dropped_as_json if is_json else None)) as output:
+        beside = output.invocation
+        reporter: Reporter = ServeReporter(beside, engine, server)
+        return run(engine, server, JsonReporter(beside.stdout) if is_json else reporter)
+
+
+def _say_dropped_as_json(stream: TextIO, count: int) -> None:
+    JsonReporter(stream).report(Notice(text=f"Lines that could not be written here: {count}."))
 
 
 def run_supervisor(engine: EngineConfig, server: ServerConfig, reporter: Reporter) -> int:

@@ -6,12 +6,14 @@ Called by `cli`; runs `hosts.worker` in the main thread, since children die with
 from __future__ import annotations
 
 import os
+from contextlib import closing
 from pathlib import Path
 from typing import Annotated
 
 from cyclopts import Parameter
 
 from penstock.cli.flags import flag
+from penstock.cli.output_thread import OutputThread
 from penstock.cli.terminal import Invocation, one_line
 from penstock.config.hosts import own_host_name, parse_address, state_directory
 from penstock.errors import UsageError
@@ -57,6 +59,7 @@ def worker(
     from penstock.kvstore.own_store import require_usable
     from penstock.process.child import show_threads_on_request
     from penstock.process.signals import signals_of_the_end
+    from penstock.trust.join_token import JoinToken
     from penstock.trust.peer_names import require_host_name
     from penstock.trust.token_prompt import given_token
 
@@ -83,11 +86,11 @@ def worker(
     if kv_store is not None:
         require_usable(kv_store)
     show_threads_on_request()
-    with signals_of_the_end() as stop:
-        Worker(
-            settings,
-            lambda: given_token(join_token_file),
-            lambda line: invocation.say(one_line(line)),
-            stop,
-        ).run()
+    with signals_of_the_end() as stop, closing(OutputThread(invocation)) as output:
+
+        def token() -> JoinToken:
+            output.settle()  # so that a line which says why one is needed stands before the question
+            return given_token(join_token_file)
+
+        Worker(settings, token, lambda line: output.invocation.say(one_line(line)), stop).run()
     return 0

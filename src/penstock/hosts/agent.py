@@ -58,6 +58,7 @@ from penstock.hosts.member_watch import MemberWatch
 from penstock.hosts.network.scout_messages import ToScout
 from penstock.hosts.network.scouting_agent import NoScout, ScoutAnswers
 from penstock.hosts.rank_host import HostEnd, PlanNeed, WorkerHost
+from penstock.hosts.resources import HostResources
 from penstock.hosts.weights.model_supply import Delivery, Models
 from penstock.kvstore.own_store import NoOwnStore, OwnStore
 from penstock.process.child import StatusEvent
@@ -165,6 +166,39 @@ class HeldEnds:
         return end
 
 
+class _AskedHost:
+    """The own host, asked for what no rank depends on: where that fails, the ranks go on without (EMFILE,
+    a limit of processes).
+    """
+
+    def __init__(self, host: WorkerHost) -> None:
+        self._host = host
+        self._resources: HostResources | None = None
+        self._spare_bytes = -1  # that the head has been told of
+
+    def resources(self) -> HostResources:
+        """Return what the host can give, or could when last asked. The first time it may raise OSError."""
+        try:
+            self._resources = self._host.resources()
+        except OSError:
+            if self._resources is None:
+                raise
+        return self._resources
+
+    def keep_spare(self, threads: int) -> list[SpareKept]:
+        """Keep a spare process, as `RankHost.keep_spare`; what is new of it."""
+        try:
+            own_bytes = self._host.keep_spare(threads)
+        except OSError:  # no descriptors, no memory: perhaps later
+            own_bytes = 0
+        is_new, self._spare_bytes = own_bytes != self._spare_bytes, own_bytes
+        return [SpareKept(own_bytes=own_bytes)] if is_new else []
+
+    def begin_anew(self) -> None:
+        """The next head has been told of no spare."""
+        self._spare_bytes = -1
+
+
 @dataclass(slots=True)
 class _Times:
     """When the head was last heard and told something, and when the connection to it broke."""
@@ -203,6 +237,7 @@ class Agent:
         self._scout = make_scout()
         self._store = store
         self._host = host
+        self._asked = _AskedHost(host)
         self._wire: LastingWire[ToAgent] = LastingWire(wire, new_talk())
         self._models = models
         self._allowed = allowed
@@ -213,7 +248,6 @@ class Agent:
             self._watch.watch(source)
         self._members: dict[int, Member] = {}
         self._ends = HeldEnds()
-        self._spare_bytes = -1
         self._clock = clock
         self._times = _Times()
         self._begin_connection()
@@ -279,7 +313,7 @@ class Agent:
         self._watch.watch(self._wire.connection)
         self._wire.connection.send(
             AgentHello(
-                resources=self._host.resources(),
+                resources=self._asked.resources(),
                 kinds=list(self._host.offers(PlanNeed(), "")),
                 talk=self._wire.talk,
                 num_received=self._wire.num_received,
@@ -301,7 +335,7 @@ class Agent:
         self._end_all()
         self._allowed.forget()
         self._host.forget_credentials()
-        self._spare_bytes = -1
+        self._asked.begin_anew()
         self._watch.unwatch(self._scout)
         self._scout.close()  # what it would still answer was not asked by the next head
         self._scout = self._make_scout()
@@ -346,11 +380,12 @@ class Agent:
     def _obey_of_host(self, message: ToAgent) -> None:
         """What is about no member and no end."""
         if isinstance(message, KeepSpare):
-            self._keep_spare(message.threads)
+            for news in self._asked.keep_spare(message.threads):
+                self._wire.send(news)
         elif isinstance(message, ToScout):
             self._scout.ask(message)
         elif isinstance(message, AskResources):
-            self._wire.send(Resources(resources=self._host.resources()))
+            self._wire.send(Resources(resources=self._asked.resources()))
         elif isinstance(message, TalkBegins):
             self._begin_anew()
         elif isinstance(message, AskClock):
@@ -388,7 +423,7 @@ class Agent:
         if isinstance(news, PenstockError):
             self._end_member(delivery.number, member, news)
         elif isinstance(news, UseModel):
-            member.hand(news)
+            self._hand_over(delivery.number, member, lambda: news)
         else:
             self._wire.send(Said(number=delivery.number, event=news))
 
@@ -415,12 +450,15 @@ class Agent:
 
     def _hand(self, message: Hand) -> None:
         member = self._members.get(message.number)
-        if member is None:
-            return  # it has ended, which the head learns, or knows
+        if member is not None:  # else it has ended, which the head learns, or knows
+            self._hand_over(message.number, member, lambda: self._ends.resolved(message.message))
+
+    def _hand_over(self, number: int, member: Member, message: Callable[[], ControlMessage]) -> None:
+        """Hand a message to a member, or end the member where it cannot have it."""
         try:
-            member.hand(self._ends.resolved(message.message))
-        except PenstockError as error:
-            self._end_member(message.number, member, error)
+            member.hand(message())
+        except (PenstockError, OSError) as error:
+            self._end_member(number, member, error)
 
     def _touch_member(self, message: TouchMember) -> None:
         member = self._members.get(message.number)
@@ -437,12 +475,12 @@ class Agent:
         else:
             member.kill_now()
 
-    def _end_member(self, number: int, member: Member, error: PenstockError) -> None:
+    def _end_member(self, number: int, member: Member, error: PenstockError | OSError) -> None:
         """End a member that cannot have what it needs, and tell why."""
         member.kill_now()
         member.await_end()
         self._forget(number)
-        self._wire.send(Ended(number=number, exit_code=1, error=error.info()))
+        self._wire.send(Ended(number=number, exit_code=1, error=_info(error)))
 
     def _forget(self, number: int) -> None:
         self._models.forget(number)
@@ -464,12 +502,6 @@ class Agent:
             self._wire.send(
                 Accepted(number=message.number, invitation=end.invitation if is_for_another else None)
             )
-
-    def _keep_spare(self, threads: int) -> None:
-        own_bytes = self._host.keep_spare(threads)
-        if own_bytes != self._spare_bytes:
-            self._spare_bytes = own_bytes
-            self._wire.send(SpareKept(own_bytes=own_bytes))
 
 
 def _info(error: PenstockError | OSError) -> ErrorInfo:

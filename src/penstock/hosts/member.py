@@ -10,7 +10,7 @@ import signal
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Collection
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 from penstock.errors import ErrorInfo, StageLostError
 from penstock.executor.base import first_cause
@@ -55,6 +55,13 @@ class Member(ABC):
         """It begins anew as this member, as if it had been started now."""
         self.name, self.stage, self.member_index = name, stage, member_index
         self.started_at = self.heard_at = time.monotonic()
+
+    is_elsewhere: ClassVar[bool] = False  # on another host than the supervisor
+
+    @property
+    def is_away(self) -> bool:
+        """Whether its host is not there: it may be well, and nobody can hear it."""
+        return False
 
     @property
     @abstractmethod

@@ -89,6 +89,8 @@ LEAVE_S = 5.0  # for a member that was killed
 class RemoteMember(Member):
     """A process at another host. Made by `RemoteHost`."""
 
+    is_elsewhere = True
+
     def __init__(
         self, host: RemoteHost, number: int, name: str, stage: int | None, member_index: int
     ) -> None:
@@ -110,6 +112,10 @@ class RemoteMember(Member):
     @property
     def sources(self) -> Collection[Waitable]:
         return self._host.sources if self._exit_code is None else [self._host.bell]
+
+    @property
+    def is_away(self) -> bool:
+        return not self._host.is_there
 
     @property
     def has_news(self) -> bool:

@@ -74,6 +74,11 @@ class InflightQueue(Generic[T]):
         assert entry is not None, "no step is in flight"
         return entry
 
+    def entries(self) -> list[T]:
+        """Return all entries, the oldest one first."""
+        slots = (self._slots[step % self.depth] for step in range(self._oldest, self._next))
+        return [entry for entry in slots if entry is not None]
+
     def pop(self) -> T:
         """Take the oldest entry out; its slot is free again."""
         entry = self.oldest()

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import socket
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NoReturn
 
 import msgspec
 import pytest
@@ -280,6 +281,53 @@ def test_a_spare_is_kept_where_the_head_wants_one(pair: Pair) -> None:
     pair.host.pump()
     assert pair.host.keep_spare(3) == 5
     assert pair.own.spares_kept == [3]
+
+
+def refuse(*given: object) -> NoReturn:
+    raise OSError(errno.EMFILE, "Too many open files")
+
+
+def test_g1_a_host_that_cannot_keep_a_spare_or_look_at_itself_serves_on(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, own = pair.start()
+    known = pair.host.resources()
+    pair.own.spare_bytes = 5
+    pair.host.keep_spare(3)
+    pair.serve()
+    pair.own.free_bytes = 7
+    with monkeypatch.context() as meanwhile:
+        meanwhile.setattr(pair.own, "keep_spare", refuse)
+        meanwhile.setattr(pair.own, "resources", refuse)
+        pair.host.keep_spare(3)
+        pair.serve()
+        assert pair.host.resources() == known
+        assert pair.host.keep_spare(3) == 0
+        pair.break_connection()
+        assert pair.join_again(), "its hello has the last answer"
+    assert own.done == []
+    pair.host.keep_spare(3)
+    pair.host.resources()
+    pair.serve()
+    assert pair.host.resources().free_bytes == 7
+    assert pair.host.keep_spare(3) == 5
+
+
+@pytest.mark.parametrize("is_model", [False, True])
+def test_g1_a_member_that_cannot_be_handed_what_it_needs_is_lost_alone(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch, is_model: bool
+) -> None:
+    member, own = pair.start()
+    monkeypatch.setattr(own, "hand", refuse)
+    if is_model:
+        pair.models.deliveries = [Delivery(1, UseModel(path="/cache/1", identity=IDENTITY))]
+    else:
+        member.hand(Stop())
+    pair.serve()
+    member.read_status()
+    assert (member.exit_code, own.done) == (1, ["kill_now", "close"])
+    assert member.end().message == "the host cannot do it: Too many open files."
+    assert pair.agent.failure is None
 
 
 def test_g1_members_are_lost_with_a_worker_that_is_ended_and_the_next_one_serves_others(pair: Pair) -> None:

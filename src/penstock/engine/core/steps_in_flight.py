@@ -162,8 +162,12 @@ class StepsInFlight:
         return self._stall_limit.seconds(self._oldest_tokens())
 
     def leave_s(self) -> float:
-        """How long stages may go on with what is in them, once it is given up."""
-        return self._stall_limit.leave_s(self._oldest_tokens())
+        """How long stages may go on with what is in them, once it is given up.
+
+        That of the slowest plan: a stage may have begun with a chunk of a prompt behind the oldest step.
+        """
+        sizes = {step.plan.total_tokens for step in self._inflight.entries()} or {0}
+        return max(self._stall_limit.leave_s(num_tokens) for num_tokens in sizes)
 
     def check_invariants(self) -> None:
         self._inflight.check_invariants()

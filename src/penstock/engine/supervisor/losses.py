@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Set
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 from penstock.errors import ErrorInfo
 
@@ -17,6 +17,7 @@ MAX_LOSSES = 3  # without a success between them; from then on with growing paus
 MAX_RETRY_S = 60.0
 LONG_LOOK_S = 2.0  # between two looks: then it was the supervisor that had no time
 LOADING_LIMIT_S = 60.0  # for a process that loads: importing a library may hold everything up
+ELSEWHERE_LIMIT_S = 5.0  # at least, for a process elsewhere: by then its host is known to be away, if it is
 
 Key = TypeVar("Key")
 
@@ -64,7 +65,7 @@ class BackOff:
         return now - self._first_at
 
 
-class Heartbeats:
+class Heartbeats(Generic[Key]):
     """Who has been silent for too long. All children say each second that they are alive.
 
     Args:
@@ -75,26 +76,38 @@ class Heartbeats:
         self._limit_s = limit_s
         self._looked_at = math.inf
         self._heard_from = -math.inf  # silence before it does not count
+        self._away_at: dict[Key, float] = {}  # when those last could not be heard whose host was away
 
     def silent(
-        self, heard_at: Mapping[Key, float], now: float, loading: Collection[Key] = ()
+        self,
+        heard_at: Mapping[Key, float],
+        now: float,
+        loading: Collection[Key] = (),
+        *,
+        elsewhere: Collection[Key] = (),
+        away: Collection[Key] = (),
     ) -> dict[Key, float]:
         """Seconds of silence of each that has been silent for too long.
 
         Args:
             heard_at: when each was heard last.
             loading: those that are not ready yet.
+            elsewhere: those on other hosts.
+            away: those whose host is not there; their silence begins when it is back.
         """
         if now - self._looked_at > LONG_LOOK_S:
             self._heard_from = now  # all may have stood still, and have had no time to speak since
         self._looked_at = now
-        silence_s = {key: now - max(at, self._heard_from) for key, at in heard_at.items()}
-        loading_limit_s = max(self._limit_s, LOADING_LIMIT_S)
-        return {
-            key: seconds
-            for key, seconds in silence_s.items()
-            if seconds > (loading_limit_s if key in loading else self._limit_s)
+        away_at = self._away_at | dict.fromkeys(away, now)
+        self._away_at = {key: at for key, at in away_at.items() if key in heard_at}
+        silence_s = {
+            key: now - max(at, self._heard_from, self._away_at.get(key, -math.inf))
+            for key, at in heard_at.items()
         }
+        limits = dict.fromkeys(heard_at, self._limit_s)
+        limits |= dict.fromkeys(elsewhere, max(self._limit_s, ELSEWHERE_LIMIT_S))
+        limits |= dict.fromkeys(loading, max(self._limit_s, LOADING_LIMIT_S))
+        return {key: seconds for key, seconds in silence_s.items() if seconds > limits[key]}
 
 
 class Losses:
@@ -117,6 +130,8 @@ class Losses:
         self._patience_s = leave_s  # in the epoch that is over
         self._left: dict[int, int] = {}  # the newest epoch that each member has left
         self._leave_by = math.inf
+        self._leaving_s = leave_s  # the patience with the epoch that is over
+        self._away_at: dict[int, float] = {}  # when members last could not say so, as their host was away
         self._back_off = BackOff()
 
     @property
@@ -152,7 +167,8 @@ class Losses:
         self.missing = (self.missing or set()) | lost
         if is_further:
             return self._back_off.pause_s(now)
-        self._leave_by = now + self._patience_s
+        self._leave_by, self._leaving_s = now + self._patience_s, self._patience_s
+        self._away_at.clear()
         return self._back_off.lose(now)
 
     def give_up(self, members: Set[int]) -> None:
@@ -178,10 +194,20 @@ class Losses:
         self._leave_by = math.inf
         return self._back_off.succeed(now)
 
-    def hung(self, members: set[int], now: float) -> set[int]:
-        """Which of these have not left an epoch that is over for long; told once."""
-        if now < self._leave_by:
-            return set()
-        self._leave_by = math.inf
+    def hung(self, members: set[int], now: float, away: Collection[int] = ()) -> set[int]:
+        """Which of these have not left an epoch that is over for long; each is told once.
+
+        Args:
+            away: members whose host is not there, so that they can say nothing. Once it is back they have as
+                long again.
+        """
+        self._away_at |= dict.fromkeys(away, now)
         over = self.epoch if self.missing is not None else self.epoch - 1
-        return {member for member in members if self._left.get(member, -1) < over}
+        staying = {member for member in members.difference(away) if self._left.get(member, -1) < over}
+        late = {member for member in staying if self._is_late(member, now)}
+        self._left |= dict.fromkeys(late, over)
+        return late
+
+    def _is_late(self, member: int, now: float) -> bool:
+        away_at = self._away_at.get(member, -math.inf)
+        return now >= max(self._leave_by, away_at + self._leaving_s)

@@ -191,7 +191,8 @@ class PipelineProcesses:
     def kill_hung(self) -> None:
         """Kill stages that do not leave an epoch which is over: they are then lost as any other."""
         ready = {index for index, member in self._members.items() if index != CORE and member.is_ready}
-        for index in self._losses.hung(ready, time.monotonic()):
+        away = {index for index in ready if self._members[index].is_away}
+        for index in self._losses.hung(ready, time.monotonic(), away):
             self.kill(self._members[index], f"has not left epoch {self._losses.epoch - 1}")
 
     def kill_slow_loaders(self) -> None:

@@ -185,7 +185,7 @@ class _RunningEngine:
             )
             for layout in layouts
         ]
-        self._heartbeats = Heartbeats(self._plan.core.parallel.heartbeat_limit_s)
+        self._heartbeats: Heartbeats[Member] = Heartbeats(self._plan.core.parallel.heartbeat_limit_s)
         self._front_losses = BackOff()
         ranks = [rank for plan in plans for rank in plan.ranks]
         self._spares = Spares(hosts, ranks if self._plan.core.parallel.warm_spare else [], reporter)
@@ -257,8 +257,14 @@ class _RunningEngine:
         """Kill children that were stopped, or hang: they are then lost as any other."""
         living = [child for child in self._watch.members if child.exit_code is None]
         loading = {child for child in living if not child.is_ready}
-        heard_at = {child: child.heard_at for child in living}
-        for child, silence_s in self._heartbeats.silent(heard_at, time.monotonic(), loading).items():
+        silent = self._heartbeats.silent(
+            {child: child.heard_at for child in living},
+            time.monotonic(),
+            loading,
+            elsewhere={child for child in living if child.is_elsewhere},
+            away={child for child in living if child.is_away},
+        )
+        for child, silence_s in silent.items():
             self._replica_of(child).kill(child, f"has given no sign of life for {silence_s:.1f} s")
         for replica in self._replicas:
             replica.kill_hung()

@@ -10,9 +10,11 @@ from penstock.engine.core.stall_limits import (
     LEAST_S,
     LEAVE_SHARE,
     LONG_LOOK_S,
+    SLOWNESS,
     FixedLimit,
     MeasuredLimit,
 )
+from penstock.errors import LinkClosedError
 
 
 def measured(*plans: tuple[int, float]) -> MeasuredLimit:
@@ -97,6 +99,25 @@ def test_r2_a_plan_that_does_not_come_back_is_lost_in_seconds() -> None:
     assert waited_s == LEAST_S + 0.5
     assert rig.core.loss.kind == "WaitTimeoutError"
     assert rig.core.leave_s == LEAST_S * LEAVE_SHARE, "others may still compute"
+
+
+def test_r2_stages_may_finish_the_slowest_plan_that_is_in_the_pipe() -> None:
+    """With a link that breaks the oldest plan may be that of a token, and a stage is within a chunk."""
+    rig = CoreRig(num_stages=2, latency=None, stall_limit=MeasuredLimit(265.0), recovers=True)
+    rig.settle()
+    rig.add("a", 5, max_tokens=30)
+    rig.step()
+    rig.clock.advance(1.0)
+    rig.settle()
+    rig.add("b", 5, max_tokens=30)
+    rig.step()
+    assert [step.plan.total_tokens for step in rig.core._steps._inflight.entries()] == [1, 5]
+    limit = MeasuredLimit(265.0)
+    limit.crossed(5, 0.0, 1.0)
+    limit.crossed(1, 0.0, 0.1)
+    rig.core._steps._stall_limit = limit
+    rig.core.lose_epoch(LinkClosedError("the link is broken.").info())
+    assert rig.core.leave_s == SLOWNESS * LEAVE_SHARE
 
 
 def test_r2_a_core_that_was_suspended_gives_the_stages_time_to_answer() -> None:

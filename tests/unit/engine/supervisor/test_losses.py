@@ -16,7 +16,7 @@ def losses() -> Losses:
 
 
 @pytest.fixture
-def heartbeats() -> Heartbeats:
+def heartbeats() -> Heartbeats[int]:
     return Heartbeats(limit_s=5.0)
 
 
@@ -80,12 +80,12 @@ def test_only_who_leaves_the_present_epoch_ends_it(losses: Losses) -> None:
     assert losses.causes == [CAUSE]
 
 
-def test_r2_who_says_nothing_for_longer_than_the_limit_is_silent(heartbeats: Heartbeats) -> None:
+def test_r2_who_says_nothing_for_longer_than_the_limit_is_silent(heartbeats: Heartbeats[int]) -> None:
     assert heartbeats.silent({0: 10.0}, 10.0) == {}
     assert heartbeats.silent({0: 10.0, 1: 4.9}, 11.0) == {1: 6.1}
 
 
-def test_who_could_not_be_heard_is_not_silent(heartbeats: Heartbeats) -> None:
+def test_who_could_not_be_heard_is_not_silent(heartbeats: Heartbeats[int]) -> None:
     heartbeats.silent({}, 0.0)
     assert heartbeats.silent({0: 0.0}, 2 * LONG_LOOK_S + 5.0) == {}, "it was the supervisor that slept"
     assert heartbeats.silent({0: 0.0}, 2 * LONG_LOOK_S + 5.1) == {}, "nor has anybody had time to speak since"
@@ -94,10 +94,25 @@ def test_who_could_not_be_heard_is_not_silent(heartbeats: Heartbeats) -> None:
     assert heartbeats.silent({0: 0.0}, 2 * LONG_LOOK_S + 11.0) == {0: 6.0}
 
 
-def test_r2_who_loads_may_be_silent_for_longer_but_not_for_ever(heartbeats: Heartbeats) -> None:
+def test_r2_who_loads_may_be_silent_for_longer_but_not_for_ever(heartbeats: Heartbeats[int]) -> None:
     for second in range(61):
         assert heartbeats.silent({0: 0.0}, float(second), loading={0}) == {}
     assert heartbeats.silent({0: 0.0}, 61.0, loading={0}) == {0: 61.0}
+
+
+def test_g1_silence_of_a_process_elsewhere_begins_when_its_host_is_back(heartbeats: Heartbeats[int]) -> None:
+    for second in range(10):
+        assert heartbeats.silent({0: 0.0}, float(second), elsewhere={0}, away={0}) == {}
+    for second in range(10, 15):
+        assert heartbeats.silent({0: 0.0}, float(second), elsewhere={0}) == {}
+    assert heartbeats.silent({0: 0.0}, 15.0, elsewhere={0}) == {0: 6.0}
+
+
+def test_g1_a_short_limit_leaves_a_host_time_to_be_found_away() -> None:
+    """A host counts as away after 3 s of silence or a little later. Its processes are not silent before."""
+    heartbeats: Heartbeats[int] = Heartbeats(limit_s=2.0)
+    silent = [heartbeats.silent({0: 0.0, 1: 0.0}, float(second), elsewhere={1}) for second in range(7)]
+    assert silent == [{}, {}, {}, {0: 3.0}, {0: 4.0}, {0: 5.0}, {0: 6.0, 1: 6.0}]
 
 
 def test_who_does_not_leave_an_epoch_that_is_over_hangs(losses: Losses) -> None:
@@ -120,3 +135,23 @@ def test_r2_who_finds_the_loss_says_how_long_others_may_take_to_leave(losses: Lo
     losses.end(set(), 200.0)
     assert losses.hung({1}, 259.0) == set(), "of another epoch it may be otherwise"
     assert losses.hung({1}, 260.0) == {1}
+
+
+def test_g1_a_member_whose_host_is_away_may_leave_as_long_again_when_the_host_is_back(losses: Losses) -> None:
+    losses.leave(0, CAUSE, CORE, leave_s=2.0)
+    losses.end(set(), 100.0)
+    losses.begin()
+    assert losses.hung({0, 1}, 101.0, away={1}) == set()
+    assert losses.hung({0, 1}, 102.0, away={1}) == {0}
+    assert losses.hung({0, 1}, 104.0, away={1}) == set()
+    assert losses.hung({0, 1}, 105.9) == set()
+    assert losses.hung({0, 1}, 106.0) == {1}
+    assert losses.hung({0, 1}, 107.0) == set(), "each is told once"
+
+
+def test_g1_a_member_that_has_left_while_its_host_was_away_is_well(losses: Losses) -> None:
+    losses.end(set(), 0.0)
+    losses.begin()
+    assert losses.hung({1}, 61.0, away={1}) == set()
+    losses.leave(0, CAUSE, 1)
+    assert losses.hung({1}, 1e9) == set()

@@ -420,6 +420,25 @@ def test_r15_a_host_that_is_away_has_its_stages_until_it_is_lost(
     assert len(replica.other.members) == 1 + is_lost_in_the_end
 
 
+@pytest.mark.parametrize("is_away", [True, False])
+def test_r15_a_stage_is_not_killed_for_what_its_host_cannot_say(
+    replica: Replica, monkeypatch: pytest.MonkeyPatch, is_away: bool
+) -> None:
+    """That it has left the epoch is heard when the host is back; a kill would be carried out then."""
+    monkeypatch.setattr(pipeline_processes, "CAUSE_GRACE_S", 0.0)
+    monkeypatch.setattr(pipeline_processes, "DUMP_S", 0.0)
+    serve(replica)
+    stage, core = replica.other.members[0], replica.head.members[1]
+    left = Abandoned(epoch=0, error=LinkClosedError("the link is broken.").info(), leave_s=0.0)
+    core.say(left)
+    replica.head.members[0].say(left)
+    replica.hear()
+    replica.other.is_there = not is_away
+    replica.processes.recover()
+    replica.processes.kill_hung()
+    assert stage.done == ([] if is_away else ["show_threads", "kill_now"])
+
+
 @pytest.mark.parametrize("parallel", [{"tied_head": "transfer"}], ids=str)
 def test_r4_s2_a_rank_that_is_started_again_takes_part_in_the_transfer_of_a_tied_head(
     replica: Replica,

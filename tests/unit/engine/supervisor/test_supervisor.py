@@ -121,3 +121,28 @@ def test_what_the_text_side_lacks_is_reported_when_all_is_ready(host: StandInHos
     assert caution == Caution(text="tools will not work.")
     assert isinstance(ready, EngineReady)
     assert (ready.address, ready.prompt_form) == ("http://127.0.0.1:8000", "text")
+
+
+def test_g1_no_process_is_killed_for_silence_while_its_host_is_away(host: StandInHost) -> None:
+    front, events, hosts = StandInFront(host), Events(), Hosts(host)
+    signals, other_end = socket.socketpair()
+    stopped: Any = signals
+    engine = supervisor._RunningEngine(
+        [PipeLayout(resolve(DEMO, hosts.resources()), hosts, DEMO)],
+        OneHost(hosts),
+        front,
+        events,
+        stopped,
+        started=0.0,
+    )
+    with signals, other_end:
+        engine._start()
+        stage = host.members[0]
+        stage.is_ready, stage.heard_at = True, -1e6
+        host.is_there = False
+        engine._end_the_lifeless()
+        assert stage.done == []
+        host.is_there = True
+        engine._end_the_lifeless()
+        assert stage.done == [], "it has had no time to say anything"
+        engine.close()

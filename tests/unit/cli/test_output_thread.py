@@ -1,0 +1,126 @@
+"""Output that is held up or fails never holds up whoever speaks (R16)."""
+
+from __future__ import annotations
+
+import io
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import dataclass
+
+import pytest
+
+from penstock.cli.output_thread import OutputThread
+from penstock.cli.terminal import Invocation
+
+LONG_S = 30.0  # a deadline against hanging
+
+
+class Terminal(io.StringIO):
+    """A stream without a descriptor, which a test stops and breaks.
+
+    Attributes:
+        may_go_on: set unless it is stopped, as by Ctrl-S.
+        is_reached: set once something is to be written.
+        error: raised instead of writing.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.may_go_on, self.is_reached = threading.Event(), threading.Event()
+        self.may_go_on.set()
+        self.error: OSError | None = None
+
+    def write(self, text: str) -> int:
+        self.is_reached.set()
+        assert self.may_go_on.wait(LONG_S)
+        if self.error is not None:
+            raise self.error
+        return super().write(text)
+
+
+def invocation(stdout: Terminal, stderr: Terminal | None = None) -> Invocation:
+    return Invocation(stdout=stdout, stderr=stderr or stdout, stdin=io.StringIO(), environ={})
+
+
+@dataclass
+class Rig:
+    """Output to a terminal that a test plays, of which three texts may wait."""
+
+    terminal: Terminal
+    output: OutputThread
+
+    def say(self, *lines: str) -> None:
+        self.output.invocation.say(*lines)
+
+
+@pytest.fixture
+def rig() -> Iterator[Rig]:
+    terminal = Terminal()
+    with closing(OutputThread(invocation(terminal), max_waiting=3)) as output:
+        yield Rig(terminal, output)
+        terminal.may_go_on.set()
+
+
+def test_r16_lines_come_in_their_order_those_of_both_streams(rig: Rig) -> None:
+    for number in range(3):
+        rig.say(f"line {number}")
+        rig.output.invocation.warn(f"of {number}")
+        assert rig.output.settle(LONG_S)
+    expected = "".join(f"line {number}\nwarning: of {number}\n" for number in range(3))
+    assert rig.terminal.getvalue() == expected
+
+
+def test_r16_a_stopped_terminal_holds_up_nobody_and_learns_how_much_it_has_missed(rig: Rig) -> None:
+    rig.terminal.may_go_on.clear()
+    rig.say("0")
+    assert rig.terminal.is_reached.wait(LONG_S)
+    rig.say("1", "2", "3", "4", "5")
+    assert not rig.output.settle(0.0)
+    rig.terminal.may_go_on.set()
+    assert rig.output.settle(LONG_S)
+    rig.say("6")
+    assert rig.output.settle(LONG_S)
+    written = "0\n1\n2\n3\nlines that could not be written here: 2\n6\n"
+    assert rig.terminal.getvalue() == written
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), BrokenPipeError()])
+def test_r16_output_that_fails_is_no_error_of_who_speaks(rig: Rig, error: OSError) -> None:
+    rig.terminal.error = error
+    rig.say("0")
+    assert rig.output.settle(LONG_S)
+    rig.say("1")
+    assert rig.output.settle(LONG_S)
+    rig.terminal.error = None
+    rig.say("2")
+    assert rig.output.settle(LONG_S)
+    assert rig.terminal.getvalue() == "lines that could not be written here: 2\n2\n"
+
+
+def test_r16_what_waits_is_written_at_the_end_for_a_bounded_time() -> None:
+    terminal = Terminal()
+    output = OutputThread(invocation(terminal))
+    output.invocation.say("the last word")
+    output.close(LONG_S)
+    assert terminal.getvalue() == "the last word\n"
+    terminal = Terminal()
+    terminal.may_go_on.clear()
+    output = OutputThread(invocation(terminal))
+    output.invocation.say("the last word")
+    output.close(0.0)
+    assert terminal.getvalue() == ""
+    terminal.may_go_on.set()
+    assert output.settle(LONG_S)
+
+
+def test_r16_a_full_pipe_is_written_to_at_once_and_past_pythons_buffers() -> None:
+    """A thread that is held up within such a buffer would hold up the end of the program."""
+    reader, writer = os.pipe()
+    with os.fdopen(reader) as out, os.fdopen(writer, "w") as stream:
+        given = Invocation(stdout=stream, stderr=stream, stdin=io.StringIO(), environ={})
+        with closing(OutputThread(given)) as output:
+            output.invocation.say("é" * 3, "ready")
+            assert (out.readline(), out.readline()) == ("ééé\n", "ready\n")
+            assert not output.invocation.stdout.isatty()
