@@ -357,7 +357,12 @@ class RemoteHost:
         self.tell(Accept(number=number, kind=kind, need=need, parties=parties))
         if parties.peer_host == self.name:
             return RemoteEnd(self, number, HeldEnd(number=number))
-        return RemoteEnd(self, number, self._invitation(number))
+        try:
+            invitation = self._invitation(number)
+        except BaseException:  # whenever the agent makes the end, nobody else lets go of it
+            self.tell(TouchEnd(number=number, what="close"))
+            raise
+        return RemoteEnd(self, number, invitation)
 
     def join(self, kind: str, need: Need, parties: Parties, invitation: Any) -> HostEnd:
         number = self._begin_end(parties)
@@ -430,7 +435,9 @@ class RemoteHost:
         self._answers.clear()
         if not self.pump_until(lambda: bool(self._answers), ANSWER_S):
             if self._wire.failure is not None:
-                raise self._wire.failure
+                why = self._wire.failure
+                what = f"the host {self.name} cannot be reached: {why.message}"
+                raise LinkClosedError(what, remedy=why.remedy)
             self._is_doubtful = True
             raise WaitTimeoutError(f"the host {self.name} has not answered for {ANSWER_S:g} s.")
         answer = self._answers.pop()
