@@ -90,7 +90,7 @@ class PipelineProcesses:
         self._placed: dict[int, RankConfig] = {}  # by member index, what each rank was started as
         self._ranks: dict[int, RankLoaded] = {}  # by member index, what those that were ready have said
         self._first_loads = FirstLoads()
-        self.classes = NumericClasses(plan.ranks)
+        self.classes = NumericClasses()
         self._restarts: Counter[int] = Counter()
         self._losses = Losses(leave_s=plan.ranks[0].wait_timeout_s / plan.num_stages)  # as a step may take
         self._rank_indices = range(len(plan.ranks))  # those of ranks are their numbers
@@ -149,7 +149,7 @@ class PipelineProcesses:
     def _note_recovery(self, event: child_process.Ready) -> None:
         """Report that a step has crossed the pipe again; the core knows who computes in which class."""
         seconds = self._losses.recovered(time.monotonic())
-        notes = self.classes.settle(event.numeric_classes)
+        notes = self.classes.settle(self._plan.ranks, event.numeric_classes)
         replica = self._plan.core.replica
         self._reporter.report(Recovered(replica=replica, epoch=event.epoch, seconds=seconds, notes=notes))
 
@@ -373,7 +373,7 @@ def _startup_notices(
 ) -> Iterator[Notice | StageReady]:
     kernels = dict.fromkeys(rank.kernels for rank in ranks.values())
     texts = [*plan.notes, *(f"kernels: {description}" for description in kernels)]
-    texts += classes.settle([ranks[index].numeric_class for index in range(len(plan.ranks))])
+    texts += classes.settle(plan.ranks, [ranks[index].numeric_class for index in range(len(plan.ranks))])
     yield from (Notice(text=text) for text in texts)
     num_blocks = min((rank.max_blocks for rank in ranks.values()), default=0)
     for index, config in enumerate(plan.ranks):
