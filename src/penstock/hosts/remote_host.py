@@ -213,6 +213,7 @@ class RemoteHost:
 
     Attributes:
         bell: readable when a member has news for which no message comes.
+        numbers: of its members, of ends and of questions, none of which is given twice.
         scout_answers: of its agent to questions about ways, by their numbers (`hosts.network.remote_scout`).
     """
 
@@ -231,7 +232,7 @@ class RemoteHost:
         self._cluster = cluster
         self._on_lost, self._on_log, self._on_broken = on_lost, on_log, on_broken
         self._clock = clock
-        self._numbers = itertools.count(1)
+        self.numbers = itertools.count(1)
         self._members: dict[int, RemoteMember] = {}
         self._awaited = 0  # the end whose place is asked for
         self._answers: list[Accepted | EndFailed] = []
@@ -412,7 +413,7 @@ class RemoteHost:
     def _member(self, name: str, stage: int | None, member_index: int) -> RemoteMember:
         if self._wire.failure is not None:
             raise OSError(f"the host {self.name} is lost")
-        number = next(self._numbers)
+        number = next(self.numbers)
         member = self._members[number] = RemoteMember(self, number, name, stage, member_index)
         return member
 
@@ -423,7 +424,7 @@ class RemoteHost:
             if name not in self._allowed:
                 self._allowed = {each for each in self._allowed if each.epoch >= name.epoch} | {name}
                 self.tell(AllowEpoch(name=name, credentials=self._cluster.issue(name)))
-        return next(self._numbers)
+        return next(self.numbers)
 
     def _invitation(self, number: int) -> StreamInvitation:
         """Wait for where the end can be dialled.

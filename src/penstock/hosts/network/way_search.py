@@ -18,7 +18,7 @@ import contextlib
 import queue
 import select
 import threading
-from collections.abc import Callable, Collection, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -41,11 +41,13 @@ class HostElsewhere(Protocol):
 
     Attributes:
         name: of the host.
+        numbers: for questions.
         scout_answers: by number, those that nobody has taken.
         wires: over which it says something; none when it is lost, and another one when it is back.
     """
 
     name: str
+    numbers: Iterator[int]
     scout_answers: dict[int, FromScout]
 
     @property
@@ -61,6 +63,7 @@ class HostLine:
 
     def __init__(self, search: WaySearch, host: HostElsewhere) -> None:
         self.name = host.name
+        self.numbers = host.numbers
         self.scout_answers = host.scout_answers
         self._search = search
         self._host = host

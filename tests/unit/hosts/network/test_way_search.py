@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import select
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -57,6 +58,7 @@ class Elsewhere:
 
     def __init__(self) -> None:
         self.name = "desk"
+        self.numbers = itertools.count(1)
         self.scout_answers: dict[int, FromScout] = {}
         self.told: list[msgspec.Struct] = []
         self.tellers: set[int] = set()
@@ -162,7 +164,7 @@ def test_r15_a_host_that_is_lost_meanwhile_holds_nobody_up(searching: Searching)
     searching.search.attend()
     searching.attend_until(lambda: searching.search.is_settled)
     assert [line for _, line in searching.lines] == [
-        "the ways between desk and tower were not looked for: the host desk is lost."
+        "the ways between desk and tower were not looked for: the connection to the host desk is broken."
     ]
 
 
