@@ -286,12 +286,13 @@ class PipelineProcesses:
         return settlement.is_settled
 
     def _have_ways(self) -> bool:
-        """Whether the ways between the hosts are known. Where nobody has ended perhaps a way has, so that
-        all of them are looked at again first."""
+        """Whether the ways between the hosts of the pipe are known. Where nobody has ended perhaps a way has,
+        so that all of them are looked at again first."""
         routes = self._hosts.routes
+        names = {self._hosts.head.name, *(rank.host for rank in self._plan.ranks)}
         if self._losses.missing or any(self._has_moved(index) for index in self._members):
-            return routes.is_settled
-        return routes.review((self._plan.core.replica, self._losses.epoch))
+            return routes.is_settled(names)
+        return routes.review((self._plan.core.replica, self._losses.epoch), names)
 
     def _has_ended(self) -> bool:
         """Whether any member has."""
