@@ -22,7 +22,7 @@ from typing import Any
 
 import msgspec
 
-from penstock.errors import ErrorInfo, PeerError, PenstockError, ProtocolError
+from penstock.errors import ErrorInfo, PeerError, PenstockError, ProtocolError, error_from_info
 from penstock.hosts.agent_messages import (
     Accept,
     Accepted,
@@ -112,18 +112,25 @@ class HeldEnds:
 
     def __init__(self) -> None:
         self._ends: dict[int, HostEnd] = {}
+        self._errors: dict[int, ErrorInfo] = {}  # why others could not be made, until they are touched
 
     def add(self, number: int, end: HostEnd) -> None:
         self._ends[number] = end
+
+    def note_failure(self, number: int, error: ErrorInfo) -> None:
+        """Remember why an end could not be made, for the member that needs it."""
+        self._errors[number] = error
 
     def end_all(self) -> None:
         """End all of them, and hold none."""
         for end in self._ends.values():
             end.end()
         self._ends.clear()
+        self._errors.clear()
 
     def touch(self, message: TouchEnd) -> None:
         """Do to an end what the head says, if it is held."""
+        self._errors.pop(message.number, None)
         end = self._ends.get(message.number)
         if end is None:
             return
@@ -159,7 +166,9 @@ class HeldEnds:
         return value
 
     def _end(self, held: HeldEnd) -> HostEnd:
-        """Raises `ProtocolError` if there is none; the head has heard why it could not be made."""
+        """Raises why it could not be made, or `ProtocolError` if the head has never asked for it."""
+        if (error := self._errors.get(held.number)) is not None:
+            raise error_from_info(error)
         end = self._ends.get(held.number)
         if end is None:
             raise ProtocolError(f"end {held.number} of a connection was not made, or is closed.")
@@ -494,7 +503,9 @@ class Agent:
                 invitation = self._ends.resolved_invitation(message.invitation)
                 end = self._host.join(message.kind, message.need, message.parties, invitation)
         except (PenstockError, OSError) as error:
-            self._wire.send(EndFailed(number=message.number, error=_info(error)))
+            why = _info(error)
+            self._ends.note_failure(message.number, why)
+            self._wire.send(EndFailed(number=message.number, error=why))
             return
         self._ends.add(message.number, end)
         if isinstance(message, Accept):

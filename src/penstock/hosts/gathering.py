@@ -29,7 +29,7 @@ from penstock.hosts.logs.head_log import HeadLog, ShowLine
 from penstock.hosts.member import Waitable
 from penstock.hosts.network.interfaces import addresses_beside, unmapped
 from penstock.hosts.network.joining_address import join_address, listen_for_workers, loopback_warning
-from penstock.hosts.network.path_finding import pairs_of_pipe
+from penstock.hosts.network.path_finding import pairs_to_connect
 from penstock.hosts.network.scout import OwnScout, Scout
 from penstock.hosts.network.visits import Visits
 from penstock.hosts.network.way_search import WaySearch
@@ -149,7 +149,10 @@ class GatheredHosts:
         return self._gate, self._search
 
     def gather(self, lifelines: Sequence[Waitable]) -> None:
-        """Wait until all workers are there.
+        """Wait until all workers are there, and the ways between all hosts are known.
+
+        Meanwhile a connection may break, and a worker may be lost and another one take its place. Then the
+        ways are looked for again: those that are known are only tried.
 
         Args:
             lifelines: what becomes readable when nobody waits for the engine any more.
@@ -157,25 +160,22 @@ class GatheredHosts:
         Raises:
             UnavailableError: that is so.
         """
-        self._wait_until(lambda: len(self._workers_there) >= self._num_workers, lifelines)
-        there = self._workers_there
-        for one, other in pairs_of_pipe([self._name, *(host.name for host in there)]):
-            self._search.find(self._scout_of(one), self._scout_of(other))
-        self._wait_until(lambda: self._search.is_settled, lifelines)
-        self.hosts = Hosts(self._head, *there, routes=self._search)
+        is_known = False
+        while not is_known:
+            self._wait_until(lambda: len(self._workers_there) >= self._num_workers, lifelines)
+            connected = self._connected
+            for one, other in pairs_to_connect([self._name, *connected]):
+                self._search.find(self._scout_of(one), self._scout_of(other))
+            self._wait_until(lambda: self._search.is_idle, lifelines)
+            is_known = connected == self._connected
+        workers = [self._workers[name] for name in connected]
+        self.hosts = Hosts(self._head, *workers, routes=self._search, readmit=self._readmit)
 
     def admit(self) -> None:
         """Take in who has joined: those that are waited for, and those that are back. Go on looking for the
         ways to them."""
-        self._search.attend()
-        for address, error in self._gate.take_refused():
-            self._tell(f"somebody at {address} was not let in: {error.message}")
-        for worker in self._gate.take():
-            has_place = worker.host in self._workers or len(self._workers_there) < self._num_workers
-            if has_place or self._has_gathered:
-                self._let_in(worker)
-            else:
-                self._turn_away(worker)
+        self._admit(self._has_place)
+        self._let_stand_by()
 
     def tend(self, now: float) -> None:
         """Let each worker know that the head is there, and see whether it is, and whether it still may be."""
@@ -183,6 +183,7 @@ class GatheredHosts:
         for host in self._workers.values():
             host.tend(now)
         self._search.attend()
+        self._let_stand_by()
 
     def close(self) -> None:
         """Let all go."""
@@ -192,6 +193,31 @@ class GatheredHosts:
         for host in self._workers.values():
             host.close()
         self._head.close()
+
+    def _admit(self, has_place: Callable[[str], bool]) -> None:
+        self._search.attend()
+        for address, error in self._gate.take_refused():
+            self._tell(f"somebody at {address} was not let in: {error.message}")
+        for worker in self._gate.take():
+            if has_place(worker.host):
+                self._let_in(worker)
+            else:
+                self._turn_away(worker)
+
+    def _has_place(self, host: str) -> bool:
+        is_missing = len(self._workers_there) < self._num_workers
+        return self._has_gathered or host in self._workers or is_missing
+
+    def _readmit(self) -> None:
+        """Take in who is back before the engine begins. Others would change what is planned meanwhile."""
+        self._admit(self.hosts.__contains__)
+
+    def _let_stand_by(self) -> None:
+        """Add to the hosts of the engine each worker that was away or one too many when all had gathered."""
+        for host in self._workers_there if self._has_gathered else []:
+            if host.name not in self.hosts:
+                self.hosts.add(host)
+                self._find_ways(host.name)
 
     def _wait_until(self, condition: Callable[[], bool], lifelines: Sequence[Waitable]) -> None:
         """Wait for workers or for their answers, as `gather` does."""
@@ -247,6 +273,11 @@ class GatheredHosts:
         return self.hosts.routes is self._search
 
     @property
+    def _connected(self) -> dict[str, list[Waitable]]:
+        """The connections to the workers that the engine is to run on, of those that are there."""
+        return {host.name: list(host.wires) for host in self._workers_there[: self._num_workers]}
+
+    @property
     def _workers_there(self) -> list[RemoteHost]:
         return [host for host in self._workers.values() if host.is_there]
 
@@ -259,13 +290,12 @@ class GatheredHosts:
         elif known.attach(worker.wire, worker.hello):
             self._tell(f"{worker.host} is back: its connection was broken, and what runs there goes on")
             return
-        self.hosts.add(known)
         given = worker.hello.resources
         self._tell(
             f"{worker.host} has joined from {worker.address}: {_counted(given.num_cpus, 'core')}, "
             f"{given.free_bytes / 1e9:.1f} GB free" + (f", {given.num_gpus} GPUs" * bool(given.num_gpus))
         )
-        if self._has_gathered:  # else `gather` looks for all ways at once
+        if self._has_gathered and worker.host in self.hosts:  # of others see `gather` and `_let_stand_by`
             self._find_ways(worker.host)
 
     def _turn_away(self, worker: JoinedWorker) -> None:

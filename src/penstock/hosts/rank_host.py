@@ -14,7 +14,7 @@ such a worker as a `hosts.remote_host.RemoteHost`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import msgspec
@@ -224,11 +224,19 @@ class Hosts(Mapping[str, RankHost]):
     Args:
         head: the first one.
         routes: what is known of the ways between them.
+        readmit: takes in those again whose connection was broken.
     """
 
-    def __init__(self, head: HeadHost, *others: RankHost, routes: Routes = DEFAULT_ROUTES) -> None:
+    def __init__(
+        self,
+        head: HeadHost,
+        *others: RankHost,
+        routes: Routes = DEFAULT_ROUTES,
+        readmit: Callable[[], None] = lambda: None,
+    ) -> None:
         self.head = head
         self.routes = routes
+        self._readmit = readmit
         self._by_name = {host.name: host for host in (head, *others)}
 
     def __getitem__(self, name: str) -> RankHost:
@@ -255,7 +263,8 @@ class Hosts(Mapping[str, RankHost]):
             host.close()
 
     def tend(self, now: float) -> None:
-        """As `RankHost.tend`, for all of them."""
+        """Do what `RankHost.tend` does for all of them, before an engine runs that takes in who is back."""
+        self._readmit()
         for host in self._by_name.values():
             host.tend(now)
 

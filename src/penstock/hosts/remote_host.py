@@ -221,6 +221,7 @@ class RemoteHost:
 
     Attributes:
         bell: readable when a member has news for which no message comes.
+        numbers: of its members, of ends and of questions, none of which is given twice.
         scout_answers: of its agent to questions about ways, by their numbers (`hosts.network.remote_scout`).
     """
 
@@ -239,7 +240,7 @@ class RemoteHost:
         self._cluster = cluster
         self._on_lost, self._on_log, self._on_broken = on_lost, on_log, on_broken
         self._clock = clock
-        self._numbers = itertools.count(1)
+        self.numbers = itertools.count(1)
         self._members: dict[int, RemoteMember] = {}
         self._awaited = 0  # the end whose place is asked for
         self._answers: list[Accepted | EndFailed] = []
@@ -365,7 +366,12 @@ class RemoteHost:
         self.tell(Accept(number=number, kind=kind, need=need, parties=parties))
         if parties.peer_host == self.name:
             return RemoteEnd(self, number, HeldEnd(number=number))
-        return RemoteEnd(self, number, self._invitation(number))
+        try:
+            invitation = self._invitation(number)
+        except BaseException:  # whenever the agent makes the end, nobody else lets go of it
+            self.tell(TouchEnd(number=number, what="close"))
+            raise
+        return RemoteEnd(self, number, invitation)
 
     def join(self, kind: str, need: Need, parties: Parties, invitation: Any) -> HostEnd:
         number = self._begin_end(parties)
@@ -415,7 +421,7 @@ class RemoteHost:
     def _member(self, name: str, stage: int | None, member_index: int) -> RemoteMember:
         if self._wire.failure is not None:
             raise OSError(f"the host {self.name} is lost")
-        number = next(self._numbers)
+        number = next(self.numbers)
         member = self._members[number] = RemoteMember(self, number, name, stage, member_index)
         return member
 
@@ -432,7 +438,7 @@ class RemoteHost:
             if name not in self._allowed:
                 self._allowed = {each for each in self._allowed if each.epoch >= name.epoch} | {name}
                 self.tell(AllowEpoch(name=name, credentials=self._cluster.issue(name)))
-        return next(self._numbers)
+        return next(self.numbers)
 
     def _invitation(self, number: int) -> StreamInvitation:
         """Wait for where the end can be dialled.
@@ -444,7 +450,9 @@ class RemoteHost:
         self._answers.clear()
         if not self.pump_until(lambda: bool(self._answers), ANSWER_S):
             if self._wire.failure is not None:
-                raise self._wire.failure
+                why = self._wire.failure
+                what = f"the host {self.name} cannot be reached: {why.message}"
+                raise LinkClosedError(what, remedy=why.remedy)
             self._is_doubtful = True
             raise WaitTimeoutError(f"the host {self.name} has not answered for {ANSWER_S:g} s.")
         answer = self._answers.pop()

@@ -20,6 +20,7 @@ from penstock.errors import JoinError, PortInUseError, UnavailableError, UsageEr
 from penstock.hosts import revocations, worker
 from penstock.hosts.gathering import GatheredHosts, OneHost, open_hosts
 from penstock.hosts.network import path_finding
+from penstock.hosts.network.scout import Scout
 from penstock.hosts.remote_host import RemoteHost
 from penstock.hosts.station import WorkerSettings
 from penstock.hosts.worker import Worker
@@ -254,6 +255,78 @@ def test_r15_another_worker_may_have_the_place_of_a_lost_one_which_may_come_back
     joining.start_worker(first)
     joining.await_told(f"{first} has joined")
     assert set(joining.gathered.hosts.names_there) == {"tower", "desk", "shelf"}
+
+
+def at_first_search(joining: Joining, monkeypatch: pytest.MonkeyPatch, happens: Callable[[], None]) -> None:
+    """Let something happen as soon as ways are looked for, once."""
+    find, left = joining.gathered._search.find, [happens]
+
+    def note(one: Scout, other: Scout) -> None:
+        if left:
+            left.pop()()
+        find(one, other)
+
+    monkeypatch.setattr(joining.gathered._search, "find", note)
+
+
+def test_r15_ways_are_looked_for_again_after_a_connection_has_broken_meanwhile(
+    joining: Joining, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def break_connection() -> None:
+        joining.gathered._workers["desk"]._wire.connection.give_up("a test has broken it.")
+
+    at_first_search(joining, monkeypatch, break_connection)
+    joining.start_worker()
+    joining.gathered.gather([])
+    assert any("desk is back: its connection was broken" in line for line in joining.told)
+    assert "the connection to the host desk is broken" in "".join(joining.told)
+    assert joining.gathered.hosts.names_there == ["tower", "desk"]
+    (link,) = joining.gathered.hosts.routes.links()
+    assert link.hosts == ("desk", "tower")
+
+
+def test_r15_a_worker_that_is_lost_while_ways_are_looked_for_is_replaced(
+    joining: Joining, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    joining.restart_head(num_workers=2)
+    ends = {name: joining.start_worker(name) for name in ("desk", "shelf")}
+    joining.gathered.gather([])
+    joining.restart_head()
+    at_first_search(joining, monkeypatch, lambda: ends[next(iter(joining.gathered._workers))]())
+    joining.gathered.gather([])
+    lost, other = joining.gathered._workers
+    assert list(joining.gathered.hosts) == joining.gathered.hosts.names_there == ["tower", other]
+    (link,) = joining.gathered.hosts.routes.links()
+    assert set(link.hosts) == {"tower", other}
+    joining.told.clear()
+    joining.start_worker(lost)
+    joining.await_told(f"{lost} has joined")
+    assert joining.gathered.hosts.names_there == ["tower", other, lost], "it stands by"
+
+
+def test_r15_a_connection_that_breaks_before_the_engine_begins_is_made_anew(joining: Joining) -> None:
+    """So it is while ranks are measured. Nobody else is let in, as the engine is planned without."""
+    joining.restart_head(num_workers=2)
+    for name in ("desk", "shelf"):
+        joining.start_worker(name)
+    joining.gathered.gather([])
+    joining.restart_head()
+    joining.gathered.gather([])
+    hosts = joining.gathered.hosts
+    _, first = hosts
+    host = hosts[first]
+    assert isinstance(host, RemoteHost)
+    joining.gathered._not_needed.clear()  # so that it is said again of who tries again
+    joining.told.clear()
+    host._wire.connection.give_up("a test has broken it.")
+    for words in (f"{first} is back", "is not needed"):
+        for _ in range(round(WAIT_S / 0.05)):
+            if any(words in line for line in joining.told):
+                break
+            hosts.tend(time.monotonic())
+            threading.Event().wait(0.05)
+        assert words in "".join(joining.told)
+    assert hosts.names_there == ["tower", first]
 
 
 def test_r15_what_a_worker_says_appears_at_the_head_with_its_name(joining: Joining) -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from agent_pairs import IDENTITY, LINK, RUN, SECRET, Pair, parties, rank_config
 from hand_core import Crew
-from penstock.errors import ErrorInfo, PeerError, StageLostError, WaitTimeoutError
+from penstock.errors import ErrorInfo, LinkClosedError, PeerError, StageLostError, WaitTimeoutError
 from penstock.faults import parse
 from penstock.hosts import remote_host
 from penstock.hosts.agent import HEAD_LIMIT_S
@@ -239,6 +239,81 @@ def test_g1_an_end_that_cannot_be_made_is_refused_with_the_agents_words(
         pair.serve_who_asks()
     crew.join()
     assert "Too many open files" in str(raised[0])
+
+
+class Listening:
+    """Has the host of a pair say that its ends for other hosts listen at an address."""
+
+    WHERE = StreamInvitation(host="10.0.0.2", port=7701)
+
+    def __init__(self, pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._accept = pair.own.accept
+        monkeypatch.setattr(pair.own, "accept", self.accept)
+
+    def accept(self, kind: str, need: object, given: Parties) -> object:
+        end = self._accept(kind, LINK, given)
+        end.invitation = self.WHERE  # type: ignore[misc]
+        return end
+
+
+def test_r15_an_end_that_nobody_waits_for_any_more_is_closed(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would listen at one of the link ports for ever."""
+    Listening(pair, monkeypatch)
+    monkeypatch.setattr(remote_host, "ANSWER_S", 0.01)
+    with pytest.raises(WaitTimeoutError):
+        pair.host.accept("tls", LINK, parties("tower"))
+    pair.serve()
+    ((_, end),) = pair.own.made
+    assert end.happened == ["close"]
+
+
+def test_r15_an_end_that_was_asked_for_while_the_connection_was_broken_is_closed(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Listening(pair, monkeypatch)
+    pair.break_connection()
+    with pytest.raises(LinkClosedError, match=r"the host desk cannot be reached: it was reset\."):
+        pair.host.accept("tls", LINK, parties("tower"))
+    assert pair.join_again()
+    pair.serve()
+    ((_, end),) = pair.own.made
+    assert end.happened == ["close"]
+
+
+@pytest.mark.parametrize("what", ["accept", "join"])
+def test_g1_a_member_whose_end_could_not_be_made_is_lost_with_the_reason(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    """The head does not wait for ends within the host, nor for those that dial."""
+
+    def fail(*given: object) -> None:
+        raise OSError(24, "Too many open files")
+
+    monkeypatch.setattr(pair.own, what, fail)
+    accepted = pair.host.accept("ring", LINK, parties("desk", "rank-2"))
+    joined = pair.host.join("ring", LINK, parties("desk"), accepted.invitation)
+    member, own = pair.start()
+    member.hand(RankEndpoints(epoch=3, plans=joined.endpoint, tokens=[]))
+    pair.serve()
+    member.read_status()
+    assert member.end().message == "the host cannot do it: Too many open files."
+    assert (own.handed, own.exit_code) == ([], -9)
+
+
+def test_g1_a_reason_is_forgotten_with_its_end(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*given: object) -> None:
+        raise OSError(24, "Too many open files")
+
+    monkeypatch.setattr(pair.own, "accept", fail)
+    accepted = pair.host.accept("ring", LINK, parties("desk", "rank-2"))
+    accepted.close()
+    member, _ = pair.start()
+    member.hand(RankEndpoints(epoch=3, plans=accepted.endpoint, tokens=[]))
+    pair.serve()
+    member.read_status()
+    assert "was not made, or is closed" in member.end().message
 
 
 def test_g1_a_member_that_needs_an_end_which_was_not_made_is_lost(pair: Pair) -> None:

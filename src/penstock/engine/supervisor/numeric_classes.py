@@ -17,13 +17,9 @@ from penstock.process.config import THIS_HOST, RankConfig
 
 
 class NumericClasses:
-    """Args:
-    ranks: of one pipeline, stage by stage.
-    """
+    """The numeric classes of the ranks of one pipeline."""
 
-    def __init__(self, ranks: Sequence[RankConfig]) -> None:
-        self._ranks = ranks
-        self._names = [_shown(rank) for rank in ranks]
+    def __init__(self) -> None:
         self._classes: list[str] = []
 
     @property
@@ -31,31 +27,36 @@ class NumericClasses:
         """The class of each rank; empty before the first epoch."""
         return self._classes
 
-    def settle(self, classes: Sequence[str]) -> list[str]:
-        """Take the classes of all ranks in the epoch that has begun, and return sentences about them."""
+    def settle(self, ranks: Sequence[RankConfig], classes: Sequence[str]) -> list[str]:
+        """Take the classes of all ranks in the epoch that has begun, and return sentences about them.
+
+        Args:
+            ranks: of the pipeline, stage by stage, with the hosts that they run on in this epoch.
+            classes: of each of them.
+        """
         before, self._classes = self._classes, list(classes)
         notes = [
-            f"{name} computes in {now}, and did in {then} before; KV blocks of before are not used."
-            for name, now, then in zip(self._names, classes, before, strict=False)
+            f"{_shown(rank)} computes in {now}, and did in {then} before; KV blocks of before are not used."
+            for rank, now, then in zip(ranks, classes, before, strict=False)
             if now != then
         ]
-        return notes + ([self._mixed()] if len(set(classes)) > 1 else [])
+        return notes + ([self._mixed(ranks)] if len(set(classes)) > 1 else [])
 
-    def _mixed(self) -> str:
+    def _mixed(self, ranks: Sequence[RankConfig]) -> str:
         held = "; ".join(
-            f"{name}: {own or 'unknown'}" for name, own in zip(self._names, self._classes, strict=True)
+            f"{_shown(rank)}: {own or 'unknown'}" for rank, own in zip(ranks, self._classes, strict=True)
         )
         return (
             f"numeric classes are mixed ({held}): a token may differ from that of one class where the two "
-            f"likeliest are close. {self._remedy()}"
+            f"likeliest are close. {self._remedy(ranks)}"
         )
 
-    def _remedy(self) -> str:
+    def _remedy(self, ranks: Sequence[RankConfig]) -> str:
         """How all ranks would compute in one class, as far as names tell."""
         names = [own.partition(" ")[0] for own in self._classes]
         if any("torch" in own for own in self._classes) or not set(names) <= set(NUMERIC_CLASSES):
             return "They are one where our kernels compute everything on all ranks."
-        if all(rank.numeric_class == name for rank, name in zip(self._ranks, names, strict=True)):
+        if all(rank.numeric_class == name for rank, name in zip(ranks, names, strict=True)):
             return "They are one with the same compiler and C library on all hosts."
         return f"--numeric-class {min(names, key=NUMERIC_CLASSES.index)} makes all ranks compute in one."
 

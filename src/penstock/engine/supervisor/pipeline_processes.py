@@ -90,7 +90,7 @@ class PipelineProcesses:
         self._placed: dict[int, RankConfig] = {}  # by member index, what each rank was started as
         self._ranks: dict[int, RankLoaded] = {}  # by member index, what those that were ready have said
         self._first_loads = FirstLoads()
-        self.classes = NumericClasses(plan.ranks)
+        self.classes = NumericClasses()
         self._restarts: Counter[int] = Counter()
         self._losses = Losses(leave_s=plan.ranks[0].wait_timeout_s / plan.num_stages)  # as a step may take
         self._rank_indices = range(len(plan.ranks))  # those of ranks are their numbers
@@ -149,7 +149,7 @@ class PipelineProcesses:
     def _note_recovery(self, event: child_process.Ready) -> None:
         """Report that a step has crossed the pipe again; the core knows who computes in which class."""
         seconds = self._losses.recovered(time.monotonic())
-        notes = self.classes.settle(event.numeric_classes)
+        notes = self.classes.settle(self._plan.ranks, event.numeric_classes)
         replica = self._plan.core.replica
         self._reporter.report(Recovered(replica=replica, epoch=event.epoch, seconds=seconds, notes=notes))
 
@@ -287,12 +287,13 @@ class PipelineProcesses:
         return settlement.is_settled
 
     def _have_ways(self) -> bool:
-        """Whether the ways between the hosts are known. Where nobody has ended perhaps a way has, so that
-        all of them are looked at again first."""
+        """Whether the ways between the hosts of the pipe are known. Where nobody has ended perhaps a way has,
+        so that all of them are looked at again first."""
         routes = self._hosts.routes
+        names = {self._hosts.head.name, *(rank.host for rank in self._plan.ranks)}
         if self._losses.missing or any(self._has_moved(index) for index in self._members):
-            return routes.is_settled
-        return routes.review((self._plan.core.replica, self._losses.epoch))
+            return routes.is_settled(names)
+        return routes.review((self._plan.core.replica, self._losses.epoch), names)
 
     def _has_ended(self) -> bool:
         """Whether any member has."""
@@ -374,7 +375,7 @@ def _startup_notices(
 ) -> Iterator[Notice | StageReady]:
     kernels = dict.fromkeys(rank.kernels for rank in ranks.values())
     texts = [*plan.notes, *(f"kernels: {description}" for description in kernels)]
-    texts += classes.settle([ranks[index].numeric_class for index in range(len(plan.ranks))])
+    texts += classes.settle(plan.ranks, [ranks[index].numeric_class for index in range(len(plan.ranks))])
     yield from (Notice(text=text) for text in texts)
     num_blocks = min((rank.max_blocks for rank in ranks.values()), default=0)
     for index, config in enumerate(plan.ranks):

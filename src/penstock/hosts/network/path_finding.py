@@ -12,8 +12,8 @@ faster way stands idle, when the best one fell away, and when one has become muc
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from itertools import pairwise
+from collections.abc import Callable, Collection, Sequence
+from itertools import combinations
 from pathlib import Path
 from typing import NamedTuple
 
@@ -47,19 +47,12 @@ MOST_TARGETS = 3  # addresses that are tried for one way
 Tell = Callable[[str], None]
 
 
-def pairs_of_pipe(names: Sequence[str]) -> list[tuple[str, str]]:
-    """Return the pairs of hosts between which a pipeline has connections.
+def pairs_to_connect(names: Sequence[str]) -> list[tuple[str, str]]:
+    """Return the pairs of hosts between which a pipeline may have connections: all.
 
-    The core, at the head, talks to every rank. The last stage sends samples to every earlier one. Hidden
-    states cross between neighbours.
-
-    Args:
-        names: of the hosts, in the order in which stages are given to them; the head first.
+    At the start two hosts that are no neighbours may have none. After a loss they may be neighbours.
     """
-    pairs = [(names[0], name) for name in names[1:]]
-    pairs += pairwise(names[1:])
-    pairs += [(name, names[-1]) for name in names[1:-2]]
-    return pairs
+    return list(combinations(names, 2))
 
 
 class FoundWay(msgspec.Struct, frozen=True, kw_only=True):
@@ -129,10 +122,11 @@ class PathFinder:
             why = error.message if isinstance(error, PenstockError) else f"{error.strerror or error}."
             self._tell(f"the ways between {_both(scouts)} were not looked for: {why}")
 
-    def review(self) -> None:
-        """Look anew at all ways that were looked for."""
-        for scouts in list(self._pairs.values()):
-            self.find(*scouts)
+    def review(self, names: Collection[str]) -> None:
+        """Look anew at all ways between these hosts that were looked for."""
+        for pair, scouts in list(self._pairs.items()):
+            if pair.issubset(names):
+                self.find(*scouts)
 
     def between(self, accepting: str, joining: str) -> Route:
         """See `Routes.between`. A host that cannot be reached dials, whoever should accept."""
@@ -164,9 +158,10 @@ class PathFinder:
         finally:
             for scout in scouts:
                 scout.rest()
-        before = [self._used.pop(names)] if names in self._used else []
+        before = [self._used[names]] if names in self._used else []
         allowed = _allowed(ends, ways)
         if not allowed:
+            self._used.pop(names, None)
             self._say(_nothing(ends, ways, dead))
             return
         used = _best(allowed)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 import msgspec
@@ -30,10 +29,12 @@ class AskedHost(Protocol):
 
     Attributes:
         name: of the host.
+        numbers: for questions; those of all scouts of the host, so that no answer is taken for another one.
         scout_answers: by number, those that nobody has taken.
     """
 
     name: str
+    numbers: Iterator[int]
     scout_answers: dict[int, FromScout]
 
     @property
@@ -54,21 +55,20 @@ class RemoteScout:
     def __init__(self, host: AskedHost, peer: PeerName) -> None:
         self._host = host
         self._peer = peer
-        self._numbers = itertools.count(1)
 
     @property
     def peer(self) -> PeerName:
         return self._peer
 
     def listen(self, peer: PeerName) -> Listening:
-        number = next(self._numbers)
+        number = next(self._host.numbers)
         answer = self._ask(number, ListenForHost(number=number, peer=peer), LISTEN_S)
         if not isinstance(answer, ListensForHost):
             raise self._misunderstood(answer)
         return answer.listening
 
     def survey(self, peer: PeerName, ways: Sequence[WayToTry]) -> Survey:
-        number = next(self._numbers)
+        number = next(self._host.numbers)
         answer = self._ask(number, SurveyHost(number=number, peer=peer, ways=list(ways)), SURVEY_S)
         if not isinstance(answer, Surveyed):
             raise self._misunderstood(answer)
@@ -83,7 +83,7 @@ class RemoteScout:
         self._host.tell(question)
         if not self._host.pump_until(lambda: number in answers, timeout_s):
             if not self._host.is_there:
-                raise LinkClosedError(f"the host {self._host.name} is lost.")
+                raise LinkClosedError(f"the connection to the host {self._host.name} is broken.")
             raise WaitTimeoutError(f"the host {self._host.name} has not answered for {timeout_s:g} s.")
         answer = answers.pop(number)
         if isinstance(answer, ScoutFailed):

@@ -6,7 +6,7 @@ the routes that were measured; `DEFAULT_ROUTES` stands for hosts between which n
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Collection, Hashable, Sequence
 from typing import Protocol
 
 import msgspec
@@ -41,16 +41,19 @@ class Routes(Protocol):
         """Return what was measured of the ways in use, one for each pair of hosts."""
         ...
 
-    @property
-    def is_settled(self) -> bool:
-        """Whether no way is being looked for; until then nothing should be connected."""
+    def is_settled(self, names: Collection[str]) -> bool:
+        """Return whether no way between these hosts is being looked for, or has been for too long.
+
+        Until then nothing should be connected there; after that what is known is used.
+        """
         ...
 
-    def review(self, occasion: Hashable) -> bool:
+    def review(self, occasion: Hashable, names: Collection[str]) -> bool:
         """Look whether the ways in use still lead to their hosts; choose others where they do not.
 
         Args:
             occasion: each is a reason to look once.
+            names: of the hosts between which it is looked.
 
         Returns:
             Whether that is done: ask again until it is.
@@ -61,15 +64,17 @@ class Routes(Protocol):
 class DefaultRoutes:
     """Whoever accepts a connection listens at the address that it uses by itself. Implements `Routes`."""
 
-    is_settled = True
-
     def between(self, accepting: str, joining: str) -> Route:
         return Route(listener=accepting)
 
     def links(self) -> Sequence[HostLink]:
         return []
 
-    def review(self, occasion: Hashable) -> bool:
+    def is_settled(self, names: Collection[str]) -> bool:
+        """Nothing is looked for."""
+        return True
+
+    def review(self, occasion: Hashable, names: Collection[str]) -> bool:
         """Nothing was chosen."""
         return True
 

@@ -5,20 +5,22 @@
       attend()         ◀── question to a host ──────── HostLine.tell
          host.tell ──▶ wire      wire ──▶ host.pump ──▶ HostLine.pump_until
          tell, warn    ◀────────── lines ──────────────
-      is_settled
+      is_settled(hosts)
 
 A search takes seconds where a host does not answer. Wires and reporters belong to the supervisor's thread:
 questions, lines for the user and the end of a search are left for it, and a bell rings. Connections wait
-until the search is settled (`Routes`). Used by `hosts.gathering`.
+until the search between their hosts is settled (`Routes`), `PATIENCE_S` at most. Used by `hosts.gathering`.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import queue
 import select
 import threading
-from collections.abc import Callable, Collection, Hashable, Sequence
+import time
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -35,17 +37,22 @@ from penstock.hosts.network.scout_messages import FromScout
 from penstock.process.config import HostLink
 from penstock.trust.peer_names import PeerName
 
+PATIENCE_S = 5.0  # with a search: running requests wait for it, and a way that is known may do
+_REVIEW, _FIND, _END = range(3)  # requests may wait for a review, and not for hosts that stand by
+
 
 class HostElsewhere(Protocol):
     """What a search needs of a host elsewhere (`hosts.remote_host.RemoteHost`).
 
     Attributes:
         name: of the host.
+        numbers: for questions.
         scout_answers: by number, those that nobody has taken.
         wires: over which it says something; none when it is lost, and another one when it is back.
     """
 
     name: str
+    numbers: Iterator[int]
     scout_answers: dict[int, FromScout]
 
     @property
@@ -61,6 +68,7 @@ class HostLine:
 
     def __init__(self, search: WaySearch, host: HostElsewhere) -> None:
         self.name = host.name
+        self.numbers = host.numbers
         self.scout_answers = host.scout_answers
         self._search = search
         self._host = host
@@ -81,6 +89,52 @@ class HostLine:
         return condition()
 
 
+class _Jobs:
+    """The searches that have begun and have not ended. `get` and `end` are for the thread that does them."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._numbers = itertools.count(1)
+        self._open: dict[int, tuple[frozenset[str], float]] = {}  # between which hosts, and since when
+        self._queue: queue.PriorityQueue[tuple[int, int, Callable[[], None] | None]] = queue.PriorityQueue()
+        self._ended: queue.SimpleQueue[int] = queue.SimpleQueue()
+
+    def begin(self, order: int, names: Collection[str], job: Callable[[], None]) -> None:
+        number = next(self._numbers)
+        self._open[number] = frozenset(names), self._clock()
+        self._queue.put((order, number, job))
+
+    def close(self) -> None:
+        """Let the thread end behind the searches that have begun."""
+        self._queue.put((_END, 0, None))
+
+    def get(self) -> tuple[int, Callable[[], None] | None]:
+        _, number, job = self._queue.get()
+        return number, job
+
+    def end(self, number: int) -> None:
+        self._ended.put(number)
+
+    def note_ends(self) -> bool:
+        """Count what has ended as such; whether anything has."""
+        num_before = len(self._open)
+        while not self._ended.empty():
+            del self._open[self._ended.get()]
+        return len(self._open) < num_before
+
+    @property
+    def is_idle(self) -> bool:
+        return not self._open
+
+    def is_awaited(self, names: Collection[str]) -> bool:
+        """Whether a search between two of these hosts goes on, and not for too long."""
+        too_old = self._clock() - PATIENCE_S
+        return any(
+            begun_at > too_old and len(hosts.intersection(names)) > 1
+            for hosts, begun_at in self._open.values()
+        )
+
+
 class WaySearch:
     """The ways between the hosts of an engine, and the search for them. Implements `Routes`.
 
@@ -90,6 +144,7 @@ class WaySearch:
         directory: where what was measured is kept.
         tell: takes lines for the user.
         warn: takes warnings.
+        clock: monotonic seconds.
 
     Attributes:
         is_closed: nobody is asked any more.
@@ -98,7 +153,9 @@ class WaySearch:
         UsageError: the directory cannot be used.
     """
 
-    def __init__(self, directory: Path, tell: Tell, warn: Tell) -> None:
+    def __init__(
+        self, directory: Path, tell: Tell, warn: Tell, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self.is_closed = False
         self._tell = tell
         self._lines: queue.SimpleQueue[tuple[Tell, str]] = queue.SimpleQueue()
@@ -108,11 +165,9 @@ class WaySearch:
             lambda text: self._lines.put((warn, text)),
         )
         self._questions: queue.SimpleQueue[tuple[HostElsewhere, msgspec.Struct]] = queue.SimpleQueue()
-        self._links: Sequence[HostLink] = ()  # as of the last time that it was settled
+        self._links: Sequence[HostLink] = ()  # as of the last time that nothing was looked for
         self._asked: set[HostElsewhere] = set()
-        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._done: queue.SimpleQueue[bool] = queue.SimpleQueue()
-        self._num_open = 0  # jobs
+        self._jobs = _Jobs(clock)
         self._occasions: set[Hashable] = set()
         self._bell = Bell()
         self._sources = select.epoll()
@@ -131,7 +186,8 @@ class WaySearch:
 
     def find(self, one: Scout, other: Scout) -> None:
         """Begin to look for the best way between two hosts."""
-        self._begin(lambda: self._finder.find(one, other))
+        names = (one.peer.host, other.peer.host)
+        self._jobs.begin(_FIND, names, lambda: self._finder.find(one, other))
 
     def attend(self) -> None:
         """Pass on questions and answers, and what is to be told; to be called each second too."""
@@ -148,17 +204,19 @@ class WaySearch:
         while not self._lines.empty():
             give, text = self._lines.get()
             give(text)
-        while not self._done.empty():
-            self._done.get()
-            self._num_open -= 1
-            self._links = self._finder.links() if self.is_settled else self._links
-        if self.is_settled and self._asked:
+        if self._jobs.note_ends() and self.is_idle:
+            self._links = self._finder.links()
+        if self.is_idle and self._asked:
             self._listen_to_nobody()
 
     @property
-    def is_settled(self) -> bool:
+    def is_idle(self) -> bool:
+        """Whether no way between any hosts is being looked for."""
+        return self._jobs.is_idle
+
+    def is_settled(self, names: Collection[str]) -> bool:
         """See `Routes.is_settled`."""
-        return self._num_open == 0
+        return not self._jobs.is_awaited(names)
 
     def between(self, accepting: str, joining: str) -> Route:
         """See `Routes.between`."""
@@ -168,17 +226,17 @@ class WaySearch:
         """See `Routes.links`."""
         return self._links
 
-    def review(self, occasion: Hashable) -> bool:
+    def review(self, occasion: Hashable, names: Collection[str]) -> bool:
         """See `Routes.review`."""
         if occasion not in self._occasions:
             self._occasions.add(occasion)
-            self._begin(self._finder.review)
-        return self.is_settled
+            self._jobs.begin(_REVIEW, names, lambda: self._finder.review(names))
+        return self.is_settled(names)
 
     def close(self) -> None:
         """End. A way that is just being measured from this host is waited for, some seconds at most."""
         self.is_closed = True
-        self._jobs.put(None)
+        self._jobs.close()
         with self._news:
             self._news.notify_all()
         self._thread.join()
@@ -195,18 +253,17 @@ class WaySearch:
         with self._news:
             self._news.wait_for(condition, timeout_s)
 
-    def _begin(self, job: Callable[[], None]) -> None:
-        self._num_open += 1
-        self._jobs.put(job)
-
     def _run(self) -> None:
-        while (job := self._jobs.get()) is not None:
+        while True:
+            number, job = self._jobs.get()
+            if job is None:
+                return
             try:
                 if not self.is_closed:
                     job()
             except Exception as error:  # connections wait for the end of the search, whatever it is
                 self._lines.put((self._tell, f"ways were not looked for: {describe(error).message}"))
-            self._done.put(True)
+            self._jobs.end(number)
             self._bell.ring()
 
     def _listen_to(self, wires: Collection[Waitable]) -> None:

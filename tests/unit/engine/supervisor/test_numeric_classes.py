@@ -22,22 +22,22 @@ def ranks(tmp_path: Path) -> list[RankConfig]:
 
 
 def test_g1_of_one_class_nothing_is_said(ranks: list[RankConfig]) -> None:
-    classes = NumericClasses(ranks)
-    assert classes.settle([FAST, FAST]) == []
-    assert classes.settle([FAST, FAST]) == []
+    classes = NumericClasses()
+    assert classes.settle(ranks, [FAST, FAST]) == []
+    assert classes.settle(ranks, [FAST, FAST]) == []
 
 
 def test_g1_mixed_classes_are_said_with_who_has_which_and_what_makes_them_one(
     ranks: list[RankConfig],
 ) -> None:
-    (said,) = NumericClasses(ranks).settle([FAST, SLOW])
+    (said,) = NumericClasses().settle(ranks, [FAST, SLOW])
     assert said.startswith(f"numeric classes are mixed (stage 0: {FAST}; stage 1 on desk: {SLOW})")
     assert said.endswith("--numeric-class avx2 makes all ranks compute in one.")
 
 
 def test_g1_where_the_class_was_chosen_compilers_differ(ranks: list[RankConfig]) -> None:
     chosen = [msgspec.structs.replace(rank, numeric_class="avx2") for rank in ranks]
-    (said,) = NumericClasses(chosen).settle([SLOW, "avx2 00000000"])
+    (said,) = NumericClasses().settle(chosen, [SLOW, "avx2 00000000"])
     assert said.endswith("They are one with the same compiler and C library on all hosts.")
 
 
@@ -45,29 +45,38 @@ def test_g1_where_the_class_was_chosen_compilers_differ(ranks: list[RankConfig])
 def test_g1_where_others_compute_no_class_of_our_kernels_is_named(
     ranks: list[RankConfig], other: str
 ) -> None:
-    (said,) = NumericClasses(ranks).settle([FAST, other])
+    (said,) = NumericClasses().settle(ranks, [FAST, other])
     assert said.endswith("They are one where our kernels compute everything on all ranks.")
 
 
 def test_g1_a_rank_that_comes_back_in_another_class_is_named(ranks: list[RankConfig]) -> None:
-    classes = NumericClasses(ranks)
-    classes.settle([FAST, FAST])
-    changed, mixed = classes.settle([FAST, SLOW])
+    classes = NumericClasses()
+    classes.settle(ranks, [FAST, FAST])
+    changed, mixed = classes.settle(ranks, [FAST, SLOW])
     assert changed.startswith(f"stage 1 on desk computes in {SLOW}, and did in {FAST} before")
     assert mixed.startswith("numeric classes are mixed")
-    assert classes.settle([FAST, SLOW]) == [mixed], "said in each epoch, with no change any more"
-    (back,) = classes.settle([FAST, FAST])
+    assert classes.settle(ranks, [FAST, SLOW]) == [mixed], "said in each epoch, with no change any more"
+    (back,) = classes.settle(ranks, [FAST, FAST])
     assert back.startswith(f"stage 1 on desk computes in {FAST}, and did in {SLOW} before")
 
 
+def test_g1_a_rank_is_named_with_the_host_that_it_runs_on_now(ranks: list[RankConfig]) -> None:
+    classes = NumericClasses()
+    classes.settle(ranks, [FAST, FAST])
+    taken_over = [ranks[0], msgspec.structs.replace(ranks[1], host="shelf")]
+    changed, mixed = classes.settle(taken_over, [FAST, SLOW])
+    assert changed.startswith(f"stage 1 on shelf computes in {SLOW}, and did in {FAST} before")
+    assert f"stage 1 on shelf: {SLOW}" in mixed
+
+
 def test_g1_replicas_that_differ_are_named(ranks: list[RankConfig]) -> None:
-    replicas = [NumericClasses(ranks), NumericClasses(ranks)]
+    replicas = [NumericClasses(), NumericClasses()]
     assert unlike_replicas(replicas) == [], "nothing is known yet"
-    replicas[0].settle([FAST, FAST])
-    replicas[1].settle([FAST, FAST])
+    replicas[0].settle(ranks, [FAST, FAST])
+    replicas[1].settle(ranks, [FAST, FAST])
     assert unlike_replicas(replicas) == unlike_replicas(replicas[:1]) == []
-    replicas[1].settle([SLOW, SLOW])
+    replicas[1].settle(ranks, [SLOW, SLOW])
     (said,) = unlike_replicas(replicas)
     assert f"(replica 0 {FAST}; replica 1 {SLOW})" in said
-    replicas[1].settle([FAST, SLOW])
+    replicas[1].settle(ranks, [FAST, SLOW])
     assert unlike_replicas(replicas) == [], "which says more of itself"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,16 +72,23 @@ class ReviewedRoutes(DefaultRoutes):
     """Notes when the ways between the hosts are looked at, for as long as a test likes.
 
     Attributes:
+        are_known: whether it says that they are.
         occasions: of each question.
+        names: of the hosts between which they are to be known.
     """
 
     def __init__(self) -> None:
-        self.is_settled = True
+        self.are_known = True
         self.occasions: list[object] = []
+        self.names: set[str] = set()
 
-    def review(self, occasion: object) -> bool:
+    def is_settled(self, names: Collection[str]) -> bool:
+        self.names.update(names)
+        return self.are_known
+
+    def review(self, occasion: object, names: Collection[str]) -> bool:
         self.occasions.append(occasion)
-        return self.is_settled
+        return self.is_settled(names)
 
 
 class Replica:
@@ -90,7 +97,7 @@ class Replica:
     def __init__(self, standbys: StandbyRanks = NO_STANDBYS, **parallel: Any) -> None:
         self.head, self.other = StandInHost("attic", "tcp"), StandInHost("cellar", "pigeon", "tcp")
         self.routes = ReviewedRoutes()
-        hosts = Hosts(self.head, self.other, routes=self.routes)
+        hosts = self.hosts = Hosts(self.head, self.other, routes=self.routes)
         config = EngineConfig(
             model=ModelConfig(model="demo"),
             parallel=ParallelConfig(pipeline_parallel_size=2, **parallel),
@@ -377,22 +384,33 @@ def test_g1_ways_are_looked_at_when_an_epoch_ends_though_nobody_has(
     stage.say(Abandoned(epoch=0, error=LinkClosedError("the link is broken.").info()))
     replica.hear()
     num_handed = len(stage.handed)
-    replica.routes.is_settled = False
+    replica.routes.are_known = False
     replica.processes.recover()
     replica.processes.recover()
     assert replica.routes.occasions == [(None, 0)] * 2, "it does not wait, and asks again"
     assert len(stage.handed) == num_handed
-    replica.routes.is_settled = True
+    replica.routes.are_known = True
     replica.processes.recover()
     assert isinstance(stage.handed[-1], RankEndpoints)
     stage.leave(-9)  # a lost rank is no matter of ways
-    replica.routes.is_settled = False  # but they are looked for, since a host is back
+    replica.routes.are_known = False  # but they are looked for, since a host is back
     replica.processes.recover()
     assert len(replica.other.members) == 1
-    replica.routes.is_settled = True
+    replica.routes.are_known = True
     replica.processes.recover()
     assert len(replica.other.members) == 2
     assert replica.routes.occasions == [(None, 0)] * 3
+
+
+def test_r15_an_epoch_waits_for_the_ways_between_its_own_hosts_alone(replica: Replica) -> None:
+    """Others stand by, and those to a host that has just come are measured for seconds."""
+    standing_by = StandInHost("shed", "tcp")
+    replica.hosts.add(standing_by)
+    serve(replica)
+    replica.other.members[0].leave(-9)
+    replica.processes.recover()
+    assert replica.routes.names == {"attic", "cellar"}
+    standing_by.close()
 
 
 @pytest.mark.parametrize("is_lost_in_the_end", [False, True])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import select
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -15,7 +16,7 @@ from penstock.hosts.network.interfaces import address_named
 from penstock.hosts.network.measuring_door import ListeningPlace
 from penstock.hosts.network.remote_scout import RemoteScout
 from penstock.hosts.network.scout import Listening, Survey, WayToTry
-from penstock.hosts.network.scout_messages import FromScout, ListensForHost, RestScout, ToScout
+from penstock.hosts.network.scout_messages import FromScout, ListenForHost, ListensForHost, RestScout, ToScout
 from penstock.hosts.network.scouting_agent import NoScout, ScoutAnswers, ScoutingAgent
 from penstock.trust.peer_names import AGENT_ROLE, HEAD_ROLE, PeerName
 
@@ -56,6 +57,7 @@ class Elsewhere:
     def __init__(self, agent: ScoutAnswers) -> None:
         self.name = "desk"
         self.is_there = True
+        self.numbers = itertools.count(1)
         self.scout_answers: dict[int, FromScout] = {}
         self._agent = agent
 
@@ -145,6 +147,7 @@ class Mute:
 
     def __init__(self, *answers: FromScout, is_there: bool = True) -> None:
         self.name, self.is_there = "desk", is_there
+        self.numbers = itertools.count(1)
         self.scout_answers: dict[int, FromScout] = {}
         self._answers = answers
 
@@ -155,10 +158,28 @@ class Mute:
         return condition()
 
 
+class Late(Mute):
+    """A host whose agent answers each question when the next one has come."""
+
+    def tell(self, message: msgspec.Struct) -> None:
+        assert isinstance(message, ListenForHost)
+        self.scout_answers.update((answer.number, answer) for answer in self._answers)
+        self._answers = (ListensForHost(number=message.number, listening=Listening(places=[])),)
+
+
+def test_g1_a_late_answer_is_not_taken_for_that_to_another_question() -> None:
+    """Each pair of hosts has a scout of its own, and all ask over one connection."""
+    host = Late()
+    with pytest.raises(WaitTimeoutError):
+        RemoteScout(host, DESK).listen(HEAD)
+    with pytest.raises(WaitTimeoutError):
+        RemoteScout(host, DESK).listen(HEAD)
+
+
 def test_g1_a_host_that_does_not_answer_is_named() -> None:
     with pytest.raises(WaitTimeoutError, match="the host desk has not answered for 8 s"):
         RemoteScout(Mute(), DESK).listen(HEAD)
-    with pytest.raises(LinkClosedError, match="the host desk is lost"):
+    with pytest.raises(LinkClosedError, match="the connection to the host desk is broken"):
         RemoteScout(Mute(is_there=False), DESK).survey(HEAD, [])
     listens = ListensForHost(number=1, listening=LISTENING)
     with pytest.raises(ProtocolError, match="with ListensForHost"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import select
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -11,6 +12,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from fakes import FakeClock
 from penstock.hosts.bell import Bell
 from penstock.hosts.member import Waitable
 from penstock.hosts.network.interfaces import address_named
@@ -24,11 +26,12 @@ from penstock.hosts.network.scout_messages import (
     Surveyed,
     SurveyHost,
 )
-from penstock.hosts.network.way_search import WaySearch
+from penstock.hosts.network.way_search import PATIENCE_S, WaySearch
 from penstock.trust.peer_names import AGENT_ROLE, HEAD_ROLE, PeerName
 
 HEAD = PeerName(cluster="0" * 32, host="tower", role=HEAD_ROLE)
 DESK = PeerName(cluster="0" * 32, host="desk", role=AGENT_ROLE)
+HOSTS = ["desk", "tower"]
 WAIT_S = 30.0
 
 
@@ -55,8 +58,9 @@ class OwnScout:
 class Elsewhere:
     """A host that says where it listens when a test lets it, and answers all else at once."""
 
-    def __init__(self) -> None:
-        self.name = "desk"
+    def __init__(self, name: str = "desk") -> None:
+        self.name = name
+        self.numbers = itertools.count(1)
         self.scout_answers: dict[int, FromScout] = {}
         self.told: list[msgspec.Struct] = []
         self.tellers: set[int] = set()
@@ -89,7 +93,8 @@ class Searching:
 
     def __init__(self, directory: Path) -> None:
         self.lines: list[tuple[int, str]] = []
-        self.search = WaySearch(directory / "ways", self._tell, self._tell)
+        self.clock = FakeClock()
+        self.search = WaySearch(directory / "ways", self._tell, self._tell, self.clock)
         self.own, self.desk = OwnScout(), Elsewhere()
 
     def _tell(self, text: str) -> None:
@@ -117,15 +122,15 @@ def searching(tmp_path: Path) -> Iterator[Searching]:
 
 def test_r15_a_search_goes_on_beside_other_work(searching: Searching) -> None:
     search, desk, here = searching.search, searching.desk, threading.get_ident()
-    assert search.is_settled
+    assert search.is_idle
     searching.begin()
     searching.attend_until(lambda: desk.told)
-    assert not search.is_settled
+    assert not search.is_idle
     assert searching.lines == []
     search.attend()  # nothing has come, which holds nobody up
     assert not select.select([search], [], [], 0)[0]
     desk.answer()
-    searching.attend_until(lambda: search.is_settled)
+    searching.attend_until(lambda: search.is_idle)
     ((thread, line),) = searching.lines
     assert "no way for links between desk and tower was found" in line
     assert thread == here
@@ -140,19 +145,52 @@ def test_r15_a_search_goes_on_beside_other_work(searching: Searching) -> None:
 
 def test_r15_ways_are_reviewed_once_for_each_occasion(searching: Searching) -> None:
     search, desk = searching.search, searching.desk
-    assert not search.review("one loss")
-    searching.attend_until(lambda: search.review("one loss"))
+    assert not search.review("one loss", HOSTS)
+    searching.attend_until(lambda: search.review("one loss", HOSTS))
     assert desk.told == [], "no way was ever looked for"
     searching.begin()
     searching.attend_until(lambda: desk.told)
     desk.answer()
-    searching.attend_until(lambda: search.is_settled)
+    searching.attend_until(lambda: search.is_idle)
     desk.told.clear()
-    assert search.review("one loss")
-    assert not search.review("another loss")
+    assert search.review("one loss", HOSTS)
+    assert not search.review("another loss", HOSTS)
     searching.attend_until(lambda: desk.told)
     desk.answer()
-    searching.attend_until(lambda: search.review("another loss"))
+    searching.attend_until(lambda: search.review("another loss", HOSTS))
+
+
+def test_r15_a_search_holds_up_those_alone_that_need_it_and_not_for_long(searching: Searching) -> None:
+    """Running requests wait for it when a stage is lost."""
+    search = searching.search
+    searching.begin()
+    assert not search.is_settled(HOSTS)
+    assert not search.is_settled(["attic", "desk", "tower"])
+    assert search.is_settled(["attic", "tower"])
+    assert search.is_settled(["desk"])
+    searching.clock.advance(PATIENCE_S - 0.1)
+    assert not search.is_settled(HOSTS)
+    searching.clock.advance(0.1)
+    assert search.is_settled(HOSTS)
+    assert not search.is_idle
+    assert not search.review("a loss", HOSTS), "which has just begun"
+    searching.clock.advance(PATIENCE_S)
+    assert search.review("a loss", HOSTS)
+
+
+def test_r15_a_review_goes_before_searches_that_wait(searching: Searching) -> None:
+    search, desk, attic = searching.search, searching.desk, Elsewhere("attic")
+    searching.begin()
+    searching.attend_until(lambda: desk.told)
+    search.find(searching.own, search.scout_of(attic, msgspec.structs.replace(DESK, host="attic")))
+    search.review("a loss", HOSTS)
+    desk.answer()
+    desk.told.clear()
+    searching.attend_until(lambda: any(isinstance(message, ListenForHost) for message in desk.told))
+    assert attic.told == []
+    desk.answer()
+    searching.attend_until(lambda: attic.told)
+    attic.wire.close()
 
 
 def test_r15_a_host_that_is_lost_meanwhile_holds_nobody_up(searching: Searching) -> None:
@@ -160,9 +198,9 @@ def test_r15_a_host_that_is_lost_meanwhile_holds_nobody_up(searching: Searching)
     searching.attend_until(lambda: searching.desk.told)
     searching.desk.wires = []
     searching.search.attend()
-    searching.attend_until(lambda: searching.search.is_settled)
+    searching.attend_until(lambda: searching.search.is_idle)
     assert [line for _, line in searching.lines] == [
-        "the ways between desk and tower were not looked for: the host desk is lost."
+        "the ways between desk and tower were not looked for: the connection to the host desk is broken."
     ]
 
 
@@ -176,7 +214,7 @@ def test_a_search_that_fails_in_a_way_nobody_thought_of_is_settled_too(
     searching.begin()
     searching.attend_until(lambda: searching.desk.told)
     searching.desk.answer()
-    searching.attend_until(lambda: searching.search.is_settled)
+    searching.attend_until(lambda: searching.search.is_idle)
     assert any("surprise" in line for _, line in searching.lines)
 
 
