@@ -50,7 +50,7 @@ def worker(
     ] = None,
     invocation: Annotated[Invocation, Parameter(parse=False)],
 ) -> int:
-    """The command. Returns when it is told to end."""
+    """The command. Returns when it is told to end, wherever it is: SIGTERM and Ctrl-C are no failure."""
     from penstock.hosts.network.interfaces import own_address
     from penstock.hosts.station import WorkerSettings
     from penstock.hosts.worker import Worker
@@ -58,7 +58,7 @@ def worker(
     from penstock.process.child import show_threads_on_request
     from penstock.process.signals import signals_of_the_end
     from penstock.trust.peer_names import require_host_name
-    from penstock.trust.token_prompt import given_token
+    from penstock.trust.token_prompt import GivenTokens
 
     if not join:
         raise UsageError(
@@ -86,7 +86,7 @@ def worker(
     with signals_of_the_end() as stop:
         Worker(
             settings,
-            lambda: given_token(join_token_file),
+            GivenTokens(join_token_file),
             lambda line: invocation.say(one_line(line)),
             stop,
         ).run()

@@ -14,6 +14,7 @@ import pytest
 from agent_pairs import SECRET, hello_at
 from penstock.hosts.agent_messages import AgentHello, KeepSpare, TalkBegins, ToHead
 from penstock.hosts.agent_wire import AgentWire
+from penstock.hosts.bell import Bell
 from penstock.hosts.local_process import Descriptor
 from penstock.hosts.station import Station, WorkerSettings
 from penstock.hosts.weights.weight_cache import WeightCache
@@ -39,8 +40,15 @@ class Rig:
         )
         self.said: list[str] = []
         self._stop, self._ending = os.pipe()
+        self.attempts = Bell()
         self.station = Station(
-            settings, directory / "spare", cache, self.said.append, Descriptor(self._stop), time.monotonic
+            settings,
+            directory / "spare",
+            cache,
+            self.said.append,
+            Descriptor(self._stop),
+            self.attempts,
+            time.monotonic,
         )
 
     def join(self, cluster: str = "a") -> tuple[JoinedHead, AgentWire[ToHead]]:
@@ -65,6 +73,7 @@ class Rig:
 
     def close(self) -> None:
         self.station.close()
+        self.attempts.close()
         for fd in (self._stop, self._ending):
             os.close(fd)
 
