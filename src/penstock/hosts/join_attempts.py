@@ -3,8 +3,8 @@
     worker ── begin() ──▶ a thread: look the name up, connect, handshake, join
            ◀── bell, take(): the head, or why it could not be joined ──┘
 
-The thread ends with its attempt. `close` ends an attempt at once wherever it waits, but for looking up a name:
-a resolver cannot be interrupted, and the thread then ends with the process. Used by `hosts.worker`.
+The thread ends with its attempt. `close` ends an attempt at once wherever it waits, but for looking a name
+up: a resolver cannot be interrupted, and the thread then ends with the process. Used by `hosts.worker`.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ class JoinAttempts:
     def begin(self) -> None:
         """Begin an attempt; the one of before was taken."""
         assert not self._results, "the attempt of before was not taken"
+        self._cancellation = Cancellation()
         self._thread = threading.Thread(target=self._run, name="join", daemon=True)
         self._thread.start()
 
@@ -49,10 +50,11 @@ class JoinAttempts:
         result = self._results.pop()
         if isinstance(result, Exception):
             raise result
+        self._cancellation = Cancellation()  # the connection is the worker's from now on
         return result
 
     def close(self) -> None:
-        """End the attempt, and hang up if it has succeeded."""
+        """End the attempt, and hang up if it has succeeded and was not taken."""
         self._cancellation.cancel()
         if self._thread.ident is not None:
             self._thread.join(CLOSE_S)

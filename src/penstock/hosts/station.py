@@ -146,7 +146,11 @@ class Station:
         return False
 
     def await_attempt(self) -> bool:
-        """Wait for the end of an attempt to join, while what runs here goes on; whether the worker is to stop."""
+        """Wait for the end of an attempt to join, while what runs here goes on.
+
+        Returns:
+            Whether the worker is to stop.
+        """
         readable: set[Waitable] = set()
         while readable.isdisjoint((self._stop, self._attempts)):
             readable = self._serve_without_head(LOOK_EVERY_S)

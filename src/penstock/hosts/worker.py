@@ -112,7 +112,7 @@ class Worker:
 
 
 class _Pauses:
-    """Pauses between tries, each longer than the one before, up to a bound; longer ones are said, once each."""
+    """Pauses between tries: each longer than the one before, up to a bound. Long ones are said, once each."""
 
     def __init__(self, tell: Tell) -> None:
         self._tell = tell

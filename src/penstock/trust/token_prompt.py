@@ -109,8 +109,8 @@ def typed_line(prompt: str, cancellation: Cancellation) -> str:
     own, other = socket.socketpair()
     with own, other, _input() as (reading, writing):
         cancellation.add(own)
-        os.write(writing, prompt.encode())
         with _unseen(reading, writing):
+            os.write(writing, prompt.encode())
             line = b""
             while not line.endswith(b"\n"):
                 if own in select.select([reading, own], [], [])[0]:
