@@ -1,4 +1,4 @@
-"""When a worker believes that it needs a token once more, and when it keeps its certificate and tries again."""
+"""When a worker believes that it needs a token once more, and when it keeps its certificate and goes on."""
 
 from __future__ import annotations
 
@@ -163,9 +163,7 @@ def test_r15_a_worker_whose_head_has_revoked_it_asks_for_a_token(desk: Desk, clu
     assert line.endswith("A token is needed once more.")
 
 
-def test_r15_a_worker_whose_certificate_has_expired_asks_for_a_token(
-    cluster: Cluster, tmp_path: Path
-) -> None:
+def test_r15_a_worker_with_an_expired_certificate_asks_for_a_token(cluster: Cluster, tmp_path: Path) -> None:
     desk = Desk(tmp_path)
     cluster.wall_clock.seconds -= 5 * HOST_LIFE_S
     key = new_key()
