@@ -11,9 +11,9 @@ from penstock.hosts.weights.model_finder import ModelFinder
 from penstock.hosts.weights.served_models import ServedModels
 from penstock.hosts.weights.tensor_digests import TensorDigests
 from penstock.hosts.weights.weight_cache import WeightCache
-from penstock.hosts.weights.weight_client import Cancellation
 from penstock.hosts.weights.weight_server import WeightServer
 from penstock.process.config import RankConfig
+from penstock.trust.cancellation import Cancellation
 
 
 class CountedSocket(socket.socket):
@@ -51,7 +51,7 @@ class WeightHead:
         self._mutex = threading.Lock()
         self.server = WeightServer(self.served)
 
-    def connect(self, host: str = "desk") -> socket.socket:
+    def connect(self, cancellation: Cancellation | None = None, host: str = "desk") -> socket.socket:
         ours, theirs = socket.socketpair()
         self.server.serve(theirs, host)
         self.num_connections += 1

@@ -52,16 +52,15 @@ def worker(
     ] = None,
     invocation: Annotated[Invocation, Parameter(parse=False)],
 ) -> int:
-    """The command. Returns when it is told to end."""
+    """The command. Returns when it is told to end, wherever it is: SIGTERM and Ctrl-C are no failure."""
     from penstock.hosts.network.interfaces import own_address
     from penstock.hosts.station import WorkerSettings
     from penstock.hosts.worker import Worker
     from penstock.kvstore.own_store import require_usable
     from penstock.process.child import show_threads_on_request
     from penstock.process.signals import signals_of_the_end
-    from penstock.trust.join_token import JoinToken
     from penstock.trust.peer_names import require_host_name
-    from penstock.trust.token_prompt import given_token
+    from penstock.trust.token_prompt import GivenTokens
 
     if not join:
         raise UsageError(
@@ -87,10 +86,6 @@ def worker(
         require_usable(kv_store)
     show_threads_on_request()
     with signals_of_the_end() as stop, closing(OutputThread(invocation)) as output:
-
-        def token() -> JoinToken:
-            output.settle()  # so that a line which says why one is needed stands before the question
-            return given_token(join_token_file)
-
-        Worker(settings, token, lambda line: output.invocation.say(one_line(line)), stop).run()
+        tokens = GivenTokens(join_token_file, output.settle)
+        Worker(settings, tokens, lambda line: output.invocation.say(one_line(line)), stop).run()
     return 0

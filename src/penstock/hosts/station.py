@@ -1,7 +1,8 @@
 """What a worker has for as long as it lives: its host with a spare process, its log, and the agent.
 
-    serve(head)     until the connection breaks; the agent goes on where it was, if the head knows it still
-    wait(seconds)   between two tries to join: what runs here goes on, for a while (`agent.KEEP_RANKS_S`)
+    serve(head)       until the connection breaks; the agent goes on where it was, if the head knows it still
+    await_attempt()   while the worker joins: what runs here goes on, for a while (`agent.KEEP_RANKS_S`)
+    wait(seconds)     between two tries to join: the same
 
 Used by `hosts.worker`.
 """
@@ -68,19 +69,19 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _NoAgent:
-    """Before a head has been joined: only the end is waited for.
+    """Before a head has been joined: nothing is served.
 
     Args:
-        stop: as for `Station`.
+        watched: sources that end a wait.
     """
 
     has_members = False
 
-    def __init__(self, stop: Waitable) -> None:
-        self._stop = stop
+    def __init__(self, watched: Sequence[Waitable]) -> None:
+        self._watched = watched
 
     def serve(self, timeout_s: float) -> set[Waitable]:
-        return set(select.select([self._stop], [], [], timeout_s)[0])
+        return set(select.select(self._watched, [], [], timeout_s)[0])
 
     def close(self) -> None:
         """There is nothing to close."""
@@ -94,6 +95,7 @@ class Station:
         cache: of weights.
         tell: takes lines for the user.
         stop: readable when the worker is to end.
+        attempts: to join; readable when one has ended.
         clock: monotonic seconds.
     """
 
@@ -104,12 +106,14 @@ class Station:
         cache: WeightCache,
         tell: Tell,
         stop: Waitable,
+        attempts: Waitable,
         clock: Callable[[], float],
     ) -> None:
         self._settings = settings
         self._cache = cache
         self._tell = tell
         self._stop = stop
+        self._attempts = attempts
         self._clock = clock
         outputs = PipedOutputs()
         self._log = WorkerLog(tell, outputs, clock)
@@ -118,13 +122,18 @@ class Station:
             with contextlib.suppress(OSError):  # no descriptors, no memory: ranks start when they are needed
                 self._host.start_ahead(settings.threads_ahead)
         self._cluster = ""
-        self._agent: Agent | _NoAgent = _NoAgent(stop)
+        self._agent: Agent | _NoAgent = _NoAgent((stop, attempts))
+
+    @property
+    def has_members(self) -> bool:
+        """Whether ranks run here."""
+        return self._agent.has_members
 
     def serve(self, head: JoinedHead) -> bool:
         """Serve the head until the connection breaks, or the worker is to stop; whether it is."""
         agent = self._join(head)
         while agent.failure is None:
-            if agent.serve():
+            if self._stop in agent.serve():
                 return True
         why = agent.failure.message
         if agent.has_members:
@@ -136,15 +145,23 @@ class Station:
             self._tell(f"the head is gone: {why} The ranks of this host are ended.")
         return False
 
+    def await_attempt(self) -> bool:
+        """Wait for the end of an attempt to join, while what runs here goes on.
+
+        Returns:
+            Whether the worker is to stop.
+        """
+        readable: set[Waitable] = set()
+        while readable.isdisjoint((self._stop, self._attempts)):
+            readable = self._serve_without_head(LOOK_EVERY_S)
+        return self._stop in readable
+
     def wait(self, seconds: float) -> bool:
         """Wait for the next try to join, while what runs here goes on; whether the worker is to stop."""
         deadline = self._clock() + seconds
         while (left_s := deadline - self._clock()) > 0:
-            had_members = self._agent.has_members
-            if self._agent.serve(min(left_s, LOOK_EVERY_S)):
+            if self._stop in self._serve_without_head(min(left_s, LOOK_EVERY_S)):
                 return True
-            if had_members and not self._agent.has_members:
-                self._tell("the head is gone, or does not let this host in. Its ranks are ended.")
         return False
 
     def close(self) -> None:
@@ -152,6 +169,14 @@ class Station:
         self._agent.close()
         self._host.close()
         self._log.close()
+
+    def _serve_without_head(self, timeout_s: float) -> set[Waitable]:
+        """Serve what runs here; the sources that are readable."""
+        had_members = self._agent.has_members
+        readable = self._agent.serve(timeout_s)
+        if had_members and not self._agent.has_members:
+            self._tell("the head is gone, or does not let this host in. Its ranks are ended.")
+        return readable
 
     def _join(self, head: JoinedHead) -> Agent:
         """Let the agent of before talk to this head, or a new one to that of another cluster."""
@@ -197,7 +222,8 @@ class Station:
             make_scout=self._make_scout,
             store=self._own_store(),
         )
-        agent.watch(self._stop)
+        for source in (self._stop, self._attempts):
+            agent.watch(source)
         return agent
 
     def _own_store(self) -> OwnStore:
@@ -212,7 +238,9 @@ class Station:
         return ModelFinder(
             ModelShelf(self._settings.models),
             self._cache,
-            lambda: connect_for_weights(self._settings.head, self._head.credentials, self._head.name),
+            lambda cancellation: connect_for_weights(
+                self._settings.head, self._head.credentials, self._head.name, hold=cancellation.add
+            ),
         )
 
     def _make_scout(self) -> ScoutingAgent:

@@ -1,11 +1,11 @@
 """The life of a worker: it joins the head, serves it as an agent, and comes back when the head is gone.
 
-    joining ──certificate──▶ connecting ──▶ serving ──the connection breaks──▶ its ranks go on for a while
-                                 ▲                                                  │
-                                 └────────────── after a pause ◀────────────────────┘
+    joining ──▶ serving ──the connection breaks──▶ its ranks go on for a while
+       ▲                                                  │
+       └────────────── after a pause ◀────────────────────┘
 
-What it has meanwhile is `hosts.station`. Called by `penstock worker`. Ends when it is told to, or when the
-head will never let it in.
+What it has meanwhile is `hosts.station`, which goes on while `hosts.join_attempts` joins. Called by `penstock
+worker`. Ends when it is told to, at once; or when the head will never let it in.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from penstock.config.hosts import own_version
-from penstock.errors import CertificateError, JoinError, NameTakenError, PeerError, WrongClusterError
+from penstock.errors import JoinError, PeerError
+from penstock.hosts.join_attempts import JoinAttempts
 from penstock.hosts.member import Waitable
+from penstock.hosts.membership import Membership
 from penstock.hosts.station import Station, WorkerSettings
 from penstock.hosts.weights.weight_cache import WeightCache
-from penstock.trust.credentials import Credentials
-from penstock.trust.join_token import JoinToken
-from penstock.trust.joining import Address, JoinedHead, join_with_token, rejoin
+from penstock.trust.joining import Address
 from penstock.trust.private_files import make_private_directory
+from penstock.trust.token_prompt import Tokens
 
 FIRST_PAUSE_S, MOST_PAUSE_S = 0.1, 10.0  # between two tries to reach the head
 SAID_PAUSE_S = 1.0  # shorter ones are not worth a line
@@ -40,7 +40,7 @@ def credentials_path(state: Path, head: Address, name: str) -> Path:
 class Worker:
     """Args:
     settings: of this host.
-    token: asks for the join token; called where this host has no certificate of the head yet.
+    tokens: where the join token comes from; asked where this host has no certificate of the head yet.
     tell: takes lines for the user.
     stop: readable when the worker is to end.
     clock: monotonic seconds.
@@ -49,13 +49,13 @@ class Worker:
     def __init__(
         self,
         settings: WorkerSettings,
-        token: Callable[[], JoinToken],
+        tokens: Tokens,
         tell: Tell,
         stop: Waitable,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._settings = settings
-        self._token = token
+        self._tokens = tokens
         self._tell = tell
         self._stop = stop
         self._clock = clock
@@ -70,57 +70,64 @@ class Worker:
             PeerError: it cannot be reached for the first join.
             UsageError: the token, the state directory or that of the weights cannot be used.
         """
+        settings = self._settings
         make_private_directory(self._path.parent)
+        membership = Membership(settings.head, settings.name, self._path, self._tokens, self._tell)
+        attempts = JoinAttempts(membership.join)
         with (
             contextlib.closing(WeightCache(self._weights)) as cache,
-            contextlib.closing(self._station(cache)) as station,
+            contextlib.closing(self._station(cache, attempts)) as station,
         ):
-            self._live(station)
+            with contextlib.closing(attempts):
+                self._live(station, attempts, membership)
+            ranks = " and ends its ranks" if station.has_members else ""
+            self._tell(f"{settings.name} was told to end{ranks}.")
 
-    def _station(self, cache: WeightCache) -> Station:
+    def _station(self, cache: WeightCache, attempts: JoinAttempts) -> Station:
         spare_path = self._path.with_name(f"{self._path.name}.spare")
-        return Station(self._settings, spare_path, cache, self._tell, self._stop, self._clock)
+        return Station(self._settings, spare_path, cache, self._tell, self._stop, attempts, self._clock)
 
-    def _live(self, station: Station) -> None:
-        credentials = self._credentials()
-        pause_s, said = FIRST_PAUSE_S, ""
+    def _live(self, station: Station, attempts: JoinAttempts, membership: Membership) -> None:
+        """Join and serve, again and again, until the worker is to end."""
+        pauses, said = _Pauses(self._tell), ""
         while True:
-            began = self._clock()
+            attempts.begin()
+            if station.await_attempt():
+                return
             try:
-                head = self._connect(credentials)
-                credentials = head.credentials
+                head = attempts.take()
+                said, joined_at = "", self._clock()
                 if station.serve(head):
                     return
-            except (NameTakenError, PeerError) as error:
-                if isinstance(error, JoinError) and not isinstance(error, NameTakenError):
+                if self._clock() - joined_at > MOST_PAUSE_S:
+                    pauses.begin_anew()
+            except PeerError as error:
+                if membership.is_final(error):
                     raise
                 if error.message != said:
                     said = error.message
-                    self._tell(said)
-            if self._clock() - began > MOST_PAUSE_S:
-                pause_s, said = FIRST_PAUSE_S, ""
-            if pause_s >= SAID_PAUSE_S:
-                self._tell(f"the next try to join the head is in {pause_s:g} s")
-            if station.wait(pause_s):
+                    self._tell(f"{error}" if isinstance(error, JoinError) else said)
+            if station.wait(pauses.next_s()):
                 return
-            pause_s = min(2 * pause_s, MOST_PAUSE_S)
 
-    def _credentials(self) -> Credentials:
-        """Those of before, or new ones for a token."""
-        try:
-            return Credentials.load(self._path)
-        except FileNotFoundError:
-            return self._join()
 
-    def _join(self) -> Credentials:
-        settings = self._settings
-        return join_with_token(
-            settings.head, self._token(), host=settings.name, version=own_version(), path=self._path
-        )
+class _Pauses:
+    """Pauses between tries: each longer than the one before, up to a bound. Long ones are said, once each."""
 
-    def _connect(self, credentials: Credentials) -> JoinedHead:
-        try:
-            return rejoin(self._settings.head, credentials, version=own_version(), path=self._path)
-        except (CertificateError, WrongClusterError) as error:  # or a head with a new identity
-            self._tell(f"{error.message} A token is needed once more.")
-            return rejoin(self._settings.head, self._join(), version=own_version(), path=self._path)
+    def __init__(self, tell: Tell) -> None:
+        self._tell = tell
+        self.begin_anew()
+
+    def begin_anew(self) -> None:
+        """Let the next pause be a short one."""
+        self._next_s, self._said_s = FIRST_PAUSE_S, 0.0
+
+    def next_s(self) -> float:
+        """Return the length of the pause that begins now."""
+        pause_s = self._next_s
+        self._next_s = min(2 * pause_s, MOST_PAUSE_S)
+        if pause_s >= SAID_PAUSE_S and pause_s != self._said_s:
+            self._said_s = pause_s
+            following = ", and so on" if pause_s == MOST_PAUSE_S else ""
+            self._tell(f"the next try to join the head is in {pause_s:g} s{following}")
+        return pause_s

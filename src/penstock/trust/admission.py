@@ -30,6 +30,7 @@ DEFAULT_LIFE_S = 3600.0  # --join-token-ttl
 MAX_TOKENS = 16  # remembered; the oldest is forgotten, and is then a wrong one
 _BACKWARDS_S = 300.0  # by which the clock of the head may be set back while a token lives
 _FILE, _LOCK = "admission.json", "admission.lock"
+CERTIFICATE_REVOKED = "certificate_revoked"  # code of the error
 _NEW_TOKEN = "Delete the token file of the head and start it again, which makes a new token."
 
 
@@ -260,5 +261,5 @@ def _require_known(book: _Book, host: str, serial: int) -> None:
         raise CertificateError(
             f"the certificate of the host {host} is revoked, or another worker has joined as it.",
             remedy="Join again with a token.",
-            code="certificate_revoked",
+            code=CERTIFICATE_REVOKED,
         )

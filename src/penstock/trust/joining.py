@@ -15,16 +15,26 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from penstock.errors import LinkClosedError, PenstockError, ProtocolError, WaitTimeoutError
+from penstock.errors import (
+    CertificateError,
+    LinkClosedError,
+    PeerError,
+    PenstockError,
+    ProtocolError,
+    WaitTimeoutError,
+)
+from penstock.trust.admission import CERTIFICATE_REVOKED
+from penstock.trust.cancellation import hold_nothing
 from penstock.trust.conversation import Conversation
 from penstock.trust.credentials import Credentials
 from penstock.trust.door import shown_address
 from penstock.trust.join_token import JoinToken
-from penstock.trust.peer_names import PeerName
+from penstock.trust.peer_names import HEAD_ROLE, PeerName
 from penstock.trust.tls import (
     WEIGHTS_PROTOCOL,
     CertifiedDialler,
     link_client_context,
+    peer_name,
     refusal,
     token_client_context,
     weights_client_context,
@@ -39,7 +49,9 @@ from penstock.trust.worker_join import (
 )
 
 Address = tuple[str, int]
+Hold = Callable[[socket.socket], None]  # as `Cancellation.add`: is given each socket before it is waited for
 TIMEOUT_S = 10.0  # for all of a join
+REFUSED_BY_HEAD = "refused_by_head"  # code of a refusal in TLS by a head that has proved itself
 
 
 class JoinedHead:
@@ -65,6 +77,7 @@ def join_with_token(
     version: str,
     path: Path,
     timeout_s: float = TIMEOUT_S,
+    hold: Hold = hold_nothing,
     clock: Callable[[], float] = time.monotonic,
     wall_clock: Callable[[], float] = time.time,
 ) -> Credentials:
@@ -75,6 +88,7 @@ def join_with_token(
         host: name that this worker wants.
         version: of Penstock.
         path: of the file.
+        hold: lets another thread end this call.
 
     Raises:
         JoinError: the head, or this worker, refuses; the type says why (`penstock.errors`).
@@ -83,7 +97,7 @@ def join_with_token(
     """
     claim = TokenClaim(token, host, version)
     keep = _keeping(path)
-    with _joined(address, token_client_context(), claim, keep, timeout_s, clock, wall_clock) as head:
+    with _joined(address, token_client_context(), claim, keep, timeout_s, clock, wall_clock, hold) as head:
         head.connection.close()
     return head.credentials
 
@@ -116,6 +130,7 @@ def rejoin(
     version: str,
     path: Path,
     timeout_s: float = TIMEOUT_S,
+    hold: Hold = hold_nothing,
     clock: Callable[[], float] = time.monotonic,
     wall_clock: Callable[[], float] = time.time,
 ) -> JoinedHead:
@@ -123,15 +138,24 @@ def rejoin(
 
     Args:
         path: of the file that keeps the credentials; written where they are renewed.
+        hold: lets another thread end this call.
 
     Raises:
-        As `join_with_token`; CertificateError where the certificate is revoked or expired.
+        As `join_with_token`; CertificateError where the certificate is revoked or expired (`needs_token`).
     """
     claim = CertificateClaim(credentials, version, wall_clock())
     context = link_client_context(credentials)
-    with _joined(address, context, claim, _keeping(path), timeout_s, clock, wall_clock) as head:
+    with _joined(address, context, claim, _keeping(path), timeout_s, clock, wall_clock, hold) as head:
         head.connection.settimeout(None)
     return head
+
+
+def needs_token(error: PeerError) -> bool:
+    """Return whether the head has proved itself and takes the certificate of this host no longer.
+
+    All other errors of `rejoin` can come from anybody on the network, or pass by themselves.
+    """
+    return error.code in (CERTIFICATE_REVOKED, REFUSED_BY_HEAD)
 
 
 def connect_for_weights(
@@ -140,12 +164,14 @@ def connect_for_weights(
     head: PeerName,
     *,
     timeout_s: float = TIMEOUT_S,
+    hold: Hold = hold_nothing,
     clock: Callable[[], float] = time.monotonic,
 ) -> ssl.SSLSocket:
     """Open one more connection to the head, over which this host fetches weights.
 
     Args:
         head: whom this host has joined.
+        hold: lets another thread end this call.
 
     Returns:
         A connection that blocks; it is the caller's.
@@ -156,10 +182,7 @@ def connect_for_weights(
     """
     deadline = clock() + timeout_s
     with _explained(address), contextlib.ExitStack() as at_failure:
-        plain = socket.create_connection(address, timeout=timeout_s)
-        at_failure.callback(plain.close)
-        plain.settimeout(_left_s(deadline, clock))
-        connection = weights_client_context(credentials).wrap_socket(plain)
+        connection = _secured(address, weights_client_context(credentials), deadline, clock, hold)
         at_failure.callback(connection.close)
         if connection.selected_alpn_protocol() != WEIGHTS_PROTOCOL:
             raise ProtocolError(
@@ -190,6 +213,7 @@ def _joined(
     timeout_s: float,
     clock: Callable[[], float],
     wall_clock: Callable[[], float],
+    hold: Hold = hold_nothing,
 ) -> Iterator[JoinedHead]:
     """Connect and join. The connection is closed when this or the block fails."""
     deadline = clock() + timeout_s
@@ -200,19 +224,71 @@ def _joined(
         kept.append(credentials)
 
     with _explained(address), contextlib.ExitStack() as at_failure:
-        plain = socket.create_connection(address, timeout=timeout_s)
-        at_failure.callback(plain.close)
-        plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        plain.settimeout(_left_s(deadline, clock))
-        connection = context.wrap_socket(plain)
+        connection = _secured(address, context, deadline, clock, hold)
         at_failure.callback(connection.close)
         certificate = connection.getpeercert(binary_form=True)
         if certificate is None:  # no version of TLS lets a server have none
             raise ProtocolError("the head showed no certificate.", code="tls_failed")
         conversation = WorkerJoin(claim, certificate, store, wall_clock())
-        converse(connection, conversation, deadline, clock)
+        proved = peer_name(connection)  # now, since an alert ends what TLS knows of its peer
+        try:
+            converse(connection, conversation, deadline, clock)
+        except ssl.SSLError as error:
+            raise _refusal_after_handshake(proved, error) from error
         yield JoinedHead(connection, conversation.head, kept[-1])
         at_failure.pop_all()
+
+
+def _secured(
+    address: Address, context: ssl.SSLContext, deadline: float, clock: Callable[[], float], hold: Hold
+) -> ssl.SSLSocket:
+    """Connect and do the handshake of TLS."""
+    plain = _connected(address, deadline, clock, hold)
+    with contextlib.ExitStack() as at_failure:
+        at_failure.callback(plain.close)
+        plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection = context.wrap_socket(plain, do_handshake_on_connect=False)
+        at_failure.callback(connection.close)
+        hold(connection)
+        connection.settimeout(_left_s(deadline, clock))
+        connection.do_handshake()
+        at_failure.pop_all()
+    return connection
+
+
+def _connected(address: Address, deadline: float, clock: Callable[[], float], hold: Hold) -> socket.socket:
+    """Connect to the first address of a name that answers; each has its share of the time that is left."""
+    places = socket.getaddrinfo(*address, type=socket.SOCK_STREAM)
+    for num_left in range(len(places), 0, -1):
+        family, kind, protocol, _, place = places[-num_left]
+        with contextlib.ExitStack() as at_failure:
+            try:
+                dialling = at_failure.enter_context(socket.socket(family, kind, protocol))
+                dialling.settimeout(_left_s(deadline, clock) / num_left)
+                hold(dialling)
+                dialling.connect(place)
+            except OSError:
+                if num_left == 1:
+                    raise
+            else:
+                at_failure.pop_all()
+                return dialling
+    raise OSError("the name has no address")
+
+
+def _refusal_after_handshake(proved: PeerName, error: ssl.SSLError) -> PeerError:
+    """Return what the other side means by ending TLS after the handshake.
+
+    In TLS 1.3 that is where a server refuses the certificate of its client, and by then the server has
+    proved itself: the alert is encrypted. During the handshake anybody can send one.
+
+    Args:
+        proved: name of the other side, which the handshake has checked; none where it checks nothing.
+    """
+    refused = refusal(error)
+    if isinstance(refused, CertificateError) and proved.role == HEAD_ROLE:
+        return CertificateError(refused.message, remedy=refused.remedy, code=REFUSED_BY_HEAD)
+    return refused
 
 
 def converse(

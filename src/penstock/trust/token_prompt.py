@@ -1,15 +1,68 @@
-"""Asks for a join token on the terminal, where no file holds it: unseen, and again after a slip."""
+"""Asks for a join token on the terminal, where no file holds it: unseen, and again after a slip.
+
+A worker asks in a thread, beside its signals, so that what is typed must not be waited for when it is to end
+(`typed_line`). Used by `penstock worker` and `penstock doctor`.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import getpass
-from collections.abc import Callable
+import os
+import select
+import socket
+import sys
+import termios
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Protocol
 
 from penstock.errors import JoinTokenError, UsageError
+from penstock.trust.cancellation import Cancellation, CancelledError
 from penstock.trust.join_token import JoinToken, worker_token
 
+NO_TOKEN = "no_token"  # code of the error
 _MAX_TRIES = 3
+_TERMINAL = "/dev/tty"
+
+
+class Tokens(Protocol):
+    """Where a worker gets its join token."""
+
+    def at_hand(self) -> JoinToken | None:
+        """Return the token that is there without asking a user; None where there is none."""
+        ...
+
+    def ask(self, cancellation: Cancellation) -> JoinToken:
+        """Return the token, from a user if need be; raises as `given_token`, or `CancelledError`."""
+        ...
+
+
+class GivenTokens:
+    """The content of a file, or what a user types. Implements `Tokens`.
+
+    Args:
+        path: of the file; None: the user is asked.
+        settle: returns when all lines that were said before stand on the terminal, above the question.
+    """
+
+    def __init__(self, path: Path | None, settle: Callable[[], object] = lambda: None) -> None:
+        self._path = path
+        self._settle = settle
+
+    def at_hand(self) -> JoinToken | None:
+        if self._path is None:
+            return None
+        with contextlib.suppress(UsageError, JoinTokenError):
+            return given_token(self._path)
+        return None
+
+    def ask(self, cancellation: Cancellation) -> JoinToken:
+        def typed(prompt: str) -> str:
+            self._settle()
+            return typed_line(prompt, cancellation)
+
+        return given_token(self._path, typed)
 
 
 def ask_token(ask: Callable[[str], str] = getpass.getpass) -> JoinToken:
@@ -30,15 +83,18 @@ def ask_token(ask: Callable[[str], str] = getpass.getpass) -> JoinToken:
     return JoinToken.parse(_asked(ask, prompt))
 
 
-def given_token(path: Path | None) -> JoinToken:
+def given_token(path: Path | None, ask: Callable[[str], str] = getpass.getpass) -> JoinToken:
     """Return the token that a user has given: the content of a file, or typed where no file is named.
+
+    Args:
+        ask: as for `ask_token`.
 
     Raises:
         UsageError: the file is missing, or others may read it.
         JoinTokenError: it does not hold a token, or none was typed.
     """
     if path is None:
-        return ask_token()
+        return ask_token(ask)
     try:
         return worker_token(path)
     except FileNotFoundError as error:
@@ -49,6 +105,63 @@ def given_token(path: Path | None) -> JoinToken:
         ) from error
 
 
+def typed_line(prompt: str, cancellation: Cancellation) -> str:
+    """Return the line that a user types at the terminal, unseen; from the standard input without a terminal.
+
+    Raises:
+        EOFError: there is nothing to read.
+        CancelledError: the line is not wanted any more. The terminal is as before.
+    """
+    own, other = socket.socketpair()
+    with own, other, _input() as (reading, writing):
+        cancellation.add(own)
+        with _unseen(reading, writing):
+            os.write(writing, prompt.encode())
+            line = b""
+            while not line.endswith(b"\n"):
+                if own in select.select([reading, own], [], [])[0]:
+                    raise CancelledError
+                typed = os.read(reading, 1)  # and nothing of the next line
+                if not typed and not line:
+                    raise EOFError
+                line += typed or b"\n"
+    return line.decode("utf-8", "replace").removesuffix("\n")
+
+
+@contextlib.contextmanager
+def _input() -> Iterator[tuple[int, int]]:
+    """Yield the descriptors to read a line from and to show the prompt at."""
+    try:
+        terminal = os.open(_TERMINAL, os.O_RDWR | os.O_NOCTTY | os.O_CLOEXEC)
+    except OSError:  # a service has none
+        try:
+            yield sys.stdin.fileno(), sys.stderr.fileno()
+        except (OSError, ValueError, AttributeError) as error:  # they are closed
+            raise EOFError from error
+        return
+    try:
+        yield terminal, terminal
+    finally:
+        os.close(terminal)
+
+
+@contextlib.contextmanager
+def _unseen(reading: int, writing: int) -> Iterator[None]:
+    """Show nothing of what is typed meanwhile, where this is a terminal."""
+    if not os.isatty(reading):
+        yield
+        return
+    before = termios.tcgetattr(reading)
+    silent = termios.tcgetattr(reading)
+    silent[3] &= ~termios.ECHO
+    termios.tcsetattr(reading, termios.TCSAFLUSH, silent)
+    try:
+        yield
+    finally:
+        termios.tcsetattr(reading, termios.TCSAFLUSH, before)
+        os.write(writing, b"\n")  # the one that was typed was not seen
+
+
 def _asked(ask: Callable[[str], str], prompt: str) -> str:
     try:
         return ask(prompt)
@@ -56,5 +169,5 @@ def _asked(ask: Callable[[str], str], prompt: str) -> str:
         raise JoinTokenError(
             "no join token was given.",
             remedy="Give a file that holds it with --join-token-file.",
-            code="no_token",
+            code=NO_TOKEN,
         ) from None

@@ -26,7 +26,7 @@ from penstock.hosts.station import WorkerSettings
 from penstock.hosts.worker import Worker
 from penstock.process.link_ports import PortRange
 from penstock.trust.admission import AdmissionBook
-from penstock.trust.join_token import worker_token
+from penstock.trust.token_prompt import GivenTokens
 from real_servers import free_ports
 
 WAIT_S = 30.0
@@ -128,7 +128,7 @@ class Joining:
             def fileno(self) -> int:
                 return reading
 
-        life = Worker(settings, lambda: worker_token(self._token), self.said.append, Stop())
+        life = Worker(settings, GivenTokens(self._token), self.said.append, Stop())
         thread = threading.Thread(target=self._live, args=[life])
         thread.start()
         self._threads.append(thread)

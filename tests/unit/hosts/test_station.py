@@ -14,8 +14,10 @@ import pytest
 from agent_pairs import SECRET, hello_at
 from penstock.hosts.agent_messages import AgentHello, KeepSpare, TalkBegins, ToHead
 from penstock.hosts.agent_wire import AgentWire
+from penstock.hosts.bell import Bell
 from penstock.hosts.local_process import Descriptor
-from penstock.hosts.station import Station, WorkerSettings
+from penstock.hosts.member import Waitable
+from penstock.hosts.station import LOOK_EVERY_S, Station, WorkerSettings
 from penstock.hosts.weights.weight_cache import WeightCache
 from penstock.process.link_ports import PortRange
 from penstock.trust.joining import JoinedHead
@@ -39,8 +41,15 @@ class Rig:
         )
         self.said: list[str] = []
         self._stop, self._ending = os.pipe()
+        self.attempts = Bell()
         self.station = Station(
-            settings, directory / "spare", cache, self.said.append, Descriptor(self._stop), time.monotonic
+            settings,
+            directory / "spare",
+            cache,
+            self.said.append,
+            Descriptor(self._stop),
+            self.attempts,
+            time.monotonic,
         )
 
     def join(self, cluster: str = "a") -> tuple[JoinedHead, AgentWire[ToHead]]:
@@ -65,6 +74,7 @@ class Rig:
 
     def close(self) -> None:
         self.station.close()
+        self.attempts.close()
         for fd in (self._stop, self._ending):
             os.close(fd)
 
@@ -98,3 +108,33 @@ def test_a_worker_ends_when_it_is_to_whether_a_head_is_there_or_not(rig: Rig) ->
     assert rig.station.wait(30.0)
     assert rig.station.serve(head)
     wire.close()
+
+
+def test_r15_ranks_are_kept_and_ended_in_time_while_the_worker_joins(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An attempt may take longer than ranks are kept for."""
+    served: list[float] = []
+
+    class Agent:
+        has_members = True
+
+        def serve(self, timeout_s: float) -> set[Waitable]:
+            served.append(timeout_s)
+            self.has_members = len(served) < 2
+            return {rig.attempts} if len(served) == 3 else set()
+
+        def close(self) -> None: ...
+
+    rig.station._agent.close()
+    monkeypatch.setattr(rig.station, "_agent", Agent())
+    assert not rig.station.await_attempt()
+    assert served == [LOOK_EVERY_S] * 3
+    assert rig.said == ["the head is gone, or does not let this host in. Its ranks are ended."]
+
+
+def test_a_worker_ends_when_it_is_to_while_it_joins(rig: Rig) -> None:
+    rig.attempts.ring()
+    assert not rig.station.await_attempt()
+    rig.end()
+    assert rig.station.await_attempt()

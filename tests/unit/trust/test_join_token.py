@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import stat
+import termios
+import threading
 from pathlib import Path
 
 import pytest
@@ -10,6 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.errors import JoinTokenError, UsageError, WrongClusterError
+from penstock.trust import token_prompt
+from penstock.trust.cancellation import Cancellation, CancelledError
 from penstock.trust.join_token import PIN_BYTES, SECRET_BYTES, JoinToken, head_token, worker_token
 from penstock.trust.token_prompt import ask_token
 
@@ -159,3 +164,51 @@ def test_asking_ends_after_three_slips_or_without_a_terminal() -> None:
 
     with pytest.raises(JoinTokenError, match="no join token was given"):
         ask_token(nobody)
+
+
+class Terminal:
+    """A terminal at which a test types, with a thread that asks for a line there."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.keys, self._screen = os.openpty()
+        monkeypatch.setattr(token_prompt, "_TERMINAL", os.ttyname(self._screen))
+        self.cancellation = Cancellation()
+        self.lines: list[str | type[Exception]] = []
+        self._thread = threading.Thread(target=self._ask)
+
+    @property
+    def shows_typing(self) -> bool:
+        return bool(termios.tcgetattr(self._screen)[3] & termios.ECHO)
+
+    def __enter__(self) -> Terminal:
+        self._thread.start()
+        assert os.read(self.keys, 100) == b"Join token: "
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._thread.join(30.0)
+        os.close(self.keys)
+        os.close(self._screen)
+
+    def _ask(self) -> None:
+        try:
+            self.lines.append(token_prompt.typed_line("Join token: ", self.cancellation))
+        except CancelledError as error:
+            self.lines.append(type(error))
+
+
+def test_r15_what_is_typed_at_a_terminal_is_not_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    with Terminal(monkeypatch) as terminal:
+        assert not terminal.shows_typing
+        os.write(terminal.keys, b"A-AAAQ\nnext")
+        assert os.read(terminal.keys, 100) == b"\r\n"
+        assert terminal.shows_typing
+    assert terminal.lines == ["A-AAAQ"]
+
+
+def test_r15_a_worker_that_is_to_end_does_not_wait_for_a_user(monkeypatch: pytest.MonkeyPatch) -> None:
+    with Terminal(monkeypatch) as terminal:
+        terminal.cancellation.cancel()
+        assert os.read(terminal.keys, 100) == b"\r\n"
+        assert terminal.shows_typing, "as before"
+    assert terminal.lines == [CancelledError]

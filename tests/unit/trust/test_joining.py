@@ -232,7 +232,7 @@ def test_a_server_that_hangs_up_is_named_so(cluster: Cluster, desk: Desk) -> Non
 
 def test_a_server_that_says_nothing_is_left_in_time(cluster: Cluster, desk: Desk) -> None:
     """The clock of the worker passes its deadline when the handshake is over."""
-    ticks = iter([0.0, 0.0, 11.0])
+    ticks = iter([0.0, 0.0, 0.0, 11.0])  # to begin, connect, greet and join
     with served(cluster) as door, pytest.raises(WaitTimeoutError, match="did not answer in time"):
         join_with_token(
             door.address,

@@ -26,9 +26,10 @@ from penstock.hosts.weights.needed_tensors import TensorGroup, num_bytes, tensor
 from penstock.hosts.weights.served_models import MAX_SMALL_BYTES, SMALL_FILES
 from penstock.hosts.weights.tensor_digests import TensorDigests
 from penstock.hosts.weights.weight_cache import WeightCache
-from penstock.hosts.weights.weight_client import Cancellation, Connect, Part, Sink, WeightClient
+from penstock.hosts.weights.weight_client import Connect, Part, Sink, WeightClient
 from penstock.hosts.weights.weight_wire import Description, SmallFile
 from penstock.process.config import RankConfig
+from penstock.trust.cancellation import Cancellation
 from penstock.weights.checkpoint import Checkpoint
 
 NUM_CONNECTIONS = 2  # TLS of one takes a core beyond about 10 Gbit/s

@@ -20,12 +20,12 @@ from typing import NamedTuple, Protocol
 from penstock.errors import PeerError, PenstockError
 from penstock.hosts.bell import Bell
 from penstock.hosts.weights.model_finder import Notes
-from penstock.hosts.weights.weight_client import Cancellation, CancelledError
 from penstock.process.child import LoadProgressed
 from penstock.process.config import RankConfig
 from penstock.process.control import UseModel
+from penstock.trust.cancellation import Cancellation, CancelledError
 
-CLOSE_S = 5.0  # for a thread that reads from a slow disk
+CLOSE_S = 1.0  # for a thread that reads from a slow disk; it ends with the worker in any case
 LINE_S = 5.0  # between two lines for the user about one rank
 
 

@@ -8,7 +8,6 @@ threads of the worker.
 from __future__ import annotations
 
 import socket
-import threading
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol, TypeVar
 
@@ -24,12 +23,13 @@ from penstock.hosts.weights.weight_wire import (
     Sending,
     WeightWire,
 )
+from penstock.trust.cancellation import Cancellation
 from penstock.trust.join_messages import NOT_JOINED
 
 MAX_TEARS = 4
 FIRST_PAUSE_S = 0.25  # before a connection is made anew; the next ones are longer
 
-Connect = Callable[[], socket.socket]  # authenticated, to the head; raises PeerError
+Connect = Callable[[Cancellation], socket.socket]  # authenticated, to the head; raises PeerError
 Result = TypeVar("Result")
 
 
@@ -57,54 +57,11 @@ class Sink(Protocol):
         ...
 
 
-class Cancellation:
-    """Ends a job from another thread: at once, also where it waits for the head."""
-
-    def __init__(self) -> None:
-        self._is_cancelled = threading.Event()
-        self._wires: set[WeightWire] = set()
-        self._mutex = threading.Lock()
-
-    @property
-    def is_cancelled(self) -> bool:
-        return self._is_cancelled.is_set()
-
-    def cancel(self) -> None:
-        with self._mutex:
-            self._is_cancelled.set()
-            for wire in self._wires:
-                wire.abort()
-
-    def pause(self, seconds: float) -> None:
-        """Wait; raises `CancelledError` at once when the job is cancelled."""
-        self._is_cancelled.wait(seconds)
-        self.check()
-
-    def check(self) -> None:
-        """Raise `CancelledError` if the job is cancelled."""
-        if self.is_cancelled:
-            raise CancelledError
-
-    def add(self, wire: WeightWire) -> None:
-        """Abort this wire too when the job is cancelled."""
-        with self._mutex:
-            self._wires.add(wire)
-        self.check()
-
-    def remove(self, wire: WeightWire) -> None:
-        with self._mutex:
-            self._wires.discard(wire)
-
-
-class CancelledError(Exception):
-    """Nobody wants the result any more."""
-
-
 class WeightClient:
     """A connection to the head, made when it is needed and again when it is torn. Of one thread at a time.
 
     Args:
-        connect: opens a connection.
+        connect: opens a connection, unless the job is cancelled meanwhile.
         cancellation: of the job that it is for.
     """
 
@@ -153,7 +110,6 @@ class WeightClient:
     def close(self) -> None:
         """Close the connection. May be called twice."""
         for wire in self._wires:
-            self._cancellation.remove(wire)
             wire.close()
         self._wires.clear()
 
@@ -194,9 +150,9 @@ class WeightClient:
 
     def _wire(self) -> WeightWire:
         if not self._wires:
-            wire = WeightWire(self._connect())
-            self._wires.append(wire)
-            self._cancellation.add(wire)
+            connection = self._connect(self._cancellation)
+            self._wires.append(WeightWire(connection))
+            self._cancellation.add(connection)
         return self._wires[0]
 
 

@@ -18,9 +18,9 @@ from checkpoints import Family, change_one_element, make_checkpoint, make_quanti
 from hand_core import Crew
 from penstock.errors import LinkClosedError, ModelError, PeerError
 from penstock.hosts.weights import weight_client
-from penstock.hosts.weights.weight_client import Cancellation, CancelledError
 from penstock.process.config import RankConfig
 from penstock.rank.loading import load_rank
+from penstock.trust.cancellation import Cancellation, CancelledError
 from penstock.weights.read_digests import parse_table
 from rank_configs import make_rank_configs
 from weight_heads import WeightHead, WeightWorker

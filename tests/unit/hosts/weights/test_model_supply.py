@@ -14,9 +14,9 @@ from fakes import FakeClock
 from penstock.errors import PeerError
 from penstock.families.registry import resolve_model_directory
 from penstock.hosts.weights.model_supply import Delivery, ModelSupply
-from penstock.hosts.weights.weight_client import CancelledError
 from penstock.process.child import LoadProgressed
 from penstock.process.control import UseModel
+from penstock.trust.cancellation import CancelledError
 from rank_configs import make_rank_configs
 
 WAIT_S = 30.0

@@ -26,7 +26,7 @@ from penstock.errors import (
     WaitTimeoutError,
 )
 from penstock.hosts.weights import weight_client, weight_server
-from penstock.hosts.weights.weight_client import Cancellation, CancelledError, Part, WeightClient
+from penstock.hosts.weights.weight_client import Part, WeightClient
 from penstock.hosts.weights.weight_wire import (
     HEAD_BYTES,
     MAX_TOLD_BYTES,
@@ -39,6 +39,7 @@ from penstock.hosts.weights.weight_wire import (
     Told,
     WeightWire,
 )
+from penstock.trust.cancellation import Cancellation, CancelledError
 from penstock.trust.join_messages import NOT_JOINED
 from weight_heads import WeightHead
 
@@ -161,7 +162,7 @@ def test_r15_garbage_harms_no_worker(seed: int) -> None:
     good = [Sending(), Description(files=[], tensors=[])]
     ends: list[socket.socket] = []
 
-    def connect() -> socket.socket:
+    def connect(_: Cancellation) -> socket.socket:
         ours, theirs = socket.socketpair()
         answer = msgspec.msgpack.encode(chance.choice(good))
         data = bytearray(struct.pack(">I", len(answer)) + answer + chance.randbytes(chance.randrange(60)))
@@ -191,7 +192,7 @@ def test_r15_a_worker_that_is_away_for_a_moment_asks_again(
     monkeypatch.setattr(weight_client, "FIRST_PAUSE_S", 0.0)
     errors: list[PeerError] = [JoinError("it has not joined.", code=NOT_JOINED)]
 
-    def connect() -> socket.socket:
+    def connect(_: Cancellation) -> socket.socket:
         if errors:
             raise errors.pop()
         return head.connect()
@@ -239,7 +240,7 @@ def test_r15_a_host_has_so_many_connections_at_a_time(
 
 
 def test_r15_all_connections_of_a_host_are_dropped_and_those_of_others_stay(head: WeightHead) -> None:
-    dropped, other = WeightWire(head.connect("desk")), WeightWire(head.connect("shelf"))
+    dropped, other = WeightWire(head.connect()), WeightWire(head.connect(host="shelf"))
     for wire in (dropped, other):
         assert wire.ask(AskModel(model=head.identity), Description)
     assert head.server.hosts() == {"desk", "shelf"}
@@ -267,7 +268,7 @@ def test_a_head_that_closes_ends_its_connections(head: WeightHead) -> None:
 def test_a_worker_that_waits_for_a_silent_head_can_be_cancelled() -> None:
     ours, theirs = socket.socketpair()
     cancellation, crew = Cancellation(), Crew()
-    client = WeightClient(lambda: ours, cancellation)
+    client = WeightClient(lambda _: ours, cancellation)
 
     def wait() -> None:
         with pytest.raises(CancelledError):

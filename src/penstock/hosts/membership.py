@@ -1,0 +1,128 @@
+"""How a worker gets into its cluster: with its certificate, and with a token where it has none.
+
+A worker that has a certificate believes nobody but its head that the certificate is of no use. Anybody on the
+network can answer at the head's address with another certificate, or break a handshake with an alert in plain
+text. So a token is needed once more in two cases only:
+
+- the head has proved itself and refuses the certificate: it is revoked or expired (`joining.needs_token`);
+- the token at hand is for another cluster: the head was set up anew, and the token was brought from it.
+
+Used by `hosts.worker`, in a thread of `hosts.join_attempts`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from pathlib import Path
+
+from penstock.config.hosts import own_version
+from penstock.errors import (
+    CertificateError,
+    JoinError,
+    OtherVersionError,
+    PeerError,
+    UsageError,
+    WrongClusterError,
+)
+from penstock.trust.cancellation import Cancellation
+from penstock.trust.certificates import certified_key
+from penstock.trust.credentials import Credentials
+from penstock.trust.join_token import JoinToken
+from penstock.trust.joining import Address, JoinedHead, join_with_token, needs_token, rejoin
+from penstock.trust.token_prompt import NO_TOKEN, Tokens
+
+
+class Membership:
+    """What this host proves itself to its head with.
+
+    Args:
+        head: where it listens.
+        name: of this host.
+        path: of the file with the certificate.
+        tell: takes lines for the user.
+    """
+
+    def __init__(
+        self, head: Address, name: str, path: Path, tokens: Tokens, tell: Callable[[str], None]
+    ) -> None:
+        self._head = head
+        self._name = name
+        self._path = path
+        self._tokens = tokens
+        self._tell = tell
+        self._credentials: list[Credentials] = []  # none, or one
+        with contextlib.suppress(FileNotFoundError):
+            self._credentials.append(Credentials.load(path))
+
+    def is_final(self, error: PeerError) -> bool:
+        """Return whether there is no use in another try: the user must do something first.
+
+        A host that has never joined ends with the first error.
+        """
+        return not self._credentials or isinstance(error, OtherVersionError) or error.code == NO_TOKEN
+
+    def join(self, cancellation: Cancellation) -> JoinedHead:
+        """Join the head once; to be called from one thread at a time.
+
+        Raises:
+            JoinError: the head, or this host, refuses.
+            PeerError: the head cannot be reached, or does not answer in time.
+            UsageError: the token or the state directory cannot be used.
+            CancelledError: nobody wants to join any more.
+        """
+        if not self._credentials:
+            return self._join_with(self._tokens.ask(cancellation), cancellation)
+        try:
+            return self._rejoin(cancellation)
+        except (CertificateError, WrongClusterError) as error:
+            return self._join_with(self._other_token(error, cancellation), cancellation)
+
+    def _rejoin(self, cancellation: Cancellation) -> JoinedHead:
+        head = rejoin(
+            self._head,
+            self._credentials[0],
+            version=own_version(),
+            path=self._path,
+            hold=cancellation.add,
+        )
+        self._credentials = [head.credentials]
+        return head
+
+    def _join_with(self, token: JoinToken, cancellation: Cancellation) -> JoinedHead:
+        credentials = join_with_token(
+            self._head,
+            token,
+            host=self._name,
+            version=own_version(),
+            path=self._path,
+            hold=cancellation.add,
+        )
+        self._credentials = [credentials]
+        return self._rejoin(cancellation)
+
+    def _other_token(
+        self, error: CertificateError | WrongClusterError, cancellation: Cancellation
+    ) -> JoinToken:
+        """Return the token to join with after this refusal; raises `JoinError` where there is to be none."""
+        if needs_token(error):
+            self._tell(f"{error.message} A token is needed once more.")
+            try:
+                return self._tokens.ask(cancellation)
+            except UsageError as missing:  # the file may come yet
+                raise JoinError(missing.message, remedy=missing.remedy, code=error.code) from error
+        token = self._tokens.at_hand()
+        if token is None or token.is_pin_of(certified_key(self._credentials[0].authority_pem)):
+            raise _kept(error) from error
+        return token
+
+
+def _kept(error: CertificateError | WrongClusterError) -> JoinError:
+    """Return the error for the user of a host that goes on trying with its certificate."""
+    return type(error)(
+        f"{error.message} Anybody on the network can cause this, so this host keeps its certificate and "
+        "tries again.",
+        remedy="Check the address and the clocks of both hosts. If the head was set up anew, bring its new "
+        "token, in the file of --join-token-file, with which the worker can also be started again.",
+        code=error.code,
+    )

@@ -1,0 +1,210 @@
+"""When a worker believes that it needs a token once more, and when it keeps its certificate and goes on."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from clusters import WAIT_S, Cluster, served
+from penstock.config.hosts import own_version
+from penstock.errors import (
+    CertificateError,
+    JoinError,
+    JoinTokenError,
+    LinkClosedError,
+    OtherVersionError,
+    PeerError,
+    WrongClusterError,
+)
+from penstock.hosts.membership import Membership
+from penstock.trust.cancellation import Cancellation
+from penstock.trust.certificates import HOST_LIFE_S, new_key, signing_request
+from penstock.trust.credentials import Credentials
+from penstock.trust.join_token import JoinToken
+from penstock.trust.joining import Address
+from penstock.trust.token_prompt import NO_TOKEN, GivenTokens, Tokens
+
+ALERTS = {48: WrongClusterError, 44: CertificateError, 45: CertificateError}  # unknown_ca, revoked, expired
+
+
+class Prompt:
+    """A user at a terminal who types a token. Implements `Tokens`."""
+
+    def __init__(self, *tokens: JoinToken) -> None:
+        self.typed = list(tokens)
+
+    def at_hand(self) -> JoinToken | None:
+        return None
+
+    def ask(self, cancellation: Cancellation) -> JoinToken:
+        assert self.typed, "nobody is to be asked"
+        return self.typed.pop()
+
+
+class Desk:
+    """A worker with its state directory, and the lines that it has said."""
+
+    def __init__(self, directory: Path) -> None:
+        self.path = directory / "desk" / "credentials"
+        self.said: list[str] = []
+
+    def membership(self, address: Address, tokens: Tokens) -> Membership:
+        return Membership(address, "desk", self.path, tokens, self.said.append)
+
+    def join(self, address: Address, tokens: Tokens) -> None:
+        self.membership(address, tokens).join(Cancellation()).connection.close()
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Cluster:
+    return Cluster(tmp_path / "head", max_joins=2)
+
+
+@pytest.fixture
+def desk(tmp_path: Path, cluster: Cluster) -> Desk:
+    """Has joined."""
+    made = Desk(tmp_path)
+    with served(cluster, own_version()) as door:
+        made.join(door.address, Prompt(cluster.token))
+        door.await_news(lambda: door.entered == ["desk"])
+    cluster.connected.leave("desk")
+    return made
+
+
+@contextmanager
+def alerting(description: int) -> Iterator[Address]:
+    """Somebody on the network who answers the first words of TLS with an alert in plain text."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def serve() -> None:
+            with listener.accept()[0] as accepted:
+                accepted.settimeout(WAIT_S)
+                accepted.recv(1 << 16)
+                accepted.sendall(bytes([21, 3, 3, 0, 2, 2, description]))
+                accepted.recv(1 << 16)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        try:
+            yield listener.getsockname()
+        finally:
+            thread.join(WAIT_S)
+
+
+def token_file(directory: Path, token: JoinToken) -> GivenTokens:
+    path = directory / "token"
+    path.write_text(token.text())
+    path.chmod(0o600)
+    return GivenTokens(path)
+
+
+@pytest.mark.parametrize("description", ALERTS)
+def test_r15_an_alert_that_anybody_can_send_costs_no_worker_its_certificate(
+    desk: Desk, description: int
+) -> None:
+    with alerting(description) as address:
+        membership = desk.membership(address, Prompt())
+        with pytest.raises(JoinError, match="Anybody on the network can cause this") as caught:
+            membership.join(Cancellation())
+    assert type(caught.value) is ALERTS[description]
+    assert "--join-token-file" in caught.value.remedy
+    assert not membership.is_final(caught.value)
+
+
+@pytest.mark.parametrize("has_file", [False, True])
+def test_r15_another_cluster_at_the_address_costs_no_worker_its_certificate(
+    desk: Desk, cluster: Cluster, tmp_path: Path, has_file: bool
+) -> None:
+    """With a token of its own cluster it has no reason to believe the other one either."""
+    tokens = token_file(tmp_path, cluster.token) if has_file else Prompt()
+    with served(Cluster(tmp_path / "other"), own_version()) as door:
+        membership = desk.membership(door.address, tokens)
+        with pytest.raises(WrongClusterError, match="keeps its certificate") as caught:
+            membership.join(Cancellation())
+        assert not membership.is_final(caught.value)
+    with served(cluster, own_version()) as door:
+        desk.join(door.address, Prompt())
+
+
+def test_g1_the_token_of_a_head_that_was_set_up_anew_is_taken_from_its_file(
+    desk: Desk, tmp_path: Path
+) -> None:
+    anew = Cluster(tmp_path / "anew")
+    tokens = token_file(tmp_path, anew.token)
+    with served(anew, own_version()) as door:
+        desk.join(door.address, tokens)
+        door.await_news(lambda: door.entered == ["desk"])
+    anew.connected.leave("desk")
+    with served(anew, own_version()) as door:
+        desk.join(door.address, Prompt())
+
+
+def test_r15_with_the_token_of_another_head_a_stranger_is_tried_again(desk: Desk, tmp_path: Path) -> None:
+    tokens = token_file(tmp_path, Cluster(tmp_path / "anew").token)
+    with served(Cluster(tmp_path / "stranger"), own_version()) as door:
+        membership = desk.membership(door.address, tokens)
+        with pytest.raises(WrongClusterError, match="nothing was sent") as caught:
+            membership.join(Cancellation())
+    assert not membership.is_final(caught.value)
+
+
+def test_r15_a_worker_whose_head_has_revoked_it_asks_for_a_token(desk: Desk, cluster: Cluster) -> None:
+    cluster.book.revoke_host("desk")
+    with served(cluster, own_version()) as door:
+        desk.join(door.address, Prompt(cluster.token))
+        door.await_news(lambda: door.entered == ["desk"])
+    (line,) = desk.said
+    assert "is revoked" in line
+    assert line.endswith("A token is needed once more.")
+
+
+def test_r15_a_worker_with_an_expired_certificate_asks_for_a_token(cluster: Cluster, tmp_path: Path) -> None:
+    desk = Desk(tmp_path)
+    cluster.wall_clock.seconds -= 5 * HOST_LIFE_S
+    key = new_key()
+    certificate = cluster.identity.sign_host(signing_request(key), "desk")
+    authority = cluster.identity.certificate_pem
+    Credentials(key_pem=key, certificate_pem=certificate, authority_pem=authority).save(desk.path)
+    cluster.wall_clock.seconds += 5 * HOST_LIFE_S
+    with served(cluster, own_version()) as door:
+        desk.join(door.address, Prompt(cluster.token))
+        door.await_news(lambda: door.entered == ["desk"])
+    assert "has refused our certificate" in desk.said[0]
+
+
+def test_r15_a_revoked_worker_waits_for_the_file_with_its_token(
+    desk: Desk, cluster: Cluster, tmp_path: Path
+) -> None:
+    cluster.book.revoke_host("desk")
+    with served(cluster, own_version()) as door:
+        membership = desk.membership(door.address, GivenTokens(tmp_path / "token"))
+        with pytest.raises(JoinError, match="there is no file") as caught:
+            membership.join(Cancellation())
+        assert not membership.is_final(caught.value)
+        token_file(tmp_path, cluster.token)
+        membership.join(Cancellation()).connection.close()
+
+
+@pytest.mark.parametrize(
+    ("error", "is_final"),
+    [
+        (OtherVersionError("other"), True),
+        (JoinTokenError("none", code=NO_TOKEN), True),
+        (JoinTokenError("used up"), False),
+        (LinkClosedError("away"), False),
+    ],
+)
+def test_r15_a_worker_with_a_certificate_ends_only_where_a_user_must_act(
+    desk: Desk, error: PeerError, is_final: bool
+) -> None:
+    assert desk.membership(("127.0.0.1", 1), Prompt()).is_final(error) is is_final
+
+
+def test_g1_a_host_that_has_never_joined_ends_with_the_first_error(tmp_path: Path) -> None:
+    membership = Desk(tmp_path).membership(("127.0.0.1", 1), Prompt())
+    assert membership.is_final(LinkClosedError("away"))
