@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import socket
 import threading
@@ -16,7 +15,7 @@ import pytest
 
 from penstock.config.engine import EngineConfig, ModelConfig, ParallelConfig
 from penstock.config.hosts import HostsConfig
-from penstock.errors import JoinError, PortInUseError, UnavailableError, UsageError
+from penstock.errors import PortInUseError, UnavailableError, UsageError
 from penstock.hosts import revocations, worker
 from penstock.hosts.gathering import GatheredHosts, OneHost, open_hosts
 from penstock.hosts.network import path_finding
@@ -129,7 +128,7 @@ class Joining:
                 return reading
 
         life = Worker(settings, GivenTokens(self._token), self.said.append, Stop())
-        thread = threading.Thread(target=self._live, args=[life])
+        thread = threading.Thread(target=life.run)
         thread.start()
         self._threads.append(thread)
 
@@ -150,19 +149,9 @@ class Joining:
             threading.Event().wait(0.05)
         raise AssertionError(self.told)
 
-    def _live(self, life: Worker) -> None:
-        with contextlib.suppress(JoinError):  # the worker ends with it
-            life.run()
-
     def book(self) -> AdmissionBook:
         """The book of the head, as another process opens it."""
         return AdmissionBook(Path(str(self._engine.cluster.state_dir)) / "head", time.time)
-
-    def await_end(self) -> None:
-        """Wait until all workers have ended by themselves."""
-        for thread in self._threads:
-            thread.join(WAIT_S)
-            assert not thread.is_alive()
 
     def close(self) -> None:
         self.gathered.close()
@@ -360,7 +349,6 @@ def test_r15_a_host_that_is_revoked_while_it_is_connected_is_shut_out(
     )
     joining.await_told("the certificate of the host desk is revoked")  # as it tries again
     joining.await_told("the join token is used up")
-    joining.await_end()
     assert any("desk is revoked" in line and "A token is needed" in line for line in joining.said)
 
 
