@@ -145,5 +145,6 @@ def test_r16_a_worker_with_a_full_disk_under_its_output_runs_on(
     monkeypatch.setattr("penstock.process.child.show_threads_on_request", lambda: None)
     terminal = Terminal()
     terminal.error = OSError(28, "No space left on device")
-    assert worker(join="127.0.0.2:7700", name="desk", state_dir=tmp_path, invocation=invocation(terminal)) == 0
+    given = invocation(terminal)
+    assert worker(join="127.0.0.2:7700", name="desk", state_dir=tmp_path, invocation=given) == 0
     assert has_run == [True]
