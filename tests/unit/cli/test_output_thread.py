@@ -8,11 +8,14 @@ import threading
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from penstock.cli.output_thread import OutputThread
 from penstock.cli.terminal import Invocation
+from penstock.cli.worker import worker
 
 LONG_S = 30.0  # a deadline against hanging
 
@@ -124,3 +127,24 @@ def test_r16_a_full_pipe_is_written_to_at_once_and_past_pythons_buffers() -> Non
             output.invocation.say("é" * 3, "ready")
             assert (out.readline(), out.readline()) == ("ééé\n", "ready\n")
             assert not output.invocation.stdout.isatty()
+
+
+def test_r16_a_worker_with_a_full_disk_under_its_output_runs_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class TalkingWorker:
+        def __init__(self, settings: object, token: object, tell: Any, stop: object) -> None:
+            self._tell = tell
+
+        def run(self) -> None:
+            self._tell("desk has joined tower")
+            has_run.append(True)
+
+    has_run: list[bool] = []
+    monkeypatch.setattr("penstock.hosts.worker.Worker", TalkingWorker)
+    monkeypatch.setattr("penstock.process.child.show_threads_on_request", lambda: None)
+    terminal = Terminal()
+    terminal.error = OSError(28, "No space left on device")
+    given = invocation(terminal)
+    assert worker(join="127.0.0.2:7700", name="desk", state_dir=tmp_path, invocation=given) == 0
+    assert has_run == [True]
