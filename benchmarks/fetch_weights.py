@@ -42,10 +42,10 @@ from penstock.hosts.weights.model_finder import ModelFinder
 from penstock.hosts.weights.served_models import ServedModels
 from penstock.hosts.weights.tensor_digests import TensorDigests
 from penstock.hosts.weights.weight_cache import WeightCache
-from penstock.hosts.weights.weight_client import Cancellation
 from penstock.hosts.weights.weight_server import WeightServer
 from penstock.hosts.weights.weight_wire import PIECE_BYTES
 from penstock.process.config import RankConfig
+from penstock.trust.cancellation import Cancellation
 from penstock.trust.credentials import Credentials
 from penstock.trust.tls import link_client_context, link_server_context
 from rank_configs import make_rank_configs
