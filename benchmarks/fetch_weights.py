@@ -117,7 +117,7 @@ class Measured:
     def _find(self) -> int:
         notes = Notes()
         with closing(WeightCache(self._directory / "cache")) as cache:
-            finder = ModelFinder(ModelShelf([]), cache, lambda: self._connect(self._served.weights_port))
+            finder = ModelFinder(ModelShelf([]), cache, lambda _: self._connect(self._served.weights_port))
             finder.find(self._served.identity, self._rank, notes, Cancellation())
         return notes.num_bytes
 
