@@ -42,10 +42,10 @@ from penstock.hosts.weights.model_finder import ModelFinder
 from penstock.hosts.weights.served_models import ServedModels
 from penstock.hosts.weights.tensor_digests import TensorDigests
 from penstock.hosts.weights.weight_cache import WeightCache
-from penstock.hosts.weights.weight_client import Cancellation
 from penstock.hosts.weights.weight_server import WeightServer
 from penstock.hosts.weights.weight_wire import PIECE_BYTES
 from penstock.process.config import RankConfig
+from penstock.trust.cancellation import Cancellation
 from penstock.trust.credentials import Credentials
 from penstock.trust.tls import link_client_context, link_server_context
 from rank_configs import make_rank_configs
@@ -117,7 +117,7 @@ class Measured:
     def _find(self) -> int:
         notes = Notes()
         with closing(WeightCache(self._directory / "cache")) as cache:
-            finder = ModelFinder(ModelShelf([]), cache, lambda: self._connect(self._served.weights_port))
+            finder = ModelFinder(ModelShelf([]), cache, lambda _: self._connect(self._served.weights_port))
             finder.find(self._served.identity, self._rank, notes, Cancellation())
         return notes.num_bytes
 

@@ -119,7 +119,7 @@ def typed_line(prompt: str, cancellation: Cancellation) -> str:
             os.write(writing, prompt.encode())
             line = b""
             while not line.endswith(b"\n"):
-                if own in select.select([reading, own], [], [])[0]:
+                if own.fileno() in select.select([reading, own.fileno()], [], [])[0]:
                     raise CancelledError
                 typed = os.read(reading, 1)  # and nothing of the next line
                 if not typed and not line:
