@@ -26,6 +26,7 @@ from penstock.errors import PeerError, PenstockError, UnavailableError, UsageErr
 from penstock.hosts.link_streams import ProvedStreams
 from penstock.hosts.local import LocalHost
 from penstock.hosts.logs.head_log import HeadLog, ShowLine
+from penstock.hosts.logs.line_ration import shown_line
 from penstock.hosts.member import Waitable
 from penstock.hosts.network.interfaces import addresses_beside, unmapped
 from penstock.hosts.network.joining_address import join_address, listen_for_workers, loopback_warning
@@ -159,7 +160,9 @@ class GatheredHosts:
         ways to them."""
         self._search.attend()
         for address, error in self._gate.take_refused():
-            self._tell(f"somebody at {address} was not let in: {error.message}")
+            self._tell(f"somebody at {address} was not let in: {shown_line(error.message)}")
+        if num_left_out := self._gate.take_left_out():
+            self._tell(f"not let in besides: {_counted(num_left_out, 'more connection')}")
         for worker in self._gate.take():
             has_place = worker.host in self._workers or len(self._workers_there) < self._num_workers
             if has_place or self._has_gathered:
