@@ -341,7 +341,9 @@ def test_r15_what_is_more_than_a_request_takes_comes_with_several(
     entries = [head.served.open(head.identity).tensor(name) for name in names]
     files = [Part(file.name, file.num_bytes, is_file=True) for file in made.files]
     sink = Noted()
-    client.fetch(head.identity, [*files, *(Part(entry.name, entry.end - entry.begin) for entry in entries)], sink)
+    client.fetch(
+        head.identity, [*files, *(Part(entry.name, entry.end - entry.begin) for entry in entries)], sink
+    )
     assert sink.begun == list(range(len(files) + len(names)))
     assert sink.digests == [file.digest for file in made.files] + at_once
     client.close()
