@@ -29,7 +29,7 @@ def cleaned(message: Message) -> Message:
     if isinstance(message, str):
         clean = shown_line(message, MAX_TEXT_CHARS)
     elif isinstance(message, list | tuple):
-        clean = type(message)(cleaned(entry) for entry in message)  # type: ignore[call-arg]
+        clean = type(message)(cleaned(entry) for entry in message)
     elif isinstance(message, dict):
         clean = {cleaned(key): cleaned(value) for key, value in message.items()}
     elif isinstance(message, msgspec.Struct):

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from itertools import pairwise
 from typing import Annotated
 
 import msgspec
@@ -67,11 +66,6 @@ class StageCosts(msgspec.Struct, frozen=True, kw_only=True):
     has_kernels: bool
     num_ranks: _AtLeastOne = 1
 
-    def __post_init__(self) -> None:
-        rows = [costs.num_tokens for costs in self.decode]
-        if any(before >= after for before, after in pairwise(rows)):
-            raise ValueError(f"the rows of the measured decode steps do not rise: {rows}")
-
     def decode_step_s(self, num_layers: int, num_rows: int) -> float:
         """Seconds of a decode step: linear between the measured numbers of rows, and beyond them."""
         points = [(costs.num_tokens, costs.step_s(num_layers)) for costs in self.decode]
@@ -90,10 +84,10 @@ def interpolate(points: Sequence[tuple[int, float]], x: float) -> float:
     """On the line through the two points around `x`; beyond the ends, through the last two.
 
     Args:
-        points: at least one, by rising first coordinate.
+        points: at least one, by rising first coordinate; of two with the same one the second counts.
     """
     if len(points) == 1:
         return points[0][1]
     right = min(max(bisect_left(points, x, key=lambda point: point[0]), 1), len(points) - 1)
     (x0, y0), (x1, y1) = points[right - 1], points[right]
-    return y0 + (y1 - y0) * (x - x0) / (x1 - x0)
+    return y1 if x0 == x1 else y0 + (y1 - y0) * (x - x0) / (x1 - x0)

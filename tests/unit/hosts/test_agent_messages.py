@@ -133,5 +133,5 @@ def test_r15_measured_costs_have_values_with_which_one_can_compute() -> None:
         encoded = msgspec.json.encode(msgspec.structs.asdict(costs) | changed)
         with pytest.raises(msgspec.ValidationError):
             msgspec.json.decode(encoded, type=StageCosts)
-    with pytest.raises(ValueError, match="do not rise"):
-        msgspec.structs.replace(costs, decode=[step, step])
+    twice = msgspec.structs.replace(costs, decode=[step, step])  # a worker may say so
+    assert twice.decode_step_s(2, 5) == step.step_s(2)
