@@ -19,6 +19,7 @@ from typing import Any, Literal, NamedTuple, TypeVar
 
 import msgspec
 
+from penstock.bounds import Count, Seconds, Small
 from penstock.config.engine import Pooling
 from penstock.errors import ErrorInfo, ProtocolError
 from penstock.request import StructuredOutputs, TokenLogprobs
@@ -214,17 +215,17 @@ class StepResult(msgspec.Struct, frozen=True, tag="result", kw_only=True, omit_d
 class RankLoaded(msgspec.Struct, frozen=True, tag="loaded", kw_only=True):
     """A rank has its weights. `max_blocks`: the KV blocks that its memory can hold."""
 
-    stage: int
-    tp_rank: int = 0
-    max_blocks: int
-    block_bytes: int  # of one block over this rank's layers
-    tensor_bytes: int  # of its own weights as held
-    bytes_read: int  # from checkpoint files, tensor data only
-    load_seconds: float
+    stage: Small
+    tp_rank: Small = 0
+    max_blocks: Count
+    block_bytes: Count  # of one block over this rank's layers
+    tensor_bytes: Count  # of its own weights as held
+    bytes_read: Count  # from checkpoint files, tensor data only
+    load_seconds: Seconds
     is_invariant: bool  # a number is the same bits, whatever is computed together with it
     kernels: str = ""  # which kernels run, or why none do
     numeric_class: str = ""  # ranks of one class compute the same bits (`rank.compute_choice`)
-    end_layer: int = 0  # the one behind its own
+    end_layer: Small = 0  # the one behind its own
     store_host: str = ""  # as in `process.config.StoreConfig`
 
 

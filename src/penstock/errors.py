@@ -36,7 +36,7 @@
         └── QuarantinedError       HTTP 500: stages are lost when it runs
 
 Every message says what happened and why; `remedy` says what to do. `ErrorInfo` is the same error on a wire.
-Nothing here imports anything of ours.
+Nothing here imports anything of ours but `bounds`.
 """
 
 from __future__ import annotations
@@ -45,6 +45,8 @@ from collections.abc import Sequence
 from typing import ClassVar
 
 import msgspec
+
+from penstock.bounds import Small
 
 
 class ErrorInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -55,7 +57,7 @@ class ErrorInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     remedy: str = ""
     param: str | None = None
     code: str | None = None
-    stage: int | None = None
+    stage: Small | None = None
 
 
 class PenstockError(Exception):

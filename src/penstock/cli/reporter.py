@@ -70,7 +70,7 @@ class LoadingLine:
 
 
 def _share(event: LoadProgress) -> str:
-    done = event.done_bytes / max(1, event.total_bytes)
+    done = min(1.0, event.done_bytes / max(1, event.total_bytes))
     filled = int(10 * done)
     name = event.name if event.what == "loading" else f"{event.name} {event.what}"
     return f"{name} [{'#' * filled}{'.' * (10 - filled)}] {megabytes(event.total_bytes)}"

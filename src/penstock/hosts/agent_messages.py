@@ -19,14 +19,18 @@ that the head gives, so that it need not wait for an answer, except for where a 
 
 Nothing here is a path, an address to fetch from, an environment variable or a program: an agent takes none.
 Of tiers of KV blocks only what they are is said: where its store is a host knows by itself.
+
+What the agent sends has bounds (`penstock.bounds`), so that no value of it harms the head: a message that is
+beyond them is refused, and loses the host.
 """
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
 
+from penstock.bounds import Count, Nanoseconds, Small, Word
 from penstock.errors import ErrorInfo
 from penstock.hosts.network.scout_messages import FromScout, ToScout
 from penstock.hosts.rank_host import Need, Parties
@@ -40,6 +44,9 @@ from penstock.process.endpoints import HeldEnd, RankEndpoints
 from penstock.trust.credentials import Credentials
 from penstock.trust.peer_names import PeerName
 
+ExitCode = Annotated[int, msgspec.Meta(ge=-255, le=255)]  # as `subprocess` gives it
+MOST_LINES = 10_000  # of a message: far above what a worker's ration lets pass
+
 AtMember = Literal["show_threads", "ask_to_leave", "kill_now", "forget"]
 AtEnd = Literal["delivered", "end", "close"]
 
@@ -51,7 +58,7 @@ class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat"):
         num_received: messages of the talk that have come.
     """
 
-    num_received: int = 0
+    num_received: Count = 0
 
 
 class TalkBegins(msgspec.Struct, frozen=True, tag="talk_begins"):
@@ -180,9 +187,9 @@ class AgentHello(msgspec.Struct, frozen=True, kw_only=True, tag="agent_hello"):
     """
 
     resources: HostResources
-    kinds: list[str]
-    talk: str = ""
-    num_received: int = 0
+    kinds: Annotated[list[Word], msgspec.Meta(max_length=64)]
+    talk: Word = ""
+    num_received: Count = 0
 
 
 class Leaving(msgspec.Struct, frozen=True, tag="leaving"):
@@ -198,22 +205,22 @@ class Resources(msgspec.Struct, frozen=True, kw_only=True, tag="resources"):
 class ToldClock(msgspec.Struct, frozen=True, kw_only=True, tag="told_clock"):
     """What the host's monotonic clock has shown when it read an `AskClock`, and when it answered."""
 
-    asked_ns: int
-    heard_ns: int
-    replied_ns: int
+    asked_ns: Nanoseconds
+    heard_ns: Nanoseconds
+    replied_ns: Nanoseconds
 
 
 class Started(msgspec.Struct, frozen=True, kw_only=True, tag="started"):
     """The process of a member runs; `identity` as in `Member`."""
 
-    number: int
-    identity: str
+    number: Small
+    identity: Word
 
 
 class Said(msgspec.Struct, frozen=True, kw_only=True, tag="said"):
     """A member has said this."""
 
-    number: int
+    number: Small
     event: StatusEvent
 
 
@@ -224,29 +231,29 @@ class Ended(msgspec.Struct, frozen=True, kw_only=True, tag="ended"):
         error: why it was never started, where it was not.
     """
 
-    number: int
-    exit_code: int
+    number: Small
+    exit_code: ExitCode
     error: ErrorInfo | None = None
 
 
 class Accepted(msgspec.Struct, frozen=True, kw_only=True, tag="accepted"):
     """An end waits for who joins it; `invitation` is for another host."""
 
-    number: int
+    number: Small
     invitation: StreamInvitation | None = None
 
 
 class EndFailed(msgspec.Struct, frozen=True, kw_only=True, tag="end_failed"):
     """An end could not be made."""
 
-    number: int
+    number: Small
     error: ErrorInfo
 
 
 class SpareKept(msgspec.Struct, frozen=True, kw_only=True, tag="spare_kept"):
     """Memory of the process that waits; 0: there is none."""
 
-    own_bytes: int
+    own_bytes: Count
 
 
 class LogLines(msgspec.Struct, frozen=True, kw_only=True, tag="log_lines"):
@@ -257,8 +264,8 @@ class LogLines(msgspec.Struct, frozen=True, kw_only=True, tag="log_lines"):
         num_dropped: lines that were left out since that was last said.
     """
 
-    lines: list[tuple[str, str]]
-    num_dropped: int = 0
+    lines: Annotated[list[tuple[str, str]], msgspec.Meta(max_length=MOST_LINES)]
+    num_dropped: Count = 0
 
 
 ToHead = (

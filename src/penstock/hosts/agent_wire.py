@@ -2,7 +2,8 @@
 
 A message is its length in four bytes and JSON, as over a status pipe. What the other side does not take at
 once is kept here and goes with the next call: the heartbeats judge whether it is gone, not the kernel's
-buffers.
+buffers. A call takes a bounded number of bytes, and a message has a bounded length: whoever sends without end
+neither holds the receiver up nor fills its memory.
 """
 
 from __future__ import annotations
@@ -15,8 +16,13 @@ from typing import Any, Generic, TypeVar
 import msgspec
 
 from penstock.errors import LinkClosedError, PeerError, ProtocolError
+from penstock.hosts.logs.line_ration import shown_line
 
 MAX_MESSAGE_BYTES = 64 << 20  # far above a config with the digests of a large stage
+MAX_TOLD_BYTES = 4 << 20  # of a message to the head: far above what a host prints in a second
+MAX_HELLO_BYTES = 64 << 10  # of the first word, and of all that a visit consists of
+SAME_VERSION = "Run the same version of Penstock on all hosts."
+RECEIVE_BYTES = 1 << 20  # of one call
 _HEAD_BYTES = 4
 _READ_BYTES = 1 << 16
 
@@ -29,13 +35,16 @@ class AgentWire(Generic[Incoming]):
     Args:
         connection: authenticated, as `trust` has let it in. Belongs to the wire from now on.
         incoming: type of the messages that come.
+        max_bytes: of one message that comes.
 
     Attributes:
         failure: why nothing follows; None while the connection stands.
+        max_bytes: may be raised once the other side has said who it is.
     """
 
-    def __init__(self, connection: socket.socket, incoming: Any) -> None:
+    def __init__(self, connection: socket.socket, incoming: Any, max_bytes: int = MAX_MESSAGE_BYTES) -> None:
         self.failure: PeerError | None = None
+        self.max_bytes = max_bytes
         self._connection = connection
         self._connection.setblocking(False)
         self._decoder: msgspec.json.Decoder[Incoming] = msgspec.json.Decoder(incoming)
@@ -70,9 +79,14 @@ class AgentWire(Generic[Incoming]):
         return not self._unsent
 
     def receive(self) -> list[Incoming]:
-        """Return what has come. After the last message `failure` says why there is no more."""
+        """Return what has come, up to about `RECEIVE_BYTES`: it stays readable while there is more.
+
+        After the last message `failure` says why there is no more.
+        """
         self.flush()
-        while self.failure is None:
+        messages: list[Incoming] = []
+        num_read = 0
+        while self.failure is None and (num_read < RECEIVE_BYTES or self._is_kept_by_tls()):
             try:
                 data = self._connection.recv(_READ_BYTES)
             except (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError):
@@ -82,8 +96,10 @@ class AgentWire(Generic[Incoming]):
                 break
             if not data:
                 self._fail(LinkClosedError("the other side has closed the connection."))
+            num_read += len(data)
             self._arrived += data
-        return self._take_messages()
+            messages += self._take_messages()
+        return messages
 
     def give_up(self, why: str) -> None:
         """Take the other side as gone."""
@@ -100,21 +116,26 @@ class AgentWire(Generic[Incoming]):
             self.failure = LinkClosedError("the connection was closed here.")
         self._connection.close()
 
+    def _is_kept_by_tls(self) -> bool:
+        """Whether bytes wait above the socket: they make nothing readable, and must not be left. They are the
+        rest of one record of TLS."""
+        return isinstance(self._connection, ssl.SSLSocket) and self._connection.pending() > 0
+
     def _take_messages(self) -> list[Incoming]:
         messages: list[Incoming] = []
         place = 0
         while len(self._arrived) - place >= _HEAD_BYTES:
             size = int.from_bytes(self._arrived[place : place + _HEAD_BYTES], "big")
             end = place + _HEAD_BYTES + size
-            if size > MAX_MESSAGE_BYTES:
-                self._refuse(f"a message of {size} bytes, where {MAX_MESSAGE_BYTES} are the most")
+            if size > self.max_bytes:
+                self._refuse(f"a message of {size} bytes, where {self.max_bytes} are the most")
                 break
             if len(self._arrived) < end:
                 break
             try:
                 messages.append(self._decoder.decode(memoryview(self._arrived)[place + _HEAD_BYTES : end]))
             except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-                self._refuse(f"a message that cannot be read: {error}")
+                self._refuse(f"a message that cannot be read: {shown_line(str(error))}")
                 break
             place = end
         del self._arrived[:place]
@@ -125,7 +146,7 @@ class AgentWire(Generic[Incoming]):
         self._fail(
             ProtocolError(
                 f"the other side has sent {what}.",
-                remedy="Run the same version of Penstock on all hosts.",
+                remedy=SAME_VERSION,
             )
         )
 

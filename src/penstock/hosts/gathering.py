@@ -26,6 +26,7 @@ from penstock.errors import JoinTokenError, PeerError, PenstockError, Unavailabl
 from penstock.hosts.link_streams import ProvedStreams
 from penstock.hosts.local import LocalHost
 from penstock.hosts.logs.head_log import HeadLog, ShowLine
+from penstock.hosts.logs.line_ration import shown_line
 from penstock.hosts.member import Waitable
 from penstock.hosts.network.interfaces import addresses_beside, unmapped
 from penstock.hosts.network.joining_address import join_address, listen_for_workers, loopback_warning
@@ -197,7 +198,9 @@ class GatheredHosts:
     def _admit(self, has_place: Callable[[str], bool]) -> None:
         self._search.attend()
         for address, error in self._gate.take_refused():
-            self._tell(f"somebody at {address} was not let in: {error.message}")
+            self._tell(f"somebody at {address} was not let in: {shown_line(error.message)}")
+        if num_left_out := self._gate.take_left_out():
+            self._tell(f"not let in besides: {_counted(num_left_out, 'more connection')}")
         for worker in self._gate.take():
             if has_place(worker.host):
                 self._let_in(worker)

@@ -103,6 +103,10 @@ class Member(ABC):
     def close(self) -> None:
         """Reap it and let go of all that belongs to it; it must have ended."""
 
+    def disown(self, error: Exception) -> None:
+        """Take that something it has said led to an error here. Of a process of this host that is a bug."""
+        raise error
+
     @abstractmethod
     def _receive(self) -> list[StatusEvent]:
         """What has come since the last call, without waiting."""
@@ -132,7 +136,7 @@ class Member(ABC):
         code = self.await_end()
         if code >= 0:
             return self._lost(f"ended with code {code}")
-        return self._lost(f"was killed by signal {-code} ({signal.Signals(-code).name})")
+        return self._lost(f"was killed by {_signal_named(-code)}")
 
     @property
     def has_failed(self) -> bool:
@@ -149,3 +153,11 @@ class Member(ABC):
 
     def _lost(self, how: str) -> ErrorInfo:
         return StageLostError(f"{self.name} ({self.identity}) {how}.", stage=self.stage).info()
+
+
+def _signal_named(number: int) -> str:
+    """Return number and name of a signal; real-time signals between the first and the last have no name."""
+    try:
+        return f"signal {number} ({signal.Signals(number).name})"
+    except ValueError:
+        return f"signal {number}"

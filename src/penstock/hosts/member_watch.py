@@ -54,11 +54,16 @@ class MemberWatch:
         return members, {source for source in self._watched if source in readable}
 
     def hear(self, member: Member) -> None:
-        """Take what it has said."""
+        """Take what it has said. An error on the way loses the host of the member, where that is another one;
+        its events behind that mean nothing."""
         events = member.read_status()
         self._listen(member, member.sources)
-        for event in events:
-            self._take(member, event)
+        try:
+            for event in events:
+                self._take(member, event)
+        except Exception as error:
+            member.disown(error)
+            self._listen(member, member.sources)
 
     def hear_until(self, condition: Callable[[], object], timeout_s: float) -> None:
         """Hear everybody until the condition holds; for this long at most."""

@@ -30,6 +30,7 @@ from penstock.errors import (
     ProtocolError,
     StageLostError,
     WaitTimeoutError,
+    describe,
     error_from_info,
 )
 from penstock.hosts.agent_messages import (
@@ -59,17 +60,19 @@ from penstock.hosts.agent_messages import (
     TouchEnd,
     TouchMember,
 )
-from penstock.hosts.agent_wire import AgentWire
+from penstock.hosts.agent_wire import SAME_VERSION, AgentWire
 from penstock.hosts.bell import Bell
 from penstock.hosts.lasting_wire import LastingWire
 from penstock.hosts.local_connections import KINDS
+from penstock.hosts.logs.line_ration import shown_line
 from penstock.hosts.member import Member, Waitable
-from penstock.hosts.network.scout_messages import FromScout
+from penstock.hosts.network.scout_messages import FromScout, ListenForHost, SurveyHost
 from penstock.hosts.rank_host import HostEnd, Need, Parties
 from penstock.hosts.resources import HostResources
 from penstock.hosts.stream_ends import StreamInvitation
+from penstock.hosts.told_text import cleaned
 from penstock.kvstore.own_store import TierNeed
-from penstock.process.child import StatusEvent
+from penstock.process.child import Ready, StatusEvent
 from penstock.process.config import MeasureConfig, RankConfig
 from penstock.process.control import ControlMessage
 from penstock.process.endpoints import HeldEnd
@@ -84,6 +87,7 @@ SILENCE_LIMIT_S = 3.0  # between hosts, with a connection or without; members ha
 DOUBT_S = 2.0  # of silence: nothing is begun with such a host before it has said something
 LONG_LOOK_S = 2.0  # between two looks: then it was the supervisor that had no time
 LEAVE_S = 5.0  # for a member that was killed
+MOST_UNREAD = 10_000  # events of a member: far beyond what a rank says while it loads
 
 
 class RemoteMember(Member):
@@ -151,9 +155,19 @@ class RemoteMember(Member):
         if isinstance(message, Started):
             self._identity = message.identity
         elif isinstance(message, Said):
+            self.require_sense(message.event)
+            if len(self._said) >= MOST_UNREAD:
+                raise ProtocolError(f"{self.name} has said more than {MOST_UNREAD} things at once.")
             self._said.append(message.event)
         else:
             self.note_end(message.exit_code, message.error)
+
+    def disown(self, error: Exception) -> None:
+        """See `Member.disown`."""
+        self._host.distrust(error)
+
+    def require_sense(self, event: StatusEvent) -> None:
+        """Raise `ProtocolError` where no process of this kind says such a thing."""
 
     def note_end(self, exit_code: int, error: ErrorInfo | None) -> None:
         """It has ended, or nobody knows what becomes of it."""
@@ -170,6 +184,17 @@ class RemoteMember(Member):
 
     def _touch(self, what: AtMember) -> None:
         self._host.tell(TouchMember(number=self.number, what=what))
+
+
+class RemoteRank(RemoteMember):
+    """A rank at another host: when it is ready, it says what it has loaded."""
+
+    def require_sense(self, event: StatusEvent) -> None:
+        """See `RemoteMember.require_sense`."""
+        if isinstance(event, Ready) and event.rank is None:
+            raise ProtocolError(
+                f"{self.name} is ready and does not say what it has loaded.", remedy=SAME_VERSION
+            )
 
 
 class RemoteEnd:
@@ -244,6 +269,7 @@ class RemoteHost:
         self._members: dict[int, RemoteMember] = {}
         self._awaited = 0  # the end whose place is asked for
         self._answers: list[Accepted | EndFailed] = []
+        self._scout_asked = 0  # the question about ways that was asked last
         self.scout_answers: dict[int, FromScout] = {}
         self._clock_estimate = ClockEstimate()  # it notices when the host has begun anew, with another clock
         self.bell = Bell()
@@ -279,6 +305,7 @@ class RemoteHost:
         self._wire.begin()
 
     def _note_hello(self, hello: AgentHello) -> None:
+        hello = cleaned(hello)
         self._resources = msgspec.structs.replace(hello.resources, name=self.name)
         self._kinds = hello.kinds
         self._is_broken = self._is_doubtful = False
@@ -339,7 +366,7 @@ class RemoteHost:
         return self._resources
 
     def start_rank(self, rank: RankConfig, name: str, member_index: int) -> Member:
-        member = self._member(name, rank.stage, member_index)
+        member = self._made(RemoteRank, name, rank.stage, member_index)
         model = self._cluster.identify(rank.model_path)
         sent = msgspec.structs.replace(rank, model_path="", store=None)
         tier = None if rank.store is None else TierNeed.of(rank.store)
@@ -347,7 +374,7 @@ class RemoteHost:
         return member
 
     def start_measuring(self, config: MeasureConfig, name: str) -> Member:
-        member = self._member(name, config.rank.stage, 0)
+        member = self._made(RemoteMember, name, config.rank.stage, 0)
         model = self._cluster.identify(config.rank.model_path)
         rank = msgspec.structs.replace(config.rank, model_path="", store=None)
         sent = msgspec.structs.replace(config, rank=rank)
@@ -385,6 +412,8 @@ class RemoteHost:
     def tell(self, message: msgspec.Struct) -> None:
         """Send a message to the agent, once it is back; nobody hears it if the host is lost."""
         if not self._is_lost:
+            if isinstance(message, ListenForHost | SurveyHost):
+                self._scout_asked = message.number
             self._wire.send(message)
 
     def pump(self) -> None:
@@ -392,7 +421,11 @@ class RemoteHost:
         for message in self._wire.receive():
             self._heard_at = self._clock()
             self._is_doubtful = False
-            self._take(message)
+            try:
+                self._take(message if isinstance(message, LogLines) else cleaned(message))
+            except Exception as error:  # whatever one host says, the others and the engine go on
+                self.distrust(error)
+                break
         if self._wire.failure is not None:
             self._break_off()
 
@@ -409,6 +442,10 @@ class RemoteHost:
         self.bell.ring()  # what came for others must be heard though nothing comes any more
         return condition()
 
+    def distrust(self, error: Exception) -> None:
+        """Lose the host, as what it has said led to an error here."""
+        self._lose(error if isinstance(error, PeerError) else _of_nonsense(error))
+
     def hush(self) -> None:
         """A member has been heard: once all have, the bell is silent."""
         if not any(member.has_news for member in self._members.values()):
@@ -418,11 +455,11 @@ class RemoteHost:
         """It has been reaped."""
         self._members.pop(member.number, None)
 
-    def _member(self, name: str, stage: int | None, member_index: int) -> RemoteMember:
+    def _made(self, kind: type[RemoteMember], name: str, stage: int | None, index: int) -> RemoteMember:
         if self._wire.failure is not None:
             raise OSError(f"the host {self.name} is lost")
         number = next(self.numbers)
-        member = self._members[number] = RemoteMember(self, number, name, stage, member_index)
+        member = self._members[number] = kind(self, number, name, stage, index)
         return member
 
     def _begin_end(self, parties: Parties) -> int:
@@ -480,7 +517,7 @@ class RemoteHost:
         elif isinstance(message, ToldClock):
             answer = ClockAnswer(message.asked_ns, message.heard_ns, message.replied_ns, self._now_ns())
             self._clock_estimate.add(answer)
-        elif isinstance(message, FromScout):
+        elif isinstance(message, FromScout) and message.number == self._scout_asked:
             self.scout_answers[message.number] = message
         elif isinstance(message, LogLines):
             self._on_log(message)
@@ -515,3 +552,9 @@ class RemoteHost:
                 lost = StageLostError(f"the host {self.name} is lost: {failure.message}", stage=member.stage)
                 member.note_end(1, lost.info())
                 self.bell.ring()
+
+
+def _of_nonsense(error: Exception) -> ProtocolError:
+    """Return what a host is lost with whose message led to an error of another kind."""
+    what = shown_line(describe(error).message).rstrip(".")
+    return ProtocolError(f"the head cannot use what it has said ({what}).", remedy=SAME_VERSION)

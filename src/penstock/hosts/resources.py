@@ -6,13 +6,18 @@ import functools
 import os
 import re
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
 
+from penstock.bounds import Count, Word
 from penstock.kernels.cpu.compiler import Machine
 from penstock.kernels.cpu.targets import targets_of
 from penstock.process.config import THIS_HOST
 from penstock.process.host_memory import host_available_bytes
+
+_MOST_CPUS = 1 << 16
+_Cpu = Annotated[int, msgspec.Meta(ge=0, lt=_MOST_CPUS)]
 
 
 class HostResources(msgspec.Struct, frozen=True, kw_only=True):
@@ -24,12 +29,12 @@ class HostResources(msgspec.Struct, frozen=True, kw_only=True):
         numeric_classes: that its CPU can compute in (`config.engine.NUMERIC_CLASSES`), the least first.
     """
 
-    num_cpus: int
-    free_bytes: int
-    num_gpus: int
-    cpus: tuple[int, ...] = ()
-    name: str = THIS_HOST
-    numeric_classes: tuple[str, ...] = ()
+    num_cpus: Annotated[int, msgspec.Meta(ge=1, le=_MOST_CPUS)]
+    free_bytes: Count
+    num_gpus: Annotated[int, msgspec.Meta(ge=0, le=1024)]
+    cpus: Annotated[tuple[_Cpu, ...], msgspec.Meta(max_length=_MOST_CPUS)] = ()
+    name: Word = THIS_HOST
+    numeric_classes: Annotated[tuple[Word, ...], msgspec.Meta(max_length=64)] = ()
 
     @classmethod
     def detect(cls) -> HostResources:

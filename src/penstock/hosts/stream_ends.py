@@ -14,6 +14,7 @@ from typing import Any
 
 import msgspec
 
+from penstock.bounds import Port, Word
 from penstock.hosts.rank_host import BulkNeed, ChannelNeed, LinkNeed, PlanNeed
 from penstock.process.endpoints import (
     PLAIN_TEXT,
@@ -34,8 +35,8 @@ OPEN_TIMEOUT_S = 3600.0  # the other rank may have to load its weights first
 class StreamInvitation(msgspec.Struct, frozen=True, kw_only=True, tag="listens"):
     """Where a stream is accepted: what the host of the other end is told."""
 
-    host: str
-    port: int
+    host: Word
+    port: Port
 
 
 class StreamEnd:

@@ -13,17 +13,19 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple
 
-from penstock.errors import PenstockError
+from penstock.errors import PeerError, PenstockError, describe
 from penstock.hosts.agent_messages import AgentHello, ToHead
-from penstock.hosts.agent_wire import AgentWire
+from penstock.hosts.agent_wire import MAX_HELLO_BYTES, MAX_TOLD_BYTES, AgentWire
 from penstock.hosts.bell import Bell
-from penstock.trust.door import Door
+from penstock.hosts.logs.line_ration import LineRation
+from penstock.trust.door import Door, Entered
 from penstock.trust.head_join import NOBODY, ConnectedHosts, HeadConversation, HeadJoin, WeightsVisit
 from penstock.trust.peer_names import PeerName
 
 HELLO_S = 10.0  # for an agent to say its first word
 _LOOK_S = 0.05  # between two looks for it
 _IDLE_S = 0.5  # between two looks at whether the gate is closed
+REFUSED_AT_ONCE, REFUSED_PER_S = 10, 1.0  # that are reported one by one; of the others the number is
 
 
 class JoinedWorker(NamedTuple):
@@ -67,6 +69,7 @@ class WorkerGate:
         give_weights: takes the connections over which workers fetch weights, and the names of their hosts; it
             is called in the thread of the gate, and must not wait.
         receive_visitor: takes the connection of a host that only looks whether it could join.
+        clock: monotonic seconds.
     """
 
     def __init__(
@@ -75,12 +78,15 @@ class WorkerGate:
         connected: ConnectedHosts,
         give_weights: Callable[[socket.socket, str], None] = lambda connection, host: connection.close(),
         receive_visitor: Callable[[socket.socket, PeerName], None] = _send_away,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._receive_visitor = receive_visitor
         self._door = make_door(self._refuse)
         self._connected = connected
         self._give_weights = give_weights
         self._refused: queue.SimpleQueue[tuple[str, PenstockError]] = queue.SimpleQueue()
+        self._ration = LineRation(clock, REFUSED_AT_ONCE, REFUSED_PER_S)
+        self._left_out: queue.SimpleQueue[int] = queue.SimpleQueue()
         self._bell = Bell()
         self._joined: queue.SimpleQueue[JoinedWorker] = queue.SimpleQueue()
         self._arriving: list[_Arriving] = []
@@ -106,6 +112,13 @@ class WorkerGate:
             refused.append(self._refused.get())
         return refused
 
+    def take_left_out(self) -> int:
+        """Return how many more were not let in, of which nothing is reported but their number."""
+        num_left_out = 0
+        while not self._left_out.empty():
+            num_left_out += self._left_out.get()
+        return num_left_out
+
     def leave(self, host: str) -> None:
         """Its connection is gone: it may come back."""
         self._connected.leave(host)
@@ -125,24 +138,43 @@ class WorkerGate:
     def _serve(self) -> None:
         while not self._is_over.is_set():
             for entered in self._door.serve(_LOOK_S if self._arriving else _IDLE_S):
-                if isinstance(entered.conversation, WeightsVisit):
-                    self._give_weights(entered.connection, entered.conversation.host)
-                elif entered.conversation.is_connected:
-                    self._begin(entered.conversation, entered.connection, entered.address)
-                elif entered.conversation.visitor != NOBODY:
-                    self._receive_visitor(entered.connection, entered.conversation.visitor)
-                else:
-                    entered.connection.close()  # it has its certificate, and comes back with it
+                self._receive(entered)
             self._arriving = [worker for worker in self._arriving if not self._has_said_hello(worker)]
+            if num_left_out := self._ration.take_dropped():
+                self._left_out.put(num_left_out)
+                self._bell.ring()
+
+    def _receive(self, entered: Entered[HeadConversation]) -> None:
+        """Pass a connection on. Where that fails, as without memory for a thread, it is closed: the gate goes
+        on for all others."""
+        try:
+            self._pass_on(entered)
+        except Exception as error:
+            entered.connection.close()
+            if not isinstance(entered.conversation, WeightsVisit) and entered.conversation.is_connected:
+                self.leave(entered.conversation.host)
+            self._refuse(entered.address, PeerError(f"the head cannot serve it: {describe(error).message}"))
+
+    def _pass_on(self, entered: Entered[HeadConversation]) -> None:
+        if isinstance(entered.conversation, WeightsVisit):
+            self._give_weights(entered.connection, entered.conversation.host)
+        elif entered.conversation.is_connected:
+            self._begin(entered.conversation, entered.connection, entered.address)
+        elif entered.conversation.visitor != NOBODY:
+            self._receive_visitor(entered.connection, entered.conversation.visitor)
+        else:
+            entered.connection.close()  # it has its certificate, and comes back with it
 
     def _refuse(self, address: str, error: PenstockError) -> None:
-        self._refused.put((address, error))
-        self._bell.ring()
+        """Report who was not let in, within bounds: anybody may come, as often as he likes."""
+        if self._ration.admit():
+            self._refused.put((address, error))
+            self._bell.ring()
 
     def _begin(self, worker: HeadJoin, connection: socket.socket, address: str) -> None:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         local_address = str(connection.getsockname()[0])
-        wire: AgentWire[ToHead] = AgentWire(connection, ToHead)
+        wire: AgentWire[ToHead] = AgentWire(connection, ToHead, MAX_HELLO_BYTES)
         deadline = time.monotonic() + HELLO_S
         self._arriving.append(_Arriving(worker.host, worker.serial, wire, address, local_address, deadline))
 
@@ -150,6 +182,7 @@ class WorkerGate:
         """Whether it need not be waited for any more: it is in, or gone."""
         told = worker.wire.receive()
         if told and isinstance(told[0], AgentHello):
+            worker.wire.max_bytes = MAX_TOLD_BYTES
             self._joined.put(
                 JoinedWorker(
                     worker.host,

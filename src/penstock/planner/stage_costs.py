@@ -7,8 +7,13 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
+from typing import Annotated
 
 import msgspec
+
+from penstock.bounds import Count, Seconds
+
+_AtLeastOne = Annotated[int, msgspec.Meta(ge=1, le=1 << 31)]
 
 
 class StepCosts(msgspec.Struct, frozen=True, kw_only=True):
@@ -22,12 +27,12 @@ class StepCosts(msgspec.Struct, frozen=True, kw_only=True):
         link_s: sending to the next stage and receiving from the one before, as far as there are such.
     """
 
-    num_tokens: int
-    layer_s: float
-    fixed_s: float
-    embed_s: float
-    head_s: float
-    link_s: float
+    num_tokens: _AtLeastOne
+    layer_s: Annotated[float, msgspec.Meta(gt=0.0, le=1e9)]
+    fixed_s: Seconds
+    embed_s: Seconds
+    head_s: Seconds
+    link_s: Seconds
 
     def step_s(self, num_layers: int) -> float:
         """Seconds of the whole step on a stage with so many layers."""
@@ -50,16 +55,16 @@ class StageCosts(msgspec.Struct, frozen=True, kw_only=True):
         has_kernels: whether our kernels ran, and not torch.
     """
 
-    decode: list[StepCosts]
+    decode: Annotated[list[StepCosts], msgspec.Meta(min_length=1, max_length=1024)]
     prefill: StepCosts
-    layer_bytes: int
-    end_bytes: int
-    kv_block_bytes: int
-    block_size: int
-    available_bytes: int
-    num_sharers: int
+    layer_bytes: Count
+    end_bytes: Count
+    kv_block_bytes: Count
+    block_size: _AtLeastOne
+    available_bytes: Count
+    num_sharers: _AtLeastOne
     has_kernels: bool
-    num_ranks: int = 1
+    num_ranks: _AtLeastOne = 1
 
     def decode_step_s(self, num_layers: int, num_rows: int) -> float:
         """Seconds of a decode step: linear between the measured numbers of rows, and beyond them."""
@@ -79,10 +84,10 @@ def interpolate(points: Sequence[tuple[int, float]], x: float) -> float:
     """On the line through the two points around `x`; beyond the ends, through the last two.
 
     Args:
-        points: at least one, by rising first coordinate.
+        points: at least one, by rising first coordinate; of two with the same one the second counts.
     """
     if len(points) == 1:
         return points[0][1]
     right = min(max(bisect_left(points, x, key=lambda point: point[0]), 1), len(points) - 1)
     (x0, y0), (x1, y1) = points[right - 1], points[right]
-    return y0 + (y1 - y0) * (x - x0) / (x1 - x0)
+    return y1 if x0 == x1 else y0 + (y1 - y0) * (x - x0) / (x1 - x0)

@@ -20,12 +20,13 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from typing import Literal, NoReturn, Protocol, TypeVar
+from typing import Annotated, Literal, NoReturn, Protocol, TypeVar
 
 import msgspec
 import setproctitle
 
 from penstock.batch import RankLoaded
+from penstock.bounds import Count, Seconds, Small, Speed, Word
 from penstock.errors import ErrorInfo, PenstockError, UsageError, describe
 
 ALIVE_INTERVAL_S = 1.0
@@ -51,15 +52,15 @@ class StartedByParent(Protocol):
 class LoadProgressed(msgspec.Struct, frozen=True, kw_only=True, tag="progress", tag_field="event"):
     """Tensor bytes loaded so far, of all that the rank will load; or fetched by its host before."""
 
-    done: int
-    total: int
+    done: Count
+    total: Count
     what: LoadPhase = "loading"
 
 
 class TensorsRead(msgspec.Struct, frozen=True, kw_only=True, tag="read", tag_field="event"):
     """Digests of what the rank has read: some records of a table of `weights.read_digests`."""
 
-    digests: bytes
+    digests: Annotated[bytes, msgspec.Meta(max_length=_PIPE_ATOMIC_BYTES)]
 
 
 class WeightsLoaded(msgspec.Struct, frozen=True, kw_only=True, tag="loaded", tag_field="event"):
@@ -69,9 +70,9 @@ class WeightsLoaded(msgspec.Struct, frozen=True, kw_only=True, tag="loaded", tag
         identity: of the sampled model (`kvstore.names.model_identity`).
     """
 
-    bytes_read: int
-    seconds: float
-    identity: bytes = b""
+    bytes_read: Count
+    seconds: Seconds
+    identity: Annotated[bytes, msgspec.Meta(max_length=64)] = b""
 
 
 class Ready(msgspec.Struct, frozen=True, kw_only=True, tag="ready", tag_field="event"):
@@ -82,7 +83,7 @@ class Ready(msgspec.Struct, frozen=True, kw_only=True, tag="ready", tag_field="e
         numeric_classes: of all ranks, stage by stage, as they have told the core.
     """
 
-    epoch: int = 0
+    epoch: Small = 0
     rank: RankLoaded | None = None
     numeric_classes: list[str] = []
 
@@ -94,9 +95,9 @@ class Abandoned(msgspec.Struct, frozen=True, kw_only=True, tag="abandoned", tag_
         leave_s: how long others may take to leave it as well, where the child knows.
     """
 
-    epoch: int
+    epoch: Small
     error: ErrorInfo
-    leave_s: float | None = None
+    leave_s: Seconds | None = None
 
 
 class LinkExchanged(msgspec.Struct, frozen=True, kw_only=True, tag="link_exchanged", tag_field="event"):
@@ -106,8 +107,8 @@ class LinkExchanged(msgspec.Struct, frozen=True, kw_only=True, tag="link_exchang
         number: of the new link.
     """
 
-    epoch: int
-    number: int
+    epoch: Small
+    number: Small
 
 
 class TextSideLoaded(msgspec.Struct, frozen=True, kw_only=True, tag="text_side_loaded", tag_field="event"):
@@ -139,7 +140,7 @@ class Warm(msgspec.Struct, frozen=True, kw_only=True, tag="warm", tag_field="eve
         own_bytes: of memory that it holds and shares with no other process.
     """
 
-    own_bytes: int
+    own_bytes: Count
 
 
 class LinkJudged(msgspec.Struct, frozen=True, kw_only=True, tag="link_judged", tag_field="event"):
@@ -151,11 +152,11 @@ class LinkJudged(msgspec.Struct, frozen=True, kw_only=True, tag="link_judged", t
         measured_bytes_per_s: before it was used.
     """
 
-    sender: str
-    receiver: str
+    sender: Word
+    receiver: Word
     is_slow: bool
-    bytes_per_s: float
-    measured_bytes_per_s: float
+    bytes_per_s: Speed
+    measured_bytes_per_s: Speed
 
 
 class ChildFailed(msgspec.Struct, frozen=True, kw_only=True, tag="failed", tag_field="event"):

@@ -248,6 +248,8 @@ class Door(Generic[Speaker]):
             self._refuse(visitor, error)
         except OSError as error:
             self._refuse(visitor, refusal(error))
+        except Exception as error:  # a bug that one peer has found must not end the door for all others
+            self._refuse(visitor, ProtocolError(f"a peer has sent bytes of no use: {type(error).__name__}."))
         else:
             self._forget(visitor)
             entered.append(Entered(visitor.connection, visitor.conversations[0], visitor.address))

@@ -231,3 +231,16 @@ def test_json_lines_carry_time_and_event() -> None:
     assert lines[0]["time"] == "2026-01-02T03:04:05.678+00:00"
     assert lines[0]["num_blocks"] == 512
     assert lines[1]["error"]["message"] == "stage 1 died\nat once."
+
+
+def test_r15_more_progress_than_there_is_fills_the_line_and_no_more() -> None:
+    class Terminal(StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    out = Terminal()
+    made, _ = reporter(out, Clock())
+    made.report(ModelFound(directory="/models/demo"))
+    made.report(LoadProgress(stage=0, done_bytes=1 << 53, total_bytes=1))
+    assert "stage 0 [##########] " in out.getvalue()
+    assert len(out.getvalue()) < 1000

@@ -113,6 +113,52 @@ def test_r15_who_speaks_otherwise_is_given_up(
     assert receiver.receive() == []
 
 
+class EndlessPeer:
+    """A connection over which a peer sends without end; up to 64 MiB, so that a test ends."""
+
+    def __init__(self, data: bytes) -> None:
+        self.num_read = 0
+        self._data = data
+
+    def setblocking(self, flag: bool) -> None: ...
+
+    def recv(self, size: int) -> bytes:
+        if self.num_read >= 64 << 20:
+            raise BlockingIOError
+        begin = self.num_read % len(self._data)
+        piece = (self._data * (2 + size // len(self._data)))[begin : begin + size]
+        self.num_read += len(piece)
+        return piece
+
+
+def test_r15_a_peer_that_sends_without_end_does_not_hold_the_receiver_up() -> None:
+    peer = EndlessPeer(bytes_of(Heartbeat()))
+    receiver = wire_of(peer)  # type: ignore[arg-type]  # as much of a socket as it takes
+    assert receiver.receive()
+    assert peer.num_read <= agent_wire.RECEIVE_BYTES + (1 << 16)
+    assert receiver.failure is None
+    assert receiver.receive(), "the rest comes with the next calls"
+
+
+def test_r15_a_message_that_is_too_long_is_refused_before_it_has_come() -> None:
+    peer = EndlessPeer((1 << 24).to_bytes(4, "big") + bytes(60))
+    receiver: AgentWire[ToAgent] = AgentWire(peer, ToAgent, max_bytes=1 << 16)  # type: ignore[arg-type]
+    assert receiver.receive() == []
+    assert isinstance(receiver.failure, ProtocolError)
+    assert peer.num_read <= 1 << 16
+
+
+def test_r15_an_unknown_word_of_a_peer_cannot_steer_a_terminal(
+    ends: tuple[socket.socket, socket.socket],
+) -> None:
+    word = b'{"type":"\\u001b[2J"}'
+    ends[0].sendall(len(word).to_bytes(4, "big") + word)
+    receiver = wire_of(ends[1])
+    receiver.receive()
+    assert receiver.failure is not None
+    assert receiver.failure.message.isprintable()
+
+
 def test_a_closed_wire_has_no_descriptor(ends: tuple[socket.socket, socket.socket]) -> None:
     wire = wire_of(ends[0])
     wire.close()

@@ -15,7 +15,7 @@ from penstock.hosts.member_watch import MemberWatch
 from penstock.hosts.remote_host import SILENCE_LIMIT_S
 from penstock.process.child import Alive, Ready
 from penstock.process.control import Stop
-from stand_in_hosts import StandInHost
+from stand_in_hosts import LOADED, StandInHost
 
 
 @pytest.fixture
@@ -31,7 +31,7 @@ def test_r15_with_a_connection_that_breaks_nothing_is_lost(pair: Pair) -> None:
     accepted = pair.host.accept("ring", LINK, parties("desk", "rank-2"))
     pair.serve()
     member.hand(Stop())  # under way when the connection breaks
-    own.say(Ready(epoch=0, rank=None))
+    own.say(Ready(epoch=0, rank=LOADED))
     pair.break_connection()
     assert not pair.host.is_there
     assert pair.agent.has_members

@@ -20,7 +20,7 @@ from penstock.hosts import revocations, worker
 from penstock.hosts.gathering import GatheredHosts, OneHost, open_hosts
 from penstock.hosts.network import path_finding
 from penstock.hosts.network.scout import Scout
-from penstock.hosts.remote_host import RemoteHost
+from penstock.hosts.remote_host import RemoteHost, RemoteMember
 from penstock.hosts.station import WorkerSettings
 from penstock.hosts.worker import Worker
 from penstock.process.link_ports import PortRange
@@ -207,7 +207,7 @@ def test_r15_a_broken_connection_is_made_anew_and_the_host_is_not_lost(joining: 
     joining.gathered.gather([])
     host = joining.gathered.hosts["desk"]
     assert isinstance(host, RemoteHost)
-    member = host._member("stage 1", 1, 1)  # something that runs there, as far as the head knows
+    member = host._made(RemoteMember, "stage 1", 1, 1)  # something that runs there, as far as the head knows
     host._wire.connection.give_up("a test has broken it.")
     joining.await_told("desk is back: its connection was broken, and what runs there goes on")
     assert host.is_there

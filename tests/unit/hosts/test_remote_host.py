@@ -12,31 +12,55 @@ import pytest
 
 from agent_pairs import IDENTITY, LINK, RUN, SECRET, Pair, parties, rank_config
 from hand_core import Crew
-from penstock.errors import ErrorInfo, LinkClosedError, PeerError, StageLostError, WaitTimeoutError
+from penstock.errors import (
+    ErrorInfo,
+    LinkClosedError,
+    PeerError,
+    ProtocolError,
+    StageLostError,
+    WaitTimeoutError,
+)
 from penstock.faults import parse
 from penstock.hosts import remote_host
 from penstock.hosts.agent import HEAD_LIMIT_S
 from penstock.hosts.agent_messages import (
     AgentHello,
     AskClock,
+    Ended,
     Hand,
     LogLines,
+    Said,
+    Started,
     StartRank,
     ToAgent,
     ToHead,
     ToldClock,
 )
 from penstock.hosts.agent_wire import AgentWire
+from penstock.hosts.member import Member
+from penstock.hosts.member_watch import MemberWatch
+from penstock.hosts.network.scout_messages import ScoutFailed, SurveyHost
 from penstock.hosts.rank_host import BulkNeed, Parties, PlanNeed
 from penstock.hosts.remote_host import SILENCE_LIMIT_S
 from penstock.hosts.stream_ends import StreamInvitation
+from penstock.hosts.told_text import cleaned
 from penstock.hosts.weights.model_supply import Delivery
 from penstock.kvstore.own_store import TierNeed
-from penstock.process.child import Alive, ChildFailed, LinkExchanged, LoadProgressed, Ready, WeightsLoaded
+from penstock.process.child import (
+    Alive,
+    ChildFailed,
+    LinkExchanged,
+    LinkJudged,
+    LoadProgressed,
+    Ready,
+    StatusEvent,
+    WeightsLoaded,
+)
 from penstock.process.config import MeasureConfig, StoreConfig
 from penstock.process.control import AttachLink, Stop, UseModel
 from penstock.process.endpoints import HeldEnd, MemoryHandle, RankEndpoints, RingHandle, SocketHandle
 from penstock.trust.peer_names import PeerName
+from stand_in_hosts import LOADED, StandInMember
 
 (FAULT,) = parse("rank.load@0:1=kill")
 
@@ -52,7 +76,7 @@ def test_g1_what_a_member_says_and_how_it_ends_is_told(pair: Pair) -> None:
     member, own = pair.start()
     assert member.exit_code is None
     own.say(WeightsLoaded(bytes_read=5, seconds=0.5, identity=b"i"))
-    own.say(Ready(epoch=0, rank=None))
+    own.say(Ready(epoch=0, rank=LOADED))
     pair.serve()
     assert [type(event) for event in member.read_status()] == [WeightsLoaded, Ready]
     assert (member.has_loaded, member.is_ready) == (True, True)
@@ -562,3 +586,145 @@ def test_the_clock_of_a_host_is_known_from_its_answers_and_may_begin_anew(pair: 
     (clock,) = pair.host.clocks()
     assert clock.offset_ns == pytest.approx(30.25e9, abs=1000)
     agent.close()
+
+
+def says(pair: Pair, *messages: msgspec.Struct) -> None:
+    """The agent says something, as a worker might that is not ours."""
+    for message in messages:
+        pair.agent._wire.send(message)
+    pair.host.pump()
+
+
+def test_r15_a_rank_that_is_ready_and_does_not_say_what_it_has_loaded_loses_its_host(pair: Pair) -> None:
+    member, _ = pair.start()
+    says(pair, Said(number=1, event=Ready(epoch=0, rank=None)))
+    assert member.read_status() == []
+    assert not member.is_ready
+    (failure,) = pair.lost
+    assert isinstance(failure, ProtocolError)
+    assert "stage 1 is ready and does not say what it has loaded" in failure.message
+    assert (member.exit_code, member.end().kind) == (1, StageLostError.__name__)
+
+
+def test_a_measuring_process_is_ready_without_having_loaded_a_rank(pair: Pair) -> None:
+    config = MeasureConfig(rank=rank_config(), num_rows=[1], context=1, prefill_tokens=1, case_s=1.0)
+    member = pair.host.start_measuring(config, "the measuring of stage 1")
+    pair.serve()
+    pair.own.members[-1].say(Ready())
+    pair.serve()
+    member.read_status()
+    assert member.is_ready
+    assert pair.lost == []
+
+
+def test_r15_an_error_while_a_message_is_taken_loses_that_host_alone(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    member, _ = pair.start()
+
+    def fail(message: ToHead) -> None:
+        raise OverflowError("a number of the worker\x1b[2J")
+
+    monkeypatch.setattr(pair.host, "_take", fail)
+    says(pair, Said(number=1, event=Alive()))
+    (failure,) = pair.lost
+    assert isinstance(failure, ProtocolError)
+    assert "OverflowError" in failure.message
+    assert failure.message.isprintable()
+    assert failure.remedy
+    assert member.exit_code == 1
+    assert not pair.host.is_there
+
+
+def test_r15_an_error_while_an_event_is_handled_loses_that_host_alone(pair: Pair) -> None:
+    def handle(member: Member, event: StatusEvent) -> None:
+        raise KeyError("of the supervisor")
+
+    watch = MemberWatch(handle)
+    member, own = pair.start()
+    watch.add(member)
+    own.say(Alive())
+    pair.serve()
+    watch.hear(member)
+    assert [type(failure) for failure in pair.lost] == [ProtocolError]
+    assert member.exit_code == 1
+    watch.reap(member)
+    mine = StandInMember(pair.own, "stage 0", 0, 0)  # with a process of this host it is our own bug
+    watch.add(mine)
+    mine.say(Alive())
+    with pytest.raises(KeyError):
+        watch.hear(mine)
+    mine.leave(0)
+    watch.close()
+
+
+def test_r15_text_of_a_worker_cannot_steer_a_terminal(pair: Pair) -> None:
+    evil, shown = "\x1b[2J\nlost: all\r", "\\x1b[2J\\nlost: all\\r"
+    member, _ = pair.start()
+    error = ErrorInfo(kind="PenstockError", message=evil, remedy=evil)
+    rank = msgspec.structs.replace(LOADED, kernels=evil, numeric_class=evil)
+    says(
+        pair,
+        Started(number=1, identity=evil),
+        Said(number=1, event=Ready(rank=rank)),
+        Said(
+            number=1,
+            event=LinkJudged(
+                sender=evil, receiver=evil, is_slow=True, bytes_per_s=1.0, measured_bytes_per_s=1.0
+            ),
+        ),
+        Said(number=1, event=ChildFailed(error=error, trace="line 1\n  line 2\x1b[2J\n")),
+        Ended(number=1, exit_code=1, error=error),
+    )
+    ready, judged, failed = member.read_status()
+    assert member.identity == f"{shown} on desk"
+    assert (ready.rank.kernels, ready.rank.numeric_class) == (shown, shown)
+    assert (judged.sender, judged.receiver) == (shown, shown)
+    assert (failed.error.message, failed.error.remedy) == (shown, shown)
+    assert failed.trace == "line 1\n  line 2\\x1b[2J\n"
+    assert member.end().message == shown
+
+
+def test_r15_a_text_of_a_worker_has_a_bounded_length() -> None:
+    error = ErrorInfo(kind="PenstockError", message="x" * 100_000)
+    clean = cleaned(ChildFailed(error=error, trace="line\n" * 100_000))
+    assert len(clean.error.message) < 3000
+    assert 10 < clean.trace.count("\n") < 100
+    assert cleaned(Alive()) == Alive()
+
+
+def test_r15_answers_that_nobody_has_asked_for_are_not_kept(pair: Pair) -> None:
+    peer = PeerName(cluster="0" * 32, host="attic", role="agent")
+    failed = ErrorInfo(kind="PeerError", message="no\x07")
+    pair.serve()
+    says(pair, *(ScoutFailed(number=number, error=failed) for number in range(1, 100)))
+    assert pair.host.scout_answers == {}
+    pair.host.tell(SurveyHost(number=7, peer=peer, ways=[]))
+    says(pair, *(ScoutFailed(number=number, error=failed) for number in range(100)))
+    assert list(pair.host.scout_answers) == [7]
+    answer = pair.host.scout_answers[7]
+    assert isinstance(answer, ScoutFailed)
+    assert answer.error.message == "no\\x07"
+
+
+def test_r15_a_member_says_no_more_than_is_read(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote_host, "MOST_UNREAD", 3)
+    member, _ = pair.start()
+    says(pair, *(Said(number=1, event=Alive()) for _ in range(3)))
+    assert len(member.read_status()) == 3
+    says(pair, *(Said(number=1, event=Alive()) for _ in range(4)))
+    assert isinstance(pair.lost[0], ProtocolError)
+    assert member.exit_code == 1
+
+
+@pytest.mark.parametrize(
+    ("exit_code", "told"), [(-9, "signal 9 (SIGKILL)"), (-35, "signal 35."), (-200, "signal 200.")]
+)
+def test_r15_a_member_that_was_killed_by_any_signal_is_named_with_it(
+    pair: Pair, exit_code: int, told: str
+) -> None:
+    member, own = pair.start()
+    own.leave(exit_code)
+    pair.serve()
+    member.read_status()
+    assert told in member.end().message

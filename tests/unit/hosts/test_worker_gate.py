@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import select
 import socket
@@ -13,8 +14,9 @@ import msgspec
 import pytest
 
 from clusters import HEAD_HOST, VERSION, Cluster
+from fakes import FakeClock
 from penstock.errors import CertificateError, JoinError, PeerError, ProtocolError, WrongClusterError
-from penstock.hosts import worker_gate
+from penstock.hosts import agent_wire, worker_gate
 from penstock.hosts.agent_messages import AgentHello, AskResources, Heartbeat, ToAgent
 from penstock.hosts.agent_wire import AgentWire
 from penstock.hosts.resources import HostResources
@@ -40,7 +42,13 @@ class Gate:
             )
 
         self.fetching: queue.SimpleQueue[tuple[socket.socket, str]] = queue.SimpleQueue()
-        self.gate = WorkerGate(make_door, self.cluster.connected, lambda *given: self.fetching.put(given))
+        self.clock = FakeClock()
+        self.gate = WorkerGate(
+            make_door,
+            self.cluster.connected,
+            lambda *given: self.fetching.put(given),
+            clock=self.clock,
+        )
 
     def join(self) -> AgentWire[ToAgent]:
         """Let `desk` join, as far as its first word."""
@@ -168,4 +176,88 @@ def test_a_head_that_knows_nothing_of_weights_is_told_apart(
     with pytest.raises(ProtocolError, match="gives no weights") as caught:
         gate.fetch()
     assert caught.value.code == "no_weights"
+    wire.close()
+
+
+def test_r15_of_many_strangers_some_are_reported_and_of_the_others_the_number(gate: Gate) -> None:
+    num_strangers = worker_gate.REFUSED_AT_ONCE + 5
+    for _ in range(num_strangers):
+        with socket.create_connection(gate.address, timeout=WAIT_S) as stranger:
+            stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
+            with contextlib.suppress(ConnectionError):
+                while stranger.recv(1 << 10):
+                    pass
+    assert len(gate.gate.take_refused()) == worker_gate.REFUSED_AT_ONCE
+    assert gate.gate.take_left_out() == 0, "that is said once a second"
+    gate.gate.take()
+    gate.clock.advance(1.0)
+    gate.await_news()
+    assert gate.gate.take_left_out() == 5
+    assert gate.gate.take_refused() == []
+
+
+def test_r15_a_connection_that_cannot_be_served_does_not_end_the_gate(
+    gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wire = gate.join()
+
+    def give(connection: socket.socket, host: str) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(gate.gate, "_give_weights", give)
+    with gate.fetch() as ours:
+        ours.settimeout(WAIT_S)
+        assert ours.recv(1) == b"", "it is closed"
+    gate.await_news()
+    ((_, error),) = gate.gate.take_refused()
+    assert "the head cannot serve it: RuntimeError: can't start new thread" in error.message
+    gate.gate.take()
+    wire.send(HELLO)
+    gate.await_news()
+    (joined,) = gate.gate.take()
+    assert joined.host == "desk"
+    joined.wire.close()
+    wire.close()
+
+
+def test_r15_a_worker_whose_connection_cannot_be_served_may_come_again(
+    gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def begin(host: str, connection: socket.socket, address: str) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(gate.gate, "_begin", begin)
+    wire = gate.join()
+    gate.await_news()
+    assert len(gate.gate.take_refused()) == 1
+    gate.cluster.connected.enter("desk")  # the name is free again
+    wire.close()
+
+
+def test_r15_a_first_word_has_a_bounded_length(gate: Gate) -> None:
+    wire = gate.join()
+    wire.send(msgspec.structs.replace(HELLO, talk="t" * 100_000))
+    gate.await_news()
+    assert gate.gate.take() == []
+    ((_, error),) = gate.gate.take_refused()
+    assert f"where {agent_wire.MAX_HELLO_BYTES} are the most" in error.message
+    wire.close()
+
+
+def test_g1_bytes_that_tls_keeps_are_received_with_the_others(
+    gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wire = gate.join()
+    wire.send(HELLO)
+    gate.await_news()
+    (joined,) = gate.gate.take()
+    monkeypatch.setattr(agent_wire, "RECEIVE_BYTES", 1)
+    monkeypatch.setattr(agent_wire, "_READ_BYTES", 4)
+    joined.wire.send(AskResources())  # one record: what is left of it makes no descriptor readable
+    assert select.select([wire], [], [], WAIT_S)[0]
+    received: list[object] = wire.receive()
+    while not received and select.select([wire], [], [], 0.0)[0]:
+        received = wire.receive()  # a record of TLS itself came first
+    assert received == [AskResources()]
+    joined.wire.close()
     wire.close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import ssl
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from random import Random
 
@@ -210,6 +211,22 @@ def test_r15_garbage_of_any_kind_is_one_typed_error(made: DoorOfTests, begin: by
         made.serve_until(0, num_refused=number)
         assert is_closed(client)
     assert all(isinstance(error, PeerError) for error in made.refused)
+
+
+def test_r15_an_error_of_ours_with_one_peer_does_not_end_the_door(
+    made: DoorOfTests, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def begin(connection: socket.socket) -> HeadJoin:
+        raise ValueError("a bug")
+
+    monkeypatch.setattr(made.door, "_begin", begin)
+    client = made.connect()
+    with ThreadPoolExecutor(1) as pool:
+        shaken = pool.submit(token_client_context().wrap_socket, client)
+        made.serve_until(0, num_refused=1)
+        shaken.result(WAIT_S).close()
+    assert isinstance(made.refused[0], ProtocolError)
+    assert "ValueError" in made.refused[0].message
 
 
 def test_who_leaves_at_once_is_forgotten(made: DoorOfTests) -> None:

@@ -292,7 +292,7 @@ def event_line(event: Event) -> str:
     """Return an event as one line of text, or more for a table; empty for an event that needs no line."""
     match event:
         case LoadProgress():
-            share = 100 * event.done_bytes // max(1, event.total_bytes)
+            share = min(100, 100 * event.done_bytes // max(1, event.total_bytes))
             return f"{event.name}  {event.what} {share} % of {megabytes(event.total_bytes)}"
         case Notice() | Caution():
             return f"{'note' if isinstance(event, Notice) else 'warning'}: {event.text}"

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from penstock.hosts.agent_messages import LogLines
-from penstock.hosts.logs.line_ration import LineRation, shown_line
+from penstock.hosts.logs.line_ration import LINES_AT_ONCE, LINES_PER_S, LineRation, shown_line
 
 ShowLine = Callable[[str, str, str], None]  # name of the host, of the process ("": the worker), and the line
 _SHARE = 2.0  # of what a worker sends at most: the network may have held some of it up
@@ -27,7 +27,7 @@ class HeadLog:
     def __init__(self, host: str, show: ShowLine, clock: Callable[[], float]) -> None:
         self._host = host
         self._show = show
-        self._ration = LineRation(clock, _SHARE)
+        self._ration = LineRation(clock, _SHARE * LINES_AT_ONCE, _SHARE * LINES_PER_S)
 
     def take(self, message: LogLines) -> None:
         """Show what has come, and how many lines were left out on the way."""

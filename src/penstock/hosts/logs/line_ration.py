@@ -1,6 +1,7 @@
 """How much of what a host prints goes to the head: some lines at once, then a few a second, none too long.
 
 Both ends keep to it: a worker does not send more, and the head does not show more (`worker_log`, `head_log`).
+`hosts.worker_gate` bounds with it what it says of strangers.
 """
 
 from __future__ import annotations
@@ -18,12 +19,14 @@ class LineRation:
 
     Args:
         clock: monotonic seconds.
-        share: of the bounds above; the head allows for what a network has held up.
+        at_once, per_s: the bounds.
     """
 
-    def __init__(self, clock: Callable[[], float], share: float = 1.0) -> None:
+    def __init__(
+        self, clock: Callable[[], float], at_once: float = LINES_AT_ONCE, per_s: float = LINES_PER_S
+    ) -> None:
         self._clock = clock
-        self._most, self._per_s = LINES_AT_ONCE * share, LINES_PER_S * share
+        self._most, self._per_s = at_once, per_s
         self._left = self._most
         self._looked_at = self._said_at = clock()
         self._num_dropped = 0
@@ -53,10 +56,10 @@ class LineRation:
         return count
 
 
-def shown_line(line: str) -> str:
+def shown_line(line: str, max_chars: int = MAX_LINE_CHARS) -> str:
     """Return a line of another process as it may be shown: not too long, control characters made visible."""
-    if len(line) > MAX_LINE_CHARS:
-        line = f"{line[:MAX_LINE_CHARS]}… ({len(line) - MAX_LINE_CHARS} characters more)"
+    if len(line) > max_chars:
+        line = f"{line[:max_chars]}… ({len(line) - max_chars} characters more)"
     return "".join(
         char if char.isprintable() else " " if char == "\t" else char.encode("unicode_escape").decode("ascii")
         for char in line

@@ -19,6 +19,7 @@ from typing import Annotated
 
 import msgspec
 
+from penstock.bounds import Small, Word
 from penstock.errors import UsageError
 from penstock.hosts.network.kernel_interfaces import Interface, read_interfaces
 
@@ -51,11 +52,11 @@ class HostAddress(msgspec.Struct, frozen=True, kw_only=True):
         mtu: largest packet of the interface.
     """
 
-    address: str
-    prefix: int
+    address: Word
+    prefix: Small
     interface: Annotated[str, msgspec.Meta(min_length=1, max_length=_MAX_NAME)]
     medium: Medium
-    mtu: Annotated[int, msgspec.Meta(ge=0)]
+    mtu: Small
 
     def __post_init__(self) -> None:
         if "%" in self.address or not self.interface.isprintable():

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 import msgspec
 
+from penstock.bounds import Seconds, Small
 from penstock.hosts.network.interfaces import AddressPair, Medium
 from penstock.hosts.network.link_measuring import StreamSpeed
 
@@ -30,8 +31,8 @@ class MeasuredPair(msgspec.Struct, frozen=True, kw_only=True):
 
     pair: AddressPair
     speed: StreamSpeed
-    mtu: int = 0
-    measured_at: float = 0.0
+    mtu: Small = 0
+    measured_at: Seconds = 0.0
 
     @property
     def flipped(self) -> MeasuredPair:

@@ -30,6 +30,7 @@ from typing import Protocol
 
 import msgspec
 
+from penstock.bounds import Seconds, Speed
 from penstock.errors import LinkClosedError, ProtocolError, WaitTimeoutError
 
 MEASURING_S = 1.0
@@ -66,9 +67,9 @@ class Stream(Protocol):
 class StreamSpeed(msgspec.Struct, frozen=True, kw_only=True):
     """What was measured on a stream; `out` is away from the host that has measured."""
 
-    round_trip_s: float
-    bytes_per_s_out: float
-    bytes_per_s_in: float
+    round_trip_s: Seconds
+    bytes_per_s_out: Speed
+    bytes_per_s_in: Speed
 
     @property
     def bytes_per_s(self) -> float:

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 
 import msgspec
 
+from penstock.bounds import Port
 from penstock.errors import PenstockError, ProtocolError
 from penstock.hosts.bell import Bell
 from penstock.hosts.member import Waitable
@@ -34,7 +35,7 @@ class ListeningPlace(msgspec.Struct, frozen=True):
     """Where a host listens to be measured."""
 
     address: HostAddress
-    port: int
+    port: Port
 
 
 class MeasuringDoor:

@@ -11,9 +11,11 @@ import socket
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from itertools import islice
+from typing import Annotated
 
 import msgspec
 
+from penstock.bounds import Port, Word
 from penstock.errors import PenstockError
 from penstock.hosts.network.dialling import CONNECT_S, Dial, close_all, dial_all, reason
 from penstock.process.link_ports import PortRange, listen_in_range
@@ -27,13 +29,13 @@ class CheckedPorts(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         address: under which the other host reaches it.
-        ports: at which it listens; none if all that were looked at are in use.
+        ports: at which it listens, `MOST_PORTS` at most; none if all that were looked at are in use.
         link_ports: the whole range, as people write it.
     """
 
-    address: str
-    ports: list[int]
-    link_ports: str
+    address: Word
+    ports: Annotated[list[Port], msgspec.Meta(max_length=MOST_PORTS)]
+    link_ports: Word
 
 
 class OpenPorts:

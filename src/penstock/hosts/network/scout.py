@@ -10,10 +10,11 @@ from __future__ import annotations
 import socket
 import time
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Annotated, Protocol
 
 import msgspec
 
+from penstock.bounds import Port, Word
 from penstock.errors import LinkClosedError, PenstockError, ProtocolError
 from penstock.hosts.network.dialling import CONNECT_S, Dial, close_all, dial_all, reason
 from penstock.hosts.network.interfaces import AddressPair, HostAddress, path_mtu
@@ -27,13 +28,15 @@ from penstock.trust.peer_names import PeerName
 from penstock.trust.tls import CertifiedDialler, link_client_context, refusal
 
 MEET_S = 2.0  # for a handshake over a way that carries anything
+MOST_PLACES = 256  # at which a host listens: the most promising ones
+_MOST_FOUND = 64  # ways: far more than are tried between two hosts
 
 
 class Target(msgspec.Struct, frozen=True):
     """A place of the other host that may be dialled; of its pair `own` is at the host that dials."""
 
     pair: AddressPair
-    port: int
+    port: Port
 
 
 class WayToTry(msgspec.Struct, frozen=True, kw_only=True):
@@ -63,8 +66,8 @@ class Survey(msgspec.Struct, frozen=True, kw_only=True):
         dead: one for each way that does not.
     """
 
-    open: list[MeasuredPair]
-    dead: list[Dead]
+    open: Annotated[list[MeasuredPair], msgspec.Meta(max_length=_MOST_FOUND)]
+    dead: Annotated[list[Dead], msgspec.Meta(max_length=_MOST_FOUND)]
 
 
 class Listening(msgspec.Struct, frozen=True, kw_only=True):
@@ -74,8 +77,8 @@ class Listening(msgspec.Struct, frozen=True, kw_only=True):
         only: the address that its user has fixed for links; empty: any of them.
     """
 
-    places: list[ListeningPlace]
-    only: str = ""
+    places: Annotated[list[ListeningPlace], msgspec.Meta(max_length=MOST_PLACES)]
+    only: Word = ""
 
 
 class Scout(Protocol):
@@ -172,7 +175,8 @@ class OwnScout:
         """The addresses at which it listens: of the interface with the fixed one, that one alone."""
         addresses = self._addresses(peer)
         fixed = {one.interface for one in addresses if one.address == self._only}
-        return [one for one in addresses if one.interface not in fixed or one.address == self._only]
+        places = [one for one in addresses if one.interface not in fixed or one.address == self._only]
+        return places[:MOST_PLACES]
 
     def _try_way(
         self, peer: PeerName, way: WayToTry, ends: Sequence[socket.socket | OSError], found: Survey

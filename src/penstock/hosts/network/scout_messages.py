@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import msgspec
 
+from penstock.bounds import Small
 from penstock.errors import ErrorInfo
 from penstock.hosts.network.scout import Listening, Survey, WayToTry
 from penstock.trust.peer_names import PeerName
@@ -39,21 +40,21 @@ class RestScout(msgspec.Struct, frozen=True, tag="rest_scout"):
 class ListensForHost(msgspec.Struct, frozen=True, kw_only=True, tag="listens_for_host"):
     """The host listens."""
 
-    number: int
+    number: Small
     listening: Listening
 
 
 class Surveyed(msgspec.Struct, frozen=True, kw_only=True, tag="surveyed"):
     """The ways were measured."""
 
-    number: int
+    number: Small
     survey: Survey
 
 
 class ScoutFailed(msgspec.Struct, frozen=True, kw_only=True, tag="scout_failed"):
     """Nothing came of a question."""
 
-    number: int
+    number: Small
     error: ErrorInfo
 
 

@@ -8,13 +8,18 @@ The conversation of `trust` comes first: the visitor has a token or a certificat
     measures the ways to the head, dials its ports
     LookBack()                                        ──▶   dials the visitor's places and ports
                                                       ◀──   LookedBack(what it has found)
+                                                      ◀──   at any time: VisitRefused(why)
 """
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import msgspec
 
-from penstock.hosts.network.port_check import CheckedPorts
+from penstock.bounds import Port, Word
+from penstock.errors import ErrorInfo
+from penstock.hosts.network.port_check import MOST_PORTS, CheckedPorts
 from penstock.hosts.network.scout import Listening, Survey
 
 
@@ -44,8 +49,14 @@ class LookedBack(msgspec.Struct, frozen=True, kw_only=True, tag="looked_back"):
     """
 
     survey: Survey
-    unreached: dict[int, str]
+    unreached: Annotated[dict[Port, Word], msgspec.Meta(max_length=MOST_PORTS)]
+
+
+class VisitRefused(msgspec.Struct, frozen=True, kw_only=True, tag="visit_refused"):
+    """The head does not answer, or not any more."""
+
+    error: ErrorInfo
 
 
 ToVisited = VisitorListens | LookBack
-ToVisitor = HeadListens | LookedBack
+ToVisitor = HeadListens | LookedBack | VisitRefused

@@ -1,12 +1,14 @@
 """Answers visitors at the head: hosts that look whether they could join, before any model is loaded.
 
-Each visit has a thread of its own and at most `VISIT_S`; one is answered at a time. It disturbs nothing: the
-head listens at free link ports, dials the visitor, and forgets it.
+Each visit has a thread of its own and at most `VISIT_S`, in which it waits for its turn too: one is answered
+at a time. Of more than `MOST_VISITS` the others are refused in words. A visit disturbs nothing: the head
+listens at free link ports, dials the visitor, and forgets it.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import select
 import socket
 import threading
@@ -14,8 +16,8 @@ import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from penstock.errors import PenstockError, ProtocolError, WaitTimeoutError
-from penstock.hosts.agent_wire import AgentWire
+from penstock.errors import PeerError, ProtocolError, WaitTimeoutError, describe, error_from_info
+from penstock.hosts.agent_wire import MAX_HELLO_BYTES, AgentWire
 from penstock.hosts.network.interfaces import unmapped
 from penstock.hosts.network.path_finding import wires_between
 from penstock.hosts.network.port_check import OpenPorts, unreached_ports
@@ -26,11 +28,13 @@ from penstock.hosts.network.visit_messages import (
     LookedBack,
     ToVisited,
     VisitorListens,
+    VisitRefused,
 )
 from penstock.process.link_ports import PortRange
 from penstock.trust.peer_names import PeerName
 
 VISIT_S = 60.0
+MOST_VISITS = 4  # that are answered or wait for it
 
 Answer = TypeVar("Answer")
 
@@ -45,31 +49,102 @@ class Visits:
         self._make_scout = make_scout
         self._link_ports = link_ports
         self._turn = threading.Lock()
+        self._places = threading.Semaphore(MOST_VISITS)
 
     def receive(self, connection: socket.socket, visitor: PeerName) -> None:
-        """Answer a visitor whose identity is proved. Returns at once; the connection is closed later."""
-        threading.Thread(target=self._answer, args=(connection, visitor), name="visit", daemon=True).start()
+        """Answer a visitor whose identity is proved. Returns at once; the connection is closed later.
 
-    def _answer(self, connection: socket.socket, visitor: PeerName) -> None:
+        Raises:
+            RuntimeError: no thread can be started; the connection stays the caller's.
+        """
+        wire: AgentWire[ToVisited] = AgentWire(connection, ToVisited, MAX_HELLO_BYTES)
+        if not self._places.acquire(blocking=False):
+            wire.send(VisitRefused(error=_busy().info()))
+            wire.close()
+            return
+        try:
+            told = (connection, wire, visitor)
+            threading.Thread(target=self._answer, args=told, name="visit", daemon=True).start()
+        except RuntimeError:
+            self._places.release()
+            raise
+
+    def _answer(self, connection: socket.socket, wire: AgentWire[ToVisited], visitor: PeerName) -> None:
+        deadline = time.monotonic() + VISIT_S
         with contextlib.ExitStack() as at_end:
-            wire: AgentWire[ToVisited] = AgentWire(connection, ToVisited)
+            at_end.callback(self._places.release)
             at_end.callback(wire.close)
-            at_end.enter_context(self._turn)
-            own = unmapped(str(connection.getsockname()[0]))
-            scout = self._make_scout(own)
-            at_end.callback(scout.rest)
-            with contextlib.suppress(PenstockError, OSError):  # it has left, or no port is free
-                deadline = time.monotonic() + VISIT_S
-                theirs = next_word(wire, VisitorListens, deadline)
-                listening = scout.listen(visitor)
-                ports = OpenPorts(own, self._link_ports)
-                at_end.callback(ports.close)
-                wire.send(HeadListens(listening=listening, ports=ports.checked))
-                next_word(wire, LookBack, deadline)
-                survey = scout.survey(visitor, ways_to(listening, theirs.listening, seconds=0.0))
-                wire.send(LookedBack(survey=survey, unreached=unreached_ports(theirs.ports, own)))
-                while not wire.flush() and time.monotonic() < deadline:
-                    select.select([], [wire], [], max(0.0, deadline - time.monotonic()))
+            try:
+                self._converse(connection, wire, visitor, deadline, at_end)
+            except Exception as error:  # it has left, says nonsense, or no port is free
+                wire.send(VisitRefused(error=describe(error)))
+            self._send_rest(wire, deadline)
+
+    def _converse(
+        self,
+        connection: socket.socket,
+        wire: AgentWire[ToVisited],
+        visitor: PeerName,
+        deadline: float,
+        at_end: contextlib.ExitStack,
+    ) -> None:
+        if not self._turn.acquire(timeout=max(0.0, deadline - time.monotonic())):
+            raise _busy()
+        at_end.callback(self._turn.release)
+        own, peer = (unmapped(str(name[0])) for name in (connection.getsockname(), connection.getpeername()))
+        scout = self._make_scout(own)
+        at_end.callback(scout.rest)
+        theirs = next_word(wire, VisitorListens, deadline)
+        require_own_addresses(theirs, peer)
+        listening = scout.listen(visitor)
+        ports = OpenPorts(own, self._link_ports)
+        at_end.callback(ports.close)
+        wire.send(HeadListens(listening=listening, ports=ports.checked))
+        next_word(wire, LookBack, deadline)
+        survey = scout.survey(visitor, ways_to(listening, theirs.listening, seconds=0.0))
+        wire.send(LookedBack(survey=survey, unreached=unreached_ports(theirs.ports, own)))
+
+    def _send_rest(self, wire: AgentWire[ToVisited], deadline: float) -> None:
+        """Wait until the visitor has taken what was sent, or has left."""
+        while not wire.flush() and wire.failure is None and (left_s := deadline - time.monotonic()) > 0:
+            select.select([], [wire], [], left_s)
+
+
+def require_own_addresses(visitor: VisitorListens, peer: str) -> None:
+    """Refuse a visitor that names addresses which are not its own: nobody may have the head dial others.
+
+    A host may have several interfaces, or fix another address than the one from which it comes (`--address`).
+    Whether these are its own cannot be seen from here. So of ports only those of one address count, and the
+    visitor must listen there to be measured too; of the places to be measured only a few are dialled
+    (`path_finding.wires_between`). Addresses of loopback are never those of another machine.
+
+    Args:
+        peer: the address from which it comes, as IPv4 where it is one.
+
+    Raises:
+        ProtocolError: it does.
+    """
+    listens = {place.address.address for place in visitor.listening.places}
+    checked = visitor.ports.address.partition("%")[0]
+    if visitor.ports.ports and checked != peer.partition("%")[0] and checked not in listens:
+        raise ProtocolError("the visitor names ports of an address at which it does not listen.")
+    if not _is_loopback(peer) and any(_is_loopback(address) for address in (*listens, checked)):
+        raise ProtocolError("the visitor names addresses of loopback, and comes from another machine.")
+
+
+def _is_loopback(address: str) -> bool:
+    try:
+        return ipaddress.ip_address(address).is_loopback
+    except ValueError:
+        return False
+
+
+def _busy() -> PeerError:
+    return PeerError(
+        f"the head has {MOST_VISITS} other visitors to answer.",
+        remedy="Run the same command again in a minute.",
+        code="too_many_visitors",
+    )
 
 
 def ways_to(own: Listening, other: Listening, seconds: float) -> list[WayToTry]:
@@ -93,7 +168,7 @@ def next_word(wire: AgentWire[Any], expected: type[Answer], deadline: float) -> 
         deadline: by `time.monotonic`.
 
     Raises:
-        PenstockError: the other side has left, is late, or says something else.
+        PenstockError: the other side has left, is late, refuses the visit or says something else.
     """
     while not (messages := wire.receive()):
         if wire.failure is not None:
@@ -102,6 +177,8 @@ def next_word(wire: AgentWire[Any], expected: type[Answer], deadline: float) -> 
         if left_s <= 0:
             raise WaitTimeoutError("the other host has not answered in time.")
         select.select([wire], [], [], left_s)
+    if isinstance(messages[0], VisitRefused):
+        raise error_from_info(messages[0].error)
     if not isinstance(messages[0], expected):
         raise ProtocolError(f"the other host has said {type(messages[0]).__name__}.")
     return messages[0]

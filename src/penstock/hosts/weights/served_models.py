@@ -32,6 +32,11 @@ class ServedModel:
         self._directory = directory
         self._checkpoint = Checkpoint(directory)
 
+    @property
+    def num_tensors(self) -> int:
+        """Return how many tensors the model has."""
+        return len(self._checkpoint.names)
+
     def description(self) -> Description:
         """Return what the model is made of."""
         entries = [self._checkpoint.entry(name) for name in sorted(self._checkpoint.names)]

@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 from typing import NamedTuple, Protocol, TypeVar
 
 import xxhash
 
 from penstock.errors import LinkClosedError, PeerError, WaitTimeoutError
 from penstock.hosts.weights.weight_wire import (
+    MOST_NAMES,
+    NAMES_BYTES,
     PIECE_BYTES,
     AskDigests,
     AskModel,
@@ -27,6 +30,7 @@ from penstock.trust.cancellation import Cancellation
 from penstock.trust.join_messages import NOT_JOINED
 
 MAX_TEARS = 4
+_NAME_HEAD_BYTES = 5  # of a string in msgpack, at most
 FIRST_PAUSE_S = 0.25  # before a connection is made anew; the next ones are longer
 
 Connect = Callable[[Cancellation], socket.socket]  # authenticated, to the head; raises PeerError
@@ -79,8 +83,12 @@ class WeightClient:
         """Return the digests of tensors as the head has them; raises `PenstockError`."""
 
         def receive(wire: WeightWire) -> list[bytes]:
-            wire.ask(AskDigests(model=model, tensors=list(tensors)), Sending)
-            return [wire.receive_digest() for _ in tensors]
+            digests: list[bytes] = []
+            while left := tensors[len(digests) :]:
+                names = left[: _num_at_once(left)]
+                wire.ask(AskDigests(model=model, tensors=list(names)), Sending)
+                digests += [wire.receive_digest() for _ in names]
+            return digests
 
         return self._tried(receive) if tensors else []
 
@@ -95,14 +103,15 @@ class WeightClient:
 
         def receive(wire: WeightWire) -> None:
             nonlocal num_done
-            left = parts[num_done:]
-            files, tensors = ([part.name for part in left if part.is_file is kind] for kind in (True, False))
-            wire.ask(AskParts(model=model, files=files, tensors=tensors), Sending)
-            for part in left:
-                sink.begin(num_done)
-                sink.end(self._receive_part(wire, part, sink))
-                num_done += 1
-                self._num_tears = 0
+            while left := parts[num_done:]:
+                now = left[: _num_at_once([part.name for part in left])]
+                files, tensors = ([one.name for one in now if one.is_file is kind] for kind in (True, False))
+                wire.ask(AskParts(model=model, files=files, tensors=tensors), Sending)
+                for part in now:
+                    sink.begin(num_done)
+                    sink.end(self._receive_part(wire, part, sink))
+                    num_done += 1
+                    self._num_tears = 0
 
         if parts:
             self._tried(receive)
@@ -154,6 +163,12 @@ class WeightClient:
             self._wires.append(WeightWire(connection))
             self._cancellation.add(connection)
         return self._wires[0]
+
+
+def _num_at_once(names: Sequence[str]) -> int:
+    """Return how many of these names go into one request; one at least."""
+    num_bytes = accumulate(len(name.encode()) + _NAME_HEAD_BYTES for name in names[:MOST_NAMES])
+    return max(1, sum(size <= NAMES_BYTES for size in num_bytes))
 
 
 def _is_torn(error: PeerError) -> bool:

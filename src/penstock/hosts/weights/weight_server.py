@@ -15,8 +15,8 @@ from typing import NamedTuple
 
 import xxhash
 
-from penstock.errors import PeerError, PenstockError, describe
-from penstock.hosts.weights.served_models import ServedModel, ServedModels
+from penstock.errors import PeerError, PenstockError, ProtocolError, describe
+from penstock.hosts.weights.served_models import SMALL_FILES, ServedModel, ServedModels
 from penstock.hosts.weights.tensor_digests import file_state, opened, read_pieces
 from penstock.hosts.weights.weight_wire import (
     HEAD_BYTES,
@@ -59,7 +59,11 @@ class WeightServer:
         self._mutex = threading.Lock()
 
     def serve(self, connection: socket.socket, host: str) -> None:
-        """Serve a connection of a worker until the worker closes it. Does not wait for anything."""
+        """Serve a connection of a worker until the worker closes it. Does not wait for anything.
+
+        Raises:
+            RuntimeError: no thread can be started; the connection stays the caller's.
+        """
         wire = WeightWire(connection, self._stall_s)
         thread = threading.Thread(
             target=self._run, args=(wire, host), name=f"weights for {host}", daemon=True
@@ -70,7 +74,11 @@ class WeightServer:
                 wire.close()
                 return
             self._served[wire] = _Served(host, thread)
-            thread.start()
+            try:
+                thread.start()
+            except RuntimeError:  # no memory, or too many threads
+                del self._served[wire]
+                raise
 
     def hosts(self) -> set[str]:
         """Return the hosts that have a connection."""
@@ -170,7 +178,11 @@ class _Conversation:
 
 def _checked(model: ServedModel, asked: AskDigests | AskParts) -> Iterator[TensorEntry]:
     """Yield the tensors that are asked for; raise where there is none of a name, before anything is sent."""
+    if len(asked.tensors) > model.num_tensors:
+        raise ProtocolError(f"a worker has asked for more than the {model.num_tensors} tensors of the model.")
     if isinstance(asked, AskParts):
+        if len(asked.files) > len(SMALL_FILES):
+            raise ProtocolError(f"a worker has asked for more than {len(SMALL_FILES)} files beside weights.")
         for name in asked.files:
             model.small_file(name)
     for name in asked.tensors:

@@ -1,6 +1,7 @@
 """What a worker that fetches weights and the head say to each other, and how it is framed.
 
-A worker asks for a model by its identity and for tensors by their names. No path is said in either direction.
+A worker asks for a model by its identity and for tensors by their names, so many at a time that a request
+stays small. No path is said in either direction.
 
     worker                                       head
     AskModel(identity)                   ──▶     Description: names and shapes of all tensors, small files
@@ -16,7 +17,7 @@ from __future__ import annotations
 
 import socket
 import struct
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 
@@ -33,7 +34,9 @@ from penstock.trust.tls import refusal
 
 PIECE_BYTES = 1 << 20
 DIGEST_BYTES = 16  # xxh3-128, as `weights.read_digests` has it
-MAX_ASKED_BYTES = 32 << 20  # names of a hundred thousand tensors
+MAX_ASKED_BYTES = 4 << 20
+MOST_NAMES = 4096  # in one request: more are asked for in several
+NAMES_BYTES = 1 << 20  # of them
 MAX_TOLD_BYTES = 64 << 20
 STALL_S = 60.0  # in which a piece goes over the slowest network
 REFUSED = 0xFFFFFFFF
@@ -43,6 +46,7 @@ _LENGTH = struct.Struct(">I")
 HEAD_BYTES = _LENGTH.size
 
 Message = TypeVar("Message")
+Names = Annotated[list[str], msgspec.Meta(max_length=MOST_NAMES)]
 
 
 class TensorShape(msgspec.Struct, frozen=True, array_like=True):
@@ -71,15 +75,15 @@ class AskDigests(msgspec.Struct, frozen=True, kw_only=True, tag="digests"):
     """Send the digests of these tensors, in this order."""
 
     model: bytes
-    tensors: list[str]
+    tensors: Names
 
 
 class AskParts(msgspec.Struct, frozen=True, kw_only=True, tag="parts"):
     """Send these small files, and then these tensors, in this order."""
 
     model: bytes
-    files: list[str] = []
-    tensors: list[str] = []
+    files: Names = []
+    tensors: Names = []
 
 
 class Description(msgspec.Struct, frozen=True, kw_only=True, tag="description"):

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from clusters import HEAD_HOST, VERSION, Cluster
@@ -13,6 +16,7 @@ from penstock.errors import (
     JoinTokenError,
     LinkClosedError,
     OtherVersionError,
+    PeerError,
     PenstockError,
     ProtocolError,
     WaitTimeoutError,
@@ -20,17 +24,21 @@ from penstock.errors import (
 from penstock.hosts.agent_messages import Heartbeat, ToHead
 from penstock.hosts.agent_wire import AgentWire
 from penstock.hosts.network import port_check, visiting
-from penstock.hosts.network.interfaces import addresses_beside
-from penstock.hosts.network.scout import OwnScout
+from penstock.hosts.network import visits as visits_module
+from penstock.hosts.network.interfaces import HostAddress, Medium, addresses_beside
+from penstock.hosts.network.measuring_door import ListeningPlace
+from penstock.hosts.network.port_check import CheckedPorts
+from penstock.hosts.network.scout import Listening, OwnScout
+from penstock.hosts.network.visit_messages import HeadListens, ToVisited, ToVisitor, VisitorListens
 from penstock.hosts.network.visiting import VisitSettings, visit_head
-from penstock.hosts.network.visits import Visits, next_word
+from penstock.hosts.network.visits import MOST_VISITS, Visits, next_word, require_own_addresses
 from penstock.hosts.worker_gate import WorkerGate
 from penstock.process.link_ports import PortRange
 from penstock.trust.door import Door
 from penstock.trust.head_join import HeadJoin
 from penstock.trust.join_token import JoinToken
 from penstock.trust.joining import join_with_token
-from penstock.trust.peer_names import HEAD_ROLE
+from penstock.trust.peer_names import HEAD_ROLE, PeerName
 from penstock.trust.worker_door import worker_door
 from real_servers import free_ports
 
@@ -144,3 +152,126 @@ def test_g1_the_other_side_of_a_visit_is_waited_for_and_checked() -> None:
     with pytest.raises(LinkClosedError):
         next_word(wire, Heartbeat, 1e12)
     wire.close()
+
+
+class SilentScout:
+    """A scout that is asked for nothing."""
+
+    def rest(self) -> None: ...
+
+
+def visitor(head_end: socket.socket, visits: Visits) -> None:
+    visits.receive(head_end, PeerName(cluster="0" * 32, host="desk", role="visitor"))
+
+
+def listens(address: str = "127.0.0.1", checked: str = "127.0.0.1", num_ports: int = 1) -> VisitorListens:
+    place = HostAddress(address=address, prefix=8, interface="eth0", medium=Medium.WIRED, mtu=1500)
+    return VisitorListens(
+        listening=Listening(places=[ListeningPlace(place, 7701)]),
+        ports=CheckedPorts(address=checked, ports=[7701] * num_ports, link_ports="7701"),
+    )
+
+
+def connected_pair() -> tuple[socket.socket, socket.socket]:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        ours = socket.create_connection(listener.getsockname())
+        return ours, listener.accept()[0]
+
+
+def test_r15_more_visits_than_there_are_places_are_refused_in_words(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    visits = Visits(lambda address: SilentScout(), PortRange(0, 0))  # type: ignore[arg-type, return-value]
+    wires: list[AgentWire[ToVisitor]] = []
+    for _ in range(MOST_VISITS + 1):
+        ours, theirs = connected_pair()
+        visitor(theirs, visits)
+        wires.append(AgentWire(ours, ToVisitor))
+    with pytest.raises(PeerError, match=f"{MOST_VISITS} other visitors") as caught:
+        next_word(wires[-1], HeadListens, 1e12)
+    assert caught.value.code == "too_many_visitors"
+    assert caught.value.remedy
+    for wire in wires:
+        wire.close()
+    for _ in range(MOST_VISITS):  # all places are free again
+        assert visits._places.acquire(timeout=30.0)
+
+
+def test_r15_a_visit_that_does_not_get_its_turn_in_time_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(visits_module, "VISIT_S", 0.0)
+    visits = Visits(lambda address: SilentScout(), PortRange(0, 0))  # type: ignore[arg-type, return-value]
+    with visits._turn:
+        ours, theirs = connected_pair()
+        visitor(theirs, visits)
+        wire: AgentWire[ToVisitor] = AgentWire(ours, ToVisitor)
+        with pytest.raises(PeerError, match="other visitors"):
+            next_word(wire, HeadListens, 1e12)
+    wire.close()
+
+
+def test_r15_a_visitor_that_says_nonsense_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    visits = Visits(lambda address: SilentScout(), PortRange(0, 0))  # type: ignore[arg-type, return-value]
+    ours, theirs = connected_pair()
+    visitor(theirs, visits)
+    wire: AgentWire[ToVisitor] = AgentWire(ours, ToVisitor)
+    wire.send(listens(checked="10.9.8.7"))
+    with pytest.raises(ProtocolError, match="at which it does not listen"):
+        next_word(wire, HeadListens, 1e12)
+    wire.close()
+
+
+def test_r15_without_a_thread_for_it_a_visit_takes_no_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    visits = Visits(lambda address: SilentScout(), PortRange(0, 0))  # type: ignore[arg-type, return-value]
+    ours, theirs = connected_pair()
+    for _ in range(MOST_VISITS + 1):
+        with pytest.raises(RuntimeError):
+            visitor(theirs, visits)
+    ours.close()
+    theirs.close()
+
+
+@pytest.mark.parametrize(
+    ("said", "peer", "is_let_in"),
+    [
+        (listens("10.0.0.2", "10.0.0.2"), "10.0.0.2", True),
+        (listens("10.0.0.2", "10.0.0.2"), "192.0.2.1", True),  # behind a router that translates addresses
+        (listens("10.0.0.2", "10.1.0.2"), "10.1.0.2", True),  # all ports of that interface are taken
+        (listens("fe80::2", "fe80::2%eth0"), "fe80::2%eth1", True),
+        (listens("10.0.0.2", "10.0.0.9", num_ports=0), "10.0.0.2", True),
+        (listens("127.0.0.1", "127.0.0.1"), "127.0.0.1", True),
+        (listens("10.0.0.2", "10.0.0.9"), "10.0.0.2", False),
+        (listens("127.0.0.1", "10.0.0.2"), "10.0.0.2", False),
+        (listens("10.0.0.2", "::1", num_ports=0), "10.0.0.2", False),
+        (listens("10.0.0.2", "nonsense:"), "10.0.0.2", False),
+    ],
+)
+def test_r15_a_visitor_names_its_own_addresses_alone(
+    said: VisitorListens, peer: str, is_let_in: bool
+) -> None:
+    with contextlib.nullcontext() if is_let_in else pytest.raises(ProtocolError, match="the visitor"):
+        require_own_addresses(said, peer)
+
+
+def test_r15_a_visitor_names_few_ports() -> None:
+    for said in (listens(num_ports=port_check.MOST_PORTS + 1), listens(checked="1" * 1000)):
+        with pytest.raises(msgspec.ValidationError):
+            msgspec.json.decode(msgspec.json.encode(said), type=ToVisited)
+
+
+def test_r15_a_visitor_that_has_left_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Gone:
+        failure = LinkClosedError("it has left.")
+
+        def flush(self) -> bool:
+            return False
+
+    def wait(*sources: object) -> None:
+        raise AssertionError("nobody will take what is left")
+
+    monkeypatch.setattr(visits_module.select, "select", wait)
+    visits = Visits(lambda address: SilentScout(), PortRange(0, 0))  # type: ignore[arg-type, return-value]
+    visits._send_rest(Gone(), 1e12)  # type: ignore[arg-type]

@@ -7,6 +7,7 @@ import os
 import random
 import socket
 import struct
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -29,7 +30,9 @@ from penstock.hosts.weights import weight_client, weight_server
 from penstock.hosts.weights.weight_client import Part, WeightClient
 from penstock.hosts.weights.weight_wire import (
     HEAD_BYTES,
+    MAX_ASKED_BYTES,
     MAX_TOLD_BYTES,
+    MOST_NAMES,
     PIECE_BYTES,
     AskDigests,
     AskModel,
@@ -304,3 +307,74 @@ def test_g1_the_digests_of_tensors_are_remembered_over_starts_until_the_file_cha
     assert len(reads) == len(names)
     client.close()
     again.close()
+
+
+def test_r15_a_request_is_small_and_names_no_more_tensors_than_there_are(head: WeightHead) -> None:
+    client = WeightClient(head.connect, Cancellation())
+    names = [tensor.name for tensor in client.describe(head.identity).tensors]
+    for asked in (
+        AskDigests(model=head.identity, tensors=[*names, names[0]]),
+        AskParts(model=head.identity, files=["config.json"] * 4),
+    ):
+        with pytest.raises(ProtocolError, match="more than"):
+            client._tried(lambda wire, asked=asked: wire.ask(asked, Sending))
+    for asked in (
+        AskDigests(model=head.identity, tensors=[""] * (MOST_NAMES + 1)),
+        AskParts(model=head.identity, tensors=["x" * (MAX_ASKED_BYTES + 1)]),
+    ):
+        with pytest.raises(PeerError):
+            client._tried(lambda wire, asked=asked: wire.ask(asked, Sending))
+    client.close()
+    assert MAX_ASKED_BYTES <= 4 << 20
+
+
+@pytest.mark.parametrize(("most_names", "names_bytes"), [(3, 1 << 20), (1000, 60)])
+def test_r15_what_is_more_than_a_request_takes_comes_with_several(
+    head: WeightHead, monkeypatch: pytest.MonkeyPatch, most_names: int, names_bytes: int
+) -> None:
+    class Noted:
+        def __init__(self) -> None:
+            self.begun: list[int] = []
+            self.digests: list[bytes] = []
+
+        def begin(self, number: int) -> None:
+            self.begun.append(number)
+
+        def write(self, memory: memoryview) -> None: ...
+
+        def end(self, digest: bytes) -> None:
+            self.digests.append(digest)
+
+    client = WeightClient(head.connect, Cancellation())
+    made = client.describe(head.identity)
+    names = [tensor.name for tensor in made.tensors]
+    at_once = client.digests(head.identity, names)
+    monkeypatch.setattr(weight_client, "MOST_NAMES", most_names)
+    monkeypatch.setattr(weight_client, "NAMES_BYTES", names_bytes)
+    assert client.digests(head.identity, names) == at_once
+    entries = [head.served.open(head.identity).tensor(name) for name in names]
+    files = [Part(file.name, file.num_bytes, is_file=True) for file in made.files]
+    sink = Noted()
+    client.fetch(
+        head.identity, [*files, *(Part(entry.name, entry.end - entry.begin) for entry in entries)], sink
+    )
+    assert sink.begun == list(range(len(files) + len(names)))
+    assert sink.digests == [file.digest for file in made.files] + at_once
+    client.close()
+
+
+def test_r15_without_a_thread_for_it_a_connection_is_not_counted(
+    head: WeightHead, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def start(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", start)
+        for _ in range(weight_server.MAX_CONNECTIONS):
+            ours, theirs = socket.socketpair()
+            with ours, theirs, pytest.raises(RuntimeError):
+                head._server.serve(theirs, "desk")
+    client = WeightClient(head.connect, Cancellation())
+    assert client.describe(head.identity).tensors
+    client.close()

@@ -1,0 +1,19 @@
+"""Bounds on the numbers that another process or host sends: decoding refuses what is beyond them.
+
+JSON has integers of any number of digits. Without a bound such a number is found where it is first divided,
+shown or sent on. Every bound here is far above anything that occurs. Used by the types of messages.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+
+Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 53)]  # bytes too; a float holds each of these exactly
+Small = Annotated[int, msgspec.Meta(ge=0, le=(1 << 31) - 1)]  # numbers of members, stages and epochs
+Port = Annotated[int, msgspec.Meta(ge=0, le=(1 << 16) - 1)]
+Nanoseconds = Annotated[int, msgspec.Meta(ge=0, le=1 << 62)]  # of a monotonic clock: 146 years
+Seconds = Annotated[float, msgspec.Meta(ge=0.0, le=1e11)]  # as long as they count from 1970
+Speed = Annotated[float, msgspec.Meta(ge=0.0, le=1e18)]  # bytes a second
+Word = Annotated[str, msgspec.Meta(max_length=256)]  # a name, a kind or an address
