@@ -175,6 +175,10 @@ class RemoteMember(Member):
             self._exit_code = exit_code
             self.failure = self.failure or error
 
+    def lose(self, why: str) -> None:
+        """Take it for ended, as nothing more will be heard of it."""
+        self.note_end(1, StageLostError(why, stage=self.stage).info())
+
     def _receive(self) -> list[StatusEvent]:
         self._host.pump()
         events = list(self._said)
@@ -233,6 +237,10 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True):
     issue: Callable[[PeerName], Credentials]
     identify: Callable[[str], bytes]
 
+    def name_of(self, host: str, role: str, epoch: int) -> PeerName:
+        """Return the name of a process of a host, in this run of the head."""
+        return PeerName(cluster=self.name, host=host, role=role, run=self.run, epoch=epoch)
+
 
 class RemoteHost:
     """A machine elsewhere. Implements `RankHost`.
@@ -267,12 +275,10 @@ class RemoteHost:
         self._clock = clock
         self.numbers = itertools.count(1)
         self._members: dict[int, RemoteMember] = {}
-        self._awaited = 0  # the end whose place is asked for
-        self._answers: list[Accepted | EndFailed] = []
+        self._awaited, self._answers = 0, list[Accepted | EndFailed]()  # the end whose place is asked for
         self._scout_asked = 0  # the question about ways that was asked last
         self.scout_answers: dict[int, FromScout] = {}
-        self._clock_estimate = ClockEstimate()  # it notices when the host has begun anew, with another clock
-        self.bell = Bell()
+        self._clock_estimate, self.bell = ClockEstimate(), Bell()  # a clock that begins anew is noticed
         self._begin(wire, hello)
 
     def attach(self, wire: AgentWire[ToHead], hello: AgentHello) -> bool:
@@ -299,8 +305,7 @@ class RemoteHost:
         """Begin a talk."""
         self._wire: LastingWire[ToHead] = LastingWire(wire, hello.talk)
         self._allowed: set[PeerName] = set()
-        self._spare_bytes = 0
-        self._is_lost = False
+        self._spare_bytes, self._is_lost = 0, False
         self._note_hello(hello)
         self._wire.begin()
 
@@ -353,11 +358,10 @@ class RemoteHost:
 
     def clocks(self) -> Sequence[HostClock]:
         """See `RankHost.clocks`. The agent is asked each second (`tend`)."""
-        best = self._clock_estimate.best()
+        best, now_ns = self._clock_estimate.best(), self._now_ns()
         if best is None:
             return []
-        error_ns = best.error_at_ns(self._now_ns())
-        return [HostClock(host=self.name, offset_ns=best.offset_ns, error_ns=error_ns)]
+        return [HostClock(host=self.name, offset_ns=best.offset_ns, error_ns=best.error_at_ns(now_ns))]
 
     def resources(self) -> HostResources:
         """As of the agent's last word: it is asked each second (`tend`), and now."""
@@ -411,10 +415,11 @@ class RemoteHost:
 
     def tell(self, message: msgspec.Struct) -> None:
         """Send a message to the agent, once it is back; nobody hears it if the host is lost."""
-        if not self._is_lost:
-            if isinstance(message, ListenForHost | SurveyHost):
-                self._scout_asked = message.number
-            self._wire.send(message)
+        if self._is_lost:
+            return
+        if isinstance(message, ListenForHost | SurveyHost):
+            self._scout_asked = message.number
+        self._wire.send(message)
 
     def pump(self) -> None:
         """Take what has come from the agent, without waiting."""
@@ -458,20 +463,14 @@ class RemoteHost:
     def _made(self, kind: type[RemoteMember], name: str, stage: int | None, index: int) -> RemoteMember:
         if self._wire.failure is not None:
             raise OSError(f"the host {self.name} is lost")
-        number = next(self.numbers)
-        member = self._members[number] = kind(self, number, name, stage, index)
+        member = kind(self, next(self.numbers), name, stage, index)
+        self._members[member.number] = member
         return member
 
     def _begin_end(self, parties: Parties) -> int:
         """A number for a new end, whose process has what links are proved by."""
         if parties.peer_host != self.name:
-            name = PeerName(
-                cluster=self._cluster.name,
-                host=self.name,
-                role=parties.own,
-                run=self._cluster.run,
-                epoch=parties.epoch,
-            )
+            name = self._cluster.name_of(self.name, parties.own, parties.epoch)
             if name not in self._allowed:
                 self._allowed = {each for each in self._allowed if each.epoch >= name.epoch} | {name}
                 self.tell(AllowEpoch(name=name, credentials=self._cluster.issue(name)))
@@ -486,18 +485,9 @@ class RemoteHost:
         self._awaited = number
         self._answers.clear()
         if not self.pump_until(lambda: bool(self._answers), ANSWER_S):
-            if self._wire.failure is not None:
-                why = self._wire.failure
-                what = f"the host {self.name} cannot be reached: {why.message}"
-                raise LinkClosedError(what, remedy=why.remedy)
-            self._is_doubtful = True
-            raise WaitTimeoutError(f"the host {self.name} has not answered for {ANSWER_S:g} s.")
-        answer = self._answers.pop()
-        if isinstance(answer, EndFailed):
-            raise error_from_info(answer.error)
-        if answer.invitation is None:
-            raise ProtocolError(f"the host {self.name} does not say where it listens.")
-        return answer.invitation
+            self._is_doubtful |= self._wire.failure is None
+            raise _no_answer(self.name, self._wire.failure)
+        return _invitation_in(self._answers.pop(), self.name)
 
     def _now_ns(self) -> int:
         return round(self._clock() * 1e9)
@@ -549,9 +539,24 @@ class RemoteHost:
         self._on_lost(failure)
         for member in self._members.values():
             if member.exit_code is None:
-                lost = StageLostError(f"the host {self.name} is lost: {failure.message}", stage=member.stage)
-                member.note_end(1, lost.info())
+                member.lose(f"the host {self.name} is lost: {failure.message}")
                 self.bell.ring()
+
+
+def _no_answer(host: str, failure: PeerError | None) -> PeerError:
+    """Return why a host does not answer: its connection has failed, or it is silent."""
+    if failure is None:
+        return WaitTimeoutError(f"the host {host} has not answered for {ANSWER_S:g} s.")
+    return LinkClosedError(f"the host {host} cannot be reached: {failure.message}", remedy=failure.remedy)
+
+
+def _invitation_in(answer: Accepted | EndFailed, host: str) -> StreamInvitation:
+    """Return where a new end can be dialled; raises what has kept the agent from making it."""
+    if isinstance(answer, EndFailed):
+        raise error_from_info(answer.error)
+    if answer.invitation is None:
+        raise ProtocolError(f"the host {host} does not say where it listens.")
+    return answer.invitation
 
 
 def _of_nonsense(error: Exception) -> ProtocolError:
