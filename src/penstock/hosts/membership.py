@@ -77,6 +77,8 @@ class Membership:
             return self._rejoin(cancellation)
         except (CertificateError, WrongClusterError) as error:
             return self._join_with(self._other_token(error, cancellation), cancellation)
+        except UsageError as error:  # of this host or of the head, such as a full disk: it may pass
+            raise JoinError(error.message, remedy=error.remedy) from error
 
     def _rejoin(self, cancellation: Cancellation) -> JoinedHead:
         head = rejoin(

@@ -238,11 +238,17 @@ class AdmissionBook:
 
     @contextlib.contextmanager
     def _changed(self) -> Iterator[_Book]:
-        """Read the book, and write it back when the block has changed it."""
+        """Read the book, and write it back when the block has changed it.
+
+        A book that stays as it is needs no room: on a full disk hosts come back with their certificates.
+        """
         with self._mutex, locked(self._lock_path):
             book = self._read()
+            before = msgspec.json.encode(book)
             yield book
-            replace_private(self._path, msgspec.json.format(msgspec.json.encode(book), indent=1))
+            after = msgspec.json.encode(book)
+            if after != before or not self._path.exists():
+                replace_private(self._path, msgspec.json.format(after, indent=1))
 
     def _read(self) -> _Book:
         try:

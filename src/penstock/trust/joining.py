@@ -12,7 +12,7 @@ import contextlib
 import socket
 import ssl
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from penstock.errors import (
@@ -145,7 +145,8 @@ def rejoin(
     """
     claim = CertificateClaim(credentials, version, wall_clock())
     context = link_client_context(credentials)
-    with _joined(address, context, claim, _keeping(path), timeout_s, clock, wall_clock, hold) as head:
+    keep = _keeping(path, kept=[credentials])
+    with _joined(address, context, claim, keep, timeout_s, clock, wall_clock, hold) as head:
         head.connection.settimeout(None)
     return head
 
@@ -196,8 +197,10 @@ def connect_for_weights(
     return connection
 
 
-def _keeping(path: Path) -> Callable[[Credentials], None]:
-    return lambda credentials: credentials.save(path)
+def _keeping(path: Path, kept: Sequence[Credentials] = ()) -> Callable[[Credentials], None]:
+    """Return what saves credentials in a file. Those that it holds already are left there: a full disk does
+    not keep a host away."""
+    return lambda credentials: None if credentials in kept else credentials.save(path)
 
 
 def _keep_nothing(credentials: Credentials) -> None:

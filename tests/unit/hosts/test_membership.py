@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import socket
 import threading
 from collections.abc import Iterator
@@ -19,8 +21,10 @@ from penstock.errors import (
     LinkClosedError,
     OtherVersionError,
     PeerError,
+    UsageError,
     WrongClusterError,
 )
+from penstock.hosts import membership
 from penstock.hosts.membership import Membership
 from penstock.trust.cancellation import Cancellation
 from penstock.trust.certificates import HOST_LIFE_S, new_key, signing_request
@@ -208,3 +212,28 @@ def test_r15_a_worker_with_a_certificate_ends_only_where_a_user_must_act(
 def test_g1_a_host_that_has_never_joined_ends_with_the_first_error(tmp_path: Path) -> None:
     membership = Desk(tmp_path).membership(("127.0.0.1", 1), Prompt())
     assert membership.is_final(LinkClosedError("away"))
+
+
+def test_r16_a_worker_comes_back_though_neither_disk_has_room(
+    desk: Desk, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_room(_: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", no_room)  # what is written privately is written so
+    with served(cluster, own_version()) as door:
+        desk.join(door.address, Prompt())
+        door.await_news(lambda: door.entered == ["desk"])
+
+
+def test_r16_what_a_host_cannot_write_when_it_comes_back_may_pass(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise UsageError("the disk is full.", remedy="Make room.")
+
+    monkeypatch.setattr(membership, "rejoin", refuse)
+    own = desk.membership(("127.0.0.1", 1), Prompt())
+    with pytest.raises(JoinError, match="the disk is full") as raised:
+        own.join(Cancellation())
+    assert not own.is_final(raised.value)

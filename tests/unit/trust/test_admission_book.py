@@ -225,3 +225,14 @@ def test_a_damaged_book_is_refused_and_not_begun_anew(books: Books) -> None:
         with pytest.raises(UsageError, match="damaged"):
             read()
     assert path.read_bytes() == b"{"
+
+
+def test_r16_a_book_that_stays_as_it_is_is_not_written(books: Books) -> None:
+    books.book.allow(books.token, 1)
+    joined(books.book, books.token, "desk", 7)
+    path = books.directory / "admission.json"
+    written = path.stat().st_ino
+    books.book.renew("desk", 7, 7)
+    assert path.stat().st_ino == written
+    books.book.renew("desk", 7, 8)
+    assert path.stat().st_ino != written
