@@ -143,7 +143,7 @@ def alive_seconds() -> float:
 
 def look_seconds(children: int) -> float:
     """Of looking at one child."""
-    heartbeats = Heartbeats(limit_s=5.0)
+    heartbeats: Heartbeats[int] = Heartbeats(limit_s=5.0)
     heard_at = dict.fromkeys(range(children), time.monotonic())
     return seconds(lambda: heartbeats.silent(heard_at, time.monotonic())) / children
 

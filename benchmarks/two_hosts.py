@@ -242,14 +242,14 @@ def stream(bed: Bed) -> Found:
         stages = [StageAlone(rank, core, context) for rank, core in zip(ranks, bed.cores, strict=True)]
         for stage in stages:
             stack.callback(stage.close)
-        wire = {"width": plan.spec.hidden_size, "trips": sizes.trips, "think_s": sizes.think_s}
+        trips_of = partial(ping_pong, width=plan.spec.hidden_size, trips=sizes.trips, think_s=sizes.think_s)
         rests_s = stages_step_s(stages, sizes.alone_steps, [0.0, 0.0])[::-1]  # as the other one computes
         median_gap_s(server.client, sizes.num_input, sizes.num_output, seed=0)
         before = stages_step_s(stages, sizes.alone_steps, rests_s)
         for number in range(sizes.rounds):
             token_s = median_gap_s(server.client, sizes.num_input, sizes.num_output, seed=1 + number)
             after = stages_step_s(stages, sizes.alone_steps, rests_s)
-            hops_s = statistics.median(ping_pong(hosts, bed.cores, bed.scratch, **wire))
+            hops_s = statistics.median(trips_of(hosts, bed.cores, bed.scratch))
             stage_s = [statistics.mean(times) for times in zip(before, after, strict=True)]
             ratios.append(token_s / (sum(stage_s) + hops_s))
             control.append(sum(before) / sum(after))

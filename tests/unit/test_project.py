@@ -171,6 +171,7 @@ KNOW_THIS_MACHINE = {
     "llm/supervisor_process.py",  # such a program
     "server/api_process.py",  # inherits the HTTP socket
     "cli/doctor.py",  # asks whether this kernel has them
+    "cli/output_thread.py",  # the output of its own program
     "kernels/cpu/compiler_jobs.py",  # compilers are no ranks
     "trust/credentials.py",  # hands keys to processes of its own machine, in memory without a name
     "trust/tls.py",  # OpenSSL reads keys from files only

@@ -42,7 +42,7 @@ def test_ls_shows_the_hosts_and_no_token(state: Path) -> None:
     assert (code, err) == (0, "")
     assert [line.split() for line in out.splitlines()[:3]] == [
         ["host", "certificate"],
-        ["desk", "abd"],
+        ["desk", "ac1"],
         ["shelf", "abc"],
     ]
     assert out.splitlines()[3:] == ["join tokens that can still be used: 1"]

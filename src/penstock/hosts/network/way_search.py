@@ -52,8 +52,10 @@ class HostElsewhere(Protocol):
     """
 
     name: str
-    numbers: Iterator[int]
     scout_answers: dict[int, FromScout]
+
+    @property
+    def numbers(self) -> Iterator[int]: ...
 
     @property
     def wires(self) -> Collection[Waitable]: ...

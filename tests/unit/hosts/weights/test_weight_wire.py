@@ -374,7 +374,7 @@ def test_r15_without_a_thread_for_it_a_connection_is_not_counted(
         for _ in range(weight_server.MAX_CONNECTIONS):
             ours, theirs = socket.socketpair()
             with ours, theirs, pytest.raises(RuntimeError):
-                head._server.serve(theirs, "desk")
+                head.server.serve(theirs, "desk")
     client = WeightClient(head.connect, Cancellation())
     assert client.describe(head.identity).tensors
     client.close()

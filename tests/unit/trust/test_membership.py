@@ -24,13 +24,13 @@ from penstock.errors import (
     UsageError,
     WrongClusterError,
 )
-from penstock.hosts import membership
-from penstock.hosts.membership import Membership
+from penstock.trust import membership
 from penstock.trust.cancellation import Cancellation
 from penstock.trust.certificates import HOST_LIFE_S, new_key, signing_request
 from penstock.trust.credentials import Credentials
 from penstock.trust.join_token import JoinToken
 from penstock.trust.joining import Address
+from penstock.trust.membership import Membership
 from penstock.trust.token_prompt import NO_TOKEN, GivenTokens, Tokens
 
 ALERTS = {48: WrongClusterError, 44: CertificateError, 45: CertificateError}  # unknown_ca, revoked, expired
