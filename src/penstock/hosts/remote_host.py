@@ -65,12 +65,12 @@ from penstock.hosts.bell import Bell
 from penstock.hosts.lasting_wire import LastingWire
 from penstock.hosts.local_connections import KINDS
 from penstock.hosts.logs.line_ration import shown_line
+from penstock.hosts.logs.told_text import cleaned
 from penstock.hosts.member import Member, Waitable
 from penstock.hosts.network.scout_messages import FromScout, ListenForHost, SurveyHost
 from penstock.hosts.rank_host import HostEnd, Need, Parties
 from penstock.hosts.resources import HostResources
 from penstock.hosts.stream_ends import StreamInvitation
-from penstock.hosts.told_text import cleaned
 from penstock.kvstore.own_store import TierNeed
 from penstock.process.child import Ready, StatusEvent
 from penstock.process.config import MeasureConfig, RankConfig

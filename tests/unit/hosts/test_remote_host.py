@@ -37,13 +37,13 @@ from penstock.hosts.agent_messages import (
     ToldClock,
 )
 from penstock.hosts.agent_wire import AgentWire
+from penstock.hosts.logs.told_text import cleaned
 from penstock.hosts.member import Member
 from penstock.hosts.member_watch import MemberWatch
 from penstock.hosts.network.scout_messages import ScoutFailed, SurveyHost
 from penstock.hosts.rank_host import BulkNeed, Parties, PlanNeed
 from penstock.hosts.remote_host import SILENCE_LIMIT_S
 from penstock.hosts.stream_ends import StreamInvitation
-from penstock.hosts.told_text import cleaned
 from penstock.hosts.weights.model_supply import Delivery
 from penstock.kvstore.own_store import TierNeed
 from penstock.process.child import (
