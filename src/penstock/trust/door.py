@@ -256,8 +256,10 @@ class Door(Generic[Speaker]):
 
     def _refuse(self, visitor: _Visitor[Speaker], error: PenstockError) -> None:
         self._forget(visitor)
-        visitor.close()
-        self._on_refused(visitor.address, error)
+        try:
+            self._on_refused(visitor.address, error)  # first: who sees the end has been reported
+        finally:
+            visitor.close()
 
     def _dismiss_the_late(self) -> None:
         now = self._clock()

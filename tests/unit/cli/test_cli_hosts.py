@@ -28,7 +28,7 @@ def state(tmp_path: Path) -> Path:
     """State of a head with the hosts `desk` and `shelf`, whose token is for one more."""
     book = AdmissionBook(tmp_path / "state" / "head", time.time)
     book.allow(TOKEN, max_joins=3)
-    for serial, host in enumerate(("shelf", "desk"), start=0xABC):
+    for serial, host in enumerate(("shelf", "desk"), start=0xAC0):
         book.commit(book.reserve(lambda key: key == TOKEN.proof_key()), host, serial)
     return tmp_path / "state"
 
@@ -43,7 +43,7 @@ def test_ls_shows_the_hosts_and_no_token(state: Path) -> None:
     assert [line.split() for line in out.splitlines()[:3]] == [
         ["host", "certificate"],
         ["desk", "ac1"],
-        ["shelf", "abc"],
+        ["shelf", "ac0"],
     ]
     assert out.splitlines()[3:] == ["join tokens that can still be used: 1"]
     assert not any(part in out for part in TOKEN.text().split("-")[1:])
