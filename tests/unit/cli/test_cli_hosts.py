@@ -51,14 +51,14 @@ def test_ls_shows_the_hosts_and_no_token(state: Path) -> None:
 
 def test_r15_revoke_takes_the_certificate_out_of_the_book(state: Path) -> None:
     running = book_in(state)  # a head has it open
-    running.require_known("desk", 0xABD)
+    running.require_known("desk", 0xAC1)
     code, out, err = hosts("revoke", "desk", "--state-dir", str(state))
     assert code == 0
     assert out.startswith("the certificate of desk is revoked")
     assert "penstock hosts revoke-tokens" in err  # a token is left, with which it could join again
     with pytest.raises(CertificateError):
-        running.require_known("desk", 0xABD)
-    running.require_known("shelf", 0xABC)
+        running.require_known("desk", 0xAC1)
+    running.require_known("shelf", 0xAC0)
 
 
 def test_r15_revoke_tokens_lets_nobody_join(state: Path) -> None:
