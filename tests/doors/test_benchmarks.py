@@ -19,6 +19,7 @@ PARTS = {  # of others, without a command line
     "host_bed.py",
     "host_load.py",
     "host_pauses.py",
+    "host_stages.py",
     "host_trace.py",
     "host_wire.py",
     "measured_rank.py",
