@@ -78,8 +78,10 @@ def _epochs(
             report(Abandoned(epoch=ends.epoch, error=error.info()))
             close_descriptors(ends)
             continue
-        yield _connect(rank, ends, control, report)
-        close_descriptors(ends)
+        try:
+            yield _connect(rank, ends, control, report)
+        finally:  # also where the rank ends with this epoch, as a thread of a process that goes on
+            close_descriptors(ends)
         gc.collect()  # links and views of their frames hold each other, and the memory of the epoch
 
 
