@@ -196,3 +196,21 @@ def served(
         yield made
     finally:
         made.close()
+
+
+@contextmanager
+def answering(answer: Callable[[socket.socket], None]) -> Iterator[tuple[str, int]]:
+    """A server on 127.0.0.1 that treats its only client so."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def serve() -> None:
+            with listener.accept()[0] as accepted:
+                accepted.settimeout(WAIT_S)
+                answer(accepted)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        try:
+            yield listener.getsockname()
+        finally:
+            thread.join(WAIT_S)

@@ -6,14 +6,13 @@ import io
 import logging
 import socket
 import ssl
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-from clusters import HEAD_HOST, VERSION, WAIT_S, Cluster, served
+from clusters import HEAD_HOST, VERSION, WAIT_S, Cluster, answering, served
 from penstock.errors import (
     CertificateError,
     JoinError,
@@ -195,24 +194,6 @@ def test_r15_another_worker_cannot_pass_for_the_head(cluster: Cluster, desk: Des
 
 
 # --- heads that are none --------------------------------------------------------------------------
-
-
-@contextmanager
-def answering(answer: Callable[[socket.socket], None]) -> Iterator[tuple[str, int]]:
-    """A server on 127.0.0.1 that treats its only client so."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-
-        def serve() -> None:
-            with listener.accept()[0] as accepted:
-                accepted.settimeout(WAIT_S)
-                answer(accepted)
-
-        thread = threading.Thread(target=serve)
-        thread.start()
-        try:
-            yield listener.getsockname()
-        finally:
-            thread.join(WAIT_S)
 
 
 def test_a_server_without_tls_is_named_so(cluster: Cluster, desk: Desk) -> None:

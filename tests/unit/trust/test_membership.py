@@ -5,14 +5,12 @@ from __future__ import annotations
 import errno
 import os
 import socket
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
 
-from clusters import WAIT_S, Cluster, served
+from clusters import Cluster, answering, served
 from penstock.config.hosts import own_version
 from penstock.errors import (
     CertificateError,
@@ -80,24 +78,15 @@ def desk(tmp_path: Path, cluster: Cluster) -> Desk:
     return made
 
 
-@contextmanager
-def alerting(description: int) -> Iterator[Address]:
+def alerting(description: int) -> AbstractContextManager[Address]:
     """Somebody on the network who answers the first words of TLS with an alert in plain text."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
 
-        def serve() -> None:
-            with listener.accept()[0] as accepted:
-                accepted.settimeout(WAIT_S)
-                accepted.recv(1 << 16)
-                accepted.sendall(bytes([21, 3, 3, 0, 2, 2, description]))
-                accepted.recv(1 << 16)
+    def alert(accepted: socket.socket) -> None:
+        accepted.recv(1 << 16)
+        accepted.sendall(bytes([21, 3, 3, 0, 2, 2, description]))
+        accepted.recv(1 << 16)
 
-        thread = threading.Thread(target=serve)
-        thread.start()
-        try:
-            yield listener.getsockname()
-        finally:
-            thread.join(WAIT_S)
+    return answering(alert)
 
 
 def token_file(directory: Path, token: JoinToken) -> GivenTokens:

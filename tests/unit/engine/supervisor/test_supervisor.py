@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import msgspec
@@ -96,20 +97,27 @@ def host() -> Iterator[StandInHost]:
     made.close()
 
 
-def test_what_the_text_side_lacks_is_reported_when_all_is_ready(host: StandInHost) -> None:
-    """Issue 25, point 13."""
-    front, events, hosts = StandInFront(host), Events(), Hosts(host)
+@contextmanager
+def running(host: StandInHost, front: StandInFront, events: Events) -> Iterator[supervisor._RunningEngine]:
+    """An engine of the demo model over one host, whose caller starts and closes it."""
+    hosts = Hosts(host)
     signals, other_end = socket.socketpair()
     stopped: Any = signals
-    engine = supervisor._RunningEngine(
-        [PipeLayout(resolve(DEMO, hosts.resources()), hosts, DEMO)],
-        OneHost(hosts),
-        front,
-        events,
-        stopped,
-        started=0.0,
-    )
     with signals, other_end:
+        yield supervisor._RunningEngine(
+            [PipeLayout(resolve(DEMO, hosts.resources()), hosts, DEMO)],
+            OneHost(hosts),
+            front,
+            events,
+            stopped,
+            started=0.0,
+        )
+
+
+def test_what_the_text_side_lacks_is_reported_when_all_is_ready(host: StandInHost) -> None:
+    """Issue 25, point 13."""
+    front, events = StandInFront(host), Events()
+    with running(host, front, events) as engine:
         engine._start()
         front.member.say(TextSideLoaded(prompt_form="text", cautions=["tools will not work."]))
         host.members[0].say(Ready(rank=msgspec.structs.replace(LOADED, stage=0)))
@@ -124,18 +132,7 @@ def test_what_the_text_side_lacks_is_reported_when_all_is_ready(host: StandInHos
 
 
 def test_g1_no_process_is_killed_for_silence_while_its_host_is_away(host: StandInHost) -> None:
-    front, events, hosts = StandInFront(host), Events(), Hosts(host)
-    signals, other_end = socket.socketpair()
-    stopped: Any = signals
-    engine = supervisor._RunningEngine(
-        [PipeLayout(resolve(DEMO, hosts.resources()), hosts, DEMO)],
-        OneHost(hosts),
-        front,
-        events,
-        stopped,
-        started=0.0,
-    )
-    with signals, other_end:
+    with running(host, StandInFront(host), Events()) as engine:
         engine._start()
         stage = host.members[0]
         stage.is_ready, stage.heard_at = True, -1e6
