@@ -16,6 +16,7 @@ from penstock.config.setting import Setting
 from penstock.errors import UsageError
 
 DEFAULT_PORT = 7700
+SAME_VERSION = "Run the same version of Penstock on all hosts."  # remedy of many errors
 _ADDRESS = re.compile(r"(?:\[(?P<six>[^\[\]]+)\]|(?P<name>[^\[\]:]+))(?::(?P<port>\d{1,5}))?")
 
 

@@ -15,13 +15,13 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
+from penstock.config.hosts import SAME_VERSION
 from penstock.errors import LinkClosedError, PeerError, ProtocolError
 from penstock.hosts.logs.line_ration import shown_line
 
 MAX_MESSAGE_BYTES = 64 << 20  # far above a config with the digests of a large stage
 MAX_TOLD_BYTES = 4 << 20  # of a message to the head: far above what a host prints in a second
 MAX_HELLO_BYTES = 64 << 10  # of the first word, and of all that a visit consists of
-SAME_VERSION = "Run the same version of Penstock on all hosts."
 RECEIVE_BYTES = 1 << 20  # of one call
 _HEAD_BYTES = 4
 _READ_BYTES = 1 << 16

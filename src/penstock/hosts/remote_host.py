@@ -23,6 +23,7 @@ from typing import Any
 
 import msgspec
 
+from penstock.config.hosts import SAME_VERSION
 from penstock.errors import (
     ErrorInfo,
     LinkClosedError,
@@ -60,7 +61,7 @@ from penstock.hosts.agent_messages import (
     TouchEnd,
     TouchMember,
 )
-from penstock.hosts.agent_wire import SAME_VERSION, AgentWire
+from penstock.hosts.agent_wire import AgentWire
 from penstock.hosts.bell import Bell
 from penstock.hosts.lasting_wire import LastingWire
 from penstock.hosts.local_connections import KINDS

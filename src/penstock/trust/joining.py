@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+from penstock.config.hosts import SAME_VERSION
 from penstock.errors import (
     CertificateError,
     LinkClosedError,
@@ -188,7 +189,7 @@ def connect_for_weights(
         if connection.selected_alpn_protocol() != WEIGHTS_PROTOCOL:
             raise ProtocolError(
                 "the head gives no weights to workers of this version.",
-                remedy="Run the same version of Penstock on all hosts.",
+                remedy=SAME_VERSION,
                 code="no_weights",
             )
         converse(connection, CertifiedDialler(connection, {head}), deadline, clock)

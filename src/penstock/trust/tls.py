@@ -18,6 +18,7 @@ from collections.abc import Collection
 
 import msgspec
 
+from penstock.config.hosts import SAME_VERSION
 from penstock.errors import (
     CertificateError,
     JoinError,
@@ -194,7 +195,7 @@ def refusal(error: OSError) -> PeerError:
         )
     return refusal_of_certificate(error) or ProtocolError(
         f"the TLS handshake failed: {reason.replace('_', ' ').lower()}.",
-        remedy="Run the same version of Penstock on all hosts.",
+        remedy=SAME_VERSION,
         code="tls_failed",
     )
 

@@ -7,6 +7,7 @@ from typing import Protocol
 
 import msgspec
 
+from penstock.config.hosts import SAME_VERSION
 from penstock.errors import LinkClosedError, ProtocolError, WaitTimeoutError, error_from_info
 from penstock.hosts.network.scout import Listening, Survey, WayToTry
 from penstock.hosts.network.scout_messages import (
@@ -93,5 +94,5 @@ class RemoteScout:
     def _misunderstood(self, answer: FromScout) -> ProtocolError:
         return ProtocolError(
             f"the host {self._host.name} has answered a question about ways with {type(answer).__name__}.",
-            remedy="Run the same version of Penstock on all hosts.",
+            remedy=SAME_VERSION,
         )

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import msgspec
 import xxhash
 
+from penstock.config.hosts import SAME_VERSION
 from penstock.errors import ProtocolError
 from penstock.families.spec import ModelSpec
 from penstock.hosts.weights.weight_wire import TensorShape
@@ -112,7 +113,7 @@ def _checked(tensors: Iterable[TensorShape]) -> dict[str, TensorShape]:
         ):
             raise ProtocolError(
                 f"the head describes a tensor that cannot be: {tensor.name[:80]!r}.",
-                remedy="Run the same version of Penstock on all hosts.",
+                remedy=SAME_VERSION,
             )
         described[tensor.name] = tensor
     return described

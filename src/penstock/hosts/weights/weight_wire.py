@@ -21,6 +21,7 @@ from typing import Annotated, Any, TypeVar
 
 import msgspec
 
+from penstock.config.hosts import SAME_VERSION
 from penstock.errors import (
     ErrorInfo,
     LinkClosedError,
@@ -251,5 +252,5 @@ def _lost(error: OSError) -> PeerError:
 def _other_version(what: str) -> ProtocolError:
     return ProtocolError(
         f"the other side of a connection for weights has sent {what}.",
-        remedy="Run the same version of Penstock on all hosts.",
+        remedy=SAME_VERSION,
     )
