@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,7 +68,7 @@ from penstock.process.endpoints import HeldEnd
 from penstock.trust.credentials import Credentials
 from penstock.trust.peer_names import PeerName
 
-HEARTBEAT_S = 1.0
+HEARTBEAT_S = 1.25  # that the head does not ask, which it does each second: its answer is a sign of life
 HEAD_LIMIT_S = (
     30.0  # of silence: the supervisor may be busy for a while, and a head that died is seen at once
 )
@@ -216,6 +216,11 @@ class _Times:
     said_at: float = -math.inf
     broken_at: float = math.inf
 
+    def answer(self, question: AskClock, now: float) -> ToldClock:
+        """Return what the clock shows. That the question waited behind other messages is time spent here."""
+        heard_ns, replied_ns = round(self.heard_at * 1e9), round(now * 1e9)
+        return ToldClock(asked_ns=question.asked_ns, heard_ns=heard_ns, replied_ns=replied_ns)
+
 
 class Agent:
     """What the head asks of a host, done there.
@@ -291,30 +296,36 @@ class Agent:
             timeout_s = min(timeout_s, max(0.0, self._times.said_at + HEARTBEAT_S - self._clock()))
         members, sources = self._watch.wait(timeout_s)
         own = {self._wire.connection, self._models, self._scout, *self._log.sources}
-        for message in self._wire.receive() if self._wire.failure is None else []:
-            self._times.heard_at = self._clock()
+        with self._wire.together():
+            self._attend(members)
+        return sources - own
+
+    def _attend(self, members: Set[Member]) -> None:
+        messages = self._wire.receive() if self._wire.failure is None else []
+        self._times.heard_at = self._clock() if messages else self._times.heard_at
+        for message in messages:
             self._obey(message)
         for member in members & set(self._members.values()):  # others have been reaped just now
             self._hear(member)
         for delivery in self._models.take():
             self._deliver(delivery)
-        for answer in self._scout.take():
-            self._wire.send(answer)
-        for lines in self._log.take():
-            self._wire.send(lines)
+        for told in [*self._scout.take(), *self._log.take()]:
+            self._wire.send(told)
         self._keep_alive()
-        return sources - own
 
     def _keep_alive(self) -> None:
         now = self._clock()
         if self._wire.failure is None and now - self._times.said_at >= HEARTBEAT_S:
-            self._times.said_at = now
-            self._wire.send_heartbeat()
+            self._say_alive(now)
         if self._wire.failure is None and now - self._times.heard_at > HEAD_LIMIT_S:
             silence_s = now - self._times.heard_at
             self._wire.connection.give_up(f"the head has given no sign of life for {silence_s:.0f} s.")
         if self._wire.failure is not None:
             self._bear_break(now)
+
+    def _say_alive(self, now: float, *news: msgspec.Struct) -> None:
+        self._times.said_at = now
+        self._wire.send_heartbeat(*news)
 
     def _begin_connection(self) -> None:
         """Say hello, and wait for what comes."""
@@ -398,14 +409,9 @@ class Agent:
         elif isinstance(message, TalkBegins):
             self._begin_anew()
         elif isinstance(message, AskClock):
-            self._tell_clock(message)
+            self._say_alive(self._clock(), self._times.answer(message, self._clock()))
         else:
             assert isinstance(message, Heartbeat | TalkGoesOn), message
-
-    def _tell_clock(self, question: AskClock) -> None:
-        """Answer at once. That the question waited behind other messages counts as time on its way."""
-        now_ns = round(self._clock() * 1e9)
-        self._wire.send(ToldClock(asked_ns=question.asked_ns, heard_ns=now_ns, replied_ns=now_ns))
 
     def _start(
         self, message: StartRank | StartMeasuring, rank: RankConfig, start: Callable[[RankConfig], Member]

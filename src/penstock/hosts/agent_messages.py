@@ -6,9 +6,8 @@ that the head gives, so that it need not wait for an answer, except for where a 
     head                                             agent
                                                      AgentHello(what the host can give)
     TalkBegins(), or TalkGoesOn()            ──▶     (`hosts.lasting_wire`)
-    Heartbeat() each second                  ──▶     Heartbeat() each second
-    AskResources() each second               ──▶     Resources(…)
-    AskClock(time) each second               ──▶     ToldClock(…)
+    Heartbeat(), AskResources(), AskClock()  ──▶     Resources(…), Heartbeat(), ToldClock(…)
+      each second, in one record                       in one record; Heartbeat() too where nothing is asked
                                                      LogLines(what was printed there), within bounds
     AllowEpoch(credentials)                  ──▶
     StartRank(7, config)                     ──▶     Started(7, "pid 4711"), Said(7, Alive), … Ended(7, 0)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import socket
 import ssl
+from collections.abc import Iterator
 from typing import Any, Generic, TypeVar
 
 import msgspec
@@ -51,6 +52,7 @@ class AgentWire(Generic[Incoming]):
         self._encoder = msgspec.json.Encoder()
         self._arrived = bytearray()
         self._unsent = bytearray()
+        self._is_held = False
 
     def fileno(self) -> int:
         """Readable when something has come, or the other side is gone; negative after `close`."""
@@ -63,7 +65,22 @@ class AgentWire(Generic[Incoming]):
         encoded = self._encoder.encode(message)
         assert len(encoded) <= MAX_MESSAGE_BYTES, f"{type(message).__name__}: {len(encoded)} bytes"
         self._unsent += len(encoded).to_bytes(_HEAD_BYTES, "big") + encoded
-        self.flush()
+        if not self._is_held:
+            self.flush()
+
+    @contextlib.contextmanager
+    def together(self) -> Iterator[None]:
+        """Let what is sent in the body leave at its end, all at once. May be nested.
+
+        Each record of TLS, and each packet, costs both sides more than what is in it.
+        """
+        was_held, self._is_held = self._is_held, True
+        try:
+            yield
+        finally:
+            self._is_held = was_held
+            if not was_held:
+                self.flush()
 
     def flush(self) -> bool:
         """Send what the other side takes now; whether nothing is left."""

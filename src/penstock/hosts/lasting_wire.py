@@ -8,7 +8,7 @@ on the worker's host goes on as if nothing had happened.
                                             ◀──     TalkGoesOn(num_received)   if the head knows the talk
                                                     TalkBegins()               if not: nothing of before holds
     messages, each kept until it has arrived ◀─▶    messages
-    Heartbeat(num_received) each second     ◀─▶     Heartbeat(num_received)
+    Heartbeat(num_received) about each second ◀─▶   Heartbeat(num_received)
 
 A *talk* is all that a head and an agent say to each other while both run, over any number of connections.
 `Agent` and `RemoteHost` have one end each.
@@ -19,6 +19,7 @@ from __future__ import annotations
 import secrets
 from collections import deque
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from typing import Generic, TypeVar
 
 import msgspec
@@ -72,9 +73,20 @@ class LastingWire(Generic[Incoming]):
         if len(self._kept) > MOST_KEPT:
             self.connection.give_up(f"it has not said for {MOST_KEPT} messages that any has come.")
 
-    def send_heartbeat(self) -> None:
-        """Say that this side is there, and what has come; before the talk goes on it means nothing."""
-        self.connection.send(Heartbeat(num_received=self.num_received if self._is_open else 0))
+    def send_heartbeat(self, *messages: msgspec.Struct) -> None:
+        """Say that this side is there, and what has come; before the talk goes on it means nothing.
+
+        Args:
+            messages: of the talk, sent along with it.
+        """
+        with self.together():
+            self.connection.send(Heartbeat(num_received=self.num_received if self._is_open else 0))
+            for message in messages:
+                self.send(message)
+
+    def together(self) -> AbstractContextManager[None]:
+        """Let what is sent in the body of a `with` leave at its end."""
+        return self.connection.together()
 
     def receive(self) -> list[Incoming]:
         """Return what has come, those messages too that belong to the connection alone."""

@@ -78,6 +78,7 @@ from penstock.process.config import MeasureConfig, RankConfig
 from penstock.process.control import ControlMessage
 from penstock.process.endpoints import HeldEnd
 from penstock.process.pipe_hosts import HostClock
+from penstock.process.rhythm import next_beat
 from penstock.trace.host_clock import ClockAnswer, ClockEstimate
 from penstock.trust.credentials import Credentials
 from penstock.trust.peer_names import PeerName
@@ -341,7 +342,7 @@ class RemoteHost:
 
     def tend(self, now: float) -> None:
         """See `RankHost.tend`. A host that is silent or away for too long is lost, and its members are."""
-        if now - self._tended_at < TEND_EVERY_S or self._is_lost:
+        if now < next_beat(self._tended_at, TEND_EVERY_S) or self._is_lost:
             return
         if now - self._tended_at > LONG_LOOK_S:
             self._heard_at = now  # the supervisor stood still: what the agent said meanwhile is not read yet
@@ -353,9 +354,7 @@ class RemoteHost:
             broken = "" if self._wire.failure is None else f"{self._wire.failure.message} Since then "
             self._lose(LinkClosedError(f"{broken}it has given no sign of life for {silence_s:.1f} s."))
         if self._wire.failure is None:
-            self._wire.send_heartbeat()
-            self.tell(AskClock(asked_ns=self._now_ns()))
-            self.tell(AskResources())
+            self._wire.send_heartbeat(AskResources(), AskClock(asked_ns=self._now_ns()))
 
     def clocks(self) -> Sequence[HostClock]:
         """See `RankHost.clocks`. The agent is asked each second (`tend`)."""

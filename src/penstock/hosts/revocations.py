@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from typing import Protocol
 
 from penstock.errors import CertificateError, PeerError, PenstockError
+from penstock.process.rhythm import next_beat
 from penstock.trust.admission import AdmissionBook
 
 LOOK_EVERY_S = 1.0
@@ -65,7 +66,7 @@ class Revocations:
             now: monotonic seconds.
             workers: by host, all that have come.
         """
-        if now - self._looked_at < LOOK_EVERY_S:
+        if now < next_beat(self._looked_at, LOOK_EVERY_S):
             return
         self._looked_at = now
         known = self._known()

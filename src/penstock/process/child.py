@@ -28,6 +28,7 @@ import setproctitle
 from penstock.batch import RankLoaded
 from penstock.bounds import Count, Seconds, Small, Speed, Word
 from penstock.errors import ErrorInfo, PenstockError, UsageError, describe
+from penstock.process.rhythm import next_beat
 
 ALIVE_INTERVAL_S = 1.0
 ROOM_LIMIT_S = 60.0  # for a supervisor to read what a rank has said
@@ -260,7 +261,8 @@ def keep_saying_alive(status: StatusWriter) -> Pulse:
         while True:
             if pulse.is_alive:
                 status.write(Alive())
-            time.sleep(ALIVE_INTERVAL_S)
+            now = time.monotonic()
+            time.sleep(next_beat(now, ALIVE_INTERVAL_S) - now)
 
     threading.Thread(target=run, name="heartbeat", daemon=True).start()
     return pulse

@@ -44,6 +44,26 @@ def test_messages_come_as_they_were_sent(ends: tuple[socket.socket, socket.socke
     assert receiver.failure is None
 
 
+def send_and_fail(sender: AgentWire[ToAgent], message: msgspec.Struct) -> None:
+    with sender.together():
+        sender.send(message)
+        raise RuntimeError
+
+
+def test_what_is_sent_together_leaves_at_once(ends: tuple[socket.socket, socket.socket]) -> None:
+    sender, receiver = map(wire_of, ends)
+    with sender.together():
+        sender.send(MESSAGES[0])
+        with sender.together():
+            sender.send(MESSAGES[1])
+        assert receiver.receive() == []
+    sender.send(MESSAGES[2])
+    assert receiver.receive() == MESSAGES[:3]
+    with pytest.raises(RuntimeError):
+        send_and_fail(sender, MESSAGES[3])
+    assert receiver.receive() == MESSAGES[3:], "whatever happens, it has left"
+
+
 @pytest.mark.parametrize("seed", range(8))
 def test_messages_are_whole_however_the_bytes_are_cut(
     ends: tuple[socket.socket, socket.socket], seed: int

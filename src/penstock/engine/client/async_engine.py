@@ -52,6 +52,7 @@ from penstock.errors import (
 )
 from penstock.operations import Operation, OperationDone
 from penstock.process.pipe_hosts import PipeHosts
+from penstock.process.rhythm import next_beat
 from penstock.request import (
     GenerationRequest,
     PoolingParams,
@@ -100,7 +101,7 @@ class AsyncEngine:
         """Wait until the pipeline stands. Raises what `wait_for_core` does."""
         loop = asyncio.get_running_loop()
         self._link.open()
-        self._timer = loop.call_later(HEARTBEAT_S, self._watch, loop)
+        self._timer = self._watch_later(loop)
         await self.wait_for_core(timeout_s)
 
     async def wait_for_core(self, timeout_s: float | None = None) -> None:
@@ -281,8 +282,11 @@ class AsyncEngine:
         self.lose(UnavailableError("the engine client was closed."))
 
     def _watch(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._timer = loop.call_later(HEARTBEAT_S, self._watch, loop)  # also when the check raises
+        self._timer = self._watch_later(loop)  # also when the check raises
         self.check_core()
+
+    def _watch_later(self, loop: asyncio.AbstractEventLoop) -> asyncio.TimerHandle:
+        return loop.call_at(next_beat(loop.time(), HEARTBEAT_S), self._watch, loop)
 
     def _abort(self, request_id: str) -> None:
         if self._live.forget(request_id):

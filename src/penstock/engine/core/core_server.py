@@ -38,6 +38,7 @@ from penstock.process.child import Abandoned, Ready, StatusEvent
 from penstock.process.control import ControlMessage, ControlReader, EpochLost, ExchangeLink
 from penstock.process.endpoints import NO_RESTARTS, CoreEndpoints, Restarts
 from penstock.process.pipe_hosts import PipeHosts
+from penstock.process.rhythm import next_beat
 
 ABANDON_S = 2.0
 POLL_S = 0.1
@@ -188,7 +189,7 @@ class CoreServer:
 
     def _patience(self) -> float:
         now = self._clock()
-        return max(0.0, min(self._core.next_wakeup(), self._last_beat + HEARTBEAT_S) - now)
+        return max(0.0, min(self._core.next_wakeup(), next_beat(self._last_beat, HEARTBEAT_S)) - now)
 
     def _advance(self) -> None:
         """Step until nothing moves: descriptors are edge-triggered, and a submit may use up the edge."""
@@ -200,7 +201,7 @@ class CoreServer:
                 self._clients.send_updates(updates)
             elif self._core.steps_in_flight == before:
                 break
-        if self._clock() - self._last_beat >= HEARTBEAT_S:
+        if self._clock() >= next_beat(self._last_beat, HEARTBEAT_S):
             self._beat()
 
     def _abandon(self) -> None:

@@ -19,6 +19,7 @@ from penstock.engine.core.stall_limits import StallLimit
 from penstock.engine.core.wire_times import AnyWireTimes
 from penstock.errors import ProtocolError, WaitTimeoutError
 from penstock.pipeline.inflight import InflightQueue
+from penstock.process.rhythm import next_beat
 
 PROBE_INTERVAL_S = 1.0
 STALL_BASE_S = 5.0
@@ -154,7 +155,7 @@ class StepsInFlight:
     def due(self) -> float:
         """When the pipe counts as lost, or if it is empty when it is probed."""
         if len(self._inflight) == 0:
-            return self._last_result_at + PROBE_INTERVAL_S
+            return next_beat(self._last_result_at, PROBE_INTERVAL_S)
         return min(self._waiting_since() + self.loss_limit_s(), self._stall_limit.next_look(self._clock()))
 
     def loss_limit_s(self) -> float:

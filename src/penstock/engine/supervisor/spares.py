@@ -9,15 +9,18 @@ too. Decides when; what a spare is, and whether there is memory for one, is the 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 
 from penstock.engine.supervisor.reports import Reporter, SpareReady
 from penstock.hosts.rank_host import RankHost
 from penstock.process.config import RankConfig
+from penstock.process.rhythm import next_beat
 
 WHOLE_S = 10.0  # without a loss, before the first spares are started
 WHOLE_AGAIN_S = 1.0  # before spares are started after a loss
 LOOK_EVERY_S = 1.0
+LOOK_READY_S = 5.0  # at a host whose spare waits: it may have died, or memory may have become short
 
 
 class Spares:
@@ -39,7 +42,7 @@ class Spares:
         self._ready: set[str] = set()  # hosts whose spare is ready and was reported
         self._whole_since: float | None = None
         self._patience_s = WHOLE_S
-        self._looked_at = 0.0
+        self._looked_at: dict[str, float] = {}  # at each host, while the engine is whole
 
     def tend(self, now: float, *, is_whole: bool) -> None:
         """See to them; to be called at least every second.
@@ -50,16 +53,22 @@ class Spares:
         """
         if not is_whole:
             self._whole_since = None
+            self._looked_at.clear()
             return
         if self._whole_since is None:
             self._whole_since = now
-        if now - self._whole_since < self._patience_s or now - self._looked_at < LOOK_EVERY_S:
+        if now - self._whole_since < self._patience_s:
             return
-        self._looked_at, self._patience_s = now, WHOLE_AGAIN_S
+        self._patience_s = WHOLE_AGAIN_S
         most = max(self._threads.values(), default=0)
         for name, host in self._hosts.items():
-            if most and host.is_there:
+            if most and host.is_there and now >= self._next_look(name):
+                self._looked_at[name] = now
                 self._keep(host, self._threads.get(name, most))
+
+    def _next_look(self, host: str) -> float:
+        period_s = LOOK_READY_S if host in self._ready else LOOK_EVERY_S
+        return next_beat(self._looked_at.get(host, -math.inf), period_s)
 
     def _keep(self, host: RankHost, threads: int) -> None:
         try:

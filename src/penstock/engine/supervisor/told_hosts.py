@@ -1,7 +1,7 @@
 """Tells a core over which hosts its pipe runs, and what is known of the ways and clocks between them.
 
 A core needs it to put the times of all stages on one clock, and its clients to show it. Stages and ways are
-told as soon as they change, clocks about once a second. What the core then finds out about the ways is for
+told as soon as they change, clocks every few seconds. What the core then finds out about the ways is for
 the user. Used by `engine.supervisor.pipe_layout` and `engine.supervisor.pipeline_processes`.
 """
 
@@ -18,8 +18,10 @@ from penstock.hosts.rank_host import Hosts
 from penstock.pipeline.links.frame import NUM_CARRIED
 from penstock.process.child import LinkJudged
 from penstock.process.pipe_hosts import NO_PIPE_HOSTS, PipeHosts
+from penstock.process.rhythm import next_beat
 
-CLOCKS_EVERY_S = 1.0
+CLOCKS_EVERY_S = 5.0  # in which two clocks drift apart by less than half a millisecond
+MOVED_NS = 1_000_000  # of a clock that began anew with its host: no drift
 
 
 class ToldHosts:
@@ -43,8 +45,8 @@ class ToldHosts:
             return
         now = self._clock()
         present = self._present(plan)
-        is_new = core is not self._core or _layout(present) != _layout(self._told)
-        if is_new or now - self._told_at >= CLOCKS_EVERY_S:
+        is_new = core is not self._core or _is_news(present, self._told)
+        if is_new or now >= next_beat(self._told_at, CLOCKS_EVERY_S):
             self._core, self._told, self._told_at = core, present, now
             core.hand(present)
 
@@ -69,6 +71,12 @@ def link_speed_report(link: LinkJudged) -> Caution | Notice:
     )
 
 
-def _layout(hosts: PipeHosts) -> object:
-    """All but the clocks."""
-    return hosts.stages, hosts.links
+def _is_news(present: PipeHosts, told: PipeHosts) -> bool:
+    """Whether stages or ways are others, or a clock is known or has moved that was not."""
+    if (present.stages, present.links) != (told.stages, told.links):
+        return True
+    offsets = {clock.host: clock.offset_ns for clock in told.clocks}
+    return any(
+        clock.host not in offsets or abs(clock.offset_ns - offsets[clock.host]) > MOVED_NS
+        for clock in present.clocks
+    )

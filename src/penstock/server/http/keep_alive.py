@@ -9,6 +9,8 @@ import asyncio
 from collections.abc import Callable
 from typing import Protocol
 
+from penstock.process.rhythm import next_beat
+
 Clock = Callable[[], float]
 
 TICK_S = 1.0
@@ -57,4 +59,5 @@ class KeepAlive:
         """Tick until cancelled."""
         while True:
             self.tick()
-            await asyncio.sleep(TICK_S)
+            now = asyncio.get_running_loop().time()
+            await asyncio.sleep(next_beat(now, TICK_S) - now)

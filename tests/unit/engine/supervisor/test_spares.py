@@ -10,7 +10,7 @@ import pytest
 from penstock.config.engine import EngineConfig, ModelConfig, ParallelConfig
 from penstock.engine.supervisor.launch import resolve
 from penstock.engine.supervisor.reports import Event, SpareReady
-from penstock.engine.supervisor.spares import LOOK_EVERY_S, WHOLE_AGAIN_S, WHOLE_S, Spares
+from penstock.engine.supervisor.spares import LOOK_EVERY_S, LOOK_READY_S, WHOLE_AGAIN_S, WHOLE_S, Spares
 from penstock.hosts.resources import HostResources
 from penstock.process.config import RankConfig
 from stand_in_hosts import StandInHost
@@ -69,6 +69,18 @@ def test_after_a_loss_the_next_is_kept_as_soon_as_all_is_well_again(host: StandI
     assert rig.wait(0.1) == 2
 
 
+def test_one_that_waits_is_looked_at_less_often_until_something_is_lost(host: StandInHost) -> None:
+    rig = Rig(host, 1)
+    host.spare_bytes = 70
+    rig.wait(0)
+    assert rig.wait(WHOLE_S) == 1
+    assert rig.wait(LOOK_READY_S - 0.1) == 1
+    assert rig.wait(0.1) == 2
+    rig.wait(0, is_whole=False)
+    rig.wait(0)
+    assert rig.wait(WHOLE_AGAIN_S) == 3, "a rank may have taken its place"
+
+
 def test_a_loss_before_the_first_puts_it_off_anew(host: StandInHost) -> None:
     rig = Rig(host, 1)
     rig.wait(0)
@@ -100,7 +112,7 @@ def test_it_is_reported_once_it_is_ready_and_again_when_there_is_another(host: S
     rig.wait(WHOLE_S)
     assert rig.given == [], "it only starts"
     for host.spare_bytes in (70, 71, 0, 72):
-        rig.wait(LOOK_EVERY_S)
+        rig.wait(LOOK_READY_S)
     assert rig.given == [SpareReady(host="attic", own_bytes=70), SpareReady(host="attic", own_bytes=72)]
 
 

@@ -9,7 +9,7 @@ import pytest
 from fakes import FakeClock
 from penstock.config.engine import EngineConfig, ModelConfig, ParallelConfig
 from penstock.engine.supervisor.launch import LaunchPlan, resolve
-from penstock.engine.supervisor.told_hosts import CLOCKS_EVERY_S, ToldHosts
+from penstock.engine.supervisor.told_hosts import CLOCKS_EVERY_S, MOVED_NS, ToldHosts
 from penstock.hosts.network.routes import DefaultRoutes
 from penstock.hosts.rank_host import Hosts
 from penstock.process.config import HostLink
@@ -86,14 +86,20 @@ def test_stages_and_ways_are_told_as_soon_as_they_change(told: Told) -> None:
     assert told.news() == []
 
 
-def test_clocks_are_told_once_a_second(told: Told) -> None:
+def test_a_clock_is_told_when_it_is_known_when_it_has_moved_and_now_and_then(told: Told) -> None:
     told.news()
     told.by_name["desk"].known_clocks = [HostClock(host="desk", offset_ns=-7, error_ns=50)]
-    assert told.news() == []
+    (known,) = told.news()
+    assert known.clock_of(1) == HostClock(host="desk", offset_ns=-7, error_ns=50)
+    assert known.clock_of(0).offset_ns == known.clock_of(9).offset_ns == 0
+    told.by_name["desk"].known_clocks = [HostClock(host="desk", offset_ns=-7 + MOVED_NS, error_ns=50)]
+    assert told.news() == [], "it may have drifted"
     told.clock.advance(CLOCKS_EVERY_S)
-    (later,) = told.news()
-    assert later.clock_of(1) == HostClock(host="desk", offset_ns=-7, error_ns=50)
-    assert later.clock_of(0).offset_ns == later.clock_of(9).offset_ns == 0
+    (drifted,) = told.news()
+    assert drifted.clock_of(1).offset_ns == -7 + MOVED_NS
+    told.by_name["desk"].known_clocks = [HostClock(host="desk", offset_ns=-8, error_ns=50)]
+    (moved,) = told.news()
+    assert moved.clock_of(1).offset_ns == -8
 
 
 def test_a_core_in_the_place_of_a_lost_one_is_told_at_once(told: Told) -> None:

@@ -1,0 +1,21 @@
+"""One rhythm for all that the processes of a host do each second, so that an idle engine hardly wakes.
+
+The monotonic clock is the same for all processes of a host. Whatever is done each second is done at its
+whole seconds, and not a second after it was done last: heartbeats, looks and ticks of all threads and
+processes then fall into the same moment. Whoever hears them wakes once a second instead of once for each, and
+finds its memory in the caches. It is what the kernel's `round_jiffies` does to its own timers.
+"""
+
+from __future__ import annotations
+
+import math
+
+
+def next_beat(after: float, period_s: float = 1.0) -> float:
+    """Return the first multiple of the period that is later than this instant, of the same clock.
+
+    For what was never done (`after` is infinitely long ago) that is as long ago: it is due at once.
+    """
+    if math.isinf(after):
+        return after
+    return (math.floor(after / period_s) + 1) * period_s
