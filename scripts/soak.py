@@ -7,7 +7,7 @@
 
 A part is one test file, the mutants, or what computes without a compiler. What passed is kept in `.soak`, by
 commit: a later run of the same commit skips it. A tree with changes that are not committed has a name of its
-own. `./run soak` calls this.
+own. A part whose tests were all skipped, as without the shared data, has not passed. `./run soak` calls this.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import argparse
 import hashlib
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -136,9 +137,11 @@ def run_part(part: str) -> tuple[Outcome, str]:
         except subprocess.TimeoutExpired:
             process.kill()
             output = process.communicate()[0] + f"\nended after {PART_LIMIT_S:g} s"
-    lines = output.strip().splitlines() or ["no output"]
+    summary = (output.strip().splitlines() or ["no output"])[-1].strip("= ")
     seconds = round(time.monotonic() - began, 1)
-    return Outcome(passed=process.returncode == 0, seconds=seconds, summary=lines[-1].strip("= ")), output
+    if process.returncode == 0 and part != MUTANTS and not re.search(r"\d passed", summary):
+        return Outcome(passed=False, seconds=seconds, summary=f"{summary}: no test of it ran"), output
+    return Outcome(passed=process.returncode == 0, seconds=seconds, summary=summary), output
 
 
 def run_parts(parts: Iterable[str], results: Results, jobs: int) -> list[str]:

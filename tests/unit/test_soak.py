@@ -65,6 +65,15 @@ def test_what_failed_is_told_and_runs_again_and_what_passed_does_not(
     assert capsys.readouterr().out.count(" ok ") == 2
 
 
+def test_a_part_of_which_no_test_ran_has_not_passed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        soak, "command_of", lambda part: [sys.executable, "-c", "print('592 skipped, 8 deselected in 0.60s')"]
+    )
+    outcome, _ = soak.run_part("tests/test_a.py")
+    assert not outcome.passed
+    assert outcome.summary == "592 skipped, 8 deselected in 0.60s: no test of it ran"
+
+
 def test_one_part_has_no_compiler_and_takes_every_test_of_what_computes() -> None:
     assert soak.variables_of(soak.NO_COMPILER) == {"PENSTOCK_CXX": "/nonexistent"}
     assert soak.variables_of("tests/unit/test_soak.py") == {}
