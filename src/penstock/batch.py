@@ -19,7 +19,7 @@ from typing import Any, Literal, NamedTuple, TypeVar
 
 import msgspec
 
-from penstock.bounds import Count, Seconds, Small
+from penstock.bounds import Count, LayerNumber, Nanoseconds, Seconds, Sentence, Small, TokenId, Word
 from penstock.config.engine import Pooling
 from penstock.errors import ErrorInfo, ProtocolError
 from penstock.request import StructuredOutputs, TokenLogprobs
@@ -182,7 +182,7 @@ class SampledTokens(msgspec.Struct, frozen=True, array_like=True):
     step_id: int
     epoch: int
     digest: int
-    token_ids: list[list[int]]  # accepted and sampled ids; exactly one without speculation; [-1] = failed row
+    token_ids: list[list[TokenId]]  # accepted and sampled ids; one without speculation; [-1]: failed row
     num_rejected: list[int]  # drafts of the row that were rejected; 0 without speculation
 
 
@@ -203,7 +203,7 @@ class StepResult(msgspec.Struct, frozen=True, tag="result", kw_only=True, omit_d
     step_id: int
     epoch: int = 0
     digest: int = 0  # of the plan, and so of all that the last stage has applied
-    token_ids: list[list[int]] = []
+    token_ids: list[list[TokenId]] = []
     num_rejected: list[int] = []
     logprobs: list[list[TokenLogprobs] | None] = []
     failed: list[int] = []  # indices into the lists above where nothing could be sampled
@@ -223,10 +223,10 @@ class RankLoaded(msgspec.Struct, frozen=True, tag="loaded", kw_only=True):
     bytes_read: Count  # from checkpoint files, tensor data only
     load_seconds: Seconds
     is_invariant: bool  # a number is the same bits, whatever is computed together with it
-    kernels: str = ""  # which kernels run, or why none do
-    numeric_class: str = ""  # ranks of one class compute the same bits (`rank.compute_choice`)
-    end_layer: Small = 0  # the one behind its own
-    store_host: str = ""  # as in `process.config.StoreConfig`
+    kernels: Sentence = ""  # which kernels run, or why none do
+    numeric_class: Sentence = ""  # ranks of one class compute the same bits (`rank.compute_choice`)
+    end_layer: LayerNumber = 0  # the one behind its own
+    store_host: Word = ""  # as in `process.config.StoreConfig`
 
 
 class AllocateKV(msgspec.Struct, frozen=True, tag="allocate", kw_only=True):
@@ -252,10 +252,10 @@ class StageTimes(msgspec.Struct, frozen=True, tag="times", kw_only=True):
     the report before."""
 
     stage: int
-    num_steps: int  # those with tokens
-    wall_ns: int
-    busy_ns: int  # of forward and sampling: CPU time of the thread, or time of the GPU
-    phase_ns: list[int]  # by `trace.phases.Phase`; their sum is `wall_ns`
+    num_steps: Count  # those with tokens
+    wall_ns: Nanoseconds
+    busy_ns: Nanoseconds  # of forward and sampling: CPU time of the thread, or time of the GPU
+    phase_ns: list[Nanoseconds]  # by `trace.phases.Phase`; their sum is `wall_ns`
     busy_ratio: float  # of the time since the report before
     exchange_ns: int = 0  # of what is counted above: in sums and gathers of the ranks that share the stage
     exchange_wait_ns: int = 0  # of those: waiting for the other ranks
@@ -266,11 +266,11 @@ class StageSpans(msgspec.Struct, frozen=True, tag="spans", kw_only=True):
     """What a rank did since its report before, span by span, without gaps."""
 
     stage: int
-    began_ns: int  # of the host's monotonic clock
+    began_ns: Nanoseconds  # of the host's monotonic clock
     shift_ns: int = 0  # to add to it to have it in the head's time; the core says so
     phases: bytes  # [num_spans] `trace.phases.Phase`
-    durations_ns: list[int]  # [num_spans]
-    steps: list[tuple[int, int, int]]  # index of the step's first span, step id, tokens
+    durations_ns: list[Nanoseconds]  # [num_spans]
+    steps: list[tuple[int, Count, Count]]  # index of the step's first span, step id, tokens
     replica: int = 0
 
     @property

@@ -12,8 +12,11 @@ import msgspec
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 53)]  # bytes too; a float holds each of these exactly
 Small = Annotated[int, msgspec.Meta(ge=0, le=(1 << 31) - 1)]  # numbers of members, stages and epochs
+LayerNumber = Annotated[int, msgspec.Meta(ge=0, le=(1 << 16) - 1)]
+TokenId = Annotated[int, msgspec.Meta(ge=-1, le=(1 << 31) - 1)]  # -1: none
 Port = Annotated[int, msgspec.Meta(ge=0, le=(1 << 16) - 1)]
 Nanoseconds = Annotated[int, msgspec.Meta(ge=0, le=1 << 62)]  # of a monotonic clock: 146 years
 Seconds = Annotated[float, msgspec.Meta(ge=0.0, le=1e11)]  # as long as they count from 1970
 Speed = Annotated[float, msgspec.Meta(ge=0.0, le=1e18)]  # bytes a second
 Word = Annotated[str, msgspec.Meta(max_length=256)]  # a name, a kind or an address
+Sentence = Annotated[str, msgspec.Meta(max_length=2000)]

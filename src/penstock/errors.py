@@ -46,17 +46,17 @@ from typing import ClassVar
 
 import msgspec
 
-from penstock.bounds import Small
+from penstock.bounds import Small, Word
 
 
 class ErrorInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """An error as it crosses a process boundary. `kind` is the class name in this module."""
 
-    kind: str
+    kind: Word
     message: str
     remedy: str = ""
-    param: str | None = None
-    code: str | None = None
+    param: Word | None = None
+    code: Word | None = None
     stage: Small | None = None
 
 

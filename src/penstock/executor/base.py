@@ -47,6 +47,7 @@ from penstock.errors import (
     error_from_info,
 )
 from penstock.executor.rank_reports import RankReports
+from penstock.executor.rank_sense import sensible
 from penstock.pipeline.decision_log import DecisionLog
 from penstock.pipeline.links.channel import MessageChannel, send_of_step
 from penstock.process.config import rank_names
@@ -395,7 +396,7 @@ class RankChannels:
     def _drain_one(self, rank: int) -> Iterator[RankToCore]:
         try:
             while (frame := self._channels[rank].recv(0)) is not None:
-                yield decode_to_core(frame)
+                yield sensible(decode_to_core(frame), self._stages[rank])
         except LinkClosedError:
             if rank not in self._ended:
                 yield _gone(self._stages[rank], self._names[rank])

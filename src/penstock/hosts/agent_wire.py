@@ -18,7 +18,7 @@ import msgspec
 
 from penstock.config.hosts import SAME_VERSION
 from penstock.errors import LinkClosedError, PeerError, ProtocolError
-from penstock.hosts.logs.line_ration import shown_line
+from penstock.told_text import shown_line
 
 MAX_MESSAGE_BYTES = 64 << 20  # far above a config with the digests of a large stage
 MAX_TOLD_BYTES = 4 << 20  # of a message to the head: far above what a host prints in a second

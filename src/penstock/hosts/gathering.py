@@ -26,7 +26,6 @@ from penstock.errors import JoinTokenError, PeerError, PenstockError, Unavailabl
 from penstock.hosts.link_streams import ProvedStreams
 from penstock.hosts.local import LocalHost
 from penstock.hosts.logs.head_log import HeadLog, ShowLine
-from penstock.hosts.logs.line_ration import shown_line
 from penstock.hosts.member import Waitable
 from penstock.hosts.network.interfaces import addresses_beside, unmapped
 from penstock.hosts.network.joining_address import join_address, listen_for_workers, loopback_warning
@@ -42,6 +41,7 @@ from penstock.hosts.weights.tensor_digests import TensorDigests
 from penstock.hosts.weights.weight_server import WeightServer
 from penstock.hosts.worker_gate import JoinedWorker, WorkerGate
 from penstock.process.link_ports import PortRange
+from penstock.told_text import shown_line
 from penstock.trust.admission import AdmissionBook
 from penstock.trust.door import Door
 from penstock.trust.head_join import ConnectedHosts, HeadConversation

@@ -65,8 +65,6 @@ from penstock.hosts.agent_wire import AgentWire
 from penstock.hosts.bell import Bell
 from penstock.hosts.lasting_wire import LastingWire
 from penstock.hosts.local_connections import KINDS
-from penstock.hosts.logs.line_ration import shown_line
-from penstock.hosts.logs.told_text import cleaned
 from penstock.hosts.member import Member, Waitable
 from penstock.hosts.network.scout_messages import FromScout, ListenForHost, SurveyHost
 from penstock.hosts.rank_host import HostEnd, Need, Parties
@@ -79,6 +77,7 @@ from penstock.process.control import ControlMessage
 from penstock.process.endpoints import HeldEnd
 from penstock.process.pipe_hosts import HostClock
 from penstock.process.rhythm import next_beat
+from penstock.told_text import cleaned, shown_line
 from penstock.trace.host_clock import ClockAnswer, ClockEstimate
 from penstock.trust.credentials import Credentials
 from penstock.trust.peer_names import PeerName

@@ -34,6 +34,8 @@ from penstock.errors import LinkClosedError, ProtocolError, WaitTimeoutError, co
 from penstock.pipeline.links.channel import MessageChannel, send_of_step
 from penstock.runner.request_rows import RequestRows, RowSnapshot
 
+MOST_IDS = 1 << 31
+
 
 class TokenSender:
     """The last stage's end.
@@ -153,11 +155,29 @@ class SampleReceiver(ABC):
 
 
 class TokenReceiver(SampleReceiver):
-    """The end of a stage that embeds."""
+    """The end of a stage that embeds.
+
+    Args:
+        vocab_size: of the embedding; any id may come if it is left out.
+    """
+
+    def __init__(
+        self,
+        channel: MessageChannel,
+        rows: RequestRows,
+        *,
+        name: str,
+        timeout_s: float,
+        vocab_size: int = MOST_IDS,
+    ) -> None:
+        super().__init__(channel, rows, name=name, timeout_s=timeout_s)
+        self._vocab_size = vocab_size
 
     def _write(self, pending: PendingReturn, frame: bytes) -> None:
         tokens = decode_sampled_tokens(frame)
         _check(pending, tokens, len(tokens.token_ids))
+        if not all(tokens.token_ids) or max(map(max, tokens.token_ids)) >= self._vocab_size:
+            raise ProtocolError(f"an id is beyond the vocabulary of {self._vocab_size}, or is missing.")
         self._rows.post_update(pending.step_id, pending.rows, tokens.token_ids, tokens.num_rejected)
 
 
@@ -176,6 +196,8 @@ def _check(pending: PendingReturn, samples: SampledTokens | SampledCounts, num_r
     actual = (samples.epoch, samples.step_id, samples.digest, num_rows)
     if actual != expected:
         raise ProtocolError(f"expected (epoch, step, digest, rows) {expected}, found {actual}.")
+    if len(samples.num_rejected) != num_rows:
+        raise ProtocolError(f"of {num_rows} rows {len(samples.num_rejected)} have rejected drafts.")
 
 
 def _samples_of(pending: PendingReturn) -> str:

@@ -190,6 +190,26 @@ def decode_status(line: bytes) -> StatusEvent:
     return _events.decode(line)
 
 
+def _status_line(event: StatusEvent) -> bytes:
+    """Return the line of an event. One that tells of an error is short enough to be written whole or not at
+    all: what others have said of a failure may be of any length."""
+    line = msgspec.json.encode(event) + b"\n"
+    limit = _MAX_TEXT
+    while len(line) > _PIPE_ATOMIC_BYTES and isinstance(event, ChildFailed | Abandoned) and limit:
+        limit //= 2
+        event = _shortened(event, limit)
+        line = msgspec.json.encode(event) + b"\n"
+    return line
+
+
+def _shortened(event: ChildFailed | Abandoned, limit: int) -> ChildFailed | Abandoned:
+    error = event.error
+    short = msgspec.structs.replace(error, message=error.message[:limit], remedy=error.remedy[:limit])
+    if isinstance(event, ChildFailed):
+        return msgspec.structs.replace(event, error=short, trace=event.trace[-limit:] if limit else "")
+    return msgspec.structs.replace(event, error=short)
+
+
 def failure(error: BaseException) -> ChildFailed:
     """The event that reports `error`; foreign exceptions bring the end of their trace."""
     info = describe(error)
@@ -214,7 +234,7 @@ class StatusWriter:
         """Write one line; of progress, only what changes the percentage."""
         if isinstance(event, LoadProgressed) and not self._is_news(event):
             return
-        line = msgspec.json.encode(event) + b"\n"
+        line = _status_line(event)
         if isinstance(event, TensorsRead | WeightsLoaded):
             self._await_room()
         with contextlib.suppress(BlockingIOError, BrokenPipeError):

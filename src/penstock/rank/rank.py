@@ -54,7 +54,7 @@ from penstock.pipeline.ports import (
 )
 from penstock.pipeline.stage import Stage, blaming, plans_from
 from penstock.pipeline.tied_head import HeadRoute, pass_head_on, send_head, take_head
-from penstock.pipeline.token_return import CountReceiver, TokenReceiver, TokenSender
+from penstock.pipeline.token_return import CountReceiver, SampleReceiver, TokenReceiver, TokenSender
 from penstock.pipeline.transfer_orders import NoTransfer, TransferOrders
 from penstock.process.child import (
     Abandoned,
@@ -424,13 +424,11 @@ def _choose_sink(
         embedding, others = _by_need(config, connections.tokens)
         return SampleSink(runner, TokenSender(embedding, others), results, clock)
     (channel,) = connections.tokens
-    receiver = TokenReceiver if config.is_first else CountReceiver
-    tokens = receiver(
-        channel,
-        runner.rows,
-        name=f"stage {config.num_stages - 1} -> stage {config.stage}",
-        timeout_s=config.wait_timeout_s,
-    )
+    name, timeout_s = f"stage {config.num_stages - 1} -> stage {config.stage}", config.wait_timeout_s
+    tokens: SampleReceiver = CountReceiver(channel, runner.rows, name=name, timeout_s=timeout_s)
+    if config.is_first:
+        vocab_size = loaded.spec.vocab_size
+        tokens = TokenReceiver(channel, runner.rows, name=name, timeout_s=timeout_s, vocab_size=vocab_size)
     width, size = loaded.spec.hidden_size, config.next_tp_size
     shares = [carried_share(width, receiver, size) for receiver in config.receivers]
     return ForwardSink(list(zip(shares, connections.outgoing, strict=True)), tokens, clock)

@@ -35,6 +35,7 @@ from penstock.executor.base import LINK_LEAD_STEPS, RankChannels, first_cause
 from penstock.executor.rank_reports import TRACE_S
 from penstock.pipeline.decision_log import DecisionLog
 from penstock.pipeline.links.plan_channel import QueueChannel
+from penstock.trace.phases import Phase
 
 LONG = 30.0
 
@@ -262,7 +263,9 @@ def test_a_rank_that_spoke_before_it_went_is_quoted() -> None:
 
 def test_d6_reports_of_time_are_put_aside_and_old_spans_forgotten(fixture: Fixture) -> None:
     def times(stage: int, num_steps: int) -> StageTimes:
-        return StageTimes(stage=stage, num_steps=num_steps, wall_ns=1, busy_ns=1, phase_ns=[], busy_ratio=0.5)
+        return StageTimes(
+            stage=stage, num_steps=num_steps, wall_ns=1, busy_ns=1, phase_ns=[0] * len(Phase), busy_ratio=0.5
+        )
 
     def spans(stage: int, second: int) -> StageSpans:
         return StageSpans(

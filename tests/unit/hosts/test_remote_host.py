@@ -37,7 +37,6 @@ from penstock.hosts.agent_messages import (
     ToldClock,
 )
 from penstock.hosts.agent_wire import AgentWire
-from penstock.hosts.logs.told_text import cleaned
 from penstock.hosts.member import Member
 from penstock.hosts.member_watch import MemberWatch
 from penstock.hosts.network.scout_messages import ScoutFailed, SurveyHost
@@ -59,6 +58,7 @@ from penstock.process.child import (
 from penstock.process.config import MeasureConfig, StoreConfig
 from penstock.process.control import AttachLink, Stop, UseModel
 from penstock.process.endpoints import HeldEnd, MemoryHandle, RankEndpoints, RingHandle, SocketHandle
+from penstock.told_text import cleaned
 from penstock.trust.peer_names import PeerName
 from stand_in_hosts import LOADED, StandInMember
 

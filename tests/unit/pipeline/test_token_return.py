@@ -46,7 +46,9 @@ class Ends:
         self.last, self.early = CountingChannel(last), CountingChannel(early)
         self.rows = RequestRows(8, 64, 4, 3)
         self.sender = TokenSender([self.last])
-        self.receiver = TokenReceiver(self.early, self.rows, name="stage 3 -> stage 0", timeout_s=timeout_s)
+        self.receiver = TokenReceiver(
+            self.early, self.rows, name="stage 3 -> stage 0", timeout_s=timeout_s, vocab_size=1000
+        )
 
     def expect(self, plan: ScheduledBatch) -> None:
         self.rows.apply(plan)

@@ -18,6 +18,7 @@ from penstock.batch import RankLoaded
 from penstock.errors import CheckpointError, StageLostError, UsageError
 from penstock.process.child import (
     STUCK_S,
+    Abandoned,
     Alive,
     ChildFailed,
     LoadProgressed,
@@ -138,6 +139,23 @@ def test_what_a_rank_has_read_comes_whole_though_the_pipe_is_full() -> None:
 def num_waiting(fd: int) -> int:
     """Bytes in a pipe."""
     return int.from_bytes(fcntl.ioctl(fd, termios.FIONREAD, bytes(4)), "little")
+
+
+def test_what_others_have_said_of_a_failure_fits_a_line_however_long_it_is() -> None:
+    read_fd, write_fd = os.pipe()
+    status = StatusWriter(write_fd)
+    error = StageLostError("\N{SNOWMAN}" * 100_000, remedy="r" * 100_000, stage=1).info()
+    status.write(Abandoned(epoch=3, error=error))
+    status.write(ChildFailed(error=error, trace="t" * 100_000))
+    status.write(Alive())
+    lines = lines_of(read_fd, write_fd)
+    assert all(len(line) <= select.PIPE_BUF for line in lines)
+    abandoned, failed, alive = map(decode_status, lines)
+    assert isinstance(abandoned, Abandoned)
+    assert abandoned.error.message == "\N{SNOWMAN}" * len(abandoned.error.message) != ""
+    assert isinstance(failed, ChildFailed)
+    assert failed.trace == "t" * len(failed.trace) != ""
+    assert alive == Alive()
 
 
 def test_progress_is_told_once_per_percent() -> None:

@@ -17,6 +17,7 @@ from penstock.engine.core.calibration import Calibration
 from penstock.engine.core.operations_in_force import OperationsInForce
 from penstock.engine.core.pace import Pace
 from penstock.engine.core.plan_feed import PlanFeed
+from penstock.engine.core.result_sense import MAX_VOCAB_SIZE
 from penstock.engine.core.stall_limits import NO_LIMIT, StallLimit
 from penstock.engine.core.steps_in_flight import StepsInFlight
 from penstock.engine.core.wire_times import NO_WIRE_TIMES, AnyWireTimes
@@ -65,6 +66,7 @@ class EngineCore:
         epoch: int = 0,
         restarts: Restarts = NO_RESTARTS,
         ranks: Sequence[RankLoaded] = (),
+        vocab_size: int = MAX_VOCAB_SIZE,
     ) -> None:
         calibration = calibration or Calibration.none(parallel)
         self._scheduler = scheduler
@@ -80,6 +82,7 @@ class EngineCore:
             stall_limit=stall_limit,
             wire=wire,
             concerned_by=lambda step_id: concerned(scheduler.requests_of(step_id)),
+            vocab_size=vocab_size,
         )
         self._feed = PlanFeed(scheduler, self._steps, pace, self.operations, calibration, wire)
         self._epoch = epoch

@@ -74,6 +74,7 @@ def build_core(
         epoch=epoch,
         restarts=restarts,
         ranks=kv_plan.ranks,
+        vocab_size=config.vocab_size,
     )
     return core, scheduler
 

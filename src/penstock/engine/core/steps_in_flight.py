@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from penstock.batch import ScheduledBatch, StepResult
 from penstock.config.engine import ParallelConfig
+from penstock.engine.core.result_sense import require_sense
 from penstock.engine.core.stall_limits import StallLimit
 from penstock.engine.core.wire_times import AnyWireTimes
 from penstock.errors import ProtocolError, WaitTimeoutError
@@ -46,6 +47,7 @@ class StepsInFlight:
         stall_limit: how long a plan may take until the pipeline is lost.
         wire: hears of all plans, and when their results come.
         concerned_by: says whose a step is, for messages.
+        vocab_size: of the model: no token has a number beyond it.
     """
 
     def __init__(
@@ -57,6 +59,7 @@ class StepsInFlight:
         stall_limit: StallLimit,
         wire: AnyWireTimes,
         concerned_by: Callable[[int], str],
+        vocab_size: int,
     ) -> None:
         self._inflight: InflightQueue[StepInFlight] = InflightQueue(
             parallel.depth, num_stages=parallel.pipeline_parallel_size, first_step=first_step
@@ -66,6 +69,7 @@ class StepsInFlight:
         self._stall_limit = stall_limit
         self._wire = wire
         self._concerned_by = concerned_by
+        self._vocab_size = vocab_size
         self._last_result_at = -math.inf  # the first probe is due at once: it proves the stages
 
     def __len__(self) -> int:
@@ -108,6 +112,7 @@ class StepsInFlight:
         """
         result = self._results.popleft()
         _check_result(result, self._inflight, epoch, self._concerned)
+        require_sense(result, self._vocab_size, self._inflight.num_stages - 1)
         step, now = self._inflight.pop(), self._clock()
         self._wire.crossed(step.plan, now - step.submitted_at)
         if not step.plan.awaited:  # else its result has waited for the store

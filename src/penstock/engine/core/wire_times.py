@@ -166,7 +166,7 @@ class WireTimes:
             steps, busy_ns = self._busy.get(times.stage, (0, 0))
             if times.num_steps > steps:
                 self._mean_s[times.stage] = (times.busy_ns - busy_ns) / (times.num_steps - steps) / 1e9
-                self._busy[times.stage] = times.num_steps, times.busy_ns
+            self._busy[times.stage] = times.num_steps, times.busy_ns  # probes have no tokens, but take time
         if len(self._mean_s) == self._num_stages:
             self._depth.reported = list(self._mean_s.values())
 

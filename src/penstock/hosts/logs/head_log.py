@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from penstock.hosts.agent_messages import LogLines
-from penstock.hosts.logs.line_ration import LINES_AT_ONCE, LINES_PER_S, LineRation, shown_line
+from penstock.hosts.logs.line_ration import LINES_AT_ONCE, LINES_PER_S, LineRation
+from penstock.told_text import shown_line
 
 ShowLine = Callable[[str, str, str], None]  # name of the host, of the process ("": the worker), and the line
 _SHARE = 2.0  # of what a worker sends at most: the network may have held some of it up

@@ -11,7 +11,6 @@ from collections.abc import Callable
 LINES_AT_ONCE = 200  # as many as a process needs to say where its threads are
 LINES_PER_S = 20.0
 SAY_DROPPED_EVERY_S = 1.0
-MAX_LINE_CHARS = 500
 
 
 class LineRation:
@@ -54,13 +53,3 @@ class LineRation:
         self._said_at = now
         count, self._num_dropped = self._num_dropped, 0
         return count
-
-
-def shown_line(line: str, max_chars: int = MAX_LINE_CHARS) -> str:
-    """Return a line of another process as it may be shown: not too long, control characters made visible."""
-    if len(line) > max_chars:
-        line = f"{line[:max_chars]}… ({len(line) - max_chars} characters more)"
-    return "".join(
-        char if char.isprintable() else " " if char == "\t" else char.encode("unicode_escape").decode("ascii")
-        for char in line
-    )

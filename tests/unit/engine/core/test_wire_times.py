@@ -34,7 +34,9 @@ def plan_of(step: int, num_tokens: int, awaited: Sequence[int] = ()) -> Schedule
 class Reported(FakeExecutor):
     """Stages that have reported just this."""
 
-    def __init__(self, steps: dict[int, float], num_stages: int = 2, num_steps: int = 0) -> None:
+    def __init__(
+        self, steps: dict[int, float], num_stages: int = 2, num_steps: int = 0, probes_s: float = 0.0
+    ) -> None:
         super().__init__(depth=1)
         self._own = [
             StageSpans(
@@ -51,7 +53,7 @@ class Reported(FakeExecutor):
                 stage=stage,
                 num_steps=num_steps,
                 wall_ns=0,
-                busy_ns=round(num_steps * 1e7),
+                busy_ns=round(num_steps * 1e7 + probes_s * 1e9),
                 phase_ns=[],
                 busy_ratio=0,
             )
@@ -159,6 +161,14 @@ def test_what_stages_take_on_average_is_told_once_all_have_reported() -> None:
     assert depth.reported == pytest.approx([0.01, 0.01])
     wire.follow(3.0, Reported({}, num_steps=7))
     assert depth.reported == pytest.approx([0.01, 0.01]), "nothing new"
+
+
+def test_probes_of_an_idle_night_are_not_the_time_of_the_first_steps_after_it() -> None:
+    depth, wire = measuring()
+    wire.follow(1.0, Reported({}, num_steps=7))
+    wire.follow(2.0, Reported({}, num_steps=7, probes_s=7.2))
+    wire.follow(3.0, Reported({}, num_steps=8, probes_s=7.2))
+    assert depth.reported == pytest.approx([0.01, 0.01])
 
 
 def test_a_look_is_due_some_time_after_the_last_and_seldom_beside_the_trip() -> None:

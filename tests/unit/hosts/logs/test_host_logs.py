@@ -11,8 +11,9 @@ from fakes import FakeClock
 from penstock.hosts.agent_messages import LogLines
 from penstock.hosts.logs.child_outputs import PipedOutputs
 from penstock.hosts.logs.head_log import HeadLog
-from penstock.hosts.logs.line_ration import LINES_AT_ONCE, MAX_LINE_CHARS
+from penstock.hosts.logs.line_ration import LINES_AT_ONCE
 from penstock.hosts.logs.worker_log import WorkerLog
+from penstock.told_text import MAX_LINE_CHARS
 from stand_in_hosts import StandInHost, StandInMember
 
 

@@ -6,11 +6,10 @@ from fakes import FakeClock
 from penstock.hosts.logs.line_ration import (
     LINES_AT_ONCE,
     LINES_PER_S,
-    MAX_LINE_CHARS,
     SAY_DROPPED_EVERY_S,
     LineRation,
-    shown_line,
 )
+from penstock.told_text import MAX_LINE_CHARS, shown_line
 
 
 def test_r15_a_flood_passes_up_to_a_bound_and_then_a_few_lines_a_second() -> None:

@@ -1,7 +1,8 @@
-"""Makes the text in a message of another host fit for the terminal and the log of this one.
+"""Makes the text in a message of another host or process fit for the terminal and the log of this one.
 
-Names, errors and descriptions of a worker are shown at the head in many places. All of them pass here once,
-when `hosts.remote_host` takes a message. Log lines have a way of their own (`hosts.logs.head_log`).
+Names, errors and descriptions of a worker are shown at the head in many places. All of them pass here once:
+when `hosts.remote_host` takes a message of its agent, and `executor.rank_sense` one of its ranks. Log lines
+have a way of their own (`hosts.logs.head_log`).
 """
 
 from __future__ import annotations
@@ -10,8 +11,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from penstock.hosts.logs.line_ration import shown_line
-
+MAX_LINE_CHARS = 500
 MAX_TEXT_CHARS = 2000  # of one text; a child cuts its messages to fewer
 MAX_TRACE_LINES = 60
 _TRACE = "trace"  # the only field that has several lines
@@ -52,3 +52,13 @@ def _cleaned_trace(trace: str) -> str:
     """Return the end of a stack trace, line by line."""
     lines = trace.splitlines()[-MAX_TRACE_LINES:]
     return "".join(f"{shown_line(line)}\n" for line in lines)
+
+
+def shown_line(line: str, max_chars: int = MAX_LINE_CHARS) -> str:
+    """Return a line of another process as it may be shown: not too long, control characters made visible."""
+    if len(line) > max_chars:
+        line = f"{line[:max_chars]}… ({len(line) - max_chars} characters more)"
+    return "".join(
+        char if char.isprintable() else " " if char == "\t" else char.encode("unicode_escape").decode("ascii")
+        for char in line
+    )

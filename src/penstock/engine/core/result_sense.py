@@ -1,0 +1,47 @@
+"""Whether the result of a step can be used, whatever the last stage computes it on.
+
+That it is the right one, and complete, is compared with its plan (`engine.core.steps_in_flight`). Here is
+what holds for each result: an id of the vocabulary for each row that has not failed, and lists that fit
+together. What the scheduler and the clients do with it then needs no checks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from penstock.batch import StepResult
+from penstock.errors import ProtocolError
+from penstock.request import TokenLogprobs
+
+MAX_VOCAB_SIZE = 1 << 31  # beyond that of any model
+_FLOAT_BYTES = 4
+
+
+def require_sense(result: StepResult, vocab_size: int, stage: int) -> None:
+    """Raise `ProtocolError` if the result cannot be used.
+
+    Args:
+        vocab_size: of the model.
+        stage: whose result it is.
+    """
+    num_rows, failed = len(result.token_ids), result.failed
+    for row, ids in enumerate(result.token_ids):
+        if not (ids and 0 <= ids[0] < vocab_size) and row not in failed:
+            raise ProtocolError(f"row {row} of step {result.step_id} has the ids {ids[:8]}.", stage=stage)
+    has_sense = (
+        len(result.logprobs) in (0, num_rows)
+        and all(0 <= row < num_rows for row in failed)
+        and all(_fit(row, vocab_size) for row in result.logprobs if row)
+        and all(_fit(scores, vocab_size) for scores in result.scores)
+        and all(len(vector) % _FLOAT_BYTES == 0 for vector in result.pooled)
+    )
+    if not has_sense:
+        raise ProtocolError(f"the lists of the result of step {result.step_id} do not fit.", stage=stage)
+
+
+def _fit(positions: Sequence[TokenLogprobs], vocab_size: int) -> bool:
+    return all(
+        len(position.top_ids) == len(position.top_logprobs)
+        and all(0 <= token_id < vocab_size for token_id in position.top_ids)
+        for position in positions
+    )

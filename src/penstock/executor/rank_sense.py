@@ -1,0 +1,64 @@
+"""Whether what a rank says can be used: a rank may run on a host that is broken, or is somebody else's.
+
+Decoding has checked the types and bounds of a message (`penstock.bounds`). Here is what no type says, so that
+whoever uses the message need not look. A message without sense loses its rank, as if that had gone; the core
+and all other ranks go on. Results of steps are compared with their plans, in `engine.core.steps_in_flight`.
+Used by `executor.base`.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+from penstock.batch import (
+    EntryAnswers,
+    GrammarsBuilt,
+    OrdersDone,
+    RankFailed,
+    RankLoaded,
+    RankReady,
+    RankToCore,
+    StageSpans,
+    StageTimes,
+)
+from penstock.errors import ProtocolError
+from penstock.told_text import cleaned
+from penstock.trace.phases import Phase
+
+_WITH_TEXT = RankFailed | RankLoaded | GrammarsBuilt | EntryAnswers
+_WITH_STAGE = RankFailed | RankLoaded | RankReady | StageTimes | StageSpans
+
+
+def sensible(message: RankToCore, stage: int) -> RankToCore:
+    """Return a message of a rank with its text fit to be shown.
+
+    Args:
+        stage: of the rank.
+
+    Raises:
+        ProtocolError: it makes no sense.
+    """
+    if isinstance(message, _WITH_STAGE) and message.stage != stage:
+        raise _nonsense(stage, f"speaks for stage {message.stage}")
+    if isinstance(message, StageSpans) and not _is_whole(message):
+        raise _nonsense(stage, "reports spans that do not fit together")
+    if isinstance(message, StageTimes) and len(message.phase_ns) != len(Phase):
+        raise _nonsense(stage, f"reports {len(message.phase_ns)} phases, and there are {len(Phase)}")
+    if isinstance(message, _WITH_TEXT) or (isinstance(message, OrdersDone) and message.use.failure):
+        return cleaned(message)
+    return message
+
+
+def _is_whole(report: StageSpans) -> bool:
+    """Whether each span has a known phase and a duration, and the steps begin one after the other in them."""
+    begins = [begin for begin, _, _ in report.steps]
+    return (
+        len(report.durations_ns) == len(report.phases)
+        and max(report.phases, default=0) < len(Phase)
+        and all(0 <= begin <= len(report.phases) for begin in begins)
+        and all(earlier <= later for earlier, later in pairwise(begins))
+    )
+
+
+def _nonsense(stage: int, what: str) -> ProtocolError:
+    return ProtocolError(f"a rank of stage {stage} {what}.", stage=stage)
