@@ -39,6 +39,7 @@ ROOMS = {
     "engine/client": "the core's clients",
     "hosts": "the machines that ranks run on",
     "hosts/weights": "how a worker comes by the weights of its ranks",
+    "hosts/launchers": "programs that start Penstock on many hosts, and what they say of it",
     "hosts/network": "the ways between hosts: found, measured and chosen",
     "hosts/logs": "what is printed on other hosts, at the head",
     "planner": "`--partition auto`: which layers each stage should hold",

@@ -2,70 +2,26 @@
 
 from __future__ import annotations
 
-import os
 import re
-import shlex
 import shutil
-import sys
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from checkpoints import make_checkpoint
 from linked_engines import make_llm
-from network import Host, cable_network
+from network import cable_network
 from paths import REPOSITORY
 from penstock import SamplingParams
-from served_hosts import HostClient, Program
+from served_hosts import HostClient
+from typed_hosts import Desk, commands_of
 
 pytestmark = pytest.mark.doors
 
 PAGE = (REPOSITORY / "docs" / "several-machines.md").read_text(encoding="utf-8")
-PROGRAMS = Path(sys.executable).parent
 MODEL = "Qwen2.5-0.5B"  # as the page calls it
 PROMPTS, NUM_TOKENS = [[5, 6, 7], [11, 3]], 16
-
-
-class Desk:
-    """A host with a name, a home and a working directory of its own, where somebody types.
-
-    Args:
-        directory: its last part is the name.
-        addresses: of the page -> of the hosts.
-    """
-
-    def __init__(self, host: Host[Any], directory: Path, addresses: dict[str, str]) -> None:
-        self.directory = directory
-        directory.mkdir()
-        self._host, self._addresses = host, addresses
-
-    def typed(self, line: str) -> Program:
-        """Start what stands on a line of the page."""
-        program, *words = shlex.split(self.as_typed(line))
-        home = {"HOME": self.directory, "XDG_STATE_HOME": self.directory, "XDG_CACHE_HOME": _cache()}
-        variables = [f"{name}={value}" for name, value in home.items()]
-        named = ["unshare", "--uts", "sh", "-c", f'hostname {self.directory.name} && exec "$@"', "sh"]
-        typed = ["env", "-C", str(self.directory), *variables, str(PROGRAMS / program), *words]
-        return Program(self._host, [*named, *typed])
-
-    def as_typed(self, line: str) -> str:
-        for written, real in self._addresses.items():
-            line = line.replace(written, real)
-        return line
-
-
-def _cache() -> str:
-    """Where compiled kernels are."""
-    return os.environ.get("XDG_CACHE_HOME", str(Path.home() / ".cache"))
-
-
-def commands_of(heading: str) -> list[str]:
-    """The lines of a section that are typed."""
-    _, _, rest = PAGE.partition(f"\n## {heading}\n")
-    section, _, _ = rest.partition("\n## ")
-    return [line for block in re.findall(r"```\n(.*?)```", section, re.DOTALL) for line in block.splitlines()]
 
 
 def test_g1_the_commands_of_the_page_serve_one_model_over_two_hosts(tmp_path: Path) -> None:
@@ -74,7 +30,7 @@ def test_g1_the_commands_of_the_page_serve_one_model_over_two_hosts(tmp_path: Pa
         sampling = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
         prompts = [{"prompt_token_ids": ids} for ids in PROMPTS]
         expected = [answer.outputs[0].token_ids for answer in llm.generate(prompts, sampling)]
-    serve, copy, join = commands_of("Two hosts in three commands")
+    serve, copy, join = commands_of(PAGE, "Two hosts in three commands")
     with cable_network() as network, ExitStack() as ending:
         addresses = {"10.0.0.1": network.hosts[0].address, "10.0.0.2": network.hosts[1].address}
         tower, desk = (

@@ -1,6 +1,8 @@
 """`penstock worker`: lets this host serve stages of a model whose head is elsewhere.
 
-Called by `cli`; runs `hosts.worker` in the main thread, since children die with the thread that made them.
+Started by `torchrun`, `srun` or `mpirun` on all hosts at once, the first of them becomes the head: it runs
+`penstock serve` with the words behind `--`. Called by `cli`; runs `hosts.worker` in the main thread, since
+children die with the thread that made them.
 """
 
 from __future__ import annotations
@@ -8,22 +10,27 @@ from __future__ import annotations
 import os
 from contextlib import closing
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
 from penstock.cli.flags import flag
+from penstock.cli.launched import Launched
 from penstock.cli.output_thread import OutputThread
 from penstock.cli.terminal import Invocation, one_line
-from penstock.config.hosts import own_host_name, parse_address, state_directory
+from penstock.config.hosts import state_directory
 from penstock.errors import UsageError
+from penstock.hosts.launchers.places import LAUNCHERS, Launcher
 from penstock.process.link_ports import DEFAULT_LINK_PORTS, PortRange
+
+if TYPE_CHECKING:
+    from penstock.hosts.station import WorkerSettings
 
 _GROUP = "worker"
 
 
 def worker(
-    *,
+    *serve: Annotated[str, Parameter(show=False, allow_leading_hyphen=True)],
     join: Annotated[str, flag("ADDRESS:PORT of the head (--listen-workers)", "--join", group=_GROUP)] = "",
     join_token_file: Annotated[
         Path | None,
@@ -50,28 +57,26 @@ def worker(
     state_dir: Annotated[
         Path | None, flag("where this host's certificate is kept", "--state-dir", group=_GROUP)
     ] = None,
+    torchrun: Annotated[
+        bool,
+        flag("started by torchrun; host 0 serves what follows --", "--torchrun", group=_GROUP),
+    ] = False,
+    slurm: Annotated[bool, flag("the same, started by srun", "--slurm", group=_GROUP)] = False,
+    mpi: Annotated[bool, flag("the same, started by mpirun", "--mpi", group=_GROUP)] = False,
     invocation: Annotated[Invocation, Parameter(parse=False)],
 ) -> int:
     """The command. Returns when it is told to end, wherever it is: SIGTERM and Ctrl-C are no failure."""
+    from penstock.cli.program import run
     from penstock.hosts.network.interfaces import own_address
     from penstock.hosts.station import WorkerSettings
-    from penstock.hosts.worker import Worker
-    from penstock.kvstore.own_store import require_usable
-    from penstock.process.child import show_threads_on_request
-    from penstock.process.signals import signals_of_the_end
-    from penstock.trust.peer_names import require_host_name
-    from penstock.trust.token_prompt import GivenTokens
 
-    if not join:
-        raise UsageError(
-            "no head is given.",
-            remedy="Use `penstock worker --join ADDRESS:PORT`, as `penstock serve` shows it on the head.",
-            param="join",
-        )
-
+    launched = Launched(_launcher(torchrun=torchrun, slurm=slurm, mpi=mpi), invocation.environ, join)
+    if launched.is_head:
+        return launched.serve(serve, join_token_file, run, invocation)
+    launched.require_no_words(serve)
     settings = WorkerSettings(
-        head=parse_address(join, "--join"),
-        name=own_host_name(name),
+        head=launched.head,
+        name=name or launched.name(),
         state=state_directory(state_dir),
         address=own_address(address) if address else "",
         ports=PortRange.parse(link_ports),
@@ -80,12 +85,36 @@ def worker(
         store=kv_store,
         is_plain=insecure_links,
         threads_ahead=len(os.sched_getaffinity(0)),
+        patience_s=launched.patience_s,
+        away_limit_s=launched.away_limit_s,
     )
+    return _work(settings, launched, join_token_file, invocation)
+
+
+def _launcher(**is_given: bool) -> Launcher | None:
+    """Return the launcher that is named, if one is."""
+    named = [launcher for launcher in LAUNCHERS if is_given[launcher]]
+    if len(named) > 1:
+        raise UsageError(
+            f"--{named[0]} and --{named[1]} are both given.", remedy="Give the one that starts it."
+        )
+    return named[0] if named else None
+
+
+def _work(
+    settings: WorkerSettings, launched: Launched, token_file: Path | None, invocation: Invocation
+) -> int:
+    from penstock.hosts.worker import Worker
+    from penstock.kvstore.own_store import require_usable
+    from penstock.process.child import show_threads_on_request
+    from penstock.process.signals import signals_of_the_end
+    from penstock.trust.peer_names import require_host_name
+
     require_host_name(settings.name)
-    if kv_store is not None:
-        require_usable(kv_store)
+    if settings.store is not None:
+        require_usable(settings.store)
     show_threads_on_request()
     with signals_of_the_end() as stop, closing(OutputThread(invocation)) as output:
-        tokens = GivenTokens(join_token_file, output.settle)
+        tokens = launched.tokens(token_file, output.settle)
         Worker(settings, tokens, lambda line: output.invocation.say(one_line(line)), stop).run()
     return 0

@@ -10,6 +10,7 @@ Used by `hosts.worker`.
 from __future__ import annotations
 
 import contextlib
+import math
 import select
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -52,6 +53,8 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
         weights: where fetched weights are kept; None: below `state`.
         state: where its credentials are kept.
         store: address of the store of KV blocks; None: if the head's is a directory, one below `state`.
+        patience_s: for which the head is waited for before this host has joined it for the first time.
+        away_limit_s: for which the head may be away afterwards; then the worker ends.
         threads_ahead: of a process that is started ahead, for the first rank that the head asks for; 0: there
             is none.
     """
@@ -65,6 +68,8 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
     weights: Path | None = None
     store: str | None = None
     is_plain: bool = False
+    patience_s: float = 0.0
+    away_limit_s: float = math.inf
     threads_ahead: int = 0
 
 

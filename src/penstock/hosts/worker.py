@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from penstock.errors import JoinError, PeerError
+from penstock.errors import JoinError, LinkClosedError, PeerError, WaitTimeoutError
 from penstock.hosts.join_attempts import JoinAttempts
 from penstock.hosts.member import Waitable
 from penstock.hosts.station import Station, WorkerSettings
@@ -90,6 +90,7 @@ class Worker:
     def _live(self, station: Station, attempts: JoinAttempts, membership: Membership) -> None:
         """Join and serve, again and again, until the worker is to end."""
         pauses, said = _Pauses(self._tell), ""
+        left_at, patience_s = self._clock(), self._settings.patience_s
         while True:
             attempts.begin()
             if station.await_attempt():
@@ -99,16 +100,26 @@ class Worker:
                 said, joined_at = "", self._clock()
                 if station.serve(head):
                     return
-                if self._clock() - joined_at > MOST_PAUSE_S:
+                left_at, patience_s = self._clock(), 0.0
+                if left_at - joined_at > MOST_PAUSE_S:
                     pauses.begin_anew()
             except PeerError as error:
-                if membership.is_final(error):
+                away_s = self._clock() - left_at
+                if membership.is_final(error) and not (_may_only_start(error) and away_s < patience_s):
                     raise
+                if away_s > max(patience_s, self._settings.away_limit_s):
+                    self._tell(f"the head has been away for {away_s:.0f} s: it is taken to have ended.")
+                    return
                 if error.message != said:
                     said = error.message
                     self._tell(f"{error}" if isinstance(error, JoinError) else said)
             if station.wait(pauses.next_s()):
                 return
+
+
+def _may_only_start(error: PeerError) -> bool:
+    """Return whether a head that has not let this host in may not be there yet."""
+    return isinstance(error, LinkClosedError | WaitTimeoutError)
 
 
 class _Pauses:

@@ -1,13 +1,15 @@
-"""Asks for a join token on the terminal, where no file holds it: unseen, and again after a slip.
+"""Where a worker gets its join token: from a file, or from its user, who is asked on the terminal.
 
-A worker asks in a thread, beside its signals, so that what is typed must not be waited for when it is to end
-(`typed_line`). Used by `penstock worker` and `penstock doctor`.
+What is typed is unseen, and asked for again after a slip. A worker asks in a thread, beside its signals, so
+that what is typed must not be waited for when it is to end (`typed_line`). Used by `penstock worker` and
+`penstock doctor`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import getpass
+import math
 import os
 import select
 import socket
@@ -22,6 +24,7 @@ from penstock.trust.cancellation import Cancellation, CancelledError
 from penstock.trust.join_token import JoinToken, worker_token
 
 NO_TOKEN = "no_token"  # code of the error
+LOOK_S = 0.2  # between two looks for a file
 _MAX_TRIES = 3
 _TERMINAL = "/dev/tty"
 
@@ -63,6 +66,30 @@ class GivenTokens:
             return typed_line(prompt, cancellation)
 
         return given_token(self._path, typed)
+
+
+class AwaitedTokens:
+    """The content of a file that the head may still have to write, for hosts that are started all at once.
+    Implements `Tokens`.
+
+    Args:
+        path: of the file, where all hosts see it.
+        wait_s: for which it is waited for.
+    """
+
+    def __init__(self, path: Path, wait_s: float) -> None:
+        self._path = path
+        self._wait_s = wait_s
+
+    def at_hand(self) -> JoinToken | None:
+        return GivenTokens(self._path).at_hand()
+
+    def ask(self, cancellation: Cancellation) -> JoinToken:
+        for _ in range(math.ceil(self._wait_s / LOOK_S)):
+            with contextlib.suppress(FileNotFoundError):
+                return worker_token(self._path)
+            cancellation.pause(LOOK_S)
+        return given_token(self._path)
 
 
 def ask_token(ask: Callable[[str], str] = getpass.getpass) -> JoinToken:

@@ -1,0 +1,112 @@
+"""What `penstock worker` is where a launcher has started it on all hosts at once: the head, or a worker.
+
+The first process becomes the head: it runs `penstock serve` with the words that its user has put behind `--`,
+and with those that follow from the launcher. The others join it as workers, wait for it as long as it takes
+to start, and end when it has been away for a while, since a launcher waits for all that it has started. They
+get the token from the file that the head writes, which all hosts must see. Used by `cli.worker`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from penstock.cli.terminal import Invocation
+from penstock.config.hosts import DEFAULT_PORT, own_host_name, parse_address
+from penstock.errors import UsageError
+from penstock.hosts.launchers.places import Launcher, Place, place_of
+from penstock.trust.token_prompt import AwaitedTokens, GivenTokens, Tokens
+
+AWAIT_HEAD_S = 600.0  # the head's host may be the last to be ready
+HEAD_AWAY_S = 30.0  # longer than a head that starts anew, and short for whoever waits for the job to end
+
+Run = Callable[[Sequence[str], Invocation], int]
+
+
+class Launched:
+    """One process of several, or the only one.
+
+    Args:
+        launcher: what has started it; None: a user.
+        environment: of the process.
+        join: address of the head, as the user gives it; "" where the launcher says it.
+
+    Raises:
+        UsageError: this launcher has not started it; or the head's address is not known.
+
+    Attributes:
+        head: address of the head.
+        patience_s: for which the head is waited for at the beginning.
+        away_limit_s: for which the head may be away afterwards.
+    """
+
+    def __init__(self, launcher: Launcher | None, environment: Mapping[str, str], join: str) -> None:
+        self._place = Place(1, 2) if launcher is None else place_of(launcher, environment)
+        self._is_launched = launcher is not None
+        self.patience_s = AWAIT_HEAD_S if self._is_launched else 0.0
+        self.away_limit_s = HEAD_AWAY_S if self._is_launched else math.inf
+        self.head = parse_address(join or self._place.first_host or _refuse_without_head(launcher), "--join")
+
+    @property
+    def is_head(self) -> bool:
+        return self._place.number == 0
+
+    def name(self) -> str:
+        """Return the name of this host: what the launcher calls it, or the machine's name and its number."""
+        own = self._place.host or own_host_name("")
+        return own if self._place.host or not self._is_launched else f"{own}-{self._place.number}"
+
+    def tokens(self, path: Path | None, settle: Callable[[], object]) -> Tokens:
+        """Return where the join token comes from, as `GivenTokens`; nobody is there to be asked."""
+        return AwaitedTokens(_shared(path), AWAIT_HEAD_S) if self._is_launched else GivenTokens(path, settle)
+
+    def require_no_words(self, words: Sequence[str]) -> None:
+        """Refuse words behind `--` where nobody is to serve them."""
+        if words and not self._is_launched:
+            raise UsageError(
+                f"`penstock worker` takes no {words[0]!r}: what is served the head decides.",
+                remedy="Leave it out; see `penstock worker --help`.",
+            )
+
+    def serve(self, words: Sequence[str], token_file: Path | None, run: Run, invocation: Invocation) -> int:
+        """Be the head: run `penstock serve`.
+
+        Args:
+            words: of its command line, the model first.
+            run: runs a command line.
+        """
+        if not words:
+            raise UsageError(
+                "this is the first host, and what it serves is not said.",
+                remedy="Put it behind `--`: `penstock worker --slurm --join-token-file F -- MODEL --pp 2`.",
+            )
+        own = ["--hosts", str(self._place.num_hosts), "--join-token-file", str(_shared(token_file))]
+        listen = ["--listen-workers", f"0.0.0.0:{self.head[1]}"]
+        return run(["serve", *words, *own, *listen], replace(invocation, origins={}))
+
+
+def _shared(token_file: Path | None) -> Path:
+    """Return the file; refuses where there is none, since a launcher starts hosts that nobody sits at."""
+    if token_file is None:
+        raise UsageError(
+            "no join token is given.",
+            remedy="Name a file that all hosts see with --join-token-file; the first one writes it.",
+            param="join_token_file",
+        )
+    return token_file
+
+
+def _refuse_without_head(launcher: Launcher | None) -> str:
+    if launcher is None:
+        raise UsageError(
+            "no head is given.",
+            remedy="Use `penstock worker --join ADDRESS:PORT`, as `penstock serve` shows it on the head.",
+            param="join",
+        )
+    raise UsageError(
+        f"{launcher} does not say where the first process runs.",
+        remedy=f"Name its host for all: `penstock worker --{launcher} --join HOST:{DEFAULT_PORT}`.",
+        param="join",
+    )
