@@ -92,9 +92,8 @@ class WeightCache:
     def require_room(self, wanted: int) -> None:
         """Raise `PeerError` if so many bytes do not fit beside what is there."""
         with self._explained(wanted):
-            status = os.statvfs(self._directory)
-            if status.f_bavail * status.f_frsize < wanted + SPARE_BYTES:
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            if self._free_bytes() < wanted + SPARE_BYTES:
+                raise self._full(wanted, f", {SPARE_BYTES / 1e6:.1f} MB are to stay free beside them,")
 
     def writer(self, group: TensorGroup) -> GroupWriter:
         """Return what writes the file of a group; raises `PeerError` where the disk has no room for it."""
@@ -190,16 +189,23 @@ class WeightCache:
                 remedy="Give the worker another directory with --weights-cache.",
                 code="weights_cache_failed",
             )
+        return self._full(wanted)
+
+    def _full(self, wanted: int, spared: str = ",") -> PeerError:
+        """Return the error of a disk without room; `spared` says what is left to others."""
         free = "no"
         with contextlib.suppress(OSError):
-            status = os.statvfs(self._directory)
-            free = f"{status.f_bavail * status.f_frsize / 1e6:.1f} MB"
+            free = f"{self._free_bytes() / 1e6:.1f} MB"
         return PeerError(
-            f"the disk of {self._directory} is full: {wanted / 1e6:.1f} MB of weights are to be kept there, "
-            f"and {free} are free.",
+            f"the disk of {self._directory} is full: {wanted / 1e6:.1f} MB of weights are to be kept there"
+            f"{spared} and {free} are free.",
             remedy="Free space, or give the worker a directory on another disk with --weights-cache.",
             code="disk_full",
         )
+
+    def _free_bytes(self) -> int:
+        status = os.statvfs(self._directory)
+        return status.f_bavail * status.f_frsize
 
 
 class GroupWriter:

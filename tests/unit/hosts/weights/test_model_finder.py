@@ -18,6 +18,7 @@ from checkpoints import Family, change_one_element, make_checkpoint, make_quanti
 from hand_core import Crew
 from penstock.errors import LinkClosedError, ModelError, PeerError
 from penstock.hosts.weights import weight_client
+from penstock.hosts.weights.weight_cache import SPARE_BYTES, WeightCache
 from penstock.process.config import RankConfig
 from penstock.rank.loading import load_rank
 from penstock.trust.cancellation import Cancellation, CancelledError
@@ -307,6 +308,17 @@ def test_g1_a_disk_without_room_is_refused_before_a_tensor_is_fetched(
         worker.find(last_stage(model))
     assert caught.value.code == "disk_full"
     assert head.num_bytes < 20_000
+
+
+def test_g1_a_disk_with_too_little_room_beside_the_weights_says_how_much_stays_free(
+    new_worker: Callable[..., WeightWorker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker = new_worker()
+    monkeypatch.setattr(WeightCache, "_free_bytes", lambda cache: 520_000_000)
+    worker.cache.require_room(520_000_000 - SPARE_BYTES)
+    said = "494.0 MB of weights are to be kept there, 67.1 MB are to stay free beside them, and 520.0 MB are"
+    with pytest.raises(PeerError, match=said):
+        worker.cache.require_room(494_000_000)
 
 
 def test_g1_two_workers_with_one_cache_do_not_harm_each_other(
