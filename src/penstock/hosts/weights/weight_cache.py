@@ -29,7 +29,7 @@ import xxhash
 
 from penstock.errors import PeerError, PenstockError
 from penstock.hosts.weights.needed_tensors import TensorGroup, num_bytes
-from penstock.hosts.weights.tensor_digests import READ_BYTES, FileState, file_state
+from penstock.hosts.weights.tensor_digests import READ_BYTES, Check, FileState, file_state
 from penstock.trust.private_files import make_private_directory
 from penstock.weights.checkpoint import INDEX_FILE
 
@@ -76,14 +76,25 @@ class WeightCache:
         """Return whether there is a file of such tensors, whatever numbers they have."""
         return any((self._directory / "tensors").glob(f"{group.shape_key}-*{_SUFFIX}"))
 
-    def find(self, group: TensorGroup, digests: list[bytes]) -> Path | None:
-        """Return the file of a group with this content; None where there is none, or it was damaged."""
+    def unread_bytes(self, group: TensorGroup, digests: list[bytes]) -> int:
+        """Return how many bytes must be read before the file of a group with this content can be used."""
+        path = self._path(group, digests)
+        with contextlib.suppress(OSError), path.open("rb", buffering=0) as file:
+            return 0 if self._verified.get(path) == file_state(file) else group.num_bytes
+        return 0
+
+    def find(self, group: TensorGroup, digests: list[bytes], check: Check) -> Path | None:
+        """Return the file of a group with this content; None where there is none, or it was damaged.
+
+        Args:
+            check: called between the pieces that are read.
+        """
         path = self._path(group, digests)
         with contextlib.suppress(OSError), path.open("rb", buffering=0) as file:
             state = file_state(file)
             if self._verified.get(path) == state:
                 return path
-            if _content_digests(group, file) == digests:
+            if _content_digests(group, file, check) == digests:
                 self._verified[path] = state
                 return path
             path.unlink(missing_ok=True)
@@ -270,7 +281,7 @@ class GroupWriter:
         self._partial.unlink(missing_ok=True)
 
 
-def _content_digests(group: TensorGroup, file: FileIO) -> list[bytes]:
+def _content_digests(group: TensorGroup, file: FileIO, check: Check) -> list[bytes]:
     """Return the digests of the tensors in a file; empty where it is not a file of the group."""
     if file.read(len(group.header)) != group.header:
         return []
@@ -285,6 +296,7 @@ def _content_digests(group: TensorGroup, file: FileIO) -> list[bytes]:
                 return []
             digest.update(memory[:count])
             left -= count
+            check()
         found.append(digest.digest())
     return [] if file.read(1) else found
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import random
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,14 +18,17 @@ import torch
 from checkpoints import Family, change_one_element, make_checkpoint, make_quantized_checkpoint
 from hand_core import Crew
 from penstock.errors import LinkClosedError, ModelError, PeerError
-from penstock.hosts.weights import weight_client
+from penstock.hosts.weights import tensor_digests, weight_cache, weight_client
+from penstock.hosts.weights.needed_tensors import TensorGroup
+from penstock.hosts.weights.tensor_digests import TensorDigests
 from penstock.hosts.weights.weight_cache import SPARE_BYTES, WeightCache
+from penstock.hosts.weights.weight_wire import TensorShape
 from penstock.process.config import RankConfig
 from penstock.rank.loading import load_rank
 from penstock.trust.cancellation import Cancellation, CancelledError
 from penstock.weights.read_digests import parse_table
 from rank_configs import make_rank_configs
-from weight_heads import WeightHead, WeightWorker
+from weight_heads import HeardNotes, WeightHead, WeightWorker
 
 Setting = tuple[WeightHead, Callable[..., WeightWorker], Path]
 
@@ -356,6 +360,9 @@ def test_a_search_that_nobody_wants_any_more_ends_at_once(
     original = worker.notes.add
 
     class Cancelling:
+        def say(self, line: str) -> None:
+            raise AssertionError(line)
+
         def begin(self, num_bytes: int) -> None:
             cancellation.cancel()
 
@@ -365,6 +372,71 @@ def test_a_search_that_nobody_wants_any_more_ends_at_once(
     with pytest.raises(CancelledError):
         worker._finder.find(head.identity, last_stage(model), Cancelling(), cancellation)
     assert worker.leftovers == []
+
+
+class CancellingNotes(HeardNotes):
+    """Cancels the search when it says that something is compared."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cancellation = Cancellation()
+
+    def say(self, line: str) -> None:
+        super().say(line)
+        self.cancellation.cancel()
+
+
+@pytest.mark.parametrize("where", ["a copy on this host", "the cache"])
+def test_a_comparison_is_said_and_ends_when_nobody_wants_it_any_more(
+    tmp_path: Path, head: WeightHead, new_worker: Callable[..., WeightWorker], model: Path, where: str
+) -> None:
+    rank, models = last_stage(model), tmp_path / "models"
+    new_worker().find(rank)
+    if where != "the cache":
+        shutil.copytree(model, models / "copy")
+    worker, notes = new_worker(models), CancellingNotes()
+    with pytest.raises(CancelledError):
+        worker._finder.find(head.identity, rank, notes, notes.cancellation)
+    worker.find(rank)
+    assert worker.notes.lines == notes.lines, "nothing was read"
+    assert re.fullmatch(rf"comparing \d\.\d MB of {where} with the head's weights", *notes.lines)
+    worker.find(rank)
+    assert worker.notes.lines == [], "all was read before"
+
+
+class Checks:
+    """Raises `CancelledError` at the third call."""
+
+    def __init__(self) -> None:
+        self.num_calls = 0
+
+    def __call__(self) -> None:
+        self.num_calls += 1
+        if self.num_calls == 3:
+            raise CancelledError
+
+
+def test_the_reading_of_a_copy_ends_within_a_tensor(
+    tmp_path: Path, head: WeightHead, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tensor_digests, "READ_BYTES", 64)
+    entry = head.served.open(head.identity).tensor("model.layers.3.mlp.up_proj.weight")
+    with pytest.raises(CancelledError):
+        TensorDigests(tmp_path).of(entry, Checks())
+
+
+def test_the_reading_of_the_cache_ends_within_a_tensor(
+    new_worker: Callable[..., WeightWorker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(weight_cache, "READ_BYTES", 64)
+    group = TensorGroup.of("g", [TensorShape("a", "I8", (1000,))])
+    with new_worker().cache.writer(group) as writer:
+        writer.begin(0)
+        writer.write(memoryview(bytes(1000)))
+        writer.end(b"digest")
+        writer.keep()
+    with pytest.raises(CancelledError):
+        new_worker().cache.find(group, [b"digest"], Checks())
 
 
 def test_a_view_that_was_touched_is_made_anew(
