@@ -13,8 +13,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from functools import partial
 from itertools import starmap
 from pathlib import Path
 from typing import Protocol
@@ -25,6 +25,7 @@ from penstock.hosts.model_shelf import ModelShelf
 from penstock.hosts.weights.local_copy import CheckpointCopy, LocalCopy, NoCopy
 from penstock.hosts.weights.needed_tensors import TensorGroup, num_bytes, tensor_groups, total_bytes
 from penstock.hosts.weights.served_models import MAX_SMALL_BYTES, SMALL_FILES
+from penstock.hosts.weights.side_threads import SideThreads
 from penstock.hosts.weights.tensor_digests import TensorDigests
 from penstock.hosts.weights.weight_cache import WeightCache
 from penstock.hosts.weights.weight_client import Connect, Part, Sink, WeightClient
@@ -116,8 +117,8 @@ class ModelFinder:
         candidates = [group for group in groups if copy.has(group) or self._cache.has_candidate(group)]
         names = [name for group in candidates for name in group.names]
         _note_comparing(notes, sum(map(copy.unread_bytes, candidates)), "a copy on this host")
-        with ThreadPoolExecutor(1, "digests") as pool:
-            asked = pool.submit(client.digests, identity, names)
+        with SideThreads("digests") as threads:
+            asked = threads.begin(partial(client.digests, identity, names))
             own = [copy.digests(group) for group in candidates]
             digests = dict(zip(names, asked.result(), strict=True))
         found: dict[str, Path] = {}
@@ -169,8 +170,8 @@ class ModelFinder:
                     found.update(dict.fromkeys(group.names, path))
 
         count = min(NUM_CONNECTIONS, len(groups))
-        with ThreadPoolExecutor(count, "weights") as pool:
-            futures = [pool.submit(work) for _ in range(count)]
+        with SideThreads("weights") as threads:
+            futures = [threads.begin(work) for _ in range(count)]
         for future in futures:
             future.result()
         return found

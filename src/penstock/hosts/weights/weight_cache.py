@@ -20,6 +20,8 @@ import os
 import secrets
 import shutil
 from collections.abc import Iterator, Mapping
+from concurrent.futures import wait
+from functools import partial
 from io import FileIO
 from pathlib import Path
 from types import TracebackType
@@ -29,10 +31,12 @@ import xxhash
 
 from penstock.errors import PeerError, PenstockError
 from penstock.hosts.weights.needed_tensors import TensorGroup, num_bytes
+from penstock.hosts.weights.side_threads import begin_aside
 from penstock.hosts.weights.tensor_digests import READ_BYTES, Check, FileState, file_state
 from penstock.trust.private_files import make_private_directory
 from penstock.weights.checkpoint import INDEX_FILE
 
+CLOSE_S = 1.0  # for a directory of a server that is gone; the next worker deletes what is left
 SPARE_BYTES = 64 << 20  # of a disk, which we leave to others
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _SUFFIX = ".safetensors"
@@ -68,7 +72,8 @@ class WeightCache:
     def close(self) -> None:
         """Delete what is not finished. May be called twice."""
         if self._lock >= 0:
-            shutil.rmtree(self._partial, ignore_errors=True)
+            delete = partial(shutil.rmtree, self._partial, ignore_errors=True)
+            wait([begin_aside(delete, "weights cache")], CLOSE_S)
             os.close(self._lock)
             self._lock = -1
 

@@ -7,6 +7,7 @@ import os
 import random
 import re
 import shutil
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -437,6 +438,40 @@ def test_the_reading_of_the_cache_ends_within_a_tensor(
         writer.keep()
     with pytest.raises(CancelledError):
         new_worker().cache.find(group, [b"digest"], Checks())
+
+
+def test_g1_the_end_of_a_worker_waits_for_no_thread_that_writes(
+    new_worker: Callable[..., WeightWorker], model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, are_daemons = os.fsync, []
+
+    def fsync(handle: int) -> None:
+        are_daemons.append(threading.current_thread().daemon)
+        real(handle)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    worker = new_worker()
+    thread = threading.Thread(target=worker.find, args=[last_stage(model)], daemon=False)
+    thread.start()
+    thread.join()
+    assert are_daemons
+    assert all(are_daemons)
+
+
+def test_g1_the_end_of_a_worker_does_not_wait_for_a_disk_that_is_gone(
+    new_worker: Callable[..., WeightWorker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    closed, was_closed = threading.Event(), []
+
+    def rmtree(path: Path, ignore_errors: bool) -> None:
+        was_closed.append(closed.wait(10.0))
+
+    worker = new_worker()
+    monkeypatch.setattr(weight_cache, "CLOSE_S", 0.0)
+    monkeypatch.setattr(shutil, "rmtree", rmtree)
+    worker.cache.close()
+    assert was_closed == []
+    closed.set()
 
 
 def test_a_view_that_was_touched_is_made_anew(
