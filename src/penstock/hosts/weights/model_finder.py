@@ -66,6 +66,7 @@ class ModelFinder:
         self._cache = cache
         self._connect = connect
         self._digests = TensorDigests(cache.digests)
+        self._without_copy: set[bytes] = set()  # models of which the user knows that no copy is here
 
     def find(self, identity: bytes, rank: RankConfig, notes: Notes, cancellation: Cancellation) -> Path:
         """Return a directory with all that a rank reads, which looks like a checkpoint.
@@ -113,7 +114,7 @@ class ModelFinder:
 
         The head is asked for digests of those alone that may be here: it may have to read them.
         """
-        copy = self._copy(identity, cancellation)
+        copy = self._copy(identity, notes, cancellation)
         candidates = [group for group in groups if copy.has(group) or self._cache.has_candidate(group)]
         names = [name for group in candidates for name in group.names]
         _note_comparing(notes, sum(map(copy.unread_bytes, candidates)), "a copy on this host")
@@ -145,12 +146,22 @@ class ModelFinder:
                 found |= dict.fromkeys(group.names, path)
         return found
 
-    def _copy(self, identity: bytes, cancellation: Cancellation) -> LocalCopy:
+    def _copy(self, identity: bytes, notes: Notes, cancellation: Cancellation) -> LocalCopy:
         try:
             checkpoint = Checkpoint(self._shelf.locate(identity))
             return CheckpointCopy(checkpoint, self._digests, cancellation.check)
         except ModelError:
+            self._note_no_copy(identity, notes)
             return NoCopy()
+
+    def _note_no_copy(self, identity: bytes, notes: Notes) -> None:
+        """Say once of a model that the user's directories have no copy of it, and what would be one."""
+        if self._shelf.places and identity not in self._without_copy:
+            self._without_copy.add(identity)
+            notes.say(
+                f"there is no copy of the head's model below {self._shelf.places}: config.json and all "
+                "*.safetensors files of a copy must be the same as the head's, and have the same names"
+            )
 
     def _fetched(
         self, identity: bytes, groups: Sequence[TensorGroup], notes: Notes, cancellation: Cancellation

@@ -172,6 +172,25 @@ def test_g1_a_local_copy_is_used_where_its_digests_are_the_heads(
     assert what_was_read(at(found, rank, head.identity)) == what_was_read(rank)
 
 
+def test_g1_where_a_directory_has_no_copy_the_user_is_told_once_what_would_be_one(
+    tmp_path: Path, new_worker: Callable[..., WeightWorker], model: Path
+) -> None:
+    copy = Path(shutil.copytree(model, tmp_path / "models" / "copy"))
+    first, *_ = sorted(copy.glob("*.safetensors"))
+    first.rename(copy / "another.safetensors")
+    worker, rank = new_worker(tmp_path / "models"), last_stage(model)
+    worker.find(rank)
+    assert worker.notes.lines == [
+        f"there is no copy of the head's model below {tmp_path / 'models'}: config.json and all "
+        "*.safetensors files of a copy must be the same as the head's, and have the same names"
+    ]
+    worker.find(rank)
+    assert worker.notes.lines == []
+    other = new_worker(name="other")
+    other.find(rank)
+    assert other.notes.lines == [], "no directory was named"
+
+
 def test_r15_of_a_copy_with_another_tensor_the_group_is_fetched_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -391,11 +410,13 @@ class CancellingNotes(HeardNotes):
 def test_a_comparison_is_said_and_ends_when_nobody_wants_it_any_more(
     tmp_path: Path, head: WeightHead, new_worker: Callable[..., WeightWorker], model: Path, where: str
 ) -> None:
-    rank, models = last_stage(model), tmp_path / "models"
+    rank, models = last_stage(model), [tmp_path / "models"]
     new_worker().find(rank)
-    if where != "the cache":
-        shutil.copytree(model, models / "copy")
-    worker, notes = new_worker(models), CancellingNotes()
+    if where == "the cache":
+        models.clear()
+    else:
+        shutil.copytree(model, models[0] / "copy")
+    worker, notes = new_worker(*models), CancellingNotes()
     with pytest.raises(CancelledError):
         worker._finder.find(head.identity, rank, notes, notes.cancellation)
     worker.find(rank)
