@@ -75,6 +75,9 @@ class Notes:
     def __init__(self) -> None:
         self.num_bytes = 0
 
+    def say(self, line: str) -> None:
+        """It is for a user."""
+
     def begin(self, num_bytes: int) -> None:
         self.num_bytes = num_bytes
 

@@ -76,11 +76,19 @@ class WeightHead:
 
 
 class HeardNotes:
-    """What a finder says of its work."""
+    """What a finder says of its work.
+
+    Attributes:
+        lines: for the user.
+    """
 
     def __init__(self) -> None:
+        self.lines: list[str] = []
         self.total = self.done = 0
         self._mutex = threading.Lock()
+
+    def say(self, line: str) -> None:
+        self.lines.append(line)
 
     def begin(self, num_bytes: int) -> None:
         self.total = num_bytes

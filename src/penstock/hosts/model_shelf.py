@@ -25,6 +25,11 @@ class ModelShelf:
         self._directories = [directory.expanduser().resolve() for directory in directories]
         self._found: dict[bytes, Path] = {}
 
+    @property
+    def places(self) -> str:
+        """Where models are looked for, for messages; empty where no directory was given."""
+        return ", ".join(map(str, self._directories))
+
     def locate(self, identity: bytes) -> Path:
         """Return the directory of a model. It is looked up anew each time: files change.
 
@@ -38,7 +43,7 @@ class ModelShelf:
             if _identity_of(directory) == identity:
                 self._found[identity] = directory
                 return directory
-        places = ", ".join(map(str, self._directories)) or "no directory (--models-dir)"
+        places = self.places or "no directory (--models-dir)"
         raise ModelError(
             f"this host does not have the model that the head serves; it has looked in {places}.",
             remedy="Copy the model's files to this host, and name a directory above them with --models-dir.",

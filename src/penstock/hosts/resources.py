@@ -17,6 +17,7 @@ from penstock.process.config import THIS_HOST
 from penstock.process.host_memory import host_available_bytes
 
 _MOST_CPUS = 1 << 16
+_MOST_CHARS = 256  # of a `Word`
 _Cpu = Annotated[int, msgspec.Meta(ge=0, lt=_MOST_CPUS)]
 
 
@@ -27,6 +28,8 @@ class HostResources(msgspec.Struct, frozen=True, kw_only=True):
         name: as ranks name it (`RankConfig.host`).
         cpus: numbers of the cores that we may run on; empty where threads cannot be bound to cores.
         numeric_classes: that its CPU can compute in (`config.engine.NUMERIC_CLASSES`), the least first.
+        cpu_model: name of its CPU, or the numbers of maker and model; empty where the kernel says neither.
+        gpu_models: names of its GPUs, in order of their addresses.
     """
 
     num_cpus: Annotated[int, msgspec.Meta(ge=1, le=_MOST_CPUS)]
@@ -35,6 +38,8 @@ class HostResources(msgspec.Struct, frozen=True, kw_only=True):
     cpus: Annotated[tuple[_Cpu, ...], msgspec.Meta(max_length=_MOST_CPUS)] = ()
     name: Word = THIS_HOST
     numeric_classes: Annotated[tuple[Word, ...], msgspec.Meta(max_length=64)] = ()
+    cpu_model: Word = ""
+    gpu_models: Annotated[tuple[Word, ...], msgspec.Meta(max_length=1024)] = ()
 
     @classmethod
     def detect(cls) -> HostResources:
@@ -49,7 +54,14 @@ class HostResources(msgspec.Struct, frozen=True, kw_only=True):
             num_gpus=_num_gpus(Path("/dev"), os.environ.get("CUDA_VISIBLE_DEVICES")),
             cpus=cpus,
             numeric_classes=_numeric_classes(),
+            cpu_model=_cpu_model(Path("/proc/cpuinfo")),
+            gpu_models=_gpu_models(Path("/proc/driver/nvidia/gpus")),
         )
+
+    @property
+    def hardware(self) -> tuple[object, ...]:
+        """What decides how long a step takes here; equal for two hosts that nothing tells apart."""
+        return self.num_cpus, self.cpu_model, self.numeric_classes, self.num_gpus, self.gpu_models
 
 
 @functools.cache
@@ -57,6 +69,29 @@ def _numeric_classes() -> tuple[str, ...]:
     """Of the CPU, which stays what it is."""
     machine = Machine.detect()
     return tuple(targets_of(machine.architecture, machine.cpu_flags))
+
+
+@functools.cache
+def _cpu_model(cpuinfo: Path) -> str:
+    """Return the name of the first CPU; the numbers of maker and model where it has none, as on Arm."""
+    match = re.search(r"^model name\s*:(.*)$", _text(cpuinfo), re.MULTILINE)
+    named = match[1].strip() if match else Machine.detect(cpuinfo).cpu_model
+    return named[:_MOST_CHARS]
+
+
+@functools.cache
+def _gpu_models(driver: Path) -> tuple[str, ...]:
+    """Return the names of the GPUs that NVIDIA's driver shows."""
+    texts = [_text(path) for path in sorted(driver.glob("*/information"))]
+    found = [re.search(r"^Model:(.*)$", text, re.MULTILINE) for text in texts]
+    return tuple(match[1].strip()[:_MOST_CHARS] for match in found if match)
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
 
 
 def _num_gpus(devices: Path, visible: str | None) -> int:

@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import platform
-import re
 import tempfile
 from collections.abc import Mapping, Sequence
 from importlib import metadata
@@ -25,28 +23,34 @@ from penstock.kernels.cpu.compiler import Machine, build_key
 from penstock.planner.stage_costs import StageCosts
 from penstock.process.config import MeasureConfig
 
-_GPUS = Path("/proc/driver/nvidia/gpus")
 # Of a rank's config, what its steps do not depend on.
 _IRRELEVANT = frozenset(
     {"model_path", "model_identity", "num_blocks", "kv_cache_bytes", "wait_timeout_s", "store", "host"}
 )
 
 
-def cost_key(configs: Sequence[MeasureConfig], spec: ModelSpec, environ: Mapping[str, str]) -> str:
-    """Hash of all that the costs depend on: model, settings of all ranks, kernels, versions and machine."""
+def cost_key(
+    configs: Sequence[MeasureConfig],
+    hardware: Sequence[Sequence[object]],
+    spec: ModelSpec,
+    environ: Mapping[str, str],
+) -> str:
+    """Hash of all that the costs depend on: model, settings of all ranks, kernels, versions and machines.
+
+    Args:
+        hardware: of the host of each rank.
+    """
     settings = []
     for config in configs:
         fields = msgspec.to_builtins(config)
         fields["rank"] = {name: value for name, value in fields["rank"].items() if name not in _IRRELEVANT}
         settings.append({name: fields[name] for name in ("rank", "num_rows", "context", "prefill_tokens")})
-    machine = Machine.detect()
     parts = {
         "versions": [_version(name) for name in ("penstock", "torch")],
         "settings": settings,
         "spec": spec,
-        "kernels": build_key(environ, machine),
-        "cpu": [_cpu_name(), machine.num_cores],
-        "gpus": [_text(path) for path in sorted(_GPUS.glob("*/information"))],
+        "kernels": build_key(environ, Machine.detect()),
+        "hardware": hardware,
         "visible_gpus": environ.get("CUDA_VISIBLE_DEVICES", ""),
     }
     return hashlib.sha256(msgspec.json.encode(parts, order="sorted")).hexdigest()[:32]
@@ -108,16 +112,4 @@ def _version(distribution: str) -> str:
     try:
         return metadata.version(distribution)
     except metadata.PackageNotFoundError:
-        return ""
-
-
-def _cpu_name() -> str:
-    match = re.search(r"^model name\s*:(.*)$", _text(Path("/proc/cpuinfo")), re.MULTILINE)
-    return match[1].strip() if match else platform.machine()
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8", errors="replace")
-    except OSError:
         return ""

@@ -19,6 +19,7 @@ from rank_configs import make_rank_configs
 
 DEMO = resolve_model_directory("demo")
 STEP = StepCosts(num_tokens=1, layer_s=1e-3, fixed_s=0.0, embed_s=0.0, head_s=0.1, link_s=1e-6)
+HARDWARE = [[2, "Xeon"], [4, "EPYC"]]
 COSTS = StageCosts(
     decode=[STEP, STEP],
     prefill=STEP,
@@ -45,7 +46,7 @@ def configs(**changes: object) -> list[MeasureConfig]:
 
 
 def key(**changes: object) -> str:
-    return cost_key(configs(**changes), load_spec(DEMO), {})
+    return cost_key(configs(**changes), HARDWARE, load_spec(DEMO), {})
 
 
 def test_what_was_put_is_found(environ: dict[str, str], tmp_path: Path) -> None:
@@ -124,11 +125,11 @@ def test_the_key_does_not_follow_what_costs_do_not_depend_on() -> None:
     assert key(model_path="/elsewhere", num_blocks=3, kv_cache_bytes=7, wait_timeout_s=1.0) == key()
 
 
-def test_the_key_follows_model_machine_version_and_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_key_follows_model_machines_version_and_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     wider = dataclasses.replace(load_spec(DEMO), intermediate_size=1024)
-    keys = {key(), cost_key(configs(), wider, {})}
+    keys = {key(), cost_key(configs(), HARDWARE, wider, {})}
+    keys.add(cost_key(configs(), HARDWARE[::-1], load_spec(DEMO), {}))
     for name, value in (
-        ("_cpu_name", lambda: "another"),
         ("_version", lambda distribution: "9"),
         ("build_key", lambda environ, machine: "another"),
     ):

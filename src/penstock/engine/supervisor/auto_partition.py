@@ -57,7 +57,8 @@ def choose_partition(config: EngineConfig, mix: Mix, hosts: Hosts, reporter: Rep
     resources = hosts.resources()
     plan = _plan_of_any_split(config, resources)
     configs = measure_configs(plan, config.scheduler.prefill_chunk, mix, resources)
-    cache, key = CostCache.open(os.environ), cost_key(configs, plan.spec, os.environ)
+    hardware = [_hardware(rank, resources) for rank in plan.ranks]
+    cache, key = CostCache.open(os.environ), cost_key(configs, hardware, plan.spec, os.environ)
     costs = cache.find(key, plan.num_stages)
     if costs is None:
         reporter.report(Notice(text=f"measuring {plan.num_stages} stages to choose the partition."))
@@ -121,7 +122,18 @@ def _numbers_of_rows(most: int) -> list[int]:
 
 def _free_bytes(rank: RankConfig, hosts: Sequence[HostResources]) -> int:
     """Of the host that the rank runs on."""
-    return next(host.free_bytes for host in hosts if host.name == rank.host)
+    return _host_of(rank, hosts).free_bytes
+
+
+def _hardware(rank: RankConfig, hosts: Sequence[HostResources]) -> list[object]:
+    """Return what the rank's host is made of, with its name where another host is made of the same."""
+    own = _host_of(rank, hosts)
+    has_twin = any(host.name != own.name and host.hardware == own.hardware for host in hosts)
+    return [*own.hardware, own.name if has_twin else ""]
+
+
+def _host_of(rank: RankConfig, hosts: Sequence[HostResources]) -> HostResources:
+    return next(host for host in hosts if host.name == rank.host)
 
 
 def _num_timed_layers(plan: LaunchPlan, rank: RankConfig, hosts: Sequence[HostResources]) -> int:

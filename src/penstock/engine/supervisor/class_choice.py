@@ -58,6 +58,8 @@ def _without_kernels(
         yield f"--kernels is {parallel.kernels}"
     if spec.implementation != "penstock":
         yield "the layers are those of transformers"
+    if spec.latent is not None:
+        yield "torch computes the attention of this model, over latent vectors"
     if dtype == "float16":
         yield "our kernels have no float16"
 

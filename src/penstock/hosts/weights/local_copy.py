@@ -7,7 +7,7 @@ from typing import Protocol
 
 from penstock.errors import CheckpointError
 from penstock.hosts.weights.needed_tensors import TensorGroup
-from penstock.hosts.weights.tensor_digests import TensorDigests
+from penstock.hosts.weights.tensor_digests import Check, TensorDigests
 from penstock.weights.checkpoint import Checkpoint
 
 
@@ -16,6 +16,10 @@ class LocalCopy(Protocol):
 
     def has(self, group: TensorGroup) -> bool:
         """Return whether there are tensors of these names and shapes."""
+        ...
+
+    def unread_bytes(self, group: TensorGroup) -> int:
+        """Return how many bytes must be read before the digests of the tensors are known."""
         ...
 
     def digests(self, group: TensorGroup) -> list[bytes]:
@@ -33,6 +37,9 @@ class NoCopy:
     def has(self, group: TensorGroup) -> bool:
         return False
 
+    def unread_bytes(self, group: TensorGroup) -> int:
+        return 0
+
     def digests(self, group: TensorGroup) -> list[bytes]:
         return []
 
@@ -45,11 +52,13 @@ class CheckpointCopy:
 
     Args:
         digests: of its tensors, as far as they are known.
+        check: called between the pieces that are read.
     """
 
-    def __init__(self, checkpoint: Checkpoint, digests: TensorDigests) -> None:
+    def __init__(self, checkpoint: Checkpoint, digests: TensorDigests, check: Check) -> None:
         self._checkpoint = checkpoint
         self._digests = digests
+        self._check = check
 
     def has(self, group: TensorGroup) -> bool:
         try:
@@ -61,11 +70,20 @@ class CheckpointCopy:
             for entry, tensor in zip(entries, group.tensors, strict=True)
         )
 
+    def unread_bytes(self, group: TensorGroup) -> int:
+        if not self.has(group):
+            return 0
+        entries = [self._checkpoint.entry(name) for name in group.names]
+        try:
+            return sum(entry.end - entry.begin for entry in entries if not self._digests.has(entry))
+        except CheckpointError:
+            return 0
+
     def digests(self, group: TensorGroup) -> list[bytes]:
         if not self.has(group):
             return []
         try:
-            return [self._digests.of(self._checkpoint.entry(name)) for name in group.names]
+            return [self._digests.of(self._checkpoint.entry(name), self._check) for name in group.names]
         except CheckpointError:
             return []
 

@@ -13,8 +13,9 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from functools import partial
+from itertools import starmap
 from pathlib import Path
 from typing import Protocol
 
@@ -24,6 +25,7 @@ from penstock.hosts.model_shelf import ModelShelf
 from penstock.hosts.weights.local_copy import CheckpointCopy, LocalCopy, NoCopy
 from penstock.hosts.weights.needed_tensors import TensorGroup, num_bytes, tensor_groups, total_bytes
 from penstock.hosts.weights.served_models import MAX_SMALL_BYTES, SMALL_FILES
+from penstock.hosts.weights.side_threads import SideThreads
 from penstock.hosts.weights.tensor_digests import TensorDigests
 from penstock.hosts.weights.weight_cache import WeightCache
 from penstock.hosts.weights.weight_client import Connect, Part, Sink, WeightClient
@@ -37,6 +39,10 @@ NUM_CONNECTIONS = 2  # TLS of one takes a core beyond about 10 Gbit/s
 
 class Notes(Protocol):
     """Hears what is done for a rank. Its methods are called from several threads."""
+
+    def say(self, line: str) -> None:
+        """Take a line for the user."""
+        ...
 
     def begin(self, num_bytes: int) -> None:
         """So many bytes are to be fetched."""
@@ -60,6 +66,7 @@ class ModelFinder:
         self._cache = cache
         self._connect = connect
         self._digests = TensorDigests(cache.digests)
+        self._without_copy: set[bytes] = set()  # models of which the user knows that no copy is here
 
     def find(self, identity: bytes, rank: RankConfig, notes: Notes, cancellation: Cancellation) -> Path:
         """Return a directory with all that a rank reads, which looks like a checkpoint.
@@ -74,7 +81,7 @@ class ModelFinder:
             small = {file.name: file.digest for file in self._small_files(client, identity, description)}
             spec = load_spec(self._cache.view(small, {}), rank.model_impl)
             groups = tensor_groups(description.tensors, spec, rank)
-            found = self._found(client, identity, groups)
+            found = self._found(client, identity, groups, notes, cancellation)
         missing = [group for group in groups if group.names[0] not in found]
         if missing:
             self._cache.require_room(total_bytes(missing))
@@ -95,32 +102,66 @@ class ModelFinder:
         client.fetch(identity, parts, _SmallFileSink(self._cache))
         return files
 
-    def _found(self, client: WeightClient, identity: bytes, groups: Sequence[TensorGroup]) -> dict[str, Path]:
+    def _found(
+        self,
+        client: WeightClient,
+        identity: bytes,
+        groups: Sequence[TensorGroup],
+        notes: Notes,
+        cancellation: Cancellation,
+    ) -> dict[str, Path]:
         """Return the files of the tensors that are here, whole groups of them.
 
         The head is asked for digests of those alone that may be here: it may have to read them.
         """
-        copy = self._copy(identity)
+        copy = self._copy(identity, notes, cancellation)
         candidates = [group for group in groups if copy.has(group) or self._cache.has_candidate(group)]
         names = [name for group in candidates for name in group.names]
-        with ThreadPoolExecutor(1, "digests") as pool:
-            asked = pool.submit(client.digests, identity, names)
+        _note_comparing(notes, sum(map(copy.unread_bytes, candidates)), "a copy on this host")
+        with SideThreads("digests") as threads:
+            asked = threads.begin(partial(client.digests, identity, names))
             own = [copy.digests(group) for group in candidates]
             digests = dict(zip(names, asked.result(), strict=True))
         found: dict[str, Path] = {}
+        others: list[tuple[TensorGroup, list[bytes]]] = []
         for group, of_copy in zip(candidates, own, strict=True):
             wanted = [digests[name] for name in group.names]
             if of_copy == wanted:
                 found |= copy.paths(group)
-            elif (path := self._cache.find(group, wanted)) is not None:
+            else:
+                others.append((group, wanted))
+        return found | self._cached(others, notes, cancellation)
+
+    def _cached(
+        self,
+        groups: Sequence[tuple[TensorGroup, list[bytes]]],
+        notes: Notes,
+        cancellation: Cancellation,
+    ) -> dict[str, Path]:
+        """Return the files of the cache that have tensors of these digests."""
+        _note_comparing(notes, sum(starmap(self._cache.unread_bytes, groups)), "the cache")
+        found: dict[str, Path] = {}
+        for group, wanted in groups:
+            if (path := self._cache.find(group, wanted, cancellation.check)) is not None:
                 found |= dict.fromkeys(group.names, path)
         return found
 
-    def _copy(self, identity: bytes) -> LocalCopy:
+    def _copy(self, identity: bytes, notes: Notes, cancellation: Cancellation) -> LocalCopy:
         try:
-            return CheckpointCopy(Checkpoint(self._shelf.locate(identity)), self._digests)
+            checkpoint = Checkpoint(self._shelf.locate(identity))
+            return CheckpointCopy(checkpoint, self._digests, cancellation.check)
         except ModelError:
+            self._note_no_copy(identity, notes)
             return NoCopy()
+
+    def _note_no_copy(self, identity: bytes, notes: Notes) -> None:
+        """Say once of a model that the user's directories have no copy of it, and what would be one."""
+        if self._shelf.places and identity not in self._without_copy:
+            self._without_copy.add(identity)
+            notes.say(
+                f"there is no copy of the head's model below {self._shelf.places}: config.json and all "
+                "*.safetensors files of a copy must be the same as the head's, and have the same names"
+            )
 
     def _fetched(
         self, identity: bytes, groups: Sequence[TensorGroup], notes: Notes, cancellation: Cancellation
@@ -140,8 +181,8 @@ class ModelFinder:
                     found.update(dict.fromkeys(group.names, path))
 
         count = min(NUM_CONNECTIONS, len(groups))
-        with ThreadPoolExecutor(count, "weights") as pool:
-            futures = [pool.submit(work) for _ in range(count)]
+        with SideThreads("weights") as threads:
+            futures = [threads.begin(work) for _ in range(count)]
         for future in futures:
             future.result()
         return found
@@ -151,6 +192,12 @@ class ModelFinder:
         with self._cache.writer(group) as writer:
             client.fetch(identity, parts, _NotedSink(writer, notes))
             return writer.keep()
+
+
+def _note_comparing(notes: Notes, num_bytes: int, where: str) -> None:
+    """Say how much of what is here is read, unless it was read before."""
+    if num_bytes:
+        notes.say(f"comparing {num_bytes / 1e6:.1f} MB of {where} with the head's weights")
 
 
 def _taken(queue: deque[TensorGroup]) -> TensorGroup | None:

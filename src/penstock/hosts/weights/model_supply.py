@@ -162,6 +162,9 @@ class _Progress:
         self._began_at = self._told_at = self._clock()
         self._put(f"{self._job.rank.name}: fetching {num_bytes / 1e6:.1f} MB from the head")
 
+    def say(self, line: str) -> None:
+        self._put(f"{self._job.rank.name}: {line}")
+
     def add(self, num_bytes: int) -> None:
         with self._mutex:
             self._done += num_bytes

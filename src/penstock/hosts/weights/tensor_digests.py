@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from io import FileIO
 from pathlib import Path
 
@@ -25,7 +25,12 @@ from penstock.weights.checkpoint import TensorEntry
 READ_BYTES = 1 << 20
 
 FileState = tuple[int, int, int, int]
+Check = Callable[[], None]  # raises where nobody wants the result any more
 _Known = dict[str, bytes]  # by name of the tensor
+
+
+def go_on() -> None:
+    """Stand in for a `Check` where nobody cancels."""
 
 
 def file_state(file: FileIO) -> FileState:
@@ -82,8 +87,17 @@ class TensorDigests:
         self._changed: set[FileState] = set()
         self._mutex = threading.Lock()
 
-    def of(self, entry: TensorEntry) -> bytes:
-        """Return the digest of a tensor; it is read where the digest is not known."""
+    def has(self, entry: TensorEntry) -> bool:
+        """Return whether the digest of a tensor is known; raises `CheckpointError`."""
+        with opened(entry) as file:
+            return entry.name in self._of_file(file_state(file))
+
+    def of(self, entry: TensorEntry, check: Check = go_on) -> bytes:
+        """Return the digest of a tensor; it is read where the digest is not known.
+
+        Args:
+            check: called between the pieces that are read.
+        """
         with opened(entry) as file:
             state = file_state(file)
             found = self._of_file(state).get(entry.name, b"")
@@ -91,8 +105,10 @@ class TensorDigests:
                 return found
             digest = xxhash.xxh3_128()
             memory = memoryview(bytearray(READ_BYTES))
+            check()
             for size in read_pieces(entry, file, memory):
                 digest.update(memory[:size])
+                check()
             self.note(entry, file, state, digest.digest())
             return digest.digest()
 

@@ -20,6 +20,8 @@ import os
 import secrets
 import shutil
 from collections.abc import Iterator, Mapping
+from concurrent.futures import wait
+from functools import partial
 from io import FileIO
 from pathlib import Path
 from types import TracebackType
@@ -29,10 +31,12 @@ import xxhash
 
 from penstock.errors import PeerError, PenstockError
 from penstock.hosts.weights.needed_tensors import TensorGroup, num_bytes
-from penstock.hosts.weights.tensor_digests import READ_BYTES, FileState, file_state
+from penstock.hosts.weights.side_threads import begin_aside
+from penstock.hosts.weights.tensor_digests import READ_BYTES, Check, FileState, file_state
 from penstock.trust.private_files import make_private_directory
 from penstock.weights.checkpoint import INDEX_FILE
 
+CLOSE_S = 1.0  # for a directory of a server that is gone; the next worker deletes what is left
 SPARE_BYTES = 64 << 20  # of a disk, which we leave to others
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _SUFFIX = ".safetensors"
@@ -68,7 +72,8 @@ class WeightCache:
     def close(self) -> None:
         """Delete what is not finished. May be called twice."""
         if self._lock >= 0:
-            shutil.rmtree(self._partial, ignore_errors=True)
+            delete = partial(shutil.rmtree, self._partial, ignore_errors=True)
+            wait([begin_aside(delete, "weights cache")], CLOSE_S)
             os.close(self._lock)
             self._lock = -1
 
@@ -76,14 +81,25 @@ class WeightCache:
         """Return whether there is a file of such tensors, whatever numbers they have."""
         return any((self._directory / "tensors").glob(f"{group.shape_key}-*{_SUFFIX}"))
 
-    def find(self, group: TensorGroup, digests: list[bytes]) -> Path | None:
-        """Return the file of a group with this content; None where there is none, or it was damaged."""
+    def unread_bytes(self, group: TensorGroup, digests: list[bytes]) -> int:
+        """Return how many bytes must be read before the file of a group with this content can be used."""
+        path = self._path(group, digests)
+        with contextlib.suppress(OSError), path.open("rb", buffering=0) as file:
+            return 0 if self._verified.get(path) == file_state(file) else group.num_bytes
+        return 0
+
+    def find(self, group: TensorGroup, digests: list[bytes], check: Check) -> Path | None:
+        """Return the file of a group with this content; None where there is none, or it was damaged.
+
+        Args:
+            check: called between the pieces that are read.
+        """
         path = self._path(group, digests)
         with contextlib.suppress(OSError), path.open("rb", buffering=0) as file:
             state = file_state(file)
             if self._verified.get(path) == state:
                 return path
-            if _content_digests(group, file) == digests:
+            if _content_digests(group, file, check) == digests:
                 self._verified[path] = state
                 return path
             path.unlink(missing_ok=True)
@@ -92,9 +108,8 @@ class WeightCache:
     def require_room(self, wanted: int) -> None:
         """Raise `PeerError` if so many bytes do not fit beside what is there."""
         with self._explained(wanted):
-            status = os.statvfs(self._directory)
-            if status.f_bavail * status.f_frsize < wanted + SPARE_BYTES:
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            if self._free_bytes() < wanted + SPARE_BYTES:
+                raise self._full(wanted, f", {SPARE_BYTES / 1e6:.1f} MB are to stay free beside them,")
 
     def writer(self, group: TensorGroup) -> GroupWriter:
         """Return what writes the file of a group; raises `PeerError` where the disk has no room for it."""
@@ -190,16 +205,23 @@ class WeightCache:
                 remedy="Give the worker another directory with --weights-cache.",
                 code="weights_cache_failed",
             )
+        return self._full(wanted)
+
+    def _full(self, wanted: int, spared: str = ",") -> PeerError:
+        """Return the error of a disk without room; `spared` says what is left to others."""
         free = "no"
         with contextlib.suppress(OSError):
-            status = os.statvfs(self._directory)
-            free = f"{status.f_bavail * status.f_frsize / 1e6:.1f} MB"
+            free = f"{self._free_bytes() / 1e6:.1f} MB"
         return PeerError(
-            f"the disk of {self._directory} is full: {wanted / 1e6:.1f} MB of weights are to be kept there, "
-            f"and {free} are free.",
+            f"the disk of {self._directory} is full: {wanted / 1e6:.1f} MB of weights are to be kept there"
+            f"{spared} and {free} are free.",
             remedy="Free space, or give the worker a directory on another disk with --weights-cache.",
             code="disk_full",
         )
+
+    def _free_bytes(self) -> int:
+        status = os.statvfs(self._directory)
+        return status.f_bavail * status.f_frsize
 
 
 class GroupWriter:
@@ -264,7 +286,7 @@ class GroupWriter:
         self._partial.unlink(missing_ok=True)
 
 
-def _content_digests(group: TensorGroup, file: FileIO) -> list[bytes]:
+def _content_digests(group: TensorGroup, file: FileIO, check: Check) -> list[bytes]:
     """Return the digests of the tensors in a file; empty where it is not a file of the group."""
     if file.read(len(group.header)) != group.header:
         return []
@@ -279,6 +301,7 @@ def _content_digests(group: TensorGroup, file: FileIO) -> list[bytes]:
                 return []
             digest.update(memory[:count])
             left -= count
+            check()
         found.append(digest.digest())
     return [] if file.read(1) else found
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -122,6 +123,29 @@ def test_costs_are_measured_once_and_kept(fake: FakeMeasuring, tmp_path: Path) -
     settle_partition(engine(), HOSTS, Events())
     settle_partition(engine(threads_per_rank="2,1"), HOSTS, Events())
     assert len(fake.calls) == 3
+
+
+def workers(**models: str) -> Hosts:
+    """A head and workers that differ in nothing but the model of their CPU."""
+    own = {name: msgspec.structs.replace(HOST, cpu_model=model) for name, model in models.items()}
+    return Hosts(
+        LocalHost(lambda: HOST), *(LocalHost(partial(own.__getitem__, name), name=name) for name in own)
+    )
+
+
+def test_g1_costs_are_measured_again_with_other_hosts_or_in_another_order(fake: FakeMeasuring) -> None:
+    config = engine(pipeline_parallel_size=3)
+    for hosts, count in (
+        (workers(attic="Xeon", cellar="EPYC"), 1),
+        (workers(garden="Xeon", shed="EPYC"), 1),  # other names of the same machines, for all that is known
+        (workers(cellar="EPYC", attic="Xeon"), 2),
+        (workers(attic="Xeon", cellar="Core"), 3),
+        (workers(attic="Xeon", cellar="Xeon"), 4),
+        (workers(cellar="Xeon", attic="Xeon"), 5),
+        (workers(attic="Xeon", cellar="EPYC"), 5),
+    ):
+        settle_partition(config, hosts, Events())
+        assert len(fake.calls) == count
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from penstock.config.engine import ParallelConfig
 from penstock.engine.supervisor.class_choice import require_class
 from penstock.errors import UsageError
+from penstock.families.latent_spec import LatentSpec
 from penstock.families.registry import load_spec, resolve_model_directory
 from penstock.hosts.resources import HostResources
 
@@ -61,3 +63,11 @@ def test_g1_where_torch_computes_no_class_of_our_kernels_can_be_chosen(
 ) -> None:
     with pytest.raises(UsageError, match=f"--numeric-class is avx2, and {why}"):
         require("avx2", TOWER, **settings)
+
+
+def test_g1_where_torch_computes_the_attention_over_latent_vectors_no_class_can_be_chosen() -> None:
+    latent = LatentSpec(rank=10, query_rank=0, plain_dim=6, rotary_dim=4, value_dim=5)
+    spec = replace(load_spec(resolve_model_directory("demo")), latent=latent)
+    with pytest.raises(UsageError, match="--numeric-class is avx2, and torch computes the attention"):
+        require_class(ParallelConfig(numeric_class="avx2"), spec, "float32", ["cpu"], [TOWER])
+    require_class(ParallelConfig(), spec, "float32", ["cpu"], [TOWER])

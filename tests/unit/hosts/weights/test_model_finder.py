@@ -5,7 +5,9 @@ from __future__ import annotations
 import errno
 import os
 import random
+import re
 import shutil
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,13 +19,17 @@ import torch
 from checkpoints import Family, change_one_element, make_checkpoint, make_quantized_checkpoint
 from hand_core import Crew
 from penstock.errors import LinkClosedError, ModelError, PeerError
-from penstock.hosts.weights import weight_client
+from penstock.hosts.weights import tensor_digests, weight_cache, weight_client
+from penstock.hosts.weights.needed_tensors import TensorGroup
+from penstock.hosts.weights.tensor_digests import TensorDigests
+from penstock.hosts.weights.weight_cache import SPARE_BYTES, WeightCache
+from penstock.hosts.weights.weight_wire import TensorShape
 from penstock.process.config import RankConfig
 from penstock.rank.loading import load_rank
 from penstock.trust.cancellation import Cancellation, CancelledError
 from penstock.weights.read_digests import parse_table
 from rank_configs import make_rank_configs
-from weight_heads import WeightHead, WeightWorker
+from weight_heads import HeardNotes, WeightHead, WeightWorker
 
 Setting = tuple[WeightHead, Callable[..., WeightWorker], Path]
 
@@ -164,6 +170,25 @@ def test_g1_a_local_copy_is_used_where_its_digests_are_the_heads(
     assert (worker.notes.total, worker.tensor_files) == (0, [])
     assert {link.resolve().parent for link in found.glob("*.safetensors")} == {copy}
     assert what_was_read(at(found, rank, head.identity)) == what_was_read(rank)
+
+
+def test_g1_where_a_directory_has_no_copy_the_user_is_told_once_what_would_be_one(
+    tmp_path: Path, new_worker: Callable[..., WeightWorker], model: Path
+) -> None:
+    copy = Path(shutil.copytree(model, tmp_path / "models" / "copy"))
+    first, *_ = sorted(copy.glob("*.safetensors"))
+    first.rename(copy / "another.safetensors")
+    worker, rank = new_worker(tmp_path / "models"), last_stage(model)
+    worker.find(rank)
+    assert worker.notes.lines == [
+        f"there is no copy of the head's model below {tmp_path / 'models'}: config.json and all "
+        "*.safetensors files of a copy must be the same as the head's, and have the same names"
+    ]
+    worker.find(rank)
+    assert worker.notes.lines == []
+    other = new_worker(name="other")
+    other.find(rank)
+    assert other.notes.lines == [], "no directory was named"
 
 
 def test_r15_of_a_copy_with_another_tensor_the_group_is_fetched_alone(
@@ -309,6 +334,17 @@ def test_g1_a_disk_without_room_is_refused_before_a_tensor_is_fetched(
     assert head.num_bytes < 20_000
 
 
+def test_g1_a_disk_with_too_little_room_beside_the_weights_says_how_much_stays_free(
+    new_worker: Callable[..., WeightWorker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker = new_worker()
+    monkeypatch.setattr(WeightCache, "_free_bytes", lambda cache: 520_000_000)
+    worker.cache.require_room(520_000_000 - SPARE_BYTES)
+    said = "494.0 MB of weights are to be kept there, 67.1 MB are to stay free beside them, and 520.0 MB are"
+    with pytest.raises(PeerError, match=said):
+        worker.cache.require_room(494_000_000)
+
+
 def test_g1_two_workers_with_one_cache_do_not_harm_each_other(
     head: WeightHead, new_worker: Callable[..., WeightWorker], model: Path
 ) -> None:
@@ -344,6 +380,9 @@ def test_a_search_that_nobody_wants_any_more_ends_at_once(
     original = worker.notes.add
 
     class Cancelling:
+        def say(self, line: str) -> None:
+            raise AssertionError(line)
+
         def begin(self, num_bytes: int) -> None:
             cancellation.cancel()
 
@@ -353,6 +392,107 @@ def test_a_search_that_nobody_wants_any_more_ends_at_once(
     with pytest.raises(CancelledError):
         worker._finder.find(head.identity, last_stage(model), Cancelling(), cancellation)
     assert worker.leftovers == []
+
+
+class CancellingNotes(HeardNotes):
+    """Cancels the search when it says that something is compared."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cancellation = Cancellation()
+
+    def say(self, line: str) -> None:
+        super().say(line)
+        self.cancellation.cancel()
+
+
+@pytest.mark.parametrize("where", ["a copy on this host", "the cache"])
+def test_a_comparison_is_said_and_ends_when_nobody_wants_it_any_more(
+    tmp_path: Path, head: WeightHead, new_worker: Callable[..., WeightWorker], model: Path, where: str
+) -> None:
+    rank, models = last_stage(model), [tmp_path / "models"]
+    new_worker().find(rank)
+    if where == "the cache":
+        models.clear()
+    else:
+        shutil.copytree(model, models[0] / "copy")
+    worker, notes = new_worker(*models), CancellingNotes()
+    with pytest.raises(CancelledError):
+        worker._finder.find(head.identity, rank, notes, notes.cancellation)
+    worker.find(rank)
+    assert worker.notes.lines == notes.lines, "nothing was read"
+    assert re.fullmatch(rf"comparing \d\.\d MB of {where} with the head's weights", *notes.lines)
+    worker.find(rank)
+    assert worker.notes.lines == [], "all was read before"
+
+
+class Checks:
+    """Raises `CancelledError` at the third call."""
+
+    def __init__(self) -> None:
+        self.num_calls = 0
+
+    def __call__(self) -> None:
+        self.num_calls += 1
+        if self.num_calls == 3:
+            raise CancelledError
+
+
+def test_the_reading_of_a_copy_ends_within_a_tensor(
+    tmp_path: Path, head: WeightHead, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tensor_digests, "READ_BYTES", 64)
+    entry = head.served.open(head.identity).tensor("model.layers.3.mlp.up_proj.weight")
+    with pytest.raises(CancelledError):
+        TensorDigests(tmp_path).of(entry, Checks())
+
+
+def test_the_reading_of_the_cache_ends_within_a_tensor(
+    new_worker: Callable[..., WeightWorker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(weight_cache, "READ_BYTES", 64)
+    group = TensorGroup.of("g", [TensorShape("a", "I8", (1000,))])
+    with new_worker().cache.writer(group) as writer:
+        writer.begin(0)
+        writer.write(memoryview(bytes(1000)))
+        writer.end(b"digest")
+        writer.keep()
+    with pytest.raises(CancelledError):
+        new_worker().cache.find(group, [b"digest"], Checks())
+
+
+def test_g1_the_end_of_a_worker_waits_for_no_thread_that_writes(
+    new_worker: Callable[..., WeightWorker], model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, are_daemons = os.fsync, []
+
+    def fsync(handle: int) -> None:
+        are_daemons.append(threading.current_thread().daemon)
+        real(handle)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    worker = new_worker()
+    thread = threading.Thread(target=worker.find, args=[last_stage(model)], daemon=False)
+    thread.start()
+    thread.join()
+    assert are_daemons
+    assert all(are_daemons)
+
+
+def test_g1_the_end_of_a_worker_does_not_wait_for_a_disk_that_is_gone(
+    new_worker: Callable[..., WeightWorker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    closed, was_closed = threading.Event(), []
+
+    def rmtree(path: Path, ignore_errors: bool) -> None:
+        was_closed.append(closed.wait(10.0))
+
+    worker = new_worker()
+    monkeypatch.setattr(weight_cache, "CLOSE_S", 0.0)
+    monkeypatch.setattr(shutil, "rmtree", rmtree)
+    worker.cache.close()
+    assert was_closed == []
+    closed.set()
 
 
 def test_a_view_that_was_touched_is_made_anew(

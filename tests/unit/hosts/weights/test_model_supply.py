@@ -63,6 +63,7 @@ def test_g1_a_rank_is_given_the_directory_that_was_found(supply: Supply) -> None
 
 def test_g1_progress_is_told_by_the_percent_and_to_the_user_now_and_then(supply: Supply) -> None:
     def search(notes: Any, cancellation: Any) -> Path:
+        notes.say("comparing 2.0 MB")
         notes.begin(1_000_000)
         for _ in range(4):
             notes.add(1000)  # less than a percent, together
@@ -82,6 +83,7 @@ def test_g1_progress_is_told_by_the_percent_and_to_the_user_now_and_then(supply:
         LoadProgressed(done=done, total=1_000_000, what="fetching") for done in (500_000, 600_000, 1_000_000)
     ]
     assert supply.told == [
+        "stage 1: comparing 2.0 MB",
         "stage 1: fetching 1.0 MB from the head",
         "stage 1: fetching, 60 % of 1.0 MB are here",
         "stage 1: fetched 1.0 MB in 8.0 s (0 MB/s)",

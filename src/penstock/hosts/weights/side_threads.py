@@ -1,0 +1,57 @@
+"""Threads for disks and networks that may never answer: the end of the program does not wait for them.
+
+Used by `hosts.weights.model_finder` and `hosts.weights.weight_cache`. When Python ends it waits for threads
+of a `ThreadPoolExecutor`, also for one that writes to the disk of a server that is gone.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, wait
+from types import TracebackType
+from typing import TypeVar
+
+Result = TypeVar("Result")
+
+
+def begin_aside(work: Callable[[], Result], name: str) -> Future[Result]:
+    """Start a thread that does this; return what will have its result, or its error."""
+    future: Future[Result] = Future()
+
+    def run() -> None:
+        try:
+            result = work()
+        except BaseException as error:  # raised where the result is asked for
+            future.set_exception(error)
+        else:
+            future.set_result(result)
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return future
+
+
+class SideThreads:
+    """Threads that have all ended when the `with` block is left.
+
+    Args:
+        name: of each thread.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._futures: list[Future[object]] = []
+
+    def __enter__(self) -> SideThreads:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        wait(self._futures)
+
+    def begin(self, work: Callable[[], Result]) -> Future[Result]:
+        """Start a thread, as `begin_aside` does."""
+        future = begin_aside(work, self._name)
+        self._futures.append(future)  # type: ignore[arg-type]  # it is waited for alone
+        return future
