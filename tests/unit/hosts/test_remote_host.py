@@ -573,7 +573,7 @@ def test_the_clock_of_a_host_is_known_from_its_answers_and_may_begin_anew(pair: 
     (later,) = pair.host.clocks()
     assert later.offset_ns == clock.offset_ns
     assert later.error_ns > clock.error_ns, "clocks drift"
-    pair.head_wire.close()
+    pair.head_wire.give_up("it was reset.")
     ends = socket.socketpair()
     pair.host.attach(AgentWire(ends[0], ToHead), AgentHello(resources=pair.own.resources(), kinds=[]))
     assert pair.host.clocks() == [later], "what is known stays until it says something else"
