@@ -87,6 +87,7 @@ ANSWER_S = 5.0  # for an agent to answer: beyond any path, and below what runnin
 TEND_EVERY_S = 1.0
 SILENCE_LIMIT_S = 3.0  # between hosts, with a connection or without; members have their own limits
 DOUBT_S = 2.0  # of silence: nothing is begun with such a host before it has said something
+HALF_BEAT_S = TEND_EVERY_S / 2  # silence is looked at about whole seconds after it began: limits lie between
 LONG_LOOK_S = 2.0  # between two looks: then it was the supervisor that had no time
 LEAVE_S = 5.0  # for a member that was killed
 MOST_UNREAD = 10_000  # events of a member: far beyond what a rank says while it loads
@@ -350,8 +351,8 @@ class RemoteHost:
         self._tended_at = now
         self.pump()
         silence_s = now - self._heard_at
-        self._is_doubtful |= silence_s > DOUBT_S
-        if silence_s > SILENCE_LIMIT_S:
+        self._is_doubtful |= silence_s > DOUBT_S - HALF_BEAT_S
+        if silence_s > SILENCE_LIMIT_S - (HALF_BEAT_S if self._wire.failure is None else 0.0):
             broken = "" if self._wire.failure is None else f"{self._wire.failure.message} Since then "
             self._lose(LinkClosedError(f"{broken}it has given no sign of life for {silence_s:.1f} s."))
         if self._wire.failure is None:
