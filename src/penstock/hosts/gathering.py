@@ -211,9 +211,11 @@ class GatheredHosts:
         is_missing = len(self._workers_there) < self._num_workers
         return self._has_gathered or host in self._workers or is_missing
 
-    def _readmit(self) -> None:
-        """Take in who is back before the engine begins. Others would change what is planned meanwhile."""
+    def _readmit(self, now: float) -> None:
+        """Take in who is back before the engine begins, and shut out who is revoked. Others would change what
+        is planned meanwhile."""
         self._admit(self.hosts.__contains__)
+        self._revocations.apply(now, self._workers)
 
     def _let_stand_by(self) -> None:
         """Add to the hosts of the engine each worker that was away or one too many when all had gathered."""

@@ -352,6 +352,20 @@ def test_r15_a_host_that_is_revoked_while_it_is_connected_is_shut_out(
     assert any("desk is revoked" in line and "A token is needed" in line for line in joining.said)
 
 
+def test_r15_a_host_that_is_revoked_while_stages_are_measured_is_shut_out(
+    joining: Joining, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(revocations, "LOOK_EVERY_S", 1e-6)
+    joining.start_worker()
+    joining.gathered.gather([])
+    host = joining.gathered.hosts["desk"]
+    joining.gathered.hosts.tend(time.monotonic())
+    assert host.is_there
+    assert joining.book().revoke_host("desk")
+    joining.gathered.hosts.tend(time.monotonic())
+    assert not host.is_there
+
+
 @pytest.mark.parametrize("why", ["used up", "revoked"])
 def test_r15_a_head_whose_token_lets_nobody_join_says_so_at_its_start(joining: Joining, why: str) -> None:
     joining.start_worker()
