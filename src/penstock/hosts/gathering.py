@@ -23,6 +23,7 @@ from pathlib import Path
 from penstock.config.engine import EngineConfig
 from penstock.config.hosts import HostsConfig, head_directory, own_host_name, own_version, parse_address
 from penstock.errors import JoinTokenError, PeerError, PenstockError, UnavailableError, UsageError
+from penstock.hosts.agent_messages import NotNeeded
 from penstock.hosts.link_streams import ProvedStreams
 from penstock.hosts.local import LocalHost
 from penstock.hosts.logs.head_log import HeadLog, ShowLine
@@ -311,6 +312,7 @@ class GatheredHosts:
                 f"the worker {worker.host} is not needed: --hosts counts no more. It may stand by when the "
                 "engine has begun."
             )
+        worker.wire.send(NotNeeded())
         worker.wire.close()
         self._gate.leave(worker.host)
 
