@@ -36,9 +36,9 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     counts: list[int] = []
     measure: Callable[..., Any] = auto_partition.measure
 
-    def counted(configs: Sequence[Any], hosts: Any) -> Any:
+    def counted(configs: Sequence[Any], *given: Any) -> Any:
         counts.append(len(configs))
-        return measure(configs, hosts)
+        return measure(configs, *given)
 
     monkeypatch.setattr(auto_partition, "measure", counted)
     return counts

@@ -96,10 +96,12 @@ class Pair:
         self.num_broken = 0
         self.logged: list[LogLines] = []
         self.log = StandInLog()
-        agent_wire: AgentWire[ToAgent] = AgentWire(ends[1], ToAgent)
+        self.agent_wire: AgentWire[ToAgent] = AgentWire(ends[1], ToAgent)  # the first one
         self.head_wire: AgentWire[ToHead] = AgentWire(ends[0], ToHead)
         store = OwnStore("desk", None, Path("/kv/of/desk"))
-        self.agent = Agent(self.own, agent_wire, self.models, self.allowed, self.clock, self.log, store=store)
+        self.agent = Agent(
+            self.own, self.agent_wire, self.models, self.allowed, self.clock, self.log, store=store
+        )
         hello = hello_at(self.head_wire)
         cluster = Cluster(
             name="0" * 32, run=RUN, issue=lambda name: SECRET, identify=lambda path: path.encode()

@@ -37,6 +37,7 @@ from penstock.hosts.agent_messages import (
     Join,
     KeepSpare,
     Leaving,
+    NotNeeded,
     Resources,
     Said,
     SpareKept,
@@ -51,7 +52,7 @@ from penstock.hosts.agent_messages import (
     TouchMember,
 )
 from penstock.hosts.agent_wire import AgentWire
-from penstock.hosts.lasting_wire import LastingWire, new_talk
+from penstock.hosts.lasting_wire import LastingWire, Reception, new_talk
 from penstock.hosts.logs.worker_log import AgentLog, NoLog
 from penstock.hosts.member import Member, Waitable
 from penstock.hosts.member_watch import MemberWatch
@@ -247,11 +248,9 @@ class Agent:
         make_scout: Callable[[], ScoutAnswers] = NoScout,
         store: OwnStore = NO_OWN_STORE,
     ) -> None:
-        self._make_scout = make_scout
-        self._scout = make_scout()
+        self._make_scout, self._scout = make_scout, make_scout()
         self._store = store
-        self._host = host
-        self._asked = _AskedHost(host)
+        self._host, self._asked = host, _AskedHost(host)
         self._wire: LastingWire[ToAgent] = LastingWire(wire, new_talk())
         self._models = models
         self._allowed = allowed
@@ -262,14 +261,18 @@ class Agent:
             self._watch.watch(source)
         self._members: dict[int, Member] = {}
         self._ends = HeldEnds()
-        self._clock = clock
-        self._times = _Times()
+        self._clock, self._times = clock, _Times()
         self._begin_connection()
 
     @property
     def failure(self) -> PeerError | None:
         """Why the head can ask for nothing now; None while it is connected."""
         return self._wire.failure
+
+    @property
+    def reception(self) -> Reception:
+        """How the head has received this host over the present connection, or the last one."""
+        return self._wire.reception
 
     @property
     def has_members(self) -> bool:
@@ -411,7 +414,7 @@ class Agent:
         elif isinstance(message, AskClock):
             self._say_alive(self._clock(), self._times.answer(message, self._clock()))
         else:
-            assert isinstance(message, Heartbeat | TalkGoesOn), message
+            assert isinstance(message, Heartbeat | TalkGoesOn | NotNeeded), message
 
     def _start(
         self, message: StartRank | StartMeasuring, rank: RankConfig, start: Callable[[RankConfig], Member]

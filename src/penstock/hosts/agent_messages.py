@@ -6,6 +6,7 @@ that the head gives, so that it need not wait for an answer, except for where a 
     head                                             agent
                                                      AgentHello(what the host can give)
     TalkBegins(), or TalkGoesOn()            ──▶     (`hosts.lasting_wire`)
+      or NotNeeded(), and the end            ──▶     joins again later
     Heartbeat(), AskResources(), AskClock()  ──▶     Resources(…), Heartbeat(), ToldClock(…)
       each second, in one record                       in one record; Heartbeat() too where nothing is asked
                                                      LogLines(what was printed there), within bounds
@@ -68,6 +69,10 @@ class TalkGoesOn(msgspec.Struct, frozen=True, kw_only=True, tag="talk_goes_on"):
     """The head goes on where the connection broke; so many messages of the agent have come."""
 
     num_received: int
+
+
+class NotNeeded(msgspec.Struct, frozen=True, tag="not_needed"):
+    """The head has all the hosts that it waits for. It closes the connection; the worker may try again."""
 
 
 class AllowEpoch(msgspec.Struct, frozen=True, kw_only=True, tag="allow_epoch"):
@@ -172,6 +177,7 @@ ToAgent = (
     | Heartbeat
     | TalkBegins
     | TalkGoesOn
+    | NotNeeded
     | ToScout
 )
 

@@ -1,9 +1,11 @@
-"""Something to wait for that a program rings itself."""
+"""Sources of news whose descriptors stay the same: a bell that a program rings, and a changing connection."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import select
+from typing import Protocol
 
 
 class Bell:
@@ -27,3 +29,40 @@ class Bell:
         if self._event >= 0:
             os.close(self._event)
             self._event = -1
+
+
+class Connection(Protocol):
+    """What a `LastingSource` stands for, one at a time."""
+
+    def fileno(self) -> int: ...
+
+
+class LastingSource:
+    """Readable when the present connection is, however often that is replaced.
+
+    Selectors hold a descriptor by its number. Whoever waits at a connection itself must leave it before it is
+    closed: the freed number may be given to another file at once. At this source all may wait for ever.
+    """
+
+    def __init__(self) -> None:
+        self._epoll = select.epoll()
+        self._present: Connection | None = None
+
+    def fileno(self) -> int:
+        return self._epoll.fileno()
+
+    def use(self, connection: Connection) -> None:
+        """Stand for this connection from now on."""
+        self.leave()
+        self._epoll.register(connection.fileno(), select.EPOLLIN)
+        self._present = connection
+
+    def leave(self) -> None:
+        """Stand for no connection; to be called before the present one is closed."""
+        if self._present is not None:
+            self._epoll.unregister(self._present.fileno())
+        self._present = None
+
+    def close(self) -> None:
+        """Give the descriptor back. May be called twice."""
+        self._epoll.close()

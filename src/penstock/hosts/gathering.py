@@ -23,6 +23,7 @@ from pathlib import Path
 from penstock.config.engine import EngineConfig
 from penstock.config.hosts import HostsConfig, head_directory, own_host_name, own_version, parse_address
 from penstock.errors import JoinTokenError, PeerError, PenstockError, UnavailableError, UsageError
+from penstock.hosts.agent_messages import NotNeeded
 from penstock.hosts.link_streams import ProvedStreams
 from penstock.hosts.local import LocalHost
 from penstock.hosts.logs.head_log import HeadLog, ShowLine
@@ -211,9 +212,11 @@ class GatheredHosts:
         is_missing = len(self._workers_there) < self._num_workers
         return self._has_gathered or host in self._workers or is_missing
 
-    def _readmit(self) -> None:
-        """Take in who is back before the engine begins. Others would change what is planned meanwhile."""
+    def _readmit(self, now: float) -> None:
+        """Take in who is back before the engine begins, and shut out who is revoked. Others would change what
+        is planned meanwhile."""
         self._admit(self.hosts.__contains__)
+        self._revocations.apply(now, self._workers)
 
     def _let_stand_by(self) -> None:
         """Add to the hosts of the engine each worker that was away or one too many when all had gathered."""
@@ -309,6 +312,7 @@ class GatheredHosts:
                 f"the worker {worker.host} is not needed: --hosts counts no more. It may stand by when the "
                 "engine has begun."
             )
+        worker.wire.send(NotNeeded())
         worker.wire.close()
         self._gate.leave(worker.host)
 

@@ -20,19 +20,27 @@ import secrets
 from collections import deque
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
-from typing import Generic, TypeVar
+from typing import Generic, Literal, TypeVar
 
 import msgspec
 
 from penstock.errors import PeerError
-from penstock.hosts.agent_messages import AgentHello, Heartbeat, Leaving, TalkBegins, TalkGoesOn
+from penstock.hosts.agent_messages import AgentHello, Heartbeat, Leaving, NotNeeded, TalkBegins, TalkGoesOn
 from penstock.hosts.agent_wire import AgentWire
 
 MOST_KEPT = 20_000  # messages: far beyond what is said between two heartbeats, or while a host is away
 
-_OF_CONNECTION = (AgentHello, TalkBegins, TalkGoesOn, Heartbeat, Leaving)  # neither kept nor counted
+_OF_CONNECTION = (  # neither kept nor counted
+    AgentHello,
+    TalkBegins,
+    TalkGoesOn,
+    NotNeeded,
+    Heartbeat,
+    Leaving,
+)
 
 Incoming = TypeVar("Incoming")
+Reception = Literal["awaited", "welcome", "not_needed"]
 
 
 class LastingWire(Generic[Incoming]):
@@ -45,6 +53,7 @@ class LastingWire(Generic[Incoming]):
     Attributes:
         connection: the present one; where it is broken, still that one.
         num_received: messages of the talk that have come.
+        reception: what the head has said to the agent over the connection.
         is_over: the talk has ended (`forget`), and nothing is sent before there is another connection.
     """
 
@@ -52,6 +61,7 @@ class LastingWire(Generic[Incoming]):
         self.connection = connection
         self.talk = talk
         self.num_received = 0
+        self.reception: Reception = "awaited"
         self._kept: deque[msgspec.Struct] = deque()  # that the other side may lack
         self._num_dropped = 0  # that were sent before those
         self._has_begun = False
@@ -130,11 +140,16 @@ class LastingWire(Generic[Incoming]):
     def _received(self) -> Iterator[Incoming]:
         for message in self.connection.receive():
             if isinstance(message, TalkBegins):
+                self.reception = "welcome"
                 if self._has_begun:
                     self._begin_anew()
                 self._open(0)
             elif isinstance(message, TalkGoesOn):
+                self.reception = "welcome"
                 self._open(message.num_received)
+            elif isinstance(message, NotNeeded):
+                self.reception = "not_needed"
+                self.connection.give_up("the head does not need this host yet.")
             elif isinstance(message, Heartbeat):
                 self._drop(message.num_received)
             elif not isinstance(message, _OF_CONNECTION):
@@ -161,6 +176,7 @@ class LastingWire(Generic[Incoming]):
     def _replace(self, connection: AgentWire[Incoming]) -> None:
         self.connection.close()
         self.connection = connection
+        self.reception = "awaited"
         self._is_open = False
 
     def _begin_anew(self) -> None:

@@ -224,7 +224,8 @@ class Hosts(Mapping[str, RankHost]):
     Args:
         head: the first one.
         routes: what is known of the ways between them.
-        readmit: takes in those again whose connection was broken.
+        readmit: called at each `tend` with its time: takes in those again whose connection was broken, and
+            shuts out those that may not be there any more.
     """
 
     def __init__(
@@ -232,7 +233,7 @@ class Hosts(Mapping[str, RankHost]):
         head: HeadHost,
         *others: RankHost,
         routes: Routes = DEFAULT_ROUTES,
-        readmit: Callable[[], None] = lambda: None,
+        readmit: Callable[[float], None] = lambda now: None,
     ) -> None:
         self.head = head
         self.routes = routes
@@ -264,7 +265,7 @@ class Hosts(Mapping[str, RankHost]):
 
     def tend(self, now: float) -> None:
         """Do what `RankHost.tend` does for all of them, before an engine runs that takes in who is back."""
-        self._readmit()
+        self._readmit(now)
         for host in self._by_name.values():
             host.tend(now)
 

@@ -62,7 +62,7 @@ from penstock.hosts.agent_messages import (
     TouchMember,
 )
 from penstock.hosts.agent_wire import AgentWire
-from penstock.hosts.bell import Bell
+from penstock.hosts.bell import Bell, LastingSource
 from penstock.hosts.lasting_wire import LastingWire
 from penstock.hosts.local_connections import KINDS
 from penstock.hosts.member import Member, Waitable
@@ -86,6 +86,7 @@ ANSWER_S = 5.0  # for an agent to answer: beyond any path, and below what runnin
 TEND_EVERY_S = 1.0
 SILENCE_LIMIT_S = 3.0  # between hosts, with a connection or without; members have their own limits
 DOUBT_S = 2.0  # of silence: nothing is begun with such a host before it has said something
+HALF_BEAT_S = TEND_EVERY_S / 2  # silence is looked at about whole seconds after it began: limits lie between
 LONG_LOOK_S = 2.0  # between two looks: then it was the supervisor that had no time
 LEAVE_S = 5.0  # for a member that was killed
 MOST_UNREAD = 10_000  # events of a member: far beyond what a rank says while it loads
@@ -279,7 +280,7 @@ class RemoteHost:
         self._awaited, self._answers = 0, list[Accepted | EndFailed]()  # the end whose place is asked for
         self._scout_asked = 0  # the question about ways that was asked last
         self.scout_answers: dict[int, FromScout] = {}
-        self._clock_estimate, self.bell = ClockEstimate(), Bell()  # a clock that begins anew is noticed
+        self._clock_estimate, self.bell, self._line = ClockEstimate(), Bell(), LastingSource()
         self._begin(wire, hello)
 
     def attach(self, wire: AgentWire[ToHead], hello: AgentHello) -> bool:
@@ -295,16 +296,17 @@ class RemoteHost:
             self._lose(LinkClosedError("its worker has begun anew."))
             self._begin(wire, hello)
             return False
+        self._line.use(wire)
         self._wire.go_on(wire, hello.num_received)
         self._note_hello(hello)
         for member in self._members.values():
             member.heard_at = time.monotonic()  # the silence was not its own
-        self.bell.ring()  # so that members are waited for at this wire
         return True
 
     def _begin(self, wire: AgentWire[ToHead], hello: AgentHello) -> None:
         """Begin a talk."""
         self._wire: LastingWire[ToHead] = LastingWire(wire, hello.talk)
+        self._line.use(wire)
         self._allowed: set[PeerName] = set()
         self._spare_bytes, self._is_lost = 0, False
         self._note_hello(hello)
@@ -326,7 +328,7 @@ class RemoteHost:
     @property
     def sources(self) -> Collection[Waitable]:
         """What becomes readable when a member has news."""
-        return [self.bell] if self._wire.failure else [self.bell, self._wire.connection]
+        return [self.bell, self._line]
 
     @property
     def wires(self) -> Collection[Waitable]:
@@ -348,8 +350,8 @@ class RemoteHost:
         self._tended_at = now
         self.pump()
         silence_s = now - self._heard_at
-        self._is_doubtful |= silence_s > DOUBT_S
-        if silence_s > SILENCE_LIMIT_S:
+        self._is_doubtful |= silence_s > DOUBT_S - HALF_BEAT_S
+        if silence_s > SILENCE_LIMIT_S - (HALF_BEAT_S if self._wire.failure is None else 0.0):
             broken = "" if self._wire.failure is None else f"{self._wire.failure.message} Since then "
             self._lose(LinkClosedError(f"{broken}it has given no sign of life for {silence_s:.1f} s."))
         if self._wire.failure is None:
@@ -410,6 +412,7 @@ class RemoteHost:
 
     def close(self) -> None:
         self._wire.close()
+        self._line.close()
         self.bell.close()
 
     def tell(self, message: msgspec.Struct) -> None:
@@ -519,13 +522,13 @@ class RemoteHost:
             self._lose(error)
 
     def _break_off(self) -> None:
-        """The connection is broken. It is closed when another one comes: until then its descriptor has no
-        other meaning for those that still wait at it."""
+        """Leave the connection, as it is broken. It is closed when another one comes, or the host is lost."""
         if not self._is_broken:
             self._is_broken = True
             self._heard_at = self._clock()
+            self._line.leave()
             self._wire.connection.hang_up()  # the agent may not know yet
-            self.bell.ring()  # so that members are not waited for at it any more
+            self.bell.ring()  # so that what came last is heard
             self._on_broken()
 
     def _lose(self, failure: PeerError) -> None:
@@ -533,8 +536,8 @@ class RemoteHost:
         if self._is_lost:
             return
         self._is_lost = True
-        self._wire.close()
         self._break_off()
+        self._wire.close()
         self._on_lost(failure)
         for member in self._members.values():
             if member.exit_code is None:

@@ -127,6 +127,7 @@ class Station:
             with contextlib.suppress(OSError):  # no descriptors, no memory: ranks start when they are needed
                 self._host.start_ahead(settings.threads_ahead)
         self._cluster = ""
+        self._was_needed = True  # by the head of the last connection
         self._agent: Agent | _NoAgent = _NoAgent((stop, attempts))
 
     @property
@@ -137,18 +138,40 @@ class Station:
     def serve(self, head: JoinedHead) -> bool:
         """Serve the head until the connection breaks, or the worker is to stop; whether it is."""
         agent = self._join(head)
+        had_members, is_welcome = agent.has_members, False
         while agent.failure is None:
-            if self._stop in agent.serve():
+            had_members = agent.has_members
+            is_told = self._stop in agent.serve()
+            if agent.reception == "welcome" and not is_welcome:
+                is_welcome = self._was_needed = True
+                self._say_joined(head)
+            if is_told:
                 return True
-        why = agent.failure.message
+        self._say_end(agent, agent.failure.message, had_members)
+        return False
+
+    def _say_joined(self, head: JoinedHead) -> None:
+        self._log.say(
+            f"{self._settings.name} has joined {head.name.host}; links from other hosts come to "
+            f"{self._own_address}, ports {self._settings.ports}"
+        )
+
+    def _say_end(self, agent: Agent, why: str, had_members: bool) -> None:
+        """Say why a connection to the head has ended, and what becomes of what runs here."""
         if agent.has_members:
             self._tell(
                 f"the connection to the head is broken: {why} What runs here goes on for {KEEP_RANKS_S:g} s, "
                 "in which this host can come back."
             )
+        elif agent.reception == "not_needed":
+            if self._was_needed:
+                self._tell(
+                    f"{self._settings.name} is not needed yet: all hosts are there. This host tries again."
+                )
+            self._was_needed = False
         else:
-            self._tell(f"the head is gone: {why} The ranks of this host are ended.")
-        return False
+            ranks = " The ranks of this host are ended." if had_members else ""
+            self._tell(f"the head is gone: {why}{ranks}")
 
     def await_attempt(self) -> bool:
         """Wait for the end of an attempt to join, while what runs here goes on.
@@ -195,10 +218,6 @@ class Station:
             self._agent.close()
             agent = self._agent = self._new_agent(wire)
             self._cluster = head.name.cluster
-        self._log.say(
-            f"{settings.name} has joined {head.name.host}; links from other hosts come to "
-            f"{self._own_address}, ports {settings.ports}"
-        )
         return agent
 
     def _new_agent(self, wire: AgentWire[ToAgent]) -> Agent:

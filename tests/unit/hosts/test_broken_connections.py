@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import socket
 from collections.abc import Iterator
 
 import pytest
 
 from agent_pairs import LINK, Pair, StandInModels, parties
+from penstock.errors import LinkClosedError
 from penstock.hosts.agent import KEEP_RANKS_S, Agent, AllowedNames
 from penstock.hosts.agent_messages import ToAgent, ToHead, TouchMember
 from penstock.hosts.agent_wire import AgentWire
+from penstock.hosts.member import Member
 from penstock.hosts.member_watch import MemberWatch
 from penstock.hosts.remote_host import SILENCE_LIMIT_S
 from penstock.process.child import Alive, Ready
@@ -68,6 +72,62 @@ def test_r15_a_member_is_waited_for_at_the_connection_of_now(pair: Pair) -> None
         assert members == {member}
         watch.hear(member)
     assert heard == [Alive()]
+    own.leave(0)
+    pair.serve()
+    watch.close()
+
+
+class Successor:
+    """A connection with news, which can take the number of one that was closed."""
+
+    def __init__(self) -> None:
+        self._ends = socket.socketpair()
+        self._ends[1].send(b"x")
+
+    @contextlib.contextmanager
+    def numbered(self, number: int) -> Iterator[socket.socket]:
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            os.fstat(number)
+        moved = socket.socket(fileno=os.dup2(self._ends[0].fileno(), number))
+        with self._ends[0], self._ends[1], moved:
+            yield moved
+
+
+def watch_of(member: Member) -> MemberWatch:
+    """What waits for a member, as the supervisor does."""
+    watch = MemberWatch(lambda member, event: None)
+    watch.add(member)
+    watch.hear(member)
+    return watch
+
+
+def test_r15_the_number_of_a_lost_hosts_connection_may_be_given_to_what_is_watched_next(pair: Pair) -> None:
+    member, _ = pair.start()
+    watch, successor, number = watch_of(member), Successor(), pair.head_wire.fileno()
+    pair.host.distrust(LinkClosedError("it talks nonsense."))
+    with successor.numbered(number) as source:
+        watch.watch(source)
+        watch.hear(member)
+        assert watch.wait(10.0)[1] == {source}
+        watch.unwatch(source)
+    watch.close()
+
+
+def test_r15_the_number_of_a_replaced_connection_may_be_given_to_what_is_watched_next(pair: Pair) -> None:
+    """The worker has noticed before the head that its connection was broken."""
+    member, own = pair.start()
+    watch, successor, number = watch_of(member), Successor(), pair.head_wire.fileno()
+    pair.agent_wire.give_up("it was reset.")
+    pair.agent.serve(0.0)
+    assert pair.join_again()
+    with successor.numbered(number) as source:
+        watch.watch(source)
+        assert watch.wait(10.0)[1] == {source}
+        own.say(Ready(epoch=0, rank=LOADED))
+        pair.serve()
+        while not member.is_ready:
+            watch.hear(*watch.wait(10.0)[0])
+        watch.unwatch(source)
     own.leave(0)
     pair.serve()
     watch.close()

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from agent_pairs import SECRET, hello_at
-from penstock.hosts.agent_messages import AgentHello, KeepSpare, TalkBegins, ToHead
+from penstock.hosts.agent_messages import AgentHello, KeepSpare, NotNeeded, TalkBegins, ToHead
 from penstock.hosts.agent_wire import AgentWire
 from penstock.hosts.bell import Bell
 from penstock.hosts.local_process import Descriptor
@@ -22,6 +22,8 @@ from penstock.hosts.weights.weight_cache import WeightCache
 from penstock.process.link_ports import PortRange
 from penstock.trust.joining import JoinedHead
 from penstock.trust.peer_names import HEAD_ROLE, PeerName
+
+TALK_BEGINS = TalkBegins()
 
 
 class Rig:
@@ -58,10 +60,12 @@ class Rig:
         name = PeerName(cluster=cluster * 32, host="tower", role=HEAD_ROLE)
         return JoinedHead(ours, name, SECRET), AgentWire(theirs, ToHead)  # type: ignore[arg-type]  # no TLS
 
-    def serve_for_a_moment(self, cluster: str = "a") -> AgentHello:
-        """Serve a head that says that the talk begins, and then is gone."""
+    def serve_for_a_moment(
+        self, cluster: str = "a", first_word: TalkBegins | NotNeeded = TALK_BEGINS
+    ) -> AgentHello:
+        """Serve a head that says that the talk begins, or another first word, and then is gone."""
         head, wire = self.join(cluster)
-        wire.send(TalkBegins())
+        wire.send(first_word)
         wire.send(KeepSpare(threads=0))
         self._theirs.shutdown(socket.SHUT_WR)
         assert not self.station.serve(head)
@@ -94,7 +98,19 @@ def test_r15_a_worker_comes_back_to_its_head_with_the_talk_of_before(rig: Rig) -
     assert again.num_received <= 1
     assert rig.said[0].startswith("desk has joined tower; links from other hosts come to 127.0.0.3")
     assert rig.said[1].startswith("the head is gone: ")
-    assert rig.said[1].endswith("The ranks of this host are ended.")
+    assert "ranks" not in rig.said[1], "there are none"
+
+
+def test_a_worker_that_is_one_too_many_says_so_once_and_that_it_is_in_when_it_is(rig: Rig) -> None:
+    for _ in range(3):
+        rig.serve_for_a_moment(first_word=NotNeeded())
+    assert rig.said == ["desk is not needed yet: all hosts are there. This host tries again."]
+    rig.serve_for_a_moment()
+    rig.serve_for_a_moment(first_word=NotNeeded())
+    _, joined, gone, not_needed = rig.said
+    assert joined.startswith("desk has joined tower")
+    assert gone.startswith("the head is gone: ")
+    assert not_needed == rig.said[0]
 
 
 def test_r15_with_a_head_of_another_cluster_all_begins_anew(rig: Rig) -> None:

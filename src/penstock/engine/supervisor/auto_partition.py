@@ -62,7 +62,7 @@ def choose_partition(config: EngineConfig, mix: Mix, hosts: Hosts, reporter: Rep
     costs = cache.find(key, plan.num_stages)
     if costs is None:
         reporter.report(Notice(text=f"measuring {plan.num_stages} stages to choose the partition."))
-        of_ranks = measure(configs, hosts)
+        of_ranks = measure(configs, hosts, config.parallel.load_timeout_s)
         firsts = [config.rank.tp_rank == 0 for config in configs]
         costs = list(itertools.compress(of_ranks, firsts))
         if are_to_keep(costs, os.environ):

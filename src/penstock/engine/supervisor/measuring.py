@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import msgspec
 
@@ -25,26 +25,33 @@ from penstock.process.endpoints import MeetingEndpoint
 from penstock.trust.peer_names import rank_role
 
 LOOK_S = 1.0  # for hosts that must hear that somebody is there
-TIMEOUT_S = 900.0  # to load and to measure; a rank that dies is noticed at once
+TIMEOUT_S = 900.0  # to measure, once all have loaded; a rank that dies is noticed at once
 
 
-def measure(configs: Sequence[MeasureConfig], hosts: Hosts) -> list[StageCosts]:
+def measure(
+    configs: Sequence[MeasureConfig],
+    hosts: Hosts,
+    load_timeout_s: float,
+    clock: Callable[[], float] = time.monotonic,
+) -> list[StageCosts]:
     """The costs of each rank, in order.
+
+    Args:
+        load_timeout_s: for the ranks to get their weights and to load them.
+        clock: monotonic seconds.
 
     Raises:
         PenstockError: what a rank has reported; `StageLostError` if it died without a word,
             `WaitTimeoutError` if it is not done in time.
     """
     with contextlib.ExitStack() as stack:
-        fleet = stack.enter_context(contextlib.closing(_Fleet(hosts)))
+        fleet = stack.enter_context(contextlib.closing(_Fleet(hosts, clock)))
         meetings = _meetings([config.rank for config in configs], hosts, stack)
         members = [fleet.start(config) for config in configs]
-        while not all(member.is_ready for member in members):
-            fleet.hear()
+        fleet.await_loaded(members, load_timeout_s)
         for config, member in zip(configs, members, strict=True):
             member.hand(BeginMeasuring(_meeting_of(config.rank, meetings)))
-        while len(fleet.costs) < len(members):
-            fleet.hear()
+        fleet.await_costs(members)
         return [fleet.costs[member] for member in members]
 
 
@@ -76,14 +83,17 @@ def _meeting_of(rank: RankConfig, meetings: dict[int, Connection]) -> MeetingEnd
 class _Fleet:
     """The measuring processes.
 
+    Args:
+        clock: monotonic seconds.
+
     Attributes:
         costs: of those that are done.
     """
 
-    def __init__(self, hosts: Hosts) -> None:
+    def __init__(self, hosts: Hosts, clock: Callable[[], float]) -> None:
         self.costs: dict[Member, StageCosts] = {}
         self._hosts = hosts
-        self._deadline = time.monotonic() + TIMEOUT_S
+        self._clock = clock
         self._watch = MemberWatch(self._take)
 
     def start(self, config: MeasureConfig) -> Member:
@@ -92,13 +102,35 @@ class _Fleet:
             self._hosts[rank.host].start_measuring(config, f"the measuring of {rank.name}")
         )
 
-    def hear(self) -> None:
-        """Wait for news and take them."""
-        remaining = self._deadline - time.monotonic()
+    def await_loaded(self, members: Sequence[Member], limit_s: float) -> None:
+        """Wait until all have loaded."""
+        deadline = self._clock() + limit_s
+        while slow := [member.name for member in members if not member.is_ready]:
+            if not self._hear(deadline):
+                raise WaitTimeoutError(
+                    f"{' and '.join(slow)} had not loaded after {limit_s:g} s.",
+                    remedy="Give --load-timeout more seconds: weights that come from another host count too.",
+                )
+
+    def await_costs(self, members: Sequence[Member]) -> None:
+        """Wait until all have measured."""
+        deadline = self._clock() + TIMEOUT_S
+        while len(self.costs) < len(members):
+            if not self._hear(deadline):
+                raise WaitTimeoutError(
+                    f"the stages could not be measured in {TIMEOUT_S:g} s.",
+                    remedy="Give --partition the layers of each stage, or free the hosts of other work.",
+                )
+
+    def _hear(self, deadline: float) -> bool:
+        """Wait for news and take them; whether there are any, or may yet be."""
+        remaining = deadline - self._clock()
         news, _ = self._watch.wait(min(LOOK_S, max(0.0, remaining)))
-        self._hosts.tend(time.monotonic())
-        if not news and remaining <= 0:
-            raise WaitTimeoutError(f"the stages could not be measured in {TIMEOUT_S:g} s.")
+        self._hosts.tend(self._clock())
+        self._take_news(news)
+        return bool(news) or remaining > 0
+
+    def _take_news(self, news: Collection[Member]) -> None:
         for member in news:
             has_ended = member.exit_code is not None  # first: then all that it said is in the pipe
             self._watch.hear(member)

@@ -192,6 +192,7 @@ class PipeLayout:
             missing_bytes=sum(
                 whole.get(number, 0) + tiers[number] for number in ranks if number not in living
             ),
+            growth_bytes=sum(tiers[number] for number in ranks if number in living),
             num_gpus=sum(rank.device_type != "cpu" for rank in ranks.values()),
         )
 

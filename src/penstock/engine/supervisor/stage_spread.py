@@ -30,6 +30,8 @@ class StageDemand:
         num_bytes: weights and KV cache.
         held_bytes: weights in memory at `host`, free again when the stage goes elsewhere.
         missing_bytes: that it takes at `host` in addition, where a rank of it is lost.
+        growth_bytes: that its living ranks may yet fill at `host`, or have filled: their host tiers. Counted
+            where the host gets another stage.
         num_gpus: ranks on a GPU.
     """
 
@@ -37,6 +39,7 @@ class StageDemand:
     num_bytes: int
     held_bytes: int = 0
     missing_bytes: int = 0
+    growth_bytes: int = 0
     num_gpus: int = 0
 
 
@@ -107,6 +110,7 @@ def _best_blocks(stages: Sequence[StageDemand], rooms: Sequence[HostRoom]) -> _B
 
 def _fits(room: HostRoom, block: range, stages: Sequence[StageDemand]) -> bool:
     """Whether a host takes these stages, and lets go of its others."""
+    gets_more = any(stages[number].host != room.name for number in block)
     needed_bytes = num_gpus = num_own_gpus = 0
     for number, stage in enumerate(stages):
         is_own = stage.host == room.name
@@ -114,6 +118,7 @@ def _fits(room: HostRoom, block: range, stages: Sequence[StageDemand]) -> bool:
         if number in block:
             num_gpus += stage.num_gpus
             needed_bytes += stage.missing_bytes if is_own else stage.num_bytes
+            needed_bytes += stage.growth_bytes if is_own and gets_more else 0
         elif is_own:
             needed_bytes -= stage.held_bytes
     # What is free on a GPU nobody here knows: each rank gets one of its own, or stays where it is.
@@ -127,7 +132,12 @@ def _not_enough(stages: Sequence[StageDemand], rooms: Sequence[HostRoom]) -> Not
     if num_gpus:
         needed += f" and {num_gpus} GPU" + "s" * (num_gpus > 1)
     free = ", ".join(f"{room.free_bytes / 2**20:.0f} MiB on {room.name}" for room in rooms)
+    growth_bytes = sum(stage.growth_bytes for stage in stages)
+    growth = f", of which KV blocks of other stages may fill {growth_bytes / 2**20:.0f} MiB" * bool(
+        growth_bytes
+    )
+    flags = "--kv-cache-bytes" + " or --kv-host-bytes" * bool(growth_bytes)
     return NotEnoughMemoryError(
-        f"weights and KV cache of what is lost take {needed}; free are {free}.",
-        remedy="Free memory there, or use a smaller --kv-cache-bytes from the next start on.",
+        f"weights and KV cache of what is lost take {needed}; free are {free}{growth}.",
+        remedy=f"Free memory there, or use a smaller {flags} from the next start on.",
     )

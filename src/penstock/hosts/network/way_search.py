@@ -14,7 +14,6 @@ until the search between their hosts is settled (`Routes`), `PATIENCE_S` at most
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import queue
 import select
@@ -169,6 +168,7 @@ class WaySearch:
         self._questions: queue.SimpleQueue[tuple[HostElsewhere, msgspec.Struct]] = queue.SimpleQueue()
         self._links: Sequence[HostLink] = ()  # as of the last time that nothing was looked for
         self._asked: set[HostElsewhere] = set()
+        self._heard: set[Waitable] = set()  # wires of those
         self._jobs = _Jobs(clock)
         self._occasions: set[Hashable] = set()
         self._bell = Bell()
@@ -198,7 +198,6 @@ class WaySearch:
             host, question = self._questions.get()
             host.tell(question)
             self._asked.add(host)
-            self._listen_to(host.wires)
         for host in self._asked:
             host.attend()
         with self._news:
@@ -208,8 +207,9 @@ class WaySearch:
             give(text)
         if self._jobs.note_ends() and self.is_idle:
             self._links = self._finder.links()
-        if self.is_idle and self._asked:
-            self._listen_to_nobody()
+        if self.is_idle:
+            self._asked.clear()
+        self._listen_to({wire for host in self._asked for wire in host.wires})
 
     @property
     def is_idle(self) -> bool:
@@ -268,16 +268,12 @@ class WaySearch:
             self._jobs.end(number)
             self._bell.ring()
 
-    def _listen_to(self, wires: Collection[Waitable]) -> None:
-        """Let `fileno` be readable too when something comes over one of these."""
-        for wire in wires:
-            with contextlib.suppress(FileExistsError):
-                self._sources.register(wire.fileno(), select.EPOLLIN)
-
-    def _listen_to_nobody(self) -> None:
-        for wire in [
-            wire for host in self._asked for wire in host.wires
-        ]:  # one that is closed is out already
-            with contextlib.suppress(FileNotFoundError):
+    def _listen_to(self, wires: set[Waitable]) -> None:
+        """Let `fileno` be readable too when something comes over these wires, and over no others. One that is
+        broken would stay readable for ever."""
+        for wire in self._heard - wires:
+            if wire.fileno() >= 0:  # one that is closed is out already
                 self._sources.unregister(wire.fileno())
-        self._asked.clear()
+        for wire in wires - self._heard:
+            self._sources.register(wire.fileno(), select.EPOLLIN)
+        self._heard = wires

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -13,6 +14,7 @@ import pytest
 
 from checkpoints import make_checkpoint
 from disturbed import started_processes
+from fakes import FakeClock
 from penstock.config.engine import (
     PARTITION_VARIABLE,
     EngineConfig,
@@ -39,10 +41,13 @@ from penstock.hosts.rank_host import Hosts
 from penstock.hosts.resources import HostResources
 from penstock.planner.mix import Mix
 from penstock.planner.stage_costs import StageCosts, StepCosts
+from penstock.process.child import Measured, Ready
 from penstock.process.config import MeasureConfig
+from stand_in_hosts import StandInHost
 
 HOST = HostResources(num_cpus=2, free_bytes=8 << 30, num_gpus=0, cpus=(0, 1))
 HOSTS = Hosts(LocalHost(lambda: HOST))
+LOAD_S = 3600.0
 
 
 class Events:
@@ -61,7 +66,9 @@ class FakeMeasuring:
     def __init__(self) -> None:
         self.calls: list[Sequence[MeasureConfig]] = []
 
-    def __call__(self, configs: Sequence[MeasureConfig], hosts: Hosts) -> list[StageCosts]:
+    def __call__(
+        self, configs: Sequence[MeasureConfig], hosts: Hosts, load_timeout_s: float
+    ) -> list[StageCosts]:
         self.calls.append(configs)
         return [_costs(3.0 if config.rank.is_first else 1.0) for config in configs]
 
@@ -243,7 +250,7 @@ def nothing_is_left() -> Iterator[None]:
 
 @pytest.mark.usefixtures("nothing_is_left")
 def test_d5_the_ranks_are_measured_on_their_own_device() -> None:
-    first, last = measure(quick(), HOSTS)
+    first, last = measure(quick(), HOSTS, LOAD_S)
     for own in (first, last):
         assert [step.num_tokens for step in own.decode] == [1, 4]
         assert own.prefill.num_tokens == 8
@@ -262,7 +269,7 @@ def test_a_rank_that_cannot_load_says_why(tmp_path: Path) -> None:
     model = make_checkpoint(tmp_path, layers=4)
     (model / "model.safetensors").write_bytes(b"not one")
     with pytest.raises(CheckpointError, match=r"model\.safetensors"):
-        measure(quick(str(model)), HOSTS)
+        measure(quick(str(model)), HOSTS, LOAD_S)
 
 
 @pytest.mark.usefixtures("nothing_is_left")
@@ -275,12 +282,55 @@ def test_a_rank_that_dies_without_a_word_is_named(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(local, "spawn", spawn_and_kill)
     with pytest.raises(StageLostError, match=r"the measuring of stage 1 .* was killed by signal 9") as caught:
-        measure(quick(), HOSTS)
+        measure(quick(), HOSTS, LOAD_S)
     assert caught.value.stage == 1
 
 
-@pytest.mark.usefixtures("nothing_is_left")
+class SlowHost(StandInHost):
+    """A host whose ranks load and measure for so long. Each look takes 10 s of its clock."""
+
+    def __init__(self, load_s: float, measure_s: float) -> None:
+        super().__init__("desk", "ring")
+        self.clock = FakeClock()
+        self._load_s, self._measure_s = load_s, measure_s
+
+    def tend(self, now: float) -> None:
+        self.clock.advance(10.0)
+        passed_s = now - 100.0
+        for member in self.members:
+            if not member.is_ready and passed_s >= self._load_s:
+                member.say(Ready())
+            elif member.handed and member.exit_code is None and passed_s >= self._load_s + self._measure_s:
+                member.say(Measured(costs=msgspec.Raw(msgspec.json.encode(_costs(1.0)))))
+                member.leave(0)
+
+
+def measured_at(host: SlowHost, monkeypatch: pytest.MonkeyPatch) -> list[StageCosts]:
+    monkeypatch.setattr(measuring, "LOOK_S", 0.0)
+    configs = [
+        msgspec.structs.replace(config, rank=msgspec.structs.replace(config.rank, host="desk"))
+        for config in quick()
+    ]
+    with contextlib.closing(Hosts(host)) as hosts:
+        return measure(configs, hosts, LOAD_S, host.clock)
+
+
+def test_measuring_has_its_time_once_all_have_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    host = SlowHost(load_s=LOAD_S - 50.0, measure_s=measuring.TIMEOUT_S - 50.0)
+    assert len(measured_at(host, monkeypatch)) == 2
+
+
+def test_ranks_to_be_measured_may_load_for_as_long_as_any(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(
+        WaitTimeoutError, match="stage 0 and the measuring of stage 1 had not loaded"
+    ) as caught:
+        measured_at(SlowHost(load_s=LOAD_S + 50.0, measure_s=0.0), monkeypatch)
+    assert "after 3600 s" in str(caught.value)
+    assert "Give --load-timeout more seconds" in caught.value.remedy
+
+
 def test_measuring_has_a_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measuring, "TIMEOUT_S", 0.0)
-    with pytest.raises(WaitTimeoutError, match="could not be measured in 0 s"):
-        measure(quick(), HOSTS)
+    host = SlowHost(load_s=LOAD_S - 50.0, measure_s=measuring.TIMEOUT_S + 50.0)
+    with pytest.raises(WaitTimeoutError, match="could not be measured in 900 s") as caught:
+        measured_at(host, monkeypatch)
+    assert "Give --partition the layers of each stage" in caught.value.remedy

@@ -57,6 +57,18 @@ def test_r15_a_rank_that_is_lost_on_a_host_that_is_there_needs_its_memory_again(
         spread([dead, *stages("b")], rooms(a=9, b=0))
 
 
+def test_r15_a_host_gets_another_stage_where_the_host_tiers_of_its_own_have_room_to_fill_up() -> None:
+    kept = StageDemand(host="a", num_bytes=15 * MIB, held_bytes=8 * MIB, growth_bytes=5 * MIB)
+    assert spread([kept, *stages("")], rooms(a=15)) == ["a", "a"]
+    with pytest.raises(NotEnoughMemoryError) as caught:
+        spread([kept, *stages("")], rooms(a=14))
+    assert caught.value.message.endswith(
+        "free are 14 MiB on a, of which KV blocks of other stages may fill 5 MiB."
+    )
+    assert "a smaller --kv-cache-bytes or --kv-host-bytes" in caught.value.remedy
+    assert spread([kept, *stages("")], rooms(a=0, c=10)) == ["a", "c"], "who gets no more stays as it is"
+
+
 def test_r15_where_nothing_fits_the_numbers_are_named() -> None:
     with pytest.raises(NotEnoughMemoryError) as caught:
         spread(stages("a", "", ""), rooms(a=5, b=6))

@@ -204,6 +204,26 @@ def test_r15_a_host_that_is_lost_meanwhile_holds_nobody_up(searching: Searching)
     ]
 
 
+def test_r15_a_broken_connection_of_a_host_that_was_asked_is_not_news_while_others_are_asked(
+    searching: Searching,
+) -> None:
+    attic = Elsewhere("attic")
+    searching.begin()
+    searching.search.find(
+        searching.own, searching.search.scout_of(attic, msgspec.structs.replace(DESK, host="attic"))
+    )
+    searching.attend_until(lambda: searching.desk.told)
+    searching.desk.attend = lambda: None  # type: ignore[method-assign]
+    searching.desk.wires = []
+    searching.desk.wire.ring()  # and for ever
+    searching.attend_until(lambda: attic.told)
+    assert select.select([searching.search], [], [], 0)[0] == []
+    searching.desk.wires = [searching.desk.wire]
+    searching.search.attend()
+    assert select.select([searching.search], [], [], 0)[0] == [searching.search], "it is back"
+    attic.wire.close()
+
+
 def test_a_search_that_fails_in_a_way_nobody_thought_of_is_settled_too(
     searching: Searching, monkeypatch: pytest.MonkeyPatch
 ) -> None:
