@@ -2,7 +2,7 @@
 
     python benchmarks/two_hosts.py
         [--bars throughput,delay,stream,one-core,llama,tls,chunk,crash,trace,idle,start]
-        [--model 0.5b] [--partition 15,9] [--rounds 5] [--llama-python DIR/bin/python] [--trace FILE]
+        [--model 0.5b] [--partition 15,9] [--rounds 5] [--requests 8,16,32] [--llama-python DIR/bin/python] [--trace FILE]
         [--quick]
 
 A head (`penstock serve`) runs on one host, a worker on the other, each with its stage on a core of its own.
@@ -101,6 +101,8 @@ def main() -> int:
     sizes = QUICK if options.quick else Sizes()
     if options.rounds:
         sizes = replace(sizes, rounds=options.rounds, fault_rounds=options.rounds)
+    if options.requests:
+        sizes = replace(sizes, batches=[int(count) for count in options.requests.split(",")])
     with tempfile.TemporaryDirectory(prefix="two-hosts-") as scratch:
         model, models = options.model, ""
         if model == OWN_MODEL:
@@ -138,6 +140,7 @@ def parse_options() -> argparse.Namespace:
         "--partition", help=f"layers of the stages; {OWN_PARTITION} of {OWN_MODEL}, else even"
     )
     parser.add_argument("--rounds", type=int, default=0, help="of each comparison, and of each fault")
+    parser.add_argument("--requests", help="that decode at once, such as 8,16,32, at most 128")
     parser.add_argument("--cores", help="of the head and of the worker, such as 0,1")
     parser.add_argument("--llama-python", default="", help="without it that bar is left out")
     parser.add_argument("--trace", type=Path, default=TRACE, help="without the file that bar is left out")
