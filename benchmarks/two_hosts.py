@@ -2,8 +2,8 @@
 
     python benchmarks/two_hosts.py
         [--bars throughput,delay,stream,one-core,llama,tls,chunk,crash,trace,idle,start]
-        [--model 0.5b] [--partition 15,9] [--rounds 5] [--requests 8,16,32] [--llama-python DIR/bin/python] [--trace FILE]
-        [--quick]
+        [--model 0.5b] [--partition 15,9] [--rounds 5] [--requests 8,16,32]
+        [--llama-python DIR/bin/python] [--trace FILE] [--quick]
 
 A head (`penstock serve`) runs on one host, a worker on the other, each with its stage on a core of its own.
 `0.5b` is a seeded random checkpoint of the shape of Qwen2.5-0.5B in bfloat16, made in a temporary directory;
