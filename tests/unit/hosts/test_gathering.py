@@ -31,8 +31,8 @@ from real_servers import free_ports
 WAIT_S = 30.0
 
 
-def engine_of(directory: Path, **changed: Any) -> EngineConfig:
-    (port,) = free_ports(1)
+def engine_of(directory: Path, port: int = 0, **changed: Any) -> EngineConfig:
+    port = port or free_ports(1)[0]
     cluster = HostsConfig(
         hosts=2,
         listen_workers=f"127.0.0.1:{port}",
@@ -74,13 +74,11 @@ def test_one_host_is_there_at_once(tmp_path: Path) -> None:
 
 
 def test_an_address_that_is_taken_is_refused_with_a_remedy(tmp_path: Path) -> None:
-    engine = engine_of(tmp_path)
-    address = str(engine.cluster.listen_workers).rpartition(":")
     with (
-        socket.create_server((address[0], int(address[2]))),
+        socket.create_server(("127.0.0.1", 0)) as other,
         pytest.raises(PortInUseError, match=r"cannot listen for workers at 127\.0\.0\.1:") as caught,
     ):
-        open_hosts(engine, print, print)
+        open_hosts(engine_of(tmp_path, other.getsockname()[1]), print, print)
     assert "--listen-workers" in caught.value.remedy
 
 
