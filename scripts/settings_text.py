@@ -61,15 +61,11 @@ ARGUMENT_TYPES = {"list[int]": "Sequence[int]", "Path": "str | os.PathLike[str]"
 ARGUMENT_DEFAULTS = {"inter_token_target_ms": "NO_INTER_TOKEN_TARGET_MS"}
 ARGUMENT_NOTES = {
     "tensor_parallel_size": "Or a list: [2, 1].",
-    "threads_per_rank": "Or a list: [1, 3].",
     "inter_token_target_ms": "None by default.",
 }
 BACKEND = "distributed_executor_backend"
-BACKEND_PARAMETER = f'{BACKEND}: Backend | MakeExecutor = "mp"'
-BACKEND_EXPLANATION = (
-    "`mp` (a process per rank), `inprocess` (a thread per rank), or what makes an `executor.base.Executor` "
-    "of a `LaunchPlan`."
-)
+BACKEND_PARAMETER = f'{BACKEND}: str | MakeExecutor = "mp"'
+BACKEND_EXPLANATION = "`mp`, `ray`, `inprocess`, MODULE:CLASS, or what makes an `Executor`."
 
 
 def explanations(config: Config) -> dict[str, str]:

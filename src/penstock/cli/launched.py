@@ -17,7 +17,7 @@ from penstock.cli.terminal import Invocation
 from penstock.config.hosts import DEFAULT_PORT, own_host_name, parse_address
 from penstock.errors import UsageError
 from penstock.hosts.launchers.places import Launcher, Place, place_of
-from penstock.trust.token_prompt import AwaitedTokens, GivenTokens, Tokens
+from penstock.trust.token_prompt import JOIN_TOKEN, AwaitedTokens, EnvironmentToken, GivenTokens, Tokens
 
 AWAIT_HEAD_S = 600.0  # the head's host may be the last to be ready
 HEAD_AWAY_S = 30.0  # longer than a head that starts anew, and short for whoever waits for the job to end
@@ -45,6 +45,7 @@ class Launched:
     def __init__(self, launcher: Launcher | None, environment: Mapping[str, str], join: str) -> None:
         self._place = Place(1, 2) if launcher is None else place_of(launcher, environment)
         self._is_launched = launcher is not None
+        self._environment = environment
         self.patience_s = AWAIT_HEAD_S if self._is_launched else 0.0
         self.away_limit_s = HEAD_AWAY_S if self._is_launched else math.inf
         self.head = parse_address(join or self._place.first_host or _refuse_without_head(launcher), "--join")
@@ -59,7 +60,14 @@ class Launched:
         return own if self._place.host or not self._is_launched else f"{own}-{self._place.number}"
 
     def tokens(self, path: Path | None, settle: Callable[[], object]) -> Tokens:
-        """Return where the join token comes from, as `GivenTokens`; nobody is there to be asked."""
+        """Return where the join token comes from: the file that is named, the environment, or a user. Who is
+        launched cannot be asked.
+
+        Args:
+            settle: as `GivenTokens` has it.
+        """
+        if path is None and (text := self._environment.get(JOIN_TOKEN)):
+            return EnvironmentToken(text)
         return AwaitedTokens(_shared(path), AWAIT_HEAD_S) if self._is_launched else GivenTokens(path, settle)
 
     def require_no_words(self, words: Sequence[str]) -> None:

@@ -19,7 +19,8 @@ from penstock.config.hosts import HostsConfig
 from penstock.engine.supervisor.auto_partition import settle_partition
 from penstock.engine.supervisor.reports import Caution, Event, Notice, event_line
 from penstock.errors import UsageError
-from penstock.hosts.gathering import open_hosts
+from penstock.hosts.backends import open_hosts
+from penstock.hosts.engine_hosts import Voices
 
 
 @with_settings(*ENGINE, HostsConfig)
@@ -43,7 +44,7 @@ def plan(
             param="pipeline_parallel_size",
         )
     speaker = _Speaker(invocation)
-    with contextlib.closing(open_hosts(config, speaker.note, speaker.caution)) as gathered:
+    with contextlib.closing(open_hosts(config, Voices(speaker.note, speaker.caution))) as gathered:
         gathered.gather([])  # those that the model would be served on, where there are several
         settled = settle_partition(config, gathered.hosts, speaker)
     invocation.say(_how_to_serve(settled.parallel.partition, given.get("topology")))

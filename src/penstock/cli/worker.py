@@ -18,6 +18,7 @@ from penstock.cli.flags import flag
 from penstock.cli.launched import Launched
 from penstock.cli.output_thread import OutputThread
 from penstock.cli.terminal import Invocation, one_line
+from penstock.config.checks import above_zero
 from penstock.config.hosts import state_directory
 from penstock.errors import UsageError
 from penstock.hosts.launchers.places import LAUNCHERS, Launcher
@@ -57,6 +58,10 @@ def worker(
     state_dir: Annotated[
         Path | None, flag("where this host's certificate is kept", "--state-dir", group=_GROUP)
     ] = None,
+    away_limit: Annotated[
+        float | None,
+        flag("seconds that the head may be away; then this worker ends", "--away-limit", group=_GROUP),
+    ] = None,
     torchrun: Annotated[
         bool,
         flag("started by torchrun; host 0 serves what follows --", "--torchrun", group=_GROUP),
@@ -74,6 +79,8 @@ def worker(
     if launched.is_head:
         return launched.serve(serve, join_token_file, run, invocation)
     launched.require_no_words(serve)
+    if away_limit is not None:
+        above_zero("--away-limit", away_limit)
     settings = WorkerSettings(
         head=launched.head,
         name=name or launched.name(),
@@ -86,7 +93,7 @@ def worker(
         is_plain=insecure_links,
         threads_ahead=len(os.sched_getaffinity(0)),
         patience_s=launched.patience_s,
-        away_limit_s=launched.away_limit_s,
+        away_limit_s=launched.away_limit_s if away_limit is None else away_limit,
     )
     return _work(settings, launched, join_token_file, invocation)
 
@@ -109,8 +116,10 @@ def _work(
     from penstock.process.child import show_threads_on_request
     from penstock.process.signals import signals_of_the_end
     from penstock.trust.peer_names import require_host_name
+    from penstock.trust.token_prompt import JOIN_TOKEN
 
     require_host_name(settings.name)
+    os.environ.pop(JOIN_TOKEN, None)  # ranks need none
     if settings.store is not None:
         require_usable(settings.store)
     show_threads_on_request()

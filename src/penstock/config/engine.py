@@ -16,13 +16,12 @@ from typing import Annotated, ClassVar, Literal, TypeVar
 import msgspec
 
 from penstock.config.checks import above_zero, at_least, between
+from penstock.config.executor_backend import require_backend
 from penstock.config.hosts import HostsConfig
-from penstock.config.refused_settings import require_backend
 from penstock.config.setting import Setting
 from penstock.errors import UsageError
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
-Backend = Literal["mp", "inprocess"]
 TiedHead = Literal["load", "transfer"]
 Quantization = Literal["none", "int8", "int4"]
 PinThreads = Literal["auto", "on", "off"]
@@ -96,12 +95,6 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     ] = "last"
 
 
-def _processes(backend: str) -> str:
-    """Return the only backend that the command line offers; raise `UsageError` for any other."""
-    require_backend(backend, ("mp",))
-    return backend
-
-
 class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True):
     """How the model is cut, and where the parts run.
 
@@ -118,8 +111,7 @@ class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True):
         async_depth: plans issued ahead of those that fill the pipe. `auto` measures whether 1 is faster.
         max_plans_in_flight: plans in the pipe at once at most, those issued ahead counted. `auto`: one for
             each stage, and up to 30 more where stages are on several hosts, as many as their wires take.
-        threads_per_rank: CPU threads of every rank, or of those of each stage, or of each, such as "1,3";
-            None shares the cores among the ranks.
+        threads_per_rank: CPU threads of a rank, or of each stage or rank: "1,3". None: as cores allow.
         device: `cpu`, `cuda` (the host's GPUs in turn), a GPU such as `cuda:1`, one of these for each stage
             or for each rank such as "cpu,cuda:0", or `auto` (`cuda` where there is a GPU).
         tied_head: how the last stage gets a tied embedding: `load` from disk, `transfer` from the first.
@@ -157,13 +149,12 @@ class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True):
         bool, Setting("pipeline", "ranks of a stage have whole experts", aliases=("--ep",))
     ] = False
     backend: Annotated[
-        Backend,
+        str,
         Setting(
             "pipeline",
-            "mp: a process per rank",
+            "mp: a process per rank; ray: Ray starts workers; or MODULE:CLASS",
             flag="--distributed-executor-backend",
-            text_type=str,
-            read=_processes,
+            read=require_backend,
             is_argument=False,
         ),
     ] = "mp"
@@ -355,8 +346,8 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
         kv_store_bytes: bytes that a store on disk holds at most, on each host.
         kv_store_when_found: 0 stores each block when it is computed; n when it has been found n times.
         kv_store_patience_s: seconds that a request may wait for its blocks, by the policy `timeout`.
-        kv_prefetch_policy: how long a request waits for its blocks from the store: `timeout` for
-            `kv_store_patience_s`, `best-effort` not at all, `wait-all` until each has come or failed.
+        kv_prefetch_policy: how long a request waits for stored blocks: `timeout` (`kv_store_patience_s`),
+            `best-effort` (not at all), or `wait-all` (until each has come or failed).
         kv_host_bytes: bytes of each host's memory for blocks, with a store or without; its ranks share them.
         kv_write_bytes_per_s: bytes a second that each rank copies out of the pool at most; 0: no bound.
         kv_store_policy: `write-through` stores a block at once, `write-back` when host memory is full.
@@ -512,6 +503,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     scheduler: SchedulerConfig = SchedulerConfig()
     cluster: HostsConfig = HostsConfig()
     seed: Annotated[int, Setting("model", "of requests without a seed")] = 0
+
+    def __post_init__(self) -> None:
+        if self.parallel.backend == "mp":
+            self.cluster.require_joining()
 
     def with_partition(self, partition: str) -> EngineConfig:
         """The same with other layers per stage."""

@@ -12,6 +12,7 @@ from typing import Annotated
 import msgspec
 
 from penstock.config.checks import above_zero, at_least
+from penstock.config.ray import ray_options
 from penstock.config.setting import Setting
 from penstock.errors import UsageError
 
@@ -33,6 +34,7 @@ class HostsConfig(msgspec.Struct, frozen=True, kw_only=True):
         insecure_links: links between ranks are in plain text, if the workers say so too.
         state_dir: where the identity of the cluster is kept; None: `~/.local/state/penstock`.
         rejoin_timeout_s: seconds that a lost host has to come back; then the others take over its stages.
+        ray: how the executor backend `ray` places hosts, as a JSON object (`config.ray.RayOptions`).
     """
 
     hosts: Annotated[int, Setting("hosts", "hosts that serve together, this one counted")] = 1
@@ -51,18 +53,13 @@ class HostsConfig(msgspec.Struct, frozen=True, kw_only=True):
     ] = False
     state_dir: Annotated[str | None, Setting("hosts", "where the identity of the cluster is kept")] = None
     rejoin_timeout_s: Annotated[float, Setting("hosts", "seconds that a lost host has to come back")] = 30.0
+    ray: Annotated[str, Setting("hosts", "JSON: how the backend ray places hosts (docs/clusters.md)")] = "{}"
 
     def __post_init__(self) -> None:
         at_least("hosts", self.hosts, 1)
         above_zero("join_token_ttl_s", self.join_token_ttl_s)
         above_zero("rejoin_timeout_s", self.rejoin_timeout_s)
-        if self.hosts > 1 and (self.listen_workers is None or self.join_token_file is None):
-            missing = "--listen-workers" if self.listen_workers is None else "--join-token-file"
-            raise UsageError(
-                f"--hosts is {self.hosts}, and {missing} is not given.",
-                remedy="Give --listen-workers ADDRESS:PORT and --join-token-file PATH for workers to join.",
-                param="hosts",
-            )
+        ray_options(self.ray)
         if self.listen_workers is not None:
             parse_address(self.listen_workers, "--listen-workers")
             if self.hosts == 1:
@@ -72,12 +69,25 @@ class HostsConfig(msgspec.Struct, frozen=True, kw_only=True):
                     param="hosts",
                 )
 
+    def require_joining(self) -> None:
+        """Refuse more than one host if no worker could join. Launchers choose what is missing themselves."""
+        if self.hosts > 1 and (self.listen_workers is None or self.join_token_file is None):
+            missing = "--listen-workers" if self.listen_workers is None else "--join-token-file"
+            raise UsageError(
+                f"--hosts is {self.hosts}, and {missing} is not given.",
+                remedy="Give --listen-workers ADDRESS:PORT and --join-token-file PATH for workers to join.",
+                param="hosts",
+            )
+
 
 def parse_address(text: str, flag: str, default_port: int = DEFAULT_PORT) -> tuple[str, int]:
-    """Return host and port of `host:port`, `[v6]:port` or the host alone; raises `UsageError`."""
+    """Return host and port of `host:port`, `[v6]:port` or the host alone; raises `UsageError`.
+
+    Port 0 stands for any free one, for a head whose workers a launcher starts.
+    """
     match = _ADDRESS.fullmatch(text.strip())
     port = int(match["port"] or default_port) if match else 0
-    if match is None or not 0 < port <= 65535:
+    if match is None or not 0 <= port <= 65535 or (port == 0 and flag != "--listen-workers"):
         raise UsageError(
             f"{flag} {text!r} is not an address.",
             remedy=f"Write host and port, such as 10.0.0.1:{default_port} or [fd00::1]:{default_port}.",

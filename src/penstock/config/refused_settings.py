@@ -19,10 +19,6 @@ _REFUSED = {
         "Use --enable-expert-parallel.",
     ),
 }
-_BACKENDS = {
-    "ray": "Ray starts no ranks here",
-    "external_launcher": "ranks that another program starts, such as torchrun, are not built",
-}
 
 
 def refuse_if_known(name: str) -> None:
@@ -40,15 +36,3 @@ def refuse_replicas() -> NoReturn:
         param="data_parallel_size",
         code="unsupported",
     )
-
-
-def require_backend(name: str, known: tuple[str, ...]) -> None:
-    """Raise `UsageError` for the name of an executor that is not among those known here."""
-    if name not in known:
-        reason = _BACKENDS.get(name, "there is no executor of this name")
-        raise UsageError(
-            f"distributed_executor_backend is {name!r}, which is not supported: {reason}.",
-            remedy=f"Use {' or '.join(known)}.",
-            param="distributed_executor_backend",
-            code="unsupported",
-        )

@@ -1,35 +1,34 @@
-"""The hosts of an engine: this one alone, or with the workers that join it.
+"""The hosts of an engine that workers join: this one and theirs.
 
-    head = open_hosts(engine, tell, warn, show)   listens, and says what is to be typed on the other hosts
-    head.gather(lifelines)                  until all are there
-    head.hosts                              what the supervisor plans and starts with
-    head.admit()                            when one of `head.sources` is readable: somebody is back
+The head listens, and a starter (`hosts.launchers.starter`) has the workers started: it says what a user is to
+type on the other hosts, or has a launcher do it.
 
 There are as many places for workers as `--hosts` says. Workers that come when all are taken are let in too,
 once the engine has begun, and stand by: when a worker is lost, one of them has its place at once. The lost
 one may come back all the same.
 
-Called by `engine.supervisor.supervisor`.
+Made by `hosts.backends`.
 """
 
 from __future__ import annotations
 
 import select
-import shlex
+import socket
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from penstock.config.engine import EngineConfig
 from penstock.config.hosts import HostsConfig, head_directory, own_host_name, own_version, parse_address
-from penstock.errors import JoinTokenError, PeerError, PenstockError, UnavailableError, UsageError
+from penstock.errors import JoinTokenError, LinkClosedError, PeerError, PenstockError, UnavailableError
 from penstock.hosts.agent_messages import NotNeeded
+from penstock.hosts.engine_hosts import Tell, Voices
+from penstock.hosts.launchers.starter import TypedByUser, WantedWorkers, WorkerStarter
 from penstock.hosts.link_streams import ProvedStreams
 from penstock.hosts.local import LocalHost
-from penstock.hosts.logs.head_log import HeadLog, ShowLine
+from penstock.hosts.logs.head_log import HeadLog
 from penstock.hosts.member import Waitable
 from penstock.hosts.network.interfaces import addresses_beside, unmapped
-from penstock.hosts.network.joining_address import join_address, listen_for_workers, loopback_warning
+from penstock.hosts.network.joining_address import listen_for_workers, loopback_warning
 from penstock.hosts.network.path_finding import pairs_to_connect
 from penstock.hosts.network.scout import OwnScout, Scout
 from penstock.hosts.network.visits import Visits
@@ -52,50 +51,32 @@ from penstock.trust.peer_names import AGENT_ROLE, HEAD_ROLE, PeerName
 from penstock.trust.private_files import make_private_directory
 from penstock.trust.worker_door import worker_door
 
-Tell = Callable[[str], None]  # one line for the user
-
-
-class OneHost:
-    """This host alone.
-
-    Args:
-        hosts: what stands for it.
-    """
-
-    def __init__(self, hosts: Hosts | None = None) -> None:
-        self.hosts = hosts or Hosts(LocalHost())
-        self.sources: Sequence[Waitable] = ()
-
-    def gather(self, lifelines: Sequence[Waitable]) -> None:
-        """It is there."""
-
-    def admit(self) -> None:
-        """Nobody comes."""
-
-    def tend(self, now: float) -> None:
-        """It is there."""
-
-    def close(self) -> None:
-        self.hosts.close()
-
 
 class GatheredHosts:
-    """This host and the workers that join it.
+    """This host and the workers that join it. Implements `EngineHosts`.
 
     Args:
-        tell: takes lines for the user.
-        warn: takes warnings for the user.
-        show: takes log lines of workers.
+        voices: of the engine.
+        starter: has the workers started; None: a user starts them.
+        max_joins: of a token; 0: one for each worker. Where lost workers are replaced, more are needed.
 
     Raises:
         UsageError: the token file or the state directory cannot be used, or the library is missing.
         PortInUseError: the address cannot be listened at.
     """
 
-    def __init__(self, settings: HostsConfig, tell: Tell, warn: Tell, show: ShowLine) -> None:
+    def __init__(
+        self,
+        settings: HostsConfig,
+        voices: Voices,
+        starter: WorkerStarter | None = None,
+        max_joins: int = 0,
+    ) -> None:
         assert settings.listen_workers is not None
         assert settings.join_token_file is not None
-        self._tell, self._show = tell, show
+        tell, warn = voices.tell, voices.warn
+        self._voices = voices
+        self._starter = starter or TypedByUser(tell)
         self._num_workers = settings.hosts - 1
         self._name = own_host_name(settings.host_name)
         self._addresses: dict[str, str] = {}  # of this host, as each worker reaches it
@@ -129,26 +110,33 @@ class GatheredHosts:
         self._scout = self._own_scout(identity, ports, self._addresses.__getitem__)
         visits = Visits(lambda address: self._own_scout(identity, ports, lambda _: address), ports)
         try:
-            _allow_token(settings, identity, book, warn)
-            self._gate = self._open_gate(identity, book, address, visits)
+            _allow_token(settings, identity, book, warn, max_joins)
+            listener = listen_for_workers(*address)
+            self._gate = self._open_gate(identity, book, listener, visits)
         except BaseException:
             self._search.close()
             raise
         if warning := loopback_warning(*address):
             warn(warning)
         self.hosts = Hosts(self._head)
-        tell(
-            f"waiting for {_counted(self._num_workers, 'worker')}; on "
-            f"{'the other host' if self._num_workers == 1 else 'each of the other hosts'} type:\n"
-            f"  penstock worker --join {join_address(*address)}"
-            f" --join-token-file {shlex.quote(settings.join_token_file)}"
+        wanted = WantedWorkers(
+            number=self._num_workers,
+            host=address[0],
+            port=listener.getsockname()[1],
+            token_file=settings.join_token_file,
+            link_ports=str(ports),
+            is_plain=settings.insecure_links,
         )
-        tell(f"links from other hosts come to the ports {ports} of this host (--link-ports)")
+        try:
+            self._starter.start(wanted)
+        except BaseException:
+            self.close()
+            raise
 
     @property
     def sources(self) -> Sequence[Waitable]:
         """What becomes readable when `admit` has something to do."""
-        return self._gate, self._search
+        return self._gate, self._search, *self._starter.sources
 
     def gather(self, lifelines: Sequence[Waitable]) -> None:
         """Wait until all workers are there, and the ways between all hosts are known.
@@ -176,6 +164,10 @@ class GatheredHosts:
     def admit(self) -> None:
         """Take in who has joined: those that are waited for, and those that are back. Go on looking for the
         ways to them."""
+        self._starter.attend()
+        for name in self._starter.take_lost():
+            if name in self._workers and not self._workers[name].is_there:
+                self._workers[name].distrust(LinkClosedError("its launcher has lost it."))
         self._admit(self._has_place)
         self._let_stand_by()
 
@@ -194,14 +186,15 @@ class GatheredHosts:
         self._search.close()
         for host in self._workers.values():
             host.close()
+        self._starter.close()
         self._head.close()
 
     def _admit(self, has_place: Callable[[str], bool]) -> None:
         self._search.attend()
         for address, error in self._gate.take_refused():
-            self._tell(f"somebody at {address} was not let in: {shown_line(error.message)}")
+            self._voices.tell(f"somebody at {address} was not let in: {shown_line(error.message)}")
         if num_left_out := self._gate.take_left_out():
-            self._tell(f"not let in besides: {_counted(num_left_out, 'more connection')}")
+            self._voices.tell(f"not let in besides: {_counted(num_left_out, 'more connection')}")
         for worker in self._gate.take():
             if has_place(worker.host):
                 self._let_in(worker)
@@ -232,6 +225,8 @@ class GatheredHosts:
             if any(lifeline in ready for lifeline in lifelines):
                 raise UnavailableError("the program that has started the engine is gone.")
             self.admit()
+            if self._starter.failure is not None:
+                raise self._starter.failure
             self.tend(time.monotonic())
 
     def _own_scout(
@@ -249,11 +244,10 @@ class GatheredHosts:
         self,
         identity: ClusterIdentity,
         book: AdmissionBook,
-        address: tuple[str, int],
+        listener: socket.socket,
         visits: Visits,
     ) -> WorkerGate:
         connected = ConnectedHosts(self._name)
-        listener = listen_for_workers(*address)
 
         def make_door(on_refused: Callable[[str, PenstockError], None]) -> Door[HeadConversation]:
             return worker_door(listener, identity, book, connected, self._name, own_version(), on_refused)
@@ -294,10 +288,12 @@ class GatheredHosts:
         if known is None:
             known = self._workers[worker.host] = self._new_host(worker)
         elif known.attach(worker.wire, worker.hello):
-            self._tell(f"{worker.host} is back: its connection was broken, and what runs there goes on")
+            self._voices.tell(
+                f"{worker.host} is back: its connection was broken, and what runs there goes on"
+            )
             return
         given = worker.hello.resources
-        self._tell(
+        self._voices.tell(
             f"{worker.host} has joined from {worker.address}: {_counted(given.num_cpus, 'core')}, "
             f"{given.free_bytes / 1e9:.1f} GB free" + (f", {given.num_gpus} GPUs" * bool(given.num_gpus))
         )
@@ -308,7 +304,7 @@ class GatheredHosts:
         """All are there. The worker tries again every few seconds; once the engine has begun it stands by."""
         if worker.host not in self._not_needed:
             self._not_needed.add(worker.host)
-            self._tell(
+            self._voices.tell(
                 f"the worker {worker.host} is not needed: --hosts counts no more. It may stand by when the "
                 "engine has begun."
             )
@@ -323,39 +319,22 @@ class GatheredHosts:
             worker.hello,
             self._cluster,
             lambda error: self._lose(worker.host, error),
-            HeadLog(worker.host, self._show, time.monotonic).take,
+            HeadLog(worker.host, self._voices.show, time.monotonic).take,
             on_broken=lambda: self._gate.leave(worker.host),
         )
 
     def _lose(self, host: str, error: PeerError) -> None:
-        self._tell(f"lost: the host {host}: {error.message}")
+        self._voices.tell(f"lost: the host {host}: {error.message}")
 
 
-def open_hosts(
-    engine: EngineConfig, tell: Tell, warn: Tell, show: ShowLine = lambda host, process, line: None
-) -> OneHost | GatheredHosts:
-    """Return the hosts that an engine is to run on.
-
-    Args:
-        tell: takes lines for the user.
-        warn: takes warnings for the user.
-
-    Raises:
-        UsageError: a setting has no meaning for several hosts, or is not there yet.
-        PenstockError: what `GatheredHosts` raises.
-    """
-    if engine.cluster.hosts == 1:
-        return OneHost()
-    _require_parts_for_hosts(engine)
-    return GatheredHosts(engine.cluster, tell, warn, show)
-
-
-def _allow_token(settings: HostsConfig, identity: ClusterIdentity, book: AdmissionBook, warn: Tell) -> None:
+def _allow_token(
+    settings: HostsConfig, identity: ClusterIdentity, book: AdmissionBook, warn: Tell, max_joins: int
+) -> None:
     """Let workers join with the token in the file. Warn if they need it and it is good for no join."""
     assert settings.join_token_file is not None
     token = head_token(Path(settings.join_token_file), identity.public_key)
     num_workers = settings.hosts - 1
-    book.allow(token, num_workers, settings.join_token_ttl_s)
+    book.allow(token, max_joins or num_workers, settings.join_token_ttl_s)
     num_known = len(book.hosts())
     if num_known >= num_workers:
         return  # they come back with their certificates
@@ -365,16 +344,6 @@ def _allow_token(settings: HostsConfig, identity: ClusterIdentity, book: Admissi
         warn(
             f"{error.message} So no worker can join with {settings.join_token_file}, and of "
             f"{_counted(num_workers, 'worker')} {num_known} can come back with a certificate. {error.remedy}"
-        )
-
-
-def _require_parts_for_hosts(engine: EngineConfig) -> None:
-    num_hosts, num_stages = engine.cluster.hosts, engine.parallel.pipeline_parallel_size
-    if num_hosts > num_stages:
-        raise UsageError(
-            f"--hosts is {num_hosts}, and the pipeline has {_counted(num_stages, 'stage')}.",
-            remedy="Give --pp at least as many stages as there are hosts.",
-            param="hosts",
         )
 
 

@@ -450,7 +450,7 @@ class RemoteHost:
         return condition()
 
     def distrust(self, error: Exception) -> None:
-        """Lose the host, as what it has said led to an error here."""
+        """Lose the host for an error, such as one that its words have led to here."""
         self._lose(error if isinstance(error, PeerError) else _of_nonsense(error))
 
     def hush(self) -> None:

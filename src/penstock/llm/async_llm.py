@@ -20,8 +20,8 @@ from types import TracebackType
 from typing import Any
 
 from penstock.config.engine import EngineConfig, Pooling
+from penstock.config.executor_backend import require_backend
 from penstock.config.limits import GrammarLimits
-from penstock.config.refused_settings import require_backend
 from penstock.engine.client.core_health import EngineStatus
 from penstock.engine.client.outputs import RequestOutput, TextDelta, merge_deltas, request_output
 from penstock.engine.client.streams import RequestStream
@@ -61,7 +61,7 @@ class AsyncLLM:
 
     Args:
         model: as for `LLM`.
-        settings: those of `LLM`, with the same defaults; `distributed_executor_backend` can only be `mp`.
+        settings: those of `LLM`, with the same defaults; of executor backends all but `inprocess`.
 
     Raises:
         UsageError: an argument is unknown or out of range.
@@ -361,6 +361,6 @@ def _config_of(model: str, settings: Mapping[str, Any]) -> EngineConfig:
     refuse_unknown(unknown, list(known))
     given = {**known, **settings, "model": model}
     backend = given["distributed_executor_backend"]
-    require_backend(backend if isinstance(backend, str) else "a caller's own executor", ("mp",))
+    backend = require_backend(backend if isinstance(backend, str) else "a caller's own executor")
     topology: str | os.PathLike[str] | None = given["topology"]
-    return engine_config(given, "mp", topology)
+    return engine_config(given, backend, topology)

@@ -20,7 +20,6 @@ from types import TracebackType
 from typing import Any, Literal, TypeVar
 
 from penstock.config.engine import (
-    Backend,
     DType,
     EngineConfig,
     EvictionPolicy,
@@ -32,8 +31,8 @@ from penstock.config.engine import (
     StorePolicy,
     TiedHead,
 )
+from penstock.config.executor_backend import PROCESSES, require_backend
 from penstock.config.limits import GrammarLimits
-from penstock.config.refused_settings import require_backend
 from penstock.engine.client.outputs import CompletionOutput, RequestOutput, request_output
 from penstock.engine.client.vectors import (
     EmbeddingRequestOutput,
@@ -92,8 +91,7 @@ class LLM:
         partition: `even`, `last`, `auto` (measured at start), or layers per stage such as "5,6,5,6".
         partition_mix: tokens of a typical request, "PROMPT:OUTPUT", for which `auto` chooses.
         async_depth: plans issued ahead of those that fill the pipe. `auto` measures whether 1 is faster.
-        threads_per_rank: CPU threads of every rank, or of those of each stage, or of each, such as "1,3";
-            None shares the cores among the ranks. Or a list: [1, 3].
+        threads_per_rank: CPU threads of a rank, or of each stage or rank: "1,3". None: as cores allow.
         device: `cpu`, `cuda` (the host's GPUs in turn), a GPU such as `cuda:1`, one of these for each stage
             or for each rank such as "cpu,cuda:0", or `auto` (`cuda` where there is a GPU).
         tied_head: how the last stage gets a tied embedding: `load` from disk, `transfer` from the first.
@@ -112,8 +110,8 @@ class LLM:
         kv_store_bytes: bytes that a store on disk holds at most, on each host.
         kv_store_when_found: 0 stores each block when it is computed; n when it has been found n times.
         kv_store_patience_s: seconds that a request may wait for its blocks, by the policy `timeout`.
-        kv_prefetch_policy: how long a request waits for its blocks from the store: `timeout` for
-            `kv_store_patience_s`, `best-effort` not at all, `wait-all` until each has come or failed.
+        kv_prefetch_policy: how long a request waits for stored blocks: `timeout` (`kv_store_patience_s`),
+            `best-effort` (not at all), or `wait-all` (until each has come or failed).
         kv_host_bytes: bytes of each host's memory for blocks, with a store or without; its ranks share them.
         kv_write_bytes_per_s: bytes a second that each rank copies out of the pool at most; 0: no bound.
         kv_store_policy: `write-through` stores a block at once, `write-back` when host memory is full.
@@ -130,8 +128,8 @@ class LLM:
         link_ports: where other hosts open links to ranks here: the first and the last.
         state_dir: where the identity of the cluster is kept; None: `~/.local/state/penstock`.
         rejoin_timeout_s: seconds that a lost host has to come back; then the others take over its stages.
-        distributed_executor_backend: `mp` (a process per rank), `inprocess` (a thread per rank), or what
-            makes an `executor.base.Executor` of a `LaunchPlan`.
+        ray: how the executor backend `ray` places hosts, as a JSON object (`config.ray.RayOptions`).
+        distributed_executor_backend: `mp`, `ray`, `inprocess`, MODULE:CLASS, or what makes an `Executor`.
 
     Raises:
         UsageError: an argument is unknown or out of range.
@@ -190,7 +188,8 @@ class LLM:
         link_ports: str = "7701-7732",
         state_dir: str | None = None,
         rejoin_timeout_s: float = 30.0,
-        distributed_executor_backend: Backend | MakeExecutor = "mp",
+        ray: str = "{}",
+        distributed_executor_backend: str | MakeExecutor = "mp",
         **unknown: Any,
     ) -> None:
         given = {**locals()}
@@ -407,7 +406,7 @@ def _executor_backend(given: str | MakeExecutor) -> tuple[str, MakeExecutor | No
     """Return where ranks run, and what makes the executor if it is the caller's own."""
     if callable(given):
         return "inprocess", given
-    require_backend(given, ("mp", "inprocess"))
+    require_backend(given, (*PROCESSES, "inprocess"))
     return given, None
 
 
@@ -417,7 +416,7 @@ def _make_client(
     """Start the engine, and return its client."""
     if make_executor is not None:
         return InprocessClient(plan, make_executor(plan))
-    if config.parallel.backend == "mp":
+    if config.parallel.backend != "inprocess":
         return ProcessClient(config, plan, text, LogReporter())
     # Here and not above: this imports torch, which the processes of the other backend do for themselves.
     from penstock.executor.inprocess import InprocessExecutor

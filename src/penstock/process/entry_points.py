@@ -15,5 +15,7 @@ SPARE: Final = "penstock.rank.spare"  # by `hosts.local`
 API_PROCESS: Final = "penstock.server.api_process"  # by `engine.supervisor.fronts`
 MEASURE: Final = "penstock.planner.measure"  # by its host, so far `hosts.local`
 GRAMMAR_PROVING: Final = "penstock.grammar.proving_process"  # by `grammar.proving`
+RAY_DRIVER: Final = "penstock.hosts.launchers.ray_driver"  # by `hosts.launchers.ray_starter`
+TIED_PROCESS: Final = "penstock.hosts.launchers.tied_process"  # by `hosts.launchers.ray_worker`
 
-ALL: Final = (SUPERVISOR, CORE, RANK, SPARE, API_PROCESS, MEASURE, GRAMMAR_PROVING)
+ALL: Final = (SUPERVISOR, CORE, RANK, SPARE, API_PROCESS, MEASURE, GRAMMAR_PROVING, RAY_DRIVER, TIED_PROCESS)

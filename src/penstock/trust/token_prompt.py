@@ -23,6 +23,7 @@ from penstock.errors import JoinTokenError, UsageError
 from penstock.trust.cancellation import Cancellation, CancelledError
 from penstock.trust.join_token import JoinToken, worker_token
 
+JOIN_TOKEN = "PENSTOCK_JOIN_TOKEN"  # the variable of the environment that may hold the token of a worker
 NO_TOKEN = "no_token"  # code of the error
 LOOK_S = 0.2  # between two looks for a file
 _MAX_TRIES = 3
@@ -66,6 +67,25 @@ class GivenTokens:
             return typed_line(prompt, cancellation)
 
         return given_token(self._path, typed)
+
+
+class EnvironmentToken:
+    """The token in the environment of a process. Implements `Tokens`.
+
+    Args:
+        text: of the token.
+    """
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+
+    def at_hand(self) -> JoinToken | None:
+        with contextlib.suppress(JoinTokenError):
+            return JoinToken.parse(self._text)
+        return None
+
+    def ask(self, cancellation: Cancellation) -> JoinToken:
+        return JoinToken.parse(self._text)
 
 
 class AwaitedTokens:

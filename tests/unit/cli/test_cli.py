@@ -306,10 +306,10 @@ def test_a_key_leaves_what_can_be_read_of_the_process(monkeypatch: pytest.Monkey
     ("words", "said"),
     [
         (
-            ["--distributed-executor-backend", "ray"],
-            "'ray', which is not supported: Ray starts no ranks here",
+            ["--distributed-executor-backend", "uni"],
+            "'uni', which is not supported: ranks in the caller's process are called `inprocess`",
         ),
-        (["--distributed_executor_backend=external_launcher"], "ranks that another program starts"),
+        (["--distributed_executor_backend=external_launcher"], "a launcher starts workers here"),
         (["--prefill-context-parallel-size", "2"], "context parallelism is not built"),
         (["-dcp", "2"], "context parallelism is not built"),
         (["--pp", "2", "--enable-elastic-ep"], "elastic expert parallelism does not go with a pipeline"),

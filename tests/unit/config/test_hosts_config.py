@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from penstock.config.engine import EngineConfig, ModelConfig, ParallelConfig
 from penstock.config.hosts import HostsConfig, own_host_name, parse_address, state_directory
 from penstock.errors import UsageError
 from penstock.trust.peer_names import HOST_NAME
@@ -42,17 +43,37 @@ def test_g1_what_is_no_address_is_refused_with_an_example(text: str) -> None:
     ("given", "told"),
     [
         ({"hosts": 0}, "hosts is 0; it must be at least 1"),
-        ({"hosts": 2}, "--listen-workers is not given"),
-        ({"hosts": 2, "listen_workers": "x"}, "--join-token-file is not given"),
         ({**JOINING, "hosts": 2, "join_token_ttl_s": 0.0}, "join_token_ttl_s is 0"),
         ({"rejoin_timeout_s": 0.0}, "rejoin_timeout_s is 0"),
         ({**JOINING, "hosts": 2, "listen_workers": "x:y"}, "--listen-workers 'x:y' is not an address"),
         (JOINING, "--hosts is 1"),
+        ({"ray": '{"placement": "wide"}'}, '--ray \'{"placement": "wide"}\' cannot be read'),
+        ({"ray": '{"resources": {"GPU": 0}}'}, "an amount of a resource must be above 0"),
+        ({"ray": '{"nodes": 2}'}, "unknown field `nodes`"),
     ],
 )
 def test_g1_settings_that_do_not_go_together_are_refused(given: dict[str, Any], told: str) -> None:
     with pytest.raises(UsageError, match=re.escape(told)):
         HostsConfig(**given)
+
+
+@pytest.mark.parametrize(
+    ("given", "missing"),
+    [({"hosts": 2}, "--listen-workers"), ({"hosts": 2, "listen_workers": "x"}, "--join-token-file")],
+)
+def test_i2_where_no_launcher_starts_workers_a_user_must_say_where_they_join(
+    given: dict[str, Any], missing: str
+) -> None:
+    cluster = HostsConfig(**given)
+    model = ModelConfig(model="demo")
+    with pytest.raises(UsageError, match=f"{missing} is not given"):
+        EngineConfig(model=model, cluster=cluster)
+    with_ray = EngineConfig(model=model, cluster=cluster, parallel=ParallelConfig(backend="ray"))
+    assert with_ray.cluster == cluster
+
+
+def test_i2_a_head_whose_workers_are_started_may_listen_at_any_free_port() -> None:
+    assert parse_address("0.0.0.0:0", "--listen-workers") == ("0.0.0.0", 0)
 
 
 def test_one_host_needs_none_of_it() -> None:

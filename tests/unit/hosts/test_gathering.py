@@ -17,7 +17,9 @@ from penstock.config.engine import EngineConfig, ModelConfig, ParallelConfig
 from penstock.config.hosts import HostsConfig
 from penstock.errors import PortInUseError, UnavailableError, UsageError
 from penstock.hosts import revocations, worker
-from penstock.hosts.gathering import GatheredHosts, OneHost, open_hosts
+from penstock.hosts.backends import open_hosts
+from penstock.hosts.engine_hosts import OneHost, Voices
+from penstock.hosts.gathering import GatheredHosts
 from penstock.hosts.network import path_finding
 from penstock.hosts.network.scout import Scout
 from penstock.hosts.remote_host import RemoteHost, RemoteMember
@@ -58,13 +60,13 @@ def test_g1_an_engine_over_hosts_refuses_what_it_cannot_do_there(
     tmp_path: Path, changed: dict[str, Any], told: str
 ) -> None:
     with pytest.raises(UsageError, match=told) as caught:
-        open_hosts(engine_of(tmp_path, **changed), print, print)
+        open_hosts(engine_of(tmp_path, **changed), Voices(print, print))
     assert caught.value.remedy
     assert not (tmp_path / "token").exists()
 
 
 def test_one_host_is_there_at_once(tmp_path: Path) -> None:
-    alone = open_hosts(engine_of(tmp_path, cluster=HostsConfig()), print, print)
+    alone = open_hosts(engine_of(tmp_path, cluster=HostsConfig()), Voices(print, print))
     assert isinstance(alone, OneHost)
     alone.gather([])
     alone.admit()
@@ -78,7 +80,7 @@ def test_an_address_that_is_taken_is_refused_with_a_remedy(tmp_path: Path) -> No
         socket.create_server(("127.0.0.1", 0)) as other,
         pytest.raises(PortInUseError, match=r"cannot listen for workers at 127\.0\.0\.1:") as caught,
     ):
-        open_hosts(engine_of(tmp_path, other.getsockname()[1]), print, print)
+        open_hosts(engine_of(tmp_path, other.getsockname()[1]), Voices(print, print))
     assert "--listen-workers" in caught.value.remedy
 
 
@@ -100,9 +102,8 @@ class Joining:
         self._stops: list[tuple[int, int]] = []
 
     def _open(self) -> GatheredHosts:
-        gathered = open_hosts(
-            self._engine, self.told.append, self.told.append, lambda *line: self.shown.append(line)
-        )
+        say = self.told.append
+        gathered = open_hosts(self._engine, Voices(say, say, lambda *line: self.shown.append(line)))
         assert isinstance(gathered, GatheredHosts)
         return gathered
 

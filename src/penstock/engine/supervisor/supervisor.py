@@ -56,7 +56,8 @@ from penstock.engine.supervisor.reports import (
 from penstock.engine.supervisor.spares import Spares
 from penstock.engine.supervisor.standbys import standbys_of
 from penstock.errors import ErrorInfo, PeerError, PenstockError, error_from_info
-from penstock.hosts.gathering import GatheredHosts, OneHost, open_hosts
+from penstock.hosts.backends import open_hosts
+from penstock.hosts.engine_hosts import EngineHosts, Voices
 from penstock.hosts.member import Member, Waitable
 from penstock.hosts.member_watch import MemberWatch
 from penstock.process.child import Ready, StatusEvent, TextSideLoaded, show_threads_on_request
@@ -110,10 +111,10 @@ class Supervisor:
     def run(self) -> int:
         """Serve until told to stop, in the main thread. Returns the exit code; raises nothing of ours."""
         started = time.monotonic()
-        gathered: OneHost | GatheredHosts | None = None
+        gathered: EngineHosts | None = None
         try:
             self._front.open()
-            gathered = open_hosts(self._engine, self._note, self._caution, self._show)
+            gathered = open_hosts(self._engine, Voices(self._note, self._caution, self._show))
             gathered.gather(self._front.lifelines)
             hosts = gathered.hosts
             settled = settle_partition(self._engine, hosts, self._reporter)
@@ -161,7 +162,7 @@ class _RunningEngine:
     def __init__(
         self,
         layouts: Sequence[PipeLayout],
-        gathered: OneHost | GatheredHosts,
+        gathered: EngineHosts,
         front: EngineUser,
         reporter: Reporter,
         signals: SignalSource,

@@ -1,0 +1,47 @@
+"""The setting of the executor backend `ray`; the address of the cluster is RAY_ADDRESS, as Ray has it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import msgspec
+
+from penstock.errors import UsageError
+
+
+class RayOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How Ray places the workers of an engine.
+
+    Attributes:
+        placement: spread: each host on a node of its own; pack: on as few nodes as can be.
+        resources: what Ray reserves for each host, such as {"CPU": 8, "GPU": 1}; empty: a CPU, and as many
+            GPUs as each node has.
+        runtime_env: a runtime environment of Ray, for the workers.
+        placement_group: hexadecimal id of a placement group that is there, whose bundles are used: the first
+            is the head's.
+    """
+
+    placement: Literal["spread", "pack"] = "spread"
+    resources: Mapping[str, float] = {}
+    runtime_env: Mapping[str, Any] = {}
+    placement_group: str = ""
+
+
+def ray_options(text: str) -> RayOptions:
+    """Return the options in a JSON object.
+
+    Raises:
+        UsageError: it cannot be read.
+    """
+    try:
+        options = msgspec.json.decode(text, type=RayOptions)
+        if any(not 0 < amount < 1e9 for amount in options.resources.values()):
+            raise msgspec.ValidationError("an amount of a resource must be above 0")
+    except msgspec.MsgspecError as error:
+        raise UsageError(
+            f"--ray {text!r} cannot be read: {error}.",
+            remedy='Write a JSON object, such as {"placement": "pack", "resources": {"CPU": 8, "GPU": 1}}.',
+            param="ray",
+        ) from error
+    return options

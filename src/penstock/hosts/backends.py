@@ -1,0 +1,107 @@
+"""Which hosts an engine runs on, by the executor backend that its user has named.
+
+    mp            this host alone, or with the workers that join it    `hosts.gathering`
+    ray           the same; Ray starts the workers                     `hosts.launchers.ray_starter`
+    MODULE:CLASS  what a class of the user's own makes                 `hosts.engine_hosts.MakeHosts`
+
+Called by `engine.supervisor.supervisor` and by `penstock plan`.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import cast
+
+from penstock.config.engine import EngineConfig
+from penstock.config.executor_backend import PROCESSES, is_own_class
+from penstock.errors import UsageError, describe
+from penstock.hosts.engine_hosts import EngineHosts, MakeHosts, OneHost, Voices
+from penstock.hosts.gathering import GatheredHosts
+
+_REQUIRED = ("gather", "admit", "tend", "close")
+
+
+def open_hosts(engine: EngineConfig, voices: Voices) -> EngineHosts:
+    """Return the hosts that an engine is to run on.
+
+    Raises:
+        UsageError: a setting has no meaning for several hosts, or the backend cannot be used.
+        PenstockError: what the backend raises.
+    """
+    name = engine.parallel.backend
+    if is_own_class(name):
+        return _own_hosts(name, engine, voices)
+    if engine.cluster.hosts == 1:
+        return OneHost()
+    _require_a_stage_for_each_host(engine)
+    return _MAKERS[name](engine, voices)
+
+
+def _joined_hosts(engine: EngineConfig, voices: Voices) -> EngineHosts:
+    engine.cluster.require_joining()
+    return GatheredHosts(engine.cluster, voices)
+
+
+def _ray_hosts(engine: EngineConfig, voices: Voices) -> EngineHosts:
+    from penstock.hosts.launchers.ray_hosts import open_ray_hosts
+
+    return open_ray_hosts(engine.cluster, voices)
+
+
+_MAKERS: dict[str, Callable[[EngineConfig, Voices], EngineHosts]] = {"mp": _joined_hosts, "ray": _ray_hosts}
+
+
+def _own_hosts(name: str, engine: EngineConfig, voices: Voices) -> EngineHosts:
+    """Return what a class of the user's own makes, checked as far as it can be before it is used."""
+    make = _own_class(name)
+    num_stages = engine.parallel.pipeline_parallel_size
+    if num_stages > 1 and not getattr(make, "supports_pp", False):
+        raise UsageError(
+            f"the executor backend {name!r} does not run pipelines (supports_pp), and --pp is {num_stages}.",
+            remedy=f"Use --pp 1, or another backend: {', '.join(PROCESSES)}, or MODULE:CLASS.",
+            param="distributed_executor_backend",
+            code="unsupported",
+        )
+    hosts = make(engine, voices)
+    missing = [method for method in _REQUIRED if not callable(getattr(hosts, method, None))]
+    missing += [value for value in ("hosts", "sources") if not hasattr(hosts, value)]
+    if missing:
+        raise UsageError(
+            f"the executor backend {name!r} makes {type(hosts).__name__}, which has no {missing[0]!r}.",
+            remedy="Give it what penstock.hosts.engine_hosts.EngineHosts has; see docs/clusters.md.",
+            param="distributed_executor_backend",
+        )
+    return hosts
+
+
+def _own_class(name: str) -> MakeHosts:
+    """Import MODULE:CLASS. What the module raises becomes an error that names it."""
+    module_name, _, class_name = name.partition(":")
+    try:
+        module = importlib.import_module(module_name)
+    except Exception as error:
+        raise UsageError(
+            f"the executor backend {name!r} cannot be imported: {describe(error).message}",
+            remedy="Make its module importable, with PYTHONPATH or by installing it.",
+            param="distributed_executor_backend",
+        ) from error
+    found = getattr(module, class_name, None)
+    if not callable(found):
+        raise UsageError(
+            f"the module {module_name} has no class {class_name!r} for an executor backend.",
+            remedy="Write MODULE:CLASS as Python imports them.",
+            param="distributed_executor_backend",
+        )
+    return cast(MakeHosts, found)
+
+
+def _require_a_stage_for_each_host(engine: EngineConfig) -> None:
+    num_hosts, num_stages = engine.cluster.hosts, engine.parallel.pipeline_parallel_size
+    if num_hosts > num_stages:
+        stages = f"{num_stages} stage" + "s" * (num_stages != 1)
+        raise UsageError(
+            f"--hosts is {num_hosts}, and the pipeline has {stages}.",
+            remedy="Give --pp at least as many stages as there are hosts.",
+            param="hosts",
+        )

@@ -1,0 +1,120 @@
+"""The seam between an engine and whatever brings its hosts together: an executor backend makes these.
+
+    hosts = open_hosts(engine, voices)    begins; what takes time comes in `gather`    (`hosts.backends`)
+    hosts.gather(lifelines)               until all hosts are there
+    hosts.hosts                           what the supervisor plans and starts ranks with
+    hosts.admit()                         when one of `hosts.sources` is readable
+    hosts.tend(now)                       each second
+    hosts.close()
+
+Used by `engine.supervisor.supervisor`, which knows nothing else of a backend.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
+
+from penstock.config.engine import EngineConfig
+from penstock.hosts.local import LocalHost
+from penstock.hosts.logs.head_log import ShowLine
+from penstock.hosts.member import Waitable
+from penstock.hosts.rank_host import Hosts
+
+Tell = Callable[[str], None]  # one line for the user
+
+
+def _show_nothing(host: str, process: str, line: str) -> None:
+    """Drop a log line."""
+
+
+class Voices(NamedTuple):
+    """What a backend says to the user.
+
+    Attributes:
+        tell: takes lines.
+        warn: takes warnings.
+        show: takes log lines of workers.
+    """
+
+    tell: Tell
+    warn: Tell
+    show: ShowLine = _show_nothing
+
+
+class EngineHosts(Protocol):
+    """The hosts of one engine. All calls come from one thread, which must outlive the ranks."""
+
+    @property
+    def hosts(self) -> Hosts:
+        """Return the hosts that ranks may run on. Before `gather` has returned some may be missing."""
+        ...
+
+    @property
+    def sources(self) -> Sequence[Waitable]:
+        """Return what becomes readable when `admit` has something to do."""
+        ...
+
+    def gather(self, lifelines: Sequence[Waitable]) -> None:
+        """Wait until all hosts are there.
+
+        Args:
+            lifelines: what becomes readable when nobody waits for the engine any more.
+
+        Raises:
+            UnavailableError: that is so.
+            PenstockError: the hosts cannot be brought together.
+        """
+        ...
+
+    def admit(self) -> None:
+        """Take in the hosts that have come, or come back."""
+        ...
+
+    def tend(self, now: float) -> None:
+        """Let each host know that the head is there, and look whether the host is.
+
+        Args:
+            now: monotonic seconds.
+        """
+        ...
+
+    def close(self) -> None:
+        """Let go of all hosts. Their ranks are ended before, by the supervisor."""
+        ...
+
+
+class MakeHosts(Protocol):
+    """An executor backend: a class, or a function, that makes the hosts of an engine.
+
+    Attributes:
+        supports_pp: whether the ranks may be several stages of a pipeline.
+    """
+
+    supports_pp: bool
+
+    def __call__(self, engine: EngineConfig, voices: Voices) -> EngineHosts: ...
+
+
+class OneHost:
+    """This host alone. Implements `EngineHosts`.
+
+    Args:
+        hosts: what stands for it.
+    """
+
+    def __init__(self, hosts: Hosts | None = None) -> None:
+        self.hosts = hosts or Hosts(LocalHost())
+        self.sources: Sequence[Waitable] = ()
+
+    def gather(self, lifelines: Sequence[Waitable]) -> None:
+        """It is there."""
+
+    def admit(self) -> None:
+        """Nobody comes."""
+
+    def tend(self, now: float) -> None:
+        """It is there."""
+
+    def close(self) -> None:
+        self.hosts.close()

@@ -1,0 +1,54 @@
+"""What Ray reserves for the hosts of an engine: one bundle of a placement group for each.
+
+    bundle 0      the head's: it runs where the driver does, so the bundle is bound to that node
+    bundle 1 …    one for each worker
+
+Imports nothing of Ray; used by `ray_driver`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+_THIS_NODE = 0.001  # of the resource that each node has of itself: enough to be bound to it
+_STRATEGIES = {"spread": "STRICT_SPREAD", "pack": "PACK"}
+
+
+def strategy_of(placement: str) -> str:
+    """Return Ray's name of a placement."""
+    return _STRATEGIES[placement]
+
+
+def bundles(
+    num_workers: int, resources: Mapping[str, float], nodes: Sequence[Mapping[str, Any]], own_address: str
+) -> list[dict[str, float]]:
+    """Return the bundles of an engine.
+
+    Args:
+        resources: for each host, as the user has them; empty: one CPU, and as many GPUs as the node with the
+            fewest has.
+        nodes: of the cluster, as `ray.nodes()` gives them.
+        own_address: of the node of the head.
+    """
+    each = dict(resources) or _found(nodes)
+    return [each | {f"node:{own_address}": _THIS_NODE}, *(dict(each) for _ in range(num_workers))]
+
+
+def why_not_placed(num_hosts: int, placement: str, nodes: Sequence[Mapping[str, Any]]) -> str:
+    """Return what a user wants to know while Ray has not placed the hosts: what there is."""
+    alive = [node for node in nodes if node.get("Alive")]
+    how = "each on a node of its own" if placement == "spread" else "on as few nodes as can be"
+    there = ", ".join(_shown(node) for node in alive)
+    return f"waiting for Ray to place {num_hosts} hosts, {how}; nodes that are alive: {there or 'none'}"
+
+
+def _found(nodes: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    alive = [node["Resources"] for node in nodes if node.get("Alive")]
+    num_gpus = min((node.get("GPU", 0.0) for node in alive), default=0.0)
+    return {"CPU": 1.0} | ({"GPU": num_gpus} if num_gpus >= 1 else {})
+
+
+def _shown(node: Mapping[str, Any]) -> str:
+    amounts = [f"{node['Resources'].get(name, 0):g} {name}" for name in ("CPU", "GPU")]
+    return f"{node.get('NodeManagerAddress', 'a node')} with {' and '.join(amounts)}"

@@ -1,0 +1,244 @@
+"""The process that speaks to Ray for a head: `python -m penstock.hosts.launchers.ray_driver`.
+
+    order (standard input) ──▶ placement group ──▶ an actor for each worker ──▶ penstock worker --join HEAD
+    end of the input       ──▶ the actors end, the placement group is given back
+
+Ray has no part in what the engine does: it says where workers run, and starts them again elsewhere after a
+loss. Actors and group are *detached*: they outlive this process, which Ray ends when its part on this node is
+gone. An actor for which no driver has had work for a while gives all back itself (`ray_worker.UNUSED_S`).
+
+The only module that imports ray. Its address is Ray's own affair (RAY_ADDRESS): the cluster that runs here,
+or one that is started here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, cast
+
+import msgspec
+import ray
+from ray.exceptions import ActorDiedError, RayError, RayTaskError
+from ray.util.placement_group import (
+    PlacementGroup,
+    get_placement_group,
+    placement_group,
+    remove_placement_group,
+)
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from penstock.hosts.launchers.ray_bundles import bundles, strategy_of, why_not_placed
+from penstock.hosts.launchers.ray_messages import (
+    CannotPlace,
+    DriverReport,
+    LostWorker,
+    PlaceWorkers,
+    Said,
+    Warned,
+)
+from penstock.hosts.launchers.ray_worker import RayWorker
+from penstock.hosts.network.joining_address import shown
+
+NAMESPACE = "penstock"
+LOOK_S = 1.0  # for a placement group, and between two tries of a worker
+SAY_EVERY_S = 10.0  # that hosts are not placed yet
+MAX_SHORT_LIVES, SHORT_LIFE_S = 3, 20.0  # of a worker, one after the other: then it is given up
+
+Report = Callable[[DriverReport], None]
+
+
+class Placed:
+    """The workers of an engine on Ray, until `close`.
+
+    Args:
+        report: says something to the head; any thread may call it.
+    """
+
+    def __init__(self, order: PlaceWorkers, report: Report) -> None:
+        self._order = order
+        self._report = report
+        self._is_over = threading.Event()
+        self._own_group = not order.options.placement_group
+        self._group: PlacementGroup | None = None
+        self._actors: list[Any] = []
+
+    def place(self) -> None:
+        """Wait until Ray has placed all hosts, and start the workers."""
+        order = self._order
+        own_address = ray.util.get_node_ip_address()
+        self._group = group = self._reserved(own_address)
+        if not self._await_placement(group):
+            return
+        strategies = (
+            PlacementGroupSchedulingStrategy(
+                placement_group=group,
+                placement_group_bundle_index=number,
+                placement_group_capture_child_tasks=False,
+            )
+            for number in range(1, order.number + 1)
+        )
+        join = shown(order.host or own_address, order.port)
+        for number, strategy in enumerate(strategies, start=1):
+            bundle = group.bundle_specs[number]
+            actor = (
+                ray.remote(RayWorker)
+                .options(
+                    name=f"{order.engine}-worker-{number}",
+                    namespace=NAMESPACE,
+                    lifetime="detached",
+                    max_restarts=-1,
+                    scheduling_strategy=strategy,
+                    runtime_env=dict(order.options.runtime_env) or None,
+                    **_reserved_options(bundle),
+                )
+                .remote(order.engine, number, partial(give_back, order.engine if self._own_group else ""))
+            )
+            self._actors.append(actor)
+            threading.Thread(target=self._watch, args=(number, actor, join), daemon=True).start()
+
+    def close(self) -> None:
+        """End the workers, and give back what was reserved."""
+        self._is_over.set()
+        for actor in self._actors:
+            ray.kill(actor, no_restart=True)
+        if self._group is not None and self._own_group:
+            remove_placement_group(self._group)
+
+    def _reserved(self, own_address: str) -> PlacementGroup:
+        order = self._order
+        if order.options.placement_group:
+            return PlacementGroup(ray.PlacementGroupID.from_hex(order.options.placement_group))
+        return placement_group(
+            bundles(order.number, order.options.resources, ray.nodes(), own_address),
+            strategy=strategy_of(order.options.placement),
+            name=order.engine,
+            lifetime="detached",
+        )
+
+    def _await_placement(self, group: PlacementGroup) -> bool:
+        """Wait until the hosts are placed; whether they are, and the head is still there."""
+        said_at = -SAY_EVERY_S
+        while not self._is_over.is_set():
+            if group.wait(LOOK_S):
+                return True
+            if time.monotonic() - said_at >= SAY_EVERY_S:
+                said_at = time.monotonic()
+                self._report(
+                    Said(why_not_placed(self._order.number + 1, self._order.options.placement, ray.nodes()))
+                )
+        return False
+
+    def _watch(self, number: int, actor: Any, join: str) -> None:
+        """Have a worker run, again and again, and say what becomes of it."""
+        num_short_lives, is_lost, host = 0, False, ""
+        while not self._is_over.is_set():
+            began = time.monotonic()
+            try:
+                host = cast(str, ray.get(actor.host_name.remote()))
+                is_lost = False
+                call = actor.run.remote(join, self._order.token_file, list(self._order.words))
+                code, lines = cast(tuple[int, str], ray.get(call))
+            except RayTaskError as error:
+                self._report(
+                    CannotPlace(f"worker {number} cannot be started on its node: {_one_line(error.cause)}")
+                )
+                return
+            except ActorDiedError as error:
+                if not self._is_over.is_set():
+                    self._report(Warned(f"Ray gives worker {number} up: {_one_line(error)}"))
+                return
+            except RayError as error:
+                if not is_lost and not self._is_over.is_set():
+                    is_lost = True
+                    told = f"Ray has lost worker {number}, and starts it again: {_one_line(error)}"
+                    self._report(LostWorker(host, told))
+                self._is_over.wait(LOOK_S)
+                continue
+            if self._is_over.is_set():
+                return
+            is_short = time.monotonic() - began < SHORT_LIFE_S
+            num_short_lives = num_short_lives + 1 if is_short else 0
+            ended = f"the worker {host} has ended with code {code}: {_last(lines)}"
+            if num_short_lives >= MAX_SHORT_LIVES:
+                self._report(
+                    CannotPlace(ended, "Read what it has printed in Ray's log of the node, and start again.")
+                )
+                return
+            self._report(Warned(f"{ended} Ray starts it again."))
+            self._is_over.wait(LOOK_S)
+
+
+def _reserved_options(bundle: Mapping[str, float]) -> dict[str, Any]:
+    """Return what an actor asks for that takes a whole bundle."""
+    others = {name: amount for name, amount in bundle.items() if name not in ("CPU", "GPU")}
+    return {"num_cpus": bundle.get("CPU", 0), "num_gpus": bundle.get("GPU", 0), "resources": others}
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split())[:300]
+
+
+def _last(lines: str) -> str:
+    printed = [line for line in lines.splitlines() if line.strip()]
+    return printed[-1].strip() if printed else "it has printed nothing."
+
+
+def give_back(engine: str) -> None:
+    """End the actor that calls this, and give back what was reserved for its engine.
+
+    Args:
+        engine: its name; empty: another party has reserved it.
+    """
+    if engine:
+        with contextlib.suppress(Exception):  # another actor was faster, or Ray is gone
+            remove_placement_group(get_placement_group(engine))
+    os._exit(0)  # of an actor, from a thread that is not Ray's
+
+
+def main() -> None:
+    """Carry out the order until the input ends."""
+    report = reports()
+    order = msgspec.json.decode(sys.stdin.buffer.readline(), type=PlaceWorkers)
+    try:
+        ray.init(namespace=NAMESPACE, log_to_driver=False, logging_level="error")
+    except Exception as error:
+        remedy = "Start it with `ray start`, or name its address in RAY_ADDRESS."
+        report(CannotPlace(f"Ray cannot be reached: {_one_line(error)}", remedy))
+        return
+    placed = Placed(order, report)
+    threading.Thread(target=_place, args=(placed, report), daemon=True).start()
+    while sys.stdin.buffer.read(1 << 10):
+        pass
+    placed.close()
+    ray.shutdown()
+
+
+def reports() -> Report:
+    """Take the standard output for reports; what Ray prints goes to the standard error."""
+    output = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)
+    lock = threading.Lock()
+
+    def report(what: DriverReport) -> None:
+        with lock:
+            output.write(msgspec.json.encode(what) + b"\n")
+            output.flush()
+
+    return report
+
+
+def _place(placed: Placed, report: Report) -> None:
+    try:
+        placed.place()
+    except Exception as error:
+        report(CannotPlace(f"Ray cannot start the workers: {_one_line(error)}"))
+
+
+if __name__ == "__main__":
+    main()

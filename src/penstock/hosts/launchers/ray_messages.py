@@ -1,0 +1,72 @@
+"""What a head and its Ray driver say to each other: one order as JSON on standard input, then lines of JSON.
+
+The driver is a process of its own (`ray_driver`): Ray ends the process that speaks to it when a part of Ray
+dies, and that must not be the one that watches over the ranks. It ends, and cleans up, when its input does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from penstock.config.ray import RayOptions
+
+
+class PlaceWorkers(msgspec.Struct, frozen=True, kw_only=True):
+    """The order of a head: the workers that it waits for.
+
+    Attributes:
+        engine: a name that no other engine of the Ray cluster has.
+        number: of workers; the head has a place besides.
+        host, port: where they join; the host is empty if it is this node's address, as Ray knows it.
+        token_file: holds the join token, where nodes share it; others have the token in their environment.
+        words: of the command line of each worker, beside those that `ray_worker` gives.
+        options: of the user.
+    """
+
+    engine: str
+    number: int
+    host: str
+    port: int
+    token_file: str
+    words: Sequence[str]
+    options: RayOptions = RayOptions()
+
+
+class Said(msgspec.Struct, frozen=True, tag="said"):
+    """A line for the user."""
+
+    text: str
+
+
+class Warned(msgspec.Struct, frozen=True, tag="warned"):
+    """A warning for the user."""
+
+    text: str
+
+
+class CannotPlace(msgspec.Struct, frozen=True, tag="cannot_place"):
+    """No worker will come.
+
+    Attributes:
+        remedy: what the user can do; may be empty.
+    """
+
+    text: str
+    remedy: str = ""
+
+
+class LostWorker(msgspec.Struct, frozen=True, tag="lost"):
+    """Ray has lost a worker, and starts it again.
+
+    Attributes:
+        host: name of the host; empty if it has never run.
+        text: a line for the user.
+    """
+
+    host: str
+    text: str
+
+
+DriverReport = Said | Warned | LostWorker | CannotPlace

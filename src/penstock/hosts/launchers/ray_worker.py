@@ -1,0 +1,89 @@
+"""What runs on a node of Ray: an actor that starts `penstock worker` and waits for its end.
+
+The worker is a process of its own, which ends with its actor: what Ray ends, restarts or moves is the host.
+`ray_driver` makes an actor of the class.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from penstock.config.hosts import own_host_name, state_directory
+from penstock.process import entry_points
+from penstock.trust.private_files import make_private_directory
+from penstock.trust.token_prompt import JOIN_TOKEN
+
+LAST_LINES = 12  # of what a worker has printed, kept for the message of its end
+UNUSED_S = 60.0  # without a worker; then nobody will want one any more
+
+
+class RayWorker:
+    """One worker of an engine. Ray makes another one after a loss, perhaps on another node.
+
+    Args:
+        engine: a name that no other engine has.
+        number: of the worker, 1 for the first.
+        give_back: called when nobody has wanted a worker for `UNUSED_S`, in a thread: the driver is gone.
+    """
+
+    def __init__(self, engine: str, number: int, give_back: Callable[[], None]) -> None:
+        self._engine = engine
+        self._number = number
+        self._give_back = give_back
+        self._await_order()
+
+    def host_name(self) -> str:
+        """Return the name of the worker's host in the engine."""
+        return f"{own_host_name('')}-{self._number}"[-64:].lstrip("-._")
+
+    def run(self, join: str, token_file: str, words: Sequence[str]) -> tuple[int, str]:
+        """Run a worker to its end. To be called in the main thread, with which the worker ends.
+
+        Args:
+            join: address of the head.
+            token_file: holds the join token; not read where the environment of Ray's node has the token.
+            words: further ones of its command line.
+
+        Returns:
+            The worker's exit code, and the last lines that it has printed.
+        """
+        self._unused.cancel()
+        command = [sys.executable, "-P", "-m", entry_points.TIED_PROCESS, str(os.getpid()), "penstock"]
+        command += ["worker", "--join", join, "--name", self.host_name(), *self._places(), *words]
+        command += [] if JOIN_TOKEN in os.environ else ["--join-token-file", token_file]
+        # Ray sets this one to the number of reserved CPUs; ranks settle their threads themselves.
+        environment = {key: value for key, value in os.environ.items() if key != "OMP_NUM_THREADS"}
+        lines: deque[str] = deque(maxlen=LAST_LINES)
+        with subprocess.Popen(
+            command,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+        ) as process:
+            assert process.stdout is not None
+            for line in process.stdout:
+                print(line, end="", flush=True)  # into Ray's log of the worker
+                lines.append(line)
+        self._await_order()
+        return process.returncode, "".join(lines)
+
+    def _places(self) -> list[str]:
+        """Return where the worker keeps its certificate, which is of this engine alone, and its weights."""
+        state = Path(tempfile.gettempdir()) / f"penstock-{os.getuid()}" / self._engine
+        make_private_directory(state.parent)
+        return ["--state-dir", str(state), "--weights-cache", str(state_directory(None) / "weights")]
+
+    def _await_order(self) -> None:
+        self._unused = threading.Timer(UNUSED_S, self._give_back)
+        self._unused.daemon = True
+        self._unused.start()

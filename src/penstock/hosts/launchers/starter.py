@@ -1,0 +1,103 @@
+"""The seam between a head that waits for workers and whatever starts them: a user, or a launcher.
+
+    starter.start(wanted)     once, when workers can join
+    starter.attend()          when one of `starter.sources` is readable
+    starter.failure           why no worker will come; it ends a start
+    starter.close()           workers that the starter has started end
+
+`TypedByUser` is the null object: people start the workers, and are told how. Used by `hosts.gathering`.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
+
+from penstock.errors import PenstockError
+from penstock.hosts.member import Waitable
+from penstock.hosts.network.joining_address import join_address
+
+
+class WantedWorkers(NamedTuple):
+    """The workers that an engine waits for.
+
+    Attributes:
+        number: of workers.
+        host, port: where they join; the host may stand for all addresses of this machine.
+        token_file: holds the token with which they join.
+        link_ports: of the head, for links from other hosts.
+        is_plain: links between ranks are in plain text.
+    """
+
+    number: int
+    host: str
+    port: int
+    token_file: str
+    link_ports: str
+    is_plain: bool = False
+
+
+class WorkerStarter(Protocol):
+    """What starts the workers of an engine. All calls come from one thread."""
+
+    @property
+    def sources(self) -> Sequence[Waitable]:
+        """Return what becomes readable when `attend` has something to do."""
+        ...
+
+    @property
+    def failure(self) -> PenstockError | None:
+        """Return why no more workers will come; None while that is not so."""
+        ...
+
+    def start(self, wanted: WantedWorkers) -> None:
+        """Have the workers started; returns at once."""
+        ...
+
+    def attend(self) -> None:
+        """Take what is new, and say it."""
+        ...
+
+    def take_lost(self) -> Sequence[str]:
+        """Return the names of hosts that the launcher has lost since the last call."""
+        ...
+
+    def close(self) -> None:
+        """Have the workers ended that were started, and wait for it."""
+        ...
+
+
+class TypedByUser:
+    """A user starts the workers, by the line that this prints. Implements `WorkerStarter`.
+
+    Args:
+        tell: takes lines for the user.
+    """
+
+    failure: PenstockError | None = None
+    sources: Sequence[Waitable] = ()
+
+    def __init__(self, tell: Callable[[str], None]) -> None:
+        self._tell = tell
+
+    def start(self, wanted: WantedWorkers) -> None:
+        workers = f"{wanted.number} worker" + "s" * (wanted.number != 1)
+        where = "the other host" if wanted.number == 1 else "each of the other hosts"
+        self._tell(
+            f"waiting for {workers}; on {where} type:\n"
+            f"  penstock worker --join {join_address(wanted.host, wanted.port)}"
+            f" --join-token-file {shlex.quote(wanted.token_file)}"
+        )
+        self._tell(
+            f"links from other hosts come to the ports {wanted.link_ports} of this host (--link-ports)"
+        )
+
+    def attend(self) -> None:
+        """Nothing comes from the user here."""
+
+    def take_lost(self) -> Sequence[str]:
+        return ()
+
+    def close(self) -> None:
+        """The workers are the user's."""

@@ -1,0 +1,87 @@
+"""What an actor of Ray does: it runs a worker, which ends with it (row I2)."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from penstock.hosts.launchers import ray_worker
+from penstock.hosts.launchers.ray_worker import RayWorker
+from penstock.process import entry_points
+from penstock.trust.token_prompt import JOIN_TOKEN
+
+WAIT_S = 60.0
+
+
+@pytest.fixture(autouse=True)
+def own_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+
+
+def closed_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return int(listener.getsockname()[1])
+
+
+def test_i2_the_end_of_a_worker_comes_with_its_code_and_its_last_words(tmp_path: Path) -> None:
+    worker = RayWorker("engine-1", 2, lambda: None)
+    assert worker.host_name().endswith("-2")
+    code, said = worker.run(f"127.0.0.1:{closed_port()}", str(tmp_path / "no-token"), ["--away-limit", "5"])
+    assert code != 0
+    assert "there is no file" in said
+    assert "no-token" in said
+
+
+def test_i2_a_token_in_the_environment_goes_before_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(JOIN_TOKEN, "P1-THIS-IS-NO-TOKEN")
+    code, said = RayWorker("engine-1", 1, lambda: None).run(f"127.0.0.1:{closed_port()}", "/no/file", [])
+    assert code != 0
+    assert "the join token is mistyped" in said
+
+
+def test_i2_an_actor_that_nobody_wants_gives_its_place_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray_worker, "UNUSED_S", 0.0)
+    given_back = threading.Event()
+    RayWorker("engine-1", 1, given_back.set)
+    assert given_back.wait(WAIT_S)
+
+
+PARENT = """
+import os, subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-m", sys.argv[1], str(os.getpid()), "tied_child", "word"])
+print(child.pid, flush=True)
+time.sleep(600)
+"""
+CHILD = """
+import sys, time
+print("up", *sys.argv[1:], flush=True)
+time.sleep(600)
+"""
+
+
+def test_i2_a_tied_process_runs_a_module_and_ends_with_its_parent(tmp_path: Path) -> None:
+    (tmp_path / "tied_child.py").write_text(CHILD)
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
+    with subprocess.Popen(
+        [sys.executable, "-c", PARENT, entry_points.TIED_PROCESS],
+        env=environment,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as parent:
+        assert parent.stdout is not None
+        said = [parent.stdout.readline().split() for _ in range(2)]
+        child = next(int(words[0]) for words in said if len(words) == 1)
+        assert ["up", "word"] in said
+        watched = os.pidfd_open(child)
+        parent.send_signal(signal.SIGKILL)
+        parent.wait(WAIT_S)
+        assert parent.stdout.read() == "", "the child has closed it too"
+        os.close(watched)
