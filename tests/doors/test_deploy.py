@@ -115,8 +115,8 @@ def test_manifests_fit_the_schemas_of_kubernetes(folder: Path, version: str) -> 
 
 def test_a_manifest_with_a_wrong_field_is_seen() -> None:
     wrong = manifest("LeaderWorkerSet")
-    wrong["spec"]["leaderWorkerTemplate"]["sise"] = 2
-    with pytest.raises(Exception, match="sise"):
+    wrong["spec"]["leaderWorkerTemplate"]["sizes"] = 2
+    with pytest.raises(Exception, match="sizes"):
         lws_of(wrong)
 
 
@@ -248,8 +248,11 @@ DOCKERFILES = sorted((DEPLOY / "docker").iterdir())
 @pytest.mark.parametrize("path", DOCKERFILES, ids=lambda path: path.name)
 def test_images_are_built_from_what_there_is(path: Path) -> None:
     instructions = dockerfile(path)
-    for words in map(str.split, arguments_of(instructions, "COPY")):
-        assert words[0].startswith("--from=") or all((REPOSITORY / source).exists() for source in words[:-1])
+    copied = [words[:-1] for words in map(str.split, arguments_of(instructions, "COPY"))]
+    sources = {source for words in copied if not words[0].startswith("--from=") for source in words}
+    assert all((REPOSITORY / source).exists() for source in sources)
+    ignored = (REPOSITORY / ".dockerignore").read_text(encoding="utf-8").splitlines()
+    assert sources == {line[1:] for line in ignored if line.startswith("!")}
     (extras,) = re.findall(r'"\.\[(.+?)\]"', " ".join(arguments_of(instructions, "RUN")))
     assert set(extras.split(",")) <= set(PYPROJECT["project"]["optional-dependencies"])
     torch = dict(name.partition("=")[::2] for name in arguments_of(instructions, "ARG"))["TORCH"]

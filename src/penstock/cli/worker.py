@@ -108,7 +108,7 @@ def _work(
     from penstock.hosts.worker import Worker
     from penstock.kvstore.own_store import require_usable
     from penstock.process.child import show_threads_on_request
-    from penstock.process.service_manager import service_manager
+    from penstock.process.service_manager import service_notifier
     from penstock.process.signals import signals_of_the_end
     from penstock.trust.peer_names import require_host_name
 
@@ -118,7 +118,7 @@ def _work(
     show_threads_on_request()
     with signals_of_the_end() as stop, closing(OutputThread(invocation)) as output:
         tokens = launched.tokens(token_file, output.settle)
-        manager = service_manager(invocation.environ)
+        manager = service_notifier(invocation.environ)
 
         def tell(line: str) -> None:
             output.invocation.say(one_line(line))

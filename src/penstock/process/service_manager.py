@@ -17,7 +17,7 @@ VARIABLE = "NOTIFY_SOCKET"
 MAX_STATUS = 500  # characters
 
 
-class ServiceManager(Protocol):
+class ServiceNotifier(Protocol):
     """What has started this process and waits to hear of it."""
 
     def ready(self) -> None:
@@ -33,8 +33,8 @@ class ServiceManager(Protocol):
         ...
 
 
-class NoServiceManager:
-    """A user has started this process: there is nothing to report to. Implements `ServiceManager`."""
+class NoNotifier:
+    """A user has started this process: there is nothing to report to. Implements `ServiceNotifier`."""
 
     def ready(self) -> None:
         """Nobody waits for it."""
@@ -46,8 +46,8 @@ class NoServiceManager:
         """Nobody reads it."""
 
 
-class NotifySocket:
-    """The socket of a service manager. Implements `ServiceManager`.
+class SocketNotifier:
+    """The socket of a service manager. Implements `ServiceNotifier`.
 
     Args:
         name: as `NOTIFY_SOCKET` has it.
@@ -71,7 +71,7 @@ class NotifySocket:
             sender.sendto(line.encode("utf-8", "replace"), self._address)
 
 
-def service_manager(environment: Mapping[str, str]) -> ServiceManager:
+def service_notifier(environment: Mapping[str, str]) -> ServiceNotifier:
     """Return the service manager that the environment names, or one that takes nothing."""
     name = environment.get(VARIABLE, "")
-    return NotifySocket(name) if name[:1] in {"/", "@"} else NoServiceManager()
+    return SocketNotifier(name) if name[:1] in {"/", "@"} else NoNotifier()

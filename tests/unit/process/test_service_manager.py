@@ -13,9 +13,9 @@ import pytest
 from penstock.process.service_manager import (
     MAX_STATUS,
     VARIABLE,
-    NoServiceManager,
-    NotifySocket,
-    service_manager,
+    NoNotifier,
+    SocketNotifier,
+    service_notifier,
 )
 
 
@@ -35,7 +35,7 @@ def manager(name: str) -> Iterator[socket.socket]:
 
 
 def test_a_manager_hears_the_three_states(name: str, manager: socket.socket) -> None:
-    service = service_manager({VARIABLE: name})
+    service = service_notifier({VARIABLE: name})
     service.ready()
     service.status("desk has joined\nand so on")
     service.stopping()
@@ -43,28 +43,28 @@ def test_a_manager_hears_the_three_states(name: str, manager: socket.socket) -> 
 
 
 def test_a_status_has_a_bound_and_any_text(name: str, manager: socket.socket) -> None:
-    service_manager({VARIABLE: name}).status("x" * 10_000)
+    service_notifier({VARIABLE: name}).status("x" * 10_000)
     assert len(manager.recv(4096)) == len("STATUS=") + MAX_STATUS
-    service_manager({VARIABLE: name}).status("\udc80")  # as file names come that are no UTF-8
+    service_notifier({VARIABLE: name}).status("\udc80")  # as file names come that are no UTF-8
     assert manager.recv(4096) == b"STATUS=?"
 
 
 def test_a_manager_that_reads_nothing_holds_nobody_up(name: str, manager: socket.socket) -> None:
-    service = service_manager({VARIABLE: name})
+    service = service_notifier({VARIABLE: name})
     for _ in range(5_000):  # far more than its socket takes
         service.status("x")
     assert manager.recv(4096) == b"STATUS=x"
 
 
 def test_a_manager_that_is_gone_ends_nobody(tmp_path: Path) -> None:
-    NotifySocket(str(tmp_path / "none")).ready()
-    NotifySocket("/" + "x" * 200).ready()  # longer than an address may be
+    SocketNotifier(str(tmp_path / "none")).ready()
+    SocketNotifier("/" + "x" * 200).ready()  # longer than an address may be
 
 
 @pytest.mark.parametrize("environment", [{}, {VARIABLE: ""}, {VARIABLE: "vsock:2:1234"}])
 def test_without_a_socket_that_is_known_nothing_is_sent(environment: dict[str, str]) -> None:
-    service = service_manager(environment)
-    assert isinstance(service, NoServiceManager)
+    service = service_notifier(environment)
+    assert isinstance(service, NoNotifier)
     service.ready()
     service.status("nobody reads it")
     service.stopping()

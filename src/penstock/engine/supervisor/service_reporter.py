@@ -18,7 +18,7 @@ from penstock.engine.supervisor.reports import (
     StageLost,
     event_line,
 )
-from penstock.process.service_manager import ServiceManager
+from penstock.process.service_manager import ServiceNotifier
 
 _SHOWN = (EngineReady, StageLost, Recovered, FrontLost, FrontRecovered, Draining, EngineFailed)
 
@@ -31,7 +31,7 @@ class ServiceReporter:
         manager: what has started this process.
     """
 
-    def __init__(self, reporter: Reporter, manager: ServiceManager) -> None:
+    def __init__(self, reporter: Reporter, manager: ServiceNotifier) -> None:
         self._reporter = reporter
         self._manager = manager
 
