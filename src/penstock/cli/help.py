@@ -36,7 +36,7 @@ Usage: penstock COMMAND ...     serves large language models through a pipeline
   cache ls STORE        whose KV blocks are in a store
   cache stat STORE      how much that is, and whether it is whole
   cache clear STORE     remove KV blocks from a store
-  hosts ls              which hosts have joined a head
+  hosts ls              which hosts have joined a head; hosts new-token: let hosts join later
   hosts revoke NAME     shut a host out; hosts revoke-tokens: let nobody join with an old token
   kernels build         compile the CPU kernels for this machine ahead of time
   kernels clear         remove what was compiled
@@ -80,13 +80,14 @@ Usage: penstock cache ls|stat|clear STORE
 STORE is what --kv-store of `penstock serve` names: a directory or a URL. Servers may use it meanwhile."""
 
 HOSTS_HELP = """\
-Usage: penstock hosts ls|revoke NAME|revoke-tokens
+Usage: penstock hosts ls|revoke NAME|revoke-tokens|new-token
 
   penstock hosts revoke desk
 
   ls             which hosts have a certificate of this head
   revoke         take the certificate of a host no longer, and close its connections
   revoke-tokens  take no join token that exists; hosts that have joined stay
+  new-token      make a join token before a head runs, and its cluster if there is none
 
 Run it on the head, as the head's user; it may run meanwhile. Give --state-dir if `penstock serve` has it."""
 
@@ -219,6 +220,11 @@ COMMANDS: Mapping[tuple[str, ...], CommandHelp] = {
         "penstock hosts revoke-tokens [flags]",
         "Take no join token that exists; hosts that have joined stay.",
         "penstock hosts revoke-tokens",
+    ),
+    ("hosts", "new-token"): CommandHelp(
+        "penstock hosts new-token --join-token-file FILE [flags]",
+        "Make a join token for a head that starts later, and the key of its cluster if there is none.",
+        "penstock hosts new-token --state-dir cluster --join-token-file cluster/token",
     ),
     ("kernels", "build"): CommandHelp(
         "penstock kernels build",

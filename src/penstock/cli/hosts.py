@@ -1,7 +1,8 @@
-"""`penstock hosts ls`, `revoke` and `revoke-tokens`: who may join a head, also while the head runs.
+"""`penstock hosts ls`, `revoke`, `revoke-tokens` and `new-token`: who may join a head.
 
-Called by `cli`, on the machine of the head. The commands read and change the book in the head's state
-directory (`trust.admission`), which the head reads each second. They never show a token.
+Called by `cli`, on the machine of the head. The first three read and change the book in the head's state
+directory (`trust.admission`), which the head reads each second. `new-token` makes what a head makes at its
+first start, for heads that are handed it. The commands never show a token.
 """
 
 from __future__ import annotations
@@ -19,6 +20,9 @@ from penstock.cli.terminal import Invocation, one_line
 from penstock.config.hosts import head_directory
 from penstock.errors import UsageError
 from penstock.trust.admission import AdmissionBook
+from penstock.trust.identity import IDENTITY_FILE, ClusterIdentity
+from penstock.trust.join_token import JoinToken
+from penstock.trust.private_files import create_private
 
 StateDirectory = Annotated[
     Path | None, flag("of the head, as penstock serve has it", "--state-dir", group="hosts")
@@ -70,6 +74,40 @@ def hosts_revoke_tokens(
     invocation.say(
         "all join tokens are revoked; hosts that have joined stay. For a new token, delete the token file of "
         "the head and start it again."
+    )
+    return 0
+
+
+def hosts_new_token(
+    *,
+    state_dir: StateDirectory = None,
+    join_token_file: Annotated[
+        Path | None, flag("to write the new token to", "--join-token-file", group="hosts")
+    ] = None,
+    invocation: Annotated[Invocation, Parameter(parse=False)],
+) -> int:
+    """Write a new token for the cluster of a state directory, and make that cluster if there is none.
+
+    A head that starts with both takes the token, for as many joins and as long as its flags say. Returns 0.
+    """
+    if join_token_file is None:
+        raise UsageError(
+            "it is not said where the token goes.",
+            remedy="Name a file that is not there yet with --join-token-file.",
+            param="join_token_file",
+        )
+    directory = head_directory(state_dir)
+    identity = ClusterIdentity.open(directory, time.time)
+    token = JoinToken.new(identity.public_key)
+    if not create_private(join_token_file, f"{token.text()}\n".encode()):
+        raise UsageError(
+            f"there is a file {str(join_token_file)!r} already.",
+            remedy="Delete it if its token is not to be used any more; or name another file.",
+            param="join_token_file",
+        )
+    invocation.say(
+        f"the key of the cluster is in {directory / IDENTITY_FILE}: only heads may have it",
+        f"a token for it is in {join_token_file}: a head that starts with this --join-token-file takes it",
     )
     return 0
 

@@ -65,6 +65,7 @@ def build_app(invocation: Invocation) -> App:
     hosts.command("penstock.cli.hosts:hosts_ls", name="ls")
     hosts.command("penstock.cli.hosts:hosts_revoke", name="revoke")
     hosts.command("penstock.cli.hosts:hosts_revoke_tokens", name="revoke-tokens")
+    hosts.command("penstock.cli.hosts:hosts_new_token", name="new-token")
     kernels.command("penstock.cli.kernels:kernels_build", name="build")
     kernels.command("penstock.cli.kernels:kernels_clear", name="clear")
     app.command(bench)

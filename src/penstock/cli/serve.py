@@ -67,14 +67,17 @@ def _say_dropped_as_json(stream: TextIO, count: int) -> None:
 
 def run_supervisor(engine: EngineConfig, server: ServerConfig, reporter: Reporter) -> int:
     """Serve in this thread until told to stop."""
+    from penstock.engine.supervisor.service_reporter import ServiceReporter
     from penstock.engine.supervisor.supervisor import Supervisor
     from penstock.process.child import show_threads_on_request
+    from penstock.process.service_manager import service_notifier
 
     for each in declared(ServerConfig):
         if each.setting.is_secret:  # it is in the config now; children need none
             for name in each.environment_names:
                 os.environ.pop(name, None)
     show_threads_on_request()
+    reporter = ServiceReporter(reporter, service_notifier(os.environ))
     code = Supervisor.for_server(engine, server, reporter).run()
     for stream in (sys.stdout, sys.stderr):
         _forget_unwritten(stream)

@@ -1,8 +1,8 @@
 """`penstock worker`: lets this host serve stages of a model whose head is elsewhere.
 
-Started by `torchrun`, `srun` or `mpirun` on all hosts at once, the first of them becomes the head: it runs
-`penstock serve` with the words behind `--`. Called by `cli`; runs `hosts.worker` in the main thread, since
-children die with the thread that made them.
+Started by `torchrun`, `srun`, `mpirun` or a LeaderWorkerSet on all hosts at once, the first of them becomes
+the head: it runs `penstock serve` with the words behind `--`. Called by `cli`; runs `hosts.worker` in the
+main thread, since children die with the thread that made them.
 """
 
 from __future__ import annotations
@@ -68,6 +68,7 @@ def worker(
     ] = False,
     slurm: Annotated[bool, flag("the same, started by srun", "--slurm", group=_GROUP)] = False,
     mpi: Annotated[bool, flag("the same, started by mpirun", "--mpi", group=_GROUP)] = False,
+    lws: Annotated[bool, flag("the same, in the pods of a LeaderWorkerSet", "--lws", group=_GROUP)] = False,
     invocation: Annotated[Invocation, Parameter(parse=False)],
 ) -> int:
     """The command. Returns when it is told to end, wherever it is: SIGTERM and Ctrl-C are no failure."""
@@ -75,7 +76,7 @@ def worker(
     from penstock.hosts.network.interfaces import own_address
     from penstock.hosts.station import WorkerSettings
 
-    launched = Launched(_launcher(torchrun=torchrun, slurm=slurm, mpi=mpi), invocation.environ, join)
+    launched = Launched(_launcher(torchrun=torchrun, slurm=slurm, mpi=mpi, lws=lws), invocation.environ, join)
     if launched.is_head:
         return launched.serve(serve, join_token_file, run, invocation)
     launched.require_no_words(serve)
@@ -114,6 +115,7 @@ def _work(
     from penstock.hosts.worker import Worker
     from penstock.kvstore.own_store import require_usable
     from penstock.process.child import show_threads_on_request
+    from penstock.process.service_manager import service_notifier
     from penstock.process.signals import signals_of_the_end
     from penstock.trust.peer_names import require_host_name
     from penstock.trust.token_prompt import JOIN_TOKEN
@@ -125,5 +127,13 @@ def _work(
     show_threads_on_request()
     with signals_of_the_end() as stop, closing(OutputThread(invocation)) as output:
         tokens = launched.tokens(token_file, output.settle)
-        Worker(settings, tokens, lambda line: output.invocation.say(one_line(line)), stop).run()
+        manager = service_notifier(invocation.environ)
+
+        def tell(line: str) -> None:
+            output.invocation.say(one_line(line))
+            manager.status(line)
+
+        worker = Worker(settings, tokens, tell, stop)
+        manager.ready()  # and not once it has joined: its head may come hours later, or be away
+        worker.run()
     return 0

@@ -18,7 +18,7 @@ from penstock.trust.credentials import Credentials
 from penstock.trust.peer_names import AGENT_ROLE, HEAD_ROLE, PeerName, new_run, require_host_name
 from penstock.trust.private_files import create_private, make_private_directory, read_private
 
-_FILE = "cluster.pem"
+IDENTITY_FILE = "cluster.pem"  # in the head's part of the state directory
 _BEGIN = b"-----BEGIN CERTIFICATE-----"
 
 
@@ -53,7 +53,7 @@ class ClusterIdentity:
                 file is damaged.
         """
         make_private_directory(directory)
-        path = directory / _FILE
+        path = directory / IDENTITY_FILE
         try:
             content = read_private(path)
         except FileNotFoundError:

@@ -12,7 +12,8 @@ from penstock.cli.program import run
 from penstock.cli.terminal import Invocation
 from penstock.errors import CertificateError, JoinTokenError
 from penstock.trust.admission import AdmissionBook
-from penstock.trust.join_token import JoinToken
+from penstock.trust.identity import ClusterIdentity
+from penstock.trust.join_token import JoinToken, head_token, worker_token
 
 TOKEN = JoinToken.new(b"a public key")
 
@@ -98,3 +99,33 @@ def test_a_directory_without_a_head_is_refused_and_left_as_it_is(
 def test_a_head_without_hosts_says_so(tmp_path: Path) -> None:
     AdmissionBook(tmp_path / "head", time.time).allow(TOKEN, max_joins=1)
     assert hosts("ls", "--state-dir", str(tmp_path))[1].splitlines()[0] == "no host has a certificate"
+
+
+def test_r15_a_token_that_was_made_before_any_head_is_taken_by_one(tmp_path: Path) -> None:
+    state, path = tmp_path / "cluster", tmp_path / "cluster" / "token"
+    code, out, err = hosts("new-token", "--state-dir", str(state), "--join-token-file", str(path))
+    assert (code, err) == (0, "")
+    assert str(state / "head" / "cluster.pem") in out
+    token = worker_token(path)
+    assert not any(part in out for part in token.text().split("-")[1:])
+    identity = ClusterIdentity.open(state / "head", time.time)  # as the head opens it, or a copy of it
+    assert head_token(path, identity.public_key).text() == token.text()
+
+
+def test_a_further_token_is_for_the_same_cluster_and_replaces_no_file(tmp_path: Path) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+    for path in (first, second):
+        assert hosts("new-token", "--state-dir", str(tmp_path), "--join-token-file", str(path))[0] == 0
+    identity = ClusterIdentity.open(tmp_path / "head", time.time)
+    assert worker_token(first).text() != head_token(second, identity.public_key).text()
+    before = first.read_bytes()
+    code, _, err = hosts("new-token", "--state-dir", str(tmp_path), "--join-token-file", str(first))
+    assert (code, first.read_bytes()) == (2, before)
+    assert f"there is a file '{first}' already" in err
+
+
+def test_a_new_token_needs_a_file_to_go_to(tmp_path: Path) -> None:
+    code, _, err = hosts("new-token", "--state-dir", str(tmp_path / "none"))
+    assert code == 2
+    assert "--join-token-file" in err
+    assert not (tmp_path / "none").exists()

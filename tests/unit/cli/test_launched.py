@@ -17,6 +17,7 @@ from penstock.trust.token_prompt import AwaitedTokens, GivenTokens
 TORCHRUN = {"RANK": "0", "WORLD_SIZE": "3", "LOCAL_RANK": "0", "MASTER_ADDR": "tower"}
 SECOND = TORCHRUN | {"RANK": "1"}
 SLURM = {"SLURM_PROCID": "1", "SLURM_NTASKS": "2", "SLURM_JOB_NODELIST": "n[1-2]", "SLURMD_NODENAME": "n2"}
+LWS = {"LWS_LEADER_ADDRESS": "llm-0.llm.default", "LWS_GROUP_SIZE": "2", "HOSTNAME": "llm-0-1"}
 TOKEN = Path("/shared/token")
 
 
@@ -68,6 +69,16 @@ def test_i2_the_others_join_it_and_wait_for_it() -> None:
 def test_i2_slurm_names_the_hosts() -> None:
     launched = Launched("slurm", SLURM, "")
     assert (launched.head, launched.name()) == (("n1", 7700), "n2")
+
+
+def test_i2_pods_of_one_group_run_the_same_line() -> None:
+    (line,) = serve(Launched("lws", LWS | {"LWS_WORKER_INDEX": "0"}, ""), ["demo"]).lines
+    assert line == [
+        "serve", "demo", "--hosts", "2", "--join-token-file", "/shared/token",
+        "--listen-workers", "0.0.0.0:7700",
+    ]  # fmt: skip
+    launched = Launched("lws", LWS | {"LWS_WORKER_INDEX": "1"}, "")
+    assert (launched.head, launched.name()) == (("llm-0.llm.default", 7700), "llm-0-1")
 
 
 def test_i2_an_address_that_is_given_counts() -> None:

@@ -1,13 +1,15 @@
 """Which of the processes that another program has started this one is, and where the first of them runs.
 
-`torchrun`, `srun` and `mpirun` start the same command on each host and say in environment variables which
-copy it is. Penstock takes no more from them than that: the first copy serves, the others are its workers, and
-whom they trust is decided by the join token alone. Nothing of these programs is imported.
+`torchrun`, `srun`, `mpirun` and Kubernetes' LeaderWorkerSet start the same command on each host and say in
+environment variables which copy it is. Penstock takes no more from them than that: the first copy serves, the
+others are its workers, and whom they trust is decided by the join token alone. Nothing of these programs is
+imported.
 
     launcher    which copy                        where the first one runs
     torchrun    RANK, WORLD_SIZE                  MASTER_ADDR
     slurm       SLURM_PROCID, SLURM_STEP_NUM_TASKS  first name of SLURM_STEP_NODELIST
     mpi         OMPI_COMM_WORLD_RANK, PMI_RANK …  is not said: `--join` names it
+    lws         LWS_WORKER_INDEX, LWS_GROUP_SIZE  LWS_LEADER_ADDRESS
 
 Used by `penstock worker`.
 """
@@ -20,7 +22,7 @@ from typing import Literal, NamedTuple, get_args
 from penstock.errors import UsageError
 from penstock.hosts.launchers.host_list import first_host
 
-Launcher = Literal["torchrun", "slurm", "mpi"]
+Launcher = Literal["torchrun", "slurm", "mpi", "lws"]
 LAUNCHERS: tuple[Launcher, ...] = get_args(Launcher)
 
 _MPI = (  # names of rank, number of processes, and place on the host: Open MPI, then what MPICH and Intel say
@@ -121,8 +123,18 @@ def _of_mpi(variables: _Variables) -> Place:
     return Place(number=variables.number(rank), num_hosts=variables.number(size))
 
 
+def _of_lws(variables: _Variables) -> Place:
+    return Place(
+        number=variables.number("LWS_WORKER_INDEX"),
+        num_hosts=variables.number("LWS_GROUP_SIZE"),
+        first_host=variables.text("LWS_LEADER_ADDRESS"),
+        host=variables.text("HOSTNAME") if variables.has("HOSTNAME") else "",  # of the pod
+    )
+
+
 _READERS: dict[Launcher, Callable[[_Variables], Place]] = {
     "torchrun": _of_torchrun,
     "slurm": _of_slurm,
     "mpi": _of_mpi,
+    "lws": _of_lws,
 }

@@ -1,4 +1,4 @@
-"""Which process a launcher has made of this one: what torchrun, SLURM and MPI say (row I2)."""
+"""Which process a launcher has made of this one: what torchrun, SLURM, MPI and Kubernetes say (row I2)."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 
 from penstock.errors import UsageError
 from penstock.hosts.launchers.host_list import first_host
-from penstock.hosts.launchers.places import Launcher, Place, place_of
+from penstock.hosts.launchers.places import LAUNCHERS, Launcher, Place, place_of
 
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "3", "LOCAL_RANK": "0", "MASTER_ADDR": "tower", "MASTER_PORT": "29500"}
 SLURM = {
@@ -20,6 +20,7 @@ SLURM = {
 }
 OPEN_MPI = {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "0"}
 MPICH = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "0"}
+LWS = {"LWS_LEADER_ADDRESS": "llm-0.llm.default", "LWS_GROUP_SIZE": "2", "LWS_WORKER_INDEX": "1"}
 
 
 @pytest.mark.parametrize(
@@ -29,6 +30,8 @@ MPICH = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "0"}
         ("slurm", SLURM, Place(1, 2, "node07", "node08")),
         ("mpi", OPEN_MPI, Place(0, 2)),
         ("mpi", MPICH, Place(1, 2)),
+        ("lws", LWS | {"HOSTNAME": "llm-0-1"}, Place(1, 2, "llm-0.llm.default", "llm-0-1")),
+        ("lws", LWS, Place(1, 2, "llm-0.llm.default")),
     ],
 )
 def test_i2_the_place_is_what_the_launcher_says(
@@ -37,7 +40,7 @@ def test_i2_the_place_is_what_the_launcher_says(
     assert place_of(launcher, environment | {"HOME": "/root"}) == place
 
 
-@pytest.mark.parametrize("launcher", ["torchrun", "slurm", "mpi"])
+@pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_i2_a_process_that_nobody_has_started_is_told_so(launcher: Launcher) -> None:
     with pytest.raises(UsageError, match=f"was not started by {launcher}") as caught:
         place_of(launcher, {})

@@ -1,0 +1,45 @@
+"""Reports the course of the server to the service manager that started it, beside what is shown to people.
+
+`cli.serve` puts it around its own reporter, so that a unit of systemd with `Type=notify` counts as started
+when all stages serve, and as stopping when the server drains.
+"""
+
+from __future__ import annotations
+
+from penstock.engine.supervisor.reports import (
+    Draining,
+    EngineFailed,
+    EngineReady,
+    Event,
+    FrontLost,
+    FrontRecovered,
+    Recovered,
+    Reporter,
+    StageLost,
+    event_line,
+)
+from penstock.process.service_manager import ServiceNotifier
+
+_SHOWN = (EngineReady, StageLost, Recovered, FrontLost, FrontRecovered, Draining, EngineFailed)
+
+
+class ServiceReporter:
+    """Gives events to another reporter, after the service manager has had what concerns it.
+
+    Args:
+        reporter: what people see.
+        manager: what has started this process.
+    """
+
+    def __init__(self, reporter: Reporter, manager: ServiceNotifier) -> None:
+        self._reporter = reporter
+        self._manager = manager
+
+    def report(self, event: Event) -> None:
+        if isinstance(event, EngineReady):
+            self._manager.ready()
+        elif isinstance(event, Draining):
+            self._manager.stopping()
+        if isinstance(event, _SHOWN):
+            self._manager.status(event_line(event))
+        self._reporter.report(event)

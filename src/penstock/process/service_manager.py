@@ -1,0 +1,77 @@
+"""Reports to the service manager that started this process, such as systemd, when it is ready.
+
+The protocol is that of `sd_notify(3)`: a datagram of lines `NAME=value` to the Unix socket that
+`NOTIFY_SOCKET` names, by a path or, behind an `@`, by an abstract name. Without the variable nothing is sent.
+A datagram that the manager does not take is given up: the service neither waits for its manager nor ends
+because of it. Used by `penstock serve` (`engine.supervisor.service_reporter`) and `penstock worker`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+from collections.abc import Mapping
+from typing import Protocol
+
+VARIABLE = "NOTIFY_SOCKET"
+MAX_STATUS = 500  # characters
+
+
+class ServiceNotifier(Protocol):
+    """What has started this process and waits to hear of it."""
+
+    def ready(self) -> None:
+        """Report that the start is over."""
+        ...
+
+    def stopping(self) -> None:
+        """Report that the end has begun."""
+        ...
+
+    def status(self, text: str) -> None:
+        """Show a line of text; of several lines the first one."""
+        ...
+
+
+class NoNotifier:
+    """A user has started this process: there is nothing to report to. Implements `ServiceNotifier`."""
+
+    def ready(self) -> None:
+        """Nobody waits for it."""
+
+    def stopping(self) -> None:
+        """Nobody waits for it."""
+
+    def status(self, text: str) -> None:
+        """Nobody reads it."""
+
+
+class SocketNotifier:
+    """The socket of a service manager. Implements `ServiceNotifier`.
+
+    Args:
+        name: as `NOTIFY_SOCKET` has it.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._address = f"\0{name[1:]}" if name.startswith("@") else name
+
+    def ready(self) -> None:
+        self._send("READY=1")
+
+    def stopping(self) -> None:
+        self._send("STOPPING=1")
+
+    def status(self, text: str) -> None:
+        self._send(f"STATUS={text.partition(chr(10))[0][:MAX_STATUS]}")
+
+    def _send(self, line: str) -> None:
+        with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
+            sender.setblocking(False)
+            sender.sendto(line.encode("utf-8", "replace"), self._address)
+
+
+def service_notifier(environment: Mapping[str, str]) -> ServiceNotifier:
+    """Return the service manager that the environment names, or one that takes nothing."""
+    name = environment.get(VARIABLE, "")
+    return SocketNotifier(name) if name[:1] in {"/", "@"} else NoNotifier()
