@@ -32,23 +32,31 @@ class Launched:
         launcher: what has started it; None: a user.
         environment: of the process.
         join: address of the head, as the user gives it; "" where the launcher says it.
+        discover: the head is looked for in the local network.
 
     Raises:
         UsageError: this launcher has not started it; or the head's address is not known.
 
     Attributes:
-        head: address of the head.
+        head: address of the head; None: it is to be looked for.
         patience_s: for which the head is waited for at the beginning.
         away_limit_s: for which the head may be away afterwards.
     """
 
-    def __init__(self, launcher: Launcher | None, environment: Mapping[str, str], join: str) -> None:
+    def __init__(
+        self, launcher: Launcher | None, environment: Mapping[str, str], join: str, discover: bool = False
+    ) -> None:
         self._place = Place(1, 2) if launcher is None else place_of(launcher, environment)
         self._is_launched = launcher is not None
         self._environment = environment
         self.patience_s = AWAIT_HEAD_S if self._is_launched else 0.0
         self.away_limit_s = HEAD_AWAY_S if self._is_launched else math.inf
-        self.head = parse_address(join or self._place.first_host or _refuse_without_head(launcher), "--join")
+        self.head: tuple[str, int] | None = None
+        if discover:
+            _refuse_beside_discover(launcher, join)
+        else:
+            address = join or self._place.first_host or _refuse_without_head(launcher)
+            self.head = parse_address(address, "--join")
 
     @property
     def is_head(self) -> bool:
@@ -91,6 +99,7 @@ class Launched:
                 remedy="Put it behind `--`: `penstock worker --slurm --join-token-file F -- MODEL --pp 2`.",
             )
         own = ["--hosts", str(self._place.num_hosts), "--join-token-file", str(_shared(token_file))]
+        assert self.head is not None
         listen = ["--listen-workers", f"0.0.0.0:{self.head[1]}"]
         return run(["serve", *words, *own, *listen], replace(invocation, origins={}))
 
@@ -106,11 +115,22 @@ def _shared(token_file: Path | None) -> Path:
     return token_file
 
 
+def _refuse_beside_discover(launcher: Launcher | None, join: str) -> None:
+    """Refuse to look for a head whose address is given."""
+    given = "--join" if join else f"--{launcher}"
+    if join or launcher:
+        raise UsageError(
+            f"--discover and {given} are both given.",
+            remedy=f"Leave --discover out: {given} says where the head is.",
+            param="discover",
+        )
+
+
 def _refuse_without_head(launcher: Launcher | None) -> str:
     if launcher is None:
         raise UsageError(
             "no head is given.",
-            remedy="Use `penstock worker --join ADDRESS:PORT`, as `penstock serve` shows it on the head.",
+            remedy="Use `penstock worker --join ADDRESS:PORT`, as the head shows it; or --discover.",
             param="join",
         )
     raise UsageError(

@@ -12,6 +12,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
+import msgspec
 from cyclopts import Parameter
 
 from penstock.cli.flags import flag
@@ -33,6 +34,9 @@ _GROUP = "worker"
 def worker(
     *serve: Annotated[str, Parameter(show=False, allow_leading_hyphen=True)],
     join: Annotated[str, flag("ADDRESS:PORT of the head (--listen-workers)", "--join", group=_GROUP)] = "",
+    discover: Annotated[
+        bool, flag("look for the head in the local network (mDNS)", "--discover", group=_GROUP)
+    ] = False,
     join_token_file: Annotated[
         Path | None,
         flag("holds the join token; it is asked for without", "--join-token-file", group=_GROUP),
@@ -76,14 +80,16 @@ def worker(
     from penstock.hosts.network.interfaces import own_address
     from penstock.hosts.station import WorkerSettings
 
-    launched = Launched(_launcher(torchrun=torchrun, slurm=slurm, mpi=mpi, lws=lws), invocation.environ, join)
+    launched = Launched(
+        _launcher(torchrun=torchrun, slurm=slurm, mpi=mpi, lws=lws), invocation.environ, join, discover
+    )
     if launched.is_head:
         return launched.serve(serve, join_token_file, run, invocation)
     launched.require_no_words(serve)
     if away_limit is not None:
         above_zero("--away-limit", away_limit)
     settings = WorkerSettings(
-        head=launched.head,
+        head=launched.head or ("", 0),
         name=name or launched.name(),
         state=state_directory(state_dir),
         address=own_address(address) if address else "",
@@ -112,6 +118,7 @@ def _launcher(**is_given: bool) -> Launcher | None:
 def _work(
     settings: WorkerSettings, launched: Launched, token_file: Path | None, invocation: Invocation
 ) -> int:
+    from penstock.hosts.head_search import found_head
     from penstock.hosts.worker import Worker
     from penstock.kvstore.own_store import require_usable
     from penstock.process.child import show_threads_on_request
@@ -133,7 +140,8 @@ def _work(
             output.invocation.say(one_line(line))
             manager.status(line)
 
-        worker = Worker(settings, tokens, tell, stop)
         manager.ready()  # and not once it has joined: its head may come hours later, or be away
-        worker.run()
+        head = launched.head or found_head(tokens, tell, stop)
+        if head is not None:
+            Worker(msgspec.structs.replace(settings, head=head), tokens, tell, stop).run()
     return 0

@@ -33,6 +33,7 @@ class HostsConfig(msgspec.Struct, frozen=True, kw_only=True):
         link_ports: where other hosts open links to ranks here: the first and the last.
         insecure_links: links between ranks are in plain text, if the workers say so too.
         state_dir: where the identity of the cluster is kept; None: `~/.local/state/penstock`.
+        discover: workers may find the head in the local network, by mDNS (extra `discovery`).
         rejoin_timeout_s: seconds that a lost host has to come back; then the others take over its stages.
         ray: how the executor backend `ray` places hosts, as a JSON object (`config.ray.RayOptions`).
     """
@@ -52,6 +53,10 @@ class HostsConfig(msgspec.Struct, frozen=True, kw_only=True):
         Setting("hosts", "links between ranks in plain text; workers must say so too", is_argument=False),
     ] = False
     state_dir: Annotated[str | None, Setting("hosts", "where the identity of the cluster is kept")] = None
+    discover: Annotated[
+        bool,
+        Setting("hosts", "workers may find this head in the local network (mDNS)", is_argument=False),
+    ] = False
     rejoin_timeout_s: Annotated[float, Setting("hosts", "seconds that a lost host has to come back")] = 30.0
     ray: Annotated[str, Setting("hosts", "JSON: how the backend ray places hosts (docs/clusters.md)")] = "{}"
 

@@ -40,7 +40,11 @@ def open_hosts(engine: EngineConfig, voices: Voices) -> EngineHosts:
 
 def _joined_hosts(engine: EngineConfig, voices: Voices) -> EngineHosts:
     engine.cluster.require_joining()
-    return GatheredHosts(engine.cluster, voices)
+    if not engine.cluster.discover:
+        return GatheredHosts(engine.cluster, voices)
+    from penstock.hosts.launchers.announced import Announced
+
+    return GatheredHosts(engine.cluster, voices, Announced(voices.tell))
 
 
 def _ray_hosts(engine: EngineConfig, voices: Voices) -> EngineHosts:

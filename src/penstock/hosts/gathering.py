@@ -121,6 +121,8 @@ class GatheredHosts:
         self.hosts = Hosts(self._head)
         wanted = WantedWorkers(
             number=self._num_workers,
+            host_name=self._name,
+            cluster=identity.name,
             host=address[0],
             port=listener.getsockname()[1],
             token_file=settings.join_token_file,

@@ -79,6 +79,11 @@ class JoinToken:
         body = base64.b32encode(payload + _checksum(payload)).decode("ascii")
         return "-".join([VERSION, *(body[start : start + 4] for start in range(0, _NUM_CHARACTERS, 4))])
 
+    @property
+    def cluster(self) -> str:
+        """The name of the cluster whose token this is."""
+        return self._pin.hex()
+
     def is_pin_of(self, public_key: bytes) -> bool:
         """Whether the token is for the cluster whose key (DER) this is."""
         return hmac.compare_digest(fingerprint(public_key)[:PIN_BYTES], self._pin)

@@ -11,8 +11,11 @@ import pytest
 
 from penstock.cli.launched import AWAIT_HEAD_S, HEAD_AWAY_S, Launched
 from penstock.cli.terminal import Invocation
-from penstock.errors import UsageError
-from penstock.trust.token_prompt import AwaitedTokens, GivenTokens
+from penstock.errors import JoinTokenError, UsageError
+from penstock.hosts.launchers.places import Launcher
+from penstock.trust.cancellation import Cancellation
+from penstock.trust.join_token import JoinToken
+from penstock.trust.token_prompt import JOIN_TOKEN, AwaitedTokens, EnvironmentToken, GivenTokens
 
 TORCHRUN = {"RANK": "0", "WORLD_SIZE": "3", "LOCAL_RANK": "0", "MASTER_ADDR": "tower"}
 SECOND = TORCHRUN | {"RANK": "1"}
@@ -108,3 +111,26 @@ def test_i2_what_is_missing_is_said() -> None:
         serve(Launched("torchrun", TORCHRUN, ""), ["demo"], None)
     with pytest.raises(UsageError, match="no join token is given"):
         Launched("torchrun", SECOND, "").tokens(None, settle)
+
+
+@pytest.mark.parametrize(("launcher", "join"), [(None, "10.0.0.1"), ("torchrun", "")])
+def test_i2_who_knows_where_the_head_is_does_not_look_for_it(launcher: Launcher | None, join: str) -> None:
+    assert Launched(None, {}, "", discover=True).head is None
+    with pytest.raises(UsageError, match=r"--discover and .* are both given") as caught:
+        Launched(launcher, SECOND, join, discover=True)
+    assert caught.value.remedy
+
+
+def test_i2_a_token_may_come_from_the_environment_and_a_file_goes_before_it() -> None:
+    text = JoinToken.new(b"a key").text()
+    for launcher in (None, "torchrun"):
+        launched = Launched(launcher, SECOND | {JOIN_TOKEN: text}, "10.0.0.1:7700")
+        token = launched.tokens(None, settle)
+        assert token.at_hand() is not None
+        assert token.ask(Cancellation()).text() == text
+        assert not isinstance(launched.tokens(TOKEN, settle), EnvironmentToken)
+    broken = Launched(None, {JOIN_TOKEN: text[:-1] + "!"}, "10.0.0.1:7700").tokens(None, settle)
+    assert broken.at_hand() is None
+    with pytest.raises(JoinTokenError, match="mistyped") as caught:
+        broken.ask(Cancellation())
+    assert text[:-1] not in str(caught.value)

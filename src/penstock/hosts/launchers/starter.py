@@ -24,6 +24,8 @@ class WantedWorkers(NamedTuple):
 
     Attributes:
         number: of workers.
+        host_name: of the head.
+        cluster: its name.
         host, port: where they join; the host may stand for all addresses of this machine.
         token_file: holds the token with which they join.
         link_ports: of the head, for links from other hosts.
@@ -31,6 +33,8 @@ class WantedWorkers(NamedTuple):
     """
 
     number: int
+    host_name: str
+    cluster: str
     host: str
     port: int
     token_file: str

@@ -45,7 +45,7 @@ def join_address(
     host: str, port: int, addresses: Callable[[], Sequence[HostAddress]] = usable_addresses
 ) -> str:
     """Return the address that workers are to type: of all addresses of this host the most promising one."""
-    if _is_wildcard(host):
+    if is_any_address(host):
         own = [one.address for one in addresses() if not one.is_link_local]
         host = own[0] if own else host
     return shown(host, port)
@@ -97,5 +97,6 @@ def _is_loopback(host: str) -> bool:
     return _is_address(host) and ipaddress.ip_address(host.partition("%")[0]).is_loopback
 
 
-def _is_wildcard(host: str) -> bool:
+def is_any_address(host: str) -> bool:
+    """Return whether this stands for all addresses of a host."""
     return _is_address(host) and ipaddress.ip_address(host.partition("%")[0]).is_unspecified

@@ -28,7 +28,15 @@ from penstock.hosts.launchers.ray_starter import RAY_IS_GONE, RayStarter
 from penstock.hosts.launchers.starter import WantedWorkers
 
 WAIT_S = 30.0
-WANTED = WantedWorkers(number=2, host="0.0.0.0", port=7744, token_file="/token", link_ports="7701-7732")
+WANTED = WantedWorkers(
+    number=2,
+    host_name="tower",
+    cluster="ab" * 16,
+    host="0.0.0.0",
+    port=7744,
+    token_file="/token",
+    link_ports="7701-7732",
+)
 ORDER = PlaceWorkers(engine="e", number=2, host="", port=7744, token_file="/token", words=["--a"])
 
 # A driver that says what its arguments are, and ends with its input unless it is to end before.

@@ -1,0 +1,47 @@
+"""Looks for the head of a worker that was not told where it is (`penstock worker --discover`)."""
+
+from __future__ import annotations
+
+import select
+from collections.abc import Callable
+from contextlib import closing
+
+from penstock.hosts.member import Waitable
+from penstock.hosts.network.discovery import Address, HeadSearch
+from penstock.hosts.network.joining_address import shown
+from penstock.trust.token_prompt import Tokens
+
+
+def found_head(
+    tokens: Tokens,
+    tell: Callable[[str], None],
+    stop: Waitable,
+    search: Callable[[str], HeadSearch] = HeadSearch,
+) -> Address | None:
+    """Return where the head of the token's cluster is, as soon as one is found.
+
+    Args:
+        tokens: of the worker; without one at hand any head will do.
+        tell: takes lines for the user.
+        stop: readable when the worker is to end.
+        search: begins a search for the head of a cluster.
+
+    Returns:
+        None if the worker is to end.
+
+    Raises:
+        UsageError: the network or the library cannot be used.
+    """
+    token = tokens.at_hand()
+    cluster = "" if token is None else token.cluster
+    tell(
+        "looking for the head of this token in the local network"
+        if cluster
+        else "looking for a head in the local network"
+    )
+    with closing(search(cluster)) as heads:
+        while (address := heads.take()) is None:
+            if stop in select.select([heads, stop], [], [])[0]:
+                return None
+        tell(f"found a head at {shown(*address)}")
+        return address

@@ -1,0 +1,152 @@
+"""Finds the head of a cluster in the local network, by mDNS (RFC 6762, 6763).
+
+    head      announce(...)      service `_penstock._tcp`, with the cluster's name, port and addresses
+    worker    HeadSearch(...)    the first head that is announced for the cluster of its token
+
+What is announced is a hint and proves nothing: whoever answers there must show the key that the join token
+pins, as at an address that was typed. The only module that imports zeroconf (extra `discovery`).
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import queue
+import socket
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from penstock.errors import UsageError
+from penstock.hosts.bell import Bell
+
+if TYPE_CHECKING:
+    from zeroconf import Zeroconf
+
+SERVICE = "_penstock._tcp.local."
+_ANSWER_MS = 3000  # for a host to say where a service that it has announced is
+_MAX_NAME = 63  # bytes of a label of DNS
+
+Address = tuple[str, int]
+
+
+class Announcement:
+    """A head that workers can find, until `close`.
+
+    Args:
+        host: name of the head's host.
+        cluster: its name (`trust.certificates.cluster_name`).
+        port: where workers join.
+        addresses: of this host, the most promising first.
+
+    Raises:
+        UsageError: the library is missing, or this host has no network for it.
+    """
+
+    def __init__(self, host: str, cluster: str, port: int, addresses: Sequence[str]) -> None:
+        zeroconf = _library()
+        label = f"{host}-{cluster[:8]}".encode()[:_MAX_NAME].decode(errors="ignore")
+        self._service = zeroconf.ServiceInfo(
+            SERVICE,
+            f"{label}.{SERVICE}",
+            port=port,
+            properties={"cluster": cluster, "host": host},
+            parsed_addresses=list(addresses),
+            server=f"{label}.local.",
+        )
+        self._zeroconf = _opened()
+        try:
+            self._zeroconf.register_service(self._service, allow_name_change=True)
+        except BaseException:
+            self._zeroconf.close()
+            raise
+
+    def close(self) -> None:
+        """Withdraw it."""
+        self._zeroconf.unregister_service(self._service)
+        self._zeroconf.close()
+
+
+class HeadSearch:
+    """The search for the head of a cluster. Readable when one is found.
+
+    Args:
+        cluster: its name; empty: any head will do.
+        timeout_ms: for a host to say more of a head that it has announced.
+
+    Raises:
+        UsageError: as `Announcement`.
+    """
+
+    def __init__(self, cluster: str, timeout_ms: int = _ANSWER_MS) -> None:
+        zeroconf = _library()
+        self._cluster, self._timeout_ms = cluster, timeout_ms
+        self._found: queue.SimpleQueue[Address] = queue.SimpleQueue()
+        self._bell = Bell()
+        self._zeroconf = _opened()
+        self._browser = zeroconf.ServiceBrowser(self._zeroconf, SERVICE, handlers=[self._see])
+
+    def fileno(self) -> int:
+        return self._bell.fileno()
+
+    def take(self) -> Address | None:
+        """Return where a head is; None if none has been found since the last call."""
+        self._bell.hush()
+        return None if self._found.empty() else self._found.get()
+
+    def close(self) -> None:
+        """End the search."""
+        self._browser.cancel()
+        self._zeroconf.close()
+        self._bell.close()
+
+    def _see(self, zeroconf: Zeroconf, service_type: str, name: str, state_change: Any) -> None:
+        """Take what is announced; in a thread of the library."""
+        if state_change.name == "Removed":
+            return
+        service = zeroconf.get_service_info(service_type, name, timeout=self._timeout_ms)
+        address = None if service is None else head_address(service, self._cluster)
+        if address is not None:
+            self._found.put(address)
+            self._bell.ring()
+
+
+def head_address(service: Any, cluster: str) -> Address | None:
+    """Return where workers join the head that is announced; None: it is another's, or makes no sense.
+
+    Args:
+        service: a `zeroconf.ServiceInfo`, which anybody in the network may have written.
+        cluster: whose head is looked for; empty: any.
+    """
+    properties = {key: value or b"" for key, value in service.properties.items()}
+    if cluster and properties.get(b"cluster") != cluster.encode():
+        return None
+    if not service.port or not 0 < service.port <= 65535:
+        return None
+    for text in service.parsed_addresses():
+        address = ipaddress.ip_address(text)
+        if not (address.is_unspecified or address.is_multicast or address.is_link_local):
+            return str(address), service.port
+    return None
+
+
+def _library() -> Any:
+    try:
+        import zeroconf
+    except ImportError as error:
+        raise UsageError(
+            "--discover needs the library zeroconf.",
+            remedy="Run `pip install 'penstock[discovery]'`, or name the head with --join.",
+            param="discover",
+        ) from error
+    return zeroconf
+
+
+def _opened() -> Any:
+    zeroconf = _library()
+    try:
+        return zeroconf.Zeroconf(ip_version=zeroconf.IPVersion.All if socket.has_ipv6 else None)
+    except OSError as error:
+        raise UsageError(
+            f"--discover cannot use the network: {(error.strerror or str(error)).lower()}.",
+            remedy="Name the head with --join ADDRESS:PORT.",
+            param="discover",
+        ) from error

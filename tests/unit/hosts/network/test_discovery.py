@@ -1,0 +1,154 @@
+"""The head in the local network: what is announced, who believes it, and how a worker looks for it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from penstock.errors import UsageError
+from penstock.hosts.bell import Bell
+from penstock.hosts.head_search import found_head
+from penstock.hosts.launchers.announced import Announced
+from penstock.hosts.launchers.starter import WantedWorkers
+from penstock.hosts.network import discovery
+from penstock.hosts.network.discovery import HeadSearch, head_address
+from penstock.trust.join_token import JoinToken
+
+OURS, OTHER = "ab" * 16, "cd" * 16
+
+
+class Service:
+    """What the library makes of an announcement."""
+
+    def __init__(self, cluster: str | None, port: int | None, *addresses: str) -> None:
+        self.properties = {b"cluster": None if cluster is None else cluster.encode(), b"host": b"tower"}
+        self.port = port
+        self._addresses = addresses
+
+    def parsed_addresses(self) -> list[str]:
+        return list(self._addresses)
+
+
+@pytest.mark.parametrize(
+    ("service", "cluster", "found"),
+    [
+        (Service(OURS, 7700, "10.0.0.1", "fd00::1"), OURS, ("10.0.0.1", 7700)),
+        (Service(OURS, 7700, "fe80::1", "0.0.0.0", "224.0.0.1", "fd00::1"), OURS, ("fd00::1", 7700)),
+        (Service(OTHER, 7700, "10.0.0.1"), OURS, None),
+        (Service(OTHER, 7700, "10.0.0.1"), "", ("10.0.0.1", 7700)),
+        (Service(None, 7700, "10.0.0.1"), OURS, None),
+        (Service(OURS, 0, "10.0.0.1"), OURS, None),
+        (Service(OURS, None, "10.0.0.1"), OURS, None),
+        (Service(OURS, 70_000, "10.0.0.1"), OURS, None),
+        (Service(OURS, 7700), OURS, None),
+    ],
+)
+def test_i2_the_head_of_the_tokens_cluster_is_taken_and_no_other(
+    service: Service, cluster: str, found: tuple[str, int] | None
+) -> None:
+    assert head_address(service, cluster) == found
+
+
+class Announcements:
+    """Stands for the network."""
+
+    def __init__(self) -> None:
+        self.made: list[tuple[Any, ...]] = []
+        self.num_withdrawn = 0
+
+    def announce(self, *what: Any) -> Any:
+        self.made.append(what)
+        return self
+
+    def close(self) -> None:
+        self.num_withdrawn += 1
+
+
+@pytest.mark.parametrize("host", ["10.0.0.1", "0.0.0.0"])
+def test_i2_a_head_is_announced_by_its_cluster_and_withdrawn_at_the_end(
+    host: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    network, told = Announcements(), list[str]()
+    starter = Announced(told.append, network.announce)
+    starter.start(WantedWorkers(1, "tower", OURS, host, 7700, "the token", "7701-7732"))
+    ((name, cluster, port, addresses),) = network.made
+    assert (name, cluster, port) == ("tower", OURS, 7700)
+    assert "0.0.0.0" not in addresses
+    assert host == "0.0.0.0" or addresses == [host]
+    assert "penstock worker --discover --join-token-file 'the token'" in told[0]
+    starter.close()
+    starter.close()
+    assert network.num_withdrawn == 1
+
+
+class Search:
+    """A search that finds this."""
+
+    def __init__(self, found: list[tuple[str, int]]) -> None:
+        self.bell, self.found, self.clusters = Bell(), found, list[str]()
+        if found:
+            self.bell.ring()
+
+    def begin(self, cluster: str) -> Any:
+        self.clusters.append(cluster)
+        return self
+
+    def fileno(self) -> int:
+        return self.bell.fileno()
+
+    def take(self) -> tuple[str, int] | None:
+        return self.found.pop() if self.found else None
+
+    def close(self) -> None:
+        self.bell.close()
+
+
+class Tokens:
+    def __init__(self, token: JoinToken | None) -> None:
+        self.token = token
+
+    def at_hand(self) -> JoinToken | None:
+        return self.token
+
+    def ask(self, cancellation: Any) -> JoinToken:
+        raise AssertionError("nobody is asked before a head is found")
+
+
+@contextmanager
+def stop(is_told: bool) -> Iterator[Any]:
+    bell = Bell()
+    if is_told:
+        bell.ring()
+    yield bell
+    bell.close()
+
+
+def test_i2_a_worker_looks_for_the_head_of_its_token() -> None:
+    token, told = JoinToken.new(b"key"), list[str]()
+    search = Search([("fd00::1", 7700)])
+    with stop(is_told=False) as untold:
+        assert found_head(Tokens(token), told.append, untold, search.begin) == ("fd00::1", 7700)
+    assert search.clusters == [token.cluster]
+    assert told == [
+        "looking for the head of this token in the local network",
+        "found a head at [fd00::1]:7700",
+    ]
+
+
+def test_i2_a_search_ends_when_the_worker_is_to_end() -> None:
+    search = Search([])
+    with stop(is_told=True) as told:
+        assert found_head(Tokens(None), print, told, search.begin) is None
+    assert search.clusters == [""], "without a token any head will do: it must prove itself later"
+
+
+def test_i2_without_the_library_the_user_is_told_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "zeroconf", None)
+    with pytest.raises(UsageError, match="needs the library zeroconf") as caught:
+        HeadSearch(OURS)
+    assert "penstock[discovery]" in caught.value.remedy
+    with pytest.raises(UsageError, match="needs the library zeroconf"):
+        discovery.Announcement("tower", OURS, 7700, ["10.0.0.1"])
