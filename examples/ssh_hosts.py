@@ -21,6 +21,7 @@ from typing import IO
 
 from penstock.config.engine import EngineConfig
 from penstock.errors import PenstockError, UnavailableError, UsageError
+from penstock.hosts.bell import LastingSource
 from penstock.hosts.engine_hosts import Voices
 from penstock.hosts.gathering import GatheredHosts
 from penstock.hosts.launchers.starter import WantedWorkers
@@ -69,12 +70,13 @@ class SshStarter:
         self._names = names
         self._voices = voices
         self._sessions: dict[str, subprocess.Popen[bytes]] = {}
+        self._lines = {name: LastingSource() for name in names}
         self.failure: PenstockError | None = None
 
     @property
     def sources(self) -> Sequence[Waitable]:
-        """Readable when a worker has printed something, or has ended."""
-        return [session.stdout for session in self._sessions.values() if session.stdout is not None]
+        """Readable when a worker has printed something, or has ended; the same ones to the end."""
+        return list(self._lines.values())
 
     def start(self, wanted: WantedWorkers) -> None:
         token = Path(wanted.token_file).read_bytes()
@@ -89,6 +91,8 @@ class SshStarter:
             assert session.stdin is not None
             session.stdin.write(token.strip() + b"\n")
             session.stdin.flush()
+            assert session.stdout is not None
+            self._lines[name].use(session.stdout)
             self._sessions[name] = session
             self._voices.tell(f"ssh starts a worker on {name}")
 
@@ -97,8 +101,7 @@ class SshStarter:
         for name, session in list(self._sessions.items()):
             assert session.stdout is not None
             if is_readable(session.stdout) and not os.read(session.stdout.fileno(), 1 << 16):
-                del self._sessions[name]
-                code = end(session)
+                code = self._end(name)
                 self.failure = UnavailableError(f"the worker on {name} has ended: ssh says {code}")
                 self._voices.warn(self.failure.message)
 
@@ -107,9 +110,14 @@ class SshStarter:
         return ()
 
     def close(self) -> None:
-        for session in self._sessions.values():
-            end(session)
-        self._sessions.clear()
+        for name in list(self._sessions):
+            self._end(name)
+        for line in self._lines.values():
+            line.close()
+
+    def _end(self, name: str) -> int:
+        self._lines[name].leave()  # before its descriptor is closed
+        return end(self._sessions.pop(name))
 
 
 def is_readable(stream: IO[bytes]) -> bool:

@@ -52,7 +52,7 @@ class EngineHosts(Protocol):
 
     @property
     def sources(self) -> Sequence[Waitable]:
-        """Return what becomes readable when `admit` has something to do."""
+        """Return what becomes readable when `admit` has something to do: the same ones from `gather` on."""
         ...
 
     def gather(self, lifelines: Sequence[Waitable]) -> None:

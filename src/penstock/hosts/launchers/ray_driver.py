@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import socket
 import sys
 import threading
 import time
@@ -47,8 +48,14 @@ from penstock.hosts.network.joining_address import shown
 
 NAMESPACE = "penstock"
 LOOK_S = 1.0  # for a placement group, and between two tries of a worker
+CONNECT_S = 2.0  # to a part of Ray
 SAY_EVERY_S = 10.0  # that hosts are not placed yet
 MAX_SHORT_LIVES, SHORT_LIFE_S = 3, 20.0  # of a worker, one after the other: then it is given up
+
+GCS_IS_GONE = (
+    "Ray's control service (GCS) is gone: the engine goes on. If it does not come back, Ray ends its nodes "
+    "after a minute, and the workers with them"
+)
 
 Report = Callable[[DriverReport], None]
 
@@ -189,6 +196,53 @@ def _last(lines: str) -> str:
     return printed[-1].strip() if printed else "it has printed nothing."
 
 
+def watch_gcs(address: str, report: Report) -> None:
+    """Say when Ray's control service is gone, and when it is back. Never returns.
+
+    Args:
+        address: of the service, as HOST:PORT.
+    """
+    host, _, port = address.rpartition(":")
+    while True:
+        _await_end(host.strip("[]"), int(port))
+        report(Warned(GCS_IS_GONE))
+        while not _is_reached(host.strip("[]"), int(port)):
+            time.sleep(LOOK_S)
+        report(Said("Ray's control service (GCS) is back"))
+
+
+def end_with_raylet(node: Mapping[str, Any]) -> None:
+    """End this process when the raylet of its node has ended, without which it can do nothing.
+
+    Args:
+        node: of `ray.nodes()`, the one that this process is on.
+    """
+    _await_end(node["NodeManagerAddress"], node["NodeManagerPort"])
+    os._exit(1)
+
+
+def _await_end(host: str, port: int) -> None:
+    """Wait until nobody listens there. A connection ends when its server does, so that nothing is polled."""
+    while True:
+        try:
+            with socket.create_connection((host, port), CONNECT_S) as connection:
+                connection.settimeout(None)
+                while connection.recv(1 << 10):
+                    pass
+        except OSError:
+            if not _is_reached(host, port):
+                return
+        time.sleep(LOOK_S)
+
+
+def _is_reached(host: str, port: int) -> bool:
+    try:
+        socket.create_connection((host, port), CONNECT_S).close()
+    except OSError:
+        return False
+    return True
+
+
 def give_back(engine: str) -> None:
     """End the actor that calls this, and give back what was reserved for its engine.
 
@@ -213,6 +267,10 @@ def main() -> None:
         return
     placed = Placed(order, report)
     threading.Thread(target=_place, args=(placed, report), daemon=True).start()
+    context = ray.get_runtime_context()
+    threading.Thread(target=watch_gcs, args=(context.gcs_address, report), daemon=True).start()
+    own = next(node for node in ray.nodes() if node["NodeID"] == context.get_node_id())
+    threading.Thread(target=end_with_raylet, args=(own,), daemon=True).start()
     while sys.stdin.buffer.read(1 << 10):
         pass
     placed.close()

@@ -20,6 +20,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from penstock.errors import PenstockError, UnavailableError
+from penstock.hosts.bell import LastingSource
 from penstock.hosts.engine_hosts import Voices
 from penstock.hosts.launchers.ray_messages import DriverReport, LostWorker, PlaceWorkers, Said, Warned
 from penstock.hosts.launchers.starter import WantedWorkers
@@ -55,12 +56,13 @@ class RayStarter:
         self._command = command
         self._driver: subprocess.Popen[bytes] | None = None
         self._unread = b""
+        self._line = LastingSource()
         self._lost: list[str] = []
         self.failure: PenstockError | None = None
 
     @property
     def sources(self) -> Sequence[Waitable]:
-        return [self._driver.stdout] if self._driver is not None and self._driver.stdout else []
+        return [self._line]
 
     def start(self, wanted: WantedWorkers) -> None:
         self._voices.tell(f"Ray starts {wanted.number} worker" + "s" * (wanted.number != 1))
@@ -71,13 +73,14 @@ class RayStarter:
             start_new_session=True,  # a terminal's interrupt is for the supervisor, which ends in order
         )
         assert self._driver.stdin is not None
+        assert self._driver.stdout is not None
+        self._line.use(self._driver.stdout)
         with contextlib.suppress(OSError):  # its end is seen below
             self._driver.stdin.write(msgspec.json.encode(self._order_for(wanted)) + b"\n")
             self._driver.stdin.flush()
 
     def attend(self) -> None:
-        while self._driver is not None and self._is_readable(0.0):
-            data = self._read()
+        while self._driver is not None and (data := self._read()) is not None:
             *lines, self._unread = (self._unread + data).split(b"\n")
             for line in lines:
                 self._take(line)
@@ -89,25 +92,24 @@ class RayStarter:
         return lost
 
     def close(self) -> None:
-        if self._driver is None:
-            return
-        if self._driver.stdin is not None:
+        if self._driver is not None and self._driver.stdin is not None:
             with contextlib.suppress(OSError):
                 self._driver.stdin.close()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._driver.wait(CLOSE_S)
-        self._forget_driver()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._driver.wait(CLOSE_S)
+            self._forget_driver()
+        self._line.close()
 
-    def _is_readable(self, seconds: float) -> bool:
+    def _read(self) -> bytes | None:
+        """Return what the driver has written; empty: it has ended; None: it is silent."""
+        assert self._driver is not None
+        assert self._driver.stdout is not None
         poller = select.poll()  # not select, which knows the first 1,024 descriptors only
-        for source in self.sources:
-            poller.register(source, select.POLLIN)
-        return bool(poller.poll(seconds * 1000))
-
-    def _read(self) -> bytes:
-        (source,) = self.sources
+        poller.register(self._driver.stdout, select.POLLIN)
+        if not poller.poll(0):
+            return None
         with contextlib.suppress(OSError):
-            return os.read(source.fileno(), _READ_BYTES)
+            return os.read(self._driver.stdout.fileno(), _READ_BYTES)
         return b""
 
     def _take(self, line: bytes) -> None:
@@ -141,6 +143,7 @@ class RayStarter:
     def _forget_driver(self) -> None:
         driver, self._driver = self._driver, None
         assert driver is not None
+        self._line.leave()
         driver.kill()
         driver.wait()
         for stream in (driver.stdin, driver.stdout):

@@ -47,7 +47,7 @@ class WorkerStarter(Protocol):
 
     @property
     def sources(self) -> Sequence[Waitable]:
-        """Return what becomes readable when `attend` has something to do."""
+        """Return what becomes readable when `attend` has something to do: always the same ones."""
         ...
 
     @property

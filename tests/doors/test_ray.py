@@ -1,0 +1,166 @@
+"""Ray starts the workers: two real nodes, and what follows when parts of Ray are killed (row I2)."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from checkpoints import make_checkpoint
+from linked_engines import make_llm
+from network import Host, Network, cable_network
+from paths import REPOSITORY
+from penstock import SamplingParams
+from penstock.hosts.launchers.ray_starter import RAY_IS_GONE
+from served import wait_until
+from served_hosts import HostClient, Program
+from typed_hosts import Desk, commands_of
+
+pytestmark = pytest.mark.doors
+
+PAGE = (REPOSITORY / "docs" / "clusters.md").read_text(encoding="utf-8")
+MODEL = "Qwen2.5-0.5B"
+PROMPTS, NUM_TOKENS = [[5, 6, 7], [11, 3]], 16
+LONG, NUM_LONG = [[9, 4]], 240
+PORT = 6379
+LIMIT_S = 120.0
+RAY = str(Path(sys.executable).parent / "ray")
+
+
+class RayNodes:
+    """A node of Ray on each host of a network.
+
+    Args:
+        directory: of the head node's sockets, whose names must be short.
+    """
+
+    def __init__(self, network: Network[Host[Any]], directory: str) -> None:
+        self.hosts = network.hosts
+        head, other = self.hosts
+        self.address = f"{head.address}:{PORT}"
+        common = ["--num-cpus=1", "--disable-usage-stats", "--object-store-memory=80000000"]
+        first = [RAY, "start", "--head", f"--port={PORT}", f"--node-ip-address={head.address}"]
+        first += ["--include-dashboard=false", f"--temp-dir={directory}", *common]
+        second = [RAY, "start", f"--address={self.address}", f"--node-ip-address={other.address}", *common]
+        for host, command in zip(self.hosts, (first, second), strict=True):
+            start = Program(host, command)  # ends when the node's processes run, each for itself
+            assert start.process.wait(LIMIT_S) == 0, start.output
+
+    def kill(self, part: str, host: int) -> None:
+        """Kill what has this in its command line on a host."""
+        (found,) = self.processes(part, host)
+        os.kill(found, signal.SIGKILL)
+
+    def processes(self, part: str, host: int) -> list[int]:
+        return [pid for pid in self.hosts[host].processes() if part in command_of(pid)]
+
+
+def command_of(pid: int) -> str:
+    """Return the command line of a process; of one that is gone nothing."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+    except OSError:
+        return ""
+
+
+class Served:
+    """The page's engine on Ray: a head on the first host, its worker on the second one."""
+
+    def __init__(self, nodes: RayNodes, directory: Path, checkpoint: Path, *flags: str) -> None:
+        self.nodes = nodes
+        shared = directory / "shared"
+        (shared / "models").mkdir(parents=True)
+        checkpoint.rename(shared / "models" / MODEL)
+        desk = Desk(nodes.hosts[0], directory / "tower", {"/shared": str(shared)})
+        line, *_ = commands_of(PAGE, "Ray")  # then a picture
+        self.head = desk.typed(" ".join([line, *flags]), {"RAY_ADDRESS": nodes.address})
+        self.head.await_line("ready in")
+        self.client = HostClient(nodes.hosts[0], 8000)
+
+    def complete(self) -> list[list[int]]:
+        return self.client.complete(PROMPTS, NUM_TOKENS, model=MODEL)
+
+    def long_answer(self, meanwhile: Callable[[], None]) -> list[list[int]]:
+        """Return the answer to a long request, during which something happens."""
+        answers: list[list[list[int]]] = []
+        request = threading.Thread(
+            target=lambda: answers.append(self.client.complete(LONG, NUM_LONG, model=MODEL))
+        )
+        request.start()
+        meanwhile()
+        request.join(LIMIT_S)
+        assert answers, self.head.output[-4000:]
+        return answers[0]
+
+
+@contextmanager
+def ray_nodes() -> Iterator[RayNodes]:
+    directory = tempfile.mkdtemp(prefix="pr-", dir="/tmp")
+    try:
+        with cable_network() as network:
+            yield RayNodes(network, directory)
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    return make_checkpoint(tmp_path / MODEL, layers=3, vocab_size=150, seed=3)
+
+
+@pytest.fixture
+def expected(checkpoint: Path) -> dict[str, list[list[int]]]:
+    """What one process answers."""
+
+    def answers(llm: Any, prompts: list[list[int]], num_tokens: int) -> list[list[int]]:
+        sampling = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
+        found = llm.generate([{"prompt_token_ids": ids} for ids in prompts], sampling)
+        return [answer.outputs[0].token_ids for answer in found]
+
+    with make_llm(checkpoint, "inprocess") as llm:
+        return {"short": answers(llm, PROMPTS, NUM_TOKENS), "long": answers(llm, LONG, NUM_LONG)}
+
+
+def test_i2_ray_starts_the_pages_pipeline_and_a_killed_actor_costs_no_token(
+    tmp_path: Path, checkpoint: Path, expected: dict[str, list[list[int]]]
+) -> None:
+    with ray_nodes() as nodes:
+        served = Served(nodes, tmp_path, checkpoint)
+        assert served.complete() == expected["short"]
+        assert served.long_answer(lambda: nodes.kill("ray::RayWorker", 1)) == expected["long"]
+        served.head.await_line("recovered in")
+        assert served.complete() == expected["short"]
+        served.head.stop()
+        wait_until(
+            lambda: not nodes.processes("penstock", 1) and not nodes.processes("RayWorker", 1), LIMIT_S
+        )
+        assert not nodes.processes("ray_driver", 0)
+
+
+def test_i2_the_engine_takes_over_from_a_dead_node_and_says_when_ray_itself_is_gone(
+    tmp_path: Path, checkpoint: Path, expected: dict[str, list[list[int]]]
+) -> None:
+    with ray_nodes() as nodes:
+        served = Served(nodes, tmp_path, checkpoint, "--rejoin-timeout", "2", "--kv-cache-bytes", "8000000")
+        nodes.kill("gcs_server", 0)
+        served.head.await_line("control service (GCS) is gone: the engine goes on", limit_s=5.0)
+        assert served.complete() == expected["short"]
+
+        assert served.long_answer(lambda: nodes.kill("raylet/raylet", 1)) == expected["long"]
+        served.head.await_line("recovered in")
+        assert served.complete() == expected["short"], "all stages are on the head"
+
+        nodes.kill("raylet/raylet", 0)
+        served.head.await_line(re.sub(r":.*", "", RAY_IS_GONE), limit_s=5.0)
+        assert served.complete() == expected["short"]
+        served.head.stop()
