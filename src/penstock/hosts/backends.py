@@ -102,10 +102,12 @@ def _own_class(name: str) -> MakeHosts:
 
 def _require_a_stage_for_each_host(engine: EngineConfig) -> None:
     num_hosts, num_stages = engine.cluster.hosts, engine.parallel.pipeline_parallel_size
-    if num_hosts > num_stages:
+    num_replicas = engine.parallel.data_parallel_size
+    if num_hosts > num_stages * num_replicas:
         stages = f"{num_stages} stage" + "s" * (num_stages != 1)
+        pipelines = "the pipeline has" if num_replicas == 1 else f"each of {num_replicas} pipelines has"
         raise UsageError(
-            f"--hosts is {num_hosts}, and the pipeline has {stages}.",
-            remedy="Give --pp at least as many stages as there are hosts.",
+            f"--hosts is {num_hosts}, and {pipelines} {stages}.",
+            remedy="Give --pp or --dp more, so that each host has a stage.",
             param="hosts",
         )

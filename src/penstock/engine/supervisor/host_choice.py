@@ -21,16 +21,20 @@ class HostChoice:
     Args:
         names: of the hosts that the first epoch is laid over; so many are to serve together.
         rejoin_timeout_s: how long each of them is waited for when it is lost.
+        of_others: names of the hosts of other replicas, which take over only where no other host is left.
 
     Attributes:
         laid_over: names of the hosts of the present epoch, or between two of the last one.
     """
 
-    def __init__(self, names: Collection[str], rejoin_timeout_s: float) -> None:
+    def __init__(
+        self, names: Collection[str], rejoin_timeout_s: float, of_others: Collection[str] = ()
+    ) -> None:
         self.laid_over = tuple(names)
         self._num_wanted = len(names)
         self._rejoin_timeout_s = rejoin_timeout_s
         self._missing_since: dict[str, float] = {}
+        self._of_others = frozenset(of_others)
 
     @property
     def missing(self) -> tuple[str, ...]:
@@ -54,11 +58,13 @@ class HostChoice:
         """
         self.look(there, now)
         missing_s = [now - at for at in self._missing_since.values()]
-        can_others_serve = len(there) >= self._num_wanted
+        free = [name for name in there if name not in self._of_others]
+        can_others_serve = len(free) >= self._num_wanted
         patience_s = min(RETURN_S, self._rejoin_timeout_s) if can_others_serve else self._rejoin_timeout_s
         if any(seconds < patience_s for seconds in missing_s):
             return ()
-        preferred = sorted(there, key=lambda name: name not in self.laid_over)[: self._num_wanted]
+        candidates = free or there
+        preferred = sorted(candidates, key=lambda name: name not in self.laid_over)[: self._num_wanted]
         return tuple(name for name in there if name in preferred)
 
     def lay_over(self, names: Sequence[str]) -> None:

@@ -119,11 +119,16 @@ def resolve(config: EngineConfig, hosts: Sequence[HostResources]) -> LaunchPlan:
     return resolve_replicas(config, hosts)[0]
 
 
-def resolve_replicas(config: EngineConfig, hosts: Sequence[HostResources]) -> list[LaunchPlan]:
-    """Decide everything that does not need a tensor, for each replica; they share the hosts.
+def resolve_replicas(
+    config: EngineConfig,
+    hosts: Sequence[HostResources],
+    of_stages: Sequence[HostResources] | None = None,
+) -> list[LaunchPlan]:
+    """Decide everything that does not need a tensor, for each replica.
 
     Args:
         hosts: in the order in which stages are given to them; the first is the head, where the core runs.
+        of_stages: the host of each stage, for all replicas; None: as `placement.hosts_of_ranks` has it.
 
     Raises:
         UsageError, PartitionError: a setting cannot be met by this model or machine.
@@ -137,6 +142,8 @@ def resolve_replicas(config: EngineConfig, hosts: Sequence[HostResources]) -> li
     require_plain(spec, config.model.quantization, parallel)
     layout = RankLayout(tp_sizes=tuple(parallel.tp_sizes), data_parallel_size=parallel.data_parallel_size)
     homes = hosts_of_ranks(layout, hosts)
+    if of_stages is not None:
+        homes = [of_stages[place.stage] for place in layout.places]
     given, parallel = parallel, with_plans_in_flight(parallel, homes)
     config = msgspec.structs.replace(config, parallel=parallel)
     form = _weight_form(config.model, parallel, spec, homes)

@@ -19,6 +19,7 @@ from penstock.config.engine import CacheConfig, EngineConfig
 from penstock.engine.supervisor.host_blocks import host_tier_bytes
 from penstock.engine.supervisor.host_choice import HostChoice
 from penstock.engine.supervisor.launch import ITEM_SIZES, LaunchPlan, resolve_replicas
+from penstock.engine.supervisor.placement import replicas_beside
 from penstock.engine.supervisor.stage_spread import HostRoom, StageDemand, spread
 from penstock.engine.supervisor.told_hosts import ToldHosts
 from penstock.errors import ErrorInfo, HostMissingError, PenstockError, describe
@@ -66,7 +67,11 @@ class PipeLayout:
         self._hosts = hosts
         self._config = config
         self._clock = clock
-        self._choice = HostChoice(list(hosts), config.cluster.rejoin_timeout_s)
+        own = {rank.host for rank in plan.ranks}
+        names = [name for name in hosts if name in own]
+        self._choice = HostChoice(names, config.cluster.rejoin_timeout_s, of_others=set(hosts) - own)
+        num_replicas = config.parallel.data_parallel_size
+        self._beside = replicas_beside(plan.core.replica or 0, num_replicas, len(hosts))
         self._spare_hosts: set[str] = set()  # that are there and have no part, which was said
         self._awaited: tuple[str, ...] = ()  # of which it was said that they are waited for
         self._refused: tuple[str, ...] = ()  # of which it was said that it does not go without them
@@ -164,14 +169,14 @@ class PipeLayout:
         return [f"{reason}{', '.join(moves)}."] if moves else []
 
     def _room(self, host: HostResources) -> HostRoom:
-        """Return what a host has for this pipeline: all replicas look for room at once."""
-        share = host.free_bytes // self._config.parallel.data_parallel_size
+        """Return what a host has for this pipeline: all replicas that share it look for room at once."""
+        share = host.free_bytes // len(self._beside)
         return HostRoom(name=host.name, free_bytes=share, num_gpus=host.num_gpus)
 
     def _with_held(self, host: HostResources, demands: Sequence[StageDemand]) -> HostResources:
         """Return what a host would have if it held none of our weights, which a plan counts anew."""
         held_bytes = sum(demand.held_bytes for demand in demands if demand.host == host.name)
-        free_bytes = host.free_bytes + self._config.parallel.data_parallel_size * held_bytes
+        free_bytes = host.free_bytes + len(self._beside) * held_bytes
         return msgspec.structs.replace(host, free_bytes=free_bytes)
 
     def _demand(
@@ -208,7 +213,13 @@ class PipeLayout:
             config = msgspec.structs.replace(config, parallel=parallel)
         # Ranks keep their tiers as they were at the start: neither a store nor host memory is looked at anew.
         config = msgspec.structs.replace(config, cache=_without_tiers(config.cache))
-        fresh = resolve_replicas(config, homes)[self.plan.core.replica or 0]
+        # Replicas elsewhere have no part in it.
+        parallel = msgspec.structs.replace(config.parallel, data_parallel_size=len(self._beside))
+        config = msgspec.structs.replace(config, parallel=parallel)
+        head = self._hosts.head.resources()
+        fresh = resolve_replicas(config, [head, *homes], homes)[
+            self._beside.index(self.plan.core.replica or 0)
+        ]
         ranks = [_placed_as(rank, own) for rank, own in zip(self.plan.ranks, fresh.ranks, strict=True)]
         core = msgspec.structs.replace(self.plan.core, cpus=fresh.core.cpus)
         return msgspec.structs.replace(self.plan, ranks=ranks, core=core)

@@ -16,12 +16,35 @@ from penstock.pipeline.rank_layout import RankLayout
 from penstock.process.config import RankConfig
 
 Decided = TypeVar("Decided")
+Named = TypeVar("Named")  # a host, or its name
 
 
 def hosts_of_ranks(layout: RankLayout, hosts: Sequence[HostResources]) -> list[HostResources]:
-    """Return the host of each rank: the stages go to the hosts in order, about as many to each."""
-    num_stages = len(layout.tp_sizes)
-    return [hosts[coordinates.stage * len(hosts) // num_stages] for coordinates in layout.places]
+    """Return the host of each rank: stages go to their replica's hosts in order, about as many to each."""
+    num_stages, num_replicas = len(layout.tp_sizes), layout.data_parallel_size
+    own = [hosts_of_replica(replica, num_replicas, hosts) for replica in range(num_replicas)]
+    return [
+        own[place.replica][place.stage * len(own[place.replica]) // num_stages] for place in layout.places
+    ]
+
+
+def hosts_of_replica(replica: int, num_replicas: int, hosts: Sequence[Named]) -> Sequence[Named]:
+    """Return the hosts that a replica runs on.
+
+    Each replica has hosts of its own if there are as many hosts as replicas; else some share a host:
+
+        4 hosts, 2 replicas    a b | c d        2 hosts, 4 replicas    a: 0 1    b: 2 3
+    """
+    num_groups = min(num_replicas, len(hosts))
+    group = replica * num_groups // num_replicas
+    return hosts[group * len(hosts) // num_groups : (group + 1) * len(hosts) // num_groups]
+
+
+def replicas_beside(replica: int, num_replicas: int, num_hosts: int) -> list[int]:
+    """Return the replicas that share their hosts with this one, which is among them."""
+    num_groups = min(num_replicas, num_hosts)
+    group = replica * num_groups // num_replicas
+    return [other for other in range(num_replicas) if other * num_groups // num_replicas == group]
 
 
 def on_each_host(

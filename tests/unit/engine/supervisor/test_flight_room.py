@@ -88,8 +88,9 @@ def test_r15_the_links_of_each_replica_are_counted_for_itself(model: str) -> Non
         parallel=ParallelConfig(pipeline_parallel_size=3, data_parallel_size=2, tensor_parallel_size=2),
     )
     replicas = resolve_replicas(config, hosts(3))
-    assert [replica.core.num_links for replica in replicas] == [2, 2]
-    assert [rank.link_frames for rank in replicas[1].ranks] == [32, 32, 32, 32, 2, 2]
+    assert [replica.core.num_links for replica in replicas] == [0, 1], "on one host, and on two others"
+    assert [rank.link_frames for rank in replicas[0].ranks] == [2] * 6
+    assert [rank.link_frames for rank in replicas[1].ranks] == [2, 2, 32, 32, 2, 2]
 
 
 def test_r15_frames_of_links_between_hosts_are_bounded_by_memory_and_that_is_told(

@@ -75,3 +75,16 @@ def test_r15_of_more_hosts_than_are_to_serve_those_of_the_pipeline_stay() -> Non
 def test_one_host_alone_is_always_there() -> None:
     hosts = choice(TOWER)
     assert hosts.next_hosts([TOWER], 0.0) == (TOWER,)
+
+
+def test_r15_hosts_of_other_replicas_take_over_only_where_no_other_is_left() -> None:
+    hosts = HostChoice([DESK, SHELF], LIMIT_S, of_others=[TOWER])
+    assert hosts.next_hosts([TOWER, DESK, SHELF], 0.0) == (DESK, SHELF)
+    assert hosts.next_hosts([TOWER, DESK], 0.0) == ()
+    assert hosts.next_hosts([TOWER, DESK], RETURN_S) == (), "the other replica's host is no stand-by"
+    assert hosts.next_hosts([TOWER, DESK], LIMIT_S) == (DESK,)
+    assert hosts.next_hosts([TOWER, DESK, "cellar"], LIMIT_S) == (DESK, "cellar")
+    hosts.look([TOWER], LIMIT_S)
+    assert hosts.next_hosts([TOWER], 2 * LIMIT_S) == (TOWER,)
+    hosts.lay_over([TOWER])
+    assert hosts.next_hosts([TOWER, SHELF], 99.0) == (SHELF,), "its own is back"

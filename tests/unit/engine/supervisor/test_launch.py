@@ -20,6 +20,7 @@ from penstock.config.engine import (
 )
 from penstock.distributed.group import open_shared_memory
 from penstock.engine.supervisor.launch import LaunchPlan, _widths, replica_seed, resolve, resolve_replicas
+from penstock.engine.supervisor.placement import hosts_of_replica, replicas_beside
 from penstock.engine.supervisor.wiring import Wiring
 from penstock.errors import (
     LinkClosedError,
@@ -578,12 +579,45 @@ def named(name: str, **changes: object) -> HostResources:
 
 
 def test_stages_go_to_the_hosts_in_order_and_their_ranks_together(model: str) -> None:
-    parallel = ParallelConfig(pipeline_parallel_size=3, tensor_parallel_size="2,1,1", data_parallel_size=2)
+    parallel = ParallelConfig(pipeline_parallel_size=3, tensor_parallel_size="2,1,1")
     config = EngineConfig(model=ModelConfig(model=model), parallel=parallel)
-    plans = resolve_replicas(config, [named("attic"), named("cellar")])
-    for plan in plans:
-        assert [rank.host for rank in plan.ranks] == ["attic", "attic", "attic", "cellar"]
+    plan = resolve(config, [named("attic"), named("cellar")])
+    assert [rank.host for rank in plan.ranks] == ["attic", "attic", "attic", "cellar"]
     assert {rank.host for rank in resolve(config, [HOST]).ranks} == {"this host"}
+
+
+def test_i1_replicas_have_hosts_of_their_own_where_there_are_enough(model: str) -> None:
+    parallel = ParallelConfig(pipeline_parallel_size=2, data_parallel_size=2)
+    config = EngineConfig(model=ModelConfig(model=model), parallel=parallel)
+    plans = resolve_replicas(config, [named(name) for name in ("attic", "cellar", "shed", "yard")])
+    homes = [[rank.host for rank in plan.ranks] for plan in plans]
+    assert homes == [["attic", "cellar"], ["shed", "yard"]]
+    pair = resolve_replicas(config, [named("attic", num_cpus=2), named("cellar", num_cpus=4)])
+    assert [[rank.host for rank in plan.ranks] for plan in pair] == [["attic"] * 2, ["cellar"] * 2]
+    assert [[rank.threads for rank in plan.ranks] for plan in pair] == [[1, 1], [2, 2]]
+    assert [plan.core.num_links for plan in pair] == [0, 0]
+
+
+@pytest.mark.parametrize(
+    ("num_replicas", "num_hosts", "hosts"),
+    [
+        (1, 1, ["a"]),
+        (1, 3, ["abc"]),
+        (2, 1, ["a", "a"]),
+        (2, 3, ["a", "bc"]),
+        (2, 4, ["ab", "cd"]),
+        (3, 2, ["a", "a", "b"]),
+        (4, 2, ["a", "a", "b", "b"]),
+    ],
+)
+def test_i1_every_host_is_some_replicas_and_replicas_share_only_where_hosts_are_few(
+    num_replicas: int, num_hosts: int, hosts: list[str]
+) -> None:
+    names = "abcd"[:num_hosts]
+    assert ["".join(hosts_of_replica(r, num_replicas, names)) for r in range(num_replicas)] == hosts
+    for replica, own in enumerate(hosts):
+        beside = replicas_beside(replica, num_replicas, num_hosts)
+        assert beside == [other for other, theirs in enumerate(hosts) if theirs == own]
 
 
 def test_each_host_shares_out_its_own_cores_and_gpus(model: str) -> None:

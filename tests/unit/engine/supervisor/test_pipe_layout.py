@@ -239,18 +239,36 @@ def test_r15_ranks_that_share_a_stage_go_to_the_same_host(laid: Laid) -> None:
     assert laid.threads == [4, 1, 1, 1]
 
 
-@pytest.mark.parametrize("parallel", [{"data_parallel_size": 2}], ids=str)
+@pytest.mark.parametrize("parallel", [{"data_parallel_size": 6}], ids=str)
 def test_r15_a_replica_leaves_room_for_the_others_that_lose_the_same_host(laid: Laid) -> None:
-    laid.lose("desk")
+    """Two replicas on each of three hosts: this one and another lose theirs."""
+    assert laid.homes == ["shelf"] * 3
+    laid.lose("shelf")
     laid.settle()
     laid.clock.advance(LIMIT_S)
     for host in laid.by_name.values():
-        host.free_bytes = 239 * MIB
+        host.free_bytes = 719 * MIB  # both need 3 times 120
     assert laid.settle().refusal is not None
-    laid.by_name["shelf"].free_bytes = 240 * MIB
+    laid.by_name["tower"].free_bytes = 720 * MIB
     assert laid.settle().is_settled
-    assert laid.homes == ["tower", "shelf", "shelf"]
-    assert {rank.replica for rank in laid.layout.plan.ranks} == {1}
+    assert laid.homes == ["tower"] * 3
+    assert {rank.replica for rank in laid.layout.plan.ranks} == {5}
+
+
+@pytest.mark.parametrize("parallel", [{"data_parallel_size": 3}], ids=str)
+def test_r15_a_replica_goes_to_the_host_of_another_only_when_its_own_is_not_back_in_time(laid: Laid) -> None:
+    assert laid.homes == ["shelf"] * 3
+    laid.lose("shelf")
+    assert not laid.settle().is_settled
+    laid.clock.advance(LIMIT_S - 1.0)
+    assert not laid.settle().is_settled, "two hosts are there, and both have work of their own"
+    laid.clock.advance(1.0)
+    assert laid.settle().is_settled
+    assert laid.homes == ["tower"] * 3
+    assert laid.layout.plan.core.cpus == (), "the core is bound to no core of its stages"
+    laid.by_name["shelf"].is_there = True
+    assert laid.settle().is_settled
+    assert laid.homes == ["shelf"] * 3, "the next epoch is on its own host again"
 
 
 @pytest.mark.parametrize("parallel", [{"device": "auto"}], ids=str)
