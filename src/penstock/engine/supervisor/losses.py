@@ -15,6 +15,7 @@ from penstock.errors import ErrorInfo
 CORE = -1  # its member index, beside those of the ranks the stages
 MAX_LOSSES = 3  # without a success between them; from then on with growing pauses, and running requests end
 MAX_RETRY_S = 60.0
+_JUST_AFTER_S = 0.001  # a silence is too long when it is longer than its limit
 LONG_LOOK_S = 2.0  # between two looks: then it was the supervisor that had no time
 LOADING_LIMIT_S = 60.0  # for a process that loads: importing a library may hold everything up
 ELSEWHERE_LIMIT_S = 5.0  # at least, for a process elsewhere: by then its host is known to be away, if it is
@@ -77,6 +78,11 @@ class Heartbeats(Generic[Key]):
         self._looked_at = math.inf
         self._heard_from = -math.inf  # silence before it does not count
         self._away_at: dict[Key, float] = {}  # when those last could not be heard whose host was away
+        self._due_at = math.inf  # when the next silence is too long, if it lasts
+
+    def due_in(self, now: float) -> float:
+        """Return the seconds after which the next silence is too long, if nothing is heard meanwhile."""
+        return max(0.0, self._due_at - now) + _JUST_AFTER_S
 
     def silent(
         self,
@@ -107,7 +113,9 @@ class Heartbeats(Generic[Key]):
         limits = dict.fromkeys(heard_at, self._limit_s)
         limits |= dict.fromkeys(elsewhere, max(self._limit_s, ELSEWHERE_LIMIT_S))
         limits |= dict.fromkeys(loading, max(self._limit_s, LOADING_LIMIT_S))
-        return {key: seconds for key, seconds in silence_s.items() if seconds > limits[key]}
+        left_s = {key: limits[key] - seconds for key, seconds in silence_s.items()}
+        self._due_at = now + min((seconds for seconds in left_s.values() if seconds >= 0), default=math.inf)
+        return {key: seconds for key, seconds in silence_s.items() if left_s[key] < 0}
 
 
 class Losses:

@@ -233,7 +233,7 @@ class _RunningEngine:
 
     def _serve_on(self, leaving: Set[Member] = frozenset()) -> Set[Member]:
         """Wait for what comes next, and recover what is broken; who of `leaving` has ended."""
-        ended = self._hear(TICK_S)
+        ended = self._hear(min(TICK_S, self._heartbeats.due_in(time.monotonic())))
         self._end_the_lifeless()
         self._mend_front((ended & self._fronts) - leaving)
         for replica in self._replicas:

@@ -85,6 +85,19 @@ def test_r2_who_says_nothing_for_longer_than_the_limit_is_silent(heartbeats: Hea
     assert heartbeats.silent({0: 10.0, 1: 4.9}, 11.0) == {1: 6.1}
 
 
+def test_r2_the_supervisor_wakes_up_when_a_silence_becomes_too_long(heartbeats: Heartbeats[int]) -> None:
+    """Else it would find out at its next look, up to a second later."""
+    assert heartbeats.due_in(0.0) > 1e9, "nobody is known"
+    heartbeats.silent({0: 10.0, 1: 9.4}, 10.0)
+    due_s = heartbeats.due_in(10.0)
+    assert 4.4 < due_s < 4.41
+    for second in (11.5, 13.0, 14.3):
+        assert heartbeats.silent({0: 13.0, 1: 9.4}, second) == {}
+    assert heartbeats.silent({0: 13.0, 1: 9.4}, 10.0 + due_s).keys() == {1}
+    assert 3.5 < heartbeats.due_in(10.0 + due_s) < 3.7, "who is silent is dealt with, and the others count"
+    assert heartbeats.due_in(99.0) < 0.01
+
+
 def test_who_could_not_be_heard_is_not_silent(heartbeats: Heartbeats[int]) -> None:
     heartbeats.silent({}, 0.0)
     assert heartbeats.silent({0: 0.0}, 2 * LONG_LOOK_S + 5.0) == {}, "it was the supervisor that slept"
