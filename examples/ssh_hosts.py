@@ -4,7 +4,7 @@
       penstock serve MODEL --pp 3 --hosts 3 --distributed-executor-backend ssh_hosts:SshHosts \\
       --listen-workers 10.0.0.1:7700 --join-token-file token
 
-A backend is a class, or a function, that makes the hosts of an engine (`penstock.hosts.engine_hosts`). This
+A backend is a class, or a function, that makes the hosts of an engine (`penstock.hosts.launchers.engine_hosts`). This
 one takes those that workers join, and only replaces the user who types `penstock worker` on each of them. The
 join token crosses ssh's standard input, so that no argument list and no file of the other host has it.
 """
@@ -22,8 +22,8 @@ from typing import IO
 from penstock.config.engine import EngineConfig
 from penstock.errors import PenstockError, UnavailableError, UsageError
 from penstock.hosts.bell import LastingSource
-from penstock.hosts.engine_hosts import Voices
 from penstock.hosts.gathering import GatheredHosts
+from penstock.hosts.launchers.engine_hosts import Voices
 from penstock.hosts.launchers.starter import WantedWorkers
 from penstock.hosts.member import Waitable
 from penstock.hosts.network.joining_address import join_address

@@ -18,7 +18,6 @@ from io import StringIO
 from pathlib import Path
 from typing import Any
 
-import kubernetes_validate
 import pytest
 import yaml
 
@@ -100,9 +99,12 @@ def test_the_base_lists_all_of_its_files() -> None:
     assert kustomization["resources"] == names
 
 
-@pytest.mark.parametrize("version", [OLDEST, kubernetes_validate.latest_version()])
+@pytest.mark.parametrize("version", [OLDEST, "newest"])
 @pytest.mark.parametrize("folder", [BASE, CUDA], ids=["base", "cuda"])
 def test_manifests_fit_the_schemas_of_kubernetes(folder: Path, version: str) -> None:
+    import kubernetes_validate  # of the extra `doors`, which other tests are collected without
+
+    version = kubernetes_validate.latest_version() if version == "newest" else version
     for each in built(folder):
         if each["kind"] != "LeaderWorkerSet":
             kubernetes_validate.validate(each, version, strict=True)

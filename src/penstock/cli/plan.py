@@ -19,8 +19,8 @@ from penstock.config.hosts import HostsConfig
 from penstock.engine.supervisor.auto_partition import settle_partition
 from penstock.engine.supervisor.reports import Caution, Event, Notice, event_line
 from penstock.errors import UsageError
-from penstock.hosts.backends import open_hosts
-from penstock.hosts.engine_hosts import Voices
+from penstock.hosts.launchers.backends import open_hosts
+from penstock.hosts.launchers.engine_hosts import Voices
 
 
 @with_settings(*ENGINE, HostsConfig)

@@ -118,7 +118,7 @@ def _launcher(**is_given: bool) -> Launcher | None:
 def _work(
     settings: WorkerSettings, launched: Launched, token_file: Path | None, invocation: Invocation
 ) -> int:
-    from penstock.hosts.head_search import found_head
+    from penstock.hosts.network.head_search import found_head
     from penstock.hosts.worker import Worker
     from penstock.kvstore.own_store import require_usable
     from penstock.process.child import show_threads_on_request

@@ -7,7 +7,7 @@ There are as many places for workers as `--hosts` says. Workers that come when a
 once the engine has begun, and stand by: when a worker is lost, one of them has its place at once. The lost
 one may come back all the same.
 
-Made by `hosts.backends`.
+Made by `hosts.launchers.backends`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pathlib import Path
 from penstock.config.hosts import HostsConfig, head_directory, own_host_name, own_version, parse_address
 from penstock.errors import JoinTokenError, LinkClosedError, PeerError, PenstockError, UnavailableError
 from penstock.hosts.agent_messages import NotNeeded
-from penstock.hosts.engine_hosts import Tell, Voices
+from penstock.hosts.launchers.engine_hosts import Tell, Voices
 from penstock.hosts.launchers.starter import TypedByUser, WantedWorkers, WorkerStarter
 from penstock.hosts.link_streams import ProvedStreams
 from penstock.hosts.local import LocalHost

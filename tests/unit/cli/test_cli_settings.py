@@ -182,6 +182,7 @@ m --served-model-name s --dtype float16 --max-model-len 11 --seed 12 --pp 2 --tp
 --json-open-objects --no-warm-spare
 --hosts 2 --listen-workers [::1]:7801 --join-token-file /token --join-token-ttl 63 --host-name attic
 --link-ports 7801-7802 --insecure-links --state-dir /state --rejoin-timeout 64
+--discover --ray {"placement":"pack"}
 --ssl-certfile /a.crt --ssl-keyfile /a.key
 --allowed-origins https://a.example --allowed-origins http://localhost:3000
 --allowed-hosts host.docker.internal --allowed-hosts box
@@ -273,7 +274,9 @@ def test_every_flag_reaches_its_config(monkeypatch: pytest.MonkeyPatch, tmp_path
             "link_ports": "7801-7802",
             "insecure_links": True,
             "state_dir": "/state",
+            "discover": True,
             "rejoin_timeout_s": 64.0,
+            "ray": '{"placement":"pack"}',
         },
         "seed": 12,
     }

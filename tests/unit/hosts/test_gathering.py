@@ -17,9 +17,9 @@ from penstock.config.engine import EngineConfig, ModelConfig, ParallelConfig
 from penstock.config.hosts import HostsConfig
 from penstock.errors import PortInUseError, UnavailableError, UsageError
 from penstock.hosts import revocations, worker
-from penstock.hosts.backends import open_hosts
-from penstock.hosts.engine_hosts import OneHost, Voices
 from penstock.hosts.gathering import GatheredHosts
+from penstock.hosts.launchers.backends import open_hosts
+from penstock.hosts.launchers.engine_hosts import OneHost, Voices
 from penstock.hosts.network import path_finding
 from penstock.hosts.network.scout import Scout
 from penstock.hosts.remote_host import RemoteHost, RemoteMember

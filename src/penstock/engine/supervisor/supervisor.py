@@ -56,8 +56,8 @@ from penstock.engine.supervisor.reports import (
 from penstock.engine.supervisor.spares import Spares
 from penstock.engine.supervisor.standbys import standbys_of
 from penstock.errors import ErrorInfo, PeerError, PenstockError, error_from_info
-from penstock.hosts.backends import open_hosts
-from penstock.hosts.engine_hosts import EngineHosts, Voices
+from penstock.hosts.launchers.backends import open_hosts
+from penstock.hosts.launchers.engine_hosts import EngineHosts, Voices
 from penstock.hosts.member import Member, Waitable
 from penstock.hosts.member_watch import MemberWatch
 from penstock.process.child import Ready, StatusEvent, TextSideLoaded, show_threads_on_request

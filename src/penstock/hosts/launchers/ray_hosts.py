@@ -18,8 +18,8 @@ import msgspec
 from penstock.config.hosts import HostsConfig
 from penstock.config.ray import RayOptions, ray_options
 from penstock.errors import UsageError
-from penstock.hosts.engine_hosts import Voices
 from penstock.hosts.gathering import GatheredHosts
+from penstock.hosts.launchers.engine_hosts import Voices
 from penstock.hosts.launchers.ray_messages import PlaceWorkers
 from penstock.hosts.launchers.ray_starter import RayStarter
 from penstock.hosts.launchers.starter import WantedWorkers

@@ -21,7 +21,7 @@ import msgspec
 
 from penstock.errors import PenstockError, UnavailableError
 from penstock.hosts.bell import LastingSource
-from penstock.hosts.engine_hosts import Voices
+from penstock.hosts.launchers.engine_hosts import Voices
 from penstock.hosts.launchers.ray_messages import DriverReport, LostWorker, PlaceWorkers, Said, Warned
 from penstock.hosts.launchers.starter import WantedWorkers
 from penstock.hosts.member import Waitable

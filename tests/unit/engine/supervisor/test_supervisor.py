@@ -16,7 +16,7 @@ from penstock.engine.supervisor.launch import LaunchPlan, resolve
 from penstock.engine.supervisor.pipe_layout import PipeLayout
 from penstock.engine.supervisor.reports import Caution, EngineFailed, EngineReady, Event, ModelFound
 from penstock.engine.supervisor.supervisor import Supervisor
-from penstock.hosts.engine_hosts import OneHost
+from penstock.hosts.launchers.engine_hosts import OneHost
 from penstock.hosts.local_socket import LocalSocket
 from penstock.hosts.member import Waitable
 from penstock.hosts.member_watch import MemberWatch

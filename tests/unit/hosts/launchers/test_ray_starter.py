@@ -13,8 +13,8 @@ import pytest
 from penstock.config.hosts import HostsConfig
 from penstock.config.ray import RayOptions
 from penstock.errors import UnavailableError
-from penstock.hosts.engine_hosts import Voices
 from penstock.hosts.launchers import ray_hosts
+from penstock.hosts.launchers.engine_hosts import Voices
 from penstock.hosts.launchers.ray_bundles import bundles, strategy_of, why_not_placed
 from penstock.hosts.launchers.ray_messages import (
     CannotPlace,

@@ -10,11 +10,11 @@ import pytest
 
 from penstock.errors import UsageError
 from penstock.hosts.bell import Bell
-from penstock.hosts.head_search import found_head
 from penstock.hosts.launchers.announced import Announced
 from penstock.hosts.launchers.starter import WantedWorkers
 from penstock.hosts.network import discovery
 from penstock.hosts.network.discovery import HeadSearch, head_address
+from penstock.hosts.network.head_search import found_head
 from penstock.trust.join_token import JoinToken
 
 OURS, OTHER = "ab" * 16, "cd" * 16

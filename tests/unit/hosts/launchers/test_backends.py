@@ -11,11 +11,11 @@ import pytest
 from penstock.config.engine import EngineConfig, ModelConfig, ParallelConfig
 from penstock.config.executor_backend import require_backend
 from penstock.errors import UsageError
-from penstock.hosts.backends import open_hosts
-from penstock.hosts.engine_hosts import OneHost, Voices
+from penstock.hosts.launchers.backends import open_hosts
+from penstock.hosts.launchers.engine_hosts import OneHost, Voices
 
 MODULE = '''
-from penstock.hosts.engine_hosts import OneHost
+from penstock.hosts.launchers.engine_hosts import OneHost
 
 class Own(OneHost):
     """An executor of a user's own."""

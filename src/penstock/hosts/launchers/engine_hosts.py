@@ -1,6 +1,6 @@
 """The seam between an engine and whatever brings its hosts together: an executor backend makes these.
 
-    hosts = open_hosts(engine, voices)    begins; what takes time comes in `gather`    (`hosts.backends`)
+    hosts = open_hosts(engine, voices)    begins (`hosts.launchers.backends`); what takes time is `gather`
     hosts.gather(lifelines)               until all hosts are there
     hosts.hosts                           what the supervisor plans and starts ranks with
     hosts.admit()                         when one of `hosts.sources` is readable

@@ -2,7 +2,7 @@
 
     mp            this host alone, or with the workers that join it    `hosts.gathering`
     ray           the same; Ray starts the workers                     `hosts.launchers.ray_starter`
-    MODULE:CLASS  what a class of the user's own makes                 `hosts.engine_hosts.MakeHosts`
+    MODULE:CLASS  what a class of the user's own makes                 `hosts.launchers.engine_hosts.MakeHosts`
 
 Called by `engine.supervisor.supervisor` and by `penstock plan`.
 """
@@ -16,8 +16,8 @@ from typing import cast
 from penstock.config.engine import EngineConfig
 from penstock.config.executor_backend import PROCESSES, is_own_class
 from penstock.errors import UsageError, describe
-from penstock.hosts.engine_hosts import EngineHosts, MakeHosts, OneHost, Voices
 from penstock.hosts.gathering import GatheredHosts
+from penstock.hosts.launchers.engine_hosts import EngineHosts, MakeHosts, OneHost, Voices
 
 _REQUIRED = ("gather", "admit", "tend", "close")
 
@@ -73,7 +73,7 @@ def _own_hosts(name: str, engine: EngineConfig, voices: Voices) -> EngineHosts:
     if missing:
         raise UsageError(
             f"the executor backend {name!r} makes {type(hosts).__name__}, which has no {missing[0]!r}.",
-            remedy="Give it what penstock.hosts.engine_hosts.EngineHosts has; see docs/clusters.md.",
+            remedy="Give it what penstock.hosts.launchers.engine_hosts.EngineHosts has; see docs/clusters.md.",
             param="distributed_executor_backend",
         )
     return hosts
