@@ -4,9 +4,10 @@
       penstock serve MODEL --pp 3 --hosts 3 --distributed-executor-backend ssh_hosts:SshHosts \\
       --listen-workers 10.0.0.1:7700 --join-token-file token
 
-A backend is a class, or a function, that makes the hosts of an engine (`penstock.hosts.launchers.engine_hosts`). This
-one takes those that workers join, and only replaces the user who types `penstock worker` on each of them. The
-join token crosses ssh's standard input, so that no argument list and no file of the other host has it.
+A backend is a class, or a function, that makes the hosts of an engine
+(`penstock.hosts.launchers.engine_hosts`). This one takes those that workers join, and only replaces the user
+who types `penstock worker` on each of them. The join token crosses ssh's standard input, so that no argument
+list and no file of the other host has it.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Which hosts an engine runs on, by the executor backend that its user has named.
 
     mp            this host alone, or with the workers that join it    `hosts.gathering`
-    ray           the same; Ray starts the workers                     `hosts.launchers.ray_starter`
-    MODULE:CLASS  what a class of the user's own makes                 `hosts.launchers.engine_hosts.MakeHosts`
+    ray           the same; Ray starts the workers                     `ray_hosts`
+    MODULE:CLASS  what a class of the user's own makes                 `engine_hosts.MakeHosts`
 
 Called by `engine.supervisor.supervisor` and by `penstock plan`.
 """
@@ -73,7 +73,7 @@ def _own_hosts(name: str, engine: EngineConfig, voices: Voices) -> EngineHosts:
     if missing:
         raise UsageError(
             f"the executor backend {name!r} makes {type(hosts).__name__}, which has no {missing[0]!r}.",
-            remedy="Give it what penstock.hosts.launchers.engine_hosts.EngineHosts has; see docs/clusters.md.",
+            remedy="Give it what `hosts.launchers.engine_hosts.EngineHosts` has; see docs/clusters.md.",
             param="distributed_executor_backend",
         )
     return hosts
