@@ -14,6 +14,7 @@ or one that is started here.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import socket
 import sys
@@ -260,7 +261,7 @@ def main() -> None:
     report = reports()
     order = msgspec.json.decode(sys.stdin.buffer.readline(), type=PlaceWorkers)
     try:
-        ray.init(namespace=NAMESPACE, log_to_driver=False, logging_level="error")
+        ray.init(namespace=NAMESPACE, log_to_driver=False, logging_level=logging.ERROR)
     except Exception as error:
         remedy = "Start it with `ray start`, or name its address in RAY_ADDRESS."
         report(CannotPlace(f"Ray cannot be reached: {_one_line(error)}", remedy))
