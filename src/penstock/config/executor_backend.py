@@ -1,9 +1,11 @@
 """The names of executor backends: what starts the ranks of an engine (`--distributed-executor-backend`).
 
-mp            processes on this host, and on the hosts whose workers join
-ray           the same, where Ray starts the workers
-MODULE:CLASS  a class of the user's own, as docs/clusters.md describes
-inprocess     threads of the caller's process; only `LLM` has it
+    mp            processes on this host, and on the hosts whose workers join
+    ray           the same, where Ray starts the workers
+    MODULE:CLASS  a class of the user's own, as docs/clusters.md describes
+    inprocess     threads of the caller's process; only `LLM` has it
+
+Which hosts each of them makes stands in `hosts.launchers.backends`.
 """
 
 from __future__ import annotations

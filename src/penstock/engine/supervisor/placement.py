@@ -35,16 +35,20 @@ def hosts_of_replica(replica: int, num_replicas: int, hosts: Sequence[Named]) ->
 
         4 hosts, 2 replicas    a b | c d        2 hosts, 4 replicas    a: 0 1    b: 2 3
     """
-    num_groups = min(num_replicas, len(hosts))
-    group = replica * num_groups // num_replicas
+    group, num_groups = _group_of(replica, num_replicas, len(hosts))
     return hosts[group * len(hosts) // num_groups : (group + 1) * len(hosts) // num_groups]
 
 
 def replicas_beside(replica: int, num_replicas: int, num_hosts: int) -> list[int]:
     """Return the replicas that share their hosts with this one, which is among them."""
+    own = _group_of(replica, num_replicas, num_hosts)
+    return [other for other in range(num_replicas) if _group_of(other, num_replicas, num_hosts) == own]
+
+
+def _group_of(replica: int, num_replicas: int, num_hosts: int) -> tuple[int, int]:
+    """Return in which group of hosts a replica is, and how many groups there are."""
     num_groups = min(num_replicas, num_hosts)
-    group = replica * num_groups // num_replicas
-    return [other for other in range(num_replicas) if other * num_groups // num_replicas == group]
+    return replica * num_groups // num_replicas, num_groups
 
 
 def on_each_host(

@@ -48,9 +48,9 @@ def _joined_hosts(engine: EngineConfig, voices: Voices) -> EngineHosts:
 
 
 def _ray_hosts(engine: EngineConfig, voices: Voices) -> EngineHosts:
-    from penstock.hosts.launchers.ray_hosts import open_ray_hosts
+    from penstock.hosts.launchers.ray_hosts import RayHosts
 
-    return open_ray_hosts(engine.cluster, voices)
+    return RayHosts(engine.cluster, voices)
 
 
 _MAKERS: dict[str, Callable[[EngineConfig, Voices], EngineHosts]] = {"mp": _joined_hosts, "ray": _ray_hosts}

@@ -83,17 +83,13 @@ class Placed:
         self._group = group = self._reserved(own_address)
         if not self._await_placement(group):
             return
-        strategies = (
-            PlacementGroupSchedulingStrategy(
+        join = shown(order.host or own_address, order.port)
+        for number in range(1, order.number + 1):
+            strategy = PlacementGroupSchedulingStrategy(
                 placement_group=group,
                 placement_group_bundle_index=number,
                 placement_group_capture_child_tasks=False,
             )
-            for number in range(1, order.number + 1)
-        )
-        join = shown(order.host or own_address, order.port)
-        for number, strategy in enumerate(strategies, start=1):
-            bundle = group.bundle_specs[number]
             actor = (
                 ray.remote(RayWorker)
                 .options(
@@ -103,7 +99,7 @@ class Placed:
                     max_restarts=-1,
                     scheduling_strategy=strategy,
                     runtime_env=dict(order.options.runtime_env) or None,
-                    **_reserved_options(bundle),
+                    **_reserved_options(group.bundle_specs[number]),
                 )
                 .remote(order.engine, number, partial(give_back, order.engine if self._own_group else ""))
             )

@@ -65,7 +65,7 @@ class RayStarter:
         return [self._line]
 
     def start(self, wanted: WantedWorkers) -> None:
-        self._voices.tell(f"Ray starts {wanted.number} worker" + "s" * (wanted.number != 1))
+        self._voices.tell(f"Ray starts {wanted.counted}")
         self._driver = subprocess.Popen(
             self._command,
             stdin=subprocess.PIPE,

@@ -41,6 +41,11 @@ class WantedWorkers(NamedTuple):
     link_ports: str
     is_plain: bool = False
 
+    @property
+    def counted(self) -> str:
+        """How many workers, in words."""
+        return f"{self.number} worker" + "s" * (self.number != 1)
+
 
 class WorkerStarter(Protocol):
     """What starts the workers of an engine. All calls come from one thread."""
@@ -86,12 +91,19 @@ class TypedByUser:
         self._tell = tell
 
     def start(self, wanted: WantedWorkers) -> None:
-        workers = f"{wanted.number} worker" + "s" * (wanted.number != 1)
         where = "the other host" if wanted.number == 1 else "each of the other hosts"
+        self._invite(wanted, f"on {where}", f"--join {join_address(wanted.host, wanted.port)}")
+
+    def _invite(self, wanted: WantedWorkers, where: str, head: str) -> None:
+        """Say what is to be typed.
+
+        Args:
+            where: the hosts, in words.
+            head: the words of the command line that name the head.
+        """
         self._tell(
-            f"waiting for {workers}; on {where} type:\n"
-            f"  penstock worker --join {join_address(wanted.host, wanted.port)}"
-            f" --join-token-file {shlex.quote(wanted.token_file)}"
+            f"waiting for {wanted.counted}; {where} type:\n"
+            f"  penstock worker {head} --join-token-file {shlex.quote(wanted.token_file)}"
         )
         self._tell(
             f"links from other hosts come to the ports {wanted.link_ports} of this host (--link-ports)"

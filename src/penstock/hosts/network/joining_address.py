@@ -45,10 +45,14 @@ def join_address(
     host: str, port: int, addresses: Callable[[], Sequence[HostAddress]] = usable_addresses
 ) -> str:
     """Return the address that workers are to type: of all addresses of this host the most promising one."""
-    if is_any_address(host):
-        own = [one.address for one in addresses() if not one.is_link_local]
-        host = own[0] if own else host
-    return shown(host, port)
+    return shown(next(iter(join_hosts(host, addresses)), host), port)
+
+
+def join_hosts(host: str, addresses: Callable[[], Sequence[HostAddress]] = usable_addresses) -> Sequence[str]:
+    """Return the addresses at which workers may join where this host listens, the most promising first."""
+    if not is_any_address(host):
+        return [host]
+    return [one.address for one in addresses() if not one.is_link_local]
 
 
 def loopback_warning(host: str, port: int) -> str:
