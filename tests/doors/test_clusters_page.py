@@ -12,10 +12,9 @@ import pytest
 
 from checkpoints import make_checkpoint
 from deployed import built, stated_commands
-from linked_engines import make_llm
+from linked_engines import greedy_ids, make_llm
 from network import cable_network
 from paths import REPOSITORY
-from penstock import SamplingParams
 from penstock.cli.program import run
 from penstock.cli.terminal import Invocation
 from served_hosts import HostClient
@@ -83,9 +82,7 @@ def lay_out_secret(head: Desk, worker: Desk) -> None:
 def test_i2_one_line_on_all_hosts_serves_one_model(tmp_path: Path, launcher: str) -> None:
     checkpoint = make_checkpoint(tmp_path / MODEL, layers=3, vocab_size=150, seed=3)
     with make_llm(checkpoint, "inprocess") as llm:
-        sampling = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
-        prompts = [{"prompt_token_ids": ids} for ids in PROMPTS]
-        expected = [answer.outputs[0].token_ids for answer in llm.generate(prompts, sampling)]
+        expected = greedy_ids(llm, PROMPTS, NUM_TOKENS)
     with cable_network() as network, ExitStack() as ending:
         first, second = (host.address for host in network.hosts)
         shared = tmp_path / "shared"

@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 
 from checkpoints import make_checkpoint
-from linked_engines import make_llm
+from host_faults import processes
+from linked_engines import greedy_ids, make_llm
 from network import cable_network
 from paths import REPOSITORY
-from penstock import SamplingParams
-from served import wait_until
+from served import title_of, wait_until
 from served_hosts import HostClient
 from typed_hosts import Desk, commands_of
 
@@ -44,9 +44,7 @@ def checkpoint(tmp_path: Path) -> Path:
 @pytest.fixture
 def expected(checkpoint: Path) -> list[list[int]]:
     with make_llm(checkpoint, "inprocess") as llm:
-        sampling = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
-        answers = llm.generate([{"prompt_token_ids": ids} for ids in PROMPTS], sampling)
-        return [list(answer.outputs[0].token_ids) for answer in answers]
+        return greedy_ids(llm, PROMPTS, NUM_TOKENS)
 
 
 def test_i2_a_backend_of_ones_own_starts_workers_over_ssh(
@@ -78,14 +76,7 @@ def test_i2_a_backend_of_ones_own_starts_workers_over_ssh(
         assert HostClient(first, 8000).complete(PROMPTS, NUM_TOKENS, model=MODEL) == expected
         assert not list((tmp_path / "desk").rglob("token*")), "the token is in no file there"
         assert head.stop() == 0
-        wait_until(lambda: not any("penstock" in title_of(pid) for pid in second.processes()), 30.0)
-
-
-def title_of(pid: int) -> str:
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_text(errors="replace")
-    except OSError:
-        return ""
+        wait_until(lambda: not any("penstock" in title_of(process) for process in processes(second)), 30.0)
 
 
 def test_i2_a_worker_finds_the_head_of_its_token_in_the_local_network(

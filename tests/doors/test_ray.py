@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
-import signal
 import sys
 import tempfile
 import threading
@@ -14,15 +12,16 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from checkpoints import make_checkpoint
-from linked_engines import make_llm
+from host_faults import processes
+from linked_engines import greedy_ids, make_llm
 from network import Host, Network, cable_network
 from paths import REPOSITORY
-from penstock import SamplingParams
 from penstock.hosts.launchers.ray_starter import RAY_IS_GONE
-from served import wait_until
+from served import title_of, wait_until
 from served_hosts import HostClient, Program
 from typed_hosts import Desk, commands_of
 
@@ -59,18 +58,10 @@ class RayNodes:
     def kill(self, part: str, host: int) -> None:
         """Kill what has this in its command line on a host."""
         (found,) = self.processes(part, host)
-        os.kill(found, signal.SIGKILL)
+        found.kill()
 
-    def processes(self, part: str, host: int) -> list[int]:
-        return [pid for pid in self.hosts[host].processes() if part in command_of(pid)]
-
-
-def command_of(pid: int) -> str:
-    """Return the command line of a process; of one that is gone nothing."""
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-    except OSError:
-        return ""
+    def processes(self, part: str, host: int) -> list[psutil.Process]:
+        return [process for process in processes(self.hosts[host]) if part in title_of(process)]
 
 
 class Served:
@@ -121,14 +112,8 @@ def checkpoint(tmp_path: Path) -> Path:
 @pytest.fixture
 def expected(checkpoint: Path) -> dict[str, list[list[int]]]:
     """What one process answers."""
-
-    def answers(llm: Any, prompts: list[list[int]], num_tokens: int) -> list[list[int]]:
-        sampling = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
-        found = llm.generate([{"prompt_token_ids": ids} for ids in prompts], sampling)
-        return [answer.outputs[0].token_ids for answer in found]
-
     with make_llm(checkpoint, "inprocess") as llm:
-        return {"short": answers(llm, PROMPTS, NUM_TOKENS), "long": answers(llm, LONG, NUM_LONG)}
+        return {"short": greedy_ids(llm, PROMPTS, NUM_TOKENS), "long": greedy_ids(llm, LONG, NUM_LONG)}
 
 
 def test_i2_ray_starts_the_pages_pipeline_and_a_killed_actor_costs_no_token(

@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 
 from checkpoints import make_checkpoint
-from linked_engines import make_llm
+from linked_engines import greedy_ids, make_llm
 from network import cable_network
-from penstock import SamplingParams
 from served import wait_until
 from served_hosts import PairServer
 
@@ -24,10 +23,8 @@ WAIT_S = 60.0
 
 def test_i1_each_replica_has_its_host_and_one_that_is_killed_costs_no_token(tmp_path: Path) -> None:
     checkpoint = make_checkpoint(tmp_path / "model", layers=3, vocab_size=150, seed=3)
-    sampling = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
     with make_llm(checkpoint, "inprocess") as llm:
-        answers = llm.generate([{"prompt_token_ids": ids} for ids in PROMPTS], sampling)
-        expected = [list(answer.outputs[0].token_ids) for answer in answers]
+        expected = greedy_ids(llm, PROMPTS, NUM_TOKENS)
     flags = ["--dp", "2", "--pp", "2", "--threads-per-rank", "1", "--kv-cache-bytes", "8000000"]
     with (
         cable_network() as network,

@@ -10,10 +10,9 @@ from pathlib import Path
 import pytest
 
 from checkpoints import make_checkpoint
-from linked_engines import make_llm
+from linked_engines import greedy_ids, make_llm
 from network import cable_network
 from paths import REPOSITORY
-from penstock import SamplingParams
 from served_hosts import HostClient
 from typed_hosts import Desk, commands_of
 
@@ -27,9 +26,7 @@ PROMPTS, NUM_TOKENS = [[5, 6, 7], [11, 3]], 16
 def test_g1_the_commands_of_the_page_serve_one_model_over_two_hosts(tmp_path: Path) -> None:
     checkpoint = make_checkpoint(tmp_path / MODEL, layers=3, vocab_size=150, seed=3)
     with make_llm(checkpoint, "inprocess") as llm:
-        sampling = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
-        prompts = [{"prompt_token_ids": ids} for ids in PROMPTS]
-        expected = [answer.outputs[0].token_ids for answer in llm.generate(prompts, sampling)]
+        expected = greedy_ids(llm, PROMPTS, NUM_TOKENS)
     serve, copy, join = commands_of(PAGE, "Two hosts in three commands")
     with cable_network() as network, ExitStack() as ending:
         addresses = {"10.0.0.1": network.hosts[0].address, "10.0.0.2": network.hosts[1].address}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,13 @@ def make_llm(model: Path, backend: str = "mp", **settings: Any) -> LLM:
         distributed_executor_backend=backend,  # type: ignore[arg-type]
         **settings,
     )
+
+
+def greedy_ids(llm: LLM, prompts: Sequence[Sequence[int]], num_tokens: int) -> list[list[int]]:
+    """The likeliest ids after prompts of ids, so many for each."""
+    sampling = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
+    answers = llm.generate([{"prompt_token_ids": list(ids)} for ids in prompts], sampling)
+    return [list(answer.outputs[0].token_ids) for answer in answers]
 
 
 def tokens(llm: LLM) -> list[list[int]]:
