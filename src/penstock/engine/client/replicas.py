@@ -14,7 +14,7 @@ import msgspec
 from penstock.batch import StageSpans, StageTimes
 from penstock.engine.client.async_engine import AsyncEngine
 from penstock.engine.client.core_health import EngineStatus
-from penstock.engine.client.routing import Router
+from penstock.engine.client.routing import Load, Router
 from penstock.engine.client.streams import RequestStream
 from penstock.engine.stats import CoreStats, summed
 from penstock.errors import NotFoundError, OverloadedError, PenstockError, UnavailableError
@@ -38,7 +38,7 @@ class Replicas:
     def __init__(self, engines: Sequence[AsyncEngine], *, has_prefix_cache: bool = False) -> None:
         self._engines = list(engines)
         self._starts: list[asyncio.Task[None]] = []
-        self._router = Router(len(self._engines), has_cache=has_prefix_cache)
+        self._router = Router[int](has_cache=has_prefix_cache)  # numbers of engines
 
     async def start(self, timeout_s: float | None = None) -> None:
         """Wait until a pipeline stands; the others may come later. Raises what one raised if none does."""
@@ -98,11 +98,13 @@ class Replicas:
         Args:
             home: the replica to go to if it is there and has room.
         """
-        ahead = [engine.tokens_ahead for engine in self._engines]
-        has_room = [status.ready and not status.is_full for status in self.statuses()]
+        loads = {
+            index: Load(engine.tokens_ahead, status.ready and not status.is_full)
+            for index, (engine, status) in enumerate(zip(self._engines, self.statuses(), strict=True))
+        }
         refusals: list[PenstockError] = []
-        order = self._router.order(prompt_token_ids, ahead, has_room)
-        if home is not None and has_room[home]:
+        order = self._router.order(prompt_token_ids, loads)
+        if home is not None and loads[home].has_room:
             order = [home, *(index for index in order if index != home)]
         for index in order:
             try:

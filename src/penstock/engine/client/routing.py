@@ -3,48 +3,62 @@
     tokens ahead of it in the replica  +  its own that the replica has not cached
 
 A replica is taken to have cached the beginnings of prompts that were sent to it, in whole chunks. Does no
-I/O: `engine.client.replicas` says how much work each replica has.
+I/O: `engine.client.replicas` says how much work each replica has, and `examples/ray_serve.py` does so for
+replicas that come and go.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
+from typing import Generic, NamedTuple, TypeVar
 
 DECODE_TOKENS = 16  # a request that decodes counts as a prompt of so many: it takes part in each step
 _CHUNK = 64  # tokens; beginnings are remembered in multiples
 _MAX_CHUNKS = 64  # of a prompt that are looked at
 _MAX_REMEMBERED = 1 << 16
 
+Replica = TypeVar("Replica", bound=Hashable)
 
-class Router:
+
+class Load(NamedTuple):
+    """What a replica has to do.
+
+    Attributes:
+        ahead: tokens that it has to compute before it comes to another request.
+        has_room: whether it takes requests; replicas that are away or full come last.
+    """
+
+    ahead: int
+    has_room: bool = True
+
+
+class Router(Generic[Replica]):
     """Orders replicas for each request, and remembers where requests went.
 
     Args:
-        num_replicas: at least 1.
         has_cache: whether replicas keep the keys and values of prompts for later ones.
     """
 
-    def __init__(self, num_replicas: int, *, has_cache: bool) -> None:
-        self._num_routed = [0] * num_replicas
+    def __init__(self, *, has_cache: bool) -> None:
+        self._num_routed: Counter[Replica] = Counter()
         self._has_cache = has_cache
-        self._seen: list[OrderedDict[int, None]] = [OrderedDict() for _ in range(num_replicas)]
+        self._seen: defaultdict[Replica, OrderedDict[int, None]] = defaultdict(OrderedDict)
 
-    def order(self, prompt: Sequence[int], ahead: Sequence[int], has_room: Sequence[bool]) -> list[int]:
-        """Return the replicas to try, the best first.
-
-        Args:
-            ahead: tokens that each has to compute before it comes to this request.
-            has_room: whether each takes requests; replicas that are away or full come last.
-        """
+    def order(self, prompt: Sequence[int], loads: Mapping[Replica, Load]) -> list[Replica]:
+        """Return the replicas to try, the best first."""
         hashes = list(_beginnings(prompt)) if self._has_cache else []
-        costs = [
-            (not has_room[index], work - self._num_cached(index, hashes), self._num_routed[index])
-            for index, work in enumerate(ahead)
-        ]
-        return sorted(range(len(costs)), key=costs.__getitem__)
+        costs = {
+            replica: (
+                not load.has_room,
+                load.ahead - self._num_cached(replica, hashes),
+                self._num_routed[replica],
+            )
+            for replica, load in loads.items()
+        }
+        return sorted(costs, key=costs.__getitem__)
 
-    def routed(self, prompt: Sequence[int], replica: int) -> None:
+    def routed(self, prompt: Sequence[int], replica: Replica) -> None:
         """Note that the request with this prompt went to the replica."""
         self._num_routed[replica] += 1
         if not self._has_cache:
@@ -56,9 +70,15 @@ class Router:
         while len(seen) > _MAX_REMEMBERED:
             seen.popitem(last=False)
 
-    def _num_cached(self, replica: int, hashes: Sequence[int]) -> int:
+    def forget_others(self, replicas: Collection[Replica]) -> None:
+        """Forget all replicas but these: they have ended, and their caches with them."""
+        for replica in self._num_routed.keys() - replicas:
+            del self._num_routed[replica]
+            self._seen.pop(replica, None)
+
+    def _num_cached(self, replica: Replica, hashes: Sequence[int]) -> int:
         """Return the number of tokens of the longest beginning that was sent to the replica."""
-        seen = self._seen[replica]
+        seen: Mapping[int, None] = self._seen.get(replica, {})
         return next((_CHUNK * count for count in range(len(hashes), 0, -1) if hashes[count - 1] in seen), 0)
 
 
