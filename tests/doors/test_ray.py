@@ -3,26 +3,19 @@
 from __future__ import annotations
 
 import re
-import shutil
-import sys
-import tempfile
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-import psutil
 import pytest
 
 from checkpoints import make_checkpoint
-from host_faults import processes
 from linked_engines import greedy_ids, make_llm
-from network import Host, Network, cable_network
 from paths import REPOSITORY
 from penstock.hosts.launchers.ray_starter import RAY_IS_GONE
-from served import title_of, wait_until
-from served_hosts import HostClient, Program
+from ray_nodes import RayNodes, ray_nodes
+from served import wait_until
+from served_hosts import HostClient
 from typed_hosts import Desk, commands_of
 
 pytestmark = pytest.mark.doors
@@ -31,37 +24,7 @@ PAGE = (REPOSITORY / "docs" / "clusters.md").read_text(encoding="utf-8")
 MODEL = "Qwen2.5-0.5B"
 PROMPTS, NUM_TOKENS = [[5, 6, 7], [11, 3]], 16
 LONG, NUM_LONG = [[9, 4]], 240
-PORT = 6379
 LIMIT_S = 120.0
-RAY = str(Path(sys.executable).parent / "ray")
-
-
-class RayNodes:
-    """A node of Ray on each host of a network.
-
-    Args:
-        directory: of the head node's sockets, whose names must be short.
-    """
-
-    def __init__(self, network: Network[Host[Any]], directory: str) -> None:
-        self.hosts = network.hosts
-        head, other = self.hosts
-        self.address = f"{head.address}:{PORT}"
-        common = ["--num-cpus=1", "--disable-usage-stats", "--object-store-memory=80000000"]
-        first = [RAY, "start", "--head", f"--port={PORT}", f"--node-ip-address={head.address}"]
-        first += ["--include-dashboard=false", f"--temp-dir={directory}", *common]
-        second = [RAY, "start", f"--address={self.address}", f"--node-ip-address={other.address}", *common]
-        for host, command in zip(self.hosts, (first, second), strict=True):
-            start = Program(host, command)  # ends when the node's processes run, each for itself
-            assert start.process.wait(LIMIT_S) == 0, start.output
-
-    def kill(self, part: str, host: int) -> None:
-        """Kill what has this in its command line on a host."""
-        (found,) = self.processes(part, host)
-        found.kill()
-
-    def processes(self, part: str, host: int) -> list[psutil.Process]:
-        return [process for process in processes(self.hosts[host]) if part in title_of(process)]
 
 
 class Served:
@@ -92,16 +55,6 @@ class Served:
         request.join(LIMIT_S)
         assert answers, self.head.output[-4000:]
         return answers[0]
-
-
-@contextmanager
-def ray_nodes() -> Iterator[RayNodes]:
-    directory = tempfile.mkdtemp(prefix="pr-", dir="/tmp")
-    try:
-        with cable_network() as network:
-            yield RayNodes(network, directory)
-    finally:
-        shutil.rmtree(directory, ignore_errors=True)
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from http.client import HTTPConnection, HTTPResponse
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -182,6 +182,7 @@ class SoleServer:
         flags: of `penstock serve`.
         cores: of all its processes; empty: all.
         number: of the server on its host, which decides on its ports.
+        environment: variables more.
     """
 
     def __init__(
@@ -192,11 +193,13 @@ class SoleServer:
         *,
         cores: Sequence[int] = (),
         number: int = 0,
+        environment: Mapping[str, str] = {},
     ) -> None:
         port = _HTTP_PORT + 100 * number
         self.client = HostClient(host, port)
         words = ["serve", model, "--served-model-name", MODEL_NAME, "--port", str(port)]
-        self.head = Program(host, _penstock(*words, "--log-format", "json", *flags), cores)
+        variables = ["env", *(f"{name}={value}" for name, value in environment.items())]
+        self.head = Program(host, [*variables, *_penstock(*words, "--log-format", "json", *flags)], cores)
 
     def __enter__(self) -> SoleServer:
         self.await_event("engine_ready")

@@ -20,12 +20,14 @@ class RayOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         runtime_env: a runtime environment of Ray, for the workers.
         placement_group: hexadecimal id of a placement group that is there, whose bundles are used: the first
             is the head's.
+        node_address: of the node of the head, where several nodes run on one machine.
     """
 
     placement: Literal["spread", "pack"] = "spread"
     resources: Mapping[str, float] = {}
     runtime_env: Mapping[str, Any] = {}
     placement_group: str = ""
+    node_address: str = ""
 
 
 def ray_options(text: str) -> RayOptions:

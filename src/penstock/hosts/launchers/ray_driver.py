@@ -257,7 +257,12 @@ def main() -> None:
     report = reports()
     order = msgspec.json.decode(sys.stdin.buffer.readline(), type=PlaceWorkers)
     try:
-        ray.init(namespace=NAMESPACE, log_to_driver=False, logging_level=logging.ERROR)
+        ray.init(
+            namespace=NAMESPACE,
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+            _node_ip_address=order.options.node_address or None,  # in the documentation of `ray.init`
+        )
     except Exception as error:
         remedy = "Start it with `ray start`, or name its address in RAY_ADDRESS."
         report(CannotPlace(f"Ray cannot be reached: {_one_line(error)}", remedy))
