@@ -1,0 +1,274 @@
+"""An engine over two hosts whose worker Ray starts, against the same engine with the plain agent.
+
+    python benchmarks/ray_hosts.py [--bars throughput,idle,losses] [--model 0.5b] [--rounds 30] [--quick]
+
+Two network namespaces of this machine are the hosts, each with a core and a node of a real Ray cluster; the
+model and its stages are as in `two_hosts.py`. The bars:
+
+- throughput: tokens/s with Ray, at least 99 % of those with the plain agent; engines take turns, and the
+  plain one against itself is the control.
+- idle: CPU time of our processes on each host, of an engine without requests; what Ray takes is reported.
+- losses: the longest pause of running requests when a stage, the worker, its actor or all of the worker's
+  host is killed, with both engines.
+
+`--quick` makes everything small, to see that it works. Needs `penstock[ray]`. Prints Markdown for
+docs/perf-log.md; exit code 1 if a bar is missed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from cpu_peers import commit, end_engines_with_us, machine, progress
+from cpu_time import cpu_seconds
+from host_bed import GIGABIT, NO_SPARE, QUICK, Bed, Found, Sizes, in_rounds, rate_ratios, word
+from host_load import decode_disturbed, differing, prompts
+from peers.checkpoint import FULL_SHAPE, make_checkpoint
+from peers.report import format_samples, markdown
+from ratios import bootstrap, shown
+from two_hosts import OWN_MODEL, OWN_PARTITION
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "support"))
+from host_faults import processes
+from network import Host
+from ray_nodes import RayNodes, RayServer, ray_nodes
+from served import title_of
+from served_hosts import PairServer, SoleServer
+
+THROUGHPUT_BAR, IDLE_BAR = 0.99, 0.01
+PAUSE_BAR_S, REJOIN_S = 2.0, 2.0  # above reading the lost weights; for which a lost host may come back
+JOINED = "has joined"
+JOIN_LIMIT_S = 60.0
+
+Hosts = Sequence[Host[Any]]
+OURS = ("penstock", "ray::RayWorker")  # in titles
+
+
+def main() -> int:
+    options = parse_options()
+    end_engines_with_us()
+    sizes = QUICK if options.quick else Sizes(batches=(16,), num_output=65, rounds=30)
+    if options.rounds:
+        sizes = replace(sizes, rounds=options.rounds)
+    with tempfile.TemporaryDirectory(prefix="ray-hosts-") as scratch:
+        model, models = options.model, ""
+        if model == OWN_MODEL:
+            model = models = str(Path(scratch, "model"))
+            make_checkpoint(Path(model), FULL_SHAPE)
+        elif os.path.isdir(model):
+            models = model
+        own = sorted(os.sched_getaffinity(0))
+        bed = Bed(
+            model=model,
+            models=models,
+            cores=(own[0], own[-1]),
+            scratch=Path(scratch),
+            sizes=sizes,
+            partition=OWN_PARTITION if options.model == OWN_MODEL else "even",
+        )
+        print(f"machine: {machine()}; commit {commit()}; model {options.model}", flush=True)
+        all_met = True
+        for name in options.bars.split(","):
+            progress(name)
+            found = BARS[name](bed)
+            print(f"\n**{name}**\n\n{found.text}\n\n{name}: {word(found.is_met)}", flush=True)
+            all_met &= found.is_met
+    return 0 if all_met else 1
+
+
+def parse_options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--bars", default=",".join(BARS), help="of these, in this order")
+    parser.add_argument("--model", default=OWN_MODEL)
+    parser.add_argument("--rounds", type=int, default=0, help="of the comparison of tokens/s")
+    parser.add_argument("--quick", action="store_true", help="short runs: does it work?")
+    return parser.parse_args()
+
+
+def started_by_ray(bed: Bed, nodes: RayNodes, *flags: str) -> RayServer:
+    own = Path(tempfile.mkdtemp(dir=bed.scratch))
+    return RayServer(nodes, bed.model, own, bed.flags(*bed.stages, *flags), cores=bed.cores[:1])
+
+
+def throughput(bed: Bed) -> Found:
+    """Tokens/s of both engines, whose processes share the same two cores."""
+    rows, is_met = [], True
+    with ray_nodes(cores=[[core] for core in bed.cores]) as nodes, ExitStack() as stack:
+        for host in nodes.hosts:
+            host.link.set_rate(GIGABIT)
+        ray = stack.enter_context(started_by_ray(bed, nodes, NO_SPARE))
+        plain = stack.enter_context(bed.pair(nodes.hosts, NO_SPARE, number=1))
+        runs = {batch: in_rounds(bed, [ray, plain, plain], batch) for batch in bed.sizes.batches}
+    for batch, rounds in runs.items():
+        ratio, control = rate_ratios(rounds, 0), rate_ratios(rounds, 2)
+        other = sum(map(differing, rounds))
+        met = bootstrap(ratio, seed=7)[1] >= THROUGHPUT_BAR and not other
+        is_met &= met
+        rates = [format_samples([own[place].tokens_per_s for own in rounds]) for place in (0, 1)]
+        rows.append([f"{batch}", *rates, shown(ratio), shown(control), f"{other}", word(met)])
+    columns = ["requests", "Ray, tokens/s", "plain agent", "ratio", "control", "other tokens"]
+    return Found(markdown([*columns, f"bars {THROUGHPUT_BAR}, 0"], rows), is_met)
+
+
+def idle(bed: Bed) -> Found:
+    """CPU time of processes that have nothing to do: ours, and Ray's."""
+    sizes, is_met, rows = bed.sizes, True, []
+    with ray_nodes(cores=[[core] for core in bed.cores]) as nodes, started_by_ray(bed, nodes) as server:
+        bed.decode(server, min(sizes.batches), seed=0)
+        time.sleep(sizes.settle_s)
+        before = {each.pid: cpu_seconds([each.pid]) for host in nodes.hosts for each in processes(host)}
+        time.sleep(sizes.idle_s)
+        for name, host in zip(("head", "worker"), nodes.hosts, strict=True):
+            spent = {
+                process: cpu_seconds([process.pid]) - before.get(process.pid, 0.0)
+                for process in processes(host)
+            }
+            ours = {process for process in spent if is_ours(title_of(process))}
+            rows += [[name, title_of(each)[-60:], f"{spent[each] / sizes.idle_s:.2%}", ""] for each in ours]
+            ours_s = sum(spent[process] for process in ours) / sizes.idle_s
+            rays_s = sum(spent[process] for process in spent.keys() - ours) / sizes.idle_s
+            met = ours_s <= IDLE_BAR
+            is_met &= met
+            rows.append([name, "ours together", f"{ours_s:.2%}", f"{IDLE_BAR:.0%}: {word(met)}"])
+            rows.append([name, "Ray's own processes", f"{rays_s:.2%}", ""])
+    return Found(markdown(["host", "process", "of a core", "bar"], rows), is_met)
+
+
+def is_ours(title: str) -> bool:
+    """Return whether a process is there because of the engine."""
+    return any(part in title for part in OURS)
+
+
+# --- Losses -------------------------------------------------------------------------------------------
+
+
+class Loss(NamedTuple):
+    """What is killed.
+
+    Attributes:
+        with_ray, plain: kill it, and start again by hand what nobody else would.
+        allowed_s: for a pause, besides reading the lost weights.
+        is_last: the host does not come back.
+    """
+
+    name: str
+    with_ray: Callable[[SoleServer, Hosts], None]
+    plain: Callable[[PairServer, Hosts], None]
+    allowed_s: float = PAUSE_BAR_S
+    is_last: bool = False
+
+
+def kill_titled(part: str) -> Callable[[SoleServer, Hosts], None]:
+    """Return what kills the process on the worker's host that has this in its title."""
+
+    def kill(server: SoleServer, hosts: Hosts) -> None:
+        (found,) = (process for process in processes(hosts[1]) if part in title_of(process))
+        found.kill()
+
+    return kill
+
+
+def kill_worker(server: PairServer, hosts: Hosts) -> None:
+    """Kill the worker, and start it again at once."""
+    server.worker.kill()
+    server.start_worker()
+
+
+def kill_host(server: SoleServer, hosts: Hosts) -> None:
+    """Kill all that runs on the worker's host."""
+    for process in processes(hosts[1]):
+        process.kill()
+
+
+LOSSES = (
+    Loss("kill -9 of the worker's stage", kill_titled("penstock stage 1"), kill_titled("penstock stage 1")),
+    Loss("kill -9 of the worker", kill_titled("tied_process"), kill_worker),
+    Loss("kill -9 of its actor; of the worker", kill_titled("ray::RayWorker"), kill_worker),
+    Loss(
+        "kill -9 of all on the worker's host",
+        kill_host,
+        kill_host,
+        allowed_s=PAUSE_BAR_S + REJOIN_S,
+        is_last=True,
+    ),
+)
+
+
+class Pause(NamedTuple):
+    """What a loss did to running requests.
+
+    Attributes:
+        reading_s: in which the slowest stage has read its weights at the start.
+    """
+
+    seconds: float
+    reading_s: float
+    is_same: bool
+
+
+def losses(bed: Bed) -> Found:
+    """Pauses with both engines, one after the other, again and again."""
+    found: dict[tuple[str, bool], list[Pause]] = {}
+    flags = ["--rejoin-timeout", f"{REJOIN_S:g}"]
+    for number in range(bed.sizes.fault_rounds):
+        for by_ray in (True, False) if number % 2 == 0 else (False, True):
+            with ray_nodes(cores=[[core] for core in bed.cores]) as nodes:
+                server = started_by_ray(bed, nodes, *flags) if by_ray else bed.pair(nodes.hosts, *flags)
+                with server:
+                    for loss, pause in pauses(bed, server, nodes.hosts, by_ray=by_ray):
+                        found.setdefault((loss.name, by_ray), []).append(pause)
+                        progress(f"{'Ray' if by_ray else 'plain'}: {loss.name}: {pause.seconds:.1f} s")
+    rows, is_met = [], True
+    for loss in LOSSES:
+        ray, plain = found[loss.name, True], found[loss.name, False]
+        limit_s = loss.allowed_s + statistics.median(pause.reading_s for pause in plain)
+        num_other = sum(not pause.is_same for pause in (*ray, *plain))
+        met = not num_other and statistics.median(pause.seconds for pause in ray) <= limit_s
+        is_met &= met
+        samples = [format_samples([pause.seconds for pause in each]) for each in (ray, plain)]
+        rows.append([loss.name, *samples, f"{num_other}", f"{limit_s:.1f}: {word(met)}"])
+    columns = ["what happened", "Ray, longest pause, s", "plain agent", "other tokens", "bar"]
+    return Found(markdown(columns, rows), is_met)
+
+
+def pauses(bed: Bed, server: SoleServer, hosts: Hosts, *, by_ray: bool) -> list[tuple[Loss, Pause]]:
+    """Let everything happen once to a server."""
+    sizes = bed.sizes
+    asked = prompts(8, sizes.num_input, seed=17)
+    reading_s = max(float(event["seconds"]) for event in server.events("stage_loaded"))
+    expected = server.client.complete(asked, sizes.fault_output)
+    found = []
+    for loss in LOSSES:
+        time.sleep(sizes.settle_s)  # for a process that waits to take the place of what is lost
+        first = len(server.head.lines)
+        strike: Callable[[Any, Hosts], None] = loss.with_ray if by_ray else loss.plain
+        paused = decode_disturbed(
+            server.client,
+            asked,
+            sizes.fault_output,
+            partial(strike, server, hosts),
+            after=sizes.fault_output // 6,
+        )
+        server.await_event("recovered", JOIN_LIMIT_S, first)
+        found.append((loss, Pause(paused.pause_s, reading_s, paused.ids == expected)))
+    return found
+
+
+BARS: Mapping[str, Callable[[Bed], Found]] = {"throughput": throughput, "idle": idle, "losses": losses}
+
+
+if __name__ == "__main__":
+    sys.exit(main())
