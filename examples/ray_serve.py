@@ -46,7 +46,7 @@ from penstock.process import entry_points
 BYTES_A_TOKEN = 4  # of text: the router weighs prompts before anybody has tokenized them
 MAX_AT_ONCE = 10_000  # requests that Serve lets a replica have: Penstock's own limits are to refuse
 QUEUES = ("penstock_num_requests_running", "penstock_num_requests_waiting")
-HOP_BY_HOP = {"connection", "content-length", "host", "keep-alive", "te", "trailer", "transfer-encoding"}
+HOP_BY_HOP = {"connection", "content-length", "host", "keep-alive", "trailer", "transfer-encoding", "upgrade"}
 MAX_LINE = 1 << 20  # of a server's log
 
 
