@@ -7,13 +7,18 @@ import math
 import os
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import psutil
+from cpu_peers import commit, machine, progress
+from cpu_time import cpu_seconds
 from host_load import Decoded, decode
+from peers.checkpoint import FULL_SHAPE, make_checkpoint
 from ratios import in_turns
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "support"))
@@ -24,6 +29,8 @@ from served_hosts import PairServer, SoleServer
 
 GIGABIT = 1_000_000_000
 MAX_ROWS = 128
+OWN_MODEL = "0.5b"
+OWN_PARTITION = "15,9"  # the head is worth eight layers, and core and API, on the first core, one
 NO_SPARE = "--no-warm-spare"  # it would start beside what is measured
 
 
@@ -142,6 +149,49 @@ class Bed:
         return decode(server.client, batch, self.sizes.num_input, self.sizes.num_output, seed)
 
 
+def open_bed(
+    model: str,
+    scratch: Path,
+    sizes: Sizes,
+    cores: tuple[int, int] | None = None,
+    partition: str = "",
+    **more: Any,
+) -> Bed:
+    """Return the bed of a model, which is made if it is our own, and print what is measured where.
+
+    Args:
+        model: `OWN_MODEL`, a directory, or the embedded one.
+        cores: None: the first and the last one of this process.
+        partition: empty: what fits the model.
+        more: further attributes of the bed.
+    """
+    own, is_ours = sorted(os.sched_getaffinity(0)), model == OWN_MODEL
+    print(f"machine: {machine()}; commit {commit()}; model {model}", flush=True)
+    if is_ours:
+        model = str(scratch / "model")
+        make_checkpoint(Path(model), FULL_SHAPE)
+    return Bed(
+        model=model,
+        models=model if os.path.isdir(model) else "",
+        cores=cores or (own[0], own[-1]),
+        scratch=scratch,
+        sizes=sizes,
+        partition=partition or (OWN_PARTITION if is_ours else "even"),
+        **more,
+    )
+
+
+def print_bars(bars: Mapping[str, Callable[[Bed], Found]], names: Sequence[str], bed: Bed) -> bool:
+    """Measure and print these bars, in this order; return whether all are met."""
+    all_met = True
+    for name in names:
+        progress(name)
+        found = bars[name](bed)
+        print(f"\n**{name}**\n\n{found.text}\n\n{name}: {word(found.is_met)}", flush=True)
+        all_met &= found.is_met
+    return all_met
+
+
 @contextmanager
 def gigabit_hosts() -> Iterator[Sequence[Host[CableLink]]]:
     """Two hosts with a cable of 1 Gbit/s."""
@@ -181,6 +231,19 @@ def place_stages(host: Host[Any], cores: Sequence[int], but: int) -> None:
         core = cores[title_of(process).startswith("penstock stage 1")]
         for thread in process.threads():
             os.sched_setaffinity(thread.id, {core})
+
+
+def cpu_shares(hosts: Sequence[Host[Any]], seconds: float) -> list[dict[psutil.Process, float]]:
+    """Return what the processes of each host take of a core, in so many seconds from now."""
+    before = {process.pid: cpu_seconds([process.pid]) for host in hosts for process in processes(host)}
+    time.sleep(seconds)
+    return [
+        {
+            process: (cpu_seconds([process.pid]) - before.get(process.pid, 0.0)) / seconds
+            for process in processes(host)
+        }
+        for host in hosts
+    ]
 
 
 def word(is_met: bool) -> str:

@@ -7,7 +7,6 @@ its lengths divided, so that two cores are busy and not overrun; both scales are
 
 from __future__ import annotations
 
-import random
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,25 +16,19 @@ from host_load import IDS
 from peers.report import markdown
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "support"))
-from host_losses import Comparison, HostLosses, Timed, compared, play
+import host_losses
+from host_losses import INPUT_SCALE, Comparison, HostLosses, Timed, compared, play
 from penstock.cli.bench.workload import TraceRow, read_azure_trace
 
-INPUT_SCALE, OUTPUT_SCALE = 16, 4
+OUTPUT_SCALE = 4
 MAX_INPUT, MAX_OUTPUT = 96, 128
 REFERENCE_AT_ONCE = 64  # requests of the undisturbed run, which need not wait for their times
 
 
 def shaped(rows: Sequence[TraceRow], stretch: float, seed: int = 26) -> list[Timed]:
     """Return requests of random ids whose lengths and times are those of a trace, scaled."""
-    chosen = random.Random(seed)
-    return [
-        Timed(
-            arrival_s=stretch * row.arrival_s,
-            prompt=chosen.choices(IDS, k=_scaled(row.input_len, INPUT_SCALE, MAX_INPUT)),
-            num_output=_scaled(row.output_len, OUTPUT_SCALE, MAX_OUTPUT),
-        )
-        for row in rows
-    ]
+    most = MAX_INPUT, MAX_OUTPUT
+    return host_losses.shaped(rows, stretch, ids=IDS, seed=seed, output_scale=OUTPUT_SCALE, most=most)
 
 
 def trace(bed: Bed) -> Found:
@@ -73,7 +66,3 @@ def summary(sizes: Sizes, requests: Sequence[Timed], losses: HostLosses, found: 
     row = [str(found.num_lost), str(found.num_other), f"{found.pause_s:.1f}", f"{found.late_s:.1f}"]
     is_met = found.is_good and bool(losses.struck) and not losses.troubles
     return Found(f"{text}\n\n{markdown(columns, [row])}\n\nbar: none lost, none with other tokens", is_met)
-
-
-def _scaled(length: int, scale: int, most: int) -> int:
-    return min(most, max(1, length // scale))

@@ -18,40 +18,45 @@ docs/perf-log.md; exit code 1 if a bar is missed.
 from __future__ import annotations
 
 import argparse
-import os
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from cpu_peers import commit, end_engines_with_us, machine, progress
-from cpu_time import cpu_seconds
-from host_bed import GIGABIT, NO_SPARE, QUICK, Bed, Found, Sizes, in_rounds, rate_ratios, word
+from cpu_peers import end_engines_with_us, progress
+from host_bed import (
+    GIGABIT,
+    NO_SPARE,
+    OWN_MODEL,
+    QUICK,
+    Bed,
+    Found,
+    Sizes,
+    cpu_shares,
+    in_rounds,
+    open_bed,
+    print_bars,
+    rate_ratios,
+    word,
+)
 from host_load import decode_disturbed, differing, prompts
-from peers.checkpoint import FULL_SHAPE, make_checkpoint
 from peers.report import format_samples, markdown
 from ratios import bootstrap, shown
-from two_hosts import OWN_MODEL, OWN_PARTITION
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "support"))
-from host_faults import processes
-from network import Host
+from host_faults import NOTICED_LIMIT_S, Hosts, kill_stage, kill_worker, processes
 from ray_nodes import RayNodes, RayServer, ray_nodes
 from served import title_of
 from served_hosts import PairServer, SoleServer
 
 THROUGHPUT_BAR, IDLE_BAR = 0.99, 0.01
 PAUSE_BAR_S, REJOIN_S = 2.0, 2.0  # above reading the lost weights; for which a lost host may come back
-JOINED = "has joined"
-JOIN_LIMIT_S = 60.0
-
-Hosts = Sequence[Host[Any]]
 OURS = ("penstock", "ray::RayWorker")  # in titles
 
 
@@ -62,29 +67,8 @@ def main() -> int:
     if options.rounds:
         sizes = replace(sizes, rounds=options.rounds)
     with tempfile.TemporaryDirectory(prefix="ray-hosts-") as scratch:
-        model, models = options.model, ""
-        if model == OWN_MODEL:
-            model = models = str(Path(scratch, "model"))
-            make_checkpoint(Path(model), FULL_SHAPE)
-        elif os.path.isdir(model):
-            models = model
-        own = sorted(os.sched_getaffinity(0))
-        bed = Bed(
-            model=model,
-            models=models,
-            cores=(own[0], own[-1]),
-            scratch=Path(scratch),
-            sizes=sizes,
-            partition=OWN_PARTITION if options.model == OWN_MODEL else "even",
-        )
-        print(f"machine: {machine()}; commit {commit()}; model {options.model}", flush=True)
-        all_met = True
-        for name in options.bars.split(","):
-            progress(name)
-            found = BARS[name](bed)
-            print(f"\n**{name}**\n\n{found.text}\n\n{name}: {word(found.is_met)}", flush=True)
-            all_met &= found.is_met
-    return 0 if all_met else 1
+        bed = open_bed(options.model, Path(scratch), sizes)
+        return 0 if print_bars(BARS, options.bars.split(","), bed) else 1
 
 
 def parse_options() -> argparse.Namespace:
@@ -129,21 +113,14 @@ def idle(bed: Bed) -> Found:
     with ray_nodes(cores=[[core] for core in bed.cores]) as nodes, started_by_ray(bed, nodes) as server:
         bed.decode(server, min(sizes.batches), seed=0)
         time.sleep(sizes.settle_s)
-        before = {each.pid: cpu_seconds([each.pid]) for host in nodes.hosts for each in processes(host)}
-        time.sleep(sizes.idle_s)
-        for name, host in zip(("head", "worker"), nodes.hosts, strict=True):
-            spent = {
-                process: cpu_seconds([process.pid]) - before.get(process.pid, 0.0)
-                for process in processes(host)
-            }
-            ours = {process for process in spent if is_ours(title_of(process))}
-            rows += [[name, title_of(each)[-60:], f"{spent[each] / sizes.idle_s:.2%}", ""] for each in ours]
-            ours_s = sum(spent[process] for process in ours) / sizes.idle_s
-            rays_s = sum(spent[process] for process in spent.keys() - ours) / sizes.idle_s
-            met = ours_s <= IDLE_BAR
+        for name, shares in zip(("head", "worker"), cpu_shares(nodes.hosts, sizes.idle_s), strict=True):
+            ours = {each: share for each, share in shares.items() if is_ours(title_of(each))}
+            rows += [[name, title_of(each)[-60:], f"{share:.2%}", ""] for each, share in ours.items()]
+            together = sum(ours.values())
+            met = together <= IDLE_BAR
             is_met &= met
-            rows.append([name, "ours together", f"{ours_s:.2%}", f"{IDLE_BAR:.0%}: {word(met)}"])
-            rows.append([name, "Ray's own processes", f"{rays_s:.2%}", ""])
+            rows.append([name, "ours together", f"{together:.2%}", f"{IDLE_BAR:.0%}: {word(met)}"])
+            rows.append([name, "Ray's own processes", f"{sum(shares.values()) - together:.2%}", ""])
     return Found(markdown(["host", "process", "of a core", "bar"], rows), is_met)
 
 
@@ -161,14 +138,12 @@ class Loss(NamedTuple):
     Attributes:
         with_ray, plain: kill it, and start again by hand what nobody else would.
         allowed_s: for a pause, besides reading the lost weights.
-        is_last: the host does not come back.
     """
 
     name: str
     with_ray: Callable[[SoleServer, Hosts], None]
     plain: Callable[[PairServer, Hosts], None]
     allowed_s: float = PAUSE_BAR_S
-    is_last: bool = False
 
 
 def kill_titled(part: str) -> Callable[[SoleServer, Hosts], None]:
@@ -181,12 +156,6 @@ def kill_titled(part: str) -> Callable[[SoleServer, Hosts], None]:
     return kill
 
 
-def kill_worker(server: PairServer, hosts: Hosts) -> None:
-    """Kill the worker, and start it again at once."""
-    server.worker.kill()
-    server.start_worker()
-
-
 def kill_host(server: SoleServer, hosts: Hosts) -> None:
     """Kill all that runs on the worker's host."""
     for process in processes(hosts[1]):
@@ -194,16 +163,10 @@ def kill_host(server: SoleServer, hosts: Hosts) -> None:
 
 
 LOSSES = (
-    Loss("kill -9 of the worker's stage", kill_titled("penstock stage 1"), kill_titled("penstock stage 1")),
+    Loss("kill -9 of the worker's stage", kill_titled("penstock stage 1"), kill_stage(1)),
     Loss("kill -9 of the worker", kill_titled("tied_process"), kill_worker),
     Loss("kill -9 of its actor; of the worker", kill_titled("ray::RayWorker"), kill_worker),
-    Loss(
-        "kill -9 of all on the worker's host",
-        kill_host,
-        kill_host,
-        allowed_s=PAUSE_BAR_S + REJOIN_S,
-        is_last=True,
-    ),
+    Loss("kill -9 of all on the worker's host", kill_host, kill_host, PAUSE_BAR_S + REJOIN_S),
 )
 
 
@@ -262,7 +225,7 @@ def pauses(bed: Bed, server: SoleServer, hosts: Hosts, *, by_ray: bool) -> list[
             partial(strike, server, hosts),
             after=sizes.fault_output // 6,
         )
-        server.await_event("recovered", JOIN_LIMIT_S, first)
+        server.await_event("recovered", NOTICED_LIMIT_S, first)
         found.append((loss, Pause(paused.pause_s, reading_s, paused.ids == expected)))
     return found
 

@@ -44,19 +44,23 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from cpu_peers import commit, end_engines_with_us, machine, progress
-from cpu_time import cpu_seconds
+from cpu_peers import end_engines_with_us, progress
 from host_bed import (
     GIGABIT,
     MAX_ROWS,
     NO_SPARE,
+    OWN_MODEL,
+    OWN_PARTITION,
     QUICK,
     Bed,
     Found,
     Sizes,
+    cpu_shares,
     gigabit_hosts,
     in_rounds,
+    open_bed,
     place_stages,
+    print_bars,
     rate_ratios,
     share_text,
     word,
@@ -66,13 +70,12 @@ from host_pauses import FaultRuns, Outcome, fault_table
 from host_stages import StageAlone, stages_step_s
 from host_trace import trace
 from host_wire import hidden_bytes, ping_pong, send_chunks
-from peers.checkpoint import FULL_SHAPE, make_checkpoint
 from peers.engine_process import EngineProcess
 from peers.report import format_samples, markdown
 from ratios import in_turns, shown
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "support"))
-from host_faults import FAULTS, processes
+from host_faults import FAULTS
 from network import Host, ShapedLink, shaped_network
 from penstock.config.engine import EngineConfig, ModelConfig, ParallelConfig
 from penstock.engine.supervisor.launch import LaunchPlan, resolve
@@ -82,8 +85,6 @@ from served_hosts import SoleServer
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 TRACE = REPOSITORY.parent / "shared" / "data" / "traces" / "azure_llm_2023_conv.csv"
-OWN_MODEL = "0.5b"
-OWN_PARTITION = "15,9"  # the head is worth eight layers, and core and API, on the first core, one
 JUMBO = 9000  # bytes of a packet where a program carries them
 RPC_PORT = 50052
 START_S, ANSWER_S = 300.0, 900.0
@@ -104,30 +105,16 @@ def main() -> int:
     if options.requests:
         sizes = replace(sizes, batches=[int(count) for count in options.requests.split(",")])
     with tempfile.TemporaryDirectory(prefix="two-hosts-") as scratch:
-        model, models = options.model, ""
-        if model == OWN_MODEL:
-            model = models = str(Path(scratch, "model"))
-            make_checkpoint(Path(model), FULL_SHAPE)
-        elif os.path.isdir(model):
-            models = model
-        bed = Bed(
-            model=model,
-            models=models,
-            cores=options.cores,
-            scratch=Path(scratch),
-            sizes=sizes,
+        bed = open_bed(
+            options.model,
+            Path(scratch),
+            sizes,
+            options.cores,
+            options.partition or "",
             llama_python=options.llama_python,
-            partition=options.partition or (OWN_PARTITION if options.model == OWN_MODEL else "even"),
             trace=options.trace,
         )
-        print(f"machine: {machine()}; commit {commit()}; model {options.model}", flush=True)
-        all_met = True
-        for name in options.bars:
-            progress(name)
-            found = BARS[name](bed)
-            print(f"\n**{name}**\n\n{found.text}\n\n{name}: {word(found.is_met)}", flush=True)
-            all_met &= found.is_met
-    return 0 if all_met else 1
+        return 0 if print_bars(BARS, options.bars, bed) else 1
 
 
 def parse_options() -> argparse.Namespace:
@@ -432,20 +419,13 @@ def idle(bed: Bed) -> Found:
     with gigabit_hosts() as hosts, bed.pair(hosts) as server:
         bed.decode(server, min(sizes.batches), seed=0)
         time.sleep(sizes.settle_s)
-        of_host = dict(zip(("head", "worker"), hosts, strict=True))
-        before = {process.pid: cpu_seconds([process.pid]) for host in hosts for process in processes(host)}
-        time.sleep(sizes.idle_s)
         is_met, rows = True, []
-        for name, host in of_host.items():
-            shares = [
-                (title_of(process), cpu_seconds([process.pid]) - before.get(process.pid, 0.0))
-                for process in processes(host)
-            ]
-            all_s = sum(spent_s for _, spent_s in shares) / sizes.idle_s
-            met = all_s <= IDLE_BAR
+        for name, shares in zip(("head", "worker"), cpu_shares(hosts, sizes.idle_s), strict=True):
+            together = sum(shares.values())
+            met = together <= IDLE_BAR
             is_met &= met
-            rows += [[name, title[-60:], f"{spent_s / sizes.idle_s:.2%}", ""] for title, spent_s in shares]
-            rows.append([name, "together", f"{all_s:.2%}", f"{IDLE_BAR:.0%}: {word(met)}"])
+            rows += [[name, title_of(each)[-60:], f"{share:.2%}", ""] for each, share in shares.items()]
+            rows.append([name, "together", f"{together:.2%}", f"{IDLE_BAR:.0%}: {word(met)}"])
     return Found(markdown(["host", "process", "of a core", "bar"], rows), is_met)
 
 

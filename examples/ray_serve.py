@@ -21,9 +21,7 @@ import asyncio
 import contextlib
 import json
 import math
-import os
 import shlex
-import sys
 from collections import Counter
 from collections.abc import AsyncIterator, Iterable, Sequence
 from pathlib import Path
@@ -41,7 +39,7 @@ from starlette.requests import Request
 from starlette.responses import StreamingResponse
 
 from penstock.engine.client.routing import DECODE_TOKENS, Load, Router
-from penstock.process import entry_points
+from penstock.hosts.launchers.tied_process import environment_for_ranks, tied_command
 
 BYTES_A_TOKEN = 4  # of text: the router weighs prompts before anybody has tokenized them
 MAX_AT_ONCE = 10_000  # requests that Serve lets a replica have: Penstock's own limits are to refuse
@@ -229,13 +227,12 @@ class Server:
     @classmethod
     async def start(cls, words: Sequence[str]) -> Server:
         """Start one with these words on its command line."""
-        tied = [sys.executable, "-P", "-m", entry_points.TIED_PROCESS, str(os.getpid()), "penstock"]
-        # Ray sets this one to the number of reserved CPUs; ranks settle their threads themselves.
-        environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
-        environment["RAY_ADDRESS"] = ray.get_runtime_context().gcs_address
-        where = ["--host", "127.0.0.1", "--port", "0", "--log-format", "json"]
+        command = tied_command(
+            "penstock", *words, "--host", "127.0.0.1", "--port", "0", "--log-format", "json"
+        )
+        environment = environment_for_ranks() | {"RAY_ADDRESS": ray.get_runtime_context().gcs_address}
         process = await asyncio.create_subprocess_exec(
-            *tied, *words, *where, env=environment, stdout=asyncio.subprocess.PIPE, limit=MAX_LINE
+            *command, env=environment, stdout=asyncio.subprocess.PIPE, limit=MAX_LINE
         )
         return cls(process)
 

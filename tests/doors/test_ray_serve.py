@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from checkpoints import make_checkpoint
-from host_losses import Answer, Timed, play
+from host_losses import Answer, Timed, play, shaped
 from linked_engines import greedy_ids, make_llm
 from paths import REPOSITORY, shared_data
-from penstock.cli.bench.workload import TraceRow, read_azure_trace
+from penstock.cli.bench.workload import read_azure_trace
 from ray_nodes import RayNodes, ray_nodes
 from served import wait_until
 from served_hosts import HostClient
@@ -31,20 +31,8 @@ IDS = range(3, 150)
 MANY, FEW = 120, 12  # requests of the trace, in which there are too many for one pipeline, or few for three
 SAME, LEFT = 100, 101  # tokens of prompts that only these checks have
 MAX_OUTPUT = 140
+MOST = 96, MAX_OUTPUT
 LIMIT_S = 240.0
-
-
-def shaped(rows: Sequence[TraceRow], stretch: float, output_scale: int) -> list[Timed]:
-    """Return requests of random ids whose times and lengths are those of a trace, scaled."""
-    chosen = Random(27)
-    return [
-        Timed(
-            arrival_s=stretch * (row.arrival_s - rows[0].arrival_s),
-            prompt=chosen.choices(IDS, k=min(96, max(1, row.input_len // 16))),
-            num_output=min(MAX_OUTPUT, max(1, row.output_len // output_scale)),
-        )
-        for row in rows
-    ]
 
 
 def request_logs(nodes: RayNodes) -> list[list[dict[str, Any]]]:
@@ -66,7 +54,8 @@ def pipelines(nodes: RayNodes) -> int:
 
 def test_i2_pipelines_come_and_go_under_a_trace_and_no_request_is_lost_or_doubled(tmp_path: Path) -> None:
     rows = read_azure_trace(shared_data("traces", "azure_llm_2023_conv.csv"), MANY + FEW)
-    many, few = shaped(rows[:MANY], 0.02, 4), shaped(rows[MANY:], 0.0, 1)
+    many = shaped(rows[:MANY], 0.02, ids=IDS, seed=27, output_scale=4, most=MOST)
+    few = shaped(rows[MANY:], 0.0, ids=IDS, seed=27, output_scale=1, most=MOST)
     shared = tmp_path / "shared"
     checkpoint = make_checkpoint(shared / "models" / MODEL, layers=3, vocab_size=150, seed=3)
     (shared / "tokens").mkdir(mode=0o700)

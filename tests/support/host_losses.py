@@ -9,6 +9,7 @@ that was timed.
 from __future__ import annotations
 
 import itertools
+import random
 import threading
 import time
 from collections.abc import Sequence
@@ -17,6 +18,7 @@ from typing import NamedTuple
 
 from host_faults import FAULTS, NOTICED_LIMIT_S, Fault, Hosts
 from namespaces import CommandFailedError
+from penstock.cli.bench.workload import TraceRow
 from served_hosts import HostClient, PairServer
 
 HOST_FAULTS = tuple(
@@ -25,6 +27,7 @@ HOST_FAULTS = tuple(
     for fault in FAULTS
     if fault.name == name
 )
+INPUT_SCALE = 16  # by which prompts of a trace are shorter
 _MAX_AT_ONCE = 256  # threads of the client
 
 
@@ -75,6 +78,37 @@ class Comparison(NamedTuple):
     @property
     def is_good(self) -> bool:
         return self.num_lost == 0 and self.num_other == 0
+
+
+def shaped(
+    rows: Sequence[TraceRow],
+    stretch: float,
+    *,
+    ids: Sequence[int],
+    seed: int,
+    output_scale: int,
+    most: tuple[int, int],
+) -> list[Timed]:
+    """Return requests of random ids whose lengths and times are those of a trace, scaled.
+
+    Args:
+        stretch: of the times; prompts are a sixteenth as long.
+        most: tokens of a prompt, of an answer.
+    """
+    chosen = random.Random(seed)
+    most_input, most_output = most
+    return [
+        Timed(
+            arrival_s=stretch * row.arrival_s,
+            prompt=chosen.choices(ids, k=_scaled(row.input_len, INPUT_SCALE, most_input)),
+            num_output=_scaled(row.output_len, output_scale, most_output),
+        )
+        for row in rows
+    ]
+
+
+def _scaled(length: int, scale: int, most: int) -> int:
+    return min(most, max(1, length // scale))
 
 
 def play(client: HostClient, requests: Sequence[Timed], at_once: int = _MAX_AT_ONCE) -> list[Answer]:

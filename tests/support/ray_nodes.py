@@ -51,9 +51,7 @@ class RayNodes:
         second = [_RAY, "start", f"--address={self.address}", f"--node-ip-address={other.address}", *common]
         for number, (host, command) in enumerate(zip(self.hosts, (first, second), strict=True)):
             own = f"--temp-dir={directory / str(number)}"  # by which a driver finds its node
-            start = Program(
-                host, [*command, own], cores[number]
-            )  # ends when the node's processes run, each for itself
+            start = Program(host, [*command, own], cores[number])  # ends when those of the node run
             assert start.process.wait(_START_LIMIT_S) == 0, start.output
 
     def kill(self, part: str, host: int) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 import tempfile
 import threading
 from collections import deque
@@ -16,7 +15,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from penstock.config.hosts import own_host_name, state_directory
-from penstock.process import entry_points
+from penstock.hosts.launchers.tied_process import environment_for_ranks, tied_command
 from penstock.trust.private_files import make_private_directory
 from penstock.trust.token_prompt import JOIN_TOKEN
 
@@ -55,15 +54,13 @@ class RayWorker:
             The worker's exit code, and the last lines that it has printed.
         """
         self._unused.cancel()
-        command = [sys.executable, "-P", "-m", entry_points.TIED_PROCESS, str(os.getpid()), "penstock"]
-        command += ["worker", "--join", join, "--name", self.host_name(), *self._places(), *words]
+        command = tied_command("penstock", "worker", "--join", join, "--name", self.host_name())
+        command += [*self._places(), *words]
         command += [] if JOIN_TOKEN in os.environ else ["--join-token-file", token_file]
-        # Ray sets this one to the number of reserved CPUs; ranks settle their threads themselves.
-        environment = {key: value for key, value in os.environ.items() if key != "OMP_NUM_THREADS"}
         lines: deque[str] = deque(maxlen=LAST_LINES)
         with subprocess.Popen(
             command,
-            env=environment,
+            env=environment_for_ranks(),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

@@ -7,10 +7,25 @@ For parents that are not ours to change, such as an actor of Ray. Uses `process.
 
 from __future__ import annotations
 
+import os
 import runpy
 import sys
 
+from penstock.process import entry_points
 from penstock.process.child import die_with_parent
+
+
+def tied_command(*words: str) -> list[str]:
+    """Return the command line of a module, and its words, that ends with this process."""
+    return [sys.executable, "-P", "-m", entry_points.TIED_PROCESS, str(os.getpid()), *words]
+
+
+def environment_for_ranks() -> dict[str, str]:
+    """Return the environment without a number of threads, which ranks settle themselves.
+
+    Ray sets it to the number of CPUs that it has reserved.
+    """
+    return {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
 
 
 def main() -> None:
