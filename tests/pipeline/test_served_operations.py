@@ -7,11 +7,13 @@ complete: whatever becomes of the rank then happens in the operation's middle.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import signal
 import time
+import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -32,12 +34,14 @@ class Operated(Server):
     replicas: their number.
     tp: ranks of each stage.
     folder: of profiles.
+    told: steps that the stages were heard to tell, by replica and stage.
     """
 
     def __init__(self, replicas: int, tp: int, folder: Path) -> None:
         self.replicas = replicas
         self.tp = tp
         self.folder = folder / "profiles"
+        self.told: dict[tuple[int, int], set[int]] = {}
         self.folder.mkdir()
         words = ["--dp", str(replicas)] if replicas > 1 else []
         # Who stands still must not be taken for lost; how long a test needs is the machine's affair.
@@ -61,22 +65,35 @@ class Operated(Server):
     def _prefix(self, replica: int) -> str:
         return f"penstock replica {range(self.replicas)[replica]} " if self.replicas > 1 else "penstock "
 
-    def steps_told(self) -> dict[tuple[int, int], set[int]]:
-        """What each stage has told that it ran lately: steps, by replica and stage."""
-        steps: dict[tuple[int, int], set[int]] = {}
-        for event in json.loads(self.get("/debug/trace"))["traceEvents"]:
+    def listen(self) -> None:
+        """Note the steps that each stage has told that it ran lately. Nobody tells of them for long."""
+        for event in self._trace():
             if event["ph"] == "X" and event["cat"] == "forward":
-                steps.setdefault(divmod(event["pid"], 1000), set()).add(event["args"]["step"])
-        return steps
+                place = divmod(event["pid"], 1000)
+                self.told.setdefault(place, set()).add(event["args"]["step"])
+
+    def _trace(self) -> Any:
+        with contextlib.suppress(urllib.error.HTTPError):  # its core is away
+            return json.loads(self.get("/debug/trace"))["traceEvents"]
+        return []
 
 
 LAYOUTS = [(1, 1), *soaked((2, 1), (1, 2))]  # replicas, ranks of a stage
 
 
 @pytest.fixture(scope="module", params=LAYOUTS, ids=["one", "dp2", "tp2"])
-def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Operated]:
+def running(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Operated]:
     with Operated(*request.param, tmp_path_factory.mktemp("operated")) as served:
         yield served
+
+
+@pytest.fixture
+def server(running: Operated) -> Iterator[Operated]:
+    """It goes on at full speed afterwards, whatever a test has left in force."""
+    running.told.clear()
+    yield running
+    running.operate("/resume")
+    running.operate("/slow_down?interval_ms=0")
 
 
 class Load:
@@ -139,6 +156,7 @@ def disturbed_while_open(
 
     A rank of each replica stands still before they are asked for, and until every core has accepted its own
     and none is complete; then all go on but that of the last replica, which may be killed; or its core is.
+    Until all is well again the server is listened to: one replica may be done long before the other.
     """
     fate, stage = how
     before, replicas = server.num_recoveries, range(server.replicas)
@@ -159,21 +177,27 @@ def disturbed_while_open(
             for rank in ranks:
                 if rank is not victim:
                     rank.resume()
-        found = [answer.result() for answer in answers]
+        until_heard(server, lambda: all(answer.done() for answer in answers), 90)
     if victim is not None:
-        wait_until(lambda: server.num_recoveries == before + 1, 60)
-    return found
+        until_heard(server, lambda: server.num_recoveries == before + 1, 60)
+    return [answer.result() for answer in answers]
+
+
+def until_heard(server: Operated, condition: Callable[[], bool], limit_s: float) -> None:
+    """Wait until the condition holds, and listen to the server meanwhile."""
+
+    def is_met() -> bool:
+        server.listen()
+        return condition()
+
+    wait_until(is_met, limit_s)
 
 
 def assert_ranks_tell_the_same(server: Operated, done: list[dict[str, Any]]) -> None:
     """Each stage by itself tells that it has run the steps that completed the operations."""
     proofs = [((one["replica"], stage), one["completed_step"]) for one in done for stage in (0, 1)]
 
-    def are_told() -> bool:
-        told = server.steps_told()
-        return all(step in told.get(place, ()) for place, step in proofs)
-
-    wait_until(are_told, 60)
+    until_heard(server, lambda: all(step in server.told.get(place, ()) for place, step in proofs), 60)
 
 
 @pytest.mark.parametrize("how", [LATE, *soaked(KILLED, LATE_FIRST, KILLED_LAST, CORE)], ids=str)
