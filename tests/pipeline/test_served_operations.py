@@ -7,7 +7,6 @@ complete: whatever becomes of the rank then happens in the operation's middle.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import signal
 import time
@@ -34,7 +33,8 @@ class Operated(Server):
     replicas: their number.
     tp: ranks of each stage.
     folder: of profiles.
-    told: steps that the stages were heard to tell, by replica and stage.
+    told: steps that the stages were heard to tell since the last disturbance, by replica and stage. A new
+        core counts its steps from the start: what the one before has told proves nothing of them.
     """
 
     def __init__(self, replicas: int, tp: int, folder: Path) -> None:
@@ -67,15 +67,10 @@ class Operated(Server):
 
     def listen(self) -> None:
         """Note the steps that each stage has told that it ran lately. Nobody tells of them for long."""
-        for event in self._trace():
+        for event in json.loads(self.get("/debug/trace"))["traceEvents"]:
             if event["ph"] == "X" and event["cat"] == "forward":
                 place = divmod(event["pid"], 1000)
                 self.told.setdefault(place, set()).add(event["args"]["step"])
-
-    def _trace(self) -> Any:
-        with contextlib.suppress(urllib.error.HTTPError):  # its core is away
-            return json.loads(self.get("/debug/trace"))["traceEvents"]
-        return []
 
 
 LAYOUTS = [(1, 1), *soaked((2, 1), (1, 2))]  # replicas, ranks of a stage
@@ -89,8 +84,7 @@ def running(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 @pytest.fixture
 def server(running: Operated) -> Iterator[Operated]:
-    """It goes on at full speed afterwards, whatever a test has left in force."""
-    running.told.clear()
+    """It goes on at full speed afterwards, though a test has ended in the middle of a pause."""
     yield running
     running.operate("/resume")
     running.operate("/slow_down?interval_ms=0")
@@ -162,6 +156,7 @@ def disturbed_while_open(
     before, replicas = server.num_recoveries, range(server.replicas)
     ranks = [server.rank(stage, replica) for replica in replicas]
     victim = {"late": None, "killed": ranks[-1], "core": server.core()}[fate]
+    server.told.clear()
     with ThreadPoolExecutor(len(asked)) as pool:
         try:
             for rank in ranks:
@@ -184,10 +179,14 @@ def disturbed_while_open(
 
 
 def until_heard(server: Operated, condition: Callable[[], bool], limit_s: float) -> None:
-    """Wait until the condition holds, and listen to the server meanwhile."""
+    """Wait until the condition holds, and listen to the server meanwhile; its core may be away."""
 
     def is_met() -> bool:
-        server.listen()
+        try:
+            server.listen()
+        except urllib.error.HTTPError as error:
+            if error.code != 503:
+                raise
         return condition()
 
     wait_until(is_met, limit_s)
@@ -197,7 +196,11 @@ def assert_ranks_tell_the_same(server: Operated, done: list[dict[str, Any]]) -> 
     """Each stage by itself tells that it has run the steps that completed the operations."""
     proofs = [((one["replica"], stage), one["completed_step"]) for one in done for stage in (0, 1)]
 
-    until_heard(server, lambda: all(step in server.told.get(place, ()) for place, step in proofs), 60)
+    def are_told() -> bool:
+        server.listen()
+        return all(step in server.told.get(place, ()) for place, step in proofs)
+
+    wait_until(are_told, 60)
 
 
 @pytest.mark.parametrize("how", [LATE, *soaked(KILLED, LATE_FIRST, KILLED_LAST, CORE)], ids=str)
