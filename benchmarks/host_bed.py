@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import psutil
 from cpu_peers import commit, machine, progress
-from cpu_time import cpu_seconds
+from cpu_time import CpuTime, split_cpu_time
 from host_load import Decoded, decode
 from peers.checkpoint import FULL_SHAPE, make_checkpoint
 from ratios import in_turns
@@ -233,17 +233,20 @@ def place_stages(host: Host[Any], cores: Sequence[int], but: int) -> None:
             os.sched_setaffinity(thread.id, {core})
 
 
-def cpu_shares(hosts: Sequence[Host[Any]], seconds: float) -> list[dict[psutil.Process, float]]:
+def cpu_shares(hosts: Sequence[Host[Any]], seconds: float) -> list[dict[psutil.Process, CpuTime]]:
     """Return what the processes of each host take of a core, in so many seconds from now."""
-    before = {process.pid: cpu_seconds([process.pid]) for host in hosts for process in processes(host)}
+    before = {process.pid: split_cpu_time(process.pid) for host in hosts for process in processes(host)}
     time.sleep(seconds)
     return [
-        {
-            process: (cpu_seconds([process.pid]) - before.get(process.pid, 0.0)) / seconds
-            for process in processes(host)
-        }
+        {process: _share(before.get(process.pid), process.pid, seconds) for process in processes(host)}
         for host in hosts
     ]
+
+
+def _share(before: CpuTime | None, pid: int, seconds: float) -> CpuTime:
+    own, libraries = before or CpuTime(0.0, 0.0)
+    now = split_cpu_time(pid)
+    return CpuTime((now.own - own) / seconds, (now.libraries - libraries) / seconds)
 
 
 def word(is_met: bool) -> str:

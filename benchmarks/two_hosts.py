@@ -421,10 +421,12 @@ def idle(bed: Bed) -> Found:
         time.sleep(sizes.settle_s)
         is_met, rows = True, []
         for name, shares in zip(("head", "worker"), cpu_shares(hosts, sizes.idle_s), strict=True):
-            together = sum(shares.values())
+            together = sum(share.together for share in shares.values())
             met = together <= IDLE_BAR
             is_met &= met
-            rows += [[name, title_of(each)[-60:], f"{share:.2%}", ""] for each, share in shares.items()]
+            rows += [
+                [name, title_of(each)[-60:], f"{share.together:.2%}", ""] for each, share in shares.items()
+            ]
             rows.append([name, "together", f"{together:.2%}", f"{IDLE_BAR:.0%}: {word(met)}"])
     return Found(markdown(["host", "process", "of a core", "bar"], rows), is_met)
 

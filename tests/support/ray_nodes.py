@@ -43,16 +43,24 @@ class RayNodes:
     ) -> None:
         self.hosts = network.hosts
         self._directory = directory
-        head, other = self.hosts
-        self.address = f"{head.address}:{_PORT}"
-        common = [f"--num-cpus={num_cpus}", "--disable-usage-stats", "--object-store-memory=80000000"]
-        first = [_RAY, "start", "--head", f"--port={_PORT}", f"--node-ip-address={head.address}"]
-        first += ["--include-dashboard=false", *common]
-        second = [_RAY, "start", f"--address={self.address}", f"--node-ip-address={other.address}", *common]
-        for number, (host, command) in enumerate(zip(self.hosts, (first, second), strict=True)):
-            own = f"--temp-dir={directory / str(number)}"  # by which a driver finds its node
-            start = Program(host, [*command, own], cores[number])  # ends when those of the node run
-            assert start.process.wait(_START_LIMIT_S) == 0, start.output
+        self._num_cpus = num_cpus
+        self._cores = cores
+        self.address = f"{self.hosts[0].address}:{_PORT}"
+        for number in range(len(self.hosts)):
+            self.start(number)
+
+    def start(self, number: int) -> None:
+        """Start the node of a host, which has none or has lost it; the cluster's own parts are on host 0."""
+        host = self.hosts[number]
+        command = [_RAY, "start", f"--node-ip-address={host.address}", f"--num-cpus={self._num_cpus}"]
+        command += ["--disable-usage-stats", "--object-store-memory=80000000"]
+        if number == 0:
+            command += ["--head", f"--port={_PORT}", "--include-dashboard=false"]
+        else:
+            command.append(f"--address={self.address}")
+        command.append(f"--temp-dir={self._directory / str(number)}")  # by which a driver finds its node
+        start = Program(host, command, self._cores[number])  # ends when those of the node run
+        assert start.process.wait(_START_LIMIT_S) == 0, start.output
 
     def kill(self, part: str, host: int) -> None:
         """Kill what has this in its command line on a host."""
@@ -71,6 +79,9 @@ class RayNodes:
 class RayServer(SoleServer):
     """A server on the first node, whose last stages run at a worker that Ray starts on the other one.
 
+    Attributes:
+        nodes: on which its hosts are.
+
     Args:
         directory: for the token.
         flags: of `penstock serve`, such as the number of stages.
@@ -88,6 +99,7 @@ class RayServer(SoleServer):
     ) -> None:
         words = ["--hosts", "2", "--distributed-executor-backend", "ray"]
         words += ["--join-token-file", str(directory / "ray-token"), *flags]
+        self.nodes = nodes
         address = {"RAY_ADDRESS": nodes.address}
         super().__init__(nodes.hosts[0], model, words, cores=cores, environment=address)
 

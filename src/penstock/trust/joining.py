@@ -38,6 +38,7 @@ from penstock.trust.tls import (
     peer_name,
     refusal,
     token_client_context,
+    under_tls,
     weights_client_context,
 )
 from penstock.trust.worker_join import (
@@ -251,7 +252,7 @@ def _secured(
     with contextlib.ExitStack() as at_failure:
         at_failure.callback(plain.close)
         plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        connection = context.wrap_socket(plain, do_handshake_on_connect=False)
+        connection = under_tls(context, plain)
         at_failure.callback(connection.close)
         hold(connection)
         connection.settimeout(_left_s(deadline, clock))

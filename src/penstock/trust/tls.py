@@ -4,7 +4,8 @@ The authority of the cluster is the only one that is trusted; there are no sessi
 connection proves both sides anew. OpenSSL checks the chain and its dates. It does not check which process of
 the cluster the peer is: callers do, with `require_peer`, before they use a connection.
 
-    connection = link_client_context(credentials).wrap_socket(sock)
+    connection = under_tls(link_client_context(credentials), sock)
+    connection.do_handshake()
     require_peer(connection, {expected})
 
 Used by the head and the agents when workers join, and by the carriers between hosts. Needs no library.
@@ -13,7 +14,9 @@ Used by the head and the agents when workers join, and by the carriers between h
 from __future__ import annotations
 
 import os
+import socket
 import ssl
+import traceback
 from collections.abc import Collection
 
 import msgspec
@@ -83,6 +86,23 @@ def weights_client_context(credentials: Credentials) -> ssl.SSLContext:
     context = link_client_context(credentials)
     context.set_alpn_protocols([WEIGHTS_PROTOCOL])
     return context
+
+
+def under_tls(context: ssl.SSLContext, connected: socket.socket, *, is_server: bool = False) -> ssl.SSLSocket:
+    """Return a connection that speaks TLS, before its handshake. It takes the place of `connected`.
+
+    Raises:
+        OSError: the peer has reset the connection already; it is closed.
+    """
+    try:
+        return context.wrap_socket(connected, server_side=is_server, do_handshake_on_connect=False)
+    except OSError as error:
+        for frame, _ in traceback.walk_tb(error.__traceback__):
+            half_made = frame.f_locals.get("self")
+            if isinstance(half_made, ssl.SSLSocket):  # which Python (3.11) leaves open, and nobody else has
+                half_made.close()
+        connected.close()
+        raise
 
 
 def peer_certificate(connection: ssl.SSLSocket) -> PeerCertificate:

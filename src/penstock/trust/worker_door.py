@@ -27,6 +27,7 @@ from penstock.trust.tls import (
     join_server_context,
     own_certificate_der,
     peer_certificate,
+    under_tls,
 )
 
 
@@ -64,7 +65,7 @@ def worker_door(
     )
 
     def secure(accepted: socket.socket) -> socket.socket:
-        return context.wrap_socket(accepted, server_side=True, do_handshake_on_connect=False)
+        return under_tls(context, accepted, is_server=True)
 
     def begin(connection: socket.socket) -> HeadConversation:
         if not isinstance(connection, ssl.SSLSocket):  # `secure` makes no other

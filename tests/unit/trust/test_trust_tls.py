@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import ssl
 import threading
@@ -28,7 +29,9 @@ from penstock.trust.tls import (
     refusal,
     require_peer,
     token_client_context,
+    under_tls,
 )
+from streams import reset, tcp_pair
 
 
 @pytest.fixture
@@ -72,6 +75,17 @@ def connected(
             for side in (results[0], reached):
                 if isinstance(side, socket.socket):
                     side.close()
+
+
+def test_a_connection_that_its_peer_has_reset_is_refused_and_leaves_nothing_open(cluster: Cluster) -> None:
+    dialled, accepted = tcp_pair()
+    reset(dialled)
+    place = accepted.fileno()
+    with pytest.raises(ConnectionResetError) as refused:
+        under_tls(link_server_context(cluster.head_credentials), accepted, is_server=True)
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(place)  # closed while somebody still has the error, and with it all that was half made
+    assert refused.value.__traceback__ is not None
 
 
 def opened(side: socket.socket | OSError) -> ssl.SSLSocket:

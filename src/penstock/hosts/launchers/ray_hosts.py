@@ -9,8 +9,6 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import secrets
-import tempfile
-from pathlib import Path
 
 import msgspec
 
@@ -19,6 +17,7 @@ from penstock.config.ray import RayOptions, ray_options
 from penstock.errors import UsageError
 from penstock.hosts.gathering import GatheredHosts
 from penstock.hosts.launchers.engine_hosts import Voices
+from penstock.hosts.launchers.own_directory import own_directory
 from penstock.hosts.launchers.ray_messages import PlaceWorkers
 from penstock.hosts.launchers.ray_starter import RayStarter
 from penstock.hosts.launchers.starter import WantedWorkers
@@ -49,7 +48,9 @@ class RayHosts(GatheredHosts):
         options = ray_options(cluster.ray)
         self._own_directory = contextlib.ExitStack()  # of this start alone
         with contextlib.ExitStack() as stack:
-            own = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="penstock-ray-")))
+            held = own_directory(f"head-{secrets.token_hex(6)}")
+            stack.callback(held.delete)
+            own = held.path
             settings = msgspec.structs.replace(
                 cluster,
                 listen_workers=cluster.listen_workers or ANY_ADDRESS,

@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import os
 import subprocess
-import tempfile
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 from penstock.config.hosts import own_host_name, state_directory
+from penstock.hosts.launchers.own_directory import own_directory
 from penstock.hosts.launchers.tied_process import environment_for_ranks, tied_command
-from penstock.trust.private_files import make_private_directory
+from penstock.trust.held_directories import HeldDirectory
 from penstock.trust.token_prompt import JOIN_TOKEN
 
 LAST_LINES = 12  # of what a worker has printed, kept for the message of its end
@@ -36,6 +35,7 @@ class RayWorker:
         self._engine = engine
         self._number = number
         self._give_back = give_back
+        self._state: HeldDirectory | None = None  # until this process ends, and its restarts find it again
         self._await_order()
 
     def host_name(self) -> str:
@@ -76,9 +76,14 @@ class RayWorker:
 
     def _places(self) -> list[str]:
         """Return where the worker keeps its certificate, which is of this engine alone, and its weights."""
-        state = Path(tempfile.gettempdir()) / f"penstock-{os.getuid()}" / self._engine
-        make_private_directory(state.parent)
-        return ["--state-dir", str(state), "--weights-cache", str(state_directory(None) / "weights")]
+        if self._state is None:
+            self._state = own_directory(self._engine)
+        return [
+            "--state-dir",
+            str(self._state.path),
+            "--weights-cache",
+            str(state_directory(None) / "weights"),
+        ]
 
     def _await_order(self) -> None:
         self._unused = threading.Timer(UNUSED_S, self._give_back)

@@ -26,7 +26,7 @@ from penstock.process.link_ports import PortRange, listen_in_range
 from penstock.trust.credentials import Credentials
 from penstock.trust.door import Door
 from penstock.trust.peer_names import PeerName
-from penstock.trust.tls import CertifiedPeer, link_server_context
+from penstock.trust.tls import CertifiedPeer, link_server_context, under_tls
 
 _LOOK_S = 0.5  # between two looks at whether a peer at a door is late
 
@@ -98,7 +98,7 @@ class MeasuringDoor:
     def _secure(self, accepted: socket.socket) -> socket.socket:
         with contextlib.suppress(OSError):  # it is gone already, as the handshake will show
             accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        return self._context.wrap_socket(accepted, server_side=True, do_handshake_on_connect=False)
+        return under_tls(self._context, accepted, is_server=True)
 
     def _begin(self, connection: socket.socket) -> CertifiedPeer:
         if not isinstance(connection, ssl.SSLSocket):  # `_secure` makes no other

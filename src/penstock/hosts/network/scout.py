@@ -25,7 +25,7 @@ from penstock.process.link_ports import PortRange
 from penstock.trust.credentials import Credentials
 from penstock.trust.joining import converse
 from penstock.trust.peer_names import PeerName
-from penstock.trust.tls import CertifiedDialler, link_client_context, refusal
+from penstock.trust.tls import CertifiedDialler, link_client_context, refusal, under_tls
 
 MEET_S = 2.0  # for a handshake over a way that carries anything
 MOST_PLACES = 256  # at which a host listens: the most promising ones
@@ -206,8 +206,9 @@ class OwnScout:
         deadline = self._clock() + MEET_S
         end.settimeout(MEET_S)
         try:
-            stream = link_client_context(self._credentials).wrap_socket(end)
+            stream = under_tls(link_client_context(self._credentials), end)
             try:
+                stream.do_handshake()
                 converse(stream, CertifiedDialler(stream, [peer]), deadline, self._clock)
             except BaseException:
                 stream.close()

@@ -15,13 +15,11 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import os
 import secrets
 import shutil
 from collections.abc import Iterator, Mapping
 from concurrent.futures import wait
-from functools import partial
 from io import FileIO
 from pathlib import Path
 from types import TracebackType
@@ -33,6 +31,7 @@ from penstock.errors import PeerError, PenstockError
 from penstock.hosts.weights.needed_tensors import TensorGroup, num_bytes
 from penstock.hosts.weights.side_threads import begin_aside
 from penstock.hosts.weights.tensor_digests import READ_BYTES, Check, FileState, file_state
+from penstock.trust.held_directories import HeldDirectory, delete_unheld
 from penstock.trust.private_files import make_private_directory
 from penstock.weights.checkpoint import INDEX_FILE
 
@@ -58,11 +57,9 @@ class WeightCache:
         make_private_directory(directory)
         for name in ("tensors", "files", "models", "partial", "digests"):
             make_private_directory(directory / name)
-        _delete_abandoned(directory / "partial")
-        self._partial = directory / "partial" / secrets.token_hex(16)
-        make_private_directory(self._partial)
-        self._lock = os.open(self._partial, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # it is written here
+        delete_unheld(directory / "partial")
+        self._held = HeldDirectory(directory / "partial" / secrets.token_hex(16))
+        self._partial = self._held.path
 
     @property
     def digests(self) -> Path:
@@ -71,11 +68,8 @@ class WeightCache:
 
     def close(self) -> None:
         """Delete what is not finished. May be called twice."""
-        if self._lock >= 0:
-            delete = partial(shutil.rmtree, self._partial, ignore_errors=True)
-            wait([begin_aside(delete, "weights cache")], CLOSE_S)
-            os.close(self._lock)
-            self._lock = -1
+        wait([begin_aside(self._held.delete, "weights cache")], CLOSE_S)
+        self._held.release()
 
     def has_candidate(self, group: TensorGroup) -> bool:
         """Return whether there is a file of such tensors, whatever numbers they have."""
@@ -323,18 +317,6 @@ def _rename_new(partial: Path, final: Path) -> None:
         if error.errno == errno.ENOTEMPTY:
             raise FileExistsError from error
         raise
-
-
-def _delete_abandoned(directory: Path) -> None:
-    """Delete what workers that were killed have not finished; who still writes holds a lock."""
-    for path in directory.iterdir():
-        with contextlib.suppress(OSError):
-            handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-            try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(path, ignore_errors=True)
-            finally:
-                os.close(handle)
 
 
 def _sync(directory: Path) -> None:

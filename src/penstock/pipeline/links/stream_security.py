@@ -37,6 +37,7 @@ from penstock.trust.tls import (
     link_client_context,
     link_server_context,
     refusal,
+    under_tls,
 )
 
 Wait = Callable[[int, int], None]  # a descriptor, events of poll(2); raises at the deadline, and at the end
@@ -119,9 +120,7 @@ class ProvedByCertificates:
         self._peer = _name(security.peer)
 
     def wrap(self, connected: socket.socket) -> socket.socket:
-        return self._context.wrap_socket(
-            connected, server_side=self._is_server, do_handshake_on_connect=False
-        )
+        return under_tls(self._context, connected, is_server=self._is_server)
 
     def begin(self, stream: socket.socket) -> Conversation:
         assert isinstance(stream, ssl.SSLSocket), stream

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from penstock.hosts.launchers import ray_worker
+from penstock.hosts.launchers.own_directory import own_directory
 from penstock.hosts.launchers.ray_worker import RayWorker
 from penstock.process import entry_points
 from penstock.trust.token_prompt import JOIN_TOKEN
@@ -52,6 +53,17 @@ def test_i2_an_actor_that_nobody_wants_gives_its_place_back(monkeypatch: pytest.
     given_back = threading.Event()
     RayWorker("engine-1", 1, given_back.set)
     assert given_back.wait(WAIT_S)
+
+
+def test_i2_a_worker_deletes_what_killed_ones_of_other_engines_have_left(tmp_path: Path) -> None:
+    killed, living = own_directory("killed"), own_directory("living")
+    killed.release()
+    worker = RayWorker("engine-1", 1, lambda: None)
+    worker.run(f"127.0.0.1:{closed_port()}", str(tmp_path / "no-token"), [])
+    assert not killed.path.exists()
+    assert living.path.exists()
+    assert {path.name for path in living.path.parent.iterdir()} == {"living", "engine-1"}
+    living.delete()
 
 
 PARENT = """

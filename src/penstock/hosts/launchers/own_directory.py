@@ -1,0 +1,27 @@
+"""Where an engine whose workers Ray starts keeps what is of this engine alone: identity, certificates.
+
+Any part may be killed, and Ray ends actors in no other way: what they leave is deleted by the next engine.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+
+from penstock.trust.held_directories import HeldDirectory, delete_unheld
+from penstock.trust.private_files import make_private_directory
+
+
+def own_directory(name: str) -> HeldDirectory:
+    """Return the directory of this name among the temporary files, and delete those that nobody holds.
+
+    Raises:
+        UsageError: it cannot be used, or others may enter it.
+    """
+    parent = Path(tempfile.gettempdir()) / f"penstock-{os.getuid()}"
+    make_private_directory(parent)
+    make_private_directory(parent / "ray")
+    held = HeldDirectory(parent / "ray" / name)
+    delete_unheld(parent / "ray")
+    return held
