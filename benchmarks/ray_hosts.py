@@ -48,7 +48,7 @@ from host_bed import (
     rate_ratios,
     word,
 )
-from host_load import decode_disturbed, differing, prompts
+from host_load import Ids, decode_disturbed, differing, prompts
 from peers.report import format_samples, markdown
 from ratios import bootstrap, shown
 
@@ -57,7 +57,7 @@ from host_faults import NOTICED_LIMIT_S, Hosts, kill_stage, kill_worker, process
 from network import Host
 from ray_nodes import RayNodes, RayServer, ray_nodes
 from served import title_of
-from served_hosts import PairServer, SoleServer
+from served_hosts import PairServer
 
 THROUGHPUT_BAR, IDLE_BAR = 0.99, 0.01
 PAUSE_BAR_S, REJOIN_S = 2.0, 2.0  # above reading the lost weights; for which a lost host may come back
@@ -209,15 +209,14 @@ class Pause(NamedTuple):
 def losses(bed: Bed) -> Found:
     """Pauses with both engines, one after the other, again and again."""
     found: dict[tuple[str, bool], list[Pause]] = {}
-    flags = ["--rejoin-timeout", f"{REJOIN_S:g}"]
+    expected: list[Ids] = []
     for number in range(bed.sizes.fault_rounds):
         for by_ray in (True, False) if number % 2 == 0 else (False, True):
             with ray_nodes(cores=[[core] for core in bed.cores]) as nodes:
-                server = started_by_ray(bed, nodes, *flags) if by_ray else bed.pair(nodes.hosts, *flags)
-                with server:
-                    for loss, pause in pauses(bed, server, nodes.hosts, by_ray=by_ray):
-                        found.setdefault((loss.name, by_ray), []).append(pause)
-                        progress(f"{'Ray' if by_ray else 'plain'}: {loss.name}: {pause.seconds:.1f} s")
+                for loss in LOSSES:
+                    pause = paused(bed, nodes, loss, expected, by_ray=by_ray)
+                    found.setdefault((loss.name, by_ray), []).append(pause)
+                    progress(f"{'Ray' if by_ray else 'plain'}: {loss.name}: {pause.seconds:.1f} s")
     rows, is_met = [], True
     for loss in LOSSES:
         ray, plain = found[loss.name, True], found[loss.name, False]
@@ -231,18 +230,23 @@ def losses(bed: Bed) -> Found:
     return Found(markdown(columns, rows), is_met)
 
 
-def pauses(bed: Bed, server: SoleServer, hosts: Hosts, *, by_ray: bool) -> list[tuple[Loss, Pause]]:
-    """Let everything happen once to a server."""
-    sizes = bed.sizes
+def paused(bed: Bed, nodes: RayNodes, loss: Loss, expected: list[Ids], *, by_ray: bool) -> Pause:
+    """Let something happen to a new engine, whose stages are on both hosts.
+
+    Args:
+        expected: what undisturbed engines answer; the first call fills it.
+    """
+    sizes, hosts = bed.sizes, nodes.hosts
+    flags = ["--rejoin-timeout", f"{REJOIN_S:g}"]
     asked = prompts(8, sizes.num_input, seed=17)
-    reading_s = max(float(event["seconds"]) for event in server.events("stage_loaded"))
-    expected = server.client.complete(asked, sizes.fault_output)
-    found = []
-    for loss in LOSSES:
+    with started_by_ray(bed, nodes, *flags) if by_ray else bed.pair(hosts, *flags) as server:
+        reading_s = max(float(event["seconds"]) for event in server.events("stage_loaded"))
+        if not expected:
+            expected.append(server.client.complete(asked, sizes.fault_output))
         time.sleep(sizes.settle_s)  # for a process that waits to take the place of what is lost
-        first = len(server.head.lines)
         strike: Callable[[Any, Hosts], None] = loss.with_ray if by_ray else loss.plain
-        paused = decode_disturbed(
+        first = len(server.head.lines)
+        run = decode_disturbed(
             server.client,
             asked,
             sizes.fault_output,
@@ -250,8 +254,7 @@ def pauses(bed: Bed, server: SoleServer, hosts: Hosts, *, by_ray: bool) -> list[
             after=sizes.fault_output // 6,
         )
         server.await_event("recovered", NOTICED_LIMIT_S, first)
-        found.append((loss, Pause(paused.pause_s, reading_s, paused.ids == expected)))
-    return found
+    return Pause(run.pause_s, reading_s, run.ids == expected[0])
 
 
 BARS: Mapping[str, Callable[[Bed], Found]] = {"throughput": throughput, "idle": idle, "losses": losses}
