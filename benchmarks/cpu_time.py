@@ -7,20 +7,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 
-def cpu_seconds(pids: Iterable[int]) -> float:
-    """Return the seconds that the living threads of these processes have run (`schedstat`, first field).
-
-    Unlike the times of `/proc/PID/stat`, which count ticks of 10 ms, and without threads that have ended.
-    """
-    nanoseconds = 0
-    for path in (path for pid in pids for path in Path(f"/proc/{pid}/task").glob("*/schedstat")):
-        try:
-            nanoseconds += int(path.read_text(encoding="utf-8").split()[0])
-        except OSError:
-            continue  # the thread has just ended
-    return nanoseconds * 1e-9
-
-
 class CpuTime(NamedTuple):
     """What a process has run.
 
@@ -37,17 +23,41 @@ class CpuTime(NamedTuple):
         return self.own + self.libraries
 
 
+def cpu_seconds(pids: Iterable[int]) -> float:
+    """Return the seconds that the living threads of these processes have run (`schedstat`, first field).
+
+    Unlike the times of `/proc/PID/stat`, which count ticks of 10 ms, and without threads that have ended.
+    """
+    return sum(_seconds(thread) for pid in pids for thread in _threads(pid))
+
+
 def split_cpu_time(pid: int) -> CpuTime:
-    """Return the CPU time of the living threads of a process.
+    """Return the CPU time of the living threads of a process, as `cpu_seconds` does.
 
     A thread has the name of the one that has started it, until somebody gives it another.
     """
+    own_name = _name(Path(f"/proc/{pid}"))
     seconds = [0.0, 0.0]
-    name = Path(f"/proc/{pid}/comm").read_bytes()
-    for path in Path(f"/proc/{pid}/task").iterdir():
-        try:
-            is_named = (path / "comm").read_bytes() != name
-            seconds[is_named] += int((path / "schedstat").read_text(encoding="utf-8").split()[0]) * 1e-9
-        except OSError:
-            continue  # the thread has just ended
+    for thread in _threads(pid):
+        seconds[_name(thread) != own_name] += _seconds(thread)
     return CpuTime(*seconds)
+
+
+def _threads(pid: int) -> list[Path]:
+    return list(Path(f"/proc/{pid}/task").glob("*"))
+
+
+def _seconds(thread: Path) -> float:
+    """Return what a thread has run; nothing if it has just ended."""
+    try:
+        return int((thread / "schedstat").read_text(encoding="utf-8").split()[0]) * 1e-9
+    except OSError:
+        return 0.0
+
+
+def _name(task: Path) -> bytes:
+    """Return the name of a process or thread; nothing if it has just ended."""
+    try:
+        return (task / "comm").read_bytes()
+    except OSError:
+        return b""

@@ -30,7 +30,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import psutil
 from cpu_peers import end_engines_with_us, progress
 from cpu_time import CpuTime
 from host_bed import (
@@ -42,6 +41,7 @@ from host_bed import (
     Found,
     Sizes,
     cpu_shares,
+    gigabit_hosts,
     in_rounds,
     open_bed,
     print_bars,
@@ -53,7 +53,7 @@ from peers.report import format_samples, markdown
 from ratios import bootstrap, shown
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "support"))
-from host_faults import NOTICED_LIMIT_S, Hosts, kill_stage, kill_worker, processes
+from host_faults import NOTICED_LIMIT_S, Hosts, Strike, kill_stage, kill_worker, processes
 from network import Host
 from ray_nodes import RayNodes, RayServer, ray_nodes
 from served import title_of
@@ -119,11 +119,16 @@ def idle(bed: Bed) -> Found:
         bed.decode(server, min(sizes.batches), seed=0)
         time.sleep(sizes.settle_s)
         for name, shares in zip(("head", "worker"), cpu_shares(nodes.hosts, sizes.idle_s), strict=True):
-            ours = [(title_of(process), share) for process, share in shares.items() if is_ours(process)]
-            own = sum(own_share(title, share) for title, share in ours)
-            library = sum(share.together for _, share in ours) - own
-            nodes_own = sum(share.together for process, share in shares.items() if not is_ours(process))
-            rows += [[name, title[-60:], f"{own_share(title, share):.2%}", ""] for title, share in ours]
+            own = library = nodes_own = 0.0
+            for process, share in shares.items():
+                title = title_of(process)
+                if not is_ours(title):
+                    nodes_own += share.together
+                    continue
+                ours = own_share(title, share)
+                own += ours
+                library += share.together - ours
+                rows.append([name, title[-60:], f"{ours:.2%}", ""])
             met = own <= IDLE_BAR
             is_met &= met
             rows.append([name, "ours together", f"{own:.2%}", f"{IDLE_BAR:.0%}: {word(met)}"])
@@ -132,9 +137,9 @@ def idle(bed: Bed) -> Found:
     return Found(markdown(["host", "process", "of a core", "bar"], rows), is_met)
 
 
-def is_ours(process: psutil.Process) -> bool:
+def is_ours(title: str) -> bool:
     """Return whether a process is there because of the engine."""
-    return any(part in title_of(process) for part in OURS)
+    return any(part in title for part in OURS)
 
 
 def own_share(title: str, share: CpuTime) -> float:
@@ -155,18 +160,13 @@ class Loss(NamedTuple):
 
     name: str
     with_ray: Callable[[RayServer, Hosts], None]
-    plain: Callable[[PairServer, Hosts], None]
+    plain: Strike
     allowed_s: float = PAUSE_BAR_S
 
 
 def kill_titled(part: str) -> Callable[[RayServer, Hosts], None]:
     """Return what kills the process on the worker's host that has this in its title."""
-
-    def kill(server: RayServer, hosts: Hosts) -> None:
-        (found,) = (process for process in processes(hosts[1]) if part in title_of(process))
-        found.kill()
-
-    return kill
+    return lambda server, hosts: server.nodes.kill(part, 1)
 
 
 def kill_node(server: RayServer, hosts: Hosts) -> None:
@@ -209,7 +209,7 @@ class Pause(NamedTuple):
 def losses(bed: Bed) -> Found:
     """Pauses with both engines, one after the other, again and again."""
     found: dict[tuple[str, bool], list[Pause]] = {}
-    expected: list[Ids] = []
+    expected = undisturbed(bed)
     for number in range(bed.sizes.fault_rounds):
         for by_ray in (True, False) if number % 2 == 0 else (False, True):
             with ray_nodes(cores=[[core] for core in bed.cores]) as nodes:
@@ -230,31 +230,34 @@ def losses(bed: Bed) -> Found:
     return Found(markdown(columns, rows), is_met)
 
 
-def paused(bed: Bed, nodes: RayNodes, loss: Loss, expected: list[Ids], *, by_ray: bool) -> Pause:
-    """Let something happen to a new engine, whose stages are on both hosts.
+def undisturbed(bed: Bed) -> Ids:
+    """Return what the requests of `paused` are answered when nothing happens."""
+    with gigabit_hosts() as hosts, bed.pair(hosts) as server:
+        return server.client.complete(asked_in_losses(bed), bed.sizes.fault_output)
 
-    Args:
-        expected: what undisturbed engines answer; the first call fills it.
-    """
+
+def asked_in_losses(bed: Bed) -> Ids:
+    return prompts(8, bed.sizes.num_input, seed=17)
+
+
+def paused(bed: Bed, nodes: RayNodes, loss: Loss, expected: Ids, *, by_ray: bool) -> Pause:
+    """Let something happen to a new engine, whose stages are on both hosts."""
     sizes, hosts = bed.sizes, nodes.hosts
     flags = ["--rejoin-timeout", f"{REJOIN_S:g}"]
-    asked = prompts(8, sizes.num_input, seed=17)
     with started_by_ray(bed, nodes, *flags) if by_ray else bed.pair(hosts, *flags) as server:
         reading_s = max(float(event["seconds"]) for event in server.events("stage_loaded"))
-        if not expected:
-            expected.append(server.client.complete(asked, sizes.fault_output))
         time.sleep(sizes.settle_s)  # for a process that waits to take the place of what is lost
         strike: Callable[[Any, Hosts], None] = loss.with_ray if by_ray else loss.plain
         first = len(server.head.lines)
         run = decode_disturbed(
             server.client,
-            asked,
+            asked_in_losses(bed),
             sizes.fault_output,
             partial(strike, server, hosts),
             after=sizes.fault_output // 6,
         )
         server.await_event("recovered", NOTICED_LIMIT_S, first)
-    return Pause(run.pause_s, reading_s, run.ids == expected[0])
+    return Pause(run.pause_s, reading_s, run.ids == expected)
 
 
 BARS: Mapping[str, Callable[[Bed], Found]] = {"throughput": throughput, "idle": idle, "losses": losses}

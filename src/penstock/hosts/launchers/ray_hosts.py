@@ -46,11 +46,10 @@ class RayHosts(GatheredHosts):
                 param="distributed_executor_backend",
             )
         options = ray_options(cluster.ray)
-        self._own_directory = contextlib.ExitStack()  # of this start alone
-        with contextlib.ExitStack() as stack:
-            held = own_directory(f"head-{secrets.token_hex(6)}")
-            stack.callback(held.delete)
-            own = held.path
+        self._own_directory = own_directory(f"head-{secrets.token_hex(6)}")  # of this start alone
+        own = self._own_directory.path
+        with contextlib.ExitStack() as at_failure:
+            at_failure.callback(self._own_directory.delete)
             settings = msgspec.structs.replace(
                 cluster,
                 listen_workers=cluster.listen_workers or ANY_ADDRESS,
@@ -60,12 +59,12 @@ class RayHosts(GatheredHosts):
             )
             starter = RayStarter(lambda wanted: _order(wanted, options), voices)
             super().__init__(settings, voices, starter, MAX_JOINS)
-            self._own_directory = stack.pop_all()
+            at_failure.pop_all()
 
     def close(self) -> None:
         """Let all go, and remove what was of this start alone."""
         super().close()
-        self._own_directory.close()
+        self._own_directory.delete()
 
 
 def _order(wanted: WantedWorkers, options: RayOptions) -> PlaceWorkers:

@@ -78,12 +78,8 @@ class RayWorker:
         """Return where the worker keeps its certificate, which is of this engine alone, and its weights."""
         if self._state is None:
             self._state = own_directory(self._engine)
-        return [
-            "--state-dir",
-            str(self._state.path),
-            "--weights-cache",
-            str(state_directory(None) / "weights"),
-        ]
+        weights = state_directory(None) / "weights"
+        return ["--state-dir", str(self._state.path), "--weights-cache", str(weights)]
 
     def _await_order(self) -> None:
         self._unused = threading.Timer(UNUSED_S, self._give_back)
