@@ -10,7 +10,7 @@ model and its stages are as in `two_hosts.py`. The bars:
 - idle: CPU time of our processes on each host, of an engine without requests; what Ray takes is reported,
   with the threads of its library in our driver and actor, which wake up by themselves.
 - losses: the longest pause of running requests when a stage, the worker, its actor or all of the worker's
-  host is killed, with both engines.
+  host is killed, with both engines. The host stays away, and the head takes over its stage.
 
 `--quick` makes everything small, to see that it works. Needs `penstock[ray]`. Prints Markdown for
 docs/perf-log.md; exit code 1 if a bar is missed.
@@ -23,7 +23,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -54,10 +54,9 @@ from ratios import bootstrap, shown
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "support"))
 from host_faults import NOTICED_LIMIT_S, Hosts, Strike, kill_stage, kill_worker, processes
-from network import Host
 from ray_nodes import RayNodes, RayServer, ray_nodes
 from served import title_of
-from served_hosts import PairServer
+from served_hosts import SoleServer
 
 THROUGHPUT_BAR, IDLE_BAR = 0.99, 0.01
 PAUSE_BAR_S, REJOIN_S = 2.0, 2.0  # above reading the lost weights; for which a lost host may come back
@@ -154,7 +153,7 @@ class Loss(NamedTuple):
     """What is killed.
 
     Attributes:
-        with_ray, plain: kill it, and start again by hand what nobody else would.
+        with_ray, plain: kill it, and start again by hand the worker of a plain agent.
         allowed_s: for a pause, besides reading the lost weights.
     """
 
@@ -169,20 +168,9 @@ def kill_titled(part: str) -> Callable[[RayServer, Hosts], None]:
     return lambda server, hosts: server.nodes.kill(part, 1)
 
 
-def kill_node(server: RayServer, hosts: Hosts) -> None:
-    """Kill all that runs on the worker's host, and start its node of Ray again at once."""
-    kill_all(hosts[1])
-    server.nodes.start(1)
-
-
-def kill_host(server: PairServer, hosts: Hosts) -> None:
-    """Kill all that runs on the worker's host, and start the worker again at once."""
-    kill_all(hosts[1])
-    server.start_worker()
-
-
-def kill_all(host: Host[Any]) -> None:
-    for process in processes(host):
+def kill_host(_: SoleServer, hosts: Hosts) -> None:
+    """Kill all that runs on the worker's host; nobody starts it again."""
+    for process in processes(hosts[1]):
         process.kill()
 
 
@@ -190,7 +178,7 @@ LOSSES = (
     Loss("kill -9 of the worker's stage", kill_titled("penstock stage 1"), kill_stage(1)),
     Loss("kill -9 of the worker", kill_titled("tied_process"), kill_worker),
     Loss("kill -9 of its actor; of the worker", kill_titled("ray::RayWorker"), kill_worker),
-    Loss("kill -9 of all on the worker's host", kill_node, kill_host, PAUSE_BAR_S + REJOIN_S),
+    Loss("kill -9 of all on the worker's host", kill_host, kill_host, PAUSE_BAR_S + REJOIN_S),
 )
 
 
@@ -198,7 +186,8 @@ class Pause(NamedTuple):
     """What a loss did to running requests.
 
     Attributes:
-        reading_s: in which the slowest stage has read its weights at the start.
+        reading_s: in which weights were read: those of the slowest stage at the start, or all after the loss,
+            one stage after the other, whatever took longer.
     """
 
     seconds: float
@@ -207,7 +196,8 @@ class Pause(NamedTuple):
 
 
 def losses(bed: Bed) -> Found:
-    """Pauses with both engines, one after the other, again and again."""
+    """Pauses with both engines, one after the other, again and again. Weights count as the plain one reads
+    them."""
     found: dict[tuple[str, bool], list[Pause]] = {}
     expected = undisturbed(bed)
     for number in range(bed.sizes.fault_rounds):
@@ -245,7 +235,7 @@ def paused(bed: Bed, nodes: RayNodes, loss: Loss, expected: Ids, *, by_ray: bool
     sizes, hosts = bed.sizes, nodes.hosts
     flags = ["--rejoin-timeout", f"{REJOIN_S:g}"]
     with started_by_ray(bed, nodes, *flags) if by_ray else bed.pair(hosts, *flags) as server:
-        reading_s = max(float(event["seconds"]) for event in server.events("stage_loaded"))
+        at_start = readings(server)
         time.sleep(sizes.settle_s)  # for a process that waits to take the place of what is lost
         strike: Callable[[Any, Hosts], None] = loss.with_ray if by_ray else loss.plain
         first = len(server.head.lines)
@@ -257,7 +247,13 @@ def paused(bed: Bed, nodes: RayNodes, loss: Loss, expected: Ids, *, by_ray: bool
             after=sizes.fault_output // 6,
         )
         server.await_event("recovered", NOTICED_LIMIT_S, first)
+        reading_s = max(*at_start, sum(readings(server)[len(at_start) :]))
     return Pause(run.pause_s, reading_s, run.ids == expected)
+
+
+def readings(server: SoleServer) -> Sequence[float]:
+    """Return the seconds in which each stage has read its weights so far."""
+    return [float(event["seconds"]) for event in server.events("stage_loaded")]
 
 
 BARS: Mapping[str, Callable[[Bed], Found]] = {"throughput": throughput, "idle": idle, "losses": losses}

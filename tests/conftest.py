@@ -12,16 +12,19 @@ import pytest
 from hypothesis import settings
 
 from disturbed import DemoServers, Server
+from told_connections import tell_connections
 
 settings.register_profile("penstock", derandomize=True, deadline=None, database=None)
 settings.load_profile("penstock")
 
 
 def pytest_configure() -> None:
-    """Let workers share built kernels, and let interrupts reach tests, which workers ignore."""
+    """Let workers share built kernels, let interrupts reach tests, which workers ignore, and let warnings of
+    connections say whose they are."""
     os.environ.setdefault("PENSTOCK_TEST_BUILDS", tempfile.gettempdir())
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    tell_connections()
 
 
 @pytest.fixture(scope="session")

@@ -44,7 +44,7 @@ from penstock.hosts.launchers.ray_messages import (
     Said,
     Warned,
 )
-from penstock.hosts.launchers.ray_worker import RayWorker
+from penstock.hosts.launchers.ray_worker import RayWorker, WorkerOrder
 from penstock.hosts.network.joining_address import shown
 
 NAMESPACE = "penstock"
@@ -84,6 +84,7 @@ class Placed:
         if not self._await_placement(group):
             return
         join = shown(order.host or own_address, order.port)
+        worker = WorkerOrder(join, order.token_file, list(order.words))
         for number in range(1, order.number + 1):
             strategy = PlacementGroupSchedulingStrategy(
                 placement_group=group,
@@ -101,10 +102,10 @@ class Placed:
                     runtime_env=dict(order.options.runtime_env) or None,
                     **_reserved_options(group.bundle_specs[number]),
                 )
-                .remote(order.engine, number, partial(give_back, order.engine if self._own_group else ""))
+                .remote(order.engine, number, worker, partial(give_back, self._own_group * order.engine))
             )
             self._actors.append(actor)
-            threading.Thread(target=self._watch, args=(number, actor, join), daemon=True).start()
+            threading.Thread(target=self._watch, args=(number, actor), daemon=True).start()
 
     def close(self) -> None:
         """End the workers, and give back what was reserved."""
@@ -138,16 +139,16 @@ class Placed:
                 )
         return False
 
-    def _watch(self, number: int, actor: Any, join: str) -> None:
+    def _watch(self, number: int, actor: Any) -> None:
         """Have a worker run, again and again, and say what becomes of it."""
         num_short_lives, is_lost, host = 0, False, ""
+        host_name = actor.host_name.options(max_task_retries=-1)  # it waits for an actor that Ray restarts
         while not self._is_over.is_set():
             began = time.monotonic()
             try:
-                host = cast(str, ray.get(actor.host_name.remote()))
+                host = cast(str, ray.get(host_name.remote()))
                 is_lost = False
-                call = actor.run.remote(join, self._order.token_file, list(self._order.words))
-                code, lines = cast(tuple[int, str], ray.get(call))
+                code, lines = cast(tuple[int, str], ray.get(actor.run.remote()))
             except RayTaskError as error:
                 self._report(
                     CannotPlace(f"worker {number} cannot be started on its node: {_one_line(error.cause)}")
@@ -158,11 +159,12 @@ class Placed:
                     self._report(Warned(f"Ray gives worker {number} up: {_one_line(error)}"))
                 return
             except RayError as error:
-                if not is_lost and not self._is_over.is_set():
+                if is_lost:
+                    self._is_over.wait(LOOK_S)
+                elif not self._is_over.is_set():
                     is_lost = True
                     told = f"Ray has lost worker {number}, and starts it again: {_one_line(error)}"
                     self._report(LostWorker(host, told))
-                self._is_over.wait(LOOK_S)
                 continue
             if self._is_over.is_set():
                 return
@@ -175,7 +177,8 @@ class Placed:
                 )
                 return
             self._report(Warned(f"{ended} Ray starts it again."))
-            self._is_over.wait(LOOK_S)
+            if is_short:
+                self._is_over.wait(LOOK_S)
 
 
 def _reserved_options(bundle: Mapping[str, float]) -> dict[str, Any]:

@@ -6,13 +6,16 @@ The worker is a process of its own, which ends with its actor: what Ray ends, re
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from penstock.config.hosts import own_host_name, state_directory
+from penstock.errors import PenstockError
 from penstock.hosts.launchers.own_directory import own_directory
 from penstock.hosts.launchers.tied_process import environment_for_ranks, tied_command
 from penstock.trust.held_directories import HeldDirectory
@@ -22,8 +25,25 @@ LAST_LINES = 12  # of what a worker has printed, kept for the message of its end
 UNUSED_S = 60.0  # without a worker; then nobody will want one any more
 
 
+class WorkerOrder(NamedTuple):
+    """How a worker is to be started.
+
+    Attributes:
+        join: address of the head.
+        token_file: holds the join token; not read where the environment of Ray's node has the token.
+        words: further ones of the worker's command line.
+    """
+
+    join: str
+    token_file: str
+    words: Sequence[str]
+
+
 class RayWorker:
     """One worker of an engine. Ray makes another one after a loss, perhaps on another node.
+
+    A worker starts with its actor, in the main thread, with which it ends: Ray tells the driver of an actor
+    that it has restarted only a second later.
 
     Args:
         engine: a name that no other engine has.
@@ -31,34 +51,44 @@ class RayWorker:
         give_back: called when nobody has wanted a worker for `UNUSED_S`, in a thread: the driver is gone.
     """
 
-    def __init__(self, engine: str, number: int, give_back: Callable[[], None]) -> None:
+    def __init__(self, engine: str, number: int, order: WorkerOrder, give_back: Callable[[], None]) -> None:
         self._engine = engine
         self._number = number
+        self._order = order
         self._give_back = give_back
         self._state: HeldDirectory | None = None  # until this process ends, and its restarts find it again
-        self._await_order()
+        self._process: subprocess.Popen[str] | None = None
+        self._await_call()
+        with contextlib.suppress(OSError, PenstockError):  # `run` tries again, and says why
+            self._process = self._started()
 
     def host_name(self) -> str:
         """Return the name of the worker's host in the engine."""
         return f"{own_host_name('')}-{self._number}"[-64:].lstrip("-._")
 
-    def run(self, join: str, token_file: str, words: Sequence[str]) -> tuple[int, str]:
-        """Run a worker to its end. To be called in the main thread, with which the worker ends.
-
-        Args:
-            join: address of the head.
-            token_file: holds the join token; not read where the environment of Ray's node has the token.
-            words: further ones of its command line.
+    def run(self) -> tuple[int, str]:
+        """Wait until the worker ends; start another one first if it has ended before.
 
         Returns:
             The worker's exit code, and the last lines that it has printed.
         """
         self._unused.cancel()
+        lines: deque[str] = deque(maxlen=LAST_LINES)
+        with self._process or self._started() as process:
+            assert process.stdout is not None
+            for line in process.stdout:
+                print(line, end="", flush=True)  # into Ray's log of the worker
+                lines.append(line)
+        self._process = None
+        self._await_call()
+        return process.returncode, "".join(lines)
+
+    def _started(self) -> subprocess.Popen[str]:
+        join, token_file, words = self._order
         command = tied_command("penstock", "worker", "--join", join, "--name", self.host_name())
         command += [*self._places(), *words]
         command += [] if JOIN_TOKEN in os.environ else ["--join-token-file", token_file]
-        lines: deque[str] = deque(maxlen=LAST_LINES)
-        with subprocess.Popen(
+        return subprocess.Popen(
             command,
             env=environment_for_ranks(),
             stdin=subprocess.DEVNULL,
@@ -66,13 +96,7 @@ class RayWorker:
             stderr=subprocess.STDOUT,
             text=True,
             errors="replace",
-        ) as process:
-            assert process.stdout is not None
-            for line in process.stdout:
-                print(line, end="", flush=True)  # into Ray's log of the worker
-                lines.append(line)
-        self._await_order()
-        return process.returncode, "".join(lines)
+        )
 
     def _places(self) -> list[str]:
         """Return where the worker keeps its certificate, which is of this engine alone, and its weights."""
@@ -81,7 +105,7 @@ class RayWorker:
         weights = state_directory(None) / "weights"
         return ["--state-dir", str(self._state.path), "--weights-cache", str(weights)]
 
-    def _await_order(self) -> None:
+    def _await_call(self) -> None:
         self._unused = threading.Timer(UNUSED_S, self._give_back)
         self._unused.daemon = True
         self._unused.start()
