@@ -23,7 +23,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -59,7 +59,8 @@ from served import title_of
 from served_hosts import SoleServer
 
 THROUGHPUT_BAR, IDLE_BAR = 0.99, 0.01
-PAUSE_BAR_S, REJOIN_S = 2.0, 2.0  # above reading the lost weights; for which a lost host may come back
+PAUSE_BAR = 1.1  # of the plain agent's pause
+REJOIN_S = 2.0  # for which a lost host may come back
 OURS = ("penstock", "ray::RayWorker")  # in titles
 RAYS_CLIENTS = ("ray_driver", "ray::RayWorker")  # in titles of those that hold Ray's library
 
@@ -154,13 +155,11 @@ class Loss(NamedTuple):
 
     Attributes:
         with_ray, plain: kill it, and start again by hand the worker of a plain agent.
-        allowed_s: for a pause, besides reading the lost weights.
     """
 
     name: str
     with_ray: Callable[[RayServer, Hosts], None]
     plain: Strike
-    allowed_s: float = PAUSE_BAR_S
 
 
 def kill_titled(part: str) -> Callable[[RayServer, Hosts], None]:
@@ -178,26 +177,19 @@ LOSSES = (
     Loss("kill -9 of the worker's stage", kill_titled("penstock stage 1"), kill_stage(1)),
     Loss("kill -9 of the worker", kill_titled("tied_process"), kill_worker),
     Loss("kill -9 of its actor; of the worker", kill_titled("ray::RayWorker"), kill_worker),
-    Loss("kill -9 of all on the worker's host", kill_host, kill_host, PAUSE_BAR_S + REJOIN_S),
+    Loss("kill -9 of all on the worker's host", kill_host, kill_host),
 )
 
 
 class Pause(NamedTuple):
-    """What a loss did to running requests.
-
-    Attributes:
-        reading_s: in which weights were read: those of the slowest stage at the start, or all after the loss,
-            one stage after the other, whatever took longer.
-    """
+    """What a loss did to running requests."""
 
     seconds: float
-    reading_s: float
     is_same: bool
 
 
 def losses(bed: Bed) -> Found:
-    """Pauses with both engines, one after the other, again and again. Weights count as the plain one reads
-    them."""
+    """Pauses with both engines, one after the other, again and again."""
     found: dict[tuple[str, bool], list[Pause]] = {}
     expected = undisturbed(bed)
     for number in range(bed.sizes.fault_rounds):
@@ -210,13 +202,15 @@ def losses(bed: Bed) -> Found:
     rows, is_met = [], True
     for loss in LOSSES:
         ray, plain = found[loss.name, True], found[loss.name, False]
-        limit_s = loss.allowed_s + statistics.median(pause.reading_s for pause in plain)
+        seconds = [[pause.seconds for pause in each] for each in (ray, plain)]
+        by_ray_s, by_plain_s = map(statistics.median, seconds)
         num_other = sum(not pause.is_same for pause in (*ray, *plain))
-        met = not num_other and statistics.median(pause.seconds for pause in ray) <= limit_s
+        met = not num_other and by_ray_s <= PAUSE_BAR * by_plain_s
         is_met &= met
-        samples = [format_samples([pause.seconds for pause in each]) for each in (ray, plain)]
-        rows.append([loss.name, *samples, f"{num_other}", f"{limit_s:.1f}: {word(met)}"])
-    columns = ["what happened", "Ray, longest pause, s", "plain agent", "other tokens", "bar"]
+        samples = map(format_samples, seconds)
+        rows.append([loss.name, *samples, f"{by_ray_s / by_plain_s:.2f}", f"{num_other}", word(met)])
+    columns = ["what happened", "Ray, longest pause, s", "plain agent", "by medians", "other tokens"]
+    columns.append(f"bars {PAUSE_BAR}, 0")
     return Found(markdown(columns, rows), is_met)
 
 
@@ -235,7 +229,6 @@ def paused(bed: Bed, nodes: RayNodes, loss: Loss, expected: Ids, *, by_ray: bool
     sizes, hosts = bed.sizes, nodes.hosts
     flags = ["--rejoin-timeout", f"{REJOIN_S:g}"]
     with started_by_ray(bed, nodes, *flags) if by_ray else bed.pair(hosts, *flags) as server:
-        at_start = readings(server)
         time.sleep(sizes.settle_s)  # for a process that waits to take the place of what is lost
         strike: Callable[[Any, Hosts], None] = loss.with_ray if by_ray else loss.plain
         first = len(server.head.lines)
@@ -247,13 +240,7 @@ def paused(bed: Bed, nodes: RayNodes, loss: Loss, expected: Ids, *, by_ray: bool
             after=sizes.fault_output // 6,
         )
         server.await_event("recovered", NOTICED_LIMIT_S, first)
-        reading_s = max(*at_start, sum(readings(server)[len(at_start) :]))
-    return Pause(run.pause_s, reading_s, run.ids == expected)
-
-
-def readings(server: SoleServer) -> Sequence[float]:
-    """Return the seconds in which each stage has read its weights so far."""
-    return [float(event["seconds"]) for event in server.events("stage_loaded")]
+    return Pause(run.pause_s, run.ids == expected)
 
 
 BARS: Mapping[str, Callable[[Bed], Found]] = {"throughput": throughput, "idle": idle, "losses": losses}
