@@ -36,9 +36,7 @@ def lines_of(launcher: str) -> Sequence[tuple[str, Mapping[str, str]]]:
     if launcher == "lws":
         return pods_of_the_base()
     (line,) = commands_of(PAGE, {"slurm": "SLURM", "mpi": "MPI"}[launcher])
-    started = line[
-        line.index("penstock ") :
-    ]  # as srun and mpirun start it, which need a cluster of their own
+    started = line[line.index("penstock ") :]  # as srun and mpirun start it; `test_slurm` has a real cluster
     environments = {
         "slurm": {"SLURM_STEP_NUM_TASKS": "2", "SLURM_LOCALID": "0", "SLURM_STEP_NODELIST": "10.0.0.[1-2]"},
         "mpi": {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "0"},
