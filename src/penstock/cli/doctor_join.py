@@ -5,6 +5,7 @@ Called by `cli.doctor`. `hosts.network.visiting` looks; here is said what it mea
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -56,7 +57,8 @@ def check_join(settings: JoinSettings) -> list[Finding]:
         UsageError: a setting cannot be used.
     """
     from penstock.hosts.network.interfaces import own_address
-    from penstock.trust.token_prompt import given_token
+    from penstock.trust.cancellation import Cancellation
+    from penstock.trust.token_prompt import GivenTokens, environment_token
 
     if not settings.join:
         return []
@@ -68,8 +70,10 @@ def check_join(settings: JoinSettings) -> list[Finding]:
         ports=PortRange.parse(settings.link_ports),
         address=own_address(settings.address) if settings.address else "",
     )
+    file = settings.join_token_file
+    tokens = environment_token(file, os.environ) or GivenTokens(file)
     try:
-        return findings_of(visit_head(visit, lambda: given_token(settings.join_token_file)), visit.address)
+        return findings_of(visit_head(visit, lambda: tokens.ask(Cancellation())), visit.address)
     except OtherVersionError as error:
         return [Finding("fail", "version", error.message, remedy_of(error))]
     except PenstockError as error:

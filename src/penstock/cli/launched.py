@@ -17,7 +17,7 @@ from penstock.cli.terminal import Invocation
 from penstock.config.hosts import DEFAULT_PORT, own_host_name, parse_address
 from penstock.errors import UsageError
 from penstock.hosts.launchers.places import Launcher, Place, place_of
-from penstock.trust.token_prompt import JOIN_TOKEN, AwaitedTokens, EnvironmentToken, GivenTokens, Tokens
+from penstock.trust.token_prompt import AwaitedTokens, GivenTokens, Tokens, environment_token
 
 AWAIT_HEAD_S = 600.0  # the head's host may be the last to be ready
 HEAD_AWAY_S = 30.0  # longer than a head that starts anew, and short for whoever waits for the job to end
@@ -74,8 +74,8 @@ class Launched:
         Args:
             settle: as `GivenTokens` has it.
         """
-        if path is None and (text := self._environment.get(JOIN_TOKEN)):
-            return EnvironmentToken(text)
+        if token := environment_token(path, self._environment):
+            return token
         return AwaitedTokens(_shared(path), AWAIT_HEAD_S) if self._is_launched else GivenTokens(path, settle)
 
     def require_no_words(self, words: Sequence[str]) -> None:

@@ -15,7 +15,7 @@ import select
 import socket
 import sys
 import termios
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Protocol
 
@@ -86,6 +86,16 @@ class EnvironmentToken:
 
     def ask(self, cancellation: Cancellation) -> JoinToken:
         return JoinToken.parse(self._text)
+
+
+def environment_token(path: Path | None, environment: Mapping[str, str]) -> EnvironmentToken | None:
+    """Return the token in the environment; None where there is none, or a file is named.
+
+    Args:
+        path: of the file; None: none is named.
+    """
+    text = environment.get(JOIN_TOKEN) if path is None else None
+    return EnvironmentToken(text) if text else None
 
 
 class AwaitedTokens:

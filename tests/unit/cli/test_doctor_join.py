@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,9 @@ from penstock.hosts.network.link_choice import MeasuredPair
 from penstock.hosts.network.link_measuring import StreamSpeed
 from penstock.hosts.network.port_check import CheckedPorts
 from penstock.hosts.network.scout import Dead, Survey
-from penstock.hosts.network.visiting import Visited
+from penstock.hosts.network.visiting import Visited, VisitSettings
+from penstock.trust.join_token import JoinToken
+from penstock.trust.token_prompt import JOIN_TOKEN
 
 MBIT = 1e6 / 8
 
@@ -136,3 +139,27 @@ def test_g1_a_head_that_does_not_let_this_host_in_is_one_failure(
     assert (finding.level, finding.subject) == ("fail", subject)
     assert finding.remedy
     assert check_join(NO_JOIN) == []
+
+
+def test_i2_the_token_comes_from_where_a_worker_would_take_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    asked: list[str] = []
+
+    def visit(_: VisitSettings, token: Callable[[], JoinToken]) -> Visited:
+        asked.append(token().text())
+        return WELL
+
+    monkeypatch.setattr(doctor_join, "visit_head", visit)
+    of_environment, of_file = (JoinToken.new(key).text() for key in (b"a key", b"another"))
+    monkeypatch.setenv(JOIN_TOKEN, of_environment)
+    file = tmp_path / "token"
+    file.write_text(of_file)
+    file.chmod(0o600)
+    for given in (None, file):
+        check_join(JoinSettings(join="10.0.0.1", state_dir=tmp_path, join_token_file=given))
+    assert asked == [of_environment, of_file]
+    monkeypatch.setenv(JOIN_TOKEN, of_environment[:-1] + "!")
+    (finding,) = check_join(JoinSettings(join="10.0.0.1", state_dir=tmp_path))
+    assert (finding.level, finding.subject) == ("fail", "head")
+    assert "mistyped" in finding.text
