@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import hashlib
 import os
+import shlex
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -12,9 +14,16 @@ from typing import Any
 import pytest
 import torch  # noqa: F401  (before any library: it brings the OpenMP runtime)
 
-from depth import soaked
 from penstock.kernels.cpu.compiler import Built, Machine, build
 from penstock.kernels.cpu.library import open_library
+
+# The matrix unit in plain C++ (emulated_tiles.h), for a CPU without one. Builds are found again by their
+# flags, of which the header's digest is one.
+_EMULATION = Path(__file__).with_name("emulated_tiles.h")
+EMULATED_TILES = (
+    f"-march=native -D__AMX_TILE__ -D__AMX_BF16__ -D__AMX_INT8__ -include {shlex.quote(str(_EMULATION))}"
+    f" -DEMULATION_{hashlib.sha256(_EMULATION.read_bytes()).hexdigest()[:8]}"
+)
 
 # What a CPU must have to run code for a target, in the words of /proc/cpuinfo.
 _NEEDED = {
@@ -40,9 +49,21 @@ def cache_directory() -> Path:
 SOAKED = ("-march=x86-64-v4", "-march=x86-64")  # native is the one or the other, and v3 what most people have
 
 
-def targets() -> list[Any]:
-    """The flags that this machine can run, the fastest first, for `pytest.mark.parametrize`."""
-    return [soaked(flags)[0] if flags in SOAKED else flags for flags in every_target()]
+def targets(*, emulated: bool = False) -> list[Any]:
+    """The flags that this machine can run, the fastest first, for `pytest.mark.parametrize`.
+
+    Args:
+        emulated: the emulated matrix unit is not left to the soak.
+    """
+    soaked = SOAKED if emulated else (*SOAKED, EMULATED_TILES)
+    return [
+        pytest.param(
+            flags,
+            marks=[pytest.mark.soak] if flags in soaked else [],
+            id="emulated-tiles" if flags == EMULATED_TILES else flags,
+        )
+        for flags in every_target()
+    ]
 
 
 def every_target() -> list[str]:
@@ -50,7 +71,8 @@ def every_target() -> list[str]:
     machine = Machine.detect()
     if machine.architecture != "x86_64":
         return ["-march=native"]
-    return [flags for flags, needed in _NEEDED.items() if set(needed) <= set(machine.cpu_flags)]
+    own = [flags for flags, needed in _NEEDED.items() if set(needed) <= set(machine.cpu_flags)]
+    return own if "amx_tile" in machine.cpu_flags else [*own, EMULATED_TILES]
 
 
 @functools.cache

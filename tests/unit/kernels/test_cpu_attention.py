@@ -219,7 +219,7 @@ def batches(draw: st.DrawFn) -> list[tuple[int, int]]:
 
 
 @pytest.mark.deep
-@pytest.mark.parametrize("flags", targets())
+@pytest.mark.parametrize("flags", targets(emulated=True))
 @settings(max_examples=depth(20, 100))
 @given(shape=shapes(), batch=batches(), seed=st.integers(0, 999))
 def test_attention_is_that_of_the_formulas(
@@ -233,7 +233,7 @@ def test_attention_is_that_of_the_formulas(
 
 
 @pytest.mark.deep
-@pytest.mark.parametrize("flags", targets())
+@pytest.mark.parametrize("flags", targets(emulated=True))
 @settings(max_examples=depth(10, 40))
 @given(
     shape=shapes(),
@@ -250,7 +250,7 @@ def test_a_prompt_gives_the_same_bits_however_it_is_cut(
     assert torch.equal(torch.cat(pieces), whole)
 
 
-@pytest.mark.parametrize("flags", targets())
+@pytest.mark.parametrize("flags", targets(emulated=True))
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("window", [0, 30, 260])
 def test_decoding_one_by_one_gives_the_bits_of_prefill(flags: str, dtype: torch.dtype, window: int) -> None:
@@ -262,7 +262,7 @@ def test_decoding_one_by_one_gives_the_bits_of_prefill(flags: str, dtype: torch.
     assert torch.equal(torch.cat(decoded), whole[3:])
 
 
-@pytest.mark.parametrize("flags", targets())
+@pytest.mark.parametrize("flags", targets(emulated=True))
 @pytest.mark.parametrize("dtype", TYPES)
 def test_neither_company_nor_threads_change_a_bit(threads, flags: str, dtype: torch.dtype) -> None:
     shape = Shape(num_heads=14, head_dim=64, dtype=dtype)
@@ -335,14 +335,14 @@ def test_large_scores_do_not_overflow(dtype: torch.dtype) -> None:
         torch.testing.assert_close(found.double(), blocks.expected(0, 0, 300), atol=5e-3, rtol=0)
 
 
-@pytest.mark.parametrize("flags", targets())
+@pytest.mark.parametrize("flags", targets(emulated=True))
 def test_a_step_without_rows_or_tokens_does_nothing(flags: str) -> None:
     blocks = pool(Shape(), [20], flags=flags)
     assert blocks.forward([]) == []
     assert [len(row) for row in blocks.forward([(0, 0, 0), (0, 20, 20)])] == [0, 0]
 
 
-@pytest.mark.parametrize("flags", targets())
+@pytest.mark.parametrize("flags", targets(emulated=True))
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("head_dim", [2, 20, 64])
 def test_angles_are_those_of_the_formula(flags: str, dtype: torch.dtype, head_dim: int) -> None:
@@ -362,7 +362,7 @@ def test_angles_are_those_of_the_formula(flags: str, dtype: torch.dtype, head_di
     assert torch.equal(angles, angles.to(dtype).float())
 
 
-@pytest.mark.parametrize("flags", targets())
+@pytest.mark.parametrize("flags", targets(emulated=True))
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("num_tokens", [1, 100])
 def test_queries_are_rotated_in_place_and_keys_and_values_left(

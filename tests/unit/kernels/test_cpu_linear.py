@@ -24,7 +24,7 @@ PANEL = 32
 PLAIN, GATE, UP = 0, 1, 2  # roles of csrc/epilogue.h
 GUARD = 7.0  # what memory that must not be written holds
 DTYPES = st.sampled_from(list(TYPES))
-EACH_TARGET = pytest.mark.parametrize("library", targets(), indirect=True)
+EACH_TARGET = pytest.mark.parametrize("library", targets(emulated=True), indirect=True)
 EACH_DTYPE = pytest.mark.parametrize("dtype", TYPES, ids=["float32", "bfloat16"])
 
 

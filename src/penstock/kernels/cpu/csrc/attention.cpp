@@ -21,6 +21,7 @@
 #include "attention.h"
 #include "attention_plan.h"
 #include "attention_products.h"
+#include "attention_tiles.h"
 
 // The tiles of one chunk of one row's context, those in [begin, end) that a query of the item sees.
 template <class T>
@@ -55,7 +56,7 @@ public:
     Attention(const AttentionArgs& args, const Step& step)
         : args_(args),
           step_(step),
-          plan_(args, step),
+          plan_(args, step, MatrixUnit<T>::rows_at_once()),
           layout_{args.num_kv_heads, args.head_dim, args.block_size},
           width_(layout_.num_slices() * kLanes),
           factor_((args.soft_cap > 0 ? 1.0f : args.scale) * 1.44269504f) {}
@@ -85,24 +86,28 @@ private:
 
     // What a thread works with.
     struct Scratch {
-        FactorType* queries;  // micro tile by micro tile: [product step][row]
-        float* scores;        // [kMaxRows, kRowStride]
-        T* weights;           // [kMaxRows, kRowStride]
+        MatrixUnit<T> unit;
+        FactorType* queries;  // micro tile by micro tile: [product step][row], or for the matrix unit [row][head_dim]
+        float* scores;        // [kMostRows, kRowStride]
+        T* weights;           // [kMostRows, kRowStride]
         T* values;            // [kTilesPerChunk] values of tiles with lanes that must not be read
+        T* packed;            // values of a chunk for the matrix unit
         const T** ahead;      // [kItemHeads * kTilesPerChunk] tiles to fetch
         Sums part;            // of a micro tile
         Sums merged;          // of an item
 
         explicit Scratch(const Attention& of) {
             static thread_local Arena arena;
+            constexpr int kMostRows = MatrixUnit<T>::kMostRows;
             int64_t rows = of.plan_.max_rows();
             int64_t sizes[] = {
                 rows * of.num_key_steps() * (int64_t)sizeof(FactorType),
-                kMaxRows * kRowStride * (int64_t)sizeof(float),
-                kMaxRows * kRowStride * (int64_t)sizeof(T),
+                kMostRows * kRowStride * (int64_t)sizeof(float),
+                kMostRows * kRowStride * (int64_t)sizeof(T),
                 kTilesPerChunk * of.layout_.value_size() * (int64_t)sizeof(T),
+                MatrixUnit<T>::packed_size(of.layout_) * (int64_t)sizeof(T),
                 kItemHeads * kTilesPerChunk * (int64_t)sizeof(T*),
-                Sums::size(kMaxRows, of.width_) * (int64_t)sizeof(float),
+                Sums::size(kMostRows, of.width_) * (int64_t)sizeof(float),
                 Sums::size(rows, of.width_) * (int64_t)sizeof(float),
             };
             constexpr int count = sizeof(sizes) / sizeof(sizes[0]);
@@ -113,13 +118,15 @@ private:
             scores = (float*)(memory + starts[1]);
             weights = (T*)(memory + starts[2]);
             values = (T*)(memory + starts[3]);
-            ahead = (const T**)(memory + starts[4]);
-            part = Sums::in((float*)(memory + starts[5]), kMaxRows, of.width_);
-            merged = Sums::in((float*)(memory + starts[6]), rows, of.width_);
+            packed = (T*)(memory + starts[4]);
+            ahead = (const T**)(memory + starts[5]);
+            part = Sums::in((float*)(memory + starts[6]), kMostRows, of.width_);
+            merged = Sums::in((float*)(memory + starts[7]), rows, of.width_);
         }
     };
 
-    // Rows [first, end) of a head of an item, at most kMaxRows, and the tiles of the present chunk that they see.
+    // Rows [first, end) of a head of an item, as many as are computed at once, and the tiles of the present chunk that
+    // they see.
     struct MicroTile {
         int64_t first;
         int64_t end;
@@ -131,7 +138,9 @@ private:
     };
 
     int64_t num_key_steps() const { return args_.head_dim / KVLayout<T>::kGroup; }
-    int64_t num_micro_tiles(int64_t rows) const { return (rows + kMaxRows - 1) / kMaxRows; }
+    int64_t num_micro_tiles(int64_t rows) const {
+        return (rows + MatrixUnit<T>::rows_at_once() - 1) / MatrixUnit<T>::rows_at_once();
+    }
 
     // Takes items until there are none, and always knows the chunk that comes next, so as to fetch it ahead.
     void compute(const std::vector<Item>& items, std::atomic<int64_t>& taken, float* shared, Scratch& scratch) const {
@@ -191,7 +200,7 @@ private:
         return count;
     }
 
-    // Packs the queries: of each micro tile [product step][row].
+    // Packs the queries, micro tile by micro tile.
     void start(const Item& item, Scratch& scratch) const {
         int64_t rows = plan_.rows_of_head(item), num_tiles = num_micro_tiles(rows), steps = num_key_steps();
         int64_t token_size = (args_.num_heads + 2 * args_.num_kv_heads) * args_.head_dim;
@@ -203,6 +212,10 @@ private:
                 for (int64_t r = first; r < end; r++) {
                     int64_t head = h * plan_.group_size() + r % plan_.group_size();
                     const T* from = heads + r / plan_.group_size() * token_size + head * args_.head_dim;
+                    if (MatrixUnit<T>::is_used()) {
+                        memcpy(packed + (r - first) * steps, from, args_.head_dim * sizeof(T));
+                        continue;
+                    }
                     for (int64_t k = 0; k < steps; k++)
                         packed[k * (end - first) + r - first] = Factor<T>::at(from + k * KVLayout<T>::kGroup);
                 }
@@ -230,11 +243,13 @@ private:
             auto ahead = (const char* const*)scratch.ahead;
             int64_t fetch_from = num_ahead * h / item.num_heads, fetch_to = num_ahead * (h + 1) / item.num_heads;
             Fetch fetch(ahead + fetch_from, ahead + fetch_to, layout_.tile_size() * sizeof(T));
+            if (MatrixUnit<T>::is_used())
+                scratch.unit.pack_values(streams, tiles.begin, tiles.end, layout_, scratch.packed);
             for (int64_t m = 0; m < num_tiles; m++) {
                 int64_t first = rows * m / num_tiles, end = rows * (m + 1) / num_tiles;
                 MicroTile micro = see(item, chunk, tiles, first, end);
                 Sums sums = into.from(h * rows + first, width_);
-                attend(item, tiles, streams, micro, queries, fetch, scratch, is_cut ? sums : scratch.part);
+                attend(item, tiles, streams, micro, queries, num_tiles, fetch, scratch, is_cut ? sums : scratch.part);
                 if (!is_cut) merge(scratch.part, end - first, width_, sums);
                 queries += (end - first) * num_key_steps();
             }
@@ -277,19 +292,28 @@ private:
         return {first, end, (int)begin_tile, (int)end_tile};
     }
 
-    // One micro tile of queries against one chunk.
+    // One micro tile of queries, of `num_micro_tiles`, against one chunk.
     NOINLINE void attend(const Item& item, const Tiles<T>& tiles, const Streams<T>& streams, const MicroTile& micro,
-                         const FactorType* queries, Fetch& fetch, Scratch& scratch, const Sums& into) const {
+                         const FactorType* queries, int64_t num_micro_tiles, Fetch& fetch, Scratch& scratch,
+                         const Sums& into) const {
         int rows = (int)(micro.end - micro.first), begin = micro.begin_pair(), end = micro.end_pair();
+        int lines = (int)(divide_up(2 * kLanes, num_micro_tiles));  // all micro tiles together fetch a chunk
         if (micro.begin_tile >= micro.end_tile) return clear(into, rows);
-        score_of<T>(rows, AllRows())(queries, streams, begin, end, num_key_steps(), fetch, scratch.scores);
+        if (MatrixUnit<T>::is_used())
+            scratch.unit.score((const T*)queries, rows, args_.head_dim, streams, begin, end, lines, fetch, scratch.scores);
+        else
+            score_of<T>(rows, AllRows())(queries, streams, begin, end, num_key_steps(), fetch, scratch.scores);
         if (args_.soft_cap > 0) cap(scratch.scores, rows, begin, end);
         if (!is_plain(item, tiles, micro)) mask(item, tiles, micro, scratch.scores);
         for (int r = 0; r < rows; r++)
             weights_of(scratch.scores + r * kRowStride, begin, end, factor_, fetch, scratch.weights + r * kRowStride,
                        into.largest + r, into.total + r);
-        weigh_of<T>(rows, AllRows())(scratch.weights, streams, micro.begin_tile, micro.end_tile, layout_.num_slices(),
-                                     fetch, into.values);
+        int64_t slices = layout_.num_slices();
+        if (MatrixUnit<T>::is_used())
+            scratch.unit.weigh(scratch.weights, rows, scratch.packed, begin, end, slices, lines, fetch, into.values);
+        else
+            weigh_of<T>(rows, AllRows())(scratch.weights, streams, micro.begin_tile, micro.end_tile, slices, fetch,
+                                         into.values);
     }
 
     void cap(float* scores, int rows, int begin, int end) const {

@@ -7,7 +7,8 @@
 #include "attention.h"
 #include "attention_products.h"
 
-constexpr int64_t kItemRows = 96;       // so many queries share a chunk while it is in the cache
+constexpr int64_t kItemRows = 96;       // so many queries share a chunk while it is in the cache,
+constexpr int64_t kItemTiles = 8;       // or as many micro tiles of them, where these are larger
 constexpr int64_t kItemHeads = 8;       // so many KV heads of a block, one after the other, make a long run of memory
 constexpr int64_t kMemoryRows = 8;      // reading a tile costs as much as computing so many rows of it
 constexpr int64_t kMaxShared = 16 << 20;  // floats of partial results of cut items; beyond, nothing more is cut
@@ -36,16 +37,18 @@ struct Item {
 // that a block whose size is no multiple of 16 ends with a tile in part.
 class AttentionPlan {
 public:
-    AttentionPlan(const AttentionArgs& args, const Step& step)
+    // `micro_rows`: so many queries at most are computed at once, as a micro tile.
+    AttentionPlan(const AttentionArgs& args, const Step& step, int64_t micro_rows)
         : args_(args),
           step_(step),
+          micro_rows_(micro_rows),
           group_size_(args.num_heads / args.num_kv_heads),
           tiles_per_block_((args.block_size + kLanes - 1) / kLanes) {}
 
     int64_t group_size() const { return group_size_; }
 
     // Rows of the largest item.
-    int64_t max_rows() const { return std::max(kItemRows, tokens_per_item() * group_size_); }
+    int64_t max_rows() const { return std::max(item_rows(), tokens_per_item() * group_size_); }
 
     int64_t rows_of_head(const Item& item) const { return item.num_tokens * group_size_; }
     int64_t rows_of(const Item& item) const { return item.num_heads * rows_of_head(item); }
@@ -105,13 +108,15 @@ public:
 private:
     // A number of tokens whose rows fill micro tiles.
     int64_t tokens_per_item() const {
-        int64_t unit = kMaxRows / std::gcd((int64_t)kMaxRows, group_size_);
-        return std::max(unit, kItemRows / group_size_ / unit * unit);
+        int64_t unit = micro_rows_ / std::gcd(micro_rows_, group_size_);
+        return std::max(unit, item_rows() / group_size_ / unit * unit);
     }
+
+    int64_t item_rows() const { return std::max(kItemRows, kItemTiles * micro_rows_); }
 
     int64_t heads_per_item(int64_t num_tokens) const {
         int64_t most = std::min(args_.num_kv_heads, kItemHeads);
-        return std::clamp<int64_t>(kItemRows / (num_tokens * group_size_), 1, most);
+        return std::clamp<int64_t>(item_rows() / (num_tokens * group_size_), 1, most);
     }
 
     int64_t cost_of(const Item& item) const {
@@ -141,6 +146,7 @@ private:
 
     const AttentionArgs& args_;
     const Step& step_;
+    int64_t micro_rows_;
     int64_t group_size_;  // query heads of a KV head
     int64_t tiles_per_block_;
 };

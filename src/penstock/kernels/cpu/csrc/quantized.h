@@ -19,6 +19,7 @@
 #pragma once
 #include "abi.h"
 #include "panels.h"
+#include "quantized_tiles.h"
 
 constexpr int kQuad = 4;
 constexpr int64_t kActivationGroup = 128;
@@ -26,8 +27,6 @@ constexpr int64_t kCacheLine = 64;
 
 using u8x16 = uint8_t __attribute__((vector_size(16)));
 using i8x16 = int8_t __attribute__((vector_size(16)));
-
-INLINE int64_t divide_up(int64_t value, int64_t by) { return (value + by - 1) / by; }
 
 INLINE int64_t num_groups(int64_t in_size, int64_t group_size) { return divide_up(in_size, group_size); }
 
@@ -257,9 +256,22 @@ struct QuantizedWeight {
     }
 };
 
+// As TileForm, of bytes.
+struct ByteTileForm {
+#if defined(PENSTOCK_BYTE_TILES)
+    using Shapes = TileShapes;
+    static constexpr int kMostRows = 256;
+    static int rows_at_once() { return kHasTiles ? kMostRows : kMaxRows; }
+#else
+    using Shapes = NoShapes;
+    static constexpr int kMostRows = kMaxRows;
+    static int rows_at_once() { return kMaxRows; }
+#endif
+};
+
 // As DensePanels, over rows that have been rounded.
 template <int bits>
-struct QuantizedPanels : TileForm<float> {
+struct QuantizedPanels : ByteTileForm {
     RoundedRows x;
     QuantizedWeight w;
 
@@ -267,55 +279,104 @@ struct QuantizedPanels : TileForm<float> {
 
     template <int rows>
     __attribute__((noinline)) void of(int64_t first_row, int64_t panel, float* tile) const {
+        for (int i = 0; i < rows * kPanel; i++) tile[i] = 0.0f;
+        for_parts(panel, [&](const Group& group, int64_t part, int64_t start, int64_t count, const uint8_t* from)
+                             __attribute__((always_inline)) {
+            GroupSums<rows> sums;
+#pragma GCC unroll 12
+            for (int r = 0; r < rows; r++) {
+                sums.low[r] = start_of(first_row + r, part, group.zero_low);
+                sums.high[r] = start_of(first_row + r, part, group.zero_high);
+            }
+            add_group<bits>(sums, from, x.values(first_row) + start, x.stride(), count);
+#pragma GCC unroll 12
+            for (int r = 0; r < rows; r++)
+                add_scaled(sums.low[r], sums.high[r], first_row + r, part, group, tile + r * kPanel);
+        });
+    }
+
+    __attribute__((noinline)) void operator()(Shapes& shapes, int64_t first_row, int rows, int64_t panel,
+                                              float* tile) const {
+#if defined(PENSTOCK_BYTE_TILES)
+        if (rows > kMaxRows && x.group <= ByteTiles::kMostInputs) return by_tiles(shapes, first_row, rows, panel, tile);
+#endif
+        (void)shapes;
+        for (int first = 0; first < rows; first += kMaxRows) {
+            int own = rows - first < kMaxRows ? rows - first : kMaxRows;
+            tile_of<kMaxRows>(first_row + first, own, panel, tile + first * kPanel);
+        }
+    }
+
+private:
+    // Scales and zeros of a panel for one group of weights.
+    struct Group {
+        f32x16 scale_low, scale_high;
+        i32x16 zero_low, zero_high;
+    };
+
+    Group group_at(int64_t at) const {
+        Group group{w.scales_at(at), w.scales_at(at + kLanes), {}, {}};
+        if (w.zeros) group.zero_low = w.zeros_at(at), group.zero_high = w.zeros_at(at + kLanes);
+        return group;
+    }
+
+    // What the sum of a row's products over a part of its inputs starts from: minus the zeros times the inputs' sum.
+    [[gnu::always_inline]] i32x16 start_of(int64_t row, int64_t part, i32x16 zeros) const {
+        constexpr int kMiddleBits = bits - 1;  // back to minus the sum, exactly
+        i32x16 start = x.starts(row)[part] - i32x16{};
+        return w.zeros ? (start >> kMiddleBits) * zeros : start;
+    }
+
+    // Adds the sums of a row over a part of its inputs to its 32 results.
+    [[gnu::always_inline]] void add_scaled(i32x16 low, i32x16 high, int64_t row, int64_t part, const Group& group,
+                                           float* results) const {
+        f32x16 scale = splat(x.scales(row)[part]);
+        store(results, fma(__builtin_convertvector(low, f32x16), group.scale_low * scale, load(results)));
+        store(results + kLanes,
+              fma(__builtin_convertvector(high, f32x16), group.scale_high * scale, load(results + kLanes)));
+    }
+
+    // Calls use(group, part, start, count, from) for each part of the inputs that has scales of its own, in order;
+    // `from` is where a panel's weights of its inputs lie.
+    template <class Use>
+    [[gnu::always_inline]] void for_parts(int64_t panel, const Use& use) const {
         const uint8_t* from = w.weight + panel * quantized_panel_bytes(w.in_size, bits);
         int64_t groups = num_groups(w.in_size, w.group_size);
-        for (int i = 0; i < rows * kPanel; i++) tile[i] = 0.0f;
         for (int64_t g = 0, start = 0, part = 0; g < groups; g++) {
-            int64_t at = (panel * groups + g) * kPanel;
-            f32x16 scale_low = w.scales_at(at), scale_high = w.scales_at(at + kLanes);
+            Group group = group_at((panel * groups + g) * kPanel);
             int64_t end = start + w.group_size < w.in_size ? start + w.group_size : w.in_size;
             for (; start < end; start += x.group, part++) {
                 int64_t count = end - start < x.group ? end - start : x.group;
-                GroupSums<rows> sums;
-                start_sums(sums, first_row, part, at);
-                add_group<bits>(sums, from, x.values(first_row) + start, x.stride(), count);
-                add_scaled(sums, first_row, part, scale_low, scale_high, tile);
+                use(group, part, start, count, from);
                 from += quantized_panel_bytes(count, bits);
             }
             start = end;
         }
     }
 
-    __attribute__((noinline)) void operator()(NoShapes&, int64_t first_row, int rows, int64_t panel, float* tile) const {
-        tile_of<kMaxRows>(first_row, rows, panel, tile);
+#if defined(PENSTOCK_BYTE_TILES)
+    // All rows take a part of the inputs before the next one: its weights stay in the first-level cache.
+    void by_tiles(TileShapes& shapes, int64_t first_row, int rows, int64_t panel, float* tile) const {
+        memset(tile, 0, rows * kPanel * sizeof(float));
+        for_parts(panel, [&](const Group& group, int64_t part, int64_t start, int64_t count, const uint8_t* from) {
+            alignas(64) uint8_t unpacked[ByteTiles::kMostInputs / kQuad * ByteTiles::kQuadBytes];
+            int64_t packed_quads = divide_up(count, 32 / bits), quads = packed_quads * (8 / bits);
+            if (bits == 4) ByteTiles::unpack(from, packed_quads, unpacked);
+            for (int first = 0; first < rows; first += ByteTiles::kRows) {
+                int own = rows - first < ByteTiles::kRows ? rows - first : ByteTiles::kRows;
+                alignas(64) int32_t sums[ByteTiles::kRows][kPanel];
+                ByteTiles::multiply(shapes, x.values(first_row + first) + start, x.stride(), own,
+                                    bits == 4 ? unpacked : from, quads, sums);
+                for (int r = 0; r < own; r++) {
+                    int64_t row = first_row + first + r;
+                    i32x16 low = load_lanes(sums[r]) + start_of(row, part, group.zero_low);
+                    i32x16 high = load_lanes(sums[r] + kLanes) + start_of(row, part, group.zero_high);
+                    add_scaled(low, high, row, part, group, tile + (first + r) * kPanel);
+                }
+            }
+        });
     }
-
-private:
-    template <int rows>
-    [[gnu::always_inline]] void start_sums(GroupSums<rows>& sums, int64_t first_row, int64_t part, int64_t at) const {
-#pragma GCC unroll 12
-        for (int r = 0; r < rows; r++) sums.low[r] = sums.high[r] = x.starts(first_row + r)[part] - i32x16{};
-        if (!w.zeros) return;
-        constexpr int kMiddleBits = bits - 1;  // back to minus the sum, exactly
-        i32x16 low = w.zeros_at(at), high = w.zeros_at(at + kLanes);
-#pragma GCC unroll 12
-        for (int r = 0; r < rows; r++) {
-            sums.low[r] = (sums.low[r] >> kMiddleBits) * low;
-            sums.high[r] = (sums.high[r] >> kMiddleBits) * high;
-        }
-    }
-
-    template <int rows>
-    [[gnu::always_inline]] void add_scaled(const GroupSums<rows>& sums, int64_t first_row, int64_t part,
-                                           f32x16 scale_low, f32x16 scale_high, float* tile) const {
-#pragma GCC unroll 12
-        for (int r = 0; r < rows; r++) {
-            f32x16 scale = splat(x.scales(first_row + r)[part]);
-            float *low = tile + r * kPanel, *high = low + kLanes;
-            store(low, fma(__builtin_convertvector(sums.low[r], f32x16), scale_low * scale, load(low)));
-            store(high, fma(__builtin_convertvector(sums.high[r], f32x16), scale_high * scale, load(high)));
-        }
-    }
+#endif
 
     template <int most>
     void tile_of(int64_t first_row, int rows, int64_t panel, float* tile) const {

@@ -1,4 +1,5 @@
-// Products of bfloat16 rows with a panel by the processor's matrix unit (AMX), where there is one.
+// The processor's matrix unit (AMX), where there is one, and products of bfloat16 rows with a panel by it. Those of bytes
+// are in quantized_tiles.h, those of attention in attention_tiles.h.
 //
 // Panels already lie as the unit takes them: sixteen pairs of inputs of a panel are sixteen rows of 128 bytes, the
 // first half of each for outputs 0 to 15, the second for 16 to 31. An instruction adds the products of 32 inputs to a
@@ -18,10 +19,18 @@
 
 constexpr int kTileRows = 16;        // of a register
 constexpr int64_t kTileInputs = 32;  // of an instruction
+constexpr int kTileWords = 16;       // the same in words of 4 bytes
 constexpr int64_t kPairBytes = 128;  // of a panel: a pair of inputs for 32 outputs
 
 // Whether the system lets this process use the unit; asked once, when the library is loaded (linear.cpp).
 extern const bool kHasTiles;
+
+// As many words as an instruction takes, a divisor of all of them, so that there is one shape.
+INLINE int words_at_once(int64_t words) {
+    int most = kTileWords;
+    while (words % most) most--;
+    return most;
+}
 
 // The intrinsics do not tell the compiler which memory they read: what was written before them must be there.
 INLINE void settle_memory() { __asm__ volatile("" ::: "memory"); }
@@ -39,24 +48,30 @@ public:
         if (rows_) _tile_release();
     }
 
-    void set(int rows) {
-        if (rows == rows_) return;
+    // For at most 32 rows, and instructions that add the products of up to 16 words of each: a word is two numbers of
+    // bfloat16 or four bytes.
+    void set(int rows, int words = kTileWords) {
+        if (rows == rows_ && words == words_) return;
         struct alignas(64) {
             uint8_t palette = 1, start_row = 0, reserved[14] = {};
             uint16_t row_bytes[16] = {};
             uint8_t rows[16] = {};
         } shapes;
         int first = rows < kTileRows ? rows : kTileRows, second = rows - first;
-        const int each[8] = {first, first, second, second, first, second, kTileRows, kTileRows};
-        for (int i = 0; i < 8; i++)
-            if (each[i]) shapes.rows[i] = (uint8_t)each[i], shapes.row_bytes[i] = 64;
+        const int each[8] = {first, first, second, second, first, second, words, words};
+        for (int i = 0; i < 8; i++) {
+            if (each[i] == 0) continue;
+            shapes.rows[i] = (uint8_t)each[i];
+            shapes.row_bytes[i] = (uint16_t)(i == 4 || i == 5 ? words * 4 : 64);
+        }
         settle_memory();
         _tile_loadconfig(&shapes);
-        rows_ = rows;
+        rows_ = rows, words_ = words;
     }
 
 private:
     int rows_ = 0;
+    int words_ = 0;
 };
 
 // What to fetch beside each instruction's weights: `lines` of 64 bytes, `distance` bytes further on.
@@ -65,15 +80,16 @@ struct FetchAhead {
     int64_t lines;
 };
 
-// The sums of at most 32 rows, which lie in `sums` ([rows][32]) between two blocks of inputs; storing them loses nothing.
+// The sums of at most 32 rows for 32 outputs; storing them between two blocks of inputs loses nothing.
 template <bool beyond_16>
 struct TileSums {
-    static void load(const float* sums) {
-        _tile_loadd(0, sums, kPairBytes);
-        _tile_loadd(1, sums + kTileRows, kPairBytes);
+    // `stride`: floats from a row of sums to the next.
+    static void load(const float* sums, int64_t stride) {
+        _tile_loadd(0, sums, stride * 4);
+        _tile_loadd(1, sums + kTileRows, stride * 4);
         if (!beyond_16) return;
-        _tile_loadd(2, sums + 2 * kTileRows * kTileRows, kPairBytes);
-        _tile_loadd(3, sums + 2 * kTileRows * kTileRows + kTileRows, kPairBytes);
+        _tile_loadd(2, sums + kTileRows * stride, stride * 4);
+        _tile_loadd(3, sums + kTileRows * stride + kTileRows, stride * 4);
     }
 
     static void clear() {
@@ -84,17 +100,23 @@ struct TileSums {
         _tile_zero(3);
     }
 
-    static void store(float* sums) {
-        _tile_stored(0, sums, kPairBytes);
-        _tile_stored(1, sums + kTileRows, kPairBytes);
-        if (!beyond_16) return;
-        _tile_stored(2, sums + 2 * kTileRows * kTileRows, kPairBytes);
-        _tile_stored(3, sums + 2 * kTileRows * kTileRows + kTileRows, kPairBytes);
+    static void store(float* sums, int64_t stride) {
+        store_low(sums, stride);
+        _tile_stored(1, sums + kTileRows, stride * 4);
+        if (beyond_16) _tile_stored(3, sums + kTileRows * stride + kTileRows, stride * 4);
     }
 
-    static void add(const bf16* x, int64_t x_stride, const char* weights) {
-        _tile_loadd(6, weights, kPairBytes);
-        _tile_loadd(7, weights + kPairBytes / 2, kPairBytes);
+    // Of outputs 0 to 15 alone.
+    static void store_low(float* sums, int64_t stride) {
+        _tile_stored(0, sums, stride * 4);
+        if (beyond_16) _tile_stored(2, sums + kTileRows * stride, stride * 4);
+    }
+
+    // Adds the products of some rows and the weights of outputs 0 to 15 and 16 to 31, whose pairs of inputs are
+    // `pair_bytes` apart.
+    static void add(const bf16* x, int64_t x_stride, const char* low, const char* high, int64_t pair_bytes) {
+        _tile_loadd(6, low, pair_bytes);
+        _tile_loadd(7, high, pair_bytes);
         _tile_loadd(4, x, x_stride * 2);
         _tile_dpbf16ps(0, 4, 6);
         _tile_dpbf16ps(1, 4, 7);
@@ -107,12 +129,13 @@ struct TileSums {
     // Inputs [first, end) of `rows` rows.
     static void add_block(const bf16* x, int64_t x_stride, int rows, const char* panel, int64_t first, int64_t end,
                           FetchAhead ahead, float* sums) {
+        constexpr int64_t kStride = kPairBytes / 4, kHigh = kPairBytes / 2;
         settle_memory();
-        first ? load(sums) : clear();
+        first ? load(sums, kStride) : clear();
         const char* w = panel + first / 2 * kPairBytes;
         for (; first + kTileInputs <= end; first += kTileInputs, w += kTileInputs / 2 * kPairBytes) {
             for (int64_t line = 0; line < ahead.lines; line++) __builtin_prefetch(w + ahead.distance + 64 * line, 0, 2);
-            add(x + first, x_stride, w);
+            add(x + first, x_stride, w, w + kHigh, kPairBytes);
         }
         if (first < end) {  // filled up with zeros
             alignas(64) bf16 last_x[2 * kTileRows * kTileInputs] = {};
@@ -120,9 +143,9 @@ struct TileSums {
             for (int r = 0; r < rows; r++) memcpy(last_x + r * kTileInputs, x + r * x_stride + first, (end - first) * 2);
             memcpy(last_w, w, (end - first + 1) / 2 * kPairBytes);
             settle_memory();
-            add(last_x, kTileInputs, last_w);
+            add(last_x, kTileInputs, last_w, last_w + kHigh, kPairBytes);
         }
-        store(sums);
+        store(sums, kStride);
     }
 };
 

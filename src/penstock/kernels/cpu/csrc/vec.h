@@ -20,6 +20,8 @@ using u16x16 = uint16_t __attribute__((vector_size(32)));
 
 constexpr int kLanes = 16;
 
+INLINE int64_t divide_up(int64_t value, int64_t by) { return (value + by - 1) / by; }
+
 INLINE f32x16 splat(float value) { return value - f32x16{}; }
 
 INLINE float widen(bf16 value) {

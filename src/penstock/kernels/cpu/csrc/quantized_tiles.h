@@ -1,0 +1,66 @@
+// Products of bytes by the processor's matrix unit (AMX-INT8), where there is one: quantized.h with more than a few rows.
+//
+// Quads of inputs already lie as the unit takes them; 4-bit weights are unpacked so, once for all rows:
+//
+//                     64 inputs                     16 outputs | 16 outputs
+//     x  32 rows  [ ............ ]    w  16 quads   [ ....... ] | [ ....... ]     sums  32 rows [ ... ] | [ ... ]
+//
+// Sums of integers are exact in any order, so that few rows need not take this way.
+#pragma once
+#include "tiles.h"
+#include "vec.h"
+
+#if defined(PENSTOCK_TILES) && defined(__AMX_INT8__)
+#define PENSTOCK_BYTE_TILES 1
+
+// The integer sums of at most 32 rows for the 32 outputs of a panel, over a group of inputs.
+class ByteTiles {
+public:
+    static constexpr int kRows = 2 * kTileRows;
+    static constexpr int64_t kMostInputs = 128;  // so many are unpacked at once
+    static constexpr int64_t kQuadBytes = 128;   // of a panel: a quad of inputs for 32 outputs
+
+    static void multiply(TileShapes& shapes, const int8_t* x, int64_t x_stride, int rows, const uint8_t* w,
+                         int64_t quads, int32_t (*sums)[2 * kTileRows]) {
+        int words = words_at_once(quads);
+        shapes.set(rows, words);
+        settle_memory();
+        if (rows > kTileRows)
+            multiply_rows<true>(x, x_stride, w, quads, words, (float*)sums);
+        else
+            multiply_rows<false>(x, x_stride, w, quads, words, (float*)sums);
+        settle_memory();
+    }
+
+    // Two quads lie in the halves of bytes; they become bytes, one quad after the other.
+    static void unpack(const uint8_t* w, int64_t num_octets, uint8_t* bytes) {
+        for (const uint8_t* end = w + num_octets * kQuadBytes; w < end; w += kQuadBytes, bytes += 2 * kQuadBytes)
+            for (int64_t half = 0; half < kQuadBytes; half += 64) {
+                u32x16 both;
+                memcpy(&both, w + half, 64);
+                u32x16 first = both & 0x0f0f0f0fu, second = both >> 4 & 0x0f0f0f0fu;
+                memcpy(bytes + half, &first, 64);
+                memcpy(bytes + kQuadBytes + half, &second, 64);
+            }
+    }
+
+private:
+    // A register of sums holds 32 bits each, whether they are floats or integers.
+    template <bool beyond_16>
+    static void multiply_rows(const int8_t* x, int64_t x_stride, const uint8_t* w, int64_t quads, int words, float* sums) {
+        TileSums<beyond_16>::clear();
+        for (int64_t q = 0; q < quads; q += words, x += 4 * words, w += kQuadBytes * words) {
+            _tile_loadd(6, w, kQuadBytes);
+            _tile_loadd(7, w + kQuadBytes / 2, kQuadBytes);
+            _tile_loadd(4, x, x_stride);
+            _tile_dpbsud(0, 4, 6);
+            _tile_dpbsud(1, 4, 7);
+            if (!beyond_16) continue;
+            _tile_loadd(5, x + kTileRows * x_stride, x_stride);
+            _tile_dpbsud(2, 5, 6);
+            _tile_dpbsud(3, 5, 7);
+        }
+        TileSums<beyond_16>::store(sums, 2 * kTileRows);
+    }
+};
+#endif
