@@ -38,12 +38,8 @@ class LatentPagedAttention:
         """As the protocol says, but `qkv` has queries and one key, each [rank | rotary]: [num_tokens,
         (num_heads + 1) width]; and the result is [num_tokens, num_heads * rank]."""
         assert isinstance(kv, LatentKV)
-        rank = self._latent.rank
-        heads = qkv.view(len(qkv), self._num_heads + 1, self._latent.width)
-        heads[..., rank:] = angles.rotate(heads[..., rank:])
-        query, key = heads[:, :-1], heads[:, -1]
-        kv.latent.index_copy_(0, metadata.slot_mapping, key)
-        output = torch.empty(len(qkv), self._num_heads, rank, dtype=qkv.dtype, device=qkv.device)
+        query = self._store(qkv, angles, kv, metadata)[:, :-1]
+        output = torch.empty(*query.shape[:-1], self._latent.rank, dtype=qkv.dtype, device=qkv.device)
         reads = metadata.reads(sight.window)
         for group in reads.decode_groups:
             rows = slice(group.start, group.end)
@@ -61,6 +57,14 @@ class LatentPagedAttention:
     def block_codec(self, block_size: int) -> SlotCodec:
         width = self._latent.width
         return SlotCodec(num_heads=1, num_parts=1, width=width, dtype=self._dtype, block_size=block_size)
+
+    def _store(self, qkv: Tensor, angles: Any, kv: LatentKV, metadata: AttentionMetadata) -> Tensor:
+        """Rotate queries and key of `qkv` in place, and store the key; they are returned head by head."""
+        heads = qkv.view(len(qkv), self._num_heads + 1, self._latent.width)
+        rotary = heads[..., self._latent.rank :]
+        rotary.copy_(angles.rotate(rotary))
+        kv.latent.index_copy_(0, metadata.slot_mapping, heads[:, -1])
+        return heads
 
     def _decode(self, query: Tensor, kv: LatentKV, group: DecodeGroup, sight: Sight) -> Tensor:
         """[num_rows, num_heads, width], one token a row -> [num_rows, num_heads, rank]."""

@@ -20,6 +20,7 @@ from penstock.families.experts_spec import ExpertNames, ExpertShares, ExpertsSpe
 from penstock.kernels.cpu.experts import ExpertsShape, ExpertTables, have_one_form
 from penstock.kernels.cpu.ops import DTYPES
 from penstock.layers.compute import Compute, never_quantized
+from penstock.layers.elementwise import steady
 from penstock.layers.linear import FusedLinear, GatedLinear, Linear
 from penstock.layers.matrix import PackedMatrix, QuantizedMatrix
 from penstock.layers.missing import MissingLayer
@@ -182,7 +183,7 @@ def choose(logits: Tensor, spec: ExpertsSpec, correction: Tensor | None = None) 
     if correction is None:
         scores, preference = logits.float().softmax(-1), logits
     else:
-        scores = logits.float().sigmoid()
+        scores = steady(torch.sigmoid, logits.float())
         preference = scores + correction
     if routing.num_groups > 1:
         preference = preference.masked_fill(~_in_best_groups(preference, routing), float("-inf"))

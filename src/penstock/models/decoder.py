@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.attention.backend import AttentionBackend
+from penstock.attention.cpu_latent import CpuLatentAttention
 from penstock.attention.cpu_paged import CpuPagedAttention
 from penstock.attention.latent_paged import LatentPagedAttention
 from penstock.attention.metadata import AnyKV, AttentionMetadata
@@ -375,10 +376,12 @@ class Decoder(nn.Module):
 
 def _attention(spec: ModelSpec, compute: Compute, block_size: int) -> AttentionBackend:
     heads = HeadShares.of(spec, compute.group)
+    kernels = compute.kernels_for("attention")
+    if spec.latent is not None and kernels is not None:
+        return CpuLatentAttention(heads.queries.size, spec.latent, compute.dtype, kernels)
     if spec.latent is not None:
         return LatentPagedAttention(heads.queries.size, spec.latent, compute.dtype)
     shape = HeadShape(num_heads=heads.queries.size, num_kv_heads=heads.keys.size, head_dim=spec.head_dim)
-    kernels = compute.kernels_for("attention")
     if kernels is not None:
         return CpuPagedAttention(shape, compute.dtype, block_size, kernels)
     return TorchPagedAttention(shape, compute.dtype)

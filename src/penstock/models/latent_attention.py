@@ -18,6 +18,7 @@ from penstock.families.latent_spec import LatentSpec
 from penstock.families.sharding import HeadShares
 from penstock.families.spec import ModelSpec
 from penstock.layers.compute import Compute
+from penstock.layers.head_matrices import HeadMatrices
 from penstock.layers.linear import FusedLinear, Linear
 from penstock.layers.norm import RMSNorm
 from penstock.models.attention import Angles, LayerSite, sight_of
@@ -26,33 +27,44 @@ from penstock.models.attention import Angles, LayerSite, sight_of
 class LatentExpansion(nn.Module):
     """The projections from latent vectors to keys and values, of this rank's heads.
 
-    A plain weight in any case: it is multiplied from both sides, head by head.
+    Never quantised: it is multiplied from both sides, head by head.
     """
 
     def __init__(self, latent: LatentSpec, heads: Share, compute: Compute) -> None:
         super().__init__()
         self._share = heads.scaled(latent.plain_dim + latent.value_dim)
         self._sizes, self._rank = [latent.plain_dim, latent.value_dim], latent.rank
-        self.weight = compute.parameter(self._share.size, latent.rank)
+        kernels = compute.kernels_for("linear")
+        self.weight: nn.Parameter | HeadMatrices = (
+            compute.parameter(self._share.size, latent.rank)
+            if kernels is None
+            else HeadMatrices(
+                heads.size, latent.plain_dim, latent.value_dim, latent.rank, compute.dtype, kernels
+            )
+        )
 
     def absorb(self, query: Tensor) -> Tensor:
         """[num_tokens, num_heads, plain_dim] -> [num_tokens, num_heads, rank]."""
-        to_key, _ = self._heads()
+        if isinstance(self.weight, HeadMatrices):
+            return self.weight.absorb(query)
+        to_key, _ = self._heads(self.weight)
         return torch.bmm(query.transpose(0, 1), to_key).transpose(0, 1)
 
     def values(self, attended: Tensor) -> Tensor:
         """[num_tokens, num_heads * rank] -> [num_tokens, num_heads * value_dim]."""
-        _, to_value = self._heads()
-        heads = attended.view(len(attended), len(to_value), self._rank).transpose(0, 1)
-        return torch.bmm(heads, to_value.transpose(1, 2)).transpose(0, 1).flatten(1)
+        heads = attended.view(len(attended), attended.shape[1] // self._rank, self._rank)
+        if isinstance(self.weight, HeadMatrices):
+            return self.weight.values(heads).flatten(1)
+        _, to_value = self._heads(self.weight)
+        return torch.bmm(heads.transpose(0, 1), to_value.transpose(1, 2)).transpose(0, 1).flatten(1)
 
     def shares(self, part: str, rows: int) -> tuple[Share, Share | None]:
         """Which rows of the checkpoint's tensor the weight is."""
         return self._share, None
 
-    def _heads(self) -> tuple[Tensor, ...]:
+    def _heads(self, weight: Tensor) -> tuple[Tensor, ...]:
         """[num_heads, plain_dim, rank] and [num_heads, value_dim, rank]."""
-        return torch.split(self.weight.view(-1, sum(self._sizes), self._rank), self._sizes, dim=1)
+        return torch.split(weight.view(-1, sum(self._sizes), self._rank), self._sizes, dim=1)
 
 
 class LatentAttention(nn.Module):

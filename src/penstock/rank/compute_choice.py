@@ -87,7 +87,7 @@ def numeric_class(chosen: ChosenKernels, spec: ModelSpec, device: torch.device) 
     Where torch computes anything its version and what it computes on belong to it, such as
     `torch 2.13 on avx512`; torch promises no bits even so.
     """
-    if is_invariant(chosen.kernels, spec):
+    if is_invariant(chosen.kernels) and spec.latent is None:
         return chosen.numeric_class
     kind = (
         torch.cuda.get_device_name(device)
@@ -98,10 +98,10 @@ def numeric_class(chosen: ChosenKernels, spec: ModelSpec, device: torch.device) 
     return ", ".join(filter(None, [chosen.numeric_class, by_torch]))
 
 
-def is_invariant(kernels: CpuKernels | None, spec: ModelSpec) -> bool:
-    """Whether numbers do not depend on what is computed together with them: torch does not promise that."""
-    has_all = kernels is not None and kernels.enabled == frozenset(KERNEL_NAMES)
-    return has_all and spec.latent is None
+def is_invariant(kernels: CpuKernels | None) -> bool:
+    """Whether numbers do not depend on what is computed together with them: torch does not promise that, but
+    for what it computes beside all our kernels, number by number (`layers.elementwise`)."""
+    return kernels is not None and kernels.enabled == frozenset(KERNEL_NAMES)
 
 
 def _described(loaded: LoadedKernels, enabled: frozenset[str], requested_kernels: str) -> str:

@@ -130,7 +130,7 @@ def load_rank(config: RankConfig, progress: Callable[[int, int], None]) -> Loade
         report=report,
         kernels=chosen.description,
         has_kernels=kernels is not None,
-        is_invariant=is_invariant(kernels, spec),
+        is_invariant=is_invariant(kernels),
         numeric_class=numeric_class(chosen, spec, device),
     )
 

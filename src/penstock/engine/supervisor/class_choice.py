@@ -59,7 +59,7 @@ def _without_kernels(
     if spec.implementation != "penstock":
         yield "the layers are those of transformers"
     if spec.latent is not None:
-        yield "torch computes the attention of this model, over latent vectors"
+        yield "torch turns the keys of this model and chooses its experts"
     if dtype == "float16":
         yield "our kernels have no float16"
 

@@ -54,6 +54,23 @@ class LinearArgs(ctypes.Structure):
     ]
 
 
+class HeadLinearArgs(ctypes.Structure):
+    _fields_ = [
+        ("x", c_void_p),
+        ("x_stride", c_int64),
+        ("x_head_stride", c_int64),
+        ("weight", c_void_p),
+        ("y", c_void_p),
+        ("y_stride", c_int64),
+        ("y_head_stride", c_int64),
+        ("num_heads", c_int64),
+        ("in_size", c_int64),
+        ("out_size", c_int64),
+        ("dtype", c_int32),
+        ("reserved", c_int32),
+    ]
+
+
 class QuantizedLinearArgs(ctypes.Structure):
     _fields_ = [
         ("x", c_void_p),
@@ -208,6 +225,7 @@ class AttentionArgs(ctypes.Structure):
         ("num_kv_heads", c_int64),
         ("head_dim", c_int64),
         ("block_size", c_int64),
+        ("value_dim", c_int64),
         ("window", c_int64),
         ("scale", c_float),
         ("soft_cap", c_float),

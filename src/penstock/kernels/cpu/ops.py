@@ -110,6 +110,35 @@ class CpuKernels:
         self._call("penstock_linear", args, len(x))
         return y
 
+    def head_linear(self, x: Tensor, weight: Tensor, *, out_size: int) -> Tensor:
+        """x W^T of each head, with a matrix of its own.
+
+        Args:
+            x: [num_tokens, num_heads, in_size], the numbers of a head side by side.
+            weight: the packed matrices of all heads (`layers.head_matrices`), of the dtype of `x`.
+
+        Returns:
+            [num_tokens, num_heads, out_size].
+        """
+        num_tokens, num_heads, in_size = x.shape
+        assert x.stride(2) == 1
+        y = self._output(x, num_heads * out_size)
+        args = abi.HeadLinearArgs(
+            x=x.data_ptr(),
+            x_stride=x.stride(0),
+            x_head_stride=x.stride(1),
+            weight=weight.data_ptr(),
+            y=y.data_ptr(),
+            y_stride=y.shape[1],
+            y_head_stride=out_size,
+            num_heads=num_heads,
+            in_size=in_size,
+            out_size=out_size,
+            dtype=DTYPES[x.dtype],
+        )
+        self._call("penstock_head_linear", args, num_tokens)
+        return y.view(-1, num_heads, out_size)
+
     def quantized_linear(self, x: Tensor, product: abi.QuantizedLinearArgs, token_bytes: int) -> Tensor:
         """The same over a quantised weight.
 
@@ -310,6 +339,40 @@ class CpuKernels:
             dtype=DTYPES[qkv.dtype],
         )
         self._call("penstock_attention", args, len(qkv), step)
+        return y
+
+    def latent_attention(
+        self,
+        qk: Tensor,
+        latent: Tensor,
+        num_heads: int,
+        sight: Sight,
+        block_size: int,
+        rank: int,
+        step: abi.Step,
+    ) -> Tensor:
+        """[num_tokens, num_heads * rank]: the same over latent vectors.
+
+        Args:
+            qk: [num_tokens, (num_heads + 1) width], rotated: queries and one key, which is stored already.
+            latent: [num_slots, width], of which the first `rank` numbers are the value.
+        """
+        y = self._output(qk, num_heads * rank)
+        args = abi.AttentionArgs(
+            qkv=qk.data_ptr(),
+            kv=latent.data_ptr(),
+            y=y.data_ptr(),
+            num_heads=num_heads,
+            num_kv_heads=1,
+            head_dim=latent.shape[1],
+            block_size=block_size,
+            value_dim=rank,
+            window=sight.window,
+            scale=sight.scale,
+            soft_cap=sight.soft_cap,
+            dtype=DTYPES[qk.dtype],
+        )
+        self._call("penstock_attention", args, len(qk), step)
         return y
 
     def gather(self, ids: Tensor, weight: Tensor, *, in_size: int, out_size: int) -> Tensor:

@@ -65,9 +65,9 @@ def test_g1_where_torch_computes_no_class_of_our_kernels_can_be_chosen(
         require("avx2", TOWER, **settings)
 
 
-def test_g1_where_torch_computes_the_attention_over_latent_vectors_no_class_can_be_chosen() -> None:
+def test_g1_where_torch_turns_keys_and_chooses_experts_no_class_can_be_chosen() -> None:
     latent = LatentSpec(rank=10, query_rank=0, plain_dim=6, rotary_dim=4, value_dim=5)
     spec = replace(load_spec(resolve_model_directory("demo")), latent=latent)
-    with pytest.raises(UsageError, match="--numeric-class is avx2, and torch computes the attention"):
+    with pytest.raises(UsageError, match="--numeric-class is avx2, and torch turns the keys"):
         require_class(ParallelConfig(numeric_class="avx2"), spec, "float32", ["cpu"], [TOWER])
     require_class(ParallelConfig(), spec, "float32", ["cpu"], [TOWER])

@@ -53,6 +53,22 @@ struct LinearArgs {
     int32_t gated;  // 0, kSilu or kGeluTanh
 };
 
+// A product of its own for each head: y[t, h] = x[t, h] W[h]^T, where x and y lie head after head within a token.
+struct HeadLinearArgs {
+    const void* x;
+    int64_t x_stride;  // from a token to the next
+    int64_t x_head_stride;
+    const void* weight;  // packed, one matrix after the other
+    void* y;
+    int64_t y_stride;
+    int64_t y_head_stride;
+    int64_t num_heads;
+    int64_t in_size;   // of each head
+    int64_t out_size;
+    int32_t dtype;  // of x, weight and y
+    int32_t reserved;
+};
+
 // Panels of unsigned 8- or 4-bit weights: w = scale * (q - zero), per output and group of `group_size` inputs.
 // Activations are rounded to int8 per row and group, so a row depends on nothing but itself.
 struct QuantizedLinearArgs {
@@ -207,8 +223,10 @@ struct AttentionArgs {
     int64_t num_kv_heads;
     int64_t head_dim;
     int64_t block_size;
-    int64_t window;    // a token sees itself and window - 1 before it; 0 = all
-    float scale;       // of the scores, before the cap
+    int64_t value_dim;  // of latent vectors, kv [slot][head_dim], whose fronts are the values: qkv then has one key
+                        // behind the queries, and y [num_tokens, num_heads * value_dim]; 0 = keys and values apart
+    int64_t window;     // a token sees itself and window - 1 before it; 0 = all
+    float scale;        // of the scores, before the cap
     float soft_cap;    // cap * tanh(score / cap); 0 = none
     int32_t dtype;     // of qkv, kv and y
     int32_t reserved;

@@ -19,6 +19,7 @@
 #include <vector>
 
 #include "attention.h"
+#include "attention_latent.h"
 #include "attention_plan.h"
 #include "attention_products.h"
 #include "attention_tiles.h"
@@ -57,7 +58,7 @@ public:
         : args_(args),
           step_(step),
           plan_(args, step, MatrixUnit<T>::rows_at_once()),
-          layout_{args.num_kv_heads, args.head_dim, args.block_size},
+          layout_{args.num_kv_heads, args.head_dim, args.block_size, args.value_dim ? args.value_dim : args.head_dim},
           width_(layout_.num_slices() * kLanes),
           factor_((args.soft_cap > 0 ? 1.0f : args.scale) * 1.44269504f) {}
 
@@ -91,6 +92,7 @@ private:
         float* scores;        // [kMostRows, kRowStride]
         T* weights;           // [kMostRows, kRowStride]
         T* values;            // [kTilesPerChunk] values of tiles with lanes that must not be read
+        T* latent;            // [kTilesPerChunk] tiles made of latent vectors
         T* packed;            // values of a chunk for the matrix unit
         const T** ahead;      // [kItemHeads * kTilesPerChunk] tiles to fetch
         Sums part;            // of a micro tile
@@ -105,6 +107,7 @@ private:
                 kMostRows * kRowStride * (int64_t)sizeof(float),
                 kMostRows * kRowStride * (int64_t)sizeof(T),
                 kTilesPerChunk * of.layout_.value_size() * (int64_t)sizeof(T),
+                of.is_latent() ? kTilesPerChunk * of.layout_.tile_size() * (int64_t)sizeof(T) : 0,
                 MatrixUnit<T>::packed_size(of.layout_) * (int64_t)sizeof(T),
                 kItemHeads * kTilesPerChunk * (int64_t)sizeof(T*),
                 Sums::size(kMostRows, of.width_) * (int64_t)sizeof(float),
@@ -118,10 +121,11 @@ private:
             scores = (float*)(memory + starts[1]);
             weights = (T*)(memory + starts[2]);
             values = (T*)(memory + starts[3]);
-            packed = (T*)(memory + starts[4]);
-            ahead = (const T**)(memory + starts[5]);
-            part = Sums::in((float*)(memory + starts[6]), kMostRows, of.width_);
-            merged = Sums::in((float*)(memory + starts[7]), rows, of.width_);
+            latent = (T*)(memory + starts[4]);
+            packed = (T*)(memory + starts[5]);
+            ahead = (const T**)(memory + starts[6]);
+            part = Sums::in((float*)(memory + starts[7]), kMostRows, of.width_);
+            merged = Sums::in((float*)(memory + starts[8]), rows, of.width_);
         }
     };
 
@@ -136,6 +140,21 @@ private:
         int begin_pair() const { return begin_tile / 2 * 2; }
         int end_pair() const { return (end_tile + 1) / 2 * 2; }
     };
+
+    bool is_latent() const { return args_.value_dim > 0; }
+
+    // Numbers of a token in qkv: its queries, and its keys and values, or its one key.
+    int64_t token_size() const {
+        return (args_.num_heads + (is_latent() ? 1 : 2 * args_.num_kv_heads)) * args_.head_dim;
+    }
+
+    // Where a tile lies in the cache, and how much of it.
+    const T* stored_tile(int64_t block, int64_t offset, int64_t head) const {
+        const T* kv = (const T*)args_.kv;
+        if (is_latent()) return kv + (block * args_.block_size + offset) * args_.head_dim;
+        return kv + layout_.tile_at(block, offset, head);
+    }
+    int64_t stored_size() const { return is_latent() ? kLanes * args_.head_dim : layout_.tile_size(); }
 
     int64_t num_key_steps() const { return args_.head_dim / KVLayout<T>::kGroup; }
     int64_t num_micro_tiles(int64_t rows) const {
@@ -176,7 +195,7 @@ private:
         int64_t block = (first + tiles.begin) / per_block, within = (first + tiles.begin) % per_block;
         for (int i = tiles.begin; i < tiles.end; i++) {
             int64_t offset = within * kLanes, position = block * args_.block_size + offset;
-            tiles.starts[i] = (const T*)args_.kv + layout_.tile_at(blocks[block], offset, item.first_head);
+            tiles.starts[i] = stored_tile(blocks[block], offset, item.first_head);
             tiles.positions[i] = position;
             tiles.counts[i] = std::min({(int64_t)kLanes, args_.block_size - offset, seq_len - position});
             tiles.is_full &= tiles.counts[i] == kLanes;
@@ -191,7 +210,7 @@ private:
 
     // The tiles of all heads of a chunk in the order of memory, so that they are fetched in long runs.
     int64_t list_ahead(const Item& item, const Tiles<T>& tiles, const T** ahead) const {
-        int64_t count = 0, size = layout_.tile_size();
+        int64_t count = 0, size = stored_size();
         for (int i = tiles.begin, end; i < tiles.end; i = end) {
             for (end = i + 1; end < tiles.end && tiles.starts[end] == tiles.starts[end - 1] + size;) end++;
             for (int64_t h = 0; h < item.num_heads; h++)
@@ -203,15 +222,14 @@ private:
     // Packs the queries, micro tile by micro tile.
     void start(const Item& item, Scratch& scratch) const {
         int64_t rows = plan_.rows_of_head(item), num_tiles = num_micro_tiles(rows), steps = num_key_steps();
-        int64_t token_size = (args_.num_heads + 2 * args_.num_kv_heads) * args_.head_dim;
-        const T* heads = (const T*)args_.qkv + item.first_token * token_size;
+        const T* heads = (const T*)args_.qkv + item.first_token * token_size();
         FactorType* packed = scratch.queries;
         for (int64_t h = item.first_head; h < item.first_head + item.num_heads; h++)
             for (int64_t m = 0; m < num_tiles; m++) {
                 int64_t first = rows * m / num_tiles, end = rows * (m + 1) / num_tiles;
                 for (int64_t r = first; r < end; r++) {
                     int64_t head = h * plan_.group_size() + r % plan_.group_size();
-                    const T* from = heads + r / plan_.group_size() * token_size + head * args_.head_dim;
+                    const T* from = heads + r / plan_.group_size() * token_size() + head * args_.head_dim;
                     if (MatrixUnit<T>::is_used()) {
                         memcpy(packed + (r - first) * steps, from, args_.head_dim * sizeof(T));
                         continue;
@@ -239,10 +257,10 @@ private:
             into = Sums::in(shared + item.shared + (chunk - item.first_chunk) * Sums::size(rows, width_), rows, width_);
         const FactorType* queries = scratch.queries;
         for (int64_t h = 0; h < item.num_heads; h++) {
-            Streams<T> streams = streams_of(tiles, h, scratch.values);
+            Streams<T> streams = is_latent() ? latent_streams(tiles, scratch.latent) : streams_of(tiles, h, scratch.values);
             auto ahead = (const char* const*)scratch.ahead;
             int64_t fetch_from = num_ahead * h / item.num_heads, fetch_to = num_ahead * (h + 1) / item.num_heads;
-            Fetch fetch(ahead + fetch_from, ahead + fetch_to, layout_.tile_size() * sizeof(T));
+            Fetch fetch(ahead + fetch_from, ahead + fetch_to, stored_size() * sizeof(T));
             if (MatrixUnit<T>::is_used())
                 scratch.unit.pack_values(streams, tiles.begin, tiles.end, layout_, scratch.packed);
             for (int64_t m = 0; m < num_tiles; m++) {
@@ -263,6 +281,19 @@ private:
             streams.values[i] = streams.keys[i] + layout_.key_size();
         }
         if (!tiles.is_full) hide_stale(tiles, streams, copies);
+        return streams;
+    }
+
+    Streams<T> latent_streams(const Tiles<T>& tiles, T* memory) const {
+        Streams<T> streams;
+        for (int i = 0; i < kTilesPerChunk; i++) {
+            int within = std::clamp(i, tiles.begin, tiles.end - 1);  // of the others nothing is seen
+            T* keys = memory + within * layout_.tile_size();
+            streams.keys[i] = keys, streams.values[i] = keys + layout_.key_size();
+            if (i != within) continue;
+            make_keys(tiles.starts[i], tiles.counts[i], args_.head_dim, keys);
+            make_values(tiles.starts[i], tiles.counts[i], layout_, keys + layout_.key_size());
+        }
         return streams;
     }
 
@@ -356,7 +387,7 @@ private:
     }
 
     NOINLINE void finish(const Item& item, const Sums& sums) const {
-        int64_t size = args_.head_dim, rows = plan_.rows_of_head(item);
+        int64_t size = layout_.value_dim, rows = plan_.rows_of_head(item);
         for (int64_t row = 0; row < plan_.rows_of(item); row++) {
             int64_t token = item.first_token + row % rows / plan_.group_size();
             int64_t head = (item.first_head + row / rows) * plan_.group_size() + row % plan_.group_size();
@@ -373,7 +404,7 @@ private:
     const Step& step_;
     AttentionPlan plan_;
     KVLayout<T> layout_;
-    int64_t width_;       // head_dim, in whole vectors
+    int64_t width_;       // value_dim, in whole vectors
     float factor_;        // turns scores into powers of 2
 };
 

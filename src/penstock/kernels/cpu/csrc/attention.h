@@ -4,11 +4,14 @@
 // A block holds `block_size` tokens. Within it each KV head has its own piece, so that a reader of one head reads
 // one run of memory; a piece is a list of tiles of 16 tokens, the keys of a tile before its values:
 //     block  [num_kv_heads][ceil(block_size / 16)] tiles
-//     tile   keys [head_dim / group][16 tokens][group], then values [ceil(head_dim / 16)][16 / group][16 dims][group]
+//     tile   keys [head_dim / group][16 tokens][group], then values [ceil(value_dim / 16)][16 / group][16 dims][group]
 // group is 2 for bfloat16, whose product step (VDPBF16PS) takes pairs of what is summed over, and 1 for float32.
 // Both halves of a tile thus are streams of vectors of 16 results each, as the panels of weights are (panels.h).
 //
 // Lanes of tokens and dims that fill up the last tile are never written, and their contents never matter.
+//
+// Latent vectors (arXiv 2405.04434), each the key of all heads and its front the value, lie as they are, token after
+// token: [block_size][head_dim]. Tiles are made of them when they are read (attention_latent.h).
 #pragma once
 #include "abi.h"
 #include "vec.h"
@@ -20,9 +23,10 @@ struct KVLayout {
     int64_t num_kv_heads;
     int64_t head_dim;  // even
     int64_t block_size;
+    int64_t value_dim = head_dim;
 
     int64_t tiles_per_block() const { return (block_size + kLanes - 1) / kLanes; }
-    int64_t num_slices() const { return (head_dim + kLanes - 1) / kLanes; }  // 16 dims each
+    int64_t num_slices() const { return (value_dim + kLanes - 1) / kLanes; }  // 16 dims each
     int64_t key_size() const { return head_dim * kLanes; }
     int64_t slice_size() const { return kLanes * kLanes; }
     int64_t value_size() const { return num_slices() * slice_size(); }

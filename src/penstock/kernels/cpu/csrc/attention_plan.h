@@ -108,6 +108,7 @@ public:
 private:
     // A number of tokens whose rows fill micro tiles.
     int64_t tokens_per_item() const {
+        if (group_size_ >= kItemRows) return 1;
         int64_t unit = micro_rows_ / std::gcd(micro_rows_, group_size_);
         return std::max(unit, item_rows() / group_size_ / unit * unit);
     }

@@ -24,6 +24,45 @@ PENSTOCK_EXPORT void penstock_linear(const void* args, const Step* step) {
         linear<float>(linear_args, step->num_tokens);
 }
 
+// Threads take panels of any head, as for_each_tile lets them take those of one matrix.
+template <class T>
+static void head_linear(const HeadLinearArgs& args, int64_t num_tokens) {
+    using Panels = DensePanels<T>;
+    if (num_tokens == 0) return;
+    int64_t panels = num_panels(args.out_size), most = Panels::rows_at_once(), row_tiles = divide_up(num_tokens, most);
+    int64_t head_size = panels * panel_elements((const T*)nullptr, args.in_size);
+#pragma omp parallel
+    {
+        typename Panels::Shapes shapes;
+        alignas(64) float tile[Panels::kMostRows * kPanel];
+#pragma omp for schedule(static)
+        for (int64_t index = 0; index < args.num_heads * panels; index++) {
+            int64_t head = index / panels, panel = index % panels, column = panel * kPanel;
+            Panels product{(const T*)args.x + head * args.x_head_stride, args.x_stride,
+                           (const T*)args.weight + head * head_size, args.in_size};
+            for (int64_t t = 0; t < row_tiles; t++) {
+                int64_t first = num_tokens * t / row_tiles, end = num_tokens * (t + 1) / row_tiles;
+                product(shapes, first, (int)(end - first), panel, tile);
+                for (int64_t r = first; r < end; r++) {
+                    T* to = (T*)args.y + r * args.y_stride + head * args.y_head_stride + column;
+                    const float* sums = tile + (r - first) * kPanel;
+                    store_some(to, load(sums), args.out_size - column);
+                    if (args.out_size - column > kLanes)
+                        store_some(to + kLanes, load(sums + kLanes), args.out_size - column - kLanes);
+                }
+            }
+        }
+    }
+}
+
+PENSTOCK_EXPORT void penstock_head_linear(const void* args, const Step* step) {
+    const HeadLinearArgs& linear_args = *(const HeadLinearArgs*)args;
+    if (linear_args.dtype == kBFloat16)
+        head_linear<bf16>(linear_args, step->num_tokens);
+    else
+        head_linear<float>(linear_args, step->num_tokens);
+}
+
 // Rows [0, num_rows) of W, which lie [num_rows, in_size] in `rows`, become the packed columns
 // column(first_row), column(first_row + 1), ...; `role` says how a gated matrix is interleaved:
 // 0 = plain, 1 = gate, 2 = up.
