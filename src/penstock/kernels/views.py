@@ -25,6 +25,10 @@ class KeptViews(Generic[K, V]):
     def __len__(self) -> int:
         return len(self._views)
 
+    def clear(self) -> None:
+        """Make all anew from now on."""
+        self._views.clear()
+
     def of(self, key: K) -> V:
         view = self._views.get(key)
         if view is None:

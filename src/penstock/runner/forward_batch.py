@@ -12,6 +12,7 @@ reads is no part of a batch: the first stage gathers its `input_ids`, the last o
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from penstock.attention.metadata import AttentionMetadata
 from penstock.batch import ScheduledBatch
+from penstock.kernels.views import MOST_VIEWS
 from penstock.runner.buffers import InputBuffers
 from penstock.runner.request_rows import RequestRows, RowSnapshot
 
@@ -57,9 +59,9 @@ def begin_batch(plan: ScheduledBatch, rows: RequestRows, buffers: InputBuffers) 
     Raises `ProtocolError` if the plan does not fit the row table.
     """
     rows.append_blocks(plan)
-    starts = rows.start_of(plan)
-    rows.advance(plan, starts)
-    return _batch_at(starts, plan, rows, buffers)
+    starts, ends = rows.span_of(plan)
+    rows.advance(plan, ends)
+    return _batch_at(starts, ends, plan, rows, buffers)
 
 
 def complete_batch(batch: ForwardBatch, rows: RequestRows, buffers: InputBuffers) -> ForwardBatch:
@@ -69,7 +71,7 @@ def complete_batch(batch: ForwardBatch, rows: RequestRows, buffers: InputBuffers
     """
     rows.check_sources(batch.plan)
     if rows.num_rejections != batch.num_rejections:  # so positions are others than the plan had hoped
-        batch = _batch_at(rows.accepted_start_of(batch.plan), batch.plan, rows, buffers)
+        batch = _batch_at(*rows.accepted_span_of(batch.plan), batch.plan, rows, buffers)
     return batch
 
 
@@ -83,18 +85,20 @@ def input_ids(batch: ForwardBatch, rows: RequestRows, buffers: InputBuffers) -> 
 
 
 def _batch_at(
-    starts: NDArray[np.int64], plan: ScheduledBatch, rows: RequestRows, buffers: InputBuffers
+    starts: NDArray[np.int64],
+    ends: NDArray[np.int64],
+    plan: ScheduledBatch,
+    rows: RequestRows,
+    buffers: InputBuffers,
 ) -> ForwardBatch:
-    row_index = np.array(plan.rows, dtype=np.int64)
-    num_tokens = np.array(plan.num_tokens, dtype=np.int64)
-    ends = starts + num_tokens
-    query_starts = np.zeros(len(row_index) + 1, dtype=np.int64)
-    num_tokens.cumsum(out=query_starts[1:])
-    row_of_token, positions = row_index, starts
-    if plan.total_tokens != len(row_index):  # not all rows decode
-        row_of_token = np.repeat(row_index, num_tokens)
+    addressed = rows.snapshot(plan.rows)
+    row_of_token, positions, query_starts = addressed.rows, starts, _places(len(starts) + 1)
+    if plan.total_tokens != len(starts):  # not all rows decode
+        num_tokens = ends - starts
+        query_starts = np.zeros(len(starts) + 1, dtype=np.int64)
+        num_tokens.cumsum(out=query_starts[1:])
+        row_of_token = np.repeat(addressed.rows, num_tokens)
         positions = np.arange(plan.total_tokens) + np.repeat(starts - query_starts[:-1], num_tokens)
-    addressed = rows.snapshot(row_index)
     sampled, sampled_ends, sample_indices = addressed, ends, query_starts[1:] - 1
     if not all(plan.need_sampled):
         chosen = np.flatnonzero(plan.need_sampled)
@@ -106,11 +110,17 @@ def _batch_at(
         sample_indices=sample_indices,
         addressed=addressed,
         sampled=sampled,
-        output_index=sampled_ends - rows.prompt_len[sampled.rows],
+        output_index=sampled_ends - sampled.prompt_len,
         row_of_token=row_of_token,
         position_of_token=positions,
         num_rejections=rows.num_rejections,
     )
+
+
+@lru_cache(maxsize=MOST_VIEWS)
+def _places(num: int) -> NDArray[np.int64]:
+    """0, 1, ... [num]; not to be changed."""
+    return np.arange(num)
 
 
 def _metadata(
@@ -122,17 +132,18 @@ def _metadata(
     query_starts: NDArray[np.int64],
     ends: NDArray[np.int64],
 ) -> AttentionMetadata:
-    longest = -(-int(ends.max(initial=1)) // rows.block_size)
-    tables = rows.block_tables[plan.rows, :longest]  # cut to the longest context
-    blocks = rows.block_tables[row_of_token, positions // rows.block_size]
-    slots = blocks * rows.block_size + positions % rows.block_size
+    seq_lens = ends.tolist()
+    longest = -(-max(seq_lens, default=1) // rows.block_size)
+    tables = rows.block_tables[rows.snapshot(plan.rows).rows, :longest]  # cut to the longest context
+    block_of_token, offsets = np.divmod(positions, rows.block_size)
+    slots = rows.block_tables[row_of_token, block_of_token] * rows.block_size + offsets
     buffers.query_starts.publish(query_starts)
     buffers.seq_lens.publish(ends)
     step = buffers.kernel_step
-    step.num_tokens, step.num_rows, step.block_table_stride = len(positions), len(ends), longest
+    step.num_tokens, step.num_rows, step.block_table_stride = len(positions), len(seq_lens), longest
     return AttentionMetadata(
         query_starts=query_starts.tolist(),
-        seq_lens=ends.tolist(),
+        seq_lens=seq_lens,
         block_tables=buffers.block_tables.publish(tables),
         slot_mapping=buffers.slot_mapping.publish(slots),
         num_decodes=_leading_ones(plan.num_tokens),

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol
 
 import numpy as np
@@ -21,26 +22,39 @@ from numpy.typing import NDArray
 
 from penstock.batch import KNOWN, NewRow, ScheduledBatch
 from penstock.errors import ProtocolError
+from penstock.kernels.views import KeptViews
 
 _FREE = -1  # generation of a row that no request holds
 _NOT_STARTED = -1  # num_computed until the first plan says where the request starts
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)  # no slots: `is_held` is worked out once
 class RowSnapshot:
-    """Rows, and who held them at the time: the address of samples that come back later."""
+    """Rows, and who held them at the time: the address of samples that come back later. Never changed."""
 
     rows: NDArray[np.int64]  # [num_rows]
     generations: NDArray[np.int64]  # [num_rows]
     request_ids: list[str]  # [num_rows]
+    prompt_len: NDArray[np.int64]  # [num_rows]
+    num_changes: int  # of hands, of any row, that the row table had seen then
+
+    @cached_property
+    def is_held(self) -> bool:
+        """Whether a request held each of them."""
+        return bool((self.generations != _FREE).all())
 
     def __len__(self) -> int:
         return len(self.rows)
 
     def select(self, indices: NDArray[np.int64]) -> RowSnapshot:
         """Some of the rows, by their places in this snapshot."""
-        names = [self.request_ids[index] for index in indices.tolist()]
-        return RowSnapshot(rows=self.rows[indices], generations=self.generations[indices], request_ids=names)
+        return RowSnapshot(
+            rows=self.rows[indices],
+            generations=self.generations[indices],
+            request_ids=[self.request_ids[index] for index in indices.tolist()],
+            prompt_len=self.prompt_len[indices],
+            num_changes=self.num_changes,
+        )
 
 
 class TokenIds(Protocol):
@@ -110,6 +124,8 @@ class RequestRows:
         self.sampled_step = np.full(num_rows, KNOWN, dtype=np.int64)  # step whose sample was consumed last
         self.request_ids = [""] * num_rows
         self.num_rejections = 0  # steps consumed that rejected drafts, of any row
+        self._num_changes = 0  # of hands, of any row
+        self._snapshots: KeptViews[tuple[int, ...], RowSnapshot] = KeptViews(self._snapshot)
 
     @property
     def token_ids(self) -> NDArray[np.int64]:
@@ -124,6 +140,7 @@ class RequestRows:
         """No row is held, as at the start."""
         self.generation[:] = _FREE
         self.num_rejections = 0
+        self._changes_hands()
 
     def apply(self, plan: ScheduledBatch) -> None:
         """The first two parts of a plan: freed rows, then new ones."""
@@ -135,6 +152,7 @@ class RequestRows:
     def free(self, row: int) -> None:
         """The request of a row has ended; samples of it that are still to come will be dropped (row E7)."""
         self.generation[row] = _FREE
+        self._changes_hands()
 
     def add(self, new: NewRow) -> None:
         """A request enters, or enters again with what it had generated before it was preempted."""
@@ -149,6 +167,11 @@ class RequestRows:
         self.generation[row] = new.generation
         self.sampled_step[row] = KNOWN
         self.request_ids[row] = new.request_id
+        self._changes_hands()
+
+    def _changes_hands(self) -> None:
+        self._num_changes += 1
+        self._snapshots.clear()
 
     def append_blocks(self, plan: ScheduledBatch) -> None:
         """Add the plan's new blocks to the ends of the block tables."""
@@ -158,10 +181,19 @@ class RequestRows:
                 self.block_tables[row, held : held + len(blocks)] = blocks
                 self.num_blocks[row] = held + len(blocks)
 
-    def snapshot(self, rows: NDArray[np.int64]) -> RowSnapshot:
-        """Address samples to the requests that hold these rows now."""
-        names = [self.request_ids[row] for row in rows.tolist()]
-        return RowSnapshot(rows=rows, generations=self.generation[rows], request_ids=names)
+    def snapshot(self, rows: Sequence[int]) -> RowSnapshot:
+        """Address samples to the requests that hold these rows now; kept while no row changes hands."""
+        return self._snapshots.of(tuple(rows))
+
+    def _snapshot(self, places: tuple[int, ...]) -> RowSnapshot:
+        rows = np.array(places, dtype=np.int64)
+        return RowSnapshot(
+            rows=rows,
+            generations=self.generation[rows],
+            request_ids=[self.request_ids[row] for row in places],
+            prompt_len=self.prompt_len[rows],
+            num_changes=self._num_changes,
+        )
 
     def names_of(self, plan: ScheduledBatch) -> list[str]:
         """The requests of a plan that may not be applied yet, and may be wrong: rows that are none are left
@@ -170,26 +202,30 @@ class RequestRows:
         known = dict(enumerate(self.request_ids)) | entering
         return [known[row] for row in plan.rows if known.get(row)]
 
-    def start_of(self, plan: ScheduledBatch) -> NDArray[np.int64]:
-        """As `accepted_start_of`; raises `ProtocolError` if core and rank do not agree about a row."""
-        rows, starts = np.array(plan.rows, dtype=np.int64), self.accepted_start_of(plan)
-        self._check(plan, rows, starts, starts + np.array(plan.num_tokens, dtype=np.int64))
-        return starts
+    def span_of(self, plan: ScheduledBatch) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """As `accepted_span_of`; raises `ProtocolError` if core and rank do not agree about a row."""
+        starts, ends = self.accepted_span_of(plan)
+        self._check(plan, starts, ends)
+        return starts, ends
 
-    def accepted_start_of(self, plan: ScheduledBatch) -> NDArray[np.int64]:
-        """True position of each row's first token: the plan's, less the rejections consumed. [num_rows]"""
-        return np.array(plan.start_positions, dtype=np.int64) - self.num_rejected[plan.rows]
+    def accepted_span_of(self, plan: ScheduledBatch) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """True position of each row's first token, and behind its last, two [num_rows]: the plan's, less the
+        rejections consumed."""
+        starts = np.array(plan.start_positions, dtype=np.int64)
+        if self.num_rejections:
+            starts -= self.num_rejected[plan.rows]
+        return starts, starts + np.array(plan.num_tokens, dtype=np.int64)
 
     def check_sources(self, plan: ScheduledBatch) -> None:
         """Raise `ProtocolError` unless each row's newest sample is that of the step which the plan names."""
         token_from = np.array(plan.token_from, dtype=np.int64)
-        newest = self.sampled_step[plan.rows]
+        newest = self.sampled_step[self.snapshot(plan.rows).rows]
         wrong = (token_from != KNOWN) & (token_from != newest)
         self._refuse(plan, wrong, "needs the sample of another step", token_from, newest)
 
-    def advance(self, plan: ScheduledBatch, starts: NDArray[np.int64]) -> None:
-        """Count the tokens of a plan as scheduled."""
-        self.num_computed[plan.rows] = starts + plan.num_tokens
+    def advance(self, plan: ScheduledBatch, ends: NDArray[np.int64]) -> None:
+        """Count the tokens of a plan as scheduled, up to these positions."""
+        self.num_computed[self.snapshot(plan.rows).rows] = ends
 
     def put_drafts(self, row: int, draft_ids: Sequence[int]) -> None:
         """Speculative tokens, placed behind a row's known ones; the next sample overwrites them (row D7)."""
@@ -216,10 +252,8 @@ class RequestRows:
 
         Rows that have changed hands since are skipped.
         """
-        rows, ids = addressed.rows, _padded(token_ids)
         alive = self._still_held(addressed)
-        if False in alive.tolist():
-            rows, ids = rows[alive], ids[alive]
+        rows, ids = addressed.rows[alive], _padded(token_ids)[alive]
         for column in ids.T:  # one column unless drafts were accepted
             known = rows
             if -1 in column.tolist():
@@ -242,14 +276,19 @@ class RequestRows:
         self.total_len[rows] += np.array(num_ids, dtype=np.int64)[alive]
         self._settle(step_id, rows, alive, num_rejected)
 
-    def _still_held(self, addressed: RowSnapshot) -> NDArray[np.bool_]:
-        """Return which rows the requests of the snapshot still hold."""
-        rows = addressed.rows
-        alive: NDArray[np.bool_] = self.generation[rows] == addressed.generations
+    def _still_held(self, addressed: RowSnapshot) -> slice | NDArray[np.bool_]:
+        """Return which rows the requests of the snapshot still hold: all, or one by one."""
+        if addressed.num_changes == self._num_changes:
+            return slice(None)
+        alive: NDArray[np.bool_] = self.generation[addressed.rows] == addressed.generations
         return alive
 
     def _settle(
-        self, step_id: int, rows: NDArray[np.int64], alive: NDArray[np.bool_], num_rejected: Sequence[int]
+        self,
+        step_id: int,
+        rows: NDArray[np.int64],
+        alive: slice | NDArray[np.bool_],
+        num_rejected: Sequence[int],
     ) -> None:
         """Take back what was scheduled on rejected drafts, and note the step in the rows that are alive."""
         if any(num_rejected):
@@ -259,20 +298,18 @@ class RequestRows:
             self.num_rejections += 1
         self.sampled_step[rows] = step_id
 
-    def _check(
-        self,
-        plan: ScheduledBatch,
-        rows: NDArray[np.int64],
-        starts: NDArray[np.int64],
-        ends: NDArray[np.int64],
-    ) -> None:
-        self._refuse(plan, self.generation[rows] == _FREE, "holds no request")
-        computed = self.num_computed[rows]
+    def _check(self, plan: ScheduledBatch, starts: NDArray[np.int64], ends: NDArray[np.int64]) -> None:
+        held = self.snapshot(plan.rows)
+        computed, room = self.num_computed[held.rows], self.num_blocks[held.rows] * self.block_size
+        goes_on = held.is_held and KNOWN not in plan.token_from
+        if goes_on and (computed == starts).all() and (ends <= room).all():
+            return  # as at most steps
+        self._refuse(plan, held.generations == _FREE, "holds no request")
         wrong = (computed != _NOT_STARTED) & (computed != starts)
         self._refuse(plan, wrong, "starts at a wrong position", starts, computed)
-        wrong = (np.array(plan.token_from, dtype=np.int64) == KNOWN) & (ends > self.total_len[rows])
-        self._refuse(plan, wrong, "has tokens that nobody knows yet", ends, self.total_len[rows])
-        room = self.num_blocks[rows] * self.block_size
+        known = self.total_len[held.rows]
+        wrong = (np.array(plan.token_from, dtype=np.int64) == KNOWN) & (ends > known)
+        self._refuse(plan, wrong, "has tokens that nobody knows yet", ends, known)
         self._refuse(plan, ends > room, "has no KV block for its last token", ends, room)
 
     def _refuse(

@@ -70,7 +70,7 @@ class SamplingRows:
         self._changes = LogitChangesOfRows(num_rows, history)
         self._allowed = AllowedIds(vocab_size)
         self._num_prompt_logprobs = [-1] * num_rows
-        self._kept: tuple[bytes, SamplingBatch] | None = None  # of the newest rows: often the next step's
+        self._kept: tuple[NDArray[np.int64], SamplingBatch] | None = None  # of the newest rows
 
     def add(self, row: int, sampling: RowSampling) -> None:
         """A request with these parameters enters `row`."""
@@ -99,19 +99,25 @@ class SamplingRows:
         """The parameters of `rows`.
 
         Args:
+            rows: not changed by anybody, ever.
             output_index: [num_rows] tokens that each request has generated before this one.
         """
-        key = rows.tobytes()
-        if self._kept is None or self._kept[0] != key:
-            self._kept = (key, self._gather(rows))
-        batch = self._kept[1]
+        batch = self._kept_or_gathered(rows)
         allowed = self._allowed.masks(rows)
+        is_biased = batch.has_changes or batch.has_min_tokens
+        if allowed is None and not is_biased:
+            return batch
         is_early = output_index < batch.min_tokens
-        is_biased = batch.has_changes or (batch.has_min_tokens and bool(is_early.any()))
+        is_biased = batch.has_changes or bool(is_early.any())
         if allowed is None and not is_biased:
             return batch
         bias = self._changes.bias(rows, output_index, is_early) if is_biased else batch.head.bias
         return replace(batch, head=replace(batch.head, bias=bias, allowed=allowed))
+
+    def _kept_or_gathered(self, rows: NDArray[np.int64]) -> SamplingBatch:
+        if self._kept is None or (self._kept[0] is not rows and not np.array_equal(self._kept[0], rows)):
+            self._kept = (rows, self._gather(rows))
+        return self._kept[1]
 
     def _gather(self, rows: NDArray[np.int64]) -> SamplingBatch:
         min_tokens = self._min_tokens[rows]

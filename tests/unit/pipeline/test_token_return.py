@@ -52,7 +52,7 @@ class Ends:
 
     def expect(self, plan: ScheduledBatch) -> None:
         self.rows.apply(plan)
-        self.receiver.expect_samples(plan, self.rows.snapshot(np.array(plan.sampled_rows, dtype=np.int64)))
+        self.receiver.expect_samples(plan, self.rows.snapshot(plan.sampled_rows))
 
     def send(self, plan: ScheduledBatch, ids: Sequence[Sequence[int]], rejected: Sequence[int] = ()) -> None:
         result = StepResult(
@@ -177,7 +177,7 @@ def test_ids_go_to_stages_that_embed_and_counts_to_the_others() -> None:
         rows = RequestRows(4, 16, 4, 3, ids=KeptIds if embeds else NoIds)
         rows.apply(plan)
         receiver = (TokenReceiver if embeds else CountReceiver)(early, rows, name="x", timeout_s=30.0)
-        receiver.expect_samples(plan, rows.snapshot(np.arange(4)))
+        receiver.expect_samples(plan, rows.snapshot(range(4)))
         rows.num_computed[:] = 9
         rows.free(3)  # and its sample is dropped
         receiver.consume_samples(0)
@@ -218,7 +218,7 @@ def test_dr1_a_return_for_another_kind_of_stage_is_refused(
         plan, StepResult(step_id=0, token_ids=[[7]], num_rejected=[0])
     )
     waiting = receiver(early, rows, name="stage 3 -> stage 0", timeout_s=30.0)
-    waiting.expect_samples(plan, rows.snapshot(np.array([0])))
+    waiting.expect_samples(plan, rows.snapshot([0]))
     with pytest.raises(ProtocolError, match=r"stage 3 -> stage 0.*samples of step 0.*request-0-0"):
         waiting.consume_samples(0)
 

@@ -35,14 +35,14 @@ def started(*prompts: list[int]) -> RequestRows:
 def schedule(rows: RequestRows, plan: object) -> list[int]:
     rows.apply(plan)
     rows.append_blocks(plan)
-    starts = rows.start_of(plan)
-    rows.advance(plan, starts)
+    starts, ends = rows.span_of(plan)
+    rows.advance(plan, ends)
     rows.check_sources(plan)
     return starts.tolist()
 
 
 def addressed(rows: RequestRows, *indices: int) -> RowSnapshot:
-    return rows.snapshot(np.array(indices))
+    return rows.snapshot(indices)
 
 
 @dataclass

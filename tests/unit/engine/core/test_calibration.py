@@ -71,7 +71,7 @@ class SimulatedPipe:
         self.plans.append(wire)
         self.rows.apply(wire)
         self.rows.append_blocks(wire)
-        self.rows.advance(wire, self.rows.start_of(wire))
+        self.rows.advance(wire, self.rows.span_of(wire)[1])
         cost = SHARED if self._done_at and self.num_stages > 1 else ALONE
         shape, ready = StepShape.of(wire), self.clock.now + self.plan_delay_s
         for stage in range(self.num_stages):
