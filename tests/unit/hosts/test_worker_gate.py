@@ -64,6 +64,13 @@ class Gate:
         """Open a connection for weights, as `desk`."""
         return connect_for_weights(self.address, self.credentials, self.head)
 
+    def close(self) -> None:
+        """Close the gate, and the connections for weights that a test has not taken."""
+        self.gate.close()
+        while not self.fetching.empty():
+            connection, _ = self.fetching.get()
+            connection.close()
+
     def await_news(self) -> None:
         assert select.select([self.gate], [], [], WAIT_S)[0]
 
@@ -72,7 +79,7 @@ class Gate:
 def gate(tmp_path: Path) -> Iterator[Gate]:
     made = Gate(tmp_path)
     yield made
-    made.gate.close()
+    made.close()
 
 
 def test_g1_a_worker_that_has_said_hello_is_handed_over_with_its_wire(gate: Gate) -> None:
