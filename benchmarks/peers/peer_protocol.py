@@ -7,7 +7,8 @@ standard input with one JSON line, until the input ends:
     {"batch": 8, "input": 128, "output": 16, "seed": 3}  ->  {"seconds": 0.512}     (or {"error": "..."})
 
 The clock runs from token ids to token ids: `batch` fresh prompts of `input` random ids start together, and
-each gets exactly `output` greedy ids. Whatever libraries print on standard output goes to standard error.
+each gets exactly `output` greedy ids. An engine that can only be run as a program of its own returns the
+seconds that the program has printed. Whatever libraries print on standard output goes to standard error.
 Needs nothing but the standard library, as each engine has a Python environment of its own.
 """
 
@@ -44,6 +45,7 @@ class Settings:
     stages: int = 1  # of a pipeline
     ranks: int = 1  # that share a stage, with `threads` each
     partition: str = "even"  # layers per stage, for engines that can be told
+    weights: str = ""  # form of the weights, such as int8; empty: as the checkpoint has them
     chunk: int = 0  # prompt tokens of one step at most; 0 leaves it to the engine
     rpc_servers: str = ""  # of the stages, where they are not to be started beside the engine
 
@@ -51,8 +53,12 @@ class Settings:
 class Generator(Protocol):
     """An engine, loaded."""
 
-    def generate(self, prompts: list[list[int]], num_tokens: int) -> None:
-        """Give every prompt exactly `num_tokens` greedy tokens; all of them start together."""
+    def generate(self, prompts: list[list[int]], num_tokens: int) -> float | None:
+        """Give every prompt exactly `num_tokens` greedy tokens; all of them start together.
+
+        Returns:
+            The seconds, if the engine has counted them itself; None: the time from call to return counts.
+        """
 
     def close(self) -> None:
         """End whatever the engine has started."""
@@ -76,6 +82,7 @@ def read_settings() -> Settings:
     for name in ("--stages", "--ranks"):
         parser.add_argument(name, type=int, default=1)
     parser.add_argument("--partition", default="even")
+    parser.add_argument("--weights", default="")
     parser.add_argument("--chunk", type=int, default=0)
     parser.add_argument("--rpc-servers", default="")
     return Settings(**vars(parser.parse_args()))
@@ -98,8 +105,8 @@ def serve(load: Callable[[Settings], Loaded]) -> None:
         def answer(request: Mapping[str, int]) -> Answer:
             prompts = random_prompts(request["batch"], request["input"], vocab_size, request["seed"])
             begin = time.perf_counter()
-            loaded.generator.generate(prompts, request["output"])
-            return {"seconds": time.perf_counter() - begin}
+            counted = loaded.generator.generate(prompts, request["output"])
+            return {"seconds": time.perf_counter() - begin if counted is None else counted}
 
         try:
             answer_lines(answers, answer, versions=installed(loaded.packages), notes=loaded.notes)

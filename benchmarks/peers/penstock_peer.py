@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 from peer_protocol import Loaded, Settings, serve
 
-from penstock.config.engine import SchedulerConfig
+from penstock.config.engine import Quantization, SchedulerConfig
 from penstock.llm.llm import LLM, SamplingParams
 
 KV_CACHE_BYTES = 1 << 30
@@ -17,6 +19,7 @@ class Penstock:
         self._llm = LLM(
             str(settings.model),
             dtype="bfloat16",
+            quantization=cast(Quantization, settings.weights or "none"),  # `LLM` refuses other words
             threads_per_rank=settings.threads,
             pipeline_parallel_size=settings.stages,
             tensor_parallel_size=settings.ranks,

@@ -3,17 +3,22 @@
 Two kinds of case. `prefill`: milliseconds to the first token of one prompt. `decode`: tokens a second while
 `batch` sequences that started together generate, which is batch * (output - 1) / (t(output) - t(1)) for the
 times t of two runs, one to the last token and one to the first.
+
+The name of an engine may end with the form of its weights, such as `penstock:int8`. Engines are compared with
+those whose weights have as many bits: `int8` with `q8_0`, and `fp16` with engines that name no form.
 """
 
 from __future__ import annotations
 
 import math
+import re
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 OURS = "penstock"
+WHOLE_BITS = 16  # of a weight, where an engine's name has no form
 ABSENT = "-"
 
 
@@ -55,6 +60,12 @@ class Case:
 Samples = Mapping[str, Mapping[Case, Sequence[float]]]  # by engine
 
 
+def weight_bits(engine: str) -> int:
+    """Return the bits of a weight by the form in an engine's name: the first number of the form."""
+    number = re.search(r"\d+", engine.partition(":")[2])
+    return int(number[0]) if number else WHOLE_BITS
+
+
 def medians(samples: Mapping[Case, Sequence[float]]) -> dict[Case, float]:
     """The median of each case that has a sample which is a number."""
     numbers = {case: [value for value in values if math.isfinite(value)] for case, values in samples.items()}
@@ -92,7 +103,7 @@ def growth(case_medians: Mapping[Case, float]) -> float:
     return per_token[max(per_token)] / per_token[min(per_token)]
 
 
-def bandwidth_share(case_medians: Mapping[Case, float], step_bytes: int, bytes_per_s: float) -> float:
+def bandwidth_share(case_medians: Mapping[Case, float], step_bytes: float, bytes_per_s: float) -> float:
     """Weights read by decoding one sequence, as a share of the read bandwidth; without its KV cache."""
     rates = [value for case, value in case_medians.items() if case.kind == "decode" and case.batch == 1]
     return rates[0] * step_bytes / bytes_per_s if rates and bytes_per_s > 0 else math.nan
@@ -105,16 +116,21 @@ def format_number(value: float, form: str) -> str:
 def results_table(
     cases: Sequence[Case], samples: Samples, *, step_bytes: int = 0, bytes_per_s: float = 0.0
 ) -> str:
-    """A row for each engine: median and spread of each case, growth of prefill, share of bandwidth."""
+    """A row for each engine: median and spread of each case, growth of prefill, share of bandwidth.
+
+    Args:
+        step_bytes: of all weights at `WHOLE_BITS`; engines with another form get no share of the bandwidth.
+    """
     rows = []
     for engine, values in samples.items():
         middle = medians(values)
+        read_bytes = step_bytes if weight_bits(engine) == WHOLE_BITS else math.nan
         rows.append(
             [
                 engine,
                 *(format_samples(values.get(case, ())) for case in cases),
                 format_number(growth(middle), ".2f"),
-                format_number(bandwidth_share(middle, step_bytes, bytes_per_s), ".0%"),
+                format_number(bandwidth_share(middle, read_bytes, bytes_per_s), ".0%"),
             ]
         )
     return markdown(
@@ -124,9 +140,16 @@ def results_table(
 
 
 def ratio_table(cases: Sequence[Case], samples: Samples, ours: str = OURS) -> str:
-    """Our median over each peer's and over the best peer's; empty without us or without peers."""
+    """Our median over each peer's and over the best peer's; empty without us or without peers.
+
+    Peers are the engines whose weights have as many bits as ours.
+    """
     middles = {engine: medians(values) for engine, values in samples.items()}
-    peers = {engine: middle for engine, middle in middles.items() if engine != ours}
+    peers = {
+        engine: middle
+        for engine, middle in middles.items()
+        if engine != ours and weight_bits(engine) == weight_bits(ours)
+    }
     if ours not in middles or not peers:
         return ""
     mine = middles[ours]
@@ -137,6 +160,31 @@ def ratio_table(cases: Sequence[Case], samples: Samples, ours: str = OURS) -> st
         if (found := [middle[case] for middle in peers.values() if case in middle])
     }
     rows.append(_ratio_row(f"{ours} / best peer", cases, mine, best))
+    return _ratio_markdown(cases, rows)
+
+
+def form_gain_table(cases: Sequence[Case], samples: Samples, ours: str = OURS) -> str:
+    """Return the medians of each form of ours over ours without a form; empty if either is missing."""
+    forms = our_forms(samples, ours)
+    if ours not in samples or not forms:
+        return ""
+    whole = medians(samples[ours])
+    rows = [_ratio_row(f"{form} / {ours}", cases, medians(samples[form]), whole) for form in forms]
+    return _ratio_markdown(cases, rows)
+
+
+def ratio_tables(cases: Sequence[Case], samples: Samples) -> list[str]:
+    """Return the ratio table of our engine, one for each form of its weights, and that of its forms."""
+    tables = [ratio_table(cases, samples, ours) for ours in (OURS, *our_forms(samples))]
+    return [table for table in (*tables, form_gain_table(cases, samples)) if table]
+
+
+def our_forms(samples: Samples, ours: str = OURS) -> list[str]:
+    """Return the names of our engine that have a form."""
+    return [engine for engine in samples if engine.startswith(f"{ours}:")]
+
+
+def _ratio_markdown(cases: Sequence[Case], rows: Iterable[Sequence[str]]) -> str:
     return markdown(["ratio of medians", *(case.label.rpartition(", ")[0] for case in cases)], rows)
 
 

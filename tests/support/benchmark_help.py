@@ -19,7 +19,7 @@ from pathlib import Path
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 FOLDERS = (BENCHMARKS, BENCHMARKS / "peers")
-OTHERS = ("gguf", "llama_cpp", "vllm")  # in environments of peers, never in ours
+OTHERS = ("gguf", "llama_cpp", "openvino", "vllm")  # in environments of peers, never in ours
 
 
 def outcome(script: Path) -> str:

@@ -1,0 +1,77 @@
+"""ik_llama.cpp by its own batched benchmark. Started by `cpu_peers.py`; see `peer_protocol`.
+
+It has no Python binding, so each request is a run of its program `llama-batched-bench`. The program loads
+the model, repacks it for this CPU (-rtr), warms up, and prints the seconds of prompts and of output apart;
+loading is not counted. As in `llama_peer`, sampling costs nothing there. The GGUF file is written as for
+`llama_peer`, and `llama-quantize` makes the other forms of it. The programs run in the folder of that file,
+as they leave logs behind.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+from gguf_writer import write_gguf
+from peer_protocol import Loaded, Settings, serve
+
+BATCH_TOKENS = 2048
+MICRO_BATCH_TOKENS = 512
+CELL_MULTIPLE = 256
+PROGRAMS_VARIABLE = "IK_LLAMA_PROGRAMS"  # of the environment: the folder of its programs
+# |    PP |     TG |    B |   N_KV |   T_PP s | S_PP t/s |   T_TG s | S_TG t/s |      T s |    S t/s |
+ROW = re.compile(r"^\|" + r" *\d+ \|" * 4 + r" *([\d.]+) \| *\S+ \| *([\d.]+) \|", re.MULTILINE)
+
+
+class IkLlama:
+    """Its programs over one file."""
+
+    def __init__(self, settings: Settings, gguf: Path) -> None:
+        self._gguf, self._threads = gguf.resolve(), settings.threads
+
+    def generate(self, prompts: list[list[int]], num_tokens: int) -> float:
+        batch, length = len(prompts), len(prompts[0])
+        cells = batch * -(-(length + num_tokens) // CELL_MULTIPLE) * CELL_MULTIPLE
+        sizes = {"-npl": batch, "-npp": length, "-ntg": num_tokens - 1, "-c": cells, "-t": self._threads}
+        sizes |= {"-b": BATCH_TOKENS, "-ub": MICRO_BATCH_TOKENS}
+        words = [str(word) for pair in sizes.items() for word in pair]
+        command = [program("llama-batched-bench"), "-m", str(self._gguf), *words, "-rtr", "-fa", "on"]
+        done = subprocess.run(command, cwd=self._gguf.parent, capture_output=True, text=True, check=False)
+        row = ROW.search(done.stdout + done.stderr)
+        if row is None:
+            raise RuntimeError(f"llama-batched-bench printed no result: {done.stderr[-500:]}")
+        return float(row[1]) + float(row[2])
+
+    def close(self) -> None:
+        """Nothing runs between requests."""
+
+
+def program(name: str) -> str:
+    return str(Path(os.environ[PROGRAMS_VARIABLE], name))
+
+
+def quantized(gguf: Path, form: str) -> Path:
+    """Return the file in this form; make it if it is not there."""
+    target = gguf.with_name(f"{form}.gguf")
+    if not target.exists():
+        partial = target.with_suffix(".partial")
+        command = [program("llama-quantize"), str(gguf), str(partial), form]
+        subprocess.run(command, stdout=sys.stderr, check=True)
+        partial.rename(target)
+    return target
+
+
+def load(settings: Settings) -> Loaded:
+    gguf = settings.model / "gguf" / "model.gguf"
+    if not gguf.exists():
+        write_gguf(settings.model, gguf)
+    if settings.weights:
+        gguf = quantized(gguf, settings.weights)
+    return Loaded(generator=IkLlama(settings, gguf), packages=("gguf",))
+
+
+if __name__ == "__main__":
+    serve(load)
