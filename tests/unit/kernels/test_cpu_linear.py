@@ -258,6 +258,22 @@ def test_a_row_does_not_depend_on_hundreds_of_others(library: ctypes.CDLL, dtype
 
 
 @EACH_TARGET
+@pytest.mark.parametrize(("out_size", "in_size"), [(2_080, 41), (70, 2_113)])
+def test_a_row_does_not_depend_on_hundreds_of_others_that_are_copied(
+    library: ctypes.CDLL, out_size: int, in_size: int
+) -> None:
+    """With many outputs or inputs the matrix unit takes rows in another order, into which they are copied."""
+    torch.manual_seed(0)
+    packed = pack(library, random_rows(out_size, in_size, dtype=torch.bfloat16), gated=True)
+    x = random_rows(290, in_size, dtype=torch.bfloat16)
+    torch.set_num_threads(1)
+    alone = torch.cat([product(packed, rows) for rows in x.split(32)])
+    for num_threads, num_tokens in ((1, 129), (3, 290), (2, 161)):
+        torch.set_num_threads(num_threads)
+        assert torch.equal(product(packed, x[-num_tokens:]), alone[-num_tokens:])
+
+
+@EACH_TARGET
 @EACH_DTYPE
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_a_row_that_is_not_finite_comes_out_so_alone(

@@ -258,6 +258,22 @@ def test_a_row_does_not_depend_on_its_company_nor_on_threads(
 
 
 @EACH_TARGET
+@pytest.mark.parametrize(("bits", "group_size"), [(8, 601), (8, 128), (4, 64), (4, 152), (4, 256)])
+@pytest.mark.parametrize("zeros", [False, True])
+def test_a_row_does_not_depend_on_hundreds_of_others(
+    library: ctypes.CDLL, bits: int, group_size: int, zeros: bool
+) -> None:
+    """Where rows and inputs are cut into blocks, too: whole ones, and what is left over."""
+    torch.manual_seed(0)
+    torch.set_num_threads(2)
+    packed = pack(library, random_rows(70, 601, bits, group_size, zeros=zeros))
+    x = torch.randn(540, 601).bfloat16()
+    alone = torch.cat([product(packed, few) for few in x.split(12)])
+    for num_tokens in (33, 65, 540):
+        assert torch.equal(product(packed, x[-num_tokens:]), alone[-num_tokens:])
+
+
+@EACH_TARGET
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("bits", [8, 4])
 def test_a_row_that_is_not_finite_comes_out_so_alone(library: ctypes.CDLL, bits: int, bad: float) -> None:

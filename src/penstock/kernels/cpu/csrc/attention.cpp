@@ -89,28 +89,30 @@ private:
     struct Scratch {
         MatrixUnit<T> unit;
         FactorType* queries;  // micro tile by micro tile: [product step][row], or for the matrix unit [row][head_dim]
-        float* scores;        // [kMostRows, kRowStride]
-        T* weights;           // [kMostRows, kRowStride]
+        float* scores;        // [kBuffers, kMostRows, kRowStride]
+        T* weights;           // [kBuffers, kMostRows, kRowStride]
         T* values;            // [kTilesPerChunk] values of tiles with lanes that must not be read
         T* latent;            // [kTilesPerChunk] tiles made of latent vectors
         T* packed;            // values of a chunk for the matrix unit
         const T** ahead;      // [kItemHeads * kTilesPerChunk] tiles to fetch
-        Sums part;            // of a micro tile
+        Sums parts[MatrixUnit<T>::kPassing];  // of micro tiles
         Sums merged;          // of an item
+
+        static constexpr int kMostRows = MatrixUnit<T>::kMostRows;
+        static constexpr int kBuffers = MatrixUnit<T>::kPassing > 1 ? 2 : 1;  // one is written, one read
 
         explicit Scratch(const Attention& of) {
             static thread_local Arena arena;
-            constexpr int kMostRows = MatrixUnit<T>::kMostRows;
-            int64_t rows = of.plan_.max_rows();
+            int64_t rows = of.plan_.max_rows(), part_size = Sums::size(kMostRows, of.width_);
             int64_t sizes[] = {
                 rows * of.num_key_steps() * (int64_t)sizeof(FactorType),
-                kMostRows * kRowStride * (int64_t)sizeof(float),
-                kMostRows * kRowStride * (int64_t)sizeof(T),
+                kBuffers * kMostRows * kRowStride * (int64_t)sizeof(float),
+                kBuffers * kMostRows * kRowStride * (int64_t)sizeof(T),
                 kTilesPerChunk * of.layout_.value_size() * (int64_t)sizeof(T),
                 of.is_latent() ? kTilesPerChunk * of.layout_.tile_size() * (int64_t)sizeof(T) : 0,
                 MatrixUnit<T>::packed_size(of.layout_) * (int64_t)sizeof(T),
                 kItemHeads * kTilesPerChunk * (int64_t)sizeof(T*),
-                Sums::size(kMostRows, of.width_) * (int64_t)sizeof(float),
+                MatrixUnit<T>::kPassing * part_size * (int64_t)sizeof(float),
                 Sums::size(rows, of.width_) * (int64_t)sizeof(float),
             };
             constexpr int count = sizeof(sizes) / sizeof(sizes[0]);
@@ -124,7 +126,8 @@ private:
             latent = (T*)(memory + starts[4]);
             packed = (T*)(memory + starts[5]);
             ahead = (const T**)(memory + starts[6]);
-            part = Sums::in((float*)(memory + starts[7]), kMostRows, of.width_);
+            for (int i = 0; i < MatrixUnit<T>::kPassing; i++)
+                parts[i] = Sums::in((float*)(memory + starts[7]) + i * part_size, kMostRows, of.width_);
             merged = Sums::in((float*)(memory + starts[8]), rows, of.width_);
         }
     };
@@ -137,6 +140,8 @@ private:
         int begin_tile;
         int end_tile;
 
+        bool is_empty() const { return begin_tile >= end_tile; }
+        int rows() const { return (int)(end - first); }
         int begin_pair() const { return begin_tile / 2 * 2; }
         int end_pair() const { return (end_tile + 1) / 2 * 2; }
     };
@@ -257,20 +262,123 @@ private:
             into = Sums::in(shared + item.shared + (chunk - item.first_chunk) * Sums::size(rows, width_), rows, width_);
         const FactorType* queries = scratch.queries;
         for (int64_t h = 0; h < item.num_heads; h++) {
-            Streams<T> streams = is_latent() ? latent_streams(tiles, scratch.latent) : streams_of(tiles, h, scratch.values);
+            Streams<T> streams =
+                is_latent() ? latent_streams(tiles, scratch.latent) : streams_of(tiles, h, scratch.values);
             auto ahead = (const char* const*)scratch.ahead;
             int64_t fetch_from = num_ahead * h / item.num_heads, fetch_to = num_ahead * (h + 1) / item.num_heads;
             Fetch fetch(ahead + fetch_from, ahead + fetch_to, stored_size() * sizeof(T));
-            if (MatrixUnit<T>::is_used())
+            Sums head = into.from(h * rows, width_);
+            if (MatrixUnit<T>::is_used()) {
                 scratch.unit.pack_values(streams, tiles.begin, tiles.end, layout_, scratch.packed);
-            for (int64_t m = 0; m < num_tiles; m++) {
-                int64_t first = rows * m / num_tiles, end = rows * (m + 1) / num_tiles;
-                MicroTile micro = see(item, chunk, tiles, first, end);
-                Sums sums = into.from(h * rows + first, width_);
-                attend(item, tiles, streams, micro, queries, num_tiles, fetch, scratch, is_cut ? sums : scratch.part);
-                if (!is_cut) merge(scratch.part, end - first, width_, sums);
-                queries += (end - first) * num_key_steps();
+                compute_head_by_unit(item, chunk, tiles, streams, queries, fetch, scratch, head);
+                queries += rows * num_key_steps();
+                continue;
             }
+            for (int64_t m = 0; m < num_tiles; m++) {
+                MicroTile micro = see(item, chunk, tiles, rows * m / num_tiles, rows * (m + 1) / num_tiles);
+                Sums sums = head.from(micro.first, width_);
+                attend(item, tiles, streams, micro, queries, fetch, scratch, is_cut ? sums : scratch.parts[0]);
+                if (!is_cut) merge(scratch.parts[0], micro.rows(), width_, sums);
+                queries += micro.rows() * num_key_steps();
+            }
+        }
+    }
+
+    // A micro tile on its way through the matrix unit: scores, their weights, weighted values, all merged.
+    struct Passing {
+        MicroTile micro;
+        const T* queries;
+        float* scores;
+        T* weights;
+        Sums part;  // results of this chunk
+        Sums into;
+        bool is_merged;  // into others; else `part` is where they belong
+    };
+
+    // What the vectors do while the unit is busy: weights of one micro tile, then the merging of another.
+    class VectorWork {
+    public:
+        VectorWork(const Attention& of, const Passing* weighed, const Passing* merged, Fetch& fetch)
+            : of_(of),
+              weighed_(weighed),
+              merged_(merged),
+              fetch_(fetch),
+              num_weights_(weighed && !weighed->micro.is_empty() ? weighed->micro.rows() : 0),
+              num_(num_weights_ + (merged && merged->is_merged ? merged->micro.rows() : 0)) {}
+
+        // From now on it is called so often until `share` of it is done.
+        void divide(float share, int num_calls) {
+            int rows = (int)(share * num_weights_) + (share == 1.0f ? num_ - num_weights_ : 0) - done_;
+            at_once_ = rows > 0 ? (int)divide_up(rows, num_calls) : 0;
+        }
+
+        NOINLINE void operator()() {
+            for (int end = std::min(done_ + at_once_, num_); done_ < end; done_++)
+                if (done_ < num_weights_)
+                    make_weights(done_);
+                else
+                    merge_row(merged_->part, done_ - num_weights_, of_.width_, merged_->into);
+        }
+
+        void finish() {
+            at_once_ = num_;
+            (*this)();
+        }
+
+    private:
+        void make_weights(int r) const {
+            const Passing& of = *weighed_;
+            weights_of(of.scores + r * kRowStride, of.micro.begin_pair(), of.micro.end_pair(), of_.factor_, 0, fetch_,
+                       of.weights + r * kRowStride, of.part.largest + r, of.part.total + r);
+        }
+
+        const Attention& of_;
+        const Passing *weighed_, *merged_;
+        Fetch& fetch_;
+        int num_weights_, num_, done_ = 0, at_once_ = 0;
+    };
+
+    // All micro tiles of a head: four of them are on their way at once, one stage apart.
+    NOINLINE void compute_head_by_unit(const Item& item, int64_t chunk, const Tiles<T>& tiles,
+                                       const Streams<T>& streams, const FactorType* queries, Fetch& fetch,
+                                       Scratch& scratch, const Sums& head) const {
+        constexpr float kFirstShare = 0.6f;  // of the weights, beside the scores; the rest beside the values
+        constexpr int64_t kStages = MatrixUnit<T>::kPassing, kBuffer = Scratch::kMostRows * kRowStride;
+        int64_t rows = plan_.rows_of_head(item), count = num_micro_tiles(rows), slices = layout_.num_slices();
+        int lines = (int)(divide_up(2 * kLanes, count));  // all micro tiles together fetch a chunk
+        Passing ring[kStages];
+        auto stage = [&](int64_t m) -> Passing* { return m >= 0 && m < count ? &ring[m % kStages] : nullptr; };
+        for (int64_t m = 0; m < count + kStages - 1; m++) {
+            Passing *scored = stage(m), *valued = stage(m - 2);
+            if (scored) {
+                MicroTile micro = see(item, chunk, tiles, rows * m / count, rows * (m + 1) / count);
+                Sums into = head.from(micro.first, width_);
+                bool is_merged = item.shared < 0 && !micro.is_empty();
+                int64_t buffer = m % Scratch::kBuffers * kBuffer;
+                Sums part = is_merged ? scratch.parts[m % kStages] : into;
+                float* scores = scratch.scores + buffer;
+                *scored = {micro, (const T*)queries, scores, scratch.weights + buffer, part, into, is_merged};
+                queries += micro.rows() * num_key_steps();
+                if (micro.is_empty() && item.shared >= 0) clear(into, micro.rows());
+            }
+            VectorWork work(*this, stage(m - 1), stage(m - 3), fetch);
+            if (scored && !scored->micro.is_empty()) {
+                const MicroTile& micro = scored->micro;
+                int begin = micro.begin_pair(), end = micro.end_pair();
+                work.divide(kFirstShare, MatrixUnit<T>::score_calls(args_.head_dim, begin, end));
+                scratch.unit.score(scored->queries, micro.rows(), args_.head_dim, streams, begin, end, lines, fetch,
+                                   scored->scores, work);
+                if (args_.soft_cap > 0) cap(scored->scores, micro.rows(), begin, end);
+                if (!is_plain(item, tiles, micro)) mask(item, tiles, micro, scored->scores);
+            }
+            if (valued && !valued->micro.is_empty()) {
+                const MicroTile& micro = valued->micro;
+                int begin = micro.begin_pair(), end = micro.end_pair();
+                work.divide(1.0f, MatrixUnit<T>::weigh_calls(slices, begin, end));
+                scratch.unit.weigh(valued->weights, micro.rows(), scratch.packed, begin, end, slices, lines, fetch,
+                                   valued->part.values, work);
+            }
+            work.finish();
         }
     }
 
@@ -323,28 +431,20 @@ private:
         return {first, end, (int)begin_tile, (int)end_tile};
     }
 
-    // One micro tile of queries, of `num_micro_tiles`, against one chunk.
+    // One micro tile of queries against one chunk, without a matrix unit.
     NOINLINE void attend(const Item& item, const Tiles<T>& tiles, const Streams<T>& streams, const MicroTile& micro,
-                         const FactorType* queries, int64_t num_micro_tiles, Fetch& fetch, Scratch& scratch,
-                         const Sums& into) const {
-        int rows = (int)(micro.end - micro.first), begin = micro.begin_pair(), end = micro.end_pair();
-        int lines = (int)(divide_up(2 * kLanes, num_micro_tiles));  // all micro tiles together fetch a chunk
-        if (micro.begin_tile >= micro.end_tile) return clear(into, rows);
-        if (MatrixUnit<T>::is_used())
-            scratch.unit.score((const T*)queries, rows, args_.head_dim, streams, begin, end, lines, fetch, scratch.scores);
-        else
-            score_of<T>(rows, AllRows())(queries, streams, begin, end, num_key_steps(), fetch, scratch.scores);
+                         const FactorType* queries, Fetch& fetch, Scratch& scratch, const Sums& into) const {
+        constexpr int kLinesBeside = 3;
+        int rows = micro.rows(), begin = micro.begin_pair(), end = micro.end_pair();
+        if (micro.is_empty()) return clear(into, rows);
+        score_of<T>(rows, AllRows())(queries, streams, begin, end, num_key_steps(), fetch, scratch.scores);
         if (args_.soft_cap > 0) cap(scratch.scores, rows, begin, end);
         if (!is_plain(item, tiles, micro)) mask(item, tiles, micro, scratch.scores);
         for (int r = 0; r < rows; r++)
-            weights_of(scratch.scores + r * kRowStride, begin, end, factor_, fetch, scratch.weights + r * kRowStride,
-                       into.largest + r, into.total + r);
-        int64_t slices = layout_.num_slices();
-        if (MatrixUnit<T>::is_used())
-            scratch.unit.weigh(scratch.weights, rows, scratch.packed, begin, end, slices, lines, fetch, into.values);
-        else
-            weigh_of<T>(rows, AllRows())(scratch.weights, streams, micro.begin_tile, micro.end_tile, slices, fetch,
-                                         into.values);
+            weights_of(scratch.scores + r * kRowStride, begin, end, factor_, kLinesBeside, fetch,
+                       scratch.weights + r * kRowStride, into.largest + r, into.total + r);
+        weigh_of<T>(rows, AllRows())(scratch.weights, streams, micro.begin_tile, micro.end_tile, layout_.num_slices(),
+                                     fetch, into.values);
     }
 
     void cap(float* scores, int rows, int begin, int end) const {

@@ -219,9 +219,10 @@ static Weigh<T> weigh_of(int rows, std::integer_sequence<int, index...>) {
 }
 using AllRows = std::make_integer_sequence<int, kMaxRows>;
 
-// Scores of one row of a chunk become weights relative to the largest; scores * factor are powers of 2.
+// Scores of one row of a chunk become weights relative to the largest; scores * factor are powers of 2. With each pair
+// of tiles `lines` of memory are fetched.
 template <class T>
-INLINE void weights_of(const float* scores, int begin, int end, float factor, Fetch& fetch, T* weights,
+INLINE void weights_of(const float* scores, int begin, int end, float factor, int lines, Fetch& fetch, T* weights,
                        float* largest, float* total) {
     f32x16 low = splat(kFloor), high = low;
     for (int i = begin; i < end; i += 2) {
@@ -231,7 +232,7 @@ INLINE void weights_of(const float* scores, int begin, int end, float factor, Fe
     float top = max(max(low, high)) * factor;
     f32x16 totals = {};
     for (int i = begin; i < end; i += 2) {
-        for (int line = 0; line < 3; line++) fetch.line();
+        for (int line = 0; line < lines; line++) fetch.line();
         f32x16 first = fma(load(scores + i * kLanes), splat(factor), splat(-top));
         f32x16 second = fma(load(scores + (i + 1) * kLanes), splat(factor), splat(-top));
         totals = store_weights(weights + i * kLanes, power_of_2<T>(first), power_of_2<T>(second), totals);
@@ -240,18 +241,20 @@ INLINE void weights_of(const float* scores, int begin, int end, float factor, Fe
     *total = sum(totals);
 }
 
-// Adds the next chunk's results to those of all chunks before it.
-static void merge(const Sums& part, int64_t rows, int64_t width, const Sums& into) {
-    for (int64_t r = 0; r < rows; r++) {
-        if (part.total[r] == 0) continue;  // this row sees nothing of the chunk
-        float top = part.largest[r] > into.largest[r] ? part.largest[r] : into.largest[r];
-        f32x16 old_factor = power_of_2<float>(splat(into.largest[r] - top));
-        f32x16 new_factor = power_of_2<float>(splat(part.largest[r] - top));
-        into.largest[r] = top;
-        into.total[r] = into.total[r] * old_factor[0] + part.total[r] * new_factor[0];
-        for (int64_t d = 0; d < width; d += kLanes) {
-            float* merged = into.values + r * width + d;
-            store(merged, fma(load(merged), old_factor, load(part.values + r * width + d) * new_factor));
-        }
+// Adds the next chunk's results of a row to those of all chunks before it.
+INLINE void merge_row(const Sums& part, int64_t r, int64_t width, const Sums& into) {
+    if (part.total[r] == 0) return;  // this row sees nothing of the chunk
+    float top = part.largest[r] > into.largest[r] ? part.largest[r] : into.largest[r];
+    f32x16 old_factor = power_of_2<float>(splat(into.largest[r] - top));
+    f32x16 new_factor = power_of_2<float>(splat(part.largest[r] - top));
+    into.largest[r] = top;
+    into.total[r] = into.total[r] * old_factor[0] + part.total[r] * new_factor[0];
+    for (int64_t d = 0; d < width; d += kLanes) {
+        float* merged = into.values + r * width + d;
+        store(merged, fma(load(merged), old_factor, load(part.values + r * width + d) * new_factor));
     }
+}
+
+static void merge(const Sums& part, int64_t rows, int64_t width, const Sums& into) {
+    for (int64_t r = 0; r < rows; r++) merge_row(part, r, width, into);
 }

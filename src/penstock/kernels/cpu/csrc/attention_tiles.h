@@ -10,6 +10,9 @@
 //                                                                      values  16 pairs [ .... ] | [ .... ]
 //
 // All queries take this way, also a single one: each number has one order of its sum.
+//
+// Alone, the unit would wait for the processor's vectors, and they for it: while it computes scores of one micro tile
+// of queries and values of another, they make weights of the scores of a third (attention.cpp: `Passing`).
 #pragma once
 #include "attention_products.h"
 #include "tiles.h"
@@ -18,18 +21,24 @@
 template <class T>
 struct MatrixUnit {
     static constexpr int kMostRows = kMaxRows;
+    static constexpr int kPassing = 1;  // micro tiles on their way at once
     static constexpr bool is_used() { return false; }
     static constexpr int rows_at_once() { return kMaxRows; }
     static int64_t packed_size(const KVLayout<T>&) { return 0; }
     void pack_values(const Streams<T>&, int, int, const KVLayout<T>&, T*) {}
-    void score(const T*, int, int64_t, const Streams<T>&, int, int, int, Fetch&, float*) {}
-    void weigh(const T*, int, const T*, int, int, int64_t, int, Fetch&, float*) {}
+    template <class Beside>
+    void score(const T*, int, int64_t, const Streams<T>&, int, int, int, Fetch&, float*, Beside&) {}
+    template <class Beside>
+    void weigh(const T*, int, const T*, int, int, int64_t, int, Fetch&, float*, Beside&) {}
+    static int score_calls(int64_t, int, int) { return 1; }
+    static int weigh_calls(int64_t, int, int) { return 1; }
 };
 
 #if defined(PENSTOCK_TILES)
 template <>
 struct MatrixUnit<bf16> {
     static constexpr int kMostRows = 2 * kTileRows;
+    static constexpr int kPassing = 4;
     static bool is_used() { return kHasTiles; }
     static int rows_at_once() { return kHasTiles ? kMostRows : kMaxRows; }
 
@@ -50,28 +59,39 @@ struct MatrixUnit<bf16> {
     }
 
     // scores[r, tile] = <query r, keys of the tile>, tiles in pairs from an even one to an even one. With each
-    // instruction `lines` of memory are fetched.
-    void score(const bf16* queries, int rows, int64_t head_dim, const Streams<bf16>& tiles, int begin, int end, int lines,
-               Fetch& fetch, float* scores) {
+    // instruction `lines` of memory are fetched, and `beside` is called, `score_calls` times in all.
+    template <class Beside>
+    void score(const bf16* queries, int rows, int64_t head_dim, const Streams<bf16>& tiles, int begin, int end,
+               int lines, Fetch& fetch, float* scores, Beside& beside) {
         if (rows > kTileRows)
-            score_rows<true>(queries, rows, head_dim, tiles, begin, end, lines, fetch, scores);
+            score_rows<true>(queries, rows, head_dim, tiles, begin, end, lines, fetch, scores, beside);
         else
-            score_rows<false>(queries, rows, head_dim, tiles, begin, end, lines, fetch, scores);
+            score_rows<false>(queries, rows, head_dim, tiles, begin, end, lines, fetch, scores, beside);
     }
 
-    // values[r] = sum of weight * value over the tokens of tiles [begin, end), pairs of packed ones.
+    static int score_calls(int64_t head_dim, int begin, int end) {
+        return (end - begin) / 2 * (int)(head_dim / (2 * words_at_once(head_dim / 2)));
+    }
+
+    // values[r] = sum of weight * value over the tokens of tiles [begin, end), pairs of packed ones; `beside` is called
+    // `weigh_calls` times.
+    template <class Beside>
     void weigh(const bf16* weights, int rows, const bf16* packed, int begin, int end, int64_t num_slices, int lines,
-               Fetch& fetch, float* values) {
+               Fetch& fetch, float* values, Beside& beside) {
         if (rows > kTileRows)
-            weigh_rows<true>(weights, rows, packed, begin, end, num_slices, lines, fetch, values);
+            weigh_rows<true>(weights, rows, packed, begin, end, num_slices, lines, fetch, values, beside);
         else
-            weigh_rows<false>(weights, rows, packed, begin, end, num_slices, lines, fetch, values);
+            weigh_rows<false>(weights, rows, packed, begin, end, num_slices, lines, fetch, values, beside);
+    }
+
+    static int weigh_calls(int64_t num_slices, int begin, int end) {
+        return (end - begin) / 2 * (int)divide_up(num_slices, 2);
     }
 
 private:
-    template <bool beyond_16>
+    template <bool beyond_16, class Beside>
     NOINLINE void score_rows(const bf16* queries, int rows, int64_t head_dim, const Streams<bf16>& tiles, int begin,
-                             int end, int lines, Fetch& fetch, float* scores) {
+                             int end, int lines, Fetch& fetch, float* scores, Beside& beside) {
         int words = words_at_once(head_dim / 2), dims = 2 * words;
         shapes_.set(rows, words);
         settle_memory();
@@ -81,14 +101,15 @@ private:
             for (int64_t d = 0; d < head_dim; d += dims) {
                 for (int line = 0; line < lines; line++) fetch.line();
                 TileSums<beyond_16>::add(queries + d, head_dim, low + d * kKeyBytes, high + d * kKeyBytes, 2 * kKeyBytes);
+                beside();
             }
             TileSums<beyond_16>::store(scores + i * kLanes, kRowStride);
         }
     }
 
-    template <bool beyond_16>
+    template <bool beyond_16, class Beside>
     NOINLINE void weigh_rows(const bf16* weights, int rows, const bf16* packed, int begin, int end, int64_t num_slices,
-                             int lines, Fetch& fetch, float* values) {
+                             int lines, Fetch& fetch, float* values, Beside& beside) {
         constexpr int64_t kSliceBytes = 2 * kLanes * kLanes * (int64_t)sizeof(bf16), kTokenPair = 2 * kKeyBytes;
         int64_t width = num_slices * kLanes;
         shapes_.set(rows);
@@ -100,6 +121,7 @@ private:
                 for (int line = 0; line < lines; line++) fetch.line();
                 const char* low = (const char*)packed + (i / 2 * num_slices + slice) * kSliceBytes;
                 TileSums<beyond_16>::add(weights + i * kLanes, kRowStride, low, is_last ? low : low + kSliceBytes, kTokenPair);
+                beside();
             }
             if (is_last)
                 TileSums<beyond_16>::store_low(values + slice * kLanes, width);

@@ -35,6 +35,10 @@ void write_product(const Panels& panels, int64_t num_rows, int64_t out_size, con
                 store_some(to, product, low_count);
                 continue;
             }
+            if (high_count >= kLanes) {
+                store(to, low, high);
+                continue;
+            }
             store_some(to, low, low_count);
             if (high_count > 0) store_some(to + kLanes, high, high_count);
         }

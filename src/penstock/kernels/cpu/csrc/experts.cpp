@@ -45,7 +45,7 @@ struct QuantizedForm {
         return RoundedRows(rows, product.in_size, QuantizedWeight(product).group_size, bits);
     }
 
-    static int64_t row_bytes(const Product& product) { return rounded(product, nullptr).stride(); }
+    static int64_t row_bytes(const Product& product) { return rounded(product, nullptr).stride; }
 
     static Panels panels(const Product& product, uint8_t* rows, int64_t) {
         return {rounded(product, rows), QuantizedWeight(product)};

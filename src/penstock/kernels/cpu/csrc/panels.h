@@ -13,6 +13,7 @@
 
 #include <type_traits>
 
+#include "many_rows.h"
 #include "tiles.h"
 #include "vec.h"
 
@@ -113,6 +114,7 @@ struct NoShapes {};
 template <class T>
 struct TileForm {
     using Shapes = NoShapes;
+    static constexpr bool kTakesMany = false;  // as for_many_rows has it
     static constexpr int kMostRows = kMaxRows;
     static int rows_at_once() { return kMaxRows; }
 };
@@ -121,6 +123,7 @@ struct TileForm {
 template <>
 struct TileForm<bf16> {
     using Shapes = TileShapes;
+    static constexpr bool kTakesMany = true;
     static constexpr int kMostRows = 256;
     static int rows_at_once() { return kHasTiles ? kMostRows : kMaxRows; }
 };
@@ -147,9 +150,7 @@ struct DensePanels : TileForm<T> {
                                               int64_t panel, float* tile) const {
 #if defined(PENSTOCK_TILES)
         if constexpr (std::is_same_v<T, bf16>)
-            if (kHasTiles)
-                return multiply_by_tiles(shapes, x + first_row * x_stride, x_stride, rows,
-                                         weight + panel * panel_elements(weight, in_size), in_size, tile);
+            if (kHasTiles) return multiply_by_tiles(shapes, first_row, rows, panel, tile);
 #endif
         (void)shapes;
         switch (rows) {
@@ -169,6 +170,24 @@ struct DensePanels : TileForm<T> {
 #endif
         }
     }
+
+#if defined(PENSTOCK_TILES)
+    static bool is_many(int64_t num_rows) { return kHasTiles && num_rows > kPassRows; }
+
+    ManyRows many(int64_t num_rows, int64_t num_panels) const {
+        return {(const bf16*)x, x_stride, (const bf16*)weight, in_size, num_rows, num_panels};
+    }
+
+private:
+    void multiply_by_tiles(TileShapes& shapes, int64_t first_row, int rows, int64_t panel, float* tile) const {
+        int64_t bytes = panel_elements(weight, in_size) * (int64_t)sizeof(T);
+        auto rows_at = [&](int64_t row, int64_t k) -> TileRows {
+            return {(const bf16*)x + (first_row + row) * x_stride + k, x_stride, kTileInputs};
+        };
+        multiply_tile_block(shapes, rows_at, rows, (const char*)weight + panel * bytes, bytes, 0, in_size, tile,
+                            [](int, int) {});
+    }
+#endif
 };
 
 // Compiled once, in linear.cpp.
@@ -186,6 +205,10 @@ template <class Panels, class Use>
 void for_each_tile(const Panels& tile_of, int64_t num_rows, int64_t out_size, const Use& use) {
     if (num_rows == 0) return;
     int64_t panels = num_panels(out_size);
+#if defined(PENSTOCK_TILES)
+    if constexpr (Panels::kTakesMany)
+        if (tile_of.is_many(num_rows)) return for_many_rows(tile_of.many(num_rows, panels), num_rows, panels, use);
+#endif
     int64_t most = Panels::rows_at_once();
     int64_t row_tiles = (num_rows + most - 1) / most, at_once = panels_at_once(panels);
 #pragma omp parallel

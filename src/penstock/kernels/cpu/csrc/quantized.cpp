@@ -29,7 +29,7 @@ PENSTOCK_EXPORT void penstock_quantized_sizes(int64_t out_size, int64_t in_size,
     int64_t panels = gated ? divide_up(out_size / 2, kLanes) : num_panels(out_size);
     int64_t scales = panels * num_groups(in_size, group_size) * kPanel;
     *(QuantizedSizes*)sizes = {panels * quantized_panel_bytes(in_size, bits), scales * scale_bytes(scale_dtype), scales,
-                               RoundedRows(nullptr, in_size, group_size, bits).stride()};
+                               RoundedRows(nullptr, in_size, group_size, bits).stride};
 }
 
 static void pack_values(const uint8_t* q, int64_t in_size, int bits, uint8_t* column) {

@@ -9,121 +9,24 @@
 //     zeros    [ceil(out / 32)][groups][32] uint8         or none: 128 or 8 for all
 // Outputs and inputs that fill up a panel or quad are zero, scales too.
 //
-// Activations are rounded per row and group of inputs: x = scale * r, r = round(x * (127 / absmax)), scale =
-// absmax / 127. The groups are the weights', or 128 inputs where a weight's group is one or more times that.
+// Activations are rounded per row and group of inputs (rounded_rows.h): the weights' group, or 128 inputs where that is
+// one or more times as many.
 // sum (q - zero) r = sum q r - zero * sum r is exact in 32 bits (up to 66,000 inputs); each group's sum becomes a
 // float, is multiplied by both scales and added to the total in the order of groups. Whatever the number of rows,
 // the instruction set or the order of integer sums, a row gives the same numbers (up to the rounding of a missing
 // fused multiply-add).
-// A group with a NaN or an infinity has the scale NaN: its row comes out NaN, others never see it.
 #pragma once
 #include "abi.h"
 #include "panels.h"
 #include "quantized_tiles.h"
+#include "rounded_rows.h"
 
 constexpr int kQuad = 4;
-constexpr int64_t kActivationGroup = 128;
-constexpr int64_t kCacheLine = 64;
 
 using u8x16 = uint8_t __attribute__((vector_size(16)));
-using i8x16 = int8_t __attribute__((vector_size(16)));
-
-INLINE int64_t num_groups(int64_t in_size, int64_t group_size) { return divide_up(in_size, group_size); }
-
-INLINE int64_t activation_group(int64_t in_size, int64_t group_size) {
-    return group_size >= in_size || group_size % kActivationGroup == 0 ? kActivationGroup : group_size;
-}
-
-INLINE constexpr int32_t middle_of(int bits) { return 1 << (bits - 1); }
 
 INLINE int64_t quantized_panel_bytes(int64_t in_size, int bits) {
     return divide_up(in_size, 32 / bits) * kPanel * kQuad;
-}
-
-// Where the rounded activations of a step lie: rows of [int8 values, zero beyond in_size][float scales][int32 starts].
-// A start is -middle * sum of a group's values, middle = 128 or 8: where its products' sum starts from.
-struct RoundedRows {
-    uint8_t* rows;
-    int64_t in_size;
-    int64_t group;
-    int32_t middle;
-
-    RoundedRows(void* scratch, int64_t in_size, int64_t group_size, int bits)
-        : rows((uint8_t*)scratch),
-          in_size(in_size),
-          group(activation_group(in_size, group_size)),
-          middle(middle_of(bits)) {}
-
-    int64_t groups() const { return num_groups(in_size, group); }
-    int64_t value_bytes() const { return divide_up(in_size + kLanes, kCacheLine) * kCacheLine; }
-
-    // An odd number of cache lines, so that the rows of a tile never share the same few sets of the cache.
-    int64_t stride() const { return ((value_bytes() + groups() * 8 + kCacheLine - 1) / kCacheLine | 1) * kCacheLine; }
-
-    int8_t* values(int64_t row) const { return (int8_t*)(rows + row * stride()); }
-    float* scales(int64_t row) const { return (float*)(rows + row * stride() + value_bytes()); }
-    int32_t* starts(int64_t row) const { return (int32_t*)(scales(row) + groups()); }
-};
-
-INLINE i32x16 to_nearest(f32x16 lanes) {
-#if defined(__AVX512F__)
-    return (i32x16)_mm512_cvtps_epi32((__m512)lanes);
-#else
-    i32x16 whole;
-    for (int i = 0; i < kLanes; i++) whole[i] = (int32_t)rintf(lanes[i]);
-    return whole;
-#endif
-}
-
-// The largest magnitude, as bits: ordered like the numbers, infinities and NaNs above all of them.
-template <class T>
-INLINE uint32_t largest_magnitude(const T* x, int64_t count) {
-    i32x16 largest = {};
-    for (int64_t k = 0; k < count; k += kLanes) {
-        i32x16 magnitude = (i32x16)load_some(x + k, count - k) & 0x7fffffff;
-        largest = magnitude > largest ? magnitude : largest;
-    }
-    int32_t found = 0;
-    for (int i = 0; i < kLanes; i++) found = largest[i] > found ? largest[i] : found;
-    return (uint32_t)found;
-}
-
-// Rounds one group; gives its scale and the sum of its values. Writes up to 15 zeros beyond `count`.
-template <class T>
-INLINE int32_t round_group(const T* x, int64_t count, int8_t* values, float* scale) {
-    constexpr float kSmallest = 1e-36f;  // below it 127 / absmax overflows
-    uint32_t bits = largest_magnitude(x, count);
-    float absmax;
-    memcpy(&absmax, &bits, 4);
-    bool is_finite = bits < 0x7f800000u, is_zero = absmax < kSmallest;
-    f32x16 inverse = splat(is_finite && !is_zero ? 127.0f / absmax : 0.0f);
-    i32x16 sum = {};
-    for (int64_t k = 0; k < count; k += kLanes) {
-        i32x16 whole = {};
-        if (is_finite) whole = to_nearest(load_some(x + k, count - k) * inverse);
-        sum += whole;
-        i8x16 narrow = __builtin_convertvector(whole, i8x16);
-        memcpy(values + k, &narrow, kLanes);
-    }
-    *scale = is_zero ? 0.0f : is_finite ? absmax / 127.0f : NAN;
-    int32_t total = 0;
-    for (int i = 0; i < kLanes; i++) total += sum[i];
-    return total;
-}
-
-template <class T>
-void round_rows(const T* x, int64_t x_stride, int64_t num_rows, const RoundedRows& rounded) {
-#pragma omp parallel for schedule(static) if (num_rows > 8)
-    for (int64_t row = 0; row < num_rows; row++) {
-        int8_t* values = rounded.values(row);
-        float* scales = rounded.scales(row);
-        int32_t* starts = rounded.starts(row);
-        for (int64_t first = 0, g = 0; first < rounded.in_size; first += rounded.group, g++) {
-            int64_t left = rounded.in_size - first;
-            int64_t count = left < rounded.group ? left : rounded.group;
-            starts[g] = -rounded.middle * round_group(x + row * x_stride + first, count, values + first, scales + g);
-        }
-    }
 }
 
 #if defined(__AVX512VNNI__)
@@ -260,10 +163,12 @@ struct QuantizedWeight {
 struct ByteTileForm {
 #if defined(PENSTOCK_BYTE_TILES)
     using Shapes = TileShapes;
+    static constexpr bool kTakesMany = true;
     static constexpr int kMostRows = 256;
     static int rows_at_once() { return kHasTiles ? kMostRows : kMaxRows; }
 #else
     using Shapes = NoShapes;
+    static constexpr bool kTakesMany = false;
     static constexpr int kMostRows = kMaxRows;
     static int rows_at_once() { return kMaxRows; }
 #endif
@@ -279,26 +184,17 @@ struct QuantizedPanels : ByteTileForm {
 
     template <int rows>
     __attribute__((noinline)) void of(int64_t first_row, int64_t panel, float* tile) const {
-        for (int i = 0; i < rows * kPanel; i++) tile[i] = 0.0f;
-        for_parts(panel, [&](const Group& group, int64_t part, int64_t start, int64_t count, const uint8_t* from)
-                             __attribute__((always_inline)) {
-            GroupSums<rows> sums;
-#pragma GCC unroll 12
-            for (int r = 0; r < rows; r++) {
-                sums.low[r] = start_of(first_row + r, part, group.zero_low);
-                sums.high[r] = start_of(first_row + r, part, group.zero_high);
-            }
-            add_group<bits>(sums, from, x.values(first_row) + start, x.stride(), count);
-#pragma GCC unroll 12
-            for (int r = 0; r < rows; r++)
-                add_scaled(sums.low[r], sums.high[r], first_row + r, part, group, tile + r * kPanel);
-        });
+        if (w.zeros)
+            few_rows<rows, true>(first_row, panel, tile);
+        else
+            few_rows<rows, false>(first_row, panel, tile);
     }
 
     __attribute__((noinline)) void operator()(Shapes& shapes, int64_t first_row, int rows, int64_t panel,
                                               float* tile) const {
 #if defined(PENSTOCK_BYTE_TILES)
-        if (rows > kMaxRows && x.group <= ByteTiles::kMostInputs) return by_tiles(shapes, first_row, rows, panel, tile);
+        if (rows > kMaxRows && has_byte_tiles())
+            return by_tiles(shapes, first_row, rows, panel, 0, num_parts(), tile);
 #endif
         (void)shapes;
         for (int first = 0; first < rows; first += kMaxRows) {
@@ -307,7 +203,43 @@ struct QuantizedPanels : ByteTileForm {
         }
     }
 
+#if defined(PENSTOCK_BYTE_TILES)
+    // Many rows, as for_many_rows takes them: a block is some parts of the inputs.
+    bool is_many(int64_t num_rows) const { return kHasTiles && num_rows > kPassRows && has_byte_tiles(); }
+    const QuantizedPanels& many(int64_t, int64_t) const { return *this; }
+    int64_t parts_at_once() const { return kBlockInputs / x.group; }
+    int64_t num_blocks() const { return divide_up(num_parts(), parts_at_once()); }
+    void prepare() const {}
+
+    template <class Use>
+    void add_block(Shapes& shapes, int64_t first_row, int rows, int64_t panel, int64_t block, float* tile,
+                   const Use& use) const {
+        int64_t begin = block * parts_at_once(), end = begin + parts_at_once();
+        by_tiles(shapes, first_row, rows, panel, begin, end < num_parts() ? end : num_parts(), tile);
+        if (end >= num_parts()) use(first_row, rows, panel, tile);
+    }
+#endif
+
 private:
+    template <int rows, bool has_zeros>
+    [[gnu::always_inline]] void few_rows(int64_t first_row, int64_t panel, float* tile) const {
+        for (int i = 0; i < rows * kPanel; i++) tile[i] = 0.0f;
+        for_parts(panel, 0, num_parts(), [&](const Group& group, int64_t part, int64_t start, int64_t count,
+                                             const uint8_t* from) __attribute__((always_inline)) {
+            GroupSums<rows> sums;
+#pragma GCC unroll 12
+            for (int r = 0; r < rows; r++) {
+                const RoundedGroup& rounded = x.groups(first_row + r)[part];
+                sums.low[r] = start_of<has_zeros>(rounded, group.zero_low);
+                sums.high[r] = start_of<has_zeros>(rounded, group.zero_high);
+            }
+            add_group<bits>(sums, from, x.values(first_row) + start, x.stride, count);
+#pragma GCC unroll 12
+            for (int r = 0; r < rows; r++)
+                add_scaled(sums.low[r], sums.high[r], x.groups(first_row + r)[part], group, tile + r * kPanel);
+        });
+    }
+
     // Scales and zeros of a panel for one group of weights.
     struct Group {
         f32x16 scale_low, scale_high;
@@ -321,60 +253,118 @@ private:
     }
 
     // What the sum of a row's products over a part of its inputs starts from: minus the zeros times the inputs' sum.
-    [[gnu::always_inline]] i32x16 start_of(int64_t row, int64_t part, i32x16 zeros) const {
+    template <bool has_zeros>
+    [[gnu::always_inline]] static i32x16 start_of(const RoundedGroup& rounded, i32x16 zeros) {
         constexpr int kMiddleBits = bits - 1;  // back to minus the sum, exactly
-        i32x16 start = x.starts(row)[part] - i32x16{};
-        return w.zeros ? (start >> kMiddleBits) * zeros : start;
+        return has_zeros ? (rounded.start >> kMiddleBits) * zeros : rounded.start - i32x16{};
     }
 
     // Adds the sums of a row over a part of its inputs to its 32 results.
-    [[gnu::always_inline]] void add_scaled(i32x16 low, i32x16 high, int64_t row, int64_t part, const Group& group,
-                                           float* results) const {
-        f32x16 scale = splat(x.scales(row)[part]);
+    [[gnu::always_inline]] static void add_scaled(i32x16 low, i32x16 high, const RoundedGroup& rounded,
+                                                  const Group& group, float* results) {
+        f32x16 scale = splat(rounded.scale);
         store(results, fma(__builtin_convertvector(low, f32x16), group.scale_low * scale, load(results)));
         store(results + kLanes,
               fma(__builtin_convertvector(high, f32x16), group.scale_high * scale, load(results + kLanes)));
     }
 
-    // Calls use(group, part, start, count, from) for each part of the inputs that has scales of its own, in order;
-    // `from` is where a panel's weights of its inputs lie.
+    // Parts of the inputs that have scales of their own.
+    int64_t num_parts() const { return num_groups(w.in_size, x.group); }
+
+    const uint8_t* weights_of(int64_t panel, int64_t part) const {
+        return w.weight + panel * quantized_panel_bytes(w.in_size, bits) + quantized_panel_bytes(part * x.group, bits);
+    }
+
+    // Calls use(group, part, start, count, from) for some parts, in order; `from` is where a panel's weights of its
+    // inputs lie.
     template <class Use>
-    [[gnu::always_inline]] void for_parts(int64_t panel, const Use& use) const {
-        const uint8_t* from = w.weight + panel * quantized_panel_bytes(w.in_size, bits);
-        int64_t groups = num_groups(w.in_size, w.group_size);
-        for (int64_t g = 0, start = 0, part = 0; g < groups; g++) {
+    [[gnu::always_inline]] void for_parts(int64_t panel, int64_t part, int64_t end, const Use& use) const {
+        const uint8_t* from = weights_of(panel, part);
+        int64_t groups = num_groups(w.in_size, w.group_size), start = part * x.group, g = start / w.group_size;
+        for (; part < end; g++) {
             Group group = group_at((panel * groups + g) * kPanel);
-            int64_t end = start + w.group_size < w.in_size ? start + w.group_size : w.in_size;
-            for (; start < end; start += x.group, part++) {
-                int64_t count = end - start < x.group ? end - start : x.group;
+            int64_t group_end = (g + 1) * w.group_size < w.in_size ? (g + 1) * w.group_size : w.in_size;
+            for (; start < group_end && part < end; start += x.group, part++) {
+                int64_t count = group_end - start < x.group ? group_end - start : x.group;
                 use(group, part, start, count, from);
                 from += quantized_panel_bytes(count, bits);
             }
-            start = end;
         }
     }
 
 #if defined(PENSTOCK_BYTE_TILES)
-    // All rows take a part of the inputs before the next one: its weights stay in the first-level cache.
-    void by_tiles(TileShapes& shapes, int64_t first_row, int rows, int64_t panel, float* tile) const {
-        memset(tile, 0, rows * kPanel * sizeof(float));
-        for_parts(panel, [&](const Group& group, int64_t part, int64_t start, int64_t count, const uint8_t* from) {
+    bool has_byte_tiles() const { return x.group <= ByteTiles::kMostInputs; }
+
+    using Sums = int32_t[ByteTiles::kRows][kPanel];
+    static constexpr int64_t kPartsAhead = 4;  // with few rows, to be fetched
+
+    // Sums of some rows over a part of the inputs, to be added to their results.
+    struct Pending {
+        Group group;
+        int64_t part, first_row;
+        int rows;
+        const Sums* sums;
+        float* results;
+    };
+
+    // Adds the products of parts [begin, end) to the results of some rows for a panel; from part 0 on, it begins them.
+    //
+    // All rows take a part of the inputs before the next one: its weights stay in the first-level cache, and what comes
+    // next is fetched. While the unit multiplies for some rows, the sums of those before are added to their results.
+    void by_tiles(TileShapes& shapes, int64_t first_row, int rows, int64_t panel, int64_t begin, int64_t end,
+                  float* tile) const {
+        if (begin == 0) memset(tile, 0, rows * kPanel * sizeof(float));
+        const int64_t passes = divide_up(rows, ByteTiles::kRows), part_bytes = quantized_panel_bytes(x.group, bits);
+        const int64_t lines = divide_up(part_bytes, passes * kCacheLine);
+        ByteSteps steps((int)(part_bytes / ByteTiles::kQuadBytes * (8 / bits)), lines);
+        alignas(64) Sums sums[2];
+        Pending pending;
+        pending.rows = 0;
+        bool turn = false;
+        for_parts(panel, begin, end, [&](const Group& group, int64_t part, int64_t start, int64_t count,
+                                         const uint8_t* from) {
             alignas(64) uint8_t unpacked[ByteTiles::kMostInputs / kQuad * ByteTiles::kQuadBytes];
-            int64_t packed_quads = divide_up(count, 32 / bits), quads = packed_quads * (8 / bits);
+            int64_t packed_quads = divide_up(count, 32 / bits);
             if (bits == 4) ByteTiles::unpack(from, packed_quads, unpacked);
-            for (int first = 0; first < rows; first += ByteTiles::kRows) {
+            if (count < x.group) steps = ByteSteps((int)packed_quads * (8 / bits), lines);
+            const char* next = (const char*)(passes == 1    ? from + kPartsAhead * part_bytes
+                                             : part + 1 < end ? from + part_bytes
+                                                              : weights_of(panel + 1, begin));
+            for (int first = 0; first < rows; first += ByteTiles::kRows, turn = !turn) {
                 int own = rows - first < ByteTiles::kRows ? rows - first : ByteTiles::kRows;
-                alignas(64) int32_t sums[ByteTiles::kRows][kPanel];
-                ByteTiles::multiply(shapes, x.values(first_row + first) + start, x.stride(), own,
-                                    bits == 4 ? unpacked : from, quads, sums);
-                for (int r = 0; r < own; r++) {
-                    int64_t row = first_row + first + r;
-                    i32x16 low = load_lanes(sums[r]) + start_of(row, part, group.zero_low);
-                    i32x16 high = load_lanes(sums[r] + kLanes) + start_of(row, part, group.zero_high);
-                    add_scaled(low, high, row, part, group, tile + (first + r) * kPanel);
-                }
+                auto beside = [&](int row, int last)
+                                  __attribute__((always_inline)) { add_pending(pending, row, last); };
+                ByteTiles::multiply(shapes, x.values(first_row + first) + start, x.stride, own,
+                                    bits == 4 ? unpacked : from, steps, next, sums[turn], beside);
+                pending = {group, part, first_row + first, own, &sums[turn], tile + first * kPanel};
+                next += lines * kCacheLine;
             }
         });
+        add_pending(pending, 0, kPanel);
+    }
+
+    // Rows [begin, end) of it, as far as there are so many.
+    [[gnu::always_inline]] void add_pending(const Pending& pending, int begin, int end) const {
+        if (end > pending.rows) end = pending.rows;
+        if (w.zeros)
+            add_pending_rows<true>(pending, begin, end);
+        else
+            add_pending_rows<false>(pending, begin, end);
+    }
+
+    template <bool has_zeros>
+    [[gnu::always_inline]] void add_pending_rows(const Pending& pending, int begin, int end) const {
+        const Group group = pending.group;
+        const int64_t stride = x.stride;
+        const uint8_t* own = (const uint8_t*)(x.groups(pending.first_row + begin) + pending.part);
+        const int32_t* sums = (*pending.sums)[begin];
+        float* results = pending.results + begin * kPanel;
+        for (int r = begin; r < end; r++, own += stride, sums += kPanel, results += kPanel) {
+            const RoundedGroup& rounded = *(const RoundedGroup*)own;
+            i32x16 low = load_lanes(sums) + start_of<has_zeros>(rounded, group.zero_low);
+            i32x16 high = load_lanes(sums + kLanes) + start_of<has_zeros>(rounded, group.zero_high);
+            add_scaled(low, high, rounded, group, results);
+        }
     }
 #endif
 

@@ -1,5 +1,6 @@
-// The processor's matrix unit (AMX), where there is one, and products of bfloat16 rows with a panel by it. Those of bytes
-// are in quantized_tiles.h, those of attention in attention_tiles.h.
+// The processor's matrix unit (AMX), where there is one, and products of bfloat16 rows with a panel by it; many_rows.h
+// says in which order hundreds of rows take it. Products of bytes are in quantized_tiles.h, those of attention in
+// attention_tiles.h.
 //
 // Panels already lie as the unit takes them: sixteen pairs of inputs of a panel are sixteen rows of 128 bytes, the
 // first half of each for outputs 0 to 15, the second for 16 to 31. An instruction adds the products of 32 inputs to a
@@ -20,7 +21,9 @@
 constexpr int kTileRows = 16;        // of a register
 constexpr int64_t kTileInputs = 32;  // of an instruction
 constexpr int kTileWords = 16;       // the same in words of 4 bytes
+constexpr int kPassRows = 32;        // of an instruction's two registers of rows
 constexpr int64_t kPairBytes = 128;  // of a panel: a pair of inputs for 32 outputs
+constexpr int64_t kStepBytes = kTileInputs / 2 * kPairBytes;
 
 // Whether the system lets this process use the unit; asked once, when the library is loaded (linear.cpp).
 extern const bool kHasTiles;
@@ -74,10 +77,17 @@ private:
     int words_ = 0;
 };
 
-// What to fetch beside each instruction's weights: `lines` of 64 bytes, `distance` bytes further on.
+// Memory to fetch: with each step so many lines of 64 bytes, from `at` on.
 struct FetchAhead {
-    int64_t distance;
+    const char* at;
     int64_t lines;
+};
+
+// Where rows lie: 32 of them, `stride` numbers apart, and `step` numbers from 32 inputs to the next 32.
+struct TileRows {
+    const bf16* at;
+    int64_t stride;
+    int64_t step;
 };
 
 // The sums of at most 32 rows for 32 outputs; storing them between two blocks of inputs loses nothing.
@@ -115,64 +125,71 @@ struct TileSums {
     // Adds the products of some rows and the weights of outputs 0 to 15 and 16 to 31, whose pairs of inputs are
     // `pair_bytes` apart.
     static void add(const bf16* x, int64_t x_stride, const char* low, const char* high, int64_t pair_bytes) {
+        _tile_loadd(4, x, x_stride * 2);
         _tile_loadd(6, low, pair_bytes);
         _tile_loadd(7, high, pair_bytes);
-        _tile_loadd(4, x, x_stride * 2);
-        _tile_dpbf16ps(0, 4, 6);
-        _tile_dpbf16ps(1, 4, 7);
-        if (!beyond_16) return;
-        _tile_loadd(5, x + kTileRows * x_stride, x_stride * 2);
-        _tile_dpbf16ps(2, 5, 6);
-        _tile_dpbf16ps(3, 5, 7);
+        if (beyond_16) _tile_loadd(5, x + kTileRows * x_stride, x_stride * 2);
+        multiply();
     }
 
-    // Inputs [first, end) of `rows` rows.
-    static void add_block(const bf16* x, int64_t x_stride, int rows, const char* panel, int64_t first, int64_t end,
-                          FetchAhead ahead, float* sums) {
+    // The first `inputs` inputs of `rows` rows and of a panel, from where both are given; they begin the sums or are
+    // added to them. A register is loaded for the next step as soon as this one's products have read it.
+    static void add_block(TileRows x, int rows, const char* w, int64_t inputs, bool begins, FetchAhead ahead,
+                          float* sums) {
         constexpr int64_t kStride = kPairBytes / 4, kHigh = kPairBytes / 2;
+        const int64_t rest = inputs % kTileInputs, x_bytes = x.stride * 2, second = kTileRows * x.stride;
+        int64_t steps = inputs / kTileInputs;
         settle_memory();
-        first ? load(sums, kStride) : clear();
-        const char* w = panel + first / 2 * kPairBytes;
-        for (; first + kTileInputs <= end; first += kTileInputs, w += kTileInputs / 2 * kPairBytes) {
-            for (int64_t line = 0; line < ahead.lines; line++) __builtin_prefetch(w + ahead.distance + 64 * line, 0, 2);
-            add(x + first, x_stride, w, w + kHigh, kPairBytes);
+        begins ? clear() : load(sums, kStride);
+        if (steps) {
+            _tile_loadd(4, x.at, x_bytes);
+            _tile_loadd(6, w, kPairBytes);
+            _tile_loadd(7, w + kHigh, kPairBytes);
+            if (beyond_16) _tile_loadd(5, x.at + second, x_bytes);
         }
-        if (first < end) {  // filled up with zeros
+        for (; steps > 1; steps--) {
+            for (int64_t line = 0; line < ahead.lines; line++, ahead.at += 64) __builtin_prefetch(ahead.at, 0, 2);
+            w += kStepBytes, x.at += x.step;
+            _tile_dpbf16ps(0, 4, 6);
+            _tile_dpbf16ps(1, 4, 7);
+            _tile_loadd(4, x.at, x_bytes);
+            if (beyond_16) _tile_dpbf16ps(2, 5, 6);
+            _tile_loadd(6, w, kPairBytes);
+            if (beyond_16) _tile_dpbf16ps(3, 5, 7);
+            _tile_loadd(7, w + kHigh, kPairBytes);
+            if (beyond_16) _tile_loadd(5, x.at + second, x_bytes);
+        }
+        if (steps) {
+            w += kStepBytes, x.at += x.step;
+            multiply();
+        }
+        if (rest) {  // filled up with zeros
             alignas(64) bf16 last_x[2 * kTileRows * kTileInputs] = {};
-            alignas(64) char last_w[kTileInputs / 2 * kPairBytes] = {};
-            for (int r = 0; r < rows; r++) memcpy(last_x + r * kTileInputs, x + r * x_stride + first, (end - first) * 2);
-            memcpy(last_w, w, (end - first + 1) / 2 * kPairBytes);
+            alignas(64) char last_w[kStepBytes] = {};
+            for (int r = 0; r < rows; r++) memcpy(last_x + r * kTileInputs, x.at + r * x.stride, rest * 2);
+            memcpy(last_w, w, (rest + 1) / 2 * kPairBytes);
             settle_memory();
             add(last_x, kTileInputs, last_w, last_w + kHigh, kPairBytes);
         }
         store(sums, kStride);
     }
+
+private:
+    static void multiply() {
+        _tile_dpbf16ps(0, 4, 6);
+        _tile_dpbf16ps(1, 4, 7);
+        if (!beyond_16) return;
+        _tile_dpbf16ps(2, 5, 6);
+        _tile_dpbf16ps(3, 5, 7);
+    }
 };
 
-// tile[r * 32 + j] = <x[r], W[j]> for the outputs j of a panel, which another of the same size follows.
-//
-// With many rows, all of them take a block of inputs before the next: its weights stay in the first-level cache, and
-// the sums go to memory and come back. Meanwhile a part of the next panel is fetched with each pass over this one.
-INLINE void multiply_by_tiles(TileShapes& shapes, const bf16* x, int64_t x_stride, int rows, const bf16* panel,
-                              int64_t in_size, float* tile) {
-    constexpr int kOnePass = 2 * kTileRows;
-    constexpr int64_t kBlock = 512, kStepBytes = kTileInputs / 2 * kPairBytes, kStepLines = kStepBytes / 64;
-    const int64_t block = rows > kOnePass ? kBlock : in_size, panel_bytes = (in_size + 1) / 2 * kPairBytes;
-    const int64_t passes = (rows - 1) / kOnePass, lines = passes ? (kStepLines + passes - 1) / passes : 0;
-    for (int64_t start = 0; start < in_size; start += block) {
-        int64_t end = start + block < in_size ? start + block : in_size;
-        for (int first = 0; first < rows; first += kOnePass) {
-            int own = rows - first < kOnePass ? rows - first : kOnePass;
-            const bf16* own_x = x + first * x_stride;
-            float* own_sums = tile + first * 2 * kTileRows;
-            FetchAhead ahead{4 * kStepBytes, kStepLines};
-            if (first) ahead = {panel_bytes + (first / kOnePass - 1) * lines * 64, lines};
-            shapes.set(own);
-            if (own > kTileRows)
-                TileSums<true>::add_block(own_x, x_stride, own, (const char*)panel, start, end, ahead, own_sums);
-            else
-                TileSums<false>::add_block(own_x, x_stride, own, (const char*)panel, start, end, ahead, own_sums);
-        }
-    }
+INLINE void add_tile_block(TileShapes& shapes, TileRows x, int rows, const char* w, int64_t inputs, bool begins,
+                           FetchAhead ahead, float* sums) {
+    shapes.set(rows);
+    if (rows > kTileRows)
+        TileSums<true>::add_block(x, rows, w, inputs, begins, ahead, sums);
+    else
+        TileSums<false>::add_block(x, rows, w, inputs, begins, ahead, sums);
 }
 #endif

@@ -65,6 +65,21 @@ INLINE void store(bf16* to, f32x16 lanes) {
     memcpy(to, &narrow, 32);
 }
 
+INLINE void store(float* to, f32x16 low, f32x16 high) {
+    store(to, low);
+    store(to + kLanes, high);
+}
+
+INLINE void store(bf16* to, f32x16 low, f32x16 high) {
+#if defined(__AVX512BF16__)
+    __m512bh both = _mm512_cvtne2ps_pbh((__m512)high, (__m512)low);
+    memcpy(to, &both, 64);
+#else
+    store(to, low);
+    store(to + kLanes, high);
+#endif
+}
+
 // The first `count` lanes, the others zero. All of them at once where there are 16 or more: copying a number of bytes
 // that the compiler does not know costs many times a vector.
 template <class T>
@@ -101,21 +116,34 @@ INLINE f32x16 max(f32x16 a, f32x16 b) {
 #endif
 }
 
-// Pairwise, in a fixed order.
-INLINE float sum(f32x16 lanes) {
-    float part[kLanes];
-    store(part, lanes);
-    for (int width = kLanes / 2; width > 0; width /= 2)
-        for (int i = 0; i < width; i++) part[i] += part[i + width];
-    return part[0];
+// The lanes from lane `by` on, and then the first ones.
+template <int by, class Lanes>
+INLINE Lanes rotated(Lanes lanes) {
+#if defined(__clang__)
+    return __builtin_shufflevector(lanes, lanes, by, by + 1, by + 2, by + 3, by + 4, by + 5, by + 6, by + 7, by + 8,
+                                   by + 9, by + 10, by + 11, by + 12, by + 13, by + 14, by + 15);
+#else
+    return __builtin_shuffle(lanes, i32x16{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15} + by);  // modulo 16
+#endif
 }
 
-INLINE float max(f32x16 lanes) {
-    float part[kLanes];
-    store(part, lanes);
-    float found = part[0];
-    for (int i = 1; i < kLanes; i++) found = part[i] > found ? part[i] : found;
-    return found;
+// Pairwise, in a fixed order: lanes 8 apart, then 4, 2 and 1.
+template <class Lanes>
+INLINE auto sum(Lanes lanes) {
+    lanes += rotated<8>(lanes);
+    lanes += rotated<4>(lanes);
+    lanes += rotated<2>(lanes);
+    return (lanes + rotated<1>(lanes))[0];
+}
+
+INLINE i32x16 max(i32x16 a, i32x16 b) { return a > b ? a : b; }
+
+template <class Lanes>
+INLINE auto max(Lanes lanes) {
+    lanes = max(lanes, rotated<8>(lanes));
+    lanes = max(lanes, rotated<4>(lanes));
+    lanes = max(lanes, rotated<2>(lanes));
+    return max(lanes, rotated<1>(lanes))[0];
 }
 
 // e^x to 2 units in the last place; below -87 it is e^-87, which is as good as zero beside a 1, above 88.3
