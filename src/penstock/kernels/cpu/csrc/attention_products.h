@@ -60,10 +60,6 @@ struct Factor<float> {
     static type at(const float* x) { return *x; }
 };
 
-INLINE f32x16 add_products(f32x16 total, const float* lanes, float value) {
-    return fma(load(lanes), splat(value), total);
-}
-
 // Stores the weights of 32 tokens as they will be used, and adds them up so.
 INLINE f32x16 store_weights(float* to, f32x16 low, f32x16 high, f32x16 total) {
     store(to, low);
@@ -148,20 +144,17 @@ NOINLINE static void score(const typename Factor<T>::type* queries, const Stream
     for (int i = begin; i < end; i += 2) {
         const auto* q = queries;
         const T *low_keys = tiles.keys[i], *high_keys = tiles.keys[i + 1];
-        f32x16 low[rows] = {}, high[rows] = {};
+        PanelSums<rows> sums;
         for (int64_t k = 0; k < num_steps; k++, q += rows) {
             fetch.line();
             fetch.line();
 #pragma GCC unroll 12
-            for (int r = 0; r < rows; r++) {
-                low[r] = add_products(low[r], low_keys + k * kVector, q[r]);
-                high[r] = add_products(high[r], high_keys + k * kVector, q[r]);
-            }
+            for (int r = 0; r < rows; r++) sums.add(r, low_keys + k * kVector, high_keys + k * kVector, q[r]);
         }
 #pragma GCC unroll 12
         for (int r = 0; r < rows; r++) {
-            store(scores + r * kRowStride + i * kLanes, low[r]);
-            store(scores + r * kRowStride + (i + 1) * kLanes, high[r]);
+            sums.store_low(r, scores + r * kRowStride + i * kLanes);
+            sums.store_high(r, scores + r * kRowStride + (i + 1) * kLanes);
         }
     }
     fetch_ahead = fetch;
@@ -176,7 +169,7 @@ NOINLINE static void weigh(const T* weights, const Streams<T>& tiles, int begin,
     Fetch fetch = fetch_ahead;
     for (int64_t slice = 0; slice < num_slices; slice += 2) {
         bool is_last = slice + 1 == num_slices;
-        f32x16 low[rows] = {}, high[rows] = {};
+        PanelSums<rows> sums;
         for (int i = begin; i < end; i++) {
             const T* low_values = tiles.values[i] + slice * kSlice;
             const T* high_values = is_last ? low_values : low_values + kSlice;
@@ -186,17 +179,15 @@ NOINLINE static void weigh(const T* weights, const Streams<T>& tiles, int begin,
                 fetch.line();
                 fetch.line();
 #pragma GCC unroll 12
-                for (int r = 0; r < rows; r++) {
-                    auto factor = Factor<T>::at(w + r * kRowStride + k * kGroup);
-                    low[r] = add_products(low[r], low_values + k * kVector, factor);
-                    high[r] = add_products(high[r], high_values + k * kVector, factor);
-                }
+                for (int r = 0; r < rows; r++)
+                    sums.add(r, low_values + k * kVector, high_values + k * kVector,
+                             Factor<T>::at(w + r * kRowStride + k * kGroup));
             }
         }
 #pragma GCC unroll 12
         for (int r = 0; r < rows; r++) {
-            store(values + r * width + slice * kLanes, low[r]);
-            if (!is_last) store(values + r * width + (slice + 1) * kLanes, high[r]);
+            sums.store_low(r, values + r * width + slice * kLanes);
+            if (!is_last) sums.store_high(r, values + r * width + (slice + 1) * kLanes);
         }
     }
     fetch_ahead = fetch;

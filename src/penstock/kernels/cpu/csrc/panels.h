@@ -60,50 +60,94 @@ INLINE void fetch_ahead(const void* weights) {
     __builtin_prefetch(at + 64, 0, 2);
 }
 
+INLINE f32x16 add_products(f32x16 total, const float* lanes, float value) {
+    return fma(load(lanes), splat(value), total);
+}
+
+// The sums of some rows for 16 and 16 lanes that lie apart, each over steps of the inputs: a step is one input, of
+// bfloat16 a pair.
+template <int rows>
+struct PanelSums {
+#if defined(__AVX512F__)
+    f32x16 low[rows] = {}, high[rows] = {};
+
+    template <class T, class Input>
+    [[gnu::always_inline]] void add(int r, const T* low_lanes, const T* high_lanes, Input input) {
+        low[r] = add_products(low[r], low_lanes, input);
+        high[r] = add_products(high[r], high_lanes, input);
+    }
+
+    [[gnu::always_inline]] void store_low(int r, float* to) const { store(to, low[r]); }
+    [[gnu::always_inline]] void store_high(int r, float* to) const { store(to, high[r]); }
+#else
+    static constexpr int kParts = kLanes / kRegister;
+    f32r low[rows][kParts] = {}, high[rows][kParts] = {};
+
+    template <class T, class Input>
+    [[gnu::always_inline]] void add(int r, const T* low_lanes, const T* high_lanes, Input input) {
+        add_parts(low[r], low_lanes, input);
+        add_parts(high[r], high_lanes, input);
+    }
+
+    [[gnu::always_inline]] void store_low(int r, float* to) const { memcpy(to, low[r], sizeof(low[r])); }
+    [[gnu::always_inline]] void store_high(int r, float* to) const { memcpy(to, high[r], sizeof(high[r])); }
+
+private:
+    [[gnu::always_inline]] static void add_parts(f32r* parts, const bf16* lanes, uint32_t pair) {
+        const f32r even = widen((bf16)pair) - f32r{}, odd = widen((bf16)(pair >> 16)) - f32r{};
+#pragma GCC unroll 4
+        for (int i = 0; i < kParts; i++) {
+            u32r both;
+            memcpy(&both, lanes + i * 2 * kRegister, sizeof(both));
+            parts[i] = fma((f32r)(both << 16), even, parts[i]);
+            parts[i] = fma((f32r)(both & 0xffff0000u), odd, parts[i]);
+        }
+    }
+
+    [[gnu::always_inline]] static void add_parts(f32r* parts, const float* lanes, float value) {
+        const f32r input = value - f32r{};
+#pragma GCC unroll 4
+        for (int i = 0; i < kParts; i++) {
+            f32r own;
+            memcpy(&own, lanes + i * kRegister, sizeof(own));
+            parts[i] = fma(own, input, parts[i]);
+        }
+    }
+#endif
+};
+
 template <int rows>
 INLINE void multiply(const bf16* x, int64_t x_stride, const bf16* panel, int64_t in_size, float* tile) {
-    f32x16 low[rows] = {}, high[rows] = {};
+    PanelSums<rows> sums;
     const bf16* w = panel;
     for (int64_t k = 0; k + 1 < in_size; k += 2, w += 2 * kPanel) {
         fetch_ahead<rows>(w);
 #pragma GCC unroll 12
-        for (int r = 0; r < rows; r++) {
-            uint32_t pair = pair_at(x + r * x_stride + k);
-            low[r] = add_products(low[r], w, pair);
-            high[r] = add_products(high[r], w + kPanel, pair);
-        }
+        for (int r = 0; r < rows; r++) sums.add(r, w, w + kPanel, pair_at(x + r * x_stride + k));
     }
     if (in_size % 2)
-        for (int r = 0; r < rows; r++) {
-            uint32_t pair = x[r * x_stride + in_size - 1];
-            low[r] = add_products(low[r], w, pair);
-            high[r] = add_products(high[r], w + kPanel, pair);
-        }
+#pragma GCC unroll 12
+        for (int r = 0; r < rows; r++) sums.add(r, w, w + kPanel, (uint32_t)x[r * x_stride + in_size - 1]);
 #pragma GCC unroll 12
     for (int r = 0; r < rows; r++) {
-        store(tile + r * kPanel, low[r]);
-        store(tile + r * kPanel + kLanes, high[r]);
+        sums.store_low(r, tile + r * kPanel);
+        sums.store_high(r, tile + r * kPanel + kLanes);
     }
 }
 
 template <int rows>
 INLINE void multiply(const float* x, int64_t x_stride, const float* panel, int64_t in_size, float* tile) {
-    f32x16 low[rows] = {}, high[rows] = {};
+    PanelSums<rows> sums;
     const float* w = panel;
     for (int64_t k = 0; k < in_size; k++, w += kPanel) {
         fetch_ahead<rows>(w);
-        f32x16 w_low = load(w), w_high = load(w + kLanes);
 #pragma GCC unroll 12
-        for (int r = 0; r < rows; r++) {
-            f32x16 value = splat(x[r * x_stride + k]);
-            low[r] = fma(w_low, value, low[r]);
-            high[r] = fma(w_high, value, high[r]);
-        }
+        for (int r = 0; r < rows; r++) sums.add(r, w, w + kLanes, x[r * x_stride + k]);
     }
 #pragma GCC unroll 12
     for (int r = 0; r < rows; r++) {
-        store(tile + r * kPanel, low[r]);
-        store(tile + r * kPanel + kLanes, high[r]);
+        sums.store_low(r, tile + r * kPanel);
+        sums.store_high(r, tile + r * kPanel + kLanes);
     }
 }
 

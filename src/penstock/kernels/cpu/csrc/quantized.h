@@ -30,44 +30,41 @@ INLINE int64_t quantized_panel_bytes(int64_t in_size, int bits) {
 }
 
 #if defined(__AVX512VNNI__)
-using Quads = i32x16;
+using Quads = i32r;
 
-INLINE Quads spread(int32_t quad) { return quad - i32x16{}; }
+INLINE Quads spread(int32_t quad) { return quad - i32r{}; }
 
 // total += the 4 products of unsigned weights and signed activations, lane by lane, in 32 bits
-INLINE i32x16 add_quads(i32x16 total, i32x16 weights, const Quads& x) {
-    return (i32x16)_mm512_dpbusd_epi32((__m512i)total, (__m512i)weights, (__m512i)x);
+INLINE i32r add_quads(i32r total, i32r weights, const Quads& x) {
+    return (i32r)_mm512_dpbusd_epi32((__m512i)total, (__m512i)weights, (__m512i)x);
 }
 #else
-using i16x32 = int16_t __attribute__((vector_size(64)));
+using i16r = int16_t __attribute__((vector_size(4 * kRegister)));
 
 // Even and odd bytes as 16-bit numbers. (VPMADDUBSW would need no widening, but saturates.)
 struct Quads {
-    i32x16 even, odd;
+    i32r even, odd;
 };
 
 INLINE Quads spread(int32_t quad) {
-    i16x32 halves = (i16x32)(quad - i32x16{});
-    return {(i32x16)(halves << 8 >> 8), (i32x16)(halves >> 8)};
+    i16r halves = (i16r)(quad - i32r{});
+    return {(i32r)(halves << 8 >> 8), (i32r)(halves >> 8)};
 }
 
 // a.even * b.even + a.odd * b.odd over the 16-bit halves of each lane
-INLINE i32x16 multiply_halves(i32x16 a, i32x16 b) {
+INLINE i32r multiply_halves(i32r a, i32r b) {
 #if defined(__AVX512BW__)
-    return (i32x16)_mm512_madd_epi16((__m512i)a, (__m512i)b);
+    return (i32r)_mm512_madd_epi16((__m512i)a, (__m512i)b);
 #elif defined(__AVX2__)
-    __m256i left[2], right[2];
-    memcpy(left, &a, 64);
-    memcpy(right, &b, 64);
-    for (int i = 0; i < 2; i++) left[i] = _mm256_madd_epi16(left[i], right[i]);
-    memcpy(&a, left, 64);
-    return a;
+    return (i32r)_mm256_madd_epi16((__m256i)a, (__m256i)b);
+#elif defined(__SSE2__) && !defined(__AVX__)
+    return (i32r)_mm_madd_epi16((__m128i)a, (__m128i)b);
 #else
     return (a << 16 >> 16) * (b << 16 >> 16) + (a >> 16) * (b >> 16);
 #endif
 }
 
-INLINE i32x16 add_quads(i32x16 total, i32x16 weights, const Quads& x) {
+INLINE i32r add_quads(i32r total, i32r weights, const Quads& x) {
     total += multiply_halves(weights & 0x00ff00ff, x.even);
     return total + multiply_halves(weights >> 8 & 0x00ff00ff, x.odd);
 }
@@ -85,17 +82,27 @@ INLINE int32_t quad_at(const int8_t* x) {
     return quad;
 }
 
-// The sums of a group for some rows and one panel: low[r] for outputs 0 to 15, high[r] for 16 to 31.
+// The sums of a group for some rows and the 32 outputs of a panel.
 template <int rows>
 struct GroupSums {
-    i32x16 low[rows], high[rows];
+    static constexpr int kParts = kPanel / kRegister;
+    i32r of[rows][kParts];
 
-    [[gnu::always_inline]] void add(i32x16 w_low, i32x16 w_high, const int8_t* x, int64_t x_stride) {
+    [[gnu::always_inline]] void begin(int r, const i32x16& low, const i32x16& high) {
+        memcpy(of[r], &low, 64);
+        memcpy((char*)of[r] + 64, &high, 64);
+    }
+
+    // The quads at `x` of all rows; `shift` says which half of bytes holds weights of 4 bits, -1 that they have 8.
+    template <int shift>
+    [[gnu::always_inline]] void add(const uint8_t* w, const int8_t* x, int64_t x_stride) {
+#pragma GCC unroll 8
+        for (int i = 0; i < kParts; i++) {
+            i32r weights;
+            memcpy(&weights, w + i * sizeof(i32r), sizeof(i32r));
+            if (shift >= 0) weights = weights >> (shift & 31) & 0x0f0f0f0f;
 #pragma GCC unroll 12
-        for (int r = 0; r < rows; r++) {
-            Quads quads = spread(quad_at(x + r * x_stride));
-            low[r] = add_quads(low[r], w_low, quads);
-            high[r] = add_quads(high[r], w_high, quads);
+            for (int r = 0; r < rows; r++) of[r][i] = add_quads(of[r][i], weights, spread(quad_at(x + r * x_stride)));
         }
     }
 };
@@ -106,12 +113,11 @@ INLINE void add_group(GroupSums<rows>& sums, const uint8_t* w, const int8_t* x, 
     constexpr int64_t kStep = 32 / bits;
     for (int64_t k = 0; k < count; k += kStep, w += 2 * kCacheLine) {
         fetch_ahead<rows>(w);
-        i32x16 low = load_lanes(w), high = load_lanes(w + kCacheLine);
         if (bits == 8) {
-            sums.add(low, high, x + k, x_stride);
+            sums.template add<-1>(w, x + k, x_stride);
         } else {
-            sums.add(low & 0x0f0f0f0f, high & 0x0f0f0f0f, x + k, x_stride);
-            sums.add(low >> 4 & 0x0f0f0f0f, high >> 4 & 0x0f0f0f0f, x + k + kQuad, x_stride);
+            sums.template add<0>(w, x + k, x_stride);
+            sums.template add<4>(w, x + k + kQuad, x_stride);
         }
     }
 }
@@ -230,13 +236,12 @@ private:
 #pragma GCC unroll 12
             for (int r = 0; r < rows; r++) {
                 const RoundedGroup& rounded = x.groups(first_row + r)[part];
-                sums.low[r] = start_of<has_zeros>(rounded, group.zero_low);
-                sums.high[r] = start_of<has_zeros>(rounded, group.zero_high);
+                sums.begin(r, start_of<has_zeros>(rounded, group.zero_low), start_of<has_zeros>(rounded, group.zero_high));
             }
             add_group<bits>(sums, from, x.values(first_row) + start, x.stride, count);
 #pragma GCC unroll 12
             for (int r = 0; r < rows; r++)
-                add_scaled(sums.low[r], sums.high[r], x.groups(first_row + r)[part], group, tile + r * kPanel);
+                add_scaled(sums.of[r], x.groups(first_row + r)[part], group, tile + r * kPanel);
         });
     }
 
@@ -260,12 +265,20 @@ private:
     }
 
     // Adds the sums of a row over a part of its inputs to its 32 results.
-    [[gnu::always_inline]] static void add_scaled(i32x16 low, i32x16 high, const RoundedGroup& rounded,
-                                                  const Group& group, float* results) {
-        f32x16 scale = splat(rounded.scale);
-        store(results, fma(__builtin_convertvector(low, f32x16), group.scale_low * scale, load(results)));
-        store(results + kLanes,
-              fma(__builtin_convertvector(high, f32x16), group.scale_high * scale, load(results + kLanes)));
+    [[gnu::always_inline]] static void add_scaled(const i32r* sums, const RoundedGroup& rounded, const Group& group,
+                                                  float* results) {
+        constexpr int kParts = kPanel / kRegister;
+        const f32r scale = rounded.scale - f32r{};
+        f32r scales[kParts];
+        memcpy(scales, &group.scale_low, 64);
+        memcpy((char*)scales + 64, &group.scale_high, 64);
+#pragma GCC unroll 8
+        for (int i = 0; i < kParts; i++) {
+            f32r result;
+            memcpy(&result, results + i * kRegister, sizeof(f32r));
+            result = fma(__builtin_convertvector(sums[i], f32r), scales[i] * scale, result);
+            memcpy(results + i * kRegister, &result, sizeof(f32r));
+        }
     }
 
     // Parts of the inputs that have scales of their own.
@@ -363,7 +376,10 @@ private:
             const RoundedGroup& rounded = *(const RoundedGroup*)own;
             i32x16 low = load_lanes(sums) + start_of<has_zeros>(rounded, group.zero_low);
             i32x16 high = load_lanes(sums + kLanes) + start_of<has_zeros>(rounded, group.zero_high);
-            add_scaled(low, high, rounded, group, results);
+            i32r both[kPanel / kRegister];
+            memcpy(both, &low, 64);
+            memcpy((char*)both + 64, &high, 64);
+            add_scaled(both, rounded, group, results);
         }
     }
 #endif

@@ -20,6 +20,18 @@ using u16x16 = uint16_t __attribute__((vector_size(32)));
 
 constexpr int kLanes = 16;
 
+// As many lanes as a register holds, for the sums of inner loops: GCC keeps a vector of several registers in memory.
+#if defined(__AVX512F__)
+constexpr int kRegister = 16;
+#elif defined(__AVX__)
+constexpr int kRegister = 8;
+#else
+constexpr int kRegister = 4;
+#endif
+using f32r = float __attribute__((vector_size(4 * kRegister)));
+using i32r = int32_t __attribute__((vector_size(4 * kRegister)));
+using u32r = uint32_t __attribute__((vector_size(4 * kRegister)));
+
 INLINE int64_t divide_up(int64_t value, int64_t by) { return (value + by - 1) / by; }
 
 INLINE f32x16 splat(float value) { return value - f32x16{}; }
@@ -106,6 +118,10 @@ INLINE f32x16 fma(f32x16 a, f32x16 b, f32x16 c) {
     return a * b + c;
 #endif
 }
+
+#if !defined(__AVX512F__)
+INLINE f32r fma(f32r a, f32r b, f32r c) { return a * b + c; }
+#endif
 
 // The greater of each; `b` where one is NaN.
 INLINE f32x16 max(f32x16 a, f32x16 b) {
