@@ -52,7 +52,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -66,7 +66,6 @@ ENGINES = ("penstock", "transformers", "llama", "vllm", "openvino", "ik_llama")
 USUAL_ENGINES = ENGINES[:4]  # the others run by default if they are given an environment
 ENGINES_WITH_FORMS = ("penstock", "openvino", "ik_llama")
 KINDS = ("prefill", "decode")
-PROGRAMS_VARIABLE = "IK_LLAMA_PROGRAMS"  # read by `ik_llama_peer`
 START_S = 900.0  # vLLM compiles
 ANSWER_S = 1200.0
 BEGIN = time.monotonic()
@@ -127,20 +126,12 @@ class Run:
         self._probe = EngineProcess("bandwidth", command, self._logs / "bandwidth.log")
         self._probe.introduction(START_S)
 
-    def start(
-        self,
-        name: str,
-        python: str,
-        script: str = "",
-        more: Sequence[str] = (),
-        variables: Mapping[str, str] | None = None,
-    ) -> None:
+    def start(self, name: str, python: str, script: str = "", more: Sequence[str] = ()) -> None:
         """Load one engine; the others are stopped meanwhile.
 
         Args:
             script: of the engine, if it is not called after it.
             more: further arguments of the script.
-            variables: of its environment, beside those of this process.
         """
         progress(f"{name}: loading")
         longest = max(case.input + case.output for case in self.cases)
@@ -152,9 +143,7 @@ class Run:
         }
         words = [str(word) for pair in arguments.items() for word in pair]
         command = [python, str(PEERS / f"{script or name}_peer.py"), *words, *more]
-        self._engines[name] = engine = EngineProcess(
-            name, command, self._logs / f"{name}.log", {**os.environ, **(variables or {})}
-        )
+        self._engines[name] = engine = EngineProcess(name, command, self._logs / f"{name}.log")
         with self._dropping(name):
             introduction = engine.introduction(START_S)
             self.results.versions[name] = introduction["versions"]
@@ -415,7 +404,9 @@ def measure(run: Run, options: argparse.Namespace) -> None:
             run.results.tell(f"{engine} is left out: give {missing}")
             continue
         more = ["--weights", form] if form else []
-        run.start(engine, getattr(options, f"{name}_python"), name, more, variables_of(options, name))
+        if name == "ik_llama":
+            more += ["--programs", str(options.ik_llama_programs.resolve())]
+        run.start(engine, getattr(options, f"{name}_python"), name, more)
     run.warm_up()
     for number in range(options.rounds):
         progress(f"round {number + 1} of {options.rounds}")
@@ -427,11 +418,6 @@ def missing_option(options: argparse.Namespace, name: str) -> str:
     if not getattr(options, f"{name}_python"):
         return f"--{name.replace('_', '-')}-python"
     return "--ik-llama-programs" if name == "ik_llama" and not options.ik_llama_programs else ""
-
-
-def variables_of(options: argparse.Namespace, name: str) -> dict[str, str]:
-    """Return what an engine's process needs in its environment."""
-    return {PROGRAMS_VARIABLE: str(options.ik_llama_programs.resolve())} if name == "ik_llama" else {}
 
 
 if __name__ == "__main__":

@@ -121,10 +121,8 @@ class ProcessTree:
 class EngineProcess(ProcessTree):
     """A script of `peer_protocol`: stopped once it is ready, but for the time spent in `running`."""
 
-    def __init__(
-        self, name: str, command: Sequence[str], log: Path, environment: Mapping[str, str] | None = None
-    ) -> None:
-        super().__init__(name, command, log, talks=True, environment=environment)
+    def __init__(self, name: str, command: Sequence[str], log: Path) -> None:
+        super().__init__(name, command, log, talks=True)
         self._received = b""
 
     def introduction(self, timeout_s: float) -> dict[str, Any]:

@@ -9,7 +9,6 @@ as they leave logs behind.
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
 import sys
@@ -21,7 +20,6 @@ from peer_protocol import Loaded, Settings, serve
 BATCH_TOKENS = 2048
 MICRO_BATCH_TOKENS = 512
 CELL_MULTIPLE = 256
-PROGRAMS_VARIABLE = "IK_LLAMA_PROGRAMS"  # of the environment: the folder of its programs
 # |    PP |     TG |    B |   N_KV |   T_PP s | S_PP t/s |   T_TG s | S_TG t/s |      T s |    S t/s |
 ROW = re.compile(r"^\|" + r" *\d+ \|" * 4 + r" *([\d.]+) \| *\S+ \| *([\d.]+) \|", re.MULTILINE)
 
@@ -31,6 +29,7 @@ class IkLlama:
 
     def __init__(self, settings: Settings, gguf: Path) -> None:
         self._gguf, self._threads = gguf.resolve(), settings.threads
+        self._program = program(settings, "llama-batched-bench")
 
     def generate(self, prompts: list[list[int]], num_tokens: int) -> float:
         batch, length = len(prompts), len(prompts[0])
@@ -38,7 +37,7 @@ class IkLlama:
         sizes = {"-npl": batch, "-npp": length, "-ntg": num_tokens - 1, "-c": cells, "-t": self._threads}
         sizes |= {"-b": BATCH_TOKENS, "-ub": MICRO_BATCH_TOKENS}
         words = [str(word) for pair in sizes.items() for word in pair]
-        command = [program("llama-batched-bench"), "-m", str(self._gguf), *words, "-rtr", "-fa", "on"]
+        command = [self._program, "-m", str(self._gguf), *words, "-rtr", "-fa", "on"]
         done = subprocess.run(command, cwd=self._gguf.parent, capture_output=True, text=True, check=False)
         row = ROW.search(done.stdout + done.stderr)
         if row is None:
@@ -49,16 +48,19 @@ class IkLlama:
         """Nothing runs between requests."""
 
 
-def program(name: str) -> str:
-    return str(Path(os.environ[PROGRAMS_VARIABLE], name))
+def program(settings: Settings, name: str) -> str:
+    if settings.programs is None:
+        raise SystemExit("ik_llama: --programs names the folder of its compiled programs")
+    return str(settings.programs / name)
 
 
-def quantized(gguf: Path, form: str) -> Path:
-    """Return the file in this form; make it if it is not there."""
+def quantized(settings: Settings, gguf: Path) -> Path:
+    """Return the file in the form of the weights; make it if it is not there."""
+    form = settings.weights
     target = gguf.with_name(f"{form}.gguf")
     if not target.exists():
         partial = target.with_suffix(".partial")
-        command = [program("llama-quantize"), str(gguf), str(partial), form]
+        command = [program(settings, "llama-quantize"), str(gguf), str(partial), form]
         subprocess.run(command, stdout=sys.stderr, check=True)
         partial.rename(target)
     return target
@@ -69,7 +71,7 @@ def load(settings: Settings) -> Loaded:
     if not gguf.exists():
         write_gguf(settings.model, gguf)
     if settings.weights:
-        gguf = quantized(gguf, settings.weights)
+        gguf = quantized(settings, gguf)
     return Loaded(generator=IkLlama(settings, gguf), packages=("gguf",))
 
 

@@ -47,6 +47,7 @@ class Settings:
     partition: str = "even"  # layers per stage, for engines that can be told
     weights: str = ""  # form of the weights, such as int8; empty: as the checkpoint has them
     chunk: int = 0  # prompt tokens of one step at most; 0 leaves it to the engine
+    programs: Path | None = None  # folder of the engine's, where it has no Python package
     rpc_servers: str = ""  # of the stages, where they are not to be started beside the engine
 
 
@@ -84,6 +85,7 @@ def read_settings() -> Settings:
     parser.add_argument("--partition", default="even")
     parser.add_argument("--weights", default="")
     parser.add_argument("--chunk", type=int, default=0)
+    parser.add_argument("--programs", type=Path)
     parser.add_argument("--rpc-servers", default="")
     return Settings(**vars(parser.parse_args()))
 

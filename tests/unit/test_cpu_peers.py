@@ -192,16 +192,16 @@ class StartedEngines:
     def warm_up(self) -> None: ...
 
 
-def test_each_engine_is_started_with_its_form_and_its_variables(tmp_path: Path) -> None:
+def test_each_engine_is_started_with_its_form_and_its_programs(tmp_path: Path) -> None:
     run = StartedEngines()
     words = ["--engines", "penstock,openvino,openvino:int8,ik_llama:q8_0", "--rounds", "0"]
     words += ["--penstock-python", "p", "--openvino-python", "o", "--ik-llama-python", "i"]
     cpu_peers.measure(run, cpu_peers.parse_options([*words, "--ik-llama-programs", str(tmp_path)]))
     assert run.started == [
-        ("penstock", "p", "penstock", [], {}),
-        ("openvino", "o", "openvino", [], {}),
-        ("openvino:int8", "o", "openvino", ["--weights", "int8"], {}),
-        ("ik_llama:q8_0", "i", "ik_llama", ["--weights", "q8_0"], {"IK_LLAMA_PROGRAMS": str(tmp_path)}),
+        ("penstock", "p", "penstock", []),
+        ("openvino", "o", "openvino", []),
+        ("openvino:int8", "o", "openvino", ["--weights", "int8"]),
+        ("ik_llama:q8_0", "i", "ik_llama", ["--weights", "q8_0", "--programs", str(tmp_path)]),
     ]
 
 
