@@ -306,11 +306,11 @@ private:
               num_weights_(weighed && !weighed->micro.is_empty() ? weighed->micro.rows() : 0),
               num_(num_weights_ + (merged && merged->is_merged ? merged->micro.rows() : 0)) {}
 
-        // From now on it is called so often until `share` of it is done.
-        void divide(float share, int num_calls) {
-            int rows = (int)(share * num_weights_) + (share == 1.0f ? num_ - num_weights_ : 0) - done_;
-            at_once_ = rows > 0 ? (int)divide_up(rows, num_calls) : 0;
-        }
+        int num_weights() const { return num_weights_; }
+        int num() const { return num_; }
+
+        // From now on it is called so often until so many rows are done.
+        void divide(int until, int num_calls) { at_once_ = (int)divide_up(std::max(until - done_, 0), num_calls); }
 
         NOINLINE void operator()() {
             for (int end = std::min(done_ + at_once_, num_); done_ < end; done_++)
@@ -365,7 +365,7 @@ private:
             if (scored && !scored->micro.is_empty()) {
                 const MicroTile& micro = scored->micro;
                 int begin = micro.begin_pair(), end = micro.end_pair();
-                work.divide(kFirstShare, MatrixUnit<T>::score_calls(args_.head_dim, begin, end));
+                work.divide((int)(kFirstShare * work.num_weights()), MatrixUnit<T>::score_calls(args_.head_dim, begin, end));
                 scratch.unit.score(scored->queries, micro.rows(), args_.head_dim, streams, begin, end, lines, fetch,
                                    scored->scores, work);
                 if (args_.soft_cap > 0) cap(scored->scores, micro.rows(), begin, end);
@@ -374,7 +374,7 @@ private:
             if (valued && !valued->micro.is_empty()) {
                 const MicroTile& micro = valued->micro;
                 int begin = micro.begin_pair(), end = micro.end_pair();
-                work.divide(1.0f, MatrixUnit<T>::weigh_calls(slices, begin, end));
+                work.divide(work.num(), MatrixUnit<T>::weigh_calls(slices, begin, end));
                 scratch.unit.weigh(valued->weights, micro.rows(), scratch.packed, begin, end, slices, lines, fetch,
                                    valued->part.values, work);
             }

@@ -37,7 +37,7 @@ struct MatrixUnit {
 #if defined(PENSTOCK_TILES)
 template <>
 struct MatrixUnit<bf16> {
-    static constexpr int kMostRows = 2 * kTileRows;
+    static constexpr int kMostRows = kPassRows;
     static constexpr int kPassing = 4;
     static bool is_used() { return kHasTiles; }
     static int rows_at_once() { return kHasTiles ? kMostRows : kMaxRows; }

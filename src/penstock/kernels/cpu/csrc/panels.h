@@ -37,16 +37,21 @@ INLINE uint32_t pair_at(const bf16* x) {
 }
 
 // total += w.even * x.even + w.odd * x.odd, lane by lane
-INLINE f32x16 add_products(f32x16 total, const bf16* weights, uint32_t pair) {
+INLINE f32r add_products(f32r total, const bf16* weights, uint32_t pair) {
+    u32r both;
+    memcpy(&both, weights, sizeof(both));
 #if defined(__AVX512BF16__)
-    __m512bh w = (__m512bh)_mm512_loadu_si512(weights);
-    return (f32x16)_mm512_dpbf16_ps((__m512)total, w, (__m512bh)_mm512_set1_epi32((int32_t)pair));
+    return (f32r)_mm512_dpbf16_ps((__m512)total, (__m512bh)both, (__m512bh)_mm512_set1_epi32((int32_t)pair));
 #else
-    u32x16 both;
-    memcpy(&both, weights, 64);
-    total = fma((f32x16)(both << 16), splat(widen((bf16)pair)), total);
-    return fma((f32x16)(both & 0xffff0000u), splat(widen((bf16)(pair >> 16))), total);
+    total = fma((f32r)(both << 16), widen((bf16)pair) - f32r{}, total);
+    return fma((f32r)(both & 0xffff0000u), widen((bf16)(pair >> 16)) - f32r{}, total);
 #endif
+}
+
+INLINE f32r add_products(f32r total, const float* weights, float value) {
+    f32r own;
+    memcpy(&own, weights, sizeof(own));
+    return fma(own, value - f32r{}, total);
 }
 
 // Fetches 128 bytes that are due later. With few rows the processor's own prefetching keeps up, and this would be in
@@ -60,60 +65,25 @@ INLINE void fetch_ahead(const void* weights) {
     __builtin_prefetch(at + 64, 0, 2);
 }
 
-INLINE f32x16 add_products(f32x16 total, const float* lanes, float value) {
-    return fma(load(lanes), splat(value), total);
-}
-
 // The sums of some rows for 16 and 16 lanes that lie apart, each over steps of the inputs: a step is one input, of
 // bfloat16 a pair.
 template <int rows>
 struct PanelSums {
-#if defined(__AVX512F__)
-    f32x16 low[rows] = {}, high[rows] = {};
-
-    template <class T, class Input>
-    [[gnu::always_inline]] void add(int r, const T* low_lanes, const T* high_lanes, Input input) {
-        low[r] = add_products(low[r], low_lanes, input);
-        high[r] = add_products(high[r], high_lanes, input);
-    }
-
-    [[gnu::always_inline]] void store_low(int r, float* to) const { store(to, low[r]); }
-    [[gnu::always_inline]] void store_high(int r, float* to) const { store(to, high[r]); }
-#else
     static constexpr int kParts = kLanes / kRegister;
     f32r low[rows][kParts] = {}, high[rows][kParts] = {};
 
     template <class T, class Input>
     [[gnu::always_inline]] void add(int r, const T* low_lanes, const T* high_lanes, Input input) {
-        add_parts(low[r], low_lanes, input);
-        add_parts(high[r], high_lanes, input);
+        constexpr int kPart = kRegister * sizeof(Input) / sizeof(T);
+#pragma GCC unroll 4
+        for (int i = 0; i < kParts; i++) {
+            low[r][i] = add_products(low[r][i], low_lanes + i * kPart, input);
+            high[r][i] = add_products(high[r][i], high_lanes + i * kPart, input);
+        }
     }
 
     [[gnu::always_inline]] void store_low(int r, float* to) const { memcpy(to, low[r], sizeof(low[r])); }
     [[gnu::always_inline]] void store_high(int r, float* to) const { memcpy(to, high[r], sizeof(high[r])); }
-
-private:
-    [[gnu::always_inline]] static void add_parts(f32r* parts, const bf16* lanes, uint32_t pair) {
-        const f32r even = widen((bf16)pair) - f32r{}, odd = widen((bf16)(pair >> 16)) - f32r{};
-#pragma GCC unroll 4
-        for (int i = 0; i < kParts; i++) {
-            u32r both;
-            memcpy(&both, lanes + i * 2 * kRegister, sizeof(both));
-            parts[i] = fma((f32r)(both << 16), even, parts[i]);
-            parts[i] = fma((f32r)(both & 0xffff0000u), odd, parts[i]);
-        }
-    }
-
-    [[gnu::always_inline]] static void add_parts(f32r* parts, const float* lanes, float value) {
-        const f32r input = value - f32r{};
-#pragma GCC unroll 4
-        for (int i = 0; i < kParts; i++) {
-            f32r own;
-            memcpy(&own, lanes + i * kRegister, sizeof(own));
-            parts[i] = fma(own, input, parts[i]);
-        }
-    }
-#endif
 };
 
 template <int rows>
@@ -228,8 +198,12 @@ private:
         auto rows_at = [&](int64_t row, int64_t k) -> TileRows {
             return {(const bf16*)x + (first_row + row) * x_stride + k, x_stride, kTileInputs};
         };
-        multiply_tile_block(shapes, rows_at, rows, (const char*)weight + panel * bytes, bytes, 0, in_size, tile,
-                            [](int, int) {});
+        int64_t block = rows > kPassRows ? kBlockInputs : in_size;  // a block's weights stay in the first-level cache
+        for (int64_t first = 0; first < in_size; first += block) {
+            int64_t end = first + block < in_size ? first + block : in_size;
+            multiply_tile_block(shapes, rows_at, rows, (const char*)weight + panel * bytes, bytes, first, end, tile,
+                                [](int, int) {});
+        }
     }
 #endif
 };

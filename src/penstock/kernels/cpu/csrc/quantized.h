@@ -89,8 +89,7 @@ struct GroupSums {
     i32r of[rows][kParts];
 
     [[gnu::always_inline]] void begin(int r, const i32x16& low, const i32x16& high) {
-        memcpy(of[r], &low, 64);
-        memcpy((char*)of[r] + 64, &high, 64);
+        split(low, high, of[r]);
     }
 
     // The quads at `x` of all rows; `shift` says which half of bytes holds weights of 4 bits, -1 that they have 8.
@@ -270,8 +269,7 @@ private:
         constexpr int kParts = kPanel / kRegister;
         const f32r scale = rounded.scale - f32r{};
         f32r scales[kParts];
-        memcpy(scales, &group.scale_low, 64);
-        memcpy((char*)scales + 64, &group.scale_high, 64);
+        split(group.scale_low, group.scale_high, scales);
 #pragma GCC unroll 8
         for (int i = 0; i < kParts; i++) {
             f32r result;
@@ -331,8 +329,7 @@ private:
         const int64_t lines = divide_up(part_bytes, passes * kCacheLine);
         ByteSteps steps((int)(part_bytes / ByteTiles::kQuadBytes * (8 / bits)), lines);
         alignas(64) Sums sums[2];
-        Pending pending;
-        pending.rows = 0;
+        Pending pending{};
         bool turn = false;
         for_parts(panel, begin, end, [&](const Group& group, int64_t part, int64_t start, int64_t count,
                                          const uint8_t* from) {
@@ -377,8 +374,7 @@ private:
             i32x16 low = load_lanes(sums) + start_of<has_zeros>(rounded, group.zero_low);
             i32x16 high = load_lanes(sums + kLanes) + start_of<has_zeros>(rounded, group.zero_high);
             i32r both[kPanel / kRegister];
-            memcpy(both, &low, 64);
-            memcpy((char*)both + 64, &high, 64);
+            split(low, high, both);
             add_scaled(both, rounded, group, results);
         }
     }

@@ -32,7 +32,7 @@ struct ByteSteps {
 // The integer sums of at most 32 rows for the 32 outputs of a panel, over a group of inputs.
 class ByteTiles {
 public:
-    static constexpr int kRows = 2 * kTileRows;
+    static constexpr int kRows = kPassRows;
     static constexpr int64_t kMostInputs = 128;  // so many are unpacked at once
     static constexpr int64_t kQuadBytes = 128;   // of a panel: a quad of inputs for 32 outputs
 
@@ -70,8 +70,9 @@ private:
                                                      const ByteSteps& steps, const char* next, float* sums,
                                                      const Beside& beside) {
         int begin = 0;
+        FetchAhead ahead{next, steps.lines_beside};
         auto some = [&]() __attribute__((always_inline)) {
-            for (int64_t line = 0; line < steps.lines_beside; line++, next += 64) __builtin_prefetch(next, 0, 2);
+            ahead.fetch();
             beside(begin, begin + steps.rows_beside);
             begin += steps.rows_beside;
         };

@@ -81,6 +81,10 @@ private:
 struct FetchAhead {
     const char* at;
     int64_t lines;
+
+    void fetch() {
+        for (int64_t line = 0; line < lines; line++, at += 64) __builtin_prefetch(at, 0, 2);
+    }
 };
 
 // Where rows lie: 32 of them, `stride` numbers apart, and `step` numbers from 32 inputs to the next 32.
@@ -148,7 +152,7 @@ struct TileSums {
             if (beyond_16) _tile_loadd(5, x.at + second, x_bytes);
         }
         for (; steps > 1; steps--) {
-            for (int64_t line = 0; line < ahead.lines; line++, ahead.at += 64) __builtin_prefetch(ahead.at, 0, 2);
+            ahead.fetch();
             w += kStepBytes, x.at += x.step;
             _tile_dpbf16ps(0, 4, 6);
             _tile_dpbf16ps(1, 4, 7);
@@ -160,6 +164,7 @@ struct TileSums {
             if (beyond_16) _tile_loadd(5, x.at + second, x_bytes);
         }
         if (steps) {
+            ahead.fetch();
             w += kStepBytes, x.at += x.step;
             multiply();
         }

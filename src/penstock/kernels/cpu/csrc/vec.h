@@ -123,6 +123,13 @@ INLINE f32x16 fma(f32x16 a, f32x16 b, f32x16 c) {
 INLINE f32r fma(f32r a, f32r b, f32r c) { return a * b + c; }
 #endif
 
+// Two vectors as registers.
+template <class Register, class Lanes>
+INLINE void split(const Lanes& low, const Lanes& high, Register* registers) {
+    memcpy(registers, &low, sizeof(low));
+    memcpy((char*)registers + sizeof(low), &high, sizeof(high));
+}
+
 // The greater of each; `b` where one is NaN.
 INLINE f32x16 max(f32x16 a, f32x16 b) {
 #if defined(__AVX512F__)
