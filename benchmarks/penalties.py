@@ -50,7 +50,7 @@ class Rows:
 
     def next(self) -> HeadRequest:
         self._index += 1
-        return self._sampling.batch(self._rows, self._index).head
+        return self._sampling.batch(self._rows, self._index.tolist()).head
 
 
 def seconds(work: Callable[[], object]) -> float:

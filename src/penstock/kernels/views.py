@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
+import numpy as np
+from numpy.typing import NDArray
+
 K = TypeVar("K")
 V = TypeVar("V")
 
@@ -36,3 +39,8 @@ class KeptViews(Generic[K, V]):
                 self._views.clear()
             view = self._views[key] = self._make(key)
         return view
+
+
+def words_of(values: NDArray[np.int64]) -> memoryview[int]:
+    """The numbers of a contiguous array, one after the other, to be read and written without numpy."""
+    return values.reshape(-1).data.cast("B").cast("q")

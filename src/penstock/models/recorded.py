@@ -81,6 +81,8 @@ class RecordedForward:
             )
         assert summed is residual, "the residual stream is added to in place"
         self._output = StepMemory(output, residual)
+        self._newest: Tensor | None = None  # hidden states that `forward` has returned last
+        self._indices: KeptViews[Tensor, tuple[int, int]] = KeptViews(_indices)
         self._final_norm: Tape | None = None
         if parts.final_norm is not None:
             with self._recording(max_num_tokens) as self._final_norm:
@@ -97,10 +99,11 @@ class RecordedForward:
             input_ids: [num_tokens] int64.
         """
         assert self._embed is not None, "the embedding is not recorded"
-        step, tensors = self._embed_step, self._input.of(len(input_ids))
-        step.num_tokens, step.input_ids = len(input_ids), _indices(input_ids)
+        step = self._embed_step
+        num_tokens, step.input_ids = self._indices.of(input_ids)
+        step.num_tokens = num_tokens
         self._embed.replay(step)
-        return tensors
+        return self._input.of(num_tokens)
 
     def forward(
         self,
@@ -117,32 +120,35 @@ class RecordedForward:
             positions: [num_tokens] int64; not read where `metadata.kernel_step` has them.
             before_layer: called before each, if it is there.
         """
-        num_tokens = len(hidden_states)
-        for rows, own in zip((hidden_states, residual), self._input.of(num_tokens), strict=True):
-            if rows is not own:
-                _copy(rows, own)
         kept = None if metadata.kernel_step is not None else KernelStep(metadata, positions)
         step = metadata.kernel_step if kept is None else kept.struct
         assert step is not None
-        assert step.num_tokens == num_tokens, "the step is another one"
+        num_tokens = step.num_tokens
+        for rows, own in zip((hidden_states, residual), self._input.of(num_tokens), strict=True):
+            if rows is not own:
+                assert len(rows) == num_tokens, "the step is another one"
+                _copy(rows, own)
         self._angles.replay(step)
         if before_layer is None:
             self._layers.replay(step)
         else:
             self._layers.replay_layers(step, before_layer)
-        return self._output.of(num_tokens)
+        output = self._output.of(num_tokens)
+        self._newest = output[0]
+        return output
 
     def is_newest(self, hidden_states: Tensor) -> bool:
-        """Whether these are what `forward` has returned."""
-        return self._output.of(len(hidden_states))[0] is hidden_states
+        """Whether these are what `forward` has returned last."""
+        return hidden_states is self._newest
 
     def normed(self, indices: Tensor) -> Tensor:
         """Apply the final norm to some tokens ([num_selected] int64) of the last output of `forward`."""
         assert self._final_norm is not None, "this stage has no final norm"
-        step, (output,) = self._norm_step, self._normed.of(len(indices))
-        step.num_tokens, step.selected = len(indices), _indices(indices)
+        step = self._norm_step
+        num_selected, step.selected = self._indices.of(indices)
+        step.num_tokens = num_selected
         self._final_norm.replay(step)
-        return output
+        return self._normed.of(num_selected)[0]
 
     @contextmanager
     def _recording(self, num_tokens: int, *kept: object) -> Iterator[Tape]:
@@ -169,11 +175,11 @@ class StepMemory:
         return [tensor[:num_rows] for tensor in self.whole]
 
 
-def _indices(values: Tensor) -> int:
-    """Address of ids or indices."""
+def _indices(values: Tensor) -> tuple[int, int]:
+    """Number and address of ids or indices."""
     assert values.dtype == torch.int64
     assert values.is_contiguous()
-    return values.data_ptr()
+    return len(values), values.data_ptr()
 
 
 def _copy(rows: Tensor, memory: Tensor) -> None:

@@ -195,7 +195,7 @@ def build_runner(
         config.depth,
         max_num_tokens=config.max_num_batched_tokens,
         max_num_rows=config.max_num_seqs,
-        max_blocks_per_row=rows.max_blocks_per_row,
+        max_blocks_per_row=rows.tables.width,
         device=device_of(config),
     )
     return ModelRunner(model, kv, rows, buffers, loaded.spec.vocab_size, grammars)

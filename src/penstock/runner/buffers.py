@@ -8,15 +8,15 @@ a device is never written over. Knows nothing of what the numbers mean.
 from __future__ import annotations
 
 import math
+from array import array
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from penstock.kernels.cpu import abi
-from penstock.kernels.views import KeptViews
+from penstock.kernels.views import KeptViews, words_of
 
 
 class InputBuffer:
@@ -26,7 +26,7 @@ class InputBuffer:
         on_host = device.type == "cpu"
         self._host = torch.empty(size, dtype=torch.int64, pin_memory=not on_host)
         self._device = self._host if on_host else torch.empty(size, dtype=torch.int64, device=device)
-        self._values: NDArray[np.int64] = self._host.numpy()
+        self._words = words_of(self._host.numpy())
         self._views: KeptViews[tuple[int, ...], Tensor] = KeptViews(self._view)
 
     @property
@@ -34,13 +34,26 @@ class InputBuffer:
         """Where the values lie in host memory, at every step."""
         return self._host.data_ptr()
 
-    def publish(self, values: NDArray[np.int64]) -> Tensor:
-        """`values` on the device: a view of the buffer, of the same shape."""
-        assert values.size <= len(self._values), "the plan is larger than the buffers of the rank"
-        self._values[: values.size] = values.reshape(-1)
+    def publish(self, values: Sequence[int]) -> Tensor:
+        """`values` on the device: a view of the buffer. [len(values)]"""
+        return self.publish_parts([values], len(values))
+
+    def publish_parts(self, parts: Iterable[Sequence[int]], *shape: int) -> Tensor:
+        """The same for values that come in parts, one behind the other.
+
+        Args:
+            shape: of the view; as many values as all parts together have.
+        """
+        at, size = 0, math.prod(shape)
+        assert size <= len(self._words), "the plan is larger than the buffers of the rank"
+        for part in parts:
+            end = at + len(part)
+            self._words[at:end] = part if isinstance(part, memoryview) else array("q", part)
+            at = end
+        assert at == size, f"{at} values do not have the shape {shape}"
         if self._device is not self._host:
-            self._device[: values.size].copy_(self._host[: values.size], non_blocking=True)
-        return self._views.of(values.shape)
+            self._device[:size].copy_(self._host[:size], non_blocking=True)
+        return self._views.of(shape)
 
     def _view(self, shape: tuple[int, ...]) -> Tensor:
         return self._device[: math.prod(shape)].view(shape)

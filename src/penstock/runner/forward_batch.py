@@ -1,7 +1,7 @@
 """From a plan and the row table to the inputs of the model.
 
-`runner.model_runner` builds one `ForwardBatch` per step. Everything is worked out for all rows at once with
-numpy and written into persistent buffers.
+`runner.model_runner` builds one `ForwardBatch` per step. Everything is worked out row by row, as ranges and
+slices, and written into persistent buffers.
 
 A batch is built in two parts, so that a stage can do most of it while it still waits for samples:
 `begin_batch` needs none, `complete_batch` corrects the positions once they are there. What only one stage
@@ -11,16 +11,14 @@ reads is no part of a batch: the first stage gathers its `input_ids`, the last o
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from itertools import accumulate, chain
 
-import numpy as np
-from numpy.typing import NDArray
 from torch import Tensor
 
 from penstock.attention.metadata import AttentionMetadata
 from penstock.batch import ScheduledBatch
-from penstock.kernels.views import MOST_VIEWS
 from penstock.runner.buffers import InputBuffers
 from penstock.runner.request_rows import RequestRows, RowSnapshot
 
@@ -32,12 +30,11 @@ class ForwardBatch:
     plan: ScheduledBatch
     positions: Tensor  # [num_tokens] int64
     metadata: AttentionMetadata
-    sample_indices: NDArray[np.int64]  # [num_sampled] the last token of each sampled row
+    sample_indices: list[int]  # [num_sampled] the last token of each sampled row
     addressed: RowSnapshot  # [num_rows]
     sampled: RowSnapshot  # [num_sampled]
-    output_index: NDArray[np.int64]  # [num_sampled] how many tokens the row has generated before this one
-    row_of_token: NDArray[np.int64]  # [num_tokens]
-    position_of_token: NDArray[np.int64]  # [num_tokens]
+    output_index: list[int]  # [num_sampled] how many tokens the row has generated before this one
+    starts: list[int]  # [num_rows] position of the first token of each row
     num_rejections: int  # that the row table had seen when the batch was begun
 
     @property
@@ -78,76 +75,65 @@ def complete_batch(batch: ForwardBatch, rows: RequestRows, buffers: InputBuffers
 def input_ids(batch: ForwardBatch, rows: RequestRows, buffers: InputBuffers) -> Tensor:
     """Return the ids of a complete batch, [num_tokens] int64, on a stage that embeds.
 
-    Those of a prompt chunk, of a decode and of drafts alike (row D7) are one gather from the row table: known
+    Those of a prompt chunk, of a decode and of drafts alike (row D7) are slices of the row table: known
     tokens lie at their positions, and drafts behind them.
     """
-    return buffers.input_ids.publish(rows.token_ids[batch.row_of_token, batch.position_of_token])
+    ends = batch.metadata.seq_lens
+    spans = zip(batch.addressed.places, batch.starts, ends, strict=True)
+    return buffers.input_ids.publish_parts([rows.known_ids(*span) for span in spans], batch.num_tokens)
 
 
 def _batch_at(
-    starts: NDArray[np.int64],
-    ends: NDArray[np.int64],
+    starts: list[int],
+    ends: list[int],
     plan: ScheduledBatch,
     rows: RequestRows,
     buffers: InputBuffers,
 ) -> ForwardBatch:
-    addressed = rows.snapshot(plan.rows)
-    row_of_token, positions, query_starts = addressed.rows, starts, _places(len(starts) + 1)
-    if plan.total_tokens != len(starts):  # not all rows decode
-        num_tokens = ends - starts
-        query_starts = np.zeros(len(starts) + 1, dtype=np.int64)
-        num_tokens.cumsum(out=query_starts[1:])
-        row_of_token = np.repeat(addressed.rows, num_tokens)
-        positions = np.arange(plan.total_tokens) + np.repeat(starts - query_starts[:-1], num_tokens)
-    sampled, sampled_ends, sample_indices = addressed, ends, query_starts[1:] - 1
+    addressed, num_tokens = rows.snapshot(plan.rows), plan.total_tokens
+    query_starts = list(accumulate(plan.num_tokens, initial=0))
+    positions = [range(start, end) for start, end in zip(starts, ends, strict=True)]
+    sampled, sampled_ends, sample_indices = addressed, ends, [start - 1 for start in query_starts[1:]]
     if not all(plan.need_sampled):
-        chosen = np.flatnonzero(plan.need_sampled)
-        sampled, sampled_ends, sample_indices = addressed.select(chosen), ends[chosen], sample_indices[chosen]
+        chosen = [index for index, is_sampled in enumerate(plan.need_sampled) if is_sampled]
+        sampled, sampled_ends = addressed.select(chosen), [ends[index] for index in chosen]
+        sample_indices = [sample_indices[index] for index in chosen]
     return ForwardBatch(
         plan=plan,
-        positions=buffers.positions.publish(positions),
-        metadata=_metadata(plan, rows, buffers, row_of_token, positions, query_starts, ends),
+        positions=buffers.positions.publish_parts(positions, num_tokens),
+        metadata=_metadata(plan, rows, buffers, starts, ends, query_starts),
         sample_indices=sample_indices,
         addressed=addressed,
         sampled=sampled,
-        output_index=sampled_ends - sampled.prompt_len,
-        row_of_token=row_of_token,
-        position_of_token=positions,
+        output_index=[end - length for end, length in zip(sampled_ends, sampled.prompt_len, strict=True)],
+        starts=starts,
         num_rejections=rows.num_rejections,
     )
-
-
-@lru_cache(maxsize=MOST_VIEWS)
-def _places(num: int) -> NDArray[np.int64]:
-    """0, 1, ... [num]; not to be changed."""
-    return np.arange(num)
 
 
 def _metadata(
     plan: ScheduledBatch,
     rows: RequestRows,
     buffers: InputBuffers,
-    row_of_token: NDArray[np.int64],
-    positions: NDArray[np.int64],
-    query_starts: NDArray[np.int64],
-    ends: NDArray[np.int64],
+    starts: Sequence[int],
+    ends: list[int],
+    query_starts: list[int],
 ) -> AttentionMetadata:
-    seq_lens = ends.tolist()
-    longest = -(-max(seq_lens, default=1) // rows.block_size)
-    tables = rows.block_tables[rows.snapshot(plan.rows).rows, :longest]  # cut to the longest context
-    block_of_token, offsets = np.divmod(positions, rows.block_size)
-    slots = rows.block_tables[row_of_token, block_of_token] * rows.block_size + offsets
-    buffers.query_starts.publish(query_starts)
-    buffers.seq_lens.publish(ends)
+    num_tokens, num_rows = query_starts[-1], len(ends)
+    longest = -(-max(ends, default=1) // rows.tables.block_size)
+    tables = [rows.tables.first(row, longest) for row in plan.rows]  # cut to the longest context
+    slots = chain.from_iterable(map(rows.tables.slots, plan.rows, starts, ends))
+    buffers.query_starts.publish_parts([query_starts], num_rows + 1)
+    buffers.seq_lens.publish_parts([ends], num_rows)
     step = buffers.kernel_step
-    step.num_tokens, step.num_rows, step.block_table_stride = len(positions), len(seq_lens), longest
+    step.num_tokens, step.num_rows, step.block_table_stride = num_tokens, num_rows, longest
     return AttentionMetadata(
-        query_starts=query_starts.tolist(),
-        seq_lens=seq_lens,
-        block_tables=buffers.block_tables.publish(tables),
-        slot_mapping=buffers.slot_mapping.publish(slots),
+        query_starts=query_starts,
+        seq_lens=ends,
+        block_tables=buffers.block_tables.publish_parts(tables, num_rows, longest),
+        slot_mapping=buffers.slot_mapping.publish_parts(slots, num_tokens),
         num_decodes=_leading_ones(plan.num_tokens),
-        block_size=rows.block_size,
+        block_size=rows.tables.block_size,
         kernel_step=step,
     )
 

@@ -154,7 +154,7 @@ class ModelRunner:
     def _scored_rows(self, scored: ScoredTokens, batch: ForwardBatch) -> ScoredRows:
         row, end = batch.plan.rows[scored.place], scored.first + scored.count
         first_token = batch.metadata.query_starts[scored.place]
-        first_index = first_token + scored.first - 1 - int(batch.position_of_token[first_token])
+        first_index = first_token + scored.first - 1 - batch.starts[scored.place]
         return ScoredRows(
             indices=np.arange(first_index, first_index + scored.count),
             token_ids=self.rows.token_ids[row, scored.first : end],

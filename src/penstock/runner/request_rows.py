@@ -8,11 +8,16 @@ samples through `post_update`, or `post_counts` where no ids are kept. Decides n
 
 Two clocks: `num_computed` counts tokens that have been *scheduled* (all drafts taken as accepted until their
 rejection is consumed), `total_len` counts tokens that are *known*.
+
+Steps go through the rows in plain loops over arrays of machine words. Every step streams all weights through
+the caches, so that code is cold when it runs, and a loop over few rows is a fraction of what as many calls of
+numpy need (docs/perf-log.md).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from array import array
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Protocol
@@ -22,7 +27,8 @@ from numpy.typing import NDArray
 
 from penstock.batch import KNOWN, NewRow, ScheduledBatch
 from penstock.errors import ProtocolError
-from penstock.kernels.views import KeptViews
+from penstock.kernels.views import KeptViews, words_of
+from penstock.runner.block_tables import BlockTables
 
 _FREE = -1  # generation of a row that no request holds
 _NOT_STARTED = -1  # num_computed until the first plan says where the request starts
@@ -33,26 +39,28 @@ class RowSnapshot:
     """Rows, and who held them at the time: the address of samples that come back later. Never changed."""
 
     rows: NDArray[np.int64]  # [num_rows]
-    generations: NDArray[np.int64]  # [num_rows]
+    places: tuple[int, ...]  # [num_rows] the same rows
+    generations: tuple[int, ...]  # [num_rows]
     request_ids: list[str]  # [num_rows]
-    prompt_len: NDArray[np.int64]  # [num_rows]
+    prompt_len: tuple[int, ...]  # [num_rows]
     num_changes: int  # of hands, of any row, that the row table had seen then
 
     @cached_property
     def is_held(self) -> bool:
         """Whether a request held each of them."""
-        return bool((self.generations != _FREE).all())
+        return _FREE not in self.generations
 
     def __len__(self) -> int:
-        return len(self.rows)
+        return len(self.places)
 
-    def select(self, indices: NDArray[np.int64]) -> RowSnapshot:
-        """Some of the rows, by their places in this snapshot."""
+    def select(self, indices: Sequence[int]) -> RowSnapshot:
+        """Some of the rows, by their indices in this snapshot."""
         return RowSnapshot(
             rows=self.rows[indices],
-            generations=self.generations[indices],
-            request_ids=[self.request_ids[index] for index in indices.tolist()],
-            prompt_len=self.prompt_len[indices],
+            places=tuple(self.places[index] for index in indices),
+            generations=tuple(self.generations[index] for index in indices),
+            request_ids=[self.request_ids[index] for index in indices],
+            prompt_len=tuple(self.prompt_len[index] for index in indices),
             num_changes=self.num_changes,
         )
 
@@ -69,6 +77,10 @@ class TokenIds(Protocol):
         """Write ids to a row, from the position `start` on."""
         ...
 
+    def read(self, row: int, start: int, end: int) -> Sequence[int]:
+        """The ids of a row at positions from `start` to before `end`."""
+        ...
+
 
 class KeptIds:
     """The ids of the first stage, which embeds them, and of the last, which counts and scores them."""
@@ -76,9 +88,15 @@ class KeptIds:
     def __init__(self, num_rows: int, width: int) -> None:
         # zeros, not empty: untouched pages of a long context cost no memory, and stay valid token ids.
         self.by_row = np.zeros((num_rows, width), dtype=np.int64)
+        self._words, self._width = words_of(self.by_row), width
 
     def write(self, row: int, start: int, token_ids: Sequence[int]) -> None:
-        self.by_row[row, start : start + len(token_ids)] = token_ids
+        first = row * self._width + start
+        self._words[first : first + len(token_ids)] = array("q", token_ids)
+
+    def read(self, row: int, start: int, end: int) -> Sequence[int]:
+        first = row * self._width
+        return self._words[first + start : first + end]
 
 
 class NoIds:
@@ -89,6 +107,9 @@ class NoIds:
 
     def write(self, row: int, start: int, token_ids: Sequence[int]) -> None:
         """They are not kept."""
+
+    def read(self, row: int, start: int, end: int) -> Sequence[int]:
+        raise AssertionError("this stage keeps no token ids")
 
 
 class RequestRows:
@@ -110,18 +131,15 @@ class RequestRows:
         max_drafts: int = 0,
         ids: Callable[[int, int], TokenIds] = KeptIds,
     ) -> None:
-        self.block_size = block_size
         width = max_model_len + 1 + max_drafts
         self._ids = ids(num_rows, width)
-        # zeros, not empty, as for token ids.
-        self.block_tables = np.zeros((num_rows, -(-width // block_size)), dtype=np.int64)
-        self.num_blocks = np.zeros(num_rows, dtype=np.int64)  # blocks of the row's table
+        self.tables = BlockTables(num_rows, -(-width // block_size), block_size)
         self.prompt_len = np.zeros(num_rows, dtype=np.int64)
-        self.total_len = np.zeros(num_rows, dtype=np.int64)  # known tokens
-        self.num_computed = np.full(num_rows, _NOT_STARTED, dtype=np.int64)  # scheduled tokens
-        self.num_rejected = np.zeros(num_rows, dtype=np.int64)  # drafts rejected since the row was added
-        self.generation = np.full(num_rows, _FREE, dtype=np.int64)
-        self.sampled_step = np.full(num_rows, KNOWN, dtype=np.int64)  # step whose sample was consumed last
+        self.total_len = array("q", [0]) * num_rows  # known tokens
+        self.num_computed = array("q", [_NOT_STARTED]) * num_rows  # scheduled tokens
+        self.num_rejected = array("q", [0]) * num_rows  # drafts rejected since the row was added
+        self.generation = array("q", [_FREE]) * num_rows
+        self.sampled_step = array("q", [KNOWN]) * num_rows  # step whose sample was consumed last
         self.request_ids = [""] * num_rows
         self.num_rejections = 0  # steps consumed that rejected drafts, of any row
         self._num_changes = 0  # of hands, of any row
@@ -132,13 +150,10 @@ class RequestRows:
         """[num_rows, width] known tokens at their positions, on a stage that keeps them."""
         return self._ids.by_row
 
-    @property
-    def max_blocks_per_row(self) -> int:
-        return self.block_tables.shape[1]
-
     def reset(self) -> None:
         """No row is held, as at the start."""
-        self.generation[:] = _FREE
+        for row in range(len(self.generation)):
+            self.generation[row] = _FREE
         self.num_rejections = 0
         self._changes_hands()
 
@@ -156,13 +171,12 @@ class RequestRows:
 
     def add(self, new: NewRow) -> None:
         """A request enters, or enters again with what it had generated before it was preempted."""
-        row, known, held = new.row, len(new.token_ids), len(new.blocks)
+        row = new.row
         self._ids.write(row, 0, new.token_ids)
-        self.block_tables[row, :held] = new.blocks
-        self.num_blocks[row] = held
+        self.tables.set(row, new.blocks)
         self.prompt_len[row] = new.prompt_len
-        self.total_len[row] = known
-        self.num_computed[row] = new.start if held else _NOT_STARTED
+        self.total_len[row] = len(new.token_ids)
+        self.num_computed[row] = new.start if new.blocks else _NOT_STARTED
         self.num_rejected[row] = 0
         self.generation[row] = new.generation
         self.sampled_step[row] = KNOWN
@@ -177,9 +191,11 @@ class RequestRows:
         """Add the plan's new blocks to the ends of the block tables."""
         for row, blocks in zip(plan.rows, plan.new_blocks, strict=True):
             if blocks:
-                held = self.num_blocks[row]
-                self.block_tables[row, held : held + len(blocks)] = blocks
-                self.num_blocks[row] = held + len(blocks)
+                self.tables.append(row, blocks)
+
+    def known_ids(self, row: int, start: int, end: int) -> Sequence[int]:
+        """The ids of a row, drafts included, at positions from `start` to before `end`."""
+        return self._ids.read(row, start, end)
 
     def snapshot(self, rows: Sequence[int]) -> RowSnapshot:
         """Address samples to the requests that hold these rows now; kept while no row changes hands."""
@@ -189,9 +205,10 @@ class RequestRows:
         rows = np.array(places, dtype=np.int64)
         return RowSnapshot(
             rows=rows,
-            generations=self.generation[rows],
+            places=places,
+            generations=tuple(self.generation[row] for row in places),
             request_ids=[self.request_ids[row] for row in places],
-            prompt_len=self.prompt_len[rows],
+            prompt_len=tuple(self.prompt_len[rows].tolist()),
             num_changes=self._num_changes,
         )
 
@@ -202,38 +219,39 @@ class RequestRows:
         known = dict(enumerate(self.request_ids)) | entering
         return [known[row] for row in plan.rows if known.get(row)]
 
-    def span_of(self, plan: ScheduledBatch) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    def span_of(self, plan: ScheduledBatch) -> tuple[list[int], list[int]]:
         """As `accepted_span_of`; raises `ProtocolError` if core and rank do not agree about a row."""
         starts, ends = self.accepted_span_of(plan)
         self._check(plan, starts, ends)
         return starts, ends
 
-    def accepted_span_of(self, plan: ScheduledBatch) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    def accepted_span_of(self, plan: ScheduledBatch) -> tuple[list[int], list[int]]:
         """True position of each row's first token, and behind its last, two [num_rows]: the plan's, less the
         rejections consumed."""
-        starts = np.array(plan.start_positions, dtype=np.int64)
+        starts = plan.start_positions
         if self.num_rejections:
-            starts -= self.num_rejected[plan.rows]
-        return starts, starts + np.array(plan.num_tokens, dtype=np.int64)
+            starts = [start - self.num_rejected[row] for row, start in zip(plan.rows, starts, strict=True)]
+        return starts, [start + count for start, count in zip(starts, plan.num_tokens, strict=True)]
 
     def check_sources(self, plan: ScheduledBatch) -> None:
         """Raise `ProtocolError` unless each row's newest sample is that of the step which the plan names."""
-        token_from = np.array(plan.token_from, dtype=np.int64)
-        newest = self.sampled_step[self.snapshot(plan.rows).rows]
-        wrong = (token_from != KNOWN) & (token_from != newest)
-        self._refuse(plan, wrong, "needs the sample of another step", token_from, newest)
+        for index, step in enumerate(plan.token_from):
+            newest = self.sampled_step[plan.rows[index]]
+            if step not in (KNOWN, newest):
+                raise self._refusal(plan, index, "needs the sample of another step", step, newest)
 
-    def advance(self, plan: ScheduledBatch, ends: NDArray[np.int64]) -> None:
+    def advance(self, plan: ScheduledBatch, ends: Sequence[int]) -> None:
         """Count the tokens of a plan as scheduled, up to these positions."""
-        self.num_computed[self.snapshot(plan.rows).rows] = ends
+        for row, end in zip(plan.rows, ends, strict=True):
+            self.num_computed[row] = end
 
     def put_drafts(self, row: int, draft_ids: Sequence[int]) -> None:
         """Speculative tokens, placed behind a row's known ones; the next sample overwrites them (row D7)."""
-        self._ids.write(row, int(self.total_len[row]), draft_ids)
+        self._ids.write(row, self.total_len[row], draft_ids)
 
-    def last_tokens(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+    def last_tokens(self, rows: Sequence[int]) -> list[int]:
         """The newest known token of each row. [num_rows]"""
-        return self.token_ids[rows, self.total_len[rows] - 1]
+        return [int(self.token_ids[row, self.total_len[row] - 1]) for row in rows]
 
     def post_update(
         self,
@@ -252,16 +270,13 @@ class RequestRows:
 
         Rows that have changed hands since are skipped.
         """
-        alive = self._still_held(addressed)
-        rows, ids = addressed.rows[alive], _padded(token_ids)[alive]
-        for column in ids.T:  # one column unless drafts were accepted
-            known = rows
-            if -1 in column.tolist():
-                known, column = rows[column >= 0], column[column >= 0]
-            positions = self.total_len[known]
-            self.token_ids[known, positions] = column
-            self.total_len[known] = positions + 1
-        self._settle(step_id, rows, alive, num_rejected)
+        for index, row in self._still_held(addressed):
+            for token_id in token_ids[index]:
+                if token_id >= 0:
+                    self._ids.write(row, self.total_len[row], (token_id,))
+                    self.total_len[row] += 1
+            self._settle(step_id, row, num_rejected[index])
+        self.num_rejections += any(num_rejected)
 
     def post_counts(
         self, step_id: int, addressed: RowSnapshot, num_ids: Sequence[int], num_rejected: Sequence[int]
@@ -271,67 +286,43 @@ class RequestRows:
         Args:
             num_ids: how many ids were accepted and sampled of each.
         """
-        alive = self._still_held(addressed)
-        rows = addressed.rows[alive]
-        self.total_len[rows] += np.array(num_ids, dtype=np.int64)[alive]
-        self._settle(step_id, rows, alive, num_rejected)
+        for index, row in self._still_held(addressed):
+            self.total_len[row] += num_ids[index]
+            self._settle(step_id, row, num_rejected[index])
+        self.num_rejections += any(num_rejected)
 
-    def _still_held(self, addressed: RowSnapshot) -> slice | NDArray[np.bool_]:
-        """Return which rows the requests of the snapshot still hold: all, or one by one."""
+    def _still_held(self, addressed: RowSnapshot) -> Iterator[tuple[int, int]]:
+        """Yield those rows that the requests of the snapshot still hold, each behind its index there."""
         if addressed.num_changes == self._num_changes:
-            return slice(None)
-        alive: NDArray[np.bool_] = self.generation[addressed.rows] == addressed.generations
-        return alive
-
-    def _settle(
-        self,
-        step_id: int,
-        rows: NDArray[np.int64],
-        alive: slice | NDArray[np.bool_],
-        num_rejected: Sequence[int],
-    ) -> None:
-        """Take back what was scheduled on rejected drafts, and note the step in the rows that are alive."""
-        if any(num_rejected):
-            rejected = np.array(num_rejected, dtype=np.int64)[alive]
-            self.num_computed[rows] -= rejected
-            self.num_rejected[rows] += rejected
-            self.num_rejections += 1
-        self.sampled_step[rows] = step_id
-
-    def _check(self, plan: ScheduledBatch, starts: NDArray[np.int64], ends: NDArray[np.int64]) -> None:
-        held = self.snapshot(plan.rows)
-        computed, room = self.num_computed[held.rows], self.num_blocks[held.rows] * self.block_size
-        goes_on = held.is_held and KNOWN not in plan.token_from
-        if goes_on and (computed == starts).all() and (ends <= room).all():
-            return  # as at most steps
-        self._refuse(plan, held.generations == _FREE, "holds no request")
-        wrong = (computed != _NOT_STARTED) & (computed != starts)
-        self._refuse(plan, wrong, "starts at a wrong position", starts, computed)
-        known = self.total_len[held.rows]
-        wrong = (np.array(plan.token_from, dtype=np.int64) == KNOWN) & (ends > known)
-        self._refuse(plan, wrong, "has tokens that nobody knows yet", ends, known)
-        self._refuse(plan, ends > room, "has no KV block for its last token", ends, room)
-
-    def _refuse(
-        self, plan: ScheduledBatch, wrong: NDArray[np.bool_], complaint: str, *pair: NDArray[np.int64]
-    ) -> None:
-        if not wrong.any():
+            yield from enumerate(addressed.places)
             return
-        index = int(np.argmax(wrong))
+        for index, (row, generation) in enumerate(zip(addressed.places, addressed.generations, strict=True)):
+            if self.generation[row] == generation:
+                yield index, row
+
+    def _settle(self, step_id: int, row: int, num_rejected: int) -> None:
+        """Take back what was scheduled on rejected drafts, and note the step."""
+        self.num_computed[row] -= num_rejected
+        self.num_rejected[row] += num_rejected
+        self.sampled_step[row] = step_id
+
+    def _check(self, plan: ScheduledBatch, starts: Sequence[int], ends: Sequence[int]) -> None:
+        for index, row in enumerate(plan.rows):
+            start, end, computed = starts[index], ends[index], self.num_computed[row]
+            if self.generation[row] == _FREE:
+                raise self._refusal(plan, index, "holds no request")
+            if computed not in (start, _NOT_STARTED):
+                raise self._refusal(plan, index, "starts at a wrong position", start, computed)
+            known = self.total_len[row]
+            if end > known and plan.token_from[index] == KNOWN:
+                raise self._refusal(plan, index, "has tokens that nobody knows yet", end, known)
+            if end > (room := self.tables.room(row)):
+                raise self._refusal(plan, index, "has no KV block for its last token", end, room)
+
+    def _refusal(self, plan: ScheduledBatch, index: int, complaint: str, *pair: int) -> ProtocolError:
         row = plan.rows[index]
-        numbers = f" (plan: {pair[0][index]}, row table: {pair[1][index]})" if pair else ""
+        numbers = f" (plan: {pair[0]}, row table: {pair[1]})" if pair else ""
         note = f" Residency of core and stage {plan.residency:#018x}." if plan.residency else ""  # they agree
-        raise ProtocolError(
+        return ProtocolError(
             f"step {plan.step_id}: row {row} of request {self.request_ids[row]!r} {complaint}{numbers}.{note}"
         )
-
-
-def _padded(token_ids: Sequence[Sequence[int]]) -> NDArray[np.int64]:
-    """Ragged lists as [num_rows, longest], filled up with -1."""
-    if all(len(ids) == 1 for ids in token_ids):
-        return np.array(token_ids, dtype=np.int64).reshape(-1, 1)
-    width = max(map(len, token_ids))
-    padded = np.full((len(token_ids), width), -1, dtype=np.int64)
-    for row, ids in enumerate(token_ids):
-        padded[row, : len(ids)] = ids
-    return padded

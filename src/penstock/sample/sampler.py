@@ -12,6 +12,7 @@ stages or a replay.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -41,9 +42,7 @@ class SampleOutput:
 class Sampler:
     """Greedy and random sampling. Holds no state: seeds and counters come with each batch."""
 
-    def sample(
-        self, output: HeadOutput, params: SamplingBatch, output_index: NDArray[np.int64]
-    ) -> SampleOutput:
+    def sample(self, output: HeadOutput, params: SamplingBatch, output_index: Sequence[int]) -> SampleOutput:
         """Choose one token per row.
 
         Args:
@@ -63,11 +62,11 @@ class Sampler:
 
 
 def _with_draws(
-    token_ids: NDArray[np.int64], output: HeadOutput, params: SamplingBatch, output_index: NDArray[np.int64]
+    token_ids: NDArray[np.int64], output: HeadOutput, params: SamplingBatch, output_index: Sequence[int]
 ) -> NDArray[np.int64]:
     """The likeliest candidate of each row [num_rows], replaced where a token is drawn."""
     token_ids = token_ids.copy()
-    uniforms = uniform(params.seed, output_index)
+    uniforms = uniform(params.seed, np.array(output_index, dtype=np.int64))
     is_drawn = (params.temperature > 0.0) & output.candidates.is_finite
     has_candidates = params.head.num_candidates > 0
     narrow = np.flatnonzero(is_drawn & has_candidates & (token_ids != NO_ID))

@@ -10,6 +10,7 @@ so do log-probabilities, which change nothing about how the token is chosen.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -95,7 +96,7 @@ class SamplingRows:
         """How many of the likeliest tokens are told at each position of the row's prompt."""
         return self._num_prompt_logprobs[row]
 
-    def batch(self, rows: NDArray[np.int64], output_index: NDArray[np.int64]) -> SamplingBatch:
+    def batch(self, rows: NDArray[np.int64], output_index: Sequence[int]) -> SamplingBatch:
         """The parameters of `rows`.
 
         Args:
@@ -107,11 +108,12 @@ class SamplingRows:
         is_biased = batch.has_changes or batch.has_min_tokens
         if allowed is None and not is_biased:
             return batch
-        is_early = output_index < batch.min_tokens
+        index = np.array(output_index, dtype=np.int64)
+        is_early = index < batch.min_tokens
         is_biased = batch.has_changes or bool(is_early.any())
         if allowed is None and not is_biased:
             return batch
-        bias = self._changes.bias(rows, output_index, is_early) if is_biased else batch.head.bias
+        bias = self._changes.bias(rows, index, is_early) if is_biased else batch.head.bias
         return replace(batch, head=replace(batch.head, bias=bias, allowed=allowed))
 
     def _kept_or_gathered(self, rows: NDArray[np.int64]) -> SamplingBatch:

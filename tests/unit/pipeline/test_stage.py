@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from itertools import count
 from typing import Protocol
 
-import numpy as np
 import pytest
 import torch
 
@@ -139,7 +138,7 @@ class Pipe:
             2,
             max_num_tokens=MAX_TOKENS,
             max_num_rows=NUM_ROWS,
-            max_blocks_per_row=rows.max_blocks_per_row,
+            max_blocks_per_row=rows.tables.width,
             device=CPU,
         )
         return ModelRunner(model, arithmetic_kv(NUM_BLOCKS, BLOCK), rows, buffers, VOCAB)
@@ -213,18 +212,19 @@ def live_rows(rows: RequestRows) -> dict[int, tuple[object, ...]]:
     return {
         row: (
             rows.request_ids[row],
-            rows.total_len[row].item(),
-            rows.num_computed[row].item(),
-            rows.sampled_step[row].item(),
-            rows.block_tables[row, : rows.num_blocks[row]].tolist(),
+            rows.total_len[row],
+            rows.num_computed[row],
+            rows.sampled_step[row],
+            list(rows.tables.first(row, rows.tables.num_blocks[row])),
         )
-        for row in np.flatnonzero(rows.generation >= 0).tolist()
+        for row, generation in enumerate(rows.generation)
+        if generation >= 0
     }
 
 
 def known_ids(rows: RequestRows) -> dict[int, list[int]]:
     """The ids of the rows that a request holds."""
-    held = np.flatnonzero(rows.generation >= 0).tolist()
+    held = [row for row, generation in enumerate(rows.generation) if generation >= 0]
     return {row: rows.token_ids[row, : rows.total_len[row]].tolist() for row in held}
 
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import random
+from array import array
 from collections.abc import Sequence
 
-import numpy as np
 import pytest
 
 from hand_core import Part, make_plan, new_row
@@ -85,7 +85,7 @@ def test_e1_in_a_full_pipe_step_t_is_consumed_at_t_plus_p(num_stages: int) -> No
         assert num_consumed == (0 if token_from < 0 else 1)  # the first P consume nothing
         if num_consumed:
             consumed_at[token_from] = step
-            assert ends.rows.last_tokens(np.array([row])).tolist() == [10 + token_from]
+            assert ends.rows.last_tokens([row]) == [10 + token_from]
         ends.expect(plan)
         ends.send(plan, [[10 + step]])
         assert ends.receiver.num_pending <= num_stages
@@ -178,7 +178,7 @@ def test_ids_go_to_stages_that_embed_and_counts_to_the_others() -> None:
         rows.apply(plan)
         receiver = (TokenReceiver if embeds else CountReceiver)(early, rows, name="x", timeout_s=30.0)
         receiver.expect_samples(plan, rows.snapshot(range(4)))
-        rows.num_computed[:] = 9
+        rows.num_computed = array("q", [9] * 4)
         rows.free(3)  # and its sample is dropped
         receiver.consume_samples(0)
         assert early.recv(0) is None

@@ -41,6 +41,8 @@ class Head:
     def __init__(self, library: ctypes.CDLL) -> None:
         self._library = library
         self._call: _Call | None = None
+        self._rows: Tensor | None = None  # the newest input, and where it lies
+        self._rows_at = 0, 0
 
     def answer(
         self,
@@ -61,9 +63,11 @@ class Head:
         """
         if self._call is None or self._call.request is not request:
             self._call = _Call(request, product.out_size, curve)
-        assert x.stride(1) == 1, "a row of hidden states must be contiguous"
-        assert DTYPES[x.dtype] == product.dtype
-        product.x, product.x_stride = x.data_ptr(), x.stride(0)
+        if x is not self._rows:
+            assert x.stride(1) == 1, "a row of hidden states must be contiguous"
+            assert DTYPES[x.dtype] == product.dtype
+            self._rows, self._rows_at = x, (x.data_ptr(), x.stride(0))
+        product.x, product.x_stride = self._rows_at
         return self._call.run(self._library, product)
 
 

@@ -194,7 +194,7 @@ def test_nothing_of_the_trials_is_left() -> None:
     clock = FakeClock()
     pipe = SimulatedPipe(clock, 2)
     calibrate(pipe, core_config(2), kv_plan(2), clock)
-    assert (pipe.rows.generation == -1).all()
+    assert set(pipe.rows.generation) == {-1}
     assert pipe.plans[-1].consume_through == pipe.plans[-2].step_id
     assert pipe.plans[-1].rows == []
 
