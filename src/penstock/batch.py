@@ -149,6 +149,9 @@ class ScheduledBatch(msgspec.Struct, frozen=True, tag="plan", kw_only=True, omit
     new_blocks: list[list[int]] = []  # [num_rows] block ids to append to the row's block table
     need_sampled: list[bool] = []  # [num_rows] True where this step's last token yields a sampled id
     token_from: list[int] = []  # [num_rows] step whose sampled id this row consumes as input, or KNOWN
+    # Row index -> ids that may follow the token which the row consumes. They are the row's last tokens of the
+    # step, and all of these are sampled: such a row is a window (`sample.windows`).
+    drafts: dict[int, list[TokenId]] = {}
     pooled: list[int] = []  # rows whose vector is whole with this step, in plan order
     consume_through: int = -1  # earlier stages consume token returns of steps <= this before building
     freed_rows: list[int] = []
@@ -170,6 +173,20 @@ class ScheduledBatch(msgspec.Struct, frozen=True, tag="plan", kw_only=True, omit
         return sum(self.num_tokens)
 
     @property
+    def num_samples(self) -> int:
+        """Positions that are sampled: one of each sampled row, and one behind each draft."""
+        return self.need_sampled.count(True) + sum(map(len, self.drafts.values()))
+
+    @property
+    def window_sizes(self) -> list[int]:
+        """Of each sampled row, how many of its positions are sampled, in plan order."""
+        return [
+            1 + len(self.drafts.get(index, ()))
+            for index, is_sampled in enumerate(self.need_sampled)
+            if is_sampled
+        ]
+
+    @property
     def sampled_rows(self) -> list[int]:
         """Rows (not plan indices) that yield a sampled id, in plan order."""
         return [row for row, sampled in zip(self.rows, self.need_sampled, strict=True) if sampled]
@@ -182,7 +199,7 @@ class SampledTokens(msgspec.Struct, frozen=True, array_like=True):
     step_id: int
     epoch: int
     digest: int
-    token_ids: list[list[TokenId]]  # accepted and sampled ids; one without speculation; [-1]: failed row
+    token_ids: list[list[TokenId]]  # accepted and sampled ids; one without speculation; -1: sampling failed
     num_rejected: list[int]  # drafts of the row that were rejected; 0 without speculation
 
 

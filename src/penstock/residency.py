@@ -40,7 +40,9 @@ class Resident:
 
     Attributes:
         key: 64 bits that stand for row, generation and request.
-        length: positions that the plans so far write; negative until the first says where it starts.
+        length: positions that the plans so far write, if all their drafts are right; negative until the first
+            says where it starts.
+        num_drafts: that the plans so far have brought: the true length is less by no more than these.
         blocks: its table.
         blocks_part: of the digest.
     """
@@ -49,6 +51,7 @@ class Resident:
     generation: int
     key: int
     length: int = _NOT_STARTED
+    num_drafts: int = 0
     blocks: list[int] = field(default_factory=list)
     blocks_part: int = 0
 
@@ -199,6 +202,9 @@ class Residency:
         """What is wrong with the first row that does not fit, unless there is a complaint before it; empty
         when all do."""
         rows, size, gained = self.rows, self._block_size, 0
+        for index, draft_ids in plan.drafts.items():
+            if plan.rows[index] in rows:
+                rows[plan.rows[index]].num_drafts += len(draft_ids)
         columns = zip(plan.rows, plan.start_positions, plan.num_tokens, plan.new_blocks, strict=True)
         for row, start, count, blocks in columns:
             resident = rows.get(row)
@@ -212,8 +218,7 @@ class Residency:
                 self.extend(resident, blocks, start // size if not resident.blocks else 0)
             resident.length = end = start + count
             gained += resident.key * count
-            if end > len(resident.blocks) * size:
-                room = len(resident.blocks) * size
+            if end - resident.num_drafts > (room := len(resident.blocks) * size):
                 complaint = complaint or _differ(
                     row, resident, "has no KV block for its last token", end, room
                 )

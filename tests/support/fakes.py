@@ -65,7 +65,10 @@ from penstock.residency import Residency
 from penstock.scheduler.admission import derive_seed
 from penstock.scheduler.cost_model import CostModel, StageCost, StepSample, StepShape
 from penstock.scheduler.pacing import WireTime
+from penstock.scheduler.queues import RequestState
 from penstock.scheduler.scheduler import Scheduler
+from penstock.scheduler.windows import DraftWindows
+from penstock.speculation.drafter import Drafter
 
 VOCAB_SIZE = 40
 SMALL_SCHEDULER = SchedulerConfig(max_num_seqs=8)
@@ -144,7 +147,8 @@ class ReplicaRow:
     sampling: RowSampling
     pooling: str | None = None
     grammar: int = NO_GRAMMAR
-    num_computed: int = 0
+    num_computed: int = 0  # if all drafts whose returns were not consumed are right
+    num_rejected: int = 0  # drafts that returns have told of
     blocks: list[int] = field(default_factory=list)
 
 
@@ -176,7 +180,9 @@ class RankReplica:
         self.rows: dict[int, ReplicaRow] = {}
         self.generations: dict[int, int] = {}
         self.slots: dict[int, tuple[int, int]] = {}  # slot -> (position, token id)
-        self.returns: dict[int, dict[int, tuple[int, int]]] = {}  # step -> row -> (generation, token id)
+        # step -> row -> generation, ids, rejected drafts
+        self.returns: dict[int, dict[int, tuple[int, list[int], int]]] = {}
+        self.num_rejected: list[int] = []  # of the sampled rows of the newest step
         self.pooled: list[bytes] = []  # vectors of the step that was run last
         self.log = DecisionLog(epoch, first_step)
         self.scores: list[list[TokenLogprobs]] = []  # of the newest step
@@ -187,8 +193,8 @@ class RankReplica:
         self.first_step = self.next_step = first_step
         self.consumed = first_step - 1
 
-    def run(self, plan: ScheduledBatch) -> list[int]:
-        """Apply one plan; the sampled ids in plan order."""
+    def run(self, plan: ScheduledBatch) -> list[list[int]]:
+        """Apply one plan; the ids that the sampled rows get, in plan order."""
         assert plan.step_id == self.next_step, "steps have no gaps"
         self.log.append(plan, lambda _: [])
         self.residency.replay(plan)
@@ -199,10 +205,22 @@ class RankReplica:
         sampled = [self._run_row(plan, index) for index in range(len(plan.rows))]
         self._check_blocks()
         self.pooled = [self._vector(self.rows[row]) for row in plan.pooled]
-        kept = [(row, token) for row, token in zip(plan.rows, sampled, strict=True) if token is not None]
-        self.returns[plan.step_id] = {row: (self.rows[row].generation, token) for row, token in kept}
+        kept = [(row, ids) for row, ids in zip(plan.rows, sampled, strict=True) if ids is not None]
+        sizes = [size - len(ids) for size, (_, ids) in zip(plan.window_sizes, kept, strict=True)]
+        self.num_rejected = sizes
+        self.returns[plan.step_id] = {
+            row: (self.rows[row].generation, ids, rejected)
+            for (row, ids), rejected in zip(kept, sizes, strict=True)
+        }
         self.scores = [self._score(plan, scored) for scored in plan.scored]
-        return [token for _, token in kept]
+        return [ids for _, ids in kept]
+
+    def num_settled(self, row: int) -> int:
+        """The scheduled positions of a row once all returns are consumed."""
+        state = self.rows[row]
+        entries = [returned[row] for returned in self.returns.values() if row in returned]
+        open_ones = [rejected for generation, _, rejected in entries if generation == state.generation]
+        return state.num_computed - sum(open_ones)
 
     def _score(self, plan: ScheduledBatch, scored: ScoredTokens) -> list[TokenLogprobs]:
         """From what the KV slots hold, as a sample is."""
@@ -258,15 +276,18 @@ class RankReplica:
     def _consume(self, plan: ScheduledBatch) -> None:
         assert self.consumed <= plan.consume_through < plan.step_id, "consume_through is monotone"
         for step in range(self.consumed + 1, plan.consume_through + 1):
-            for row, (generation, token) in self.returns.pop(step).items():
+            for row, (generation, ids, rejected) in self.returns.pop(step).items():
                 state = self.rows.get(row)
                 if state is not None and state.generation == generation:
-                    state.token_ids.append(token)
+                    state.token_ids += ids
+                    state.num_computed -= rejected
+                    state.num_rejected += rejected
         self.consumed = plan.consume_through
 
-    def _run_row(self, plan: ScheduledBatch, index: int) -> int | None:
+    def _run_row(self, plan: ScheduledBatch, index: int) -> list[int] | None:
         state = self.rows[plan.rows[index]]
-        start, count = plan.start_positions[index], plan.num_tokens[index]
+        start, count = plan.start_positions[index] - state.num_rejected, plan.num_tokens[index]
+        drafts = plan.drafts.get(index, [])
         assert count >= 1
         assert state.pooling is None or start == state.num_computed, "all tokens of a pooled row are run"
         if not state.num_computed:  # what it starts behind was found in a cache; `_sample` sees whether it is
@@ -274,15 +295,18 @@ class RankReplica:
         assert start == state.num_computed, "positions are run once, in order"
         source = plan.token_from[index]
         if source != KNOWN:
-            assert count == 1
+            assert count == 1 + len(drafts)
             assert source <= plan.consume_through, "the input id has been consumed"
             assert start + 1 == len(state.token_ids), "a decode runs the newest token"
+        else:
+            assert not drafts, "only decodes bring drafts"
         state.blocks += plan.new_blocks[index]
+        tokens = [*state.token_ids, *drafts]
         follows = source != KNOWN or self._has(state, start)
         for position in range(start, start + count):
-            self._write(state, position, state.token_ids[position] if follows else SPOILT)
+            self._write(state, position, tokens[position] if follows else SPOILT)
         state.num_computed += count
-        reaches_all = state.num_computed == len(state.token_ids)
+        reaches_all = state.num_computed == len(tokens)
         if state.pooling is not None:
             assert not plan.need_sampled[index]
             assert (plan.rows[index] in plan.pooled) == reaches_all, "pooled once all tokens have run"
@@ -294,12 +318,19 @@ class RankReplica:
             return None
         assert (state.sampling.structured is None) == (state.grammar == NO_GRAMMAR)
         assert not self.builds_grammars or state.grammar not in self.builds, "its grammar is not built"
-        return self._sample(state, may_be_spoilt=bool(plan.awaited))
+        ids: list[int] = []
+        for place in range(1 + len(drafts)):
+            end = state.num_computed - len(drafts) + place
+            ids.append(self._sample(state, end, may_be_spoilt=bool(plan.awaited)))
+            if drafts[place : place + 1] != ids[-1:]:
+                break
+        return ids
 
-    def _sample(self, state: ReplicaRow, *, may_be_spoilt: bool) -> int:
-        stored = [self.slots.get(self._slot(state, position)) for position in range(state.num_computed)]
+    def _sample(self, state: ReplicaRow, end: int, *, may_be_spoilt: bool) -> int:
+        """The id behind its first `end` positions."""
+        stored = [self.slots.get(self._slot(state, position)) for position in range(end)]
         context = [token for position, token in filter(None, stored)]
-        is_whole = [entry and entry[0] for entry in stored] == list(range(state.num_computed))
+        is_whole = [entry and entry[0] for entry in stored] == list(range(end))
         if may_be_spoilt and (SPOILT in context or not is_whole):
             return 0
         assert is_whole, "KV is somebody else's"
@@ -525,18 +556,18 @@ class FakeExecutor:
                 f"step {plan.step_id} takes its input from step {source}, which is still in the pipe"
             )
 
-    def _result(self, plan: ScheduledBatch, tokens: list[int]) -> StepResult:
+    def _result(self, plan: ScheduledBatch, tokens: list[list[int]]) -> StepResult:
         failed = [index for index in self.fail_rows.get(plan.step_id, []) if index < len(tokens)]
         wanted = [self.replica.rows[row].sampling.num_logprobs for row in plan.sampled_rows]
         return StepResult(
             step_id=plan.step_id,
             epoch=plan.epoch,
             digest=plan.digest,
-            token_ids=[[-1] if index in failed else [token] for index, token in enumerate(tokens)],
-            num_rejected=[0] * len(tokens),
+            token_ids=[[*ids[:-1], -1] if index in failed else ids for index, ids in enumerate(tokens)],
+            num_rejected=self.replica.num_rejected,
             logprobs=[
-                None if count < 0 else [TokenLogprobs(-0.5, 1, [token], [-0.5])]
-                for token, count in zip(tokens, wanted, strict=True)
+                None if count < 0 else [TokenLogprobs(-0.5, 1, [token], [-0.5]) for token in ids]
+                for ids, count in zip(tokens, wanted, strict=True)
             ],
             failed=failed,
             scores=[
@@ -565,6 +596,8 @@ class CoreRig:
         max_plans_in_flight: with a wire between the stages, whose time is measured.
         executor_class: makes the executor, of the arguments of a `FakeExecutor`.
         clock: that is given; None: a new one.
+        drafter: makes one, of what finds a live request by its arrival; None: nobody drafts.
+        num_drafts: of a row at most.
     """
 
     def __init__(
@@ -590,6 +623,8 @@ class CoreRig:
         max_plans_in_flight: int | Literal["auto"] = "auto",
         executor_class: Callable[..., FakeExecutor] = FakeExecutor,
         clock: FakeClock | None = None,
+        drafter: Callable[[Callable[[int], RequestState]], Drafter] | None = None,
+        num_drafts: int = 4,
     ) -> None:
         parallel = ParallelConfig(
             pipeline_parallel_size=num_stages,
@@ -613,6 +648,15 @@ class CoreRig:
         if catalogue is not None:
             policy = replace(tier_policy, store_when_found=store_when_found)
             self.tier = StorageTier(self.allocator, catalogue, self.clock, policy)
+        windows = None
+        if drafter is not None:
+            windows = DraftWindows(
+                drafter(self._request_of),
+                self.allocator,
+                model,
+                most=num_drafts,
+                max_tokens=scheduler.max_num_batched_tokens,
+            )
         self.scheduler = Scheduler(
             scheduler,
             self.allocator,
@@ -624,6 +668,7 @@ class CoreRig:
             costs=model,
             tier=self.tier,
             depth=self.depth,
+            windows=windows,
         )
         self.make_executor = partial(
             executor_class,
@@ -660,6 +705,9 @@ class CoreRig:
             self.requests[one.request_id] = one
             self.updates[one.request_id] = []
         self.core.check_invariants()
+
+    def _request_of(self, arrival: int) -> RequestState:
+        return next(request for request in self.scheduler._queues if request.arrival == arrival)
 
     def embed(self, request_id: str, prompt: Sequence[int] | int, pooling: Pooling = "mean") -> None:
         """Queue a request for a vector; a number as for `add`."""
@@ -752,7 +800,7 @@ class CoreRig:
     @property
     def num_dropped(self) -> int:
         """Sampled ids that never reached anybody, because their request had ended."""
-        sampled = sum(plan.need_sampled.count(True) for plan in self.executor.plans)
+        sampled = sum(plan.num_samples for plan in self.executor.plans)
         return sampled - sum(len(self.tokens(request_id)) for request_id in self.requests)
 
     @property

@@ -56,7 +56,8 @@ class Rank:
     plans: deque[ScheduledBatch] = field(default_factory=deque)  # here and not begun
     copies: list[TierOrder] = field(default_factory=list)  # given and not carried out
     answers: list[OrderResult] = field(default_factory=list)  # carried out and not told
-    sampled: dict[int, list[int]] = field(default_factory=dict)  # by step
+    sampled: dict[int, list[list[int]]] = field(default_factory=dict)  # by step
+    rejected: dict[int, list[int]] = field(default_factory=dict)  # by step
     scored: dict[int, list[list[TokenLogprobs]]] = field(default_factory=dict)  # by step
     pooled: dict[int, list[bytes]] = field(default_factory=dict)  # by step
 
@@ -79,6 +80,7 @@ class Rank:
         for order in [order for order in self.copies if order.order in plan.awaited]:
             self.copy(self.copies.index(order))
         self.sampled[plan.step_id] = self.replica.run(plan)
+        self.rejected[plan.step_id] = self.replica.num_rejected
         self.scored[plan.step_id] = self.replica.scores
         self.pooled[plan.step_id] = self.replica.pooled
         assert self.replica.residency.recomputed() == self.replica.residency.digest
@@ -310,8 +312,8 @@ class ReplicaPipe:
                     step_id=plan.step_id,
                     epoch=plan.epoch,
                     digest=plan.digest,
-                    token_ids=[[token] for token in ids],
-                    num_rejected=[0] * len(ids),
+                    token_ids=ids,
+                    num_rejected=self._output.rejected[plan.step_id],
                     logprobs=[None] * len(ids),
                     scores=self._output.scored[plan.step_id],
                     pooled=self._output.pooled[plan.step_id],

@@ -19,12 +19,20 @@ from penstock.config.hosts import HostsConfig
 from penstock.config.limits import ConnectionLimits, GrammarLimits, Limits
 from penstock.config.server import ServerConfig
 from penstock.config.setting import Setting, environment_names_of
+from penstock.config.speculation import SpeculationConfig
 from penstock.config.topology import with_topology
 
 Config = type[msgspec.Struct]
 AnyStruct = TypeVar("AnyStruct", bound=msgspec.Struct)
 
-ENGINE: tuple[Config, ...] = (ModelConfig, EngineConfig, ParallelConfig, CacheConfig, SchedulerConfig)
+ENGINE: tuple[Config, ...] = (
+    ModelConfig,
+    EngineConfig,
+    ParallelConfig,
+    CacheConfig,
+    SchedulerConfig,
+    SpeculationConfig,
+)
 SERVER: tuple[Config, ...] = (HostsConfig, ServerConfig, Limits, GrammarLimits, ConnectionLimits)
 
 
@@ -119,5 +127,6 @@ def configured_engine(given: Mapping[str, Any], model: str) -> EngineConfig:
         parallel=parallel,
         cache=configured(CacheConfig, given),
         scheduler=configured(SchedulerConfig, given),
+        speculation=configured(SpeculationConfig, given),
         cluster=configured(HostsConfig, given),
     )

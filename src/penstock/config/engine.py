@@ -19,6 +19,7 @@ from penstock.config.checks import above_zero, at_least, between
 from penstock.config.executor_backend import require_backend
 from penstock.config.hosts import HostsConfig
 from penstock.config.setting import Setting
+from penstock.config.speculation import SpeculationConfig
 from penstock.errors import UsageError
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
@@ -501,6 +502,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     parallel: ParallelConfig = ParallelConfig()
     cache: CacheConfig = CacheConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
+    speculation: SpeculationConfig = SpeculationConfig()
     cluster: HostsConfig = HostsConfig()
     seed: Annotated[int, Setting("model", "of requests without a seed")] = 0
 

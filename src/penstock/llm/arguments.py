@@ -12,6 +12,7 @@ import msgspec
 from penstock.config.engine import CacheConfig, EngineConfig, ModelConfig, ParallelConfig, SchedulerConfig
 from penstock.config.hosts import HostsConfig
 from penstock.config.refused_settings import refuse_if_known, refuse_replicas
+from penstock.config.speculation import SpeculationConfig
 from penstock.config.topology import with_topology
 from penstock.engine.supervisor.auto_partition import settle_partition
 from penstock.engine.supervisor.launch import LaunchPlan, resolve
@@ -28,6 +29,7 @@ _PARTS = {
     "parallel": ParallelConfig,
     "cache": CacheConfig,
     "scheduler": SchedulerConfig,
+    "speculation": SpeculationConfig,
     "cluster": HostsConfig,
 }
 

@@ -33,6 +33,7 @@ from penstock.config.engine import (
 )
 from penstock.config.executor_backend import PROCESSES, require_backend
 from penstock.config.limits import GrammarLimits
+from penstock.config.speculation import SpeculativeMethod
 from penstock.engine.client.outputs import CompletionOutput, RequestOutput, request_output
 from penstock.engine.client.vectors import (
     EmbeddingRequestOutput,
@@ -122,6 +123,8 @@ class LLM:
         micro_batches: parts of the decoding requests; `auto`: by the time of a cycle, P where unknown.
         inter_token_target_ms: milliseconds between two tokens of a request that prompts of others keep, but
             they may always lengthen the plan that they join by half. None by default.
+        speculative_method: who guesses: `off`: nobody; `suffix`: the request's own text, where it repeats.
+        num_speculative_tokens: guesses of a request in one step at most; fewer where more would cost time.
         hosts: how many, this one counted; all others run `penstock worker`.
         listen_workers: ADDRESS:PORT where workers join; the port is 7700 if it is left out.
         join_token_file: holds the token with which they join; written if it is not there.
@@ -182,6 +185,8 @@ class LLM:
         prefill_chunk: int = 512,
         micro_batches: int | Literal["auto"] = "auto",
         inter_token_target_ms: float = NO_INTER_TOKEN_TARGET_MS,
+        speculative_method: SpeculativeMethod = "off",
+        num_speculative_tokens: int = 8,
         hosts: int = 1,
         listen_workers: str | None = None,
         join_token_file: str | None = None,
@@ -339,11 +344,7 @@ class LLM:
         for index, (prompt, params) in enumerate(zip(prompts, sampling, strict=True)):
             with at_place(f"prompts[{index}]"):
                 requests.append(self._requests.for_text(prompt, params))
-        for index, request in enumerate(requests):
-            structured = request.request.sampling.structured_outputs
-            if structured is not None:
-                with at_place(f"prompts[{index}]"):
-                    self._grammars.prove_now(structured)
+        _prove_all(requests, self._grammars)
         results, tokenizer = self._run(requests, use_tqdm), self._text.tokenizer
         return [
             _text_output(request.request, prompt, result, tokenizer)
@@ -371,6 +372,15 @@ class LLM:
     def _run(self, requests: Sequence[OfflineRequest], use_tqdm: bool | None) -> list[RequestResult]:
         with progress_of(len(requests), use_tqdm) as progress:
             return self._client.run(requests, progress)
+
+
+def _prove_all(requests: Sequence[OfflineRequest], grammars: GrammarProver) -> None:
+    """Raise `InvalidRequestError` for a grammar that no text can follow; names the prompt by its index."""
+    for index, request in enumerate(requests):
+        structured = request.request.sampling.structured_outputs
+        if structured is not None:
+            with at_place(f"prompts[{index}]"):
+                grammars.prove_now(structured)
 
 
 def _for_each(given: Params | Sequence[Params], count: int, name: str) -> Sequence[Params]:

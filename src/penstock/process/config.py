@@ -21,6 +21,7 @@ from penstock.config.engine import (
     TiedHead,
 )
 from penstock.config.server import ServerConfig
+from penstock.config.speculation import SpeculationConfig
 from penstock.faults import Fault
 
 THIS_HOST = "this host"  # the name of the supervisor's own machine
@@ -115,6 +116,7 @@ class RankConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_num_batched_tokens: int
     depth: int  # plans in flight at most
     link_frames: int  # frames that a link holds, each end of it where it is between hosts
+    max_drafts: int = 0  # of a row in one step
     tied_head: TiedHead = "load"
     quantization: Quantization = "none"
     num_sharers: int = 1
@@ -161,6 +163,11 @@ class RankConfig(msgspec.Struct, frozen=True, kw_only=True):
         return rank_name(self.stage, self.tp_rank, self.tp_size)
 
     @property
+    def max_num_samples(self) -> int:
+        """Of one step."""
+        return min(self.max_num_seqs * (1 + self.max_drafts), self.max_num_batched_tokens)
+
+    @property
     def is_output(self) -> bool:
         """Whether this rank tells what was sampled: the first of the last stage (row D8)."""
         return self.is_last and self.tp_rank == 0
@@ -197,6 +204,7 @@ class CoreConfig(msgspec.Struct, frozen=True, kw_only=True):
     parallel: ParallelConfig
     cache: CacheConfig
     scheduler: SchedulerConfig
+    speculation: SpeculationConfig = SpeculationConfig()
     seed: int
     max_model_len: int
     vocab_size: int

@@ -190,11 +190,14 @@ def build_runner(
     model = loaded.model
     model.record(kv, config.max_num_batched_tokens)
     ids = NoIds if config.is_between else KeptIds
-    rows = RequestRows(config.max_num_seqs, config.max_model_len, config.block_size, ids=ids)
+    rows = RequestRows(
+        config.max_num_seqs, config.max_model_len, config.block_size, config.max_drafts, ids=ids
+    )
     buffers = BufferPool(
         config.depth,
         max_num_tokens=config.max_num_batched_tokens,
         max_num_rows=config.max_num_seqs,
+        max_num_samples=config.max_num_samples,
         max_blocks_per_row=rows.tables.width,
         device=device_of(config),
     )

@@ -67,7 +67,7 @@ class InputBuffers:
     positions: InputBuffer  # [max_num_tokens]
     slot_mapping: InputBuffer  # [max_num_tokens]
     block_tables: InputBuffer  # [max_num_rows * max_blocks_per_row], used as [num_rows, longest]
-    sample_indices: InputBuffer  # [max_num_rows]
+    sample_indices: InputBuffer  # [max_num_samples]
     query_starts: InputBuffer  # [max_num_rows + 1]
     seq_lens: InputBuffer  # [max_num_rows]
     kernel_step: abi.Step  # over these buffers' host addresses
@@ -78,7 +78,7 @@ class BufferPool:
 
     Args:
         depth: plans in flight at most.
-        max_num_tokens, max_num_rows: of one step.
+        max_num_tokens, max_num_rows, max_num_samples: of one step.
         max_blocks_per_row: blocks of a row of full length.
     """
 
@@ -88,6 +88,7 @@ class BufferPool:
         *,
         max_num_tokens: int,
         max_num_rows: int,
+        max_num_samples: int,
         max_blocks_per_row: int,
         device: torch.device,
     ) -> None:
@@ -97,7 +98,7 @@ class BufferPool:
             "positions": (max_num_tokens, device),
             "slot_mapping": (max_num_tokens, device),
             "block_tables": (max_num_rows * max_blocks_per_row, device),
-            "sample_indices": (max_num_rows, device),
+            "sample_indices": (max_num_samples, device),
             "query_starts": (max_num_rows + 1, host),
             "seq_lens": (max_num_rows, host),
         }

@@ -15,6 +15,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain
 
+import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
 from penstock.attention.metadata import AttentionMetadata
@@ -30,16 +32,25 @@ class ForwardBatch:
     plan: ScheduledBatch
     positions: Tensor  # [num_tokens] int64
     metadata: AttentionMetadata
-    sample_indices: list[int]  # [num_sampled] the last token of each sampled row
     addressed: RowSnapshot  # [num_rows]
     sampled: RowSnapshot  # [num_sampled]
-    output_index: list[int]  # [num_sampled] how many tokens the row has generated before this one
+    samples: Samples
     starts: list[int]  # [num_rows] position of the first token of each row
-    num_rejections: int  # that the row table had seen when the batch was begun
 
     @property
     def num_tokens(self) -> int:
         return len(self.positions)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Samples:
+    """The positions that a step samples: the last token of each sampled row, or, where it brings drafts, all
+    of its tokens (`sample.windows`)."""
+
+    indices: list[int]  # [num_samples] of the step's tokens
+    rows: NDArray[np.int64]  # [num_samples]; the sampled rows themselves, where none brings drafts
+    output_index: list[int]  # [num_samples] how many tokens the row has, or would have, generated before
+    drafts: list[list[int]]  # [num_sampled] of each sampled row; empty where none brings any
 
 
 def build_batch(plan: ScheduledBatch, rows: RequestRows, buffers: InputBuffers) -> ForwardBatch:
@@ -58,7 +69,7 @@ def begin_batch(plan: ScheduledBatch, rows: RequestRows, buffers: InputBuffers) 
     rows.append_blocks(plan)
     starts, ends = rows.span_of(plan)
     rows.advance(plan, ends)
-    return _batch_at(starts, ends, plan, rows, buffers)
+    return _batch_at(rows.fitted(plan, starts), plan, rows, buffers)
 
 
 def complete_batch(batch: ForwardBatch, rows: RequestRows, buffers: InputBuffers) -> ForwardBatch:
@@ -67,8 +78,12 @@ def complete_batch(batch: ForwardBatch, rows: RequestRows, buffers: InputBuffers
     Raises `ProtocolError` if they are not.
     """
     rows.check_sources(batch.plan)
-    if rows.num_rejections != batch.num_rejections:  # so positions are others than the plan had hoped
-        batch = _batch_at(*rows.accepted_span_of(batch.plan), batch.plan, rows, buffers)
+    for index, draft_ids in batch.plan.drafts.items():
+        rows.put_drafts(batch.plan.rows[index], draft_ids)
+    starts, ends = rows.accepted_span_of(batch.plan)
+    rows.check_room(batch.plan, ends)
+    if starts != batch.starts:  # drafts were rejected meanwhile
+        batch = _batch_at(starts, batch.plan, rows, buffers)
     return batch
 
 
@@ -85,29 +100,53 @@ def input_ids(batch: ForwardBatch, rows: RequestRows, buffers: InputBuffers) -> 
 
 def _batch_at(
     starts: list[int],
-    ends: list[int],
     plan: ScheduledBatch,
     rows: RequestRows,
     buffers: InputBuffers,
 ) -> ForwardBatch:
     addressed, num_tokens = rows.snapshot(plan.rows), plan.total_tokens
+    ends = [start + count for start, count in zip(starts, plan.num_tokens, strict=True)]
     query_starts = list(accumulate(plan.num_tokens, initial=0))
     positions = [range(start, end) for start, end in zip(starts, ends, strict=True)]
-    sampled, sampled_ends, sample_indices = addressed, ends, [start - 1 for start in query_starts[1:]]
-    if not all(plan.need_sampled):
-        chosen = [index for index, is_sampled in enumerate(plan.need_sampled) if is_sampled]
-        sampled, sampled_ends = addressed.select(chosen), [ends[index] for index in chosen]
-        sample_indices = [sample_indices[index] for index in chosen]
+    chosen = [index for index, is_sampled in enumerate(plan.need_sampled) if is_sampled]
+    sampled = addressed if len(chosen) == len(addressed) else addressed.select(chosen)
     return ForwardBatch(
         plan=plan,
         positions=buffers.positions.publish_parts(positions, num_tokens),
         metadata=_metadata(plan, rows, buffers, starts, ends, query_starts),
-        sample_indices=sample_indices,
         addressed=addressed,
         sampled=sampled,
-        output_index=[end - length for end, length in zip(sampled_ends, sampled.prompt_len, strict=True)],
+        samples=_samples(plan, chosen, sampled, ends, query_starts),
         starts=starts,
-        num_rejections=rows.num_rejections,
+    )
+
+
+def _samples(
+    plan: ScheduledBatch,
+    chosen: list[int],
+    sampled: RowSnapshot,
+    ends: list[int],
+    query_starts: list[int],
+) -> Samples:
+    """What is sampled of the rows at the indices `chosen`."""
+    if not plan.drafts:
+        return Samples(
+            indices=[query_starts[index + 1] - 1 for index in chosen],
+            rows=sampled.rows,
+            output_index=[ends[index] - sampled.prompt_len[at] for at, index in enumerate(chosen)],
+            drafts=[],
+        )
+    drafts = [plan.drafts.get(index, []) for index in chosen]
+    indices: list[int] = []
+    output_index: list[int] = []
+    for at, index in enumerate(chosen):
+        num_drafts, last = len(drafts[at]), query_starts[index + 1]
+        num_outputs = ends[index] - sampled.prompt_len[at]
+        indices.extend(range(last - 1 - num_drafts, last))
+        output_index.extend(range(num_outputs - num_drafts, num_outputs + 1))
+    widths = [1 + len(draft_ids) for draft_ids in drafts]
+    return Samples(
+        indices=indices, rows=np.repeat(sampled.rows, widths), output_index=output_index, drafts=drafts
     )
 
 

@@ -30,6 +30,7 @@ from penstock.sample.pooling import PoolingRows
 from penstock.sample.prompt_scores import ScoredRows, score
 from penstock.sample.sampler import Sampler
 from penstock.sample.sampling_rows import SamplingRows
+from penstock.sample.windows import accept_drafts
 
 
 class ModelRunner:
@@ -111,26 +112,29 @@ class ModelRunner:
         pooled = self._pooling.step(plan, lambda indices: self._final_states(tensors, indices))
         if not len(batch.sampled):
             return StepResult(step_id=plan.step_id, epoch=plan.epoch, digest=plan.digest, pooled=pooled)
-        rows = batch.sampled.rows
-        params = self._sampling.batch(rows, batch.output_index)
+        samples, rows = batch.samples, batch.sampled.rows
+        params = self._sampling.batch(samples.rows, samples.output_index)
         head = self.grammars.constrained(params.head, rows)
         if head is not params.head:
             params = replace(params, head=head)
-        indices = self._buffers.for_step(plan.step_id).sample_indices.publish(batch.sample_indices)
+        indices = self._buffers.for_step(plan.step_id).sample_indices.publish(samples.indices)
         head_output = self._model.compute_candidates(tensors, indices, head)
-        drawn = self._sampler.sample(head_output, params, batch.output_index)
-        self.grammars.accept(rows, drawn.token_ids)
+        drawn = self._sampler.sample(head_output, params, samples.output_index)
+        accepted = accept_drafts(drawn, samples.drafts or [()] * len(rows))
+        self.grammars.accept(rows, accepted.token_ids)
         is_finite = head_output.candidates.is_finite
         result = StepResult(
             step_id=plan.step_id,
             epoch=plan.epoch,
             digest=plan.digest,
-            token_ids=[[token_id] for token_id in drawn.token_ids],
-            num_rejected=[0] * len(drawn.token_ids),
-            logprobs=[None if entry is None else [entry] for entry in drawn.logprobs],
-            failed=drawn.failed,
+            token_ids=accepted.token_ids,
+            num_rejected=accepted.num_rejected,
+            logprobs=accepted.logprobs,
+            failed=list(accepted.failed),
             unmet={
-                index: self.grammars.reason(int(rows[index])) for index in drawn.failed if is_finite[index]
+                index: self.grammars.reason(int(rows[index]))
+                for index, sample in accepted.failed.items()
+                if is_finite[sample]
             },
             pooled=pooled,
         )

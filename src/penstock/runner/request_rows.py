@@ -141,7 +141,7 @@ class RequestRows:
         self.generation = array("q", [_FREE]) * num_rows
         self.sampled_step = array("q", [KNOWN]) * num_rows  # step whose sample was consumed last
         self.request_ids = [""] * num_rows
-        self.num_rejections = 0  # steps consumed that rejected drafts, of any row
+        self._has_rejected = False  # whether drafts of any row were rejected, ever
         self._num_changes = 0  # of hands, of any row
         self._snapshots: KeptViews[tuple[int, ...], RowSnapshot] = KeptViews(self._snapshot)
 
@@ -154,7 +154,7 @@ class RequestRows:
         """No row is held, as at the start."""
         for row in range(len(self.generation)):
             self.generation[row] = _FREE
-        self.num_rejections = 0
+        self._has_rejected = False
         self._changes_hands()
 
     def apply(self, plan: ScheduledBatch) -> None:
@@ -229,9 +229,25 @@ class RequestRows:
         """True position of each row's first token, and behind its last, two [num_rows]: the plan's, less the
         rejections consumed."""
         starts = plan.start_positions
-        if self.num_rejections:
+        if self._has_rejected:
             starts = [start - self.num_rejected[row] for row, start in zip(plan.rows, starts, strict=True)]
         return starts, [start + count for start, count in zip(starts, plan.num_tokens, strict=True)]
+
+    def fitted(self, plan: ScheduledBatch, starts: list[int]) -> list[int]:
+        """The positions, or, of rows that do not have the blocks for them, the last ones that fit.
+
+        Rejections that are to be consumed may bring a row back to where it has blocks: the core knew of them
+        when it made the plan. What is built meanwhile with other positions is built anew then.
+        """
+        rooms = [self.tables.room(row) for row in plan.rows]
+        spans = zip(starts, plan.num_tokens, rooms, strict=True)
+        return [max(0, min(start, room - count)) for start, count, room in spans]
+
+    def check_room(self, plan: ScheduledBatch, ends: Sequence[int]) -> None:
+        """Raise `ProtocolError` unless each row has the blocks of its tokens."""
+        for index, row in enumerate(plan.rows):
+            if ends[index] > (room := self.tables.room(row)):
+                raise self._refusal(plan, index, "has no KV block for its last token", ends[index], room)
 
     def check_sources(self, plan: ScheduledBatch) -> None:
         """Raise `ProtocolError` unless each row's newest sample is that of the step which the plan names."""
@@ -276,7 +292,7 @@ class RequestRows:
                     self._ids.write(row, self.total_len[row], (token_id,))
                     self.total_len[row] += 1
             self._settle(step_id, row, num_rejected[index])
-        self.num_rejections += any(num_rejected)
+        self._has_rejected = self._has_rejected or any(num_rejected)
 
     def post_counts(
         self, step_id: int, addressed: RowSnapshot, num_ids: Sequence[int], num_rejected: Sequence[int]
@@ -289,7 +305,7 @@ class RequestRows:
         for index, row in self._still_held(addressed):
             self.total_len[row] += num_ids[index]
             self._settle(step_id, row, num_rejected[index])
-        self.num_rejections += any(num_rejected)
+        self._has_rejected = self._has_rejected or any(num_rejected)
 
     def _still_held(self, addressed: RowSnapshot) -> Iterator[tuple[int, int]]:
         """Yield those rows that the requests of the snapshot still hold, each behind its index there."""
@@ -316,8 +332,6 @@ class RequestRows:
             known = self.total_len[row]
             if end > known and plan.token_from[index] == KNOWN:
                 raise self._refusal(plan, index, "has tokens that nobody knows yet", end, known)
-            if end > (room := self.tables.room(row)):
-                raise self._refusal(plan, index, "has no KV block for its last token", end, room)
 
     def _refusal(self, plan: ScheduledBatch, index: int, complaint: str, *pair: int) -> ProtocolError:
         row = plan.rows[index]

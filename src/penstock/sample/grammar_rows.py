@@ -69,8 +69,9 @@ class NoGrammars:
         """The request, with what each of `rows` may get next. Waits for masks that are being made."""
         return request
 
-    def accept(self, rows: NDArray[np.int64], token_ids: Sequence[int]) -> None:
-        """These were drawn; `NO_ID` where nothing could be."""
+    def accept(self, rows: NDArray[np.int64], token_ids: Sequence[Sequence[int]]) -> None:
+        """The rows have got these, [len(rows), one or more]; the last is `NO_ID` where nothing could be
+        drawn."""
 
     def reason(self, row: int) -> str:
         """Why the row may have been left without a token, if its logits were finite."""
@@ -193,7 +194,7 @@ class GrammarRows(NoGrammars):
             allowed[index] &= row.mask
         return replace(request, allowed=allowed)
 
-    def accept(self, rows: NDArray[np.int64], token_ids: Sequence[int]) -> None:
+    def accept(self, rows: NDArray[np.int64], token_ids: Sequence[Sequence[int]]) -> None:
         drawn = [(row, token_ids[index]) for index, row in self._held(rows)]
         if drawn:
             pending = self._masking.submit(_advance, drawn)
@@ -342,9 +343,10 @@ class _Row:
         self._matcher = None
 
 
-def _advance(drawn: Sequence[tuple[_Row, int]]) -> None:
-    for row, token_id in drawn:
-        row.advance(token_id)
+def _advance(drawn: Sequence[tuple[_Row, Sequence[int]]]) -> None:
+    for row, token_ids in drawn:
+        for token_id in token_ids:
+            row.advance(token_id)
 
 
 def _said(error: BaseException) -> str:

@@ -14,7 +14,8 @@ once.
 
 What was generated is read from the row table, up to the token that is being sampled, and nothing else is
 remembered: a row that is given out again, after a preemption or on another core, counts anew and finds the
-same. A small state object of `sample.sampling_rows`.
+same. Drafts (`sample.windows`) count as if they had been generated, for the samples behind them alone.
+A small state object of `sample.sampling_rows`.
 """
 
 from __future__ import annotations
@@ -64,8 +65,10 @@ class ChangedRow:
         self._bad_words = BadWords(changes.bad_words)
         self._forbidden = self._bad_words.forbidden(np.zeros(0, dtype=np.int64))
         self._has_penalties = penalties != (1.0, 0.0, 0.0)
-        self._counts: Counter[int] = Counter()  # of generated tokens
+        self._counts: Counter[int] = Counter()  # of generated tokens, and of the drafts that are counted now
+        self._in_prompt: frozenset[int] = frozenset()  # ids, where a repetition penalty asks for them
         self._num_read = 0  # tokens of the history
+        self._drafts: list[int] = []  # that are counted beside them
         self._set_entries(set())
 
     @property
@@ -73,24 +76,30 @@ class ChangedRow:
         """Whether it changes logits behind `min_tokens` too."""
         return self._changes is not _UNCHANGED
 
-    def read(self, known: NDArray[np.int64], prompt_len: int) -> None:
+    def read(self, known: NDArray[np.int64], prompt_len: int, num_drafts: int = 0) -> None:
         """Take the tokens that have come since the last call.
 
         Args:
             known: [num_known] prompt and output.
+            num_drafts: of these, the last ones, which the next call may take back.
         """
         self._forbidden = self._bad_words.forbidden(known[prompt_len:])
         if not self._has_penalties:
             return
-        fresh = known[self._num_read :].tolist()
+        num_certain = len(known) - num_drafts
+        for token_id in self._drafts:
+            self._note(token_id, -1)
+        fresh = known[self._num_read : num_certain].tolist()
         if self._num_read == 0:
             self._counts.update(fresh[prompt_len:])
-            in_prompt = fresh[:prompt_len] if self._repetition != 1 else ()
-            self._set_entries(self._counts.keys() | in_prompt)
+            self._in_prompt = frozenset(fresh[:prompt_len] if self._repetition != 1 else ())
+            self._set_entries(self._counts.keys() | self._in_prompt)
         else:
             for token_id in fresh:
-                self._note(token_id)
-        self._num_read = len(known)
+                self._note(token_id, 1)
+        self._num_read, self._drafts = num_certain, known[num_certain:].tolist()
+        for token_id in self._drafts:
+            self._note(token_id, 1)
 
     def entries(self, *, is_early: bool) -> Entries:
         """Those of the tokens that were read; views until the next call.
@@ -120,15 +129,16 @@ class ChangedRow:
         self._values[: self._num] = [self._value(token_id) for token_id in ids]
         self._scales[: self._num] = [self._repetition if token_id in seen else 1 for token_id in ids]
 
-    def _note(self, token_id: int) -> None:
-        """Count a generated token."""
-        self._counts[token_id] += 1
+    def _note(self, token_id: int, times: int) -> None:
+        """Count a generated token, or a draft: once more, or once less."""
+        self._counts[token_id] += times
         index = bisect_left(self._ids, token_id, 0, self._num)
         if index == self._num or self._ids[index] != token_id:
             self._make_room(index)
             self._ids[index] = token_id
+        is_seen = self._counts[token_id] > 0 or token_id in self._in_prompt
         self._values[index] = self._value(token_id)
-        self._scales[index] = self._repetition
+        self._scales[index] = self._repetition if is_seen else 1
 
     def _make_room(self, index: int) -> None:
         """Make room for one more entry, before the entry at `index`."""
@@ -172,18 +182,23 @@ class LogitChangesOfRows:
         """Return the changes of the logits of `rows`.
 
         Args:
+            rows: those that bring drafts once for each sample, one after the other.
             output_index: [num_rows] tokens that each request has generated before this one.
             is_early: [num_rows] before its `min_tokens`.
         """
         starts = np.zeros(len(rows) + 1, dtype=np.int64)
         parts = []
         table, num_known = self._history, self._history.prompt_len[rows] + output_index
+        num_certain: dict[int, int] = {}  # by row; the first sample stands behind what is certain
         for index, row in enumerate(rows.tolist()):
             changed, early = self._rows[row], bool(is_early[index])
             if changed is None or not (early or changed.always_counts):
                 continue
-            changed.read(table.token_ids[row, : num_known[index]], int(table.prompt_len[row]))
-            parts.append(changed.entries(is_early=early))
+            end = int(num_known[index])
+            num_drafts = end - num_certain.setdefault(row, int(table.prompt_len[row] + output_index[index]))
+            changed.read(table.token_ids[row, :end], int(table.prompt_len[row]), num_drafts)
+            entries = changed.entries(is_early=early)
+            parts.append(entries if len(num_certain) == len(rows) else tuple(map(np.copy, entries)))
             starts[index + 1] = len(parts[-1][0])
         if not parts:
             return SparseBias.none(len(rows))

@@ -46,7 +46,7 @@ class StepShape(NamedTuple):
     @classmethod
     def of(cls, plan: ScheduledBatch) -> StepShape:
         attended = sum(map(attended_by, plan.start_positions, plan.num_tokens))
-        return cls(plan.total_tokens, attended, plan.need_sampled.count(True))
+        return cls(plan.total_tokens, attended, plan.num_samples)
 
 
 def attended_by(start: int, num_tokens: int) -> int:

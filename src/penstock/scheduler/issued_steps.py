@@ -51,8 +51,13 @@ class IssuedSteps:
         return {row for issued in self._issued.values() for row in issued.all_rows}
 
     def pending(self) -> list[RequestState]:
-        """One entry for each sample that is to come."""
-        return [request for issued in self._issued.values() for request in issued.sampling]
+        """One entry for each id that is to come, if all drafts are right."""
+        return [
+            request
+            for issued in self._issued.values()
+            for request, num_drafts in zip(issued.sampling, issued.num_drafts, strict=True)
+            for _ in range(1 + num_drafts)
+        ]
 
     def give_up(self) -> None:
         """Forget all steps in flight: none of them will return."""

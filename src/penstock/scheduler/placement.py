@@ -101,7 +101,6 @@ class Placement:
             budget = self._prompt_budget(draft, bool(decoding), prefill_tokens + prefill_in_flight)
             self._place_chunks(draft, budget)
             self._admit(draft, budget, newcomers)
-        self._depth.planned(draft)
 
     def settle_orders(self, finished: list[OrderResult], use: StoreUse) -> None:
         """As `PrefixReuse.settle_orders`. Who has begun behind blocks that have not come begins again, and so
@@ -147,7 +146,12 @@ class Placement:
     ) -> None:
         """Place this plan's share of the decoding requests: longest unsampled first, then oldest first."""
         newest = max(returned_step, draft.step_id - self._lag)
-        ready = [request for request in decoding if request.last_sampled_step <= newest]
+        ready = [
+            request
+            for request in decoding
+            if request.last_sampled_step
+            <= (returned_step if request.awaits_result and not self.has_prompts else newest)
+        ]
         ready.sort(key=_by_last_sample)
         quota = self._budget.decode_quota(len(decoding), prefill_tokens, self.num_micro_batches)
         for request in ready:

@@ -25,14 +25,28 @@ class PlanBuilder:
         self.new_rows: list[NewRow] = []
         self.entering: list[RequestState] = []  # of these, who have no tokens in the plan
         self.sampling: list[RequestState] = []  # aligned with the True entries of need_sampled
+        self.drafts: dict[int, list[int]] = {}  # by row index
         self.awaited: list[int] = []
         self.scoring: list[tuple[RequestState, ScoredTokens]] = []
         self.ending: list[RequestState] = []  # whose last step it is, without a sample
-        self.num_decodes = 0
+
+    @property
+    def num_decodes(self) -> int:
+        return len(self.token_from) - self.token_from.count(KNOWN)
+
+    @property
+    def num_drafts(self) -> list[int]:
+        """Of each request of `sampling`."""
+        return [
+            len(self.drafts.get(index, ()))
+            for index, is_sampled in enumerate(self.need_sampled)
+            if is_sampled
+        ]
 
     @property
     def prefill_tokens(self) -> int:
-        return sum(self.num_tokens) - self.num_decodes  # one token each
+        """Those that are neither decodes, of one token each, nor drafts."""
+        return sum(self.num_tokens) - self.num_decodes - sum(map(len, self.drafts.values()))
 
     @property
     def all_rows(self) -> list[int]:
@@ -42,8 +56,16 @@ class PlanBuilder:
     def add_decode(self, request: RequestState, blocks: list[int]) -> None:
         """One token, the one that the request's last sampling step yields."""
         self.token_from.append(request.last_sampled_step)
-        self.num_decodes += 1
         self._add(request, 1, blocks, True)
+
+    def add_drafts(self, index: int, draft_ids: Sequence[int], blocks: list[int]) -> None:
+        """A decode of the plan brings these behind its token. All rows so far must be decodes."""
+        request, num_drafts = self.requests[index], len(draft_ids)
+        self.drafts[index] = list(draft_ids)
+        self.num_tokens[index] += num_drafts
+        self.new_blocks[index] = [*self.new_blocks[index], *blocks]
+        request.num_scheduled += num_drafts
+        request.num_pending += num_drafts
 
     def add_chunk(self, request: RequestState, num_tokens: int, blocks: list[int]) -> None:
         """The next `num_tokens` of the tokens that were known when the request was admitted."""
@@ -61,7 +83,7 @@ class PlanBuilder:
         self.requests.append(request)
         self.rows.append(request.row)
         self.num_tokens.append(num_tokens)
-        self.start_positions.append(request.num_scheduled)
+        self.start_positions.append(request.num_planned)
         self.new_blocks.append(blocks)
         self.need_sampled.append(sampled)
         request.num_scheduled += num_tokens
@@ -88,6 +110,7 @@ class PlanBuilder:
             new_blocks=self.new_blocks,
             need_sampled=self.need_sampled,
             token_from=self.token_from,
+            drafts=self.drafts,
             pooled=[request.row for request in self.ending if request.pooling is not None],
             consume_through=consume_through,
             freed_rows=freed_rows,

@@ -50,9 +50,11 @@ class RequestState:
     Attributes:
         arrival: 0, 1, 2, ...; never used again; owns the KV blocks.
         max_len: tokens, prompt and output, at which it ends with "length".
-        num_scheduled: positions whose keys and values are written by the plans issued so far.
+        num_scheduled: positions whose keys and values are written by the plans issued so far, if all drafts
+            that are in flight are right.
+        num_rejected: drafts that were wrong since it got its row.
         prefill_len: its `num_to_prefill` when it was admitted; below it, it is prefilling.
-        num_pending: ids sampled by steps in flight.
+        num_pending: ids sampled by steps in flight, if all drafts are right.
         last_sampled_step: step of the newest sample, returned or pending; the cadence counts from it.
         num_scores_planned, num_scores: scores of its prompt's tokens, from the second on: asked for by the
             plans issued so far, and returned (`scheduler.prompt_scores`).
@@ -62,7 +64,7 @@ class RequestState:
         num_named: blocks of its table that have been named, so that others can find them.
         num_unproven: blocks of its table, behind the named ones, that are still being loaded: until they are
             there it runs what it knows and no further, and none of its blocks is named.
-        num_void: of the pending samples, the oldest that come from what had not come.
+        num_void: of the pending ids, the oldest that come from what had not come.
         num_cached_tokens: those of its prompt that were found when it first started.
         priority: what its blocks are worth to the cache.
         session_id: the session that keeps them when it has ended; "": none.
@@ -71,6 +73,9 @@ class RequestState:
         grammar: number of the one that it is sampled by, while it has a row.
         awaits_grammar: that is being built, and no step may sample the row yet (`scheduler.grammars`).
         pooling: it ends with the vector of its prompt, and samples nothing (`scheduler.pooled`).
+        may_draft: it lets others guess what it says next (`scheduler.windows`).
+        awaits_result: what it says next may be guessed once its newest token is known; it goes on then.
+        num_drafted, num_accepted: drafts of it that were sampled, and those of them that became its tokens.
     """
 
     request_id: str
@@ -84,6 +89,7 @@ class RequestState:
     phase: RequestPhase = RequestPhase.WAITING
     row: int = NO_ROW
     num_scheduled: int = 0
+    num_rejected: int = 0
     prefill_len: int = 0
     num_pending: int = 0
     last_sampled_step: int = NO_STEP
@@ -104,6 +110,16 @@ class RequestState:
     pooling: Pooling | None = None
     grammar: int = NO_GRAMMAR
     awaits_grammar: bool = False
+    may_draft: bool = True
+    awaits_result: bool = False
+    num_drafted: int = 0
+    num_accepted: int = 0
+
+    @property
+    def num_planned(self) -> int:
+        """Positions as plans count them: there every draft since it got its row counts as right, for a stage
+        may know more about that than the core did when it made the plan (row D5)."""
+        return self.num_scheduled + self.num_rejected
 
     @property
     def num_outputs(self) -> int:
@@ -215,6 +231,7 @@ class RequestQueues:
         request.phase = RequestPhase.RUNNING
         request.row = row
         request.prefill_len = request.num_to_prefill
+        request.num_rejected = 0
         insort(self.running, request, key=_by_arrival)
 
     def preempt_youngest(self) -> RequestState:

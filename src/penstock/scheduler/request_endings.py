@@ -17,6 +17,7 @@ from penstock.scheduler.prefix_reuse import PrefixReuse
 from penstock.scheduler.queues import RequestPhase, RequestQueues, RequestState
 from penstock.scheduler.rows import RowPool
 from penstock.scheduler.updates import failed
+from penstock.scheduler.windows import NoWindows
 
 
 class RequestEndings:
@@ -24,7 +25,7 @@ class RequestEndings:
 
     Args:
         queues: of all live requests.
-        rows, allocator, prefixes, grammars: what a request may hold something of.
+        rows, allocator, prefixes, grammars, windows: what a request may hold something of.
     """
 
     def __init__(
@@ -34,16 +35,19 @@ class RequestEndings:
         allocator: BlockAllocator,
         prefixes: PrefixReuse,
         grammars: GrammarBuilds,
+        windows: NoWindows,
     ) -> None:
         self._queues = queues
         self._rows = rows
         self._allocator = allocator
         self._prefixes = prefixes
         self._grammars = grammars
+        self._windows = windows
 
     def remove(self, request: RequestState) -> None:
         """Forget a live request and free what it holds; results in flight for it are dropped."""
         self._prefixes.leave(request)
+        self._windows.forget(request)
         if request.phase is RequestPhase.RUNNING:
             self._grammars.leave(request)
             release(request, self._rows, self._allocator)

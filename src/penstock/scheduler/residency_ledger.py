@@ -58,8 +58,8 @@ class ResidencyLedger:
             added = tail(request.arrival, len(resident.blocks))
             if added:
                 table.extend(resident, added, num_found)
-            gained += resident.key * (request.num_scheduled - resident.length)
-            resident.length = request.num_scheduled
+            gained += resident.key * (request.num_planned - resident.length)
+            resident.length = request.num_planned
         table.gain(gained)
         if len(residents) != self._rows.num_used:
             for row in self._rows.free_rows():

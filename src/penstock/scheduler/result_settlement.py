@@ -7,6 +7,8 @@ Called by `scheduler.scheduler` in step order. Owns the totals of tokens.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from penstock.batch import StepResult
 from penstock.request import RequestUpdate, TokenLogprobs
 from penstock.scheduler.plan_builder import PlanBuilder
@@ -21,8 +23,9 @@ from penstock.scheduler.updates import (
     numerical_error,
     row_error,
     scores_came,
-    token_came,
+    tokens_came,
 )
+from penstock.scheduler.windows import NoWindows
 
 
 class ResultSettlement:
@@ -30,16 +33,20 @@ class ResultSettlement:
 
     Args:
         endings: of the requests whose last token has come, or that have failed.
+        windows: hear what became of drafts.
 
     Attributes:
         prompt_tokens: of requests that have yielded their first token, or ended without one.
         generated_tokens: that were appended to requests.
     """
 
-    def __init__(self, queues: RequestQueues, prefixes: PrefixReuse, endings: RequestEndings) -> None:
+    def __init__(
+        self, queues: RequestQueues, prefixes: PrefixReuse, endings: RequestEndings, windows: NoWindows
+    ) -> None:
         self._queues = queues
         self._prefixes = prefixes
         self._endings = endings
+        self._windows = windows
         self.prompt_tokens = 0
         self.generated_tokens = 0
 
@@ -53,37 +60,59 @@ class ResultSettlement:
         """
         logprobs = result.logprobs or [None] * len(result.token_ids)
         updates = self._take_scores(issued, result)
-        for index, (request, ids) in enumerate(zip(issued.sampling, result.token_ids, strict=True)):
-            request.num_pending -= 1
+        rows = zip(issued.sampling, issued.num_drafts, result.token_ids, strict=True)
+        for index, (request, num_drafts, ids) in enumerate(rows):
+            request.num_pending -= 1 + num_drafts
             if request.num_void:
-                request.num_void -= 1
+                request.num_void -= 1 + num_drafts
                 continue
             if index in result.failed and index not in result.unmet:
                 self._prefixes.distrust(request)
             if request.phase is RequestPhase.FINISHED:
                 continue
-            if index in result.failed:
+            if num_drafts:
+                self._take_back(request, result.num_rejected[index])
+            accepted = ids if index not in result.failed else ids[:-1]
+            update = self._accept(request, accepted, logprobs[index], num_drafts) if accepted else None
+            if update is not None:
+                updates.append(update)
+            if index in result.failed and (update is None or update.finish_reason is None):
                 error = row_error(request, issued.step_id, result.unmet.get(index))
                 updates.append(self._endings.fail(request, error))
-            else:
-                updates.append(self._accept(request, ids[0], logprobs[index]))
         step_id, ended = issued.step_id, returned_vectors(issued.ending, result)
         updates += [self._end(done, vector, step_id) for done, vector in ended]
         return updates
 
+    def _take_back(self, request: RequestState, num_rejected: int) -> None:
+        """Rejected drafts were never scheduled; if it has lost its row since, nothing of it is."""
+        if request.phase is RequestPhase.RUNNING:
+            request.num_scheduled -= num_rejected
+            request.num_rejected += num_rejected
+
     def _accept(
-        self, request: RequestState, token_id: int, logprobs: list[TokenLogprobs] | None
+        self,
+        request: RequestState,
+        token_ids: Sequence[int],
+        logprobs: list[TokenLogprobs] | None,
+        num_drafts: int,
     ) -> RequestUpdate:
+        """Append tokens up to the one that ends the request."""
         if request.num_outputs == 0:
             self.prompt_tokens += request.prompt_len
-        self.generated_tokens += 1
-        self._queues.note_token(request, token_id)
+        reason, num_before = None, request.num_outputs
+        for token_id in token_ids:
+            self._queues.note_token(request, token_id)
+            reason = finish_reason(request)
+            if reason is not None:
+                break
+        num_tokens = request.num_outputs - num_before
+        self.generated_tokens += num_tokens
         if request.phase is RequestPhase.RUNNING:
             self._prefixes.note(request)
-        reason = finish_reason(request)
+        self._windows.settle(request, num_drafts, min(num_tokens, len(token_ids) - 1))
         if reason is not None:
             self._endings.remove(request)
-        return token_came(request, logprobs, reason)
+        return tokens_came(request, num_tokens, logprobs, reason)
 
     def _take_scores(self, issued: PlanBuilder, result: StepResult) -> list[RequestUpdate]:
         updates = []

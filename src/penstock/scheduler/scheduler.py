@@ -37,6 +37,7 @@ from penstock.scheduler.result_settlement import ResultSettlement
 from penstock.scheduler.rows import RowPool
 from penstock.scheduler.stats import SchedulerStats
 from penstock.scheduler.updates import grammar_error
+from penstock.scheduler.windows import NoWindows
 
 
 class Scheduler:
@@ -54,6 +55,7 @@ class Scheduler:
         costs: of the stages, if plans may be sized by time (`scheduler.pacing`).
         tier: of the blocks in a store, over the same allocator, if there is one.
         depth: says how many plans fill the pipe; None: one for each stage.
+        windows: of rows that bring drafts; None: none does.
 
     Attributes:
         prefixes: what was computed before, and orders to ranks.
@@ -74,6 +76,7 @@ class Scheduler:
         costs: CostModel | None = None,
         tier: AnyStorageTier | None = None,
         depth: PlanDepth | None = None,
+        windows: NoWindows | None = None,
     ) -> None:
         admission = Admission(
             config, allocator, max_model_len=max_model_len, eos_token_ids=eos_token_ids, seed=seed
@@ -92,7 +95,8 @@ class Scheduler:
         ledger = ResidencyLedger(allocator, rows)
         self.prefixes = prefixes = PrefixReuse(allocator, queues, sessions, tier or NoStorageTier(), ledger)
         self.grammars = grammars = GrammarBuilds(config.built_grammar_bytes)
-        self._endings = endings = RequestEndings(queues, rows, allocator, prefixes, grammars)
+        self._windows = windows = windows or NoWindows()
+        self._endings = endings = RequestEndings(queues, rows, allocator, prefixes, grammars, windows)
         self._intake = Intake(admission, queues, prefixes, endings, config.queue_timeout_s, clock)
         self._placement = Placement(
             budget,
@@ -108,7 +112,7 @@ class Scheduler:
             clock,
         )
         self._issued = IssuedSteps()
-        self._settlement = ResultSettlement(queues, prefixes, endings)
+        self._settlement = ResultSettlement(queues, prefixes, endings, windows)
         self._recovery = Recovery(queues, rows, allocator, prefixes, grammars, endings)
         self.paused: Literal["keep", "wait"] | None = None
 
@@ -202,6 +206,9 @@ class Scheduler:
             self._placement.fill(
                 draft, self._issued.returned_step, self._issued.prefill_tokens, newcomers=may_start
             )
+            if not self._placement.has_prompts:
+                self._windows.widen(draft, is_alone=self.is_one_alone)
+            self._depth.planned(draft)
         return self._issue(draft) if draft.rows or draft.new_rows or self.prefixes.has_orders else None
 
     def plan_probe(self, step_id: int) -> ScheduledBatch:
@@ -252,6 +259,7 @@ class Scheduler:
             micro_batches=self._placement.num_micro_batches,
             fill_plans=self._depth.number,
             wire_s=self._depth.wire.latency,
+            speculation=self._windows.stats(),
         )
 
     def check_invariants(self) -> None:

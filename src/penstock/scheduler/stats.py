@@ -5,6 +5,20 @@ from __future__ import annotations
 import msgspec
 
 
+class SpeculationStats(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What became of drafts, since the start.
+
+    Attributes:
+        drafter: whose they were; empty: nobody drafts.
+        num_drafted: drafts that were sent.
+        num_accepted: of these, those that were right, and came before the end of their request.
+    """
+
+    drafter: str = ""
+    num_drafted: int = 0
+    num_accepted: int = 0
+
+
 class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Gauges of now, and totals since the start."""
 
@@ -17,4 +31,5 @@ class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     generated_tokens: int = 0
     micro_batches: int = 0  # that the decoding requests were split into for the last plan
     fill_plans: int = 0  # in flight that fill the pipe
+    speculation: SpeculationStats = SpeculationStats()
     wire_s: float = 0.0  # of a plan between the stages and back, without what its bytes take

@@ -8,17 +8,20 @@ from penstock.request import FinishReason, RequestUpdate, TokenLogprobs
 from penstock.scheduler.queues import RequestState
 
 
-def token_came(
-    request: RequestState, logprobs: list[TokenLogprobs] | None, reason: FinishReason | None
+def tokens_came(
+    request: RequestState,
+    num_tokens: int,
+    logprobs: list[TokenLogprobs] | None,
+    reason: FinishReason | None,
 ) -> RequestUpdate:
-    """Its newest token, which it has already, and whether that ends it."""
-    token_id, is_first = request.token_ids[-1], request.num_outputs == 1
+    """Its newest tokens, which it has already, and whether the last of them ends it."""
+    token_ids, is_first = request.token_ids[-num_tokens:], request.num_outputs == num_tokens
     return RequestUpdate(
         request_id=request.request_id,
-        token_ids=[token_id],
-        logprobs=logprobs,
+        token_ids=token_ids,
+        logprobs=None if logprobs is None else logprobs[:num_tokens],
         finish_reason=reason,
-        stop_token_id=token_id if reason == "stop" else None,
+        stop_token_id=token_ids[-1] if reason == "stop" else None,
         queue_seconds=request.queue_seconds if is_first else None,
         num_cached_tokens=request.num_cached_tokens if is_first else 0,
     )

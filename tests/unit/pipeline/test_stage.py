@@ -138,6 +138,7 @@ class Pipe:
             2,
             max_num_tokens=MAX_TOKENS,
             max_num_rows=NUM_ROWS,
+            max_num_samples=4 * NUM_ROWS,
             max_blocks_per_row=rows.tables.width,
             device=CPU,
         )

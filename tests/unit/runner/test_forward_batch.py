@@ -33,6 +33,7 @@ def make_pool(rows: RequestRows, depth: int = 2) -> BufferPool:
         depth,
         max_num_tokens=MAX_TOKENS,
         max_num_rows=NUM_ROWS,
+        max_num_samples=MAX_TOKENS,
         max_blocks_per_row=rows.tables.width,
         device=torch.device("cpu"),
     )
@@ -72,7 +73,7 @@ def check(
         assert table[: -(-end // BLOCK)] == blocks[part.row][: -(-end // BLOCK)]
     check_kernel_step(batch, ids)
     sampled = [i for i, part in enumerate(parts) if part.sampled]
-    assert batch.sample_indices == [starts[i + 1] - 1 for i in sampled]
+    assert batch.samples.indices == [starts[i + 1] - 1 for i in sampled]
     assert batch.sampled.rows.tolist() == [parts[i].row for i in sampled]
 
 
@@ -111,7 +112,7 @@ def test_d7_chunked_prompts_and_decodes_mix_in_one_step() -> None:
         ]
         batch = build(make_plan(0, first, new_rows=enter), rows, pool)
         check(batch, input_ids(batch, rows, pool.for_step(0)).tolist(), first, prompts, blocks)
-        assert batch.output_index == [0]
+        assert batch.samples.output_index == [0]
         rows.post_update(0, batch.sampled, [[77]], [0])
         prompts[4].append(77)
         second = [
@@ -121,7 +122,7 @@ def test_d7_chunked_prompts_and_decodes_mix_in_one_step() -> None:
         ]
         batch = build(make_plan(1, second), rows, pool)
         check(batch, input_ids(batch, rows, pool.for_step(1)).tolist(), second, prompts, blocks)
-        assert batch.output_index == [1, 0, 0]
+        assert batch.samples.output_index == [1, 0, 0]
         assert batch.metadata.num_decodes >= 1
 
 
@@ -133,7 +134,7 @@ def test_d10_output_index_counts_from_the_prompt_after_a_preemption() -> None:
         rows,
         make_pool(rows),
     )
-    assert batch.output_index == [2]
+    assert batch.samples.output_index == [2]
 
 
 @pytest.mark.parametrize("rejected", [0, 1])
@@ -173,7 +174,7 @@ def test_e5_samples_that_come_while_the_batch_is_begun_give_the_same_batch(rejec
     assert first.positions.tolist() == second.positions.tolist() == [3, 5 - rejected]
     assert first.metadata.slot_mapping.tolist() == second.metadata.slot_mapping.tolist()
     assert first.metadata.seq_lens == second.metadata.seq_lens
-    assert first.output_index == second.output_index
+    assert first.samples.output_index == second.samples.output_index
 
 
 def test_a_batch_whose_samples_have_not_come_cannot_be_completed() -> None:
@@ -204,10 +205,10 @@ def test_e9_a_chunk_that_ends_at_the_prompts_end_samples() -> None:
     pool = make_pool(rows)
     first = Part(row=0, num_tokens=4, start=0, blocks=[5, 6], sampled=False)
     batch = build(make_plan(0, [first], new_rows=[new_row(0, list(range(8)))]), rows, pool)
-    assert batch.sample_indices == []
+    assert batch.samples.indices == []
     batch = build(make_plan(1, [Part(row=0, num_tokens=4, start=4)]), rows, pool)
-    assert batch.sample_indices == [3]
-    assert batch.output_index == [0]
+    assert batch.samples.indices == [3]
+    assert batch.samples.output_index == [0]
 
 
 def test_c7_tensors_of_every_step_lie_at_the_same_addresses() -> None:
@@ -225,7 +226,7 @@ def test_c7_tensors_of_every_step_lie_at_the_same_addresses() -> None:
             batch.positions,
             batch.metadata.slot_mapping,
             batch.metadata.block_tables,
-            pool.for_step(step).sample_indices.publish(batch.sample_indices),
+            pool.for_step(step).sample_indices.publish(batch.samples.indices),
         )
         addresses.add(tuple(view.data_ptr() for view in views))
     assert len(addresses) == 1

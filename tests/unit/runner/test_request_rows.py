@@ -37,6 +37,7 @@ def schedule(rows: RequestRows, plan: object) -> list[int]:
     starts, ends = rows.span_of(plan)
     rows.advance(plan, ends)
     rows.check_sources(plan)
+    rows.check_room(plan, ends)
     return list(starts)
 
 

@@ -118,7 +118,7 @@ def test_masks_follow_what_is_drawn(grammars: GrammarRows) -> None:
     for token_id in tokens:
         assert token_id in masks(grammars, [0])[0]
         masks(grammars, [0, 1])
-        grammars.accept(rows, [token_id, 7])
+        grammars.accept(rows, [[token_id], [7]])
     assert masks(grammars, [0]) == [[EOS]]
 
 
@@ -150,7 +150,7 @@ def test_ids_that_the_tokenizer_or_the_head_does_not_have_are_forbidden(
 def test_d12_a_resumed_row_goes_on_where_it_was(grammars: GrammarRows) -> None:
     grammars.add(new_row(0, AB))
     masks(grammars, [0])
-    grammars.accept(np.array([0]), ids("x")[:1])
+    grammars.accept(np.array([0]), [ids("x")[:1]])
     expected = masks(grammars, [0])
     grammars.free(0)
     grammars.add(new_row(5, AB, ids("x")[:1]))
@@ -176,7 +176,7 @@ def test_d11_what_comes_behind_the_end_is_taken_and_means_nothing(grammars: Gram
     grammars.add(new_row(0, AB))
     masks(grammars, [0])
     for token_id in [*ids("ab"), EOS, EOS, 700, NO_ID, EOS]:
-        grammars.accept(np.array([0]), [token_id])
+        grammars.accept(np.array([0]), [[token_id]])
         masks(grammars, [0])
     assert grammars.reason(0) == NOTHING_LEFT
 
@@ -184,7 +184,7 @@ def test_d11_what_comes_behind_the_end_is_taken_and_means_nothing(grammars: Gram
 def test_a_token_that_the_grammar_forbids_ends_the_row_with_a_reason(grammars: GrammarRows) -> None:
     grammars.add(new_row(0, AB))
     masks(grammars, [0])
-    grammars.accept(np.array([0]), [700])
+    grammars.accept(np.array([0]), [[700]])
     assert masks(grammars, [0]) == [[]]
     assert grammars.reason(0) not in ("", NOTHING_LEFT)
 
@@ -226,7 +226,7 @@ def test_a_limit_that_others_have_used_up_is_nobody_elses(
         matcher.Matcher, "error", property(lambda own: "limit" if own is spoilt else real(own))
     )
     first = ids("x")[:1]
-    grammars.accept(np.array([0, 1]), first * 2)
+    grammars.accept(np.array([0, 1]), [first, first])
     after = masks(grammars, [0, 1])
     assert after[0] == after[1] != expected[0]
     assert grammars._rows[0]._matcher is not spoilt

@@ -284,7 +284,7 @@ def test_scores_that_nobody_asked_for_or_that_are_missing_are_refused(change: st
     rig.add("r", 6, max_tokens=1, prompt_logprobs=1)
     run = rig.executor.replica.run
 
-    def changed(plan: ScheduledBatch) -> list[int]:
+    def changed(plan: ScheduledBatch) -> list[list[int]]:
         sampled, replica = run(plan), rig.executor.replica
         if plan.scored:
             (scores,) = replica.scores

@@ -32,6 +32,8 @@ from penstock.process.endpoints import NO_RESTARTS, Restarts
 from penstock.scheduler.cost_model import CostModel
 from penstock.scheduler.pacing import FixedDepth, PlanDepth
 from penstock.scheduler.scheduler import Scheduler
+from penstock.scheduler.windows import DraftWindows, NoWindows
+from penstock.speculation.suffix import SuffixDrafter
 
 CATALOGUE_BYTES = 1 << 20  # beside the entries of the blocks
 
@@ -61,6 +63,7 @@ def build_core(
         costs=calibration.costs.model,
         tier=_tier(config, allocator, clock),
         depth=depth,
+        windows=_windows(config, allocator, calibration.costs.model),
     )
     core = EngineCore(
         scheduler,
@@ -95,6 +98,18 @@ def depth_and_wire(
         return FixedDepth(num_stages), NO_WIRE_TIMES
     depth = WireDepth(num_stages, largest, costs)
     return depth, WireTimes(depth, num_stages, num_links)
+
+
+def _windows(config: CoreConfig, allocator: BlockAllocator, costs: CostModel | None) -> NoWindows:
+    if not config.speculation.is_on:
+        return NoWindows()
+    return DraftWindows(
+        SuffixDrafter(),
+        allocator,
+        costs,
+        most=config.speculation.most_drafts,
+        max_tokens=config.scheduler.max_num_batched_tokens,
+    )
 
 
 def _stall_limit(config: CoreConfig, recovers: bool) -> StallLimit:

@@ -26,7 +26,8 @@ def require_sense(result: StepResult, vocab_size: int, stage: int) -> None:
     """
     num_rows, failed = len(result.token_ids), result.failed
     for row, ids in enumerate(result.token_ids):
-        if not (ids and 0 <= ids[0] < vocab_size) and row not in failed:
+        drawn = ids[:-1] if row in failed else ids
+        if not ids or not all(0 <= token_id < vocab_size for token_id in drawn):
             raise ProtocolError(f"row {row} of step {result.step_id} has the ids {ids[:8]}.", stage=stage)
     has_sense = (
         len(result.logprobs) in (0, num_rows)

@@ -223,6 +223,15 @@ def _check_result(
             f"{actual}.{concerned_by()}",
             stage=stage,
         )
+    widths, rejected = [len(ids) for ids in result.token_ids], result.num_rejected
+    if step.plan.drafts and min(rejected, default=0) >= 0:
+        widths = [sum(pair) for pair in zip(widths, rejected, strict=False)]
+    if widths != step.plan.window_sizes:
+        raise ProtocolError(
+            f"the result of step {result.step_id}: expected {step.plan.window_sizes} ids and rejected "
+            f"drafts, found {widths}.{concerned_by()}",
+            stage=stage,
+        )
     scored, scores = [tokens.count for tokens in step.plan.scored], [len(own) for own in result.scores]
     if len(scores) != len(scored) or any(map(lambda has, due: has not in (0, due), scores, scored)):
         raise ProtocolError(

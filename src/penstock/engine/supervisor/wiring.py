@@ -208,4 +208,4 @@ def _receivers(rank: RankConfig) -> list[RankAddress]:
 
 def _samples(rank: RankConfig) -> ChannelNeed:
     """For what all steps in flight sample, and those of the trip before, which no plan has consumed."""
-    return ChannelNeed(num_messages=2 * rank.depth, num_rows=rank.max_num_seqs)
+    return ChannelNeed(num_messages=2 * rank.depth, num_rows=rank.max_num_samples)

@@ -6,6 +6,8 @@ invariants after each operation. Covers rows D1-D4, D10, D11, D13, E3, E4, E8, F
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from random import Random
 from typing import Any
 
@@ -14,10 +16,12 @@ from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 
 from depth import depth
+from drafters import KnowingDrafter
 from fakes import VOCAB_SIZE, CoreRig
 from penstock.config.engine import SchedulerConfig
 from penstock.errors import InvalidRequestError
 from penstock.scheduler.cost_model import StageCost
+from penstock.scheduler.queues import RequestState
 
 # Bound by reading weights, so that there are fewer micro-batches than stages; by arithmetic; in between.
 COSTS = [
@@ -26,6 +30,14 @@ COSTS = [
     (StageCost(read=1e-4, per_token=0.02, per_attended=1e-4), StageCost(read=1e-4, per_token=0.02)),
     (StageCost(read=0.002, per_token=1e-3, overhead=0.01), StageCost(read=0.001, per_token=1e-3)),
 ]
+CHANCES = [0.0, 0.5, 0.9, 1.0]
+
+
+def drafter_of(chance: float) -> Callable[[Callable[[int], RequestState]], KnowingDrafter]:
+    """Make a drafter that is right so often, and claims to be so more often than not."""
+    return partial(KnowingDrafter, chance=chance, claimed=max(chance, 0.6))
+
+
 RIGS = st.fixed_dictionaries(
     {
         "num_stages": st.integers(1, 4),
@@ -46,6 +58,8 @@ RIGS = st.fixed_dictionaries(
         ),
         "costs": st.sampled_from(COSTS),
         "max_plans_in_flight": st.sampled_from(["auto", "auto", 8, 20]),
+        "drafter": st.one_of(st.none(), st.sampled_from(CHANCES).map(drafter_of)),
+        "num_drafts": st.integers(1, 8),
     }
 )
 SAMPLING = st.fixed_dictionaries(
@@ -116,7 +130,7 @@ class Trace:
         for request in self.rig.scheduler._queues.running:
             row = replica.rows[request.row]
             assert row.request_id == request.request_id
-            assert row.num_computed == request.num_scheduled
+            assert replica.num_settled(request.row) == request.num_scheduled
             assert row.blocks == self.rig.allocator.table(request.arrival)
 
     def check_end(self) -> None:
@@ -159,6 +173,7 @@ def test_d2_d10_d11_d13_every_request_gets_exactly_its_tokens(
     event("preemption", trace.rig.core.stats().scheduler.num_preemptions > 0)
     event("steps of a finished request in flight", trace.rig.num_dropped > 0)
     event("abort of a live request", len(trace.aborted) > 0)
+    event("accepted drafts", trace.rig.core.stats().scheduler.speculation.num_accepted > 0)
 
 
 def random_rig(random: Random) -> dict[str, Any]:
@@ -181,6 +196,8 @@ def random_rig(random: Random) -> dict[str, Any]:
         ),
         "costs": random.choice(COSTS),
         "max_plans_in_flight": random.choice(["auto", "auto", 8, 20]),
+        "drafter": None if random.random() < 0.5 else drafter_of(random.choice(CHANCES)),
+        "num_drafts": random.randint(1, 8),
     }
 
 
@@ -208,15 +225,17 @@ def run_random_trace(seed: int) -> Trace:
 
 
 def test_d2_d10_d11_d13_long_random_traces() -> None:
-    traces = [run_random_trace(seed) for seed in range(50)]
+    traces = [run_random_trace(seed) for seed in range(60)]
     preempting = [trace.rig.core.stats().scheduler.num_preemptions > 0 for trace in traces]
     assert sum(preempting) > 10, "traces too tame"
     assert sum(trace.rig.num_dropped > 0 for trace in traces) > 10, "traces too tame"
     assert sum(len(trace.aborted) > 0 for trace in traces) > 10, "traces too tame"
     assert sum(trace.rig.most_in_flight > 4 + 2 for trace in traces) > 3, "traces too tame"
+    drafting = [trace.rig.core.stats().scheduler.speculation for trace in traces]
+    assert sum(0 < stats.num_accepted < stats.num_drafted for stats in drafting) > 10, "traces too tame"
 
 
 @pytest.mark.soak
 def test_d2_d10_d11_d13_many_long_random_traces() -> None:
-    for seed in (*range(50, 100), *range(1000, 4000)):
+    for seed in (*range(60, 100), *range(1000, 4000)):
         run_random_trace(seed)

@@ -1,0 +1,55 @@
+"""Windows: rows that bring drafts behind the token that they consume, and are sampled behind each of them.
+
+    row brings      known  d1     d2     d3
+    sampled         s1     s2     s3     s4        each as if all before it were certain
+    accepted        d1 is s1, d2 is s2, d3 is not s3: the row gets s1 s2 s3, and one draft is rejected
+
+A draft is accepted if and only if it is the token that would have been sampled in its place (cf. arXiv
+2211.17192, whose rule accepts more and gives the same distribution, but not the same tokens). A sample is a
+function of the tokens before it, of seed and position; so the ids are those that the row would have got one
+by one. Whatever was sampled behind the first rejected draft means nothing.
+
+A row without drafts is a window of one sample. Called by `runner.model_runner`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from penstock.request import TokenLogprobs
+from penstock.sample.sampler import NO_TOKEN, SampleOutput
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AcceptedTokens:
+    """What the sampled rows of a step get. Lists run over these rows."""
+
+    token_ids: list[list[int]]  # at least one; the last is NO_TOKEN where nothing could be sampled
+    num_rejected: list[int]
+    logprobs: list[list[TokenLogprobs] | None]  # of the ids; None where none were asked for
+    failed: dict[int, int]  # row index -> which of the step's samples could not be drawn
+
+
+def accept_drafts(drawn: SampleOutput, drafts: Sequence[Sequence[int]]) -> AcceptedTokens:
+    """Compare the drafts with what was sampled in their places.
+
+    Args:
+        drawn: of all positions, window after window.
+        drafts: of each sampled row.
+    """
+    token_ids, num_rejected, logprobs, failed = [], [], [], {}
+    first = 0
+    for index, own in enumerate(drafts):
+        num_accepted = 0
+        while num_accepted < len(own) and drawn.token_ids[first + num_accepted] == own[num_accepted]:
+            num_accepted += 1
+        last = first + num_accepted
+        token_ids.append(drawn.token_ids[first : last + 1])
+        num_rejected.append(len(own) - num_accepted)
+        entries = [entry for entry in drawn.logprobs[first : last + 1] if entry is not None]
+        logprobs.append(entries or None)
+        if drawn.token_ids[last] == NO_TOKEN:
+            failed[index] = last
+        first += len(own) + 1
+    return AcceptedTokens(token_ids=token_ids, num_rejected=num_rejected, logprobs=logprobs, failed=failed)

@@ -1,0 +1,125 @@
+"""Drafts from the text itself: what followed the last time that the request said the same.
+
+    text      ... the quick brown fox ... the quick brown
+                  ^^^^^^^^^^^^^^^          ^^^^^^^^^^^^^^^   the same three tokens
+                                  ^ cursor                  so "fox" is the guess
+
+Code that is edited, answers that quote and lists whose items look alike repeat long pieces. The drafter
+keeps, for each request, where every sequence of three tokens was seen last, and where every sequence of
+eight. While the text goes on as it did before, the cursor moves with it, and a guess costs no search. Where
+the text leaves the old one, a new place is looked up: the longer sequence first, as it is right more often.
+
+Each token that comes also says whether the cursor had it right, whether or not the guess was sent. So the
+chance of a draft is measured at no cost, by how long the text has followed the cursor: for this request, and,
+while little is known of it, for all of them.
+
+Prompt lookup is the idea of Saxena (2023); suffix trees over more texts are arXiv 2411.04975. Memory is
+linear in the text, and time is linear in the tokens that came since the last call, of which each call takes a
+bounded number. Plain Python on one thread: the core's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from penstock.speculation.drafter import NO_DRAFT, Draft
+
+SHORT, LONG = 3, 8  # tokens of a sequence that is looked up
+MOST_READ = 4096  # tokens that one call takes in; the rest of a long prompt follows with the next
+_FEW = 16  # tokens that are followed one by one; more are a prompt
+_RUN_BOUNDS = (4, 16)  # tokens that the text has followed the cursor: below, between and above
+_NEWEST_WEIGHT = 0.1  # of a token in the measured chance
+_FIRST_CHANCES = (0.4, 0.7, 0.9)  # until something is measured
+_NOWHERE = -1
+
+
+class SuffixDrafter:
+    """Guesses from each request's own text."""
+
+    name = "suffix"
+
+    def __init__(self) -> None:
+        self._texts: dict[int, _Text] = {}
+        self._chances = list(_FIRST_CHANCES)  # of all requests
+
+    def propose(self, request: int, token_ids: Sequence[int], most: int) -> Draft:
+        text = self._texts.get(request)
+        if text is None:
+            text = self._texts[request] = _Text(list(self._chances))
+        text.read(token_ids, self._chances)
+        if text.cursor == _NOWHERE or text.num_read < len(token_ids):
+            return NO_DRAFT
+        # The old text may reach up to the newest token, and so be shorter than what is asked for.
+        found = token_ids[text.cursor : text.cursor + most]
+        return Draft(found, text.chances[text.run_class]) if found else NO_DRAFT
+
+    def accept(self, request: int, num_drafted: int, num_accepted: int) -> None:
+        """The tokens themselves will tell, when they are read."""
+
+    def forget(self, request: int) -> None:
+        self._texts.pop(request, None)
+
+
+class _Text:
+    """What is known of one request's text.
+
+    Args:
+        chances: by class of the run, to begin with.
+
+    Attributes:
+        num_read: tokens that were taken in.
+        cursor: position of the next token's guess, or `_NOWHERE`.
+    """
+
+    def __init__(self, chances: list[float]) -> None:
+        self.chances = chances
+        self.num_read = 0
+        self.cursor = _NOWHERE
+        self._run = 0  # tokens that the text has followed the cursor
+        self._ends: dict[tuple[int, ...], int] = {}  # sequence -> position behind it, where it was seen last
+
+    @property
+    def run_class(self) -> int:
+        low, high = _RUN_BOUNDS
+        return (self._run >= low) + (self._run >= high)
+
+    def read(self, token_ids: Sequence[int], all_chances: list[float]) -> None:
+        """Take in the tokens that are new, in order."""
+        end = min(len(token_ids), self.num_read + MOST_READ)
+        if end - self.num_read > _FEW:
+            self._skip(token_ids, end - 1)
+        for position in range(self.num_read, end):
+            self._follow(token_ids, position, all_chances)
+        self.num_read = end
+
+    def _skip(self, token_ids: Sequence[int], end: int) -> None:
+        """Note the sequences that end up to `end`, all at once: nobody has guessed these tokens."""
+        for length in (LONG, SHORT):
+            first = max(0, self.num_read - length + 1)  # where the first new sequence begins
+            shifted = (token_ids[first + offset : end] for offset in range(length))
+            self._ends.update(zip(zip(*shifted, strict=False), range(first + length, end + 1), strict=False))
+        self.num_read, self.cursor, self._run = end, _NOWHERE, 0
+
+    def _follow(self, token_ids: Sequence[int], position: int, all_chances: list[float]) -> None:
+        """Move the cursor over one token, and note the sequences that it ends."""
+        end, found = position + 1, _NOWHERE
+        if self.cursor != _NOWHERE:
+            is_right = token_ids[self.cursor] == token_ids[position]
+            self._note(is_right, all_chances)
+            found = self.cursor + 1 if is_right else _NOWHERE
+        self._run = self._run + 1 if found != _NOWHERE else 0
+        ends = self._ends
+        for length in (LONG, SHORT):
+            if end < length:
+                continue
+            sequence = tuple(token_ids[end - length : end])
+            if found == _NOWHERE:
+                found = ends.get(sequence, _NOWHERE)
+            ends[sequence] = end
+        self.cursor = found
+
+    def _note(self, is_right: bool, all_chances: list[float]) -> None:
+        """Learn from whether the cursor had the token."""
+        run_class = self.run_class
+        for chances in (self.chances, all_chances):
+            chances[run_class] += _NEWEST_WEIGHT * (is_right - chances[run_class])

@@ -1,0 +1,167 @@
+"""Speculation changes no token and no log-probability, whatever the layout and however good the guesses are.
+
+The reference is an engine without speculation. A drafter that knows its outputs guesses right as often as a
+case says, so that windows of every outcome pass through every layout; the suffix drafter has cases, too.
+`./run test` takes some of a seeded pairwise draw, `./run soak` all of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+from random import Random
+from typing import Any
+
+import pytest
+
+from depth import sampled
+from pairwise import Case, drawn
+from paths import shared_data
+from penstock import LLM, SamplingParams
+from penstock.engine.core import core_assembly
+from penstock.speculation.drafter import NO_DRAFT, Draft
+from penstock.speculation.suffix import SuffixDrafter
+
+VOCAB_SIZE = 512
+AXES = {
+    "num_stages": (1, 2, 3, 4),
+    "async_depth": (0, 1, 2),
+    "chunk": (1, 7, 512),
+    "num_drafts": (1, 2, 3, 5, 8),
+    "chance": ("suffix", 0.0, 0.5, 0.9, 1.0),
+    "tensor_parallel": (1, 2),
+    "block_size": (4, 32),
+    "prefix_hits": (False, True),
+    "max_num_seqs": (1, 3, 16),
+}
+CASES = drawn(AXES, least=20)
+REPEATING = [1, *[403, 407, 261, 378] * 6]
+PROMPTS = [[1, 403 + 7 * index, 407, 261 + 3 * index, *([378, 400] * index)] for index in range(7)] + [
+    REPEATING
+]
+SAMPLINGS: list[dict[str, Any]] = [
+    {"temperature": 0.0},
+    {"temperature": 0.8, "seed": 3, "logprobs": 2},
+    {"temperature": 1.0, "seed": 4, "top_p": 0.8, "min_tokens": 9},
+    {
+        "temperature": 0.7,
+        "seed": 5,
+        "repetition_penalty": 1.2,
+        "presence_penalty": 0.3,
+        "frequency_penalty": 0.2,
+    },
+    {"temperature": 0.0, "repetition_penalty": 1.3, "logprobs": 0, "logit_bias": {400: 1.5, 261: -2.0}},
+    {"temperature": 1.0, "seed": 6, "top_k": 20, "bad_words": ["the", "and"], "stop_token_ids": [419, 264]},
+    {"temperature": 1.0, "seed": 7, "min_p": 0.05, "allowed_token_ids": list(range(259, 460))},
+    {"temperature": 0.0, "logprobs": 1},
+]
+
+
+class Answers:
+    """Knows the outputs of every prompt, and is right as often as it is told to be."""
+
+    name = "answers"
+
+    def __init__(self, outputs: Sequence[Sequence[int]], chance: float) -> None:
+        self._texts = [[*prompt, *ids] for prompt, ids in zip(PROMPTS, outputs, strict=True)]
+        self._chance = chance
+
+    def propose(self, request: int, token_ids: Sequence[int], most: int) -> Draft:
+        texts = [text for text in self._texts if text[: len(token_ids)] == token_ids]
+        if not texts:
+            return NO_DRAFT
+        random = Random(f"{request} {len(token_ids)}")
+        following = texts[0][len(token_ids) : len(token_ids) + most]
+        right = [random.random() < self._chance for _ in following]
+        guess = [
+            (token + 1 - is_right) % VOCAB_SIZE for token, is_right in zip(following, right, strict=True)
+        ]
+        return Draft(guess, max(self._chance, 0.6))
+
+    def accept(self, request: int, num_drafted: int, num_accepted: int) -> None:
+        assert 0 <= num_accepted <= num_drafted
+
+    def forget(self, request: int) -> None:
+        """Nothing is kept."""
+
+
+@contextmanager
+def engine(**given: Any) -> Iterator[LLM]:
+    options = {"dtype": "float32", "num_blocks": 400, "threads_per_rank": 1} | given
+    with LLM(
+        str(shared_data("models", "stories260K")), distributed_executor_backend="inprocess", **options
+    ) as llm:
+        yield llm
+
+
+def generate(llm: LLM) -> list[tuple[list[int], object, str | None]]:
+    sampling = [SamplingParams(max_tokens=24 + index, **given) for index, given in enumerate(SAMPLINGS)]
+    outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in PROMPTS], sampling)
+    return [
+        (
+            output.outputs[0].token_ids,
+            [
+                {token_id: entry.logprob for token_id, entry in position.items()}
+                for position in output.outputs[0].logprobs or ()
+            ],
+            output.outputs[0].finish_reason,
+        )
+        for output in outputs
+    ]
+
+
+@cache
+def reference(block_size: int, tensor_parallel: int) -> list[tuple[list[int], object, str | None]]:
+    """Without speculation; these two change the last bits of log-probabilities, with it or without."""
+    with engine(block_size=block_size, tensor_parallel_size=tensor_parallel) as llm:
+        return generate(llm)
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("case", sampled(CASES, 10), ids=str)
+def test_d5_d7_speculation_changes_nothing(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = dict(zip(AXES, case, strict=True))
+    expected = reference(given["block_size"], given["tensor_parallel"])
+    if given["chance"] != "suffix":
+        drafter = Answers([ids for ids, _, _ in expected], given["chance"])
+        monkeypatch.setattr(core_assembly, "SuffixDrafter", lambda: drafter)
+    with engine(
+        pipeline_parallel_size=given["num_stages"],
+        tensor_parallel_size=given["tensor_parallel"],
+        async_depth=given["async_depth"],
+        prefill_chunk=given["chunk"],
+        block_size=given["block_size"],
+        enable_prefix_caching=given["prefix_hits"],
+        max_num_seqs=given["max_num_seqs"],
+        speculative_method="suffix",
+        num_speculative_tokens=given["num_drafts"],
+    ) as llm:
+        rounds = [generate(llm) for _ in range(1 + given["prefix_hits"])]
+        stats = llm.stats()
+    assert all(outputs == expected for outputs in rounds)
+    assert stats is not None
+    told = stats.scheduler.speculation
+    if given["chance"] == "suffix":
+        return
+    assert told.num_drafted > 0, "nobody drafted: the case shows nothing"
+    if given["chance"] in (0.0, 1.0):
+        assert told.num_accepted <= told.num_drafted * given["chance"]
+    if given["chance"] == 1.0:
+        assert told.num_accepted > 0.9 * told.num_drafted
+
+
+def test_suffix_drafts_are_used_where_a_text_repeats() -> None:
+    with engine(speculative_method="suffix") as llm:
+        prompt = {"prompt_token_ids": REPEATING}
+        (output,) = llm.generate([prompt], SamplingParams(temperature=0.0, max_tokens=120, ignore_eos=True))
+        stats = llm.stats()
+    with engine() as llm:
+        (plain,) = llm.generate([prompt], SamplingParams(temperature=0.0, max_tokens=120, ignore_eos=True))
+    assert output.outputs[0].token_ids == plain.outputs[0].token_ids
+    assert stats is not None
+    assert stats.scheduler.speculation.num_drafted > 0
+
+
+def test_the_drafter_of_the_core_is_the_suffix_drafter() -> None:
+    assert core_assembly.SuffixDrafter is SuffixDrafter

@@ -1,0 +1,62 @@
+"""Drafters of tests: they know what the fake ranks will say, and are right as often as they are told."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from random import Random
+
+from fakes import VOCAB_SIZE, next_token
+from penstock.scheduler.queues import RequestState
+from penstock.speculation.drafter import NO_DRAFT, Draft
+
+
+class KnowingDrafter:
+    """Guesses the tokens of `fakes.next_token`.
+
+    Args:
+        request_of: a live request by its arrival.
+        chance: that a guess is right.
+        claimed: chance that it claims; None: the true one.
+
+    Attributes:
+        asked, forgotten: requests by their arrival.
+    """
+
+    name = "knowing"
+
+    def __init__(
+        self,
+        request_of: Callable[[int], RequestState],
+        chance: float,
+        *,
+        claimed: float | None = None,
+        seed: int = 0,
+    ) -> None:
+        self._request_of, self._chance, self._seed = request_of, chance, seed
+        self._claimed = chance if claimed is None else claimed
+        self.asked: set[int] = set()
+        self.forgotten: set[int] = set()
+        self.told: list[tuple[int, int]] = []  # drafts that were tried, and how many were right
+
+    def propose(self, request: int, token_ids: Sequence[int], most: int) -> Draft:
+        assert request not in self.forgotten, "the request has ended"
+        assert most > 0
+        self.asked.add(request)
+        state, random = self._request_of(request), Random(f"{self._seed} {request} {len(token_ids)}")
+        assert token_ids == state.token_ids
+        if random.random() < 0.2:
+            return NO_DRAFT
+        context = list(token_ids)
+        for _ in range(random.randint(1, most)):
+            right = next_token(context, state.sampling, len(context) - state.prompt_len)
+            context.append(right if random.random() < self._chance else (right + 1) % VOCAB_SIZE)
+        return Draft(context[len(token_ids) :], self._claimed)
+
+    def accept(self, request: int, num_drafted: int, num_accepted: int) -> None:
+        assert 0 <= num_accepted <= num_drafted
+        assert num_drafted > 0
+        self.told.append((num_drafted, num_accepted))
+
+    def forget(self, request: int) -> None:
+        assert request not in self.forgotten, "it is forgotten once"
+        self.forgotten.add(request)
