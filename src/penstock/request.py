@@ -104,6 +104,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         priority: what its keys and values are worth to a prefix cache whose policy is `priority`.
         session_id: the open session that keeps them; "" is none.
         structured_outputs: which texts may be generated; None allows all.
+        speculative: tokens may be guessed ahead, if the engine does so; it changes none of them.
     """
 
     n: int = 1
@@ -134,6 +135,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     session_id: str = ""
     prompt_logprobs: int | None = None
     structured_outputs: StructuredOutputs | None = None
+    speculative: bool = True
 
     @property
     def stop_strings(self) -> list[str]:
@@ -353,5 +355,7 @@ class RequestUpdate(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     error: ErrorInfo | None = None  # set if and only if finish_reason == "error"
     queue_seconds: float | None = None  # set on the first update: time spent waiting
     num_cached_tokens: int = 0
+    num_accepted_drafts: int = 0  # of its tokens, those that had been guessed (`speculation.drafter`)
+    num_rejected_drafts: int = 0  # guesses that were none of its tokens
     prompt_logprobs: list[TokenLogprobs] = []  # of the next tokens of the prompt; the first is its second
     vector: bytes = b""  # of a pooled request, with its finish: float32 [hidden_size], as computed

@@ -17,7 +17,7 @@ import msgspec
 
 from core_numbers import core_stats
 from penstock.batch import StageSpans
-from penstock.engine.client.outputs import OutputAssembler, TextDelta
+from penstock.engine.client.outputs import NO_DRAFTS, OutputAssembler, TextDelta
 from penstock.engine.client.siblings import with_siblings
 from penstock.engine.client.vectors import VectorAssembler
 from penstock.engine.stats import CoreStats
@@ -176,6 +176,7 @@ class FakeStream:
     ) -> None:
         self.prompt_tokens = len(prompt)
         self.cached_tokens = 3
+        self.drafts = NO_DRAFTS
         self.queue_seconds = 0.25
         self._engine = engine
         self._request_id = request_id
@@ -252,6 +253,7 @@ class FakeVectorStream:
 
     def __init__(self, stream: FakeStream, prompt: list[int], params: PoolingParams) -> None:
         self.prompt_tokens, self.completion_tokens, self.cached_tokens = len(prompt), 0, 0
+        self.drafts = NO_DRAFTS
         self.queue_seconds = 0.25
         self.cancel = stream.cancel
         self._stream, self._prompt, self._params = stream, prompt, params

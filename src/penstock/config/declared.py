@@ -19,7 +19,7 @@ from penstock.config.hosts import HostsConfig
 from penstock.config.limits import ConnectionLimits, GrammarLimits, Limits
 from penstock.config.server import ServerConfig
 from penstock.config.setting import Setting, environment_names_of
-from penstock.config.speculation import SpeculationConfig
+from penstock.config.speculation import SpeculationConfig, with_speculative_config
 from penstock.config.topology import with_topology
 
 Config = type[msgspec.Struct]
@@ -127,6 +127,8 @@ def configured_engine(given: Mapping[str, Any], model: str) -> EngineConfig:
         parallel=parallel,
         cache=configured(CacheConfig, given),
         scheduler=configured(SchedulerConfig, given),
-        speculation=configured(SpeculationConfig, given),
+        speculation=with_speculative_config(
+            configured(SpeculationConfig, given), given.get("speculative_config")
+        ),
         cluster=configured(HostsConfig, given),
     )

@@ -22,7 +22,7 @@ _IN_REQUESTS = "requests say it; their defaults come from the model's generation
 _ALWAYS = "it is always so"
 _CHUNKS = "prompts are always computed in chunks, of --prefill-chunk tokens at most"
 _IN_ORDER = "requests begin in the order in which they come"
-_NO_DRAFTS = "speculative decoding is not built"
+_NO_DRAFTS = "models that draft are not built; --speculative-method suffix guesses from the text"
 _NO_ADAPTERS = "adapters (LoRA) are not supported"
 _TEXT_ALONE = "models read and write text alone"
 _ONE_HOST = "all stages and replicas run on this host"
@@ -115,8 +115,6 @@ _OF_VLLM: Mapping[str, tuple[str, str]] = {
     "--convert": ("", "every model gives texts and embeddings"),
     "--pooler-config": ("--pooling", "last, mean or cls"),
     "--override-pooler-config": ("--pooling", "last, mean or cls"),
-    "--speculative-config": ("", _NO_DRAFTS),
-    "--num-speculative-tokens": ("", _NO_DRAFTS),
     "--enable-lora": ("", _NO_ADAPTERS),
     "--lora-modules": ("", _NO_ADAPTERS),
     "--max-loras": ("", _NO_ADAPTERS),
@@ -183,8 +181,8 @@ _OF_SGLANG: Mapping[str, tuple[str, str]] = {
     "--enable-mixed-chunk": ("", _ALWAYS),
     "--is-embedding": ("", "every model gives texts and embeddings"),
     "--log-level": ("", "the log is not filtered by level; --log-format is text or json"),
-    "--speculative-algorithm": ("", _NO_DRAFTS),
-    "--speculative-num-steps": ("", _NO_DRAFTS),
+    "--speculative-algorithm": ("--speculative-method", "suffix or off"),
+    "--speculative-num-steps": ("--num-speculative-tokens", ""),
     "--speculative-draft-model-path": ("", _NO_DRAFTS),
     "--enable-lora": ("", _NO_ADAPTERS),
     "--lora-paths": ("", _NO_ADAPTERS),

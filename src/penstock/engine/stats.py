@@ -16,6 +16,7 @@ from penstock.scheduler.stats import SchedulerStats
 Part = TypeVar("Part", bound=msgspec.Struct)
 
 _SCHEDULER_TOTALS = ("num_preemptions", "recovered_requests", "prompt_tokens", "generated_tokens")
+_SPECULATION_TOTALS = ("num_drafted", "num_accepted")
 _CACHE_TOTALS = ("prefix_tokens", "prefix_hit_tokens", "evicted_blocks")
 _STORE_TOTALS = ("stored_blocks", "loaded_blocks", "failed_blocks")
 _USE_TOTALS = (
@@ -68,11 +69,13 @@ def without_requests(stats: CoreStats) -> CoreStats:
 
 def with_totals_of(stats: CoreStats, before: CoreStats) -> CoreStats:
     """The numbers of a core, and the totals of the one before it."""
+    scheduler = _added(stats.scheduler, before.scheduler, _SCHEDULER_TOTALS)
+    speculation = _added(scheduler.speculation, before.scheduler.speculation, _SPECULATION_TOTALS)
     use = _added(stats.store.use, before.store.use, _USE_TOTALS)
     store = msgspec.structs.replace(stats.store, use=use)
     return msgspec.structs.replace(
         stats,
-        scheduler=_added(stats.scheduler, before.scheduler, _SCHEDULER_TOTALS),
+        scheduler=msgspec.structs.replace(scheduler, speculation=speculation),
         cache=_added(stats.cache, before.cache, _CACHE_TOTALS),
         store=_added(store, before.store, _STORE_TOTALS),
         sessions=_added(stats.sessions, before.sessions, ("num_reaped",)),

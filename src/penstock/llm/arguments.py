@@ -12,7 +12,7 @@ import msgspec
 from penstock.config.engine import CacheConfig, EngineConfig, ModelConfig, ParallelConfig, SchedulerConfig
 from penstock.config.hosts import HostsConfig
 from penstock.config.refused_settings import refuse_if_known, refuse_replicas
-from penstock.config.speculation import SpeculationConfig
+from penstock.config.speculation import SpeculationConfig, with_speculative_config
 from penstock.config.topology import with_topology
 from penstock.engine.supervisor.auto_partition import settle_partition
 from penstock.engine.supervisor.launch import LaunchPlan, resolve
@@ -52,7 +52,8 @@ def engine_config(
         raise UsageError(f"an argument of LLM has the wrong type or value: {error}.") from error
     if topology is not None:
         config = msgspec.structs.replace(config, parallel=with_topology(config.parallel, topology))
-    return config.with_partition_of(os.environ)
+    speculation = with_speculative_config(config.speculation, given.get("speculative_config"))
+    return msgspec.structs.replace(config, speculation=speculation).with_partition_of(os.environ)
 
 
 def settled(config: EngineConfig) -> tuple[EngineConfig, LaunchPlan]:

@@ -23,7 +23,13 @@ from penstock.config.engine import EngineConfig, Pooling
 from penstock.config.executor_backend import require_backend
 from penstock.config.limits import GrammarLimits
 from penstock.engine.client.core_health import EngineStatus
-from penstock.engine.client.outputs import RequestOutput, TextDelta, merge_deltas, request_output
+from penstock.engine.client.outputs import (
+    RequestOutput,
+    TextDelta,
+    merge_deltas,
+    request_output,
+    total_drafts,
+)
 from penstock.engine.client.streams import RequestStream
 from penstock.engine.client.vectors import (
     EmbeddingRequestOutput,
@@ -239,6 +245,7 @@ class AsyncLLM:
                         running.text.tokenizer,
                         scored=params.prompt_logprobs is not None,
                         num_cached_tokens=streams[0].cached_tokens,
+                        drafts=total_drafts(stream.drafts for stream in streams),
                     )
         finally:
             self._release(name, streams)

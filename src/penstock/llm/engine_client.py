@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from penstock.engine.client.outputs import TextDelta
+from penstock.engine.client.outputs import DraftCounts, TextDelta, total_drafts
 from penstock.engine.client.streams import MakeAssembler, OpenStreams, RequestStream
 from penstock.engine.core.core_assembly import build_core, prove_stages
 from penstock.engine.core.core_clients import refusals
@@ -40,10 +40,12 @@ class RequestResult:
     Attributes:
         sequences: the whole output of each sequence.
         num_cached_tokens: prompt tokens whose KV was found in the cache.
+        drafts: of all sequences.
     """
 
     sequences: list[TextDelta]
     num_cached_tokens: int
+    drafts: DraftCounts
 
     @property
     def whole(self) -> TextDelta:
@@ -54,7 +56,7 @@ class RequestResult:
     @classmethod
     def of(cls, sequences: list[TextDelta], streams: Sequence[RequestStream]) -> RequestResult:
         """Return the result of a request with these streams; its prompt counts with the first of them."""
-        return cls(sequences, streams[0].cached_tokens)
+        return cls(sequences, streams[0].cached_tokens, total_drafts(stream.drafts for stream in streams))
 
 
 class EngineClient(Protocol):

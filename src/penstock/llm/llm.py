@@ -70,7 +70,7 @@ from penstock.tokenizer.tokenizer import Tokenizer
 __all__ = ["LLM", "CompletionOutput", "RequestOutput", "SamplingParams"]
 
 MakeExecutor = Callable[[LaunchPlan], Executor]
-Params = TypeVar("Params", SamplingParams, PoolingParams)
+Params = TypeVar("Params", SamplingParams, PoolingParams, SamplingParams | None)
 
 
 class LLM:
@@ -125,6 +125,7 @@ class LLM:
             they may always lengthen the plan that they join by half. None by default.
         speculative_method: who guesses: `off`: nobody; `suffix`: the request's own text, where it repeats.
         num_speculative_tokens: guesses of a request in one step at most; fewer where more would cost time.
+        speculative_config: both as vLLM takes them: {"method": "suffix", "num_speculative_tokens": 8}.
         hosts: how many, this one counted; all others run `penstock worker`.
         listen_workers: ADDRESS:PORT where workers join; the port is 7700 if it is left out.
         join_token_file: holds the token with which they join; written if it is not there.
@@ -187,6 +188,7 @@ class LLM:
         inter_token_target_ms: float = NO_INTER_TOKEN_TARGET_MS,
         speculative_method: SpeculativeMethod = "off",
         num_speculative_tokens: int = 8,
+        speculative_config: str | Mapping[str, Any] | None = None,
         hosts: int = 1,
         listen_workers: str | None = None,
         join_token_file: str | None = None,
@@ -337,9 +339,7 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         use_tqdm: bool | None,
     ) -> list[RequestOutput]:
-        sampling: Sequence[SamplingParams | None] = [None] * len(prompts)
-        if sampling_params is not None:
-            sampling = _for_each(sampling_params, len(prompts), "sampling_params")
+        sampling = _for_each(sampling_params, len(prompts), "sampling_params")
         requests = []
         for index, (prompt, params) in enumerate(zip(prompts, sampling, strict=True)):
             with at_place(f"prompts[{index}]"):
@@ -384,8 +384,8 @@ def _prove_all(requests: Sequence[OfflineRequest], grammars: GrammarProver) -> N
 
 
 def _for_each(given: Params | Sequence[Params], count: int, name: str) -> Sequence[Params]:
-    """Return the parameters of each prompt, which were given once for all, or for each."""
-    if isinstance(given, SamplingParams | PoolingParams):
+    """Return the parameters of each prompt, which were given once for all (or not at all), or for each."""
+    if given is None or isinstance(given, SamplingParams | PoolingParams):
         return [given] * count
     if len(given) != count:
         raise InvalidRequestError(f"{len(given)} {name} were given for {count} prompts.", param=name)
@@ -404,6 +404,7 @@ def _text_output(
         tokenizer,
         scored=request.sampling.prompt_logprobs is not None,
         num_cached_tokens=result.num_cached_tokens,
+        drafts=result.drafts,
     )
 
 

@@ -73,9 +73,8 @@ class RequestState:
         grammar: number of the one that it is sampled by, while it has a row.
         awaits_grammar: that is being built, and no step may sample the row yet (`scheduler.grammars`).
         pooling: it ends with the vector of its prompt, and samples nothing (`scheduler.pooled`).
-        may_draft: it lets others guess what it says next (`scheduler.windows`).
+        may_draft: what it says next may be guessed (`scheduler.windows`).
         awaits_result: what it says next may be guessed once its newest token is known; it goes on then.
-        num_drafted, num_accepted: drafts of it that were sampled, and those of them that became its tokens.
     """
 
     request_id: str
@@ -112,8 +111,6 @@ class RequestState:
     awaits_grammar: bool = False
     may_draft: bool = True
     awaits_result: bool = False
-    num_drafted: int = 0
-    num_accepted: int = 0
 
     @property
     def num_planned(self) -> int:

@@ -106,13 +106,15 @@ class ResultSettlement:
             if reason is not None:
                 break
         num_tokens = request.num_outputs - num_before
+        num_accepted = min(num_tokens, len(token_ids) - 1)
         self.generated_tokens += num_tokens
         if request.phase is RequestPhase.RUNNING:
             self._prefixes.note(request)
-        self._windows.settle(request, num_drafts, min(num_tokens, len(token_ids) - 1))
+        self._windows.settle(request, num_drafts, num_accepted)
         if reason is not None:
             self._endings.remove(request)
-        return tokens_came(request, num_tokens, logprobs, reason)
+        drafts = num_accepted, num_drafts - num_accepted
+        return tokens_came(request, num_tokens, logprobs, reason, drafts)
 
     def _take_scores(self, issued: PlanBuilder, result: StepResult) -> list[RequestUpdate]:
         updates = []

@@ -13,8 +13,13 @@ def tokens_came(
     num_tokens: int,
     logprobs: list[TokenLogprobs] | None,
     reason: FinishReason | None,
+    drafts: tuple[int, int],
 ) -> RequestUpdate:
-    """Its newest tokens, which it has already, and whether the last of them ends it."""
+    """Its newest tokens, which it has already, and whether the last of them ends it.
+
+    Args:
+        drafts: how many of them had been guessed, and how many guesses were wrong.
+    """
     token_ids, is_first = request.token_ids[-num_tokens:], request.num_outputs == num_tokens
     return RequestUpdate(
         request_id=request.request_id,
@@ -24,6 +29,8 @@ def tokens_came(
         stop_token_id=token_ids[-1] if reason == "stop" else None,
         queue_seconds=request.queue_seconds if is_first else None,
         num_cached_tokens=request.num_cached_tokens if is_first else 0,
+        num_accepted_drafts=drafts[0],
+        num_rejected_drafts=drafts[1],
     )
 
 

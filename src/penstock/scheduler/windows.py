@@ -120,8 +120,6 @@ class DraftWindows(NoWindows):
     def settle(self, request: RequestState, num_drafted: int, num_accepted: int) -> None:
         self._num_drafted += num_drafted
         self._num_accepted += num_accepted
-        request.num_drafted += num_drafted
-        request.num_accepted += num_accepted
         if num_drafted:
             self._drafter.accept(request.arrival, num_drafted, num_accepted)
         draft = self._propose(request)
@@ -132,7 +130,7 @@ class DraftWindows(NoWindows):
 
     def _propose(self, request: RequestState) -> Draft:
         most = min(self._most, request.max_len - len(request.token_ids) - 1)  # one is sampled behind them
-        if most <= 0 or not request.may_draft or request.sampling.structured is not None:
+        if most <= 0 or not request.may_draft:
             return NO_DRAFT
         return self._drafter.propose(request.arrival, request.token_ids, most)
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from penstock.batch import StageSpans
-from penstock.engine.client.outputs import TextDelta
+from penstock.engine.client.outputs import DraftCounts, TextDelta
 from penstock.engine.stats import CoreStats
 from penstock.errors import InvalidRequestError, NotFoundError
 from penstock.grammar.proving import GrammarModel
@@ -41,6 +41,8 @@ class RequestStream(Protocol):
     def completion_tokens(self) -> int: ...
     @property
     def cached_tokens(self) -> int: ...
+    @property
+    def drafts(self) -> DraftCounts: ...
     @property
     def queue_seconds(self) -> float | None: ...
 

@@ -9,9 +9,9 @@ Used by `engine.client.streams` and by `llm` (whole results). Does no I/O.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import msgspec
 
@@ -228,6 +228,32 @@ class CompletionOutput:
         return self.finish_reason is not None
 
 
+class DraftCounts(NamedTuple):
+    """What became of the tokens that were guessed ahead for a request (OpenAI's names)."""
+
+    accepted_prediction_tokens: int = 0
+    rejected_prediction_tokens: int = 0
+
+    def plus(self, accepted: int, rejected: int) -> DraftCounts:
+        """With so many more."""
+        if not accepted and not rejected:
+            return self
+        return DraftCounts(
+            self.accepted_prediction_tokens + accepted, self.rejected_prediction_tokens + rejected
+        )
+
+
+NO_DRAFTS = DraftCounts()
+
+
+def total_drafts(counts: Iterable[DraftCounts]) -> DraftCounts:
+    """Those of several sequences together."""
+    total = NO_DRAFTS
+    for count in counts:
+        total = total.plus(*count)
+    return total
+
+
 @dataclass(slots=True, kw_only=True)
 class RequestOutput:
     """The result of one prompt (vLLM's shape).
@@ -235,6 +261,7 @@ class RequestOutput:
     Attributes:
         prompt: its text; None when it was given as token ids.
         num_cached_tokens: prompt tokens whose KV was found in the cache.
+        metrics: what became of tokens that were guessed ahead.
         prompt_logprobs: of each token of the prompt, as of an output's, if requested; None for the first
             token, which nothing precedes.
     """
@@ -245,6 +272,7 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     finished: bool
     num_cached_tokens: int = 0
+    metrics: DraftCounts = NO_DRAFTS
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
 
 
@@ -276,6 +304,7 @@ def request_output(
     *,
     scored: bool,
     num_cached_tokens: int,
+    drafts: DraftCounts,
 ) -> RequestOutput:
     """Return the result of a prompt, as far as it has come.
 
@@ -292,6 +321,7 @@ def request_output(
         outputs=[completion_output([sequence], tokenizer, index) for index, sequence in enumerate(sequences)],
         finished=all(sequence.finish_reason is not None for sequence in sequences),
         num_cached_tokens=num_cached_tokens,
+        metrics=drafts,
         prompt_logprobs=prompt_logprobs(prompt_token_ids, scores, tokenizer)
         if scored and is_complete
         else None,

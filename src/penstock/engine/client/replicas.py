@@ -238,6 +238,7 @@ def merged_stats(replica_stats: Sequence[CoreStats | None]) -> CoreStats | None:
         for replica, stats in known
         for of_stage in stats.stage_times
     ]
+    drafts = [stats.scheduler.speculation for stats in each]
     schedulers, uses = [stats.scheduler for stats in each], [stats.store.use for stats in each]
     failure = next((use.failure for use in uses if use.failure), "")
     return CoreStats(
@@ -247,6 +248,7 @@ def merged_stats(replica_stats: Sequence[CoreStats | None]) -> CoreStats | None:
             micro_batches=max(part.micro_batches for part in schedulers),
             fill_plans=max(part.fill_plans for part in schedulers),
             wire_s=max(part.wire_s for part in schedulers),
+            speculation=summed(drafts, drafter=drafts[0].drafter),
         ),
         cache=summed([stats.cache for stats in each]),
         store=summed([stats.store for stats in each], use=summed(uses, failure=failure)),

@@ -10,7 +10,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable
 
-from penstock.engine.client.outputs import Assembler, TextDelta, merge_deltas, num_at_once, small_deltas
+from penstock.engine.client.outputs import (
+    NO_DRAFTS,
+    Assembler,
+    TextDelta,
+    merge_deltas,
+    num_at_once,
+    small_deltas,
+)
 from penstock.engine.client.routing import DECODE_TOKENS
 from penstock.errors import AbortedError, ErrorInfo, PenstockError, error_from_info
 from penstock.request import GenerationRequest, RequestUpdate
@@ -28,6 +35,7 @@ class RequestStream:
 
     Attributes:
         cached_tokens: those of `prompt_tokens` that were found in a cache.
+        drafts: tokens that were guessed ahead: those that were right, and those that were wrong.
         queue_seconds: time that the request waited in the core; None before its first update.
         error: what the sequence ended with, other than its output.
         has_ended: no update will come any more.
@@ -39,6 +47,7 @@ class RequestStream:
         self.request_id = request_id
         self.prompt_tokens = prompt_tokens
         self.cached_tokens = 0
+        self.drafts = NO_DRAFTS
         self.queue_seconds: float | None = None
         self.error: PenstockError | None = None
         self.has_ended = False
@@ -103,6 +112,7 @@ class RequestStream:
         if update.queue_seconds is not None:
             self.queue_seconds = update.queue_seconds
             self.cached_tokens = min(update.num_cached_tokens, self.prompt_tokens)
+        self.drafts = self.drafts.plus(update.num_accepted_drafts, update.num_rejected_drafts)
         delta = self._assembler.append(update)
         self._deltas += small_deltas(delta)
         if delta.finish_reason is not None:

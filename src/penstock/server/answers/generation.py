@@ -18,7 +18,7 @@ import msgspec
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
-from penstock.engine.client.outputs import TextDelta, merge_deltas
+from penstock.engine.client.outputs import TextDelta, merge_deltas, total_drafts
 from penstock.errors import AbortedError, PenstockError, StageLostError, UnavailableError
 from penstock.request import SamplingParams
 from penstock.server.answers.echo import Echo
@@ -176,11 +176,15 @@ class GenerationResponse(Response):
         prompt = sum(stream.prompt_tokens for stream in self._streams)
         completion = sum(stream.completion_tokens for stream in self._streams)
         cached = sum(stream.cached_tokens for stream in self._streams)
+        drafts = total_drafts(stream.drafts for stream in self._streams)
         return Usage(
             prompt_tokens=prompt,
             completion_tokens=completion,
             total_tokens=prompt + completion,
             prompt_tokens_details=PromptTokensDetails(cached),
+            completion_tokens_details=CompletionTokensDetails(**drafts._asdict())
+            if any(drafts)
+            else msgspec.UNSET,
         )
 
     def _client_left(self, watcher: asyncio.Task[None]) -> None:
@@ -337,7 +341,11 @@ def with_reasoning_tokens(usage: Usage, counts: list[int | None]) -> Usage:
     known = [count for count in counts if count is not None]
     if not known:
         return usage
-    return msgspec.structs.replace(usage, completion_tokens_details=CompletionTokensDetails(sum(known)))
+    details = usage.completion_tokens_details
+    if details is msgspec.UNSET:
+        details = CompletionTokensDetails()
+    details = msgspec.structs.replace(details, reasoning_tokens=sum(known))
+    return msgspec.structs.replace(usage, completion_tokens_details=details)
 
 
 async def wait_for_disconnect(receive: Receive) -> None:

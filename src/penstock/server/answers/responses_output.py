@@ -275,7 +275,8 @@ def finished(response: ResponseObject, output: Output, usage: Usage) -> Response
     """Return the response as it stands at its end."""
     is_cut = output.finish_reason == "length"
     details = usage.completion_tokens_details
-    num_reasoning = 0 if details is msgspec.UNSET else details.reasoning_tokens
+    told = 0 if details is msgspec.UNSET else details.reasoning_tokens
+    num_reasoning = 0 if told is msgspec.UNSET else told
     return msgspec.structs.replace(
         response,
         completed_at=int(time.time()),

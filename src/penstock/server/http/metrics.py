@@ -216,6 +216,13 @@ class Metrics:
         restarts = Counter({str(stage): count for stage, count in enumerate(stats.restarts.stages)})
         moved = Counter({"read": stats.store.use.bytes_read, "written": stats.store.use.bytes_written})
         yield self._counter("kv_store_bytes", "Bytes of KV blocks from and to the store.", "direction", moved)
+        drafts = stats.scheduler.speculation
+        if drafts.drafter:
+            for name, text, count in (
+                ("spec_drafted_tokens", "Tokens that were guessed ahead.", drafts.num_drafted),
+                ("spec_accepted_tokens", "Of these, those that were right.", drafts.num_accepted),
+            ):
+                yield self._counter(name, text, "drafter", Counter({drafts.drafter: count}))
         yield self._counter("stage_restarts", "Times that a lost stage was started again.", "stage", restarts)
 
     def _stages(self, times: Sequence[StageTimes]) -> Iterator[Metric]:

@@ -77,6 +77,7 @@ class SampledRequest(msgspec.Struct, frozen=True, kw_only=True):
     priority: int | None = None
     session_id: str | None = None
     structured_outputs: StructuredOutputFields | None = None
+    speculative: bool | None = None
     user: str | None = None
 
 
@@ -186,8 +187,12 @@ class PromptTokensDetails(msgspec.Struct, frozen=True):
     cached_tokens: int
 
 
-class CompletionTokensDetails(msgspec.Struct, frozen=True):
-    reasoning_tokens: int
+class CompletionTokensDetails(msgspec.Struct, frozen=True, kw_only=True):
+    """`reasoning_tokens` where they could be counted, the others where tokens were guessed ahead."""
+
+    reasoning_tokens: int | msgspec.UnsetType = msgspec.UNSET
+    accepted_prediction_tokens: int | msgspec.UnsetType = msgspec.UNSET
+    rejected_prediction_tokens: int | msgspec.UnsetType = msgspec.UNSET
 
 
 class Usage(msgspec.Struct, frozen=True, kw_only=True):
