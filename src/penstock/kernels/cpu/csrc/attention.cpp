@@ -461,7 +461,6 @@ private:
     }
 
     void mask(const Item& item, const Tiles<T>& tiles, const MicroTile& micro, float* scores) const {
-        const i32x16 lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
         for (int64_t r = micro.first; r < micro.end; r++, scores += kRowStride) {
             int64_t last = plan_.position_of(item, r), first = plan_.first_seen(last);
             for (int i = micro.begin_pair(); i < micro.end_pair(); i++) {
@@ -469,9 +468,7 @@ private:
                 int64_t to = std::min(tiles.counts[i], last + 1 - tiles.positions[i]);
                 if (from == 0 && to == kLanes) continue;
                 from = std::min<int64_t>(from, kLanes), to = std::max<int64_t>(to, 0);
-                i32x16 is_seen = (lanes >= (int32_t)from) & (lanes < (int32_t)to);
-                float* at = scores + i * kLanes;
-                store(at, is_seen ? load(at) : splat(kMasked));
+                hide_lanes(scores + i * kLanes, (int32_t)from, (int32_t)to);
             }
         }
     }
