@@ -2,6 +2,7 @@
 // weighted values, and the merging of chunks. Micro-kernels as in panels.h: up to kMaxRows rows by two vectors, one
 // accumulator for each number, summed in order.
 #pragma once
+#include <algorithm>
 #include <utility>
 
 #include "attention.h"
@@ -11,8 +12,11 @@
 
 constexpr int kTilesPerChunk = 16;
 constexpr int kChunk = kTilesPerChunk * kLanes;
+constexpr int kChunksPerSegment = kSegmentTokens / kChunk;
+constexpr int kTilesPerSegment = kChunksPerSegment * kTilesPerChunk;
 constexpr int kRowStride = kChunk + kLanes;  // of scores and weights: rows fall on different sets of the cache
 constexpr float kFloor = -1e29f;             // the largest score of nothing
+constexpr float kLog2E = 1.44269504f;
 constexpr float kMasked = -1e30f;            // a score that nobody sees, so far below that its weight is 0
 
 // 2^x for x <= 0: 0 far below, exactly 1 at 0, NaN for NaN. Minimax polynomials of 2^f - 1 over half a unit to
@@ -250,25 +254,46 @@ INLINE void hide_lanes(float* scores, int32_t from, int32_t to) {
     }
 }
 
-// Adds the next chunk's results of a row to those of all chunks before it.
+// Adds a part's results of a row to those of all parts before it. Nothing changes what it is added to or what is added
+// to it, so that it does not matter whether a part that a row does not see was computed.
 INLINE void merge_row(const Sums& part, int64_t r, int64_t width, const Sums& into) {
-    if (part.total[r] == 0) return;  // this row sees nothing of the chunk
+    if (part.total[r] == 0) return;
+    if (into.total[r] == 0) {
+        into.largest[r] = part.largest[r], into.total[r] = part.total[r];
+        memcpy(into.values + r * width, part.values + r * width, width * sizeof(float));
+        return;
+    }
     float top = part.largest[r] > into.largest[r] ? part.largest[r] : into.largest[r];
     f32r old_factor = power_of_2<float>(splat<f32r>(into.largest[r] - top));
     f32r new_factor = power_of_2<float>(splat<f32r>(part.largest[r] - top));
     into.largest[r] = top;
-    into.total[r] = into.total[r] * old_factor[0] + part.total[r] * new_factor[0];
+    into.total[r] = fma(splat<f32r>(into.total[r]), old_factor, part.total[r] * new_factor)[0];
     for (int64_t d = 0; d < width; d += kRegister) {
         float* merged = into.values + r * width + d;
         f32r own = load_register(merged), next = load_register(part.values + r * width + d);
-#if defined(__AVX512F__)
         store(merged, fma(own, old_factor, next * new_factor));
-#else
-        store(merged, fma(next, new_factor, own * old_factor));
-#endif
     }
 }
 
 static void merge(const Sums& part, int64_t rows, int64_t width, const Sums& into) {
     for (int64_t r = 0; r < rows; r++) merge_row(part, r, width, into);
+}
+
+static void clear(const Sums& sums, int64_t rows, int64_t width) {
+    std::fill(sums.largest, sums.largest + rows, kFloor);
+    std::fill(sums.total, sums.total + rows, 0.0f);
+    std::fill(sums.values, sums.values + rows * width, 0.0f);
+}
+
+// y = the weighted mean of a row's values, `size` of them. A sink, where there is one, takes its share of the weights.
+template <class T>
+INLINE void finish_row(const Sums& sums, int64_t r, int64_t width, int64_t size, const float* sink, T* y) {
+    float factor = 1.0f / sums.total[r];
+    if (sink) {
+        float score = std::max(*sink * kLog2E, kFloor), top = std::max(sums.largest[r], score);
+        f32r own = power_of_2<float>(splat<f32r>(sums.largest[r] - top));
+        f32r total = fma(splat<f32r>(sums.total[r]), own, power_of_2<float>(splat<f32r>(score - top)));
+        factor = own[0] / total[0];
+    }
+    for (int64_t d = 0; d < size; d += kLanes) store_some(y + d, load(sums.values + r * width + d) * factor, size - d);
 }
