@@ -62,8 +62,8 @@ class AttentionParts:
     """Unfinished results of consecutive segments of every row's context (`csrc/abi.h`), all float32.
 
     A segment is `abi.SEGMENT_TOKENS` positions, counted from position 0. Scores are in powers of 2: a score
-    as the softmax takes it, times log2(e). Where a query sees nothing of a segment, `largest` is -1e29 and the
-    rest is 0.
+    as the softmax takes it, times log2(e). Where a query sees nothing of a segment, `largest` is -1e29 and
+    the rest is 0.
 
     Attributes:
         values: [num_segments, num_tokens, num_heads, value_dim], sums of 2^(score - largest) value.
