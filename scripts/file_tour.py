@@ -46,6 +46,7 @@ ROOMS = {
     "executor": "ranks, seen from the core",
     "scheduler": "who runs in which plan",
     "kvcache": "which blocks belong to whom",
+    "speculation": "who guesses tokens, and how many are worth sending",
     "rank": "a rank's process, from weights to the end of its loop",
     "pipeline": "the stage loop and all that is pipeline-parallel",
     "pipeline/links": "what carries tensors and messages between processes",

@@ -28,7 +28,7 @@ class AttentionBackend(Protocol):
             qkv: [num_tokens, (num_heads + 2 num_kv_heads) head_dim], not rotated; may be overwritten.
             angles: of the step's positions, from `layers.rope`.
             kv: written at `metadata.slot_mapping`, read at the slots of each row's context.
-            sight: of the layer.
+            sight: of the layer, sinks included.
 
         Returns:
             [num_tokens, num_heads * head_dim] in the dtype of `qkv`.

@@ -71,14 +71,14 @@ class LatentPagedAttention:
         slots = group.slots
         keys = kv.latent.index_select(0, slots.view(-1)).view(*slots.shape, self._latent.width)
         values = keys[..., : self._latent.rank]
-        return weighted(query, keys, values, group.padding.squeeze(1), sight)
+        return weighted(query, keys, values, group.padding.squeeze(1), sight, sight.sinks)
 
     def _prefill(self, query: Tensor, kv: LatentKV, row: PrefillRow, sight: Sight, output: Tensor) -> None:
         """[num_tokens, num_heads, width] of one row; writes [num_tokens, num_heads, rank]."""
         keys = kv.latent.index_select(0, row.slots)
         values, hidden = keys[:, : self._latent.rank], ~row.sight()[:, None]
         for piece in self._pieces(len(query), len(keys)):
-            output[piece] = weighted(query[piece], keys, values, hidden[piece], sight)
+            output[piece] = weighted(query[piece], keys, values, hidden[piece], sight, sight.sinks)
 
     def _pieces(self, num_tokens: int, context: int) -> Iterator[slice]:
         """Of the tokens of a row, those that are computed together."""

@@ -83,22 +83,32 @@ def _decode(query: Tensor, kv: LayerKV, group: DecodeGroup, sight: Sight) -> Ten
     folded = query.view(num_rows, num_kv_heads, num_heads // num_kv_heads, head_dim)
     head_rows = _places(group.slots, num_kv_heads)
     keys, values = _gather(kv.key, head_rows), _gather(kv.value, head_rows)
-    return weighted(folded, keys, values, group.padding, sight).view(num_rows, num_heads, head_dim)
+    sinks = None if sight.sinks is None else sight.sinks.view(num_kv_heads, -1)
+    attended = weighted(folded, keys, values, group.padding, sight, sinks)
+    return attended.view(num_rows, num_heads, head_dim)
 
 
-def weighted(query: Tensor, keys: Tensor, values: Tensor, hidden: Tensor, sight: Sight) -> Tensor:
+def weighted(
+    query: Tensor, keys: Tensor, values: Tensor, hidden: Tensor, sight: Sight, sinks: Tensor | None
+) -> Tensor:
     """What queries get of the values of keys: [..., queries, value_dim].
 
     Args:
         query: [..., queries, head_dim].
         keys, values: [..., context, head_dim] and [..., context, value_dim].
         hidden: [..., queries or 1, context] bool, True where a query does not see.
+        sinks: of each query's head, to be broadcast to [..., queries]; None: there are none.
     """
     scores = torch.matmul(query * sight.scale, keys.transpose(-2, -1)).float()
     if sight.soft_cap:
         scores = scores.div_(sight.soft_cap).tanh_().mul_(sight.soft_cap)
-    weights = scores.masked_fill_(hidden, float("-inf")).softmax(-1).to(query.dtype)
-    return torch.matmul(weights, values)
+    scores = scores.masked_fill_(hidden, float("-inf"))
+    if sinks is None:
+        weights = scores.softmax(-1)
+    else:
+        sink_scores = sinks.float()[..., None].expand(*scores.shape[:-1], 1)
+        weights = torch.cat((scores, sink_scores), dim=-1).softmax(-1)[..., :-1]
+    return torch.matmul(weights.to(query.dtype), values)
 
 
 def _prefill(query: Tensor, kv: LayerKV, row: PrefillRow, sight: Sight) -> Tensor:
@@ -112,8 +122,9 @@ def _prefill(query: Tensor, kv: LayerKV, row: PrefillRow, sight: Sight) -> Tenso
     head_rows = _places(row.slots, num_kv_heads)
     keys = _gather(kv.key, head_rows)[:, None].expand(shared)
     values = _gather(kv.value, head_rows)[:, None].expand(shared)
-    if sight.soft_cap:  # which torch's own attention has not
-        attended = weighted(folded, keys, values, ~row.sight(), sight)
+    if sight.soft_cap or sight.sinks is not None:  # which torch's own attention has not
+        sinks = None if sight.sinks is None else sight.sinks.view(num_kv_heads, group_size, 1)
+        attended = weighted(folded, keys, values, ~row.sight(), sight, sinks)
     else:
         attended = F.scaled_dot_product_attention(
             folded, keys, values, attn_mask=row.visible, is_causal=row.visible is None, scale=sight.scale

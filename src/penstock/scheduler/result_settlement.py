@@ -10,14 +10,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from penstock.batch import StepResult
-from penstock.request import RequestUpdate, TokenLogprobs
+from penstock.request import FinishReason, RequestUpdate, TokenLogprobs
 from penstock.scheduler.plan_builder import PlanBuilder
 from penstock.scheduler.pooled import returned_vectors
 from penstock.scheduler.prefix_reuse import PrefixReuse
 from penstock.scheduler.prompt_scores import returned_scores
 from penstock.scheduler.queues import RequestPhase, RequestQueues, RequestState
 from penstock.scheduler.request_endings import RequestEndings
-from penstock.scheduler.stopping import finish_reason
 from penstock.scheduler.updates import (
     ended_without_tokens,
     numerical_error,
@@ -132,3 +131,16 @@ class ResultSettlement:
         self.prompt_tokens += request.prompt_len
         self._endings.remove(request)
         return ended_without_tokens(request, vector)
+
+
+def finish_reason(request: RequestState) -> FinishReason | None:
+    """Return why `request` ends with its newest token, or None (row D11).
+
+    Stop strings need text, and are found where there is some (`engine.client.outputs`).
+
+    A stop id wins over a length reached by the same token. A stop id among the first `min_tokens`
+    outputs ends nothing; the sampler does not let one through anyway.
+    """
+    if request.token_ids[-1] in request.stop_ids and request.num_outputs > request.sampling.min_tokens:
+        return "stop"
+    return "length" if len(request.token_ids) >= request.max_len else None

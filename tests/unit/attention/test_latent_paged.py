@@ -22,7 +22,13 @@ from penstock.layers.rope import RotaryAngles, RotaryEmbedding
 
 LATENT = LatentSpec(rank=10, query_rank=0, plain_dim=6, rotary_dim=4, value_dim=5)
 NUM_HEADS, BLOCK, NUM_BLOCKS = 3, 4, 80
-SIGHTS = [Sight(scale=0.4), Sight(scale=0.4, window=5), Sight(scale=0.4, soft_cap=1.5)]
+SIGHTS = {
+    "plain": Sight(scale=0.4),
+    "window": Sight(scale=0.4, window=5),
+    "cap": Sight(scale=0.4, soft_cap=1.5),
+    "sinks": Sight(scale=0.4, window=200, sinks=torch.tensor([0.3, 3.0, -2.0])),
+}
+EACH_SIGHT = pytest.mark.parametrize("sight", SIGHTS.values(), ids=SIGHTS)
 
 
 @pytest.fixture(autouse=True)
@@ -60,7 +66,11 @@ def expected(qkv: Tensor, sight: Sight) -> Tensor:
         scores = sight.soft_cap * (scores / sight.soft_cap).tanh()
     behind = positions[:, None] - positions[None, :]
     hidden = (behind < 0) | (behind >= (sight.window or len(qkv)))
-    weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)
+    scores = scores.masked_fill(hidden, float("-inf"))
+    if sight.sinks is not None:
+        sinks = sight.sinks.double()[:, None, None].expand(-1, len(qkv), 1)
+        scores = torch.cat((scores, sinks), dim=-1)
+    weights = scores.softmax(-1)[..., : len(qkv)]
     return torch.einsum("hqk,kd->qhd", weights, key[:, :rank]).flatten(1)
 
 
@@ -113,7 +123,7 @@ def by_kernels(flags: str, dtype: torch.dtype) -> CpuLatentAttention:
 STEPS = [(9, 12), (1, 1), (1, 4), (1, 1), (5, 5)]
 
 
-@pytest.mark.parametrize("sight", SIGHTS, ids=str)
+@EACH_SIGHT
 @pytest.mark.parametrize("max_scores", [1, 60, 1 << 24])
 def test_rows_in_chunks_and_tokens_among_others(
     monkeypatch: pytest.MonkeyPatch, sight: Sight, max_scores: int
@@ -126,7 +136,7 @@ def test_rows_in_chunks_and_tokens_among_others(
         torch.testing.assert_close(found, expected(row, sight).float(), atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("sight", SIGHTS, ids=str)
+@EACH_SIGHT
 @pytest.mark.parametrize("flags", targets(emulated=True))
 def test_by_our_kernels_it_is_the_same_in_each_dtype(flags: str, sight: Sight) -> None:
     rows = random_rows(17, 23, 300)
@@ -145,11 +155,11 @@ def test_by_our_kernels_neither_company_nor_chunks_nor_threads_change_a_bit(flag
         rows = [row.to(dtype) for row in random_rows(17, 290)]
         attention = by_kernels(flags, dtype)
         torch.set_num_threads(1)
-        alone = [in_steps(attention, [row], [(len(row),)], SIGHTS[0])[0] for row in rows]
+        alone = [in_steps(attention, [row], [(len(row),)], SIGHTS["plain"])[0] for row in rows]
         chunks = [(1, 7), (5, 60), (11, 1), (0, 222)]
         for num_threads in (1, 3):
             torch.set_num_threads(num_threads)
-            found = in_steps(attention, rows, chunks, SIGHTS[0])
+            found = in_steps(attention, rows, chunks, SIGHTS["plain"])
             assert all(torch.equal(*pair) for pair in zip(found, alone, strict=True))
 
 

@@ -15,6 +15,7 @@ from penstock.kernels.cpu.ops import Sight
 
 HEAD_DIM = 8
 PLAIN = Sight(scale=HEAD_DIM**-0.5)
+SINKS = torch.tensor([0.3, -2.0, 40.0, 1.5])  # of four heads
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,7 +98,10 @@ def reference(query: Tensor, key: Tensor, value: Tensor, sight: Sight) -> Tensor
             scores = key[first:seen, head // group].double() @ query[token, head].double() * sight.scale
             if sight.soft_cap:
                 scores = sight.soft_cap * (scores / sight.soft_cap).tanh()
-            output[token, head] = scores.softmax(0) @ value[first:seen, head // group].double()
+            if sight.sinks is not None:
+                scores = torch.cat((scores, sight.sinks[head : head + 1].double()))
+            weights = scores.softmax(0)[: seen - first]
+            output[token, head] = weights @ value[first:seen, head // group].double()
     return output
 
 
@@ -165,6 +169,7 @@ def test_stores_keys_and_values_at_the_mapped_slots_only() -> None:
     assert torch.equal(step.kv.value[step.metadata.slot_mapping], step.value)
 
 
+@pytest.mark.parametrize("sinks", [None, SINKS], ids=["no sinks", "sinks"])
 @pytest.mark.parametrize("soft_cap", [0.0, 1.5])
 @pytest.mark.parametrize("window", [0, 1, 6, 100])
 @pytest.mark.parametrize(
@@ -172,9 +177,9 @@ def test_stores_keys_and_values_at_the_mapped_slots_only() -> None:
     [([1, 1, 1], [4, 40, 6]), ([1, 3, 9], [9, 30, 9]), ([5], [6]), ([9], [9]), ([20, 2], [20, 8])],
 )
 def test_windows_and_caps_in_steps_of_any_kind(
-    counts: list[int], contexts: list[int], window: int, soft_cap: float
+    counts: list[int], contexts: list[int], window: int, soft_cap: float, sinks: Tensor | None
 ) -> None:
-    sight = Sight(scale=0.5, soft_cap=soft_cap, window=window)
+    sight = Sight(scale=0.5, soft_cap=soft_cap, window=window, sinks=sinks)
     step = make_step(counts, contexts, sight=sight)
     torch.testing.assert_close(run(step).double(), step.expected, atol=2e-6, rtol=1e-5)
 

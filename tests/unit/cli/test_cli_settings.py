@@ -178,6 +178,7 @@ m --served-model-name s --dtype float16 --max-model-len 11 --seed 12 --pp 2 --tp
 --max-num-seqs 16 --max-num-batched-tokens 17 --prefill-chunk 18 --max-waiting-requests 19
  --queue-timeout 20 --max-sessions 59 --micro-batches 2 --inter-token-target 250
  --max-waiting-tokens 30 --built-grammar-bytes 62
+--speculative-method suffix --num-speculative-tokens 5
 --host ::1 --port 21 --reuse-port --api-key k0 --admin-key a0 --insecure --drain-seconds 22
 --json-open-objects --no-warm-spare
 --hosts 2 --listen-workers [::1]:7801 --join-token-file /token --join-token-ttl 63 --host-name attic
@@ -265,6 +266,7 @@ def test_every_flag_reaches_its_config(monkeypatch: pytest.MonkeyPatch, tmp_path
             "inter_token_target_ms": 250.0,
             "built_grammar_bytes": 62,
         },
+        "speculation": {"speculative_method": "suffix", "num_speculative_tokens": 5},
         "cluster": {
             "hosts": 2,
             "listen_workers": "[::1]:7801",
@@ -427,6 +429,7 @@ def test_what_is_out_of_range_is_named_by_a_flag_that_exists() -> None:
         "parallel",
         "cache",
         "scheduler",
+        "speculation",
         "cluster",
         "limits",
         "connections",
@@ -434,7 +437,7 @@ def test_what_is_out_of_range_is_named_by_a_flag_that_exists() -> None:
         "settings",
     }
     assert fields - settings == parts | {"max_discarded_bytes", "max_pipelined"}
-    assert settings - fields == {"topology", "api_key_file", "admin_key_file"}
+    assert settings - fields == {"topology", "speculative_config", "api_key_file", "admin_key_file"}
 
 
 def test_defaults_are_those_of_the_configs(monkeypatch: pytest.MonkeyPatch) -> None:

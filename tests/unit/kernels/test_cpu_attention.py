@@ -15,11 +15,22 @@ from torch import Tensor
 
 from depth import depth
 from kernel_builds import built, targets
-from penstock.kernels.cpu.abi import BFLOAT16, FLOAT32, AttentionArgs, RopeAnglesArgs, RopeStoreArgs, Step
+from penstock.kernels.cpu.abi import (
+    BFLOAT16,
+    FLOAT32,
+    SEGMENT_TOKENS,
+    AttentionArgs,
+    RopeAnglesArgs,
+    RopeStoreArgs,
+    Step,
+)
+from penstock.kernels.cpu.library import KERNEL_NAMES
+from penstock.kernels.cpu.ops import AttentionParts, CpuKernels
 
 TYPES = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16}
 # Of the largest value. bfloat16: half a unit in the last place of the result and of each weight.
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 8e-3}
+TILES_PER_SEGMENT = SEGMENT_TOKENS // 16
 NOWHERE = 1 << 40  # a block that must not be touched
 
 
@@ -31,7 +42,15 @@ class Shape:
     block_size: int = 16
     window: int = 0
     soft_cap: float = 0.0
+    has_sinks: bool = False
     dtype: torch.dtype = torch.float32
+
+    @property
+    def sinks(self) -> Tensor | None:
+        """One score for each query head: most as large as those of keys, one far above, one far below."""
+        scores = torch.randn(self.num_heads, generator=torch.Generator().manual_seed(7)) * 3
+        scores[1:3] = torch.tensor([60.0, -math.inf])[: self.num_heads - 1]
+        return scores if self.has_sinks else None
 
     @property
     def token_size(self) -> int:
@@ -75,13 +94,32 @@ class Pool:
         parts = [self.requests[r].qkv[start:end] for r, start, end in work]
         qkv = torch.cat([torch.empty(0, shape.token_size, dtype=shape.dtype), *parts])
         arrays = self._arrays(work, freed)
-        step = Step(
-            num_tokens=len(qkv), positions=arrays[0].data_ptr(), slot_mapping=arrays[1].data_ptr(),
-            block_tables=arrays[2].data_ptr(), block_table_stride=arrays[2].shape[1],
-            query_starts=arrays[3].data_ptr(), seq_lens=arrays[4].data_ptr(), num_rows=len(work),
-        )  # fmt: skip
-        y = self._run(qkv, step)
+        y = self._run(qkv, self._step(arrays, len(qkv), len(work)))
         return list(y.split([end - start for _, start, end in work]))
+
+    def parts(self, work: Sequence[tuple[int, int, int]], segments: range) -> AttentionParts:
+        """The unfinished results of the same step; the cache must have its keys and values already.
+
+        Blocks that hold nothing of these segments are nowhere.
+        """
+        shape = self.shape
+        qkv = torch.cat([self.requests[r].qkv[start:end] for r, start, end in work])
+        arrays = self._arrays(work, 0)
+        segment_blocks = TILES_PER_SEGMENT / -(-shape.block_size // 16)
+        first, end = int(segments.start * segment_blocks), math.ceil(segments.stop * segment_blocks)
+        arrays[2][:, :first] = arrays[2][:, end:] = NOWHERE
+        self._run_rope(qkv, self._step(arrays, len(qkv), len(work)), torch.zeros_like(self.storage))
+        parts = AttentionParts.empty(len(segments), len(qkv), shape.num_heads, shape.head_dim)
+        struct = parts.struct(segments.start)
+        args = self._attention_args(qkv, None)
+        args.parts = ctypes.addressof(struct)
+        step = self._step(arrays, len(qkv), len(work))
+        self.library.penstock_attention(ctypes.byref(args), ctypes.byref(step))
+        return parts
+
+    def merged(self, parts: AttentionParts) -> Tensor:
+        kernels = CpuKernels(self.library, frozenset(KERNEL_NAMES))
+        return kernels.merge_parts(parts, self.shape.sinks, self.shape.dtype)
 
     def _arrays(self, work: Sequence[tuple[int, int, int]], freed: int) -> list[Tensor]:
         size = self.shape.block_size
@@ -96,7 +134,36 @@ class Pool:
         ends = [end for _, _, end in work]
         return [torch.tensor(positions), torch.tensor(slots), tables, starts, torch.tensor(ends)]
 
+    def _step(self, arrays: list[Tensor], num_tokens: int, num_rows: int) -> Step:
+        positions, slots, tables, starts, lengths = arrays
+        return Step(
+            num_tokens=num_tokens, positions=positions.data_ptr(), slot_mapping=slots.data_ptr(),
+            block_tables=tables.data_ptr(), block_table_stride=tables.shape[1],
+            query_starts=starts.data_ptr(), seq_lens=lengths.data_ptr(), num_rows=num_rows,
+        )  # fmt: skip
+
     def _run(self, qkv: Tensor, step: Step) -> Tensor:
+        self._run_rope(qkv, step, self.storage)
+        y = torch.full(
+            (len(qkv), self.shape.num_heads * self.shape.head_dim), math.nan, dtype=self.shape.dtype
+        )
+        sinks = self.shape.sinks
+        args = self._attention_args(qkv, sinks)
+        args.y = y.data_ptr()
+        self.library.penstock_attention(ctypes.byref(args), ctypes.byref(step))
+        return y
+
+    def _attention_args(self, qkv: Tensor, sinks: Tensor | None) -> AttentionArgs:
+        shape = self.shape
+        return AttentionArgs(
+            qkv=qkv.data_ptr(), kv=self.storage.data_ptr(), num_heads=shape.num_heads,
+            num_kv_heads=shape.num_kv_heads, head_dim=shape.head_dim, block_size=shape.block_size,
+            window=shape.window, scale=shape.head_dim**-0.5, soft_cap=shape.soft_cap,
+            dtype=TYPES[shape.dtype],
+            sinks=None if sinks is None else sinks.data_ptr(),
+        )  # fmt: skip
+
+    def _run_rope(self, qkv: Tensor, step: Step, storage: Tensor) -> None:
         shape, dtype = self.shape, TYPES[self.shape.dtype]
         angles = torch.full((len(qkv), 2, shape.head_dim // 2), math.nan)
         sizes = {"num_heads": shape.num_heads, "num_kv_heads": shape.num_kv_heads, "head_dim": shape.head_dim}
@@ -105,18 +172,11 @@ class Pool:
             factor=1.0, dtype=dtype,
         )  # fmt: skip
         storing = RopeStoreArgs(
-            qkv=qkv.data_ptr(), angles=angles.data_ptr(), kv=self.storage.data_ptr(),
+            qkv=qkv.data_ptr(), angles=angles.data_ptr(), kv=storage.data_ptr(),
             block_size=shape.block_size, dtype=dtype, **sizes,
-        )  # fmt: skip
-        y = torch.full((len(qkv), shape.num_heads * shape.head_dim), math.nan, dtype=shape.dtype)
-        attending = AttentionArgs(
-            qkv=qkv.data_ptr(), kv=self.storage.data_ptr(), y=y.data_ptr(), block_size=shape.block_size,
-            window=shape.window, scale=shape.head_dim**-0.5, soft_cap=shape.soft_cap, dtype=dtype, **sizes,
         )  # fmt: skip
         self.library.penstock_rope_angles(ctypes.byref(turning), ctypes.byref(step))
         self.library.penstock_rope_store(ctypes.byref(storing), ctypes.byref(step))
-        self.library.penstock_attention(ctypes.byref(attending), ctypes.byref(step))
-        return y
 
     def expected(self, request: int, start: int, end: int) -> Tensor:
         """The same from formulas, in float64 but for the rounding of what is stored."""
@@ -153,7 +213,10 @@ def attended(shape: Shape, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         scores = shape.soft_cap * (scores / shape.soft_cap).tanh()
     distance = torch.arange(len(key) - len(query), len(key))[:, None] - torch.arange(len(key))
     hidden = (distance < 0) | (distance >= (shape.window or len(key)))
-    return torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, -math.inf).softmax(-1), value)
+    scores = scores.masked_fill(hidden, -math.inf)
+    if shape.sinks is not None:
+        scores = torch.cat((scores, shape.sinks.double()[:, None, None].expand(-1, len(query), 1)), dim=-1)
+    return torch.einsum("hqk,khd->qhd", scores.softmax(-1)[..., : len(key)], value)
 
 
 def pool(shape: Shape, lengths: Sequence[int], *, seed: int = 0, flags: str = "-march=native") -> Pool:
@@ -207,6 +270,7 @@ def shapes(draw: st.DrawFn) -> Shape:
         block_size=draw(st.sampled_from([1, 2, 5, 8, 16, 24, 32, 64, 300])),
         window=draw(st.sampled_from([0, 0, 1, 7, 40, 257])),
         soft_cap=draw(st.sampled_from([0.0, 0.0, 2.5])),
+        has_sinks=draw(st.booleans()),
         dtype=draw(st.sampled_from(list(TYPES))),
     )
 
@@ -254,7 +318,7 @@ def test_a_prompt_gives_the_same_bits_however_it_is_cut(
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("window", [0, 30, 260])
 def test_decoding_one_by_one_gives_the_bits_of_prefill(flags: str, dtype: torch.dtype, window: int) -> None:
-    shape = Shape(num_heads=14, head_dim=64, dtype=dtype, window=window)
+    shape = Shape(num_heads=14, head_dim=64, dtype=dtype, window=window, has_sinks=window == 30)
     whole = pool(shape, [300], flags=flags).forward([(0, 0, 300)])[0]
     blocks = pool(shape, [300], flags=flags)
     blocks.forward([(0, 0, 3)])
@@ -289,6 +353,80 @@ def test_long_contexts_are_shared_among_threads(threads, num_kv_heads: int) -> N
         found.append(blocks.forward([(0, 2999, 3000)])[0])
     assert all(torch.equal(one, found[0]) for one in found)
     assert_close(found[0], blocks.expected(0, 2999, 3000))
+
+
+# With blocks of one token a segment is 64 of them.
+@pytest.mark.parametrize("flags", targets(emulated=True))
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize(
+    ("shape", "length"),
+    [
+        (Shape(num_heads=14, head_dim=20, block_size=1), 340),
+        (Shape(num_heads=6, head_dim=64, block_size=1, window=100, has_sinks=True), 340),
+        (Shape(num_heads=4, head_dim=16, block_size=64, soft_cap=2.5, has_sinks=True), 2100),
+    ],
+    ids=["small", "window and sinks", "whole segments"],
+)
+def test_segments_merged_in_order_give_the_bits_of_one_call(
+    threads, flags: str, dtype: torch.dtype, shape: Shape, length: int
+) -> None:
+    blocks = pool(replace(shape, dtype=dtype), [length, 50], flags=flags)
+    work = [(0, length - 40, length), (1, 49, 50)]
+    blocks.forward([(0, 0, length - 40), (1, 0, 49)])
+    whole = torch.cat(blocks.forward(work))
+    num_segments = -(-length // (shape.block_size * TILES_PER_SEGMENT // -(-shape.block_size // 16)))
+    assert num_segments >= 3
+    for cuts in ([], [1], [2], [1, 2], range(1, num_segments)):
+        threads(1 + len(cuts) % 2)
+        ranges = [range(start, end) for start, end in pairs([*cuts, num_segments])]
+        parts = AttentionParts.join([blocks.parts(work, segments) for segments in ranges])
+        assert torch.equal(blocks.merged(parts), whole)
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+def test_parts_do_not_depend_on_company_or_threads(threads, dtype: torch.dtype) -> None:
+    blocks = pool(Shape(num_heads=10, num_kv_heads=1, dtype=dtype), [3000, 1100])
+    work = [(0, 2999, 3000), (1, 1090, 1100)]
+    blocks.forward([(0, 0, 2999), (1, 0, 1090)])
+    whole = torch.cat(blocks.forward(work))
+    found = []
+    for count in (1, 2, 7):
+        threads(count)
+        found.append(blocks.parts(work, range(3)))
+        alone = blocks.parts(work[:1], range(1, 3))
+        assert torch.equal(alone.values[:, 0], found[0].values[1:, 0])
+        assert torch.equal(blocks.merged(found[-1]), whole)
+    for parts in found:
+        assert torch.equal(parts.values, found[0].values)
+        assert torch.equal(parts.largest, found[0].largest)
+        assert torch.equal(parts.total, found[0].total)
+
+
+def test_a_part_is_the_largest_score_and_the_sums_of_a_segment() -> None:
+    """Scores in powers of 2; nothing of a segment beyond the context or below the window."""
+    shape = Shape(window=70, block_size=1)  # segments of 64 tokens
+    blocks = pool(shape, [200])
+    blocks.forward([(0, 0, 200)])
+    parts = blocks.parts([(0, 199, 200)], range(5))
+    query, key, value = (
+        heads.unflatten(1, (-1, 16))
+        for heads in blocks.requests[0].qkv.split([4 * 16, 2 * 16, 2 * 16], dim=1)
+    )
+    angles = angles_of(torch.arange(200), blocks.frequencies, shape.dtype)
+    query, key = rotated(query, angles)[199].double(), rotated(key, angles).double()
+    scores = torch.einsum("hd,khd->hk", query, key.repeat_interleave(2, 1)) / 4 * math.log2(math.e)
+    for segment, tokens in ((2, slice(130, 192)), (3, slice(192, 200))):
+        seen = scores[:, tokens]
+        largest = seen.max(-1).values
+        weights = (seen - largest[:, None]).exp2()
+        values = torch.einsum("hk,khd->hd", weights, value[tokens].double().repeat_interleave(2, 1))
+        torch.testing.assert_close(parts.largest[segment, 0].double(), largest, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(parts.total[segment, 0].double(), weights.sum(-1), atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(parts.values[segment, 0].double(), values, atol=1e-4, rtol=1e-5)
+    for segment in (0, 1, 4):
+        assert (parts.largest[segment] == torch.tensor(-1e29)).all()
+        assert not parts.total[segment].any()
+        assert not parts.values[segment].any()
 
 
 @pytest.mark.parametrize("block_size", [1, 5, 16, 48])

@@ -172,5 +172,6 @@ def group_of(dtype: torch.dtype) -> int:
 
 def test_structs_have_the_size_that_c_gives_them() -> None:
     """All are of 8-byte words, so that no padding can differ."""
-    for struct in (abi.GroupNormArgs, abi.SquaresArgs, abi.AddArgs, abi.ScaleArgs, abi.NormArgs):
+    norms = (abi.GroupNormArgs, abi.SquaresArgs, abi.AddArgs, abi.ScaleArgs, abi.NormArgs)
+    for struct in (*norms, abi.AttentionArgs, abi.AttentionParts, abi.MergePartsArgs):
         assert ctypes.sizeof(struct) == sum(ctypes.sizeof(kind) for _, kind in struct._fields_)

@@ -6,7 +6,7 @@ import pytest
 
 from penstock.batch import RowSampling
 from penstock.scheduler.queues import RequestState
-from penstock.scheduler.stopping import finish_reason
+from penstock.scheduler.result_settlement import finish_reason
 
 
 def state(*outputs: int, min_tokens: int = 0) -> RequestState:

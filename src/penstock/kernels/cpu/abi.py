@@ -216,6 +216,21 @@ class RopeStoreArgs(ctypes.Structure):
     ]
 
 
+SEGMENT_TOKENS = 1024
+
+
+class AttentionParts(ctypes.Structure):
+    """Unfinished results of attention, segment by segment."""
+
+    _fields_ = [
+        ("values", c_void_p),
+        ("largest", c_void_p),
+        ("total", c_void_p),
+        ("first_segment", c_int64),
+        ("end_segment", c_int64),
+    ]
+
+
 class AttentionArgs(ctypes.Structure):
     _fields_ = [
         ("qkv", c_void_p),
@@ -229,6 +244,20 @@ class AttentionArgs(ctypes.Structure):
         ("window", c_int64),
         ("scale", c_float),
         ("soft_cap", c_float),
+        ("dtype", c_int32),
+        ("reserved", c_int32),
+        ("sinks", c_void_p),
+        ("parts", c_void_p),
+    ]
+
+
+class MergePartsArgs(ctypes.Structure):
+    _fields_ = [
+        ("parts", c_void_p),
+        ("sinks", c_void_p),
+        ("y", c_void_p),
+        ("num_heads", c_int64),
+        ("value_dim", c_int64),
         ("dtype", c_int32),
         ("reserved", c_int32),
     ]

@@ -7,9 +7,9 @@ Layers call these methods in place of torch where a rank has kernels. Each fills
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -47,11 +47,61 @@ class Sight:
         scale: of the scores.
         soft_cap: then cap * tanh(score / cap); 0: none.
         window: a token sees itself and window - 1 before it; 0: all.
+        sinks: [num_heads] float32, one more score for each query head, not scaled or capped: it takes part in
+            the softmax, and has no value. None: there are none.
     """
 
     scale: float
     soft_cap: float = 0.0
     window: int = 0
+    sinks: Tensor | None = field(default=None, compare=False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionParts:
+    """Unfinished results of consecutive segments of every row's context (`csrc/abi.h`), all float32.
+
+    A segment is `abi.SEGMENT_TOKENS` positions, counted from position 0. Scores are in powers of 2: a score
+    as the softmax takes it, times log2(e). Where a query sees nothing of a segment, `largest` is -1e29 and
+    the rest is 0.
+
+    Attributes:
+        values: [num_segments, num_tokens, num_heads, value_dim], sums of 2^(score - largest) value.
+        largest: [num_segments, num_tokens, num_heads], the largest scores.
+        total: [num_segments, num_tokens, num_heads], sums of 2^(score - largest).
+    """
+
+    values: Tensor
+    largest: Tensor
+    total: Tensor
+
+    @classmethod
+    def empty(cls, num_segments: int, num_tokens: int, num_heads: int, value_dim: int) -> AttentionParts:
+        """Memory for results."""
+        sizes = (num_segments, num_tokens, num_heads)
+        values = torch.empty(*sizes, value_dim)
+        return cls(values=values, largest=torch.empty(sizes), total=torch.empty(sizes))
+
+    @classmethod
+    def join(cls, parts: Sequence[AttentionParts]) -> AttentionParts:
+        """Return the segments of all parts, which ascend, as one."""
+        return cls(
+            values=torch.cat([part.values for part in parts]),
+            largest=torch.cat([part.largest for part in parts]),
+            total=torch.cat([part.total for part in parts]),
+        )
+
+    def struct(self, first_segment: int) -> abi.AttentionParts:
+        assert self.values.is_contiguous()
+        assert self.largest.is_contiguous()
+        assert self.total.is_contiguous()
+        return abi.AttentionParts(
+            values=self.values.data_ptr(),
+            largest=self.largest.data_ptr(),
+            total=self.total.data_ptr(),
+            first_segment=first_segment,
+            end_segment=first_segment + len(self.values),
+        )
 
 
 class CpuKernels:
@@ -325,20 +375,53 @@ class CpuKernels:
     ) -> Tensor:
         """[num_tokens, num_heads * head_dim]: causal attention of the step's queries."""
         y = self._output(qkv, shape.query_size)
-        args = abi.AttentionArgs(
-            qkv=qkv.data_ptr(),
-            kv=kv.data_ptr(),
-            y=y.data_ptr(),
-            num_heads=shape.num_heads,
-            num_kv_heads=shape.num_kv_heads,
-            head_dim=shape.head_dim,
-            block_size=block_size,
-            window=sight.window,
-            scale=sight.scale,
-            soft_cap=sight.soft_cap,
-            dtype=DTYPES[qkv.dtype],
-        )
+        args = _attention_args(qkv, kv, shape, sight, block_size)
+        args.y = y.data_ptr()
         self._call("penstock_attention", args, len(qkv), step)
+        return y
+
+    def attention_parts(
+        self,
+        qkv: Tensor,
+        kv: Tensor,
+        shape: HeadShape,
+        sight: Sight,
+        block_size: int,
+        segments: range,
+        step: abi.Step,
+    ) -> AttentionParts:
+        """The same of some segments of the rows' contexts, unfinished and without sinks. Not to be recorded.
+
+        Blocks of other segments are not read: their entries in the block tables may be anything.
+        """
+        assert self._tape is None
+        assert segments.step == 1
+        parts = AttentionParts.empty(len(segments), len(qkv), shape.num_heads, shape.head_dim)
+        struct = parts.struct(segments.start)
+        args = _attention_args(qkv, kv, shape, sight, block_size)
+        args.parts = ctypes.addressof(struct)
+        self._call("penstock_attention", args, len(qkv), step)
+        return parts
+
+    def merge_parts(self, parts: AttentionParts, sinks: Tensor | None, dtype: torch.dtype) -> Tensor:
+        """[num_tokens, num_heads * value_dim]: bit for bit what one call of attention gives.
+
+        Args:
+            parts: of all segments that a query sees, ascending. Segments that it does not see change nothing.
+            sinks: as `Sight` has them.
+            dtype: of the result.
+        """
+        _, num_tokens, num_heads, value_dim = parts.values.shape
+        y, struct = torch.empty(num_tokens, num_heads * value_dim, dtype=dtype), parts.struct(0)
+        args = abi.MergePartsArgs(
+            parts=ctypes.addressof(struct),
+            sinks=None if sinks is None else _sinks_address(sinks, num_heads),
+            y=y.data_ptr(),
+            num_heads=num_heads,
+            value_dim=value_dim,
+            dtype=DTYPES[dtype],
+        )
+        self._call("penstock_merge_parts", args, num_tokens)
         return y
 
     def latent_attention(
@@ -358,20 +441,9 @@ class CpuKernels:
             latent: [num_slots, width], of which the first `rank` numbers are the value.
         """
         y = self._output(qk, num_heads * rank)
-        args = abi.AttentionArgs(
-            qkv=qk.data_ptr(),
-            kv=latent.data_ptr(),
-            y=y.data_ptr(),
-            num_heads=num_heads,
-            num_kv_heads=1,
-            head_dim=latent.shape[1],
-            block_size=block_size,
-            value_dim=rank,
-            window=sight.window,
-            scale=sight.scale,
-            soft_cap=sight.soft_cap,
-            dtype=DTYPES[qk.dtype],
-        )
+        shape = HeadShape(num_heads=num_heads, num_kv_heads=1, head_dim=latent.shape[1])
+        args = _attention_args(qk, latent, shape, sight, block_size)
+        args.y, args.value_dim = y.data_ptr(), rank
         self._call("penstock_attention", args, len(qk), step)
         return y
 
@@ -423,6 +495,31 @@ class CpuKernels:
             return
         step = step or abi.Step(num_tokens=num_tokens)
         kernel(ctypes.addressof(args), ctypes.addressof(step))
+
+
+def _attention_args(
+    qkv: Tensor, kv: Tensor, shape: HeadShape, sight: Sight, block_size: int
+) -> abi.AttentionArgs:
+    return abi.AttentionArgs(
+        qkv=qkv.data_ptr(),
+        kv=kv.data_ptr(),
+        num_heads=shape.num_heads,
+        num_kv_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+        block_size=block_size,
+        window=sight.window,
+        scale=sight.scale,
+        soft_cap=sight.soft_cap,
+        dtype=DTYPES[qkv.dtype],
+        sinks=None if sight.sinks is None else _sinks_address(sight.sinks, shape.num_heads),
+    )
+
+
+def _sinks_address(sinks: Tensor, num_heads: int) -> int:
+    assert sinks.dtype == torch.float32
+    assert sinks.shape == (num_heads,)
+    assert sinks.is_contiguous()
+    return sinks.data_ptr()
 
 
 def _looking_up(ids: Tensor) -> abi.Step:

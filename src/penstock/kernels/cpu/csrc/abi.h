@@ -214,6 +214,20 @@ struct RopeStoreArgs {
     int32_t rotary_dim;  // of a head, its first dims; the others are left as they are. 0 = all
 };
 
+constexpr int64_t kSegmentTokens = 1024;
+
+// Unfinished results of attention, one for each query and segment of its context. Segment s is the positions
+// [s kSegmentTokens, (s + 1) kSegmentTokens), in blocks whose size is a multiple of 16; in other blocks it is as many
+// tiles of 16 (attention.h). Scores are in powers of 2: a score as the softmax takes it, times log2(e). Where a query
+// sees nothing of a segment, `largest` is -1e29 and the rest 0.
+struct AttentionParts {
+    float* values;   // [segments, num_tokens, num_heads, value_dim] sums of 2^(score - largest) value
+    float* largest;  // [segments, num_tokens, num_heads]
+    float* total;    // [segments, num_tokens, num_heads] sums of 2^(score - largest)
+    int64_t first_segment;
+    int64_t end_segment;
+};
+
 // Causal attention of the step's queries over the blocks of their rows.
 struct AttentionArgs {
     const void* qkv;  // as above; queries are rotated, keys and values already stored
@@ -229,6 +243,22 @@ struct AttentionArgs {
     float scale;        // of the scores, before the cap
     float soft_cap;    // cap * tanh(score / cap); 0 = none
     int32_t dtype;     // of qkv, kv and y
+    int32_t reserved;
+    const float* sinks;  // [num_heads] of each head one more score, not scaled or capped, of a token without a value;
+                         // null: none
+    const AttentionParts* parts;  // null: all segments, merged, to y. Else these segments go there, without sinks, y is
+                                  // not written, and blocks of other segments are not read
+};
+
+// y = what attention makes of all its segments: parts [first_segment, end_segment) merged in ascending order. Bit for
+// bit what one call of attention gives, whichever calls computed the parts.
+struct MergePartsArgs {
+    const AttentionParts* parts;
+    const float* sinks;  // [num_heads], or null
+    void* y;             // [num_tokens, num_heads * value_dim]
+    int64_t num_heads;
+    int64_t value_dim;
+    int32_t dtype;  // of y
     int32_t reserved;
 };
 

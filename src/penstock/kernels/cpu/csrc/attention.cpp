@@ -2,10 +2,11 @@
 //
 // The context of a row is cut into chunks of 256 tokens that begin at position 0, whoever reads it. A chunk gives
 // each query its partial result: the largest score, the sum of the weights relative to it, and the weighted values
-// (online softmax, arXiv 1805.02867). Partial results are merged from the first chunk to the last. So a query's
-// result depends on nothing but itself and its context: not on the queries computed beside it, on how a prompt was
-// cut into steps, or on which thread took which chunk. Masked tokens weigh exactly 0, and a chunk that is skipped
-// gives what a chunk wholly masked would.
+// (online softmax, arXiv 1805.02867). Four chunks are a segment. The results of its chunks are merged from the first to
+// the last, and then those of the segments; a sink comes behind all of them. So a query's result depends on nothing but
+// itself and its context: not on the queries computed beside it, on how a prompt was cut into steps, on which thread
+// took which chunk, or on which device took which segment (`AttentionParts`). Masked tokens weigh exactly 0, and a
+// chunk that is skipped gives what a chunk wholly masked would.
 //
 // Work is cut into items: some consecutive tokens of a row, with the query heads of one or, for few tokens, of several
 // KV heads. The queries of a KV head are rows of one small matrix product with its keys, and their weights of one with
@@ -60,7 +61,7 @@ public:
           plan_(args, step, MatrixUnit<T>::rows_at_once()),
           layout_{args.num_kv_heads, args.head_dim, args.block_size, args.value_dim ? args.value_dim : args.head_dim},
           width_(layout_.num_slices() * kLanes),
-          factor_((args.soft_cap > 0 ? 1.0f : args.scale) * 1.44269504f) {}
+          factor_((args.soft_cap > 0 ? 1.0f : args.scale) * kLog2E) {}
 
     void run() {
         static thread_local std::vector<Item> items;  // of the thread that calls, seen by its team as well
@@ -68,6 +69,7 @@ public:
         static thread_local Arena shared_memory;
         std::vector<Item>&work = items, &cut = cut_items;
         work.clear(), cut.clear();
+        if (args_.parts) clear_parts(*args_.parts);
         int64_t cost = plan_.whole_items(work);
         bool is_parallel = cost >= kParallelCost && omp_get_max_threads() > 1;
         int64_t shared_size = is_parallel ? plan_.divide(work, cut, width_, cost / (2 * omp_get_max_threads())) : 0;
@@ -96,7 +98,8 @@ private:
         T* packed;            // values of a chunk for the matrix unit
         const T** ahead;      // [kItemHeads * kTilesPerChunk] tiles to fetch
         Sums parts[MatrixUnit<T>::kPassing];  // of micro tiles
-        Sums merged;          // of an item
+        Sums segment;         // of the chunks of an item's present segment
+        Sums merged;          // of its segments
 
         static constexpr int kMostRows = MatrixUnit<T>::kMostRows;
         static constexpr int kBuffers = MatrixUnit<T>::kPassing > 1 ? 2 : 1;  // one is written, one read
@@ -114,6 +117,7 @@ private:
                 kItemHeads * kTilesPerChunk * (int64_t)sizeof(T*),
                 MatrixUnit<T>::kPassing * part_size * (int64_t)sizeof(float),
                 Sums::size(rows, of.width_) * (int64_t)sizeof(float),
+                Sums::size(rows, of.width_) * (int64_t)sizeof(float),
             };
             constexpr int count = sizeof(sizes) / sizeof(sizes[0]);
             int64_t starts[count + 1] = {};
@@ -128,7 +132,8 @@ private:
             ahead = (const T**)(memory + starts[6]);
             for (int i = 0; i < MatrixUnit<T>::kPassing; i++)
                 parts[i] = Sums::in((float*)(memory + starts[7]) + i * part_size, kMostRows, of.width_);
-            merged = Sums::in((float*)(memory + starts[8]), rows, of.width_);
+            segment = Sums::in((float*)(memory + starts[8]), rows, of.width_);
+            merged = Sums::in((float*)(memory + starts[9]), rows, of.width_);
         }
     };
 
@@ -185,7 +190,7 @@ private:
                 int64_t num_ahead = list_ahead(items[std::min(following, count - 1)], ahead, scratch.ahead);
                 compute_chunk(item, chunk, present, num_ahead, shared, scratch);
             }
-            if (item.shared < 0) finish(item, scratch.merged);
+            if (item.shared < 0 && !args_.parts) finish(item, scratch.merged);
             at = following;
         }
     }
@@ -244,21 +249,47 @@ private:
                 }
                 packed += (end - first) * steps;
             }
-        if (item.shared < 0) clear(scratch.merged, plan_.rows_of(item));
+        if (item.shared < 0) clear(scratch.merged, plan_.rows_of(item), width_);
     }
 
-    void clear(const Sums& sums, int64_t rows) const {
-        std::fill(sums.largest, sums.largest + rows, kFloor);
-        std::fill(sums.total, sums.total + rows, 0.0f);
-        std::fill(sums.values, sums.values + rows * width_, 0.0f);
+    // A chunk's results are the first of their segment, and need not be merged with others.
+    bool opens(const Item& item, int64_t chunk) const {
+        return item.shared >= 0 || chunk == item.first_chunk || chunk % kChunksPerSegment == 0;
+    }
+
+    // After this chunk an item's segment is complete. (That of an item that was cut is merged when all have come.)
+    bool closes(const Item& item, int64_t chunk) const {
+        return item.shared < 0 && (chunk + 1 == item.end_chunk || (chunk + 1) % kChunksPerSegment == 0);
+    }
+
+    // What becomes of an item's row when a segment of it is complete.
+    void close_row(const Item& item, int64_t chunk, int64_t row, const Sums& segment, const Sums& merged) const {
+        if (!args_.parts) return merge_row(segment, row, width_, merged);
+        const AttentionParts& parts = *args_.parts;
+        int64_t size = layout_.value_dim, at = chunk / kChunksPerSegment - parts.first_segment;
+        at = (at * step_.num_tokens + token_of(item, row)) * args_.num_heads + head_of(item, row);
+        parts.largest[at] = segment.largest[row], parts.total[at] = segment.total[row];
+        memcpy(parts.values + at * size, segment.values + row * width_, size * sizeof(float));
+    }
+
+    void clear_parts(const AttentionParts& parts) const {
+        int64_t rows = (parts.end_segment - parts.first_segment) * step_.num_tokens * args_.num_heads;
+        clear({parts.largest, parts.total, parts.values}, rows, layout_.value_dim);
+    }
+
+    int64_t token_of(const Item& item, int64_t row) const {
+        return item.first_token + row % plan_.rows_of_head(item) / plan_.group_size();
+    }
+    int64_t head_of(const Item& item, int64_t row) const {
+        return (item.first_head + row / plan_.rows_of_head(item)) * plan_.group_size() + row % plan_.group_size();
     }
 
     void compute_chunk(const Item& item, int64_t chunk, const Tiles<T>& tiles, int64_t num_ahead, float* shared,
                        Scratch& scratch) const {
         int64_t rows = plan_.rows_of_head(item), num_tiles = num_micro_tiles(rows);
-        bool is_cut = item.shared >= 0;
-        Sums into = scratch.merged;
-        if (is_cut)
+        bool is_first = opens(item, chunk), is_last = closes(item, chunk);
+        Sums into = scratch.segment;
+        if (item.shared >= 0)
             into = Sums::in(shared + item.shared + (chunk - item.first_chunk) * Sums::size(rows, width_), rows, width_);
         const FactorType* queries = scratch.queries;
         for (int64_t h = 0; h < item.num_heads; h++) {
@@ -270,15 +301,17 @@ private:
             Sums head = into.from(h * rows, width_);
             if (MatrixUnit<T>::is_used()) {
                 scratch.unit.pack_values(streams, tiles.begin, tiles.end, layout_, scratch.packed);
-                compute_head_by_unit(item, chunk, tiles, streams, queries, fetch, scratch, head);
+                compute_head_by_unit(item, chunk, h * rows, tiles, streams, queries, fetch, scratch, head);
                 queries += rows * num_key_steps();
                 continue;
             }
             for (int64_t m = 0; m < num_tiles; m++) {
                 MicroTile micro = see(item, chunk, tiles, rows * m / num_tiles, rows * (m + 1) / num_tiles);
                 Sums sums = head.from(micro.first, width_);
-                attend(item, tiles, streams, micro, queries, fetch, scratch, is_cut ? sums : scratch.parts[0]);
-                if (!is_cut) merge(scratch.parts[0], micro.rows(), width_, sums);
+                attend(item, tiles, streams, micro, queries, fetch, scratch, is_first ? sums : scratch.parts[0]);
+                if (!is_first) merge(scratch.parts[0], micro.rows(), width_, sums);
+                for (int64_t r = h * rows + micro.first; is_last && r < h * rows + micro.end; r++)
+                    close_row(item, chunk, r, scratch.segment, scratch.merged);
                 queries += micro.rows() * num_key_steps();
             }
         }
@@ -290,21 +323,27 @@ private:
         const T* queries;
         float* scores;
         T* weights;
-        Sums part;  // results of this chunk
-        Sums into;
+        Sums part;       // results of this chunk
+        Sums into;       // those of its segment
         bool is_merged;  // into others; else `part` is where they belong
+        bool is_last;    // of its segment
+        int64_t row;     // of the item, its first
     };
 
     // What the vectors do while the unit is busy: weights of one micro tile, then the merging of another.
     class VectorWork {
     public:
-        VectorWork(const Attention& of, const Passing* weighed, const Passing* merged, Fetch& fetch)
+        VectorWork(const Attention& of, const Item& item, int64_t chunk, const Passing* weighed, const Passing* merged,
+                   Fetch& fetch, const Scratch& scratch)
             : of_(of),
+              item_(item),
+              chunk_(chunk),
               weighed_(weighed),
               merged_(merged),
               fetch_(fetch),
+              scratch_(scratch),
               num_weights_(weighed && !weighed->micro.is_empty() ? weighed->micro.rows() : 0),
-              num_(num_weights_ + (merged && merged->is_merged ? merged->micro.rows() : 0)) {}
+              num_(num_weights_ + (merged && (merged->is_merged || merged->is_last) ? merged->micro.rows() : 0)) {}
 
         int num_weights() const { return num_weights_; }
         int num() const { return num_; }
@@ -317,7 +356,7 @@ private:
                 if (done_ < num_weights_)
                     make_weights(done_);
                 else
-                    merge_row(merged_->part, done_ - num_weights_, of_.width_, merged_->into);
+                    merge(done_ - num_weights_);
         }
 
         void finish() {
@@ -332,20 +371,30 @@ private:
                        of.weights + r * kRowStride, of.part.largest + r, of.part.total + r);
         }
 
+        void merge(int r) const {
+            const Passing& of = *merged_;
+            if (of.is_merged) merge_row(of.part, r, of_.width_, of.into);
+            if (of.is_last) of_.close_row(item_, chunk_, of.row + r, scratch_.segment, scratch_.merged);
+        }
+
         const Attention& of_;
+        const Item& item_;
+        int64_t chunk_;
         const Passing *weighed_, *merged_;
         Fetch& fetch_;
+        const Scratch& scratch_;
         int num_weights_, num_, done_ = 0, at_once_ = 0;
     };
 
     // All micro tiles of a head: four of them are on their way at once, one stage apart.
-    NOINLINE void compute_head_by_unit(const Item& item, int64_t chunk, const Tiles<T>& tiles,
+    NOINLINE void compute_head_by_unit(const Item& item, int64_t chunk, int64_t first_row, const Tiles<T>& tiles,
                                        const Streams<T>& streams, const FactorType* queries, Fetch& fetch,
                                        Scratch& scratch, const Sums& head) const {
         constexpr float kFirstShare = 0.6f;  // of the weights, beside the scores; the rest beside the values
         constexpr int64_t kStages = MatrixUnit<T>::kPassing, kBuffer = Scratch::kMostRows * kRowStride;
         int64_t rows = plan_.rows_of_head(item), count = num_micro_tiles(rows), slices = layout_.num_slices();
         int lines = (int)(divide_up(2 * kLanes, count));  // all micro tiles together fetch a chunk
+        bool is_first = opens(item, chunk), is_last = closes(item, chunk);
         Passing ring[kStages];
         auto stage = [&](int64_t m) -> Passing* { return m >= 0 && m < count ? &ring[m % kStages] : nullptr; };
         for (int64_t m = 0; m < count + kStages - 1; m++) {
@@ -353,19 +402,21 @@ private:
             if (scored) {
                 MicroTile micro = see(item, chunk, tiles, rows * m / count, rows * (m + 1) / count);
                 Sums into = head.from(micro.first, width_);
-                bool is_merged = item.shared < 0 && !micro.is_empty();
+                bool is_merged = !is_first && !micro.is_empty();
                 int64_t buffer = m % Scratch::kBuffers * kBuffer;
                 Sums part = is_merged ? scratch.parts[m % kStages] : into;
                 float* scores = scratch.scores + buffer;
-                *scored = {micro, (const T*)queries, scores, scratch.weights + buffer, part, into, is_merged};
+                *scored = {micro, (const T*)queries, scores, scratch.weights + buffer, part, into, is_merged, is_last,
+                           first_row + micro.first};
                 queries += micro.rows() * num_key_steps();
-                if (micro.is_empty() && item.shared >= 0) clear(into, micro.rows());
+                if (micro.is_empty() && is_first) clear(into, micro.rows(), width_);
             }
-            VectorWork work(*this, stage(m - 1), stage(m - 3), fetch);
+            VectorWork work(*this, item, chunk, stage(m - 1), stage(m - 3), fetch, scratch);
             if (scored && !scored->micro.is_empty()) {
                 const MicroTile& micro = scored->micro;
                 int begin = micro.begin_pair(), end = micro.end_pair();
-                work.divide((int)(kFirstShare * work.num_weights()), MatrixUnit<T>::score_calls(args_.head_dim, begin, end));
+                int num_calls = MatrixUnit<T>::score_calls(args_.head_dim, begin, end);
+                work.divide((int)(kFirstShare * work.num_weights()), num_calls);
                 scratch.unit.score(scored->queries, micro.rows(), args_.head_dim, streams, begin, end, lines, fetch,
                                    scored->scores, work);
                 if (args_.soft_cap > 0) cap(scored->scores, micro.rows(), begin, end);
@@ -436,7 +487,7 @@ private:
                          const FactorType* queries, Fetch& fetch, Scratch& scratch, const Sums& into) const {
         constexpr int kLinesBeside = 3;
         int rows = micro.rows(), begin = micro.begin_pair(), end = micro.end_pair();
-        if (micro.is_empty()) return clear(into, rows);
+        if (micro.is_empty()) return clear(into, rows, width_);
         score_of<T>(rows, AllRows())(queries, streams, begin, end, num_key_steps(), fetch, scratch.scores);
         if (args_.soft_cap > 0) cap(scratch.scores, rows, begin, end);
         if (!is_plain(item, tiles, micro)) mask(item, tiles, micro, scratch.scores);
@@ -461,7 +512,6 @@ private:
     }
 
     void mask(const Item& item, const Tiles<T>& tiles, const MicroTile& micro, float* scores) const {
-        const i32x16 lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
         for (int64_t r = micro.first; r < micro.end; r++, scores += kRowStride) {
             int64_t last = plan_.position_of(item, r), first = plan_.first_seen(last);
             for (int i = micro.begin_pair(); i < micro.end_pair(); i++) {
@@ -469,34 +519,34 @@ private:
                 int64_t to = std::min(tiles.counts[i], last + 1 - tiles.positions[i]);
                 if (from == 0 && to == kLanes) continue;
                 from = std::min<int64_t>(from, kLanes), to = std::max<int64_t>(to, 0);
-                i32x16 is_seen = (lanes >= (int32_t)from) & (lanes < (int32_t)to);
-                float* at = scores + i * kLanes;
-                store(at, is_seen ? load(at) : splat(kMasked));
+                hide_lanes(scores + i * kLanes, (int32_t)from, (int32_t)to);
             }
         }
     }
 
-    // The chunks of an item that was cut, in order.
-    void merge_shared(const Item& item, const float* shared, const Scratch& scratch) const {
+    // The chunks of an item that was cut, in order; those of a segment into its first.
+    void merge_shared(const Item& item, float* shared, const Scratch& scratch) const {
         int64_t rows = plan_.rows_of(item), size = Sums::size(rows, width_);
-        float* part = (float*)shared + item.shared;
-        clear(scratch.merged, rows);
-        for (int64_t chunk = item.first_chunk; chunk < item.end_chunk; chunk++, part += size)
-            merge(Sums::in(part, rows, width_), rows, width_, scratch.merged);
-        finish(item, scratch.merged);
+        Sums segment = {};
+        clear(scratch.merged, rows, width_);
+        for (int64_t chunk = item.first_chunk; chunk < item.end_chunk; chunk++) {
+            Sums part = Sums::in(shared + item.shared + (chunk - item.first_chunk) * size, rows, width_);
+            if (chunk == item.first_chunk || chunk % kChunksPerSegment == 0)
+                segment = part;
+            else
+                merge(part, rows, width_, segment);
+            if (chunk + 1 < item.end_chunk && (chunk + 1) % kChunksPerSegment) continue;
+            for (int64_t row = 0; row < rows; row++) close_row(item, chunk, row, segment, scratch.merged);
+        }
+        if (!args_.parts) finish(item, scratch.merged);
     }
 
     NOINLINE void finish(const Item& item, const Sums& sums) const {
-        int64_t size = layout_.value_dim, rows = plan_.rows_of_head(item);
+        int64_t size = layout_.value_dim;
         for (int64_t row = 0; row < plan_.rows_of(item); row++) {
-            int64_t token = item.first_token + row % rows / plan_.group_size();
-            int64_t head = (item.first_head + row / rows) * plan_.group_size() + row % plan_.group_size();
-            T* y = (T*)args_.y + (token * args_.num_heads + head) * size;
-            f32x16 factor = splat(1.0f / sums.total[row]);
-            for (int64_t d = 0; d < size; d += kLanes) {
-                f32x16 values = load(sums.values + row * width_ + d) * factor;
-                store_some(y + d, values, size - d);
-            }
+            int64_t token = token_of(item, row), head = head_of(item, row);
+            const float* sink = args_.sinks ? args_.sinks + head : nullptr;
+            finish_row(sums, row, width_, size, sink, (T*)args_.y + (token * args_.num_heads + head) * size);
         }
     }
 
@@ -514,6 +564,37 @@ PENSTOCK_EXPORT void penstock_attention(const void* args, const Step* step) {
         Attention<bf16>(attention_args, *step).run();
     else
         Attention<float>(attention_args, *step).run();
+}
+
+template <class T>
+static void merge_parts(const MergePartsArgs& args, int64_t num_tokens) {
+    const AttentionParts& parts = *args.parts;
+    int64_t num_segments = parts.end_segment - parts.first_segment, num_rows = num_tokens * args.num_heads;
+    int64_t size = args.value_dim, width = divide_up(size, kLanes) * kLanes;
+#pragma omp parallel if (num_segments * num_rows * size >= 1 << 15)
+    {
+        std::vector<float> memory(2 * Sums::size(1, width));  // lanes beyond `size` stay zero
+        Sums part = Sums::in(memory.data(), 1, width);
+        Sums merged = Sums::in(memory.data() + Sums::size(1, width), 1, width);
+#pragma omp for schedule(static)
+        for (int64_t row = 0; row < num_rows; row++) {
+            clear(merged, 1, width);
+            for (int64_t segment = 0; segment < num_segments; segment++) {
+                int64_t at = segment * num_rows + row;
+                *part.largest = parts.largest[at], *part.total = parts.total[at];
+                memcpy(part.values, parts.values + at * size, size * sizeof(float));
+                merge_row(part, 0, width, merged);
+            }
+            const float* sink = args.sinks ? args.sinks + row % args.num_heads : nullptr;
+            finish_row(merged, 0, width, size, sink, (T*)args.y + row * size);
+        }
+    }
+}
+
+PENSTOCK_EXPORT void penstock_merge_parts(const void* args, const Step* step) {
+    const MergePartsArgs& merge_args = *(const MergePartsArgs*)args;
+    merge_args.dtype == kBFloat16 ? merge_parts<bf16>(merge_args, step->num_tokens)
+                                  : merge_parts<float>(merge_args, step->num_tokens);
 }
 
 // Bytes of one block of one layer, keys and values.

@@ -43,7 +43,9 @@ public:
           step_(step),
           micro_rows_(micro_rows),
           group_size_(args.num_heads / args.num_kv_heads),
-          tiles_per_block_((args.block_size + kLanes - 1) / kLanes) {}
+          tiles_per_block_((args.block_size + kLanes - 1) / kLanes),
+          begin_tile_(args.parts ? args.parts->first_segment * kTilesPerSegment : 0),
+          end_tile_(args.parts ? args.parts->end_segment * kTilesPerSegment : INT64_MAX) {}
 
     int64_t group_size() const { return group_size_; }
 
@@ -69,8 +71,9 @@ public:
             for (int64_t first = start; first < end; first += most) {
                 int64_t position = step_.seq_lens[row] - (end - first);
                 Item item{row, 0, 0, first, std::min(most, end - first), position, 0, 0, 0, 0, -1};
-                item.first_tile = tile_of(first_seen(position));
-                item.end_tile = tile_of(position + item.num_tokens - 1) + 1;
+                item.first_tile = std::max(begin_tile_, tile_of(first_seen(position)));
+                item.end_tile = std::min(end_tile_, tile_of(position + item.num_tokens - 1) + 1);
+                if (item.first_tile >= item.end_tile) continue;
                 item.first_chunk = item.first_tile / kTilesPerChunk;
                 item.end_chunk = (item.end_tile + kTilesPerChunk - 1) / kTilesPerChunk;
                 int64_t heads = heads_per_item(item.num_tokens);
@@ -150,4 +153,6 @@ private:
     int64_t micro_rows_;
     int64_t group_size_;  // query heads of a KV head
     int64_t tiles_per_block_;
+    int64_t begin_tile_;  // of every row's context: what this call computes
+    int64_t end_tile_;
 };

@@ -2,6 +2,7 @@
 // weighted values, and the merging of chunks. Micro-kernels as in panels.h: up to kMaxRows rows by two vectors, one
 // accumulator for each number, summed in order.
 #pragma once
+#include <algorithm>
 #include <utility>
 
 #include "attention.h"
@@ -11,39 +12,49 @@
 
 constexpr int kTilesPerChunk = 16;
 constexpr int kChunk = kTilesPerChunk * kLanes;
+constexpr int kChunksPerSegment = kSegmentTokens / kChunk;
+constexpr int kTilesPerSegment = kChunksPerSegment * kTilesPerChunk;
 constexpr int kRowStride = kChunk + kLanes;  // of scores and weights: rows fall on different sets of the cache
 constexpr float kFloor = -1e29f;             // the largest score of nothing
+constexpr float kLog2E = 1.44269504f;
 constexpr float kMasked = -1e30f;            // a score that nobody sees, so far below that its weight is 0
 
 // 2^x for x <= 0: 0 far below, exactly 1 at 0, NaN for NaN. Minimax polynomials of 2^f - 1 over half a unit to
 // either side, in relative error: 9e-8 for float32, 1e-4 for weights that are rounded to bfloat16 (4e-3) anyway.
-INLINE f32x16 power_series(f32x16 f, const float*) {
-    f32x16 p = fma(f, splat(1.3264727e-3f), splat(9.6715127e-3f));
-    p = fma(p, f, splat(5.5507337e-2f));
-    p = fma(p, f, splat(2.4022242e-1f));
-    p = fma(p, f, splat(6.9314698e-1f));
-    return fma(p, f, splat(1.0f));
+INLINE f32r power_series(f32r f, const float*) {
+    constexpr auto all = splat<f32r>;
+    f32r p = fma(f, all(1.3264727e-3f), all(9.6715127e-3f));
+    p = fma(p, f, all(5.5507337e-2f));
+    p = fma(p, f, all(2.4022242e-1f));
+    p = fma(p, f, all(6.9314698e-1f));
+    return fma(p, f, all(1.0f));
 }
 
-INLINE f32x16 power_series(f32x16 f, const bf16*) {
-    f32x16 p = fma(f, splat(5.5008932e-2f), splat(2.4221096e-1f));
-    p = fma(p, f, splat(6.9328293e-1f));
-    return fma(p, f, splat(1.0f));
+INLINE f32r power_series(f32r f, const bf16*) {
+    constexpr auto all = splat<f32r>;
+    f32r p = fma(f, all(5.5008932e-2f), all(2.4221096e-1f));
+    p = fma(p, f, all(6.9328293e-1f));
+    return fma(p, f, all(1.0f));
 }
 
 template <class T>
-INLINE f32x16 power_of_2(f32x16 x) {
+INLINE f32r power_of_2(f32r x) {
 #if defined(__AVX512F__)
-    f32x16 n = (f32x16)_mm512_roundscale_ps((__m512)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-    return (f32x16)_mm512_scalef_ps((__m512)power_series(x - n, (const T*)nullptr), (__m512)n);
+    f32r n = (f32r)_mm512_roundscale_ps((__m512)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    return (f32r)_mm512_scalef_ps((__m512)power_series(x - n, (const T*)nullptr), (__m512)n);
 #else
-    f32x16 bounded = max(splat(-126.0f), x);  // NaN passes
-    const f32x16 magic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to a whole number
-    f32x16 n = bounded + magic - magic;
-    i32x16 power = (__builtin_convertvector(n, i32x16) + 127) << 23;
-    f32x16 result = power_series(bounded - n, (const T*)nullptr) * (f32x16)power;
-    return x < -126.0f ? f32x16{} : result;
+    f32r bounded = max(splat<f32r>(-126.0f), x);  // NaN passes
+    const f32r magic = splat<f32r>(12582912.0f);  // 1.5 * 2^23: adding it rounds to a whole number
+    f32r n = bounded + magic - magic;
+    i32r power = (__builtin_convertvector(n, i32r) + 127) << 23;
+    f32r result = power_series(bounded - n, (const T*)nullptr) * (f32r)power;
+    return x < -126.0f ? f32r{} : result;
 #endif
+}
+
+template <class T, class Half>
+INLINE Pair<Half> power_of_2(const Pair<Half>& x) {
+    return {power_of_2<T>(x.low), power_of_2<T>(x.high)};
 }
 
 // What a product step takes at once of the side that is not a stream of vectors.
@@ -75,7 +86,7 @@ INLINE f32x16 store_weights(bf16* to, f32x16 low, f32x16 high, f32x16 total) {
 #else
     store(to, low);
     store(to + kLanes, high);
-    return total + (load(to) + load(to + kLanes));
+    return total + (round_to_bf16(low) + round_to_bf16(high));
 #endif
 }
 
@@ -232,20 +243,57 @@ INLINE void weights_of(const float* scores, int begin, int end, float factor, in
     *total = sum(totals);
 }
 
-// Adds the next chunk's results of a row to those of all chunks before it.
+// Of the scores of a tile, those before lane `from` and from lane `to` on are seen by nobody.
+INLINE void hide_lanes(float* scores, int32_t from, int32_t to) {
+    static constexpr int32_t kIndices[kLanes] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+#pragma GCC unroll 4
+    for (int i = 0; i < kLanes; i += kRegister) {
+        i32r lanes = load_register(kIndices + i);
+        i32r is_seen = (lanes >= from) & (lanes < to);
+        store(scores + i, is_seen ? load_register(scores + i) : splat<f32r>(kMasked));
+    }
+}
+
+// Adds a part's results of a row to those of all parts before it. Nothing changes what it is added to or what is added
+// to it, so that it does not matter whether a part that a row does not see was computed.
 INLINE void merge_row(const Sums& part, int64_t r, int64_t width, const Sums& into) {
-    if (part.total[r] == 0) return;  // this row sees nothing of the chunk
+    if (part.total[r] == 0) return;
+    if (into.total[r] == 0) {
+        into.largest[r] = part.largest[r], into.total[r] = part.total[r];
+        memcpy(into.values + r * width, part.values + r * width, width * sizeof(float));
+        return;
+    }
     float top = part.largest[r] > into.largest[r] ? part.largest[r] : into.largest[r];
-    f32x16 old_factor = power_of_2<float>(splat(into.largest[r] - top));
-    f32x16 new_factor = power_of_2<float>(splat(part.largest[r] - top));
+    f32r old_factor = power_of_2<float>(splat<f32r>(into.largest[r] - top));
+    f32r new_factor = power_of_2<float>(splat<f32r>(part.largest[r] - top));
     into.largest[r] = top;
-    into.total[r] = into.total[r] * old_factor[0] + part.total[r] * new_factor[0];
-    for (int64_t d = 0; d < width; d += kLanes) {
+    into.total[r] = fma(splat<f32r>(into.total[r]), old_factor, part.total[r] * new_factor)[0];
+    for (int64_t d = 0; d < width; d += kRegister) {
         float* merged = into.values + r * width + d;
-        store(merged, fma(load(merged), old_factor, load(part.values + r * width + d) * new_factor));
+        f32r own = load_register(merged), next = load_register(part.values + r * width + d);
+        store(merged, fma(own, old_factor, next * new_factor));
     }
 }
 
 static void merge(const Sums& part, int64_t rows, int64_t width, const Sums& into) {
     for (int64_t r = 0; r < rows; r++) merge_row(part, r, width, into);
+}
+
+static void clear(const Sums& sums, int64_t rows, int64_t width) {
+    std::fill(sums.largest, sums.largest + rows, kFloor);
+    std::fill(sums.total, sums.total + rows, 0.0f);
+    std::fill(sums.values, sums.values + rows * width, 0.0f);
+}
+
+// y = the weighted mean of a row's values, `size` of them. A sink, where there is one, takes its share of the weights.
+template <class T>
+INLINE void finish_row(const Sums& sums, int64_t r, int64_t width, int64_t size, const float* sink, T* y) {
+    float factor = 1.0f / sums.total[r];
+    if (sink) {
+        float score = std::max(*sink * kLog2E, kFloor), top = std::max(sums.largest[r], score);
+        f32r own = power_of_2<float>(splat<f32r>(sums.largest[r] - top));
+        f32r total = fma(splat<f32r>(sums.total[r]), own, power_of_2<float>(splat<f32r>(score - top)));
+        factor = own[0] / total[0];
+    }
+    for (int64_t d = 0; d < size; d += kLanes) store_some(y + d, load(sums.values + r * width + d) * factor, size - d);
 }

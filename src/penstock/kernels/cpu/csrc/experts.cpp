@@ -157,7 +157,7 @@ struct Block {
             if (!args.chosen) choose(own, chosen + t * args.num_chosen, chosen_weights + t * args.num_chosen);
             if (!args.has_shared) continue;
             tokens[num_routed + t] = (int32_t)t;
-            weights[num_routed + t] = num_gates ? (1.0f / (exp(-splat(widen(own[args.num_experts]))) + 1.0f))[0] : 1.0f;
+            weights[num_routed + t] = num_gates ? 1.0f / (exp(-splat<f32r>(widen(own[args.num_experts]))) + 1.0f)[0] : 1.0f;
         }
     }
 

@@ -64,20 +64,22 @@ struct alignas(64) Collection {
 };
 
 // Bit i: lane i reaches the threshold. NaN reaches none.
-INLINE uint32_t lanes_reaching(f32x16 lanes, float threshold) {
+INLINE uint32_t lanes_reaching(f32r lanes, float threshold) {
 #if defined(__AVX512F__)
     return _mm512_cmp_ps_mask((__m512)lanes, _mm512_set1_ps(threshold), _CMP_GE_OQ);
 #elif defined(__AVX__)
-    __m256 halves[2];
-    memcpy(halves, &lanes, 64);
-    for (__m256& half : halves) half = _mm256_cmp_ps(half, _mm256_set1_ps(threshold), _CMP_GE_OQ);
-    return (uint32_t)(_mm256_movemask_ps(halves[0]) | _mm256_movemask_ps(halves[1]) << 8);
+    return (uint32_t)_mm256_movemask_ps(_mm256_cmp_ps((__m256)lanes, _mm256_set1_ps(threshold), _CMP_GE_OQ));
 #else
-    i32x16 reached = lanes >= splat(threshold);
+    i32r reached = lanes >= splat<f32r>(threshold);
     uint32_t bits = 0;
-    for (int i = 0; i < kLanes; i++) bits |= ((uint32_t)reached[i] & 1u) << i;
+    for (int i = 0; i < kRegister; i++) bits |= ((uint32_t)reached[i] & 1u) << i;
     return bits;
 #endif
+}
+
+template <class Half>
+INLINE uint32_t lanes_reaching(const Pair<Half>& lanes, float threshold) {
+    return lanes_reaching(lanes.low, threshold) | lanes_reaching(lanes.high, threshold) << sizeof(Half) / sizeof(float);
 }
 
 // One call of the head: scratch, and what is done with each tile.

@@ -64,7 +64,7 @@ PENSTOCK_EXPORT void penstock_pack_quantized(const void* args) {
 static float scale_at(const QuantizedGatherArgs& args, int64_t at) {
     if (args.scale_dtype == kFloat32) return ((const float*)args.scales)[at];
     uint16_t lanes[kLanes] = {((const uint16_t*)args.scales)[at]};
-    return (args.scale_dtype == kBFloat16 ? load((const bf16*)lanes) : load_float16(lanes))[0];
+    return first_lane(args.scale_dtype == kBFloat16 ? load((const bf16*)lanes) : load_float16(lanes));
 }
 
 // Inputs [first, first + count) of one output, all of one group.
@@ -74,14 +74,15 @@ static void gather_group(const QuantizedGatherArgs& args, const uint8_t* column,
     constexpr int64_t kLine = kPanel * kQuad;
     for (int64_t start = 0; start < count; start += kLanes) {
         int64_t some = count - start < kLanes ? count - start : kLanes;
-        i32x16 whole = {};
+        int32_t whole[kLanes] = {};
         for (int64_t i = 0; i < some; i++) {
             int64_t k = first + start + i;
             int32_t q = args.bits == 8 ? column[k / kQuad * kLine + k % kQuad]
                                        : column[k / (2 * kQuad) * kLine + k % kQuad] >> k / kQuad % 2 * 4 & 0x0f;
             whole[i] = q - zero;
         }
-        store_some(y + first + start, __builtin_convertvector(whole, f32x16) * scale, count - start);
+        f32x16 values = by_registers([&](int i) { return __builtin_convertvector(load_register(whole + i), f32r); });
+        store_some(y + first + start, values * scale, count - start);
     }
 }
 

@@ -23,8 +23,6 @@
 
 constexpr int kQuad = 4;
 
-using u8x16 = uint8_t __attribute__((vector_size(16)));
-
 INLINE int64_t quantized_panel_bytes(int64_t in_size, int bits) {
     return divide_up(in_size, 32 / bits) * kPanel * kQuad;
 }
@@ -125,11 +123,13 @@ INLINE f32x16 load_float16(const uint16_t* from) {
 #if defined(__AVX512F__)
     return (f32x16)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)from));
 #else
-    u16x16 narrow;
-    memcpy(&narrow, from, 32);
-    u32x16 bits = __builtin_convertvector(narrow, u32x16);
-    f32x16 magnitude = (f32x16)((bits & 0x7fffu) << 13) * 0x1p112f;  // exponent bias 15 becomes 127
-    return (f32x16)((u32x16)magnitude | (bits & 0x8000u) << 16);
+    return by_registers([=](int i) {
+        u16r narrow;
+        memcpy(&narrow, from + i, sizeof(narrow));
+        u32r bits = __builtin_convertvector(narrow, u32r);
+        f32r magnitude = (f32r)((bits & 0x7fffu) << 13) * 0x1p112f;  // exponent bias 15 becomes 127
+        return (f32r)((u32r)magnitude | (bits & 0x8000u) << 16);
+    });
 #endif
 }
 
@@ -158,9 +158,11 @@ struct QuantizedWeight {
     }
 
     i32x16 zeros_at(int64_t at) const {
-        u8x16 narrow;
-        memcpy(&narrow, zeros + at, kLanes);
-        return __builtin_convertvector(narrow, i32x16);
+        return by_registers([=](int i) {
+            u8r narrow;
+            memcpy(&narrow, zeros + at + i, sizeof(narrow));
+            return __builtin_convertvector(narrow, i32r);
+        });
     }
 };
 

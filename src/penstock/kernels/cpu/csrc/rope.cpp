@@ -41,7 +41,7 @@ INLINE void rotate(const T* head, const float* angles, int64_t half, const Use& 
         int64_t count = half - i < kLanes ? half - i : kLanes;
         f32x16 first = load_some(head + i, count), second = load_some(head + half + i, count);
         f32x16 cosine = load_some(angles + i, count), sine = load_some(angles + half + i, count);
-        use(i, count, first * cosine - second * sine, second * cosine + first * sine);
+        use(i, count, fma(first, cosine, -(second * sine)), fma(second, cosine, first * sine));
     }
 }
 

@@ -8,8 +8,6 @@
 constexpr int64_t kActivationGroup = 128;
 constexpr int64_t kCacheLine = 64;
 
-using i8x16 = int8_t __attribute__((vector_size(16)));
-
 INLINE int64_t num_groups(int64_t in_size, int64_t group_size) { return divide_up(in_size, group_size); }
 
 INLINE int64_t activation_group(int64_t in_size, int64_t group_size) {
@@ -48,21 +46,21 @@ struct RoundedRows {
     RoundedGroup* groups(int64_t row) const { return (RoundedGroup*)(rows + row * stride + value_bytes); }
 };
 
-INLINE i32x16 to_nearest(f32x16 lanes) {
+INLINE i32r to_nearest(f32r lanes) {
 #if defined(__AVX512F__)
-    return (i32x16)_mm512_cvtps_epi32((__m512)lanes);
+    return (i32r)_mm512_cvtps_epi32((__m512)lanes);
 #elif defined(__AVX__)
-    __m256 halves[2];
-    memcpy(halves, &lanes, 64);
-    __m256i wholes[2] = {_mm256_cvtps_epi32(halves[0]), _mm256_cvtps_epi32(halves[1])};
-    i32x16 whole;
-    memcpy(&whole, wholes, 64);
-    return whole;
+    return (i32r)_mm256_cvtps_epi32((__m256)lanes);
 #else
-    i32x16 whole;
-    for (int i = 0; i < kLanes; i++) whole[i] = (int32_t)rintf(lanes[i]);
+    i32r whole;
+    for (int i = 0; i < kRegister; i++) whole[i] = (int32_t)rintf(lanes[i]);
     return whole;
 #endif
+}
+
+template <class Half>
+INLINE auto to_nearest(const Pair<Half>& lanes) -> Pair<decltype(to_nearest(lanes.low))> {
+    return {to_nearest(lanes.low), to_nearest(lanes.high)};
 }
 
 // The largest magnitude, as bits: ordered like the numbers, infinities and NaNs above all of them.
@@ -70,7 +68,7 @@ template <class T>
 INLINE uint32_t largest_magnitude(const T* x, int64_t count) {
     i32x16 largest = {};
     for (int64_t k = 0; k < count; k += kLanes)
-        largest = max(largest, (i32x16)load_some(x + k, count - k) & 0x7fffffff);
+        largest = max(largest, bits_of(load_some(x + k, count - k)) & 0x7fffffff);
     return (uint32_t)max(largest);
 }
 
@@ -88,8 +86,7 @@ INLINE int32_t round_group(const T* x, int64_t count, int8_t* values, float* sca
         i32x16 whole = {};
         if (is_finite) whole = to_nearest(load_some(x + k, count - k) * inverse);
         whole_sum += whole;
-        i8x16 narrow = __builtin_convertvector(whole, i8x16);
-        memcpy(values + k, &narrow, kLanes);
+        store(values + k, whole);
     }
     *scale = is_zero ? 0.0f : is_finite ? absmax / 127.0f : NAN;
     return sum(whole_sum);

@@ -1,7 +1,8 @@
 // Sixteen lanes at a time, in portable vector types; intrinsics only where they were measured to pay.
 //
-// GCC and Clang turn these types into one AVX-512, two AVX2 or four NEON registers. A function here gives the
-// same lanes whatever surrounds it: no result depends on how a loop was unrolled.
+// Sixteen numbers are one AVX-512, two AVX2 or four SSE or NEON registers. A function here gives the same lanes
+// whatever surrounds it, and adds them up in the same order: no result depends on the width of a register or on how a
+// loop was unrolled.
 #pragma once
 #include <math.h>
 #include <stdint.h>
@@ -13,14 +14,12 @@
 #define INLINE static inline __attribute__((always_inline))
 
 using bf16 = uint16_t;
-using f32x16 = float __attribute__((vector_size(64)));
-using i32x16 = int32_t __attribute__((vector_size(64)));
 using u32x16 = uint32_t __attribute__((vector_size(64)));
 using u16x16 = uint16_t __attribute__((vector_size(32)));
 
 constexpr int kLanes = 16;
 
-// As many lanes as a register holds, for the sums of inner loops: GCC keeps a vector of several registers in memory.
+// As many lanes as a register holds.
 #if defined(__AVX512F__)
 constexpr int kRegister = 16;
 #elif defined(__AVX__)
@@ -31,10 +30,70 @@ constexpr int kRegister = 4;
 using f32r = float __attribute__((vector_size(4 * kRegister)));
 using i32r = int32_t __attribute__((vector_size(4 * kRegister)));
 using u32r = uint32_t __attribute__((vector_size(4 * kRegister)));
+using u16r = uint16_t __attribute__((vector_size(2 * kRegister)));
+using i8r = int8_t __attribute__((vector_size(kRegister)));
+using u8r = uint8_t __attribute__((vector_size(kRegister)));
+
+// Lanes of several registers: GCC lowers its own vectors of such a width step by step, and keeps them in memory.
+template <class Half>
+struct Pair {
+    Half low, high;
+};
+
+#if defined(__AVX512F__)
+template <class Register>
+using Sixteen = Register;
+#elif defined(__AVX__)
+template <class Register>
+using Sixteen = Pair<Register>;
+#else
+template <class Register>
+using Sixteen = Pair<Pair<Register>>;
+#endif
+using f32x16 = Sixteen<f32r>;
+using i32x16 = Sixteen<i32r>;
+
+#define PENSTOCK_LANE_BY_LANE(op)                                                             \
+    template <class Half>                                                                     \
+    INLINE Pair<Half> operator op(const Pair<Half>& a, const Pair<Half>& b) {                 \
+        return {a.low op b.low, a.high op b.high};                                            \
+    }                                                                                         \
+    template <class Half, class Number>                                                       \
+    INLINE Pair<Half> operator op(const Pair<Half>& a, Number b) {                            \
+        return {a.low op b, a.high op b};                                                     \
+    }                                                                                         \
+    template <class Number, class Half>                                                       \
+    INLINE Pair<Half> operator op(Number a, const Pair<Half>& b) {                            \
+        return {a op b.low, a op b.high};                                                     \
+    }
+PENSTOCK_LANE_BY_LANE(+)
+PENSTOCK_LANE_BY_LANE(-)
+PENSTOCK_LANE_BY_LANE(*)
+PENSTOCK_LANE_BY_LANE(/)
+PENSTOCK_LANE_BY_LANE(&)
+#undef PENSTOCK_LANE_BY_LANE
+
+template <class Half>
+INLINE Pair<Half> operator-(const Pair<Half>& a) {
+    return {-a.low, -a.high};
+}
+
+template <class Half, class Other>
+INLINE Pair<Half>& operator+=(Pair<Half>& a, const Other& b) {
+    return a = a + b;
+}
+
+template <class Half, class Other>
+INLINE Pair<Half>& operator*=(Pair<Half>& a, const Other& b) {
+    return a = a * b;
+}
 
 INLINE int64_t divide_up(int64_t value, int64_t by) { return (value + by - 1) / by; }
 
-INLINE f32x16 splat(float value) { return value - f32x16{}; }
+template <class Lanes = f32x16>
+INLINE Lanes splat(float value) {
+    return value - Lanes{};
+}
 
 INLINE float widen(bf16 value) {
     uint32_t bits = (uint32_t)value << 16;
@@ -45,36 +104,74 @@ INLINE float widen(bf16 value) {
 
 INLINE float widen(float value) { return value; }
 
-INLINE f32x16 load(const float* from) {
-    f32x16 lanes;
-    memcpy(&lanes, from, 64);
+INLINE f32r load_register(const float* from) {
+    f32r lanes;
+    memcpy(&lanes, from, sizeof(lanes));
     return lanes;
 }
 
-INLINE f32x16 load(const bf16* from) {
-    u16x16 narrow;
-    memcpy(&narrow, from, 32);
-    return (f32x16)(__builtin_convertvector(narrow, u32x16) << 16);
+INLINE i32r load_register(const int32_t* from) {
+    i32r lanes;
+    memcpy(&lanes, from, sizeof(lanes));
+    return lanes;
 }
 
-INLINE void store(float* to, f32x16 lanes) { memcpy(to, &lanes, 64); }
+INLINE f32r load_register(const bf16* from) {
+    u16r narrow;
+    memcpy(&narrow, from, sizeof(narrow));
+    return (f32r)(__builtin_convertvector(narrow, u32r) << 16);
+}
 
-// Rounds to nearest, ties to even; NaN stays NaN.
-INLINE u16x16 to_bf16(f32x16 lanes) {
-#if defined(__AVX512BF16__)
-    return (u16x16)_mm512_cvtneps_pbh((__m512)lanes);
+// Sixteen lanes, register by register: `at(i)` gives those from lane i on.
+template <class At>
+INLINE auto by_registers(const At& at) -> Sixteen<decltype(at(0))> {
+#if defined(__AVX512F__)
+    return at(0);
+#elif defined(__AVX__)
+    return {at(0), at(8)};
 #else
-    u32x16 bits = (u32x16)lanes;
-    u32x16 rounded = bits + 0x7fffu + ((bits >> 16) & 1u);
-    u32x16 is_nan = (u32x16)((bits & 0x7fffffffu) > 0x7f800000u);
-    rounded = (rounded & ~is_nan) | ((bits | 0x400000u) & is_nan);
-    return __builtin_convertvector(rounded >> 16, u16x16);
+    return {{at(0), at(4)}, {at(8), at(12)}};
 #endif
 }
 
-INLINE void store(bf16* to, f32x16 lanes) {
-    u16x16 narrow = to_bf16(lanes);
-    memcpy(to, &narrow, 32);
+template <class T>
+INLINE f32x16 load(const T* from) {
+    return by_registers([=](int i) { return load_register(from + i); });
+}
+
+INLINE void store(float* to, f32r lanes) { memcpy(to, &lanes, sizeof(lanes)); }
+
+// The nearest numbers that bfloat16 has, ties to even; NaN stays NaN.
+INLINE f32r round_to_bf16(f32r lanes) {
+    u32r bits = (u32r)lanes;
+    u32r rounded = bits + 0x7fffu + ((bits >> 16) & 1u);
+    return (f32r)((lanes != lanes ? bits | 0x400000u : rounded) & 0xffff0000u);
+}
+
+template <class Half>
+INLINE Pair<Half> round_to_bf16(const Pair<Half>& lanes) {
+    return {round_to_bf16(lanes.low), round_to_bf16(lanes.high)};
+}
+
+INLINE void store(bf16* to, f32r lanes) {
+#if defined(__AVX512BF16__)
+    u16r narrow = (u16r)_mm512_cvtneps_pbh((__m512)lanes);
+#else
+    u16r narrow = __builtin_convertvector((u32r)round_to_bf16(lanes) >> 16, u16r);
+#endif
+    memcpy(to, &narrow, sizeof(narrow));
+}
+
+// Numbers that bytes can hold.
+INLINE void store(int8_t* to, i32r lanes) {
+    i8r narrow = __builtin_convertvector(lanes, i8r);
+    memcpy(to, &narrow, sizeof(narrow));
+}
+
+template <class T, class Half>
+INLINE void store(T* to, const Pair<Half>& lanes) {
+    store(to, lanes.low);
+    store(to + sizeof(Half) / sizeof(float), lanes.high);
 }
 
 INLINE void store(float* to, f32x16 low, f32x16 high) {
@@ -110,18 +207,36 @@ INLINE void store_some(T* to, f32x16 lanes, int64_t count) {
     memcpy(to, padded, count * sizeof(T));
 }
 
-// a * b + c, rounded once where the machine can.
-INLINE f32x16 fma(f32x16 a, f32x16 b, f32x16 c) {
+INLINE i32r bits_of(f32r lanes) { return (i32r)lanes; }
+
+template <class Half>
+INLINE auto bits_of(const Pair<Half>& lanes) -> Pair<decltype(bits_of(lanes.low))> {
+    return {bits_of(lanes.low), bits_of(lanes.high)};
+}
+
+INLINE float first_lane(f32r lanes) { return lanes[0]; }
+
+template <class Half>
+INLINE float first_lane(const Pair<Half>& lanes) {
+    return first_lane(lanes.low);
+}
+
+// a * b + c, rounded once where the machine can. Of two products that are added, the compiler would choose which one to
+// round: there this says it.
+INLINE f32r fma(f32r a, f32r b, f32r c) {
 #if defined(__AVX512F__)
-    return (f32x16)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+    return (f32r)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__AVX__) && defined(__FMA__)
+    return (f32r)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
 #else
     return a * b + c;
 #endif
 }
 
-#if !defined(__AVX512F__)
-INLINE f32r fma(f32r a, f32r b, f32r c) { return a * b + c; }
-#endif
+template <class Half>
+INLINE Pair<Half> fma(const Pair<Half>& a, const Pair<Half>& b, const Pair<Half>& c) {
+    return {fma(a.low, b.low, c.low), fma(a.high, b.high, c.high)};
+}
 
 // Two vectors as registers.
 template <class Register, class Lanes>
@@ -131,61 +246,83 @@ INLINE void split(const Lanes& low, const Lanes& high, Register* registers) {
 }
 
 // The greater of each; `b` where one is NaN.
-INLINE f32x16 max(f32x16 a, f32x16 b) {
+INLINE f32r max(f32r a, f32r b) {
 #if defined(__AVX512F__)
-    return (f32x16)_mm512_max_ps((__m512)a, (__m512)b);
+    return (f32r)_mm512_max_ps((__m512)a, (__m512)b);
+#elif defined(__AVX__)
+    return (f32r)_mm256_max_ps((__m256)a, (__m256)b);
 #else
     return a > b ? a : b;
 #endif
 }
 
+INLINE i32r max(i32r a, i32r b) { return a > b ? a : b; }
+
+template <class Half>
+INLINE Pair<Half> max(const Pair<Half>& a, const Pair<Half>& b) {
+    return {max(a.low, b.low), max(a.high, b.high)};
+}
+
 // The lanes from lane `by` on, and then the first ones.
 template <int by, class Lanes>
 INLINE Lanes rotated(Lanes lanes) {
-#if defined(__clang__)
-    return __builtin_shufflevector(lanes, lanes, by, by + 1, by + 2, by + 3, by + 4, by + 5, by + 6, by + 7, by + 8,
-                                   by + 9, by + 10, by + 11, by + 12, by + 13, by + 14, by + 15);
-#else
-    return __builtin_shuffle(lanes, i32x16{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15} + by);  // modulo 16
-#endif
+    if constexpr (sizeof(Lanes) == 64)
+        return __builtin_shufflevector(lanes, lanes, by, by + 1, by + 2, by + 3, by + 4, by + 5, by + 6, by + 7, by + 8,
+                                       by + 9, by + 10, by + 11, by + 12, by + 13, by + 14, by + 15);
+    else if constexpr (sizeof(Lanes) == 32)
+        return __builtin_shufflevector(lanes, lanes, by, by + 1, by + 2, by + 3, by + 4, by + 5, by + 6, by + 7);
+    else
+        return __builtin_shufflevector(lanes, lanes, by, by + 1, by + 2, by + 3);
 }
 
-// Pairwise, in a fixed order: lanes 8 apart, then 4, 2 and 1.
-template <class Lanes>
-INLINE auto sum(Lanes lanes) {
-    lanes += rotated<8>(lanes);
-    lanes += rotated<4>(lanes);
-    lanes += rotated<2>(lanes);
-    return (lanes + rotated<1>(lanes))[0];
+// combine() of all lanes, pairwise in a fixed order: of lanes 8 apart, then 4, 2 and 1.
+template <class Lanes, class Combine>
+INLINE auto across(Lanes lanes, const Combine& combine) {
+    constexpr int kCount = sizeof(Lanes) / sizeof(lanes[0]);
+    if constexpr (kCount > 8) lanes = combine(lanes, rotated<8>(lanes));
+    if constexpr (kCount > 4) lanes = combine(lanes, rotated<4>(lanes));
+    lanes = combine(lanes, rotated<2>(lanes));
+    return combine(lanes, rotated<1>(lanes))[0];
 }
 
-INLINE i32x16 max(i32x16 a, i32x16 b) { return a > b ? a : b; }
+template <class Half, class Combine>
+INLINE auto across(const Pair<Half>& lanes, const Combine& combine) {
+    return across(combine(lanes.low, lanes.high), combine);
+}
 
 template <class Lanes>
-INLINE auto max(Lanes lanes) {
-    lanes = max(lanes, rotated<8>(lanes));
-    lanes = max(lanes, rotated<4>(lanes));
-    lanes = max(lanes, rotated<2>(lanes));
-    return max(lanes, rotated<1>(lanes))[0];
+INLINE auto sum(const Lanes& lanes) {
+    return across(lanes, [](const auto& a, const auto& b) { return a + b; });
+}
+
+template <class Lanes>
+INLINE auto max(const Lanes& lanes) {
+    return across(lanes, [](const auto& a, const auto& b) { return max(a, b); });
 }
 
 // e^x to 2 units in the last place; below -87 it is e^-87, which is as good as zero beside a 1, above 88.3
 // infinite. NaN stays NaN.
-INLINE f32x16 exp(f32x16 x) {
-    x = -max(splat(-88.8f), -max(splat(-87.0f), x));
-    const f32x16 magic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to a whole number
-    f32x16 n = fma(x, splat(1.44269504f), magic) - magic;
-    f32x16 r = fma(n, splat(-0.693359375f), x);  // ln 2 in two parts (Cody and Waite)
-    r = fma(n, splat(2.12194440e-4f), r);
-    f32x16 p = splat(1.9875691500e-4f);  // minimax polynomial of Cephes, expf
-    p = fma(p, r, splat(1.3981999507e-3f));
-    p = fma(p, r, splat(8.3334519073e-3f));
-    p = fma(p, r, splat(4.1665795894e-2f));
-    p = fma(p, r, splat(1.6666665459e-1f));
-    p = fma(p, r, splat(5.0000001201e-1f));
+INLINE f32r exp(f32r x) {
+    constexpr auto all = splat<f32r>;
+    x = -max(all(-88.8f), -max(all(-87.0f), x));
+    const f32r magic = all(12582912.0f);  // 1.5 * 2^23: adding it rounds to a whole number
+    f32r n = fma(x, all(1.44269504f), magic) - magic;
+    f32r r = fma(n, all(-0.693359375f), x);  // ln 2 in two parts (Cody and Waite)
+    r = fma(n, all(2.12194440e-4f), r);
+    f32r p = all(1.9875691500e-4f);  // minimax polynomial of Cephes, expf
+    p = fma(p, r, all(1.3981999507e-3f));
+    p = fma(p, r, all(8.3334519073e-3f));
+    p = fma(p, r, all(4.1665795894e-2f));
+    p = fma(p, r, all(1.6666665459e-1f));
+    p = fma(p, r, all(5.0000001201e-1f));
     p = fma(p, r * r, r) + 1.0f;
-    i32x16 power = (__builtin_convertvector(n, i32x16) + 127) << 23;
-    return p * (f32x16)power;
+    i32r power = (__builtin_convertvector(n, i32r) + 127) << 23;
+    return p * (f32r)power;
+}
+
+template <class Half>
+INLINE Pair<Half> exp(const Pair<Half>& x) {
+    return {exp(x.low), exp(x.high)};
 }
 
 INLINE f32x16 silu(f32x16 x) { return x / (exp(-x) + 1.0f); }
