@@ -108,8 +108,11 @@ class BlockAllocator:
             self.pool.name(block, depth, content)
         self.unpin(blocks)
 
-    def grow(self, owner: int, num_tokens: int) -> list[int] | None:
+    def grow(self, owner: int, num_tokens: int, num_spare: int = 0) -> list[int] | None:
         """Make the owner's table hold `num_tokens` tokens.
+
+        Args:
+            num_spare: blocks that must be free afterwards, if any are added.
 
         Returns:
             The blocks added (often none), or None, with nothing changed, when the pool has too few.
@@ -119,7 +122,7 @@ class BlockAllocator:
         missing = self.blocks_for(num_tokens) - held
         if missing <= 0:
             return []
-        added = self.pool.take(missing)
+        added = self.pool.take(missing) if missing + num_spare <= self.pool.num_free else None
         if added is not None:
             self._tables.setdefault(owner, []).extend(added)
         return added

@@ -96,9 +96,11 @@ class DraftWindows(NoWindows):
         return window_sizes(drafts, self._num_rows, self._seconds) if drafts else []
 
     def _add(self, plan: PlanBuilder, index: int, draft_ids: Sequence[int]) -> bool:
-        """Whether there were blocks for the drafts of a row, which takes them then."""
+        """Whether there were blocks to spare for the drafts of a row, which takes them then."""
         request = plan.requests[index]
-        blocks = self._allocator.grow(request.arrival, request.num_scheduled + len(draft_ids))
+        num_tokens = request.num_scheduled + len(draft_ids)
+        # What a draft takes must not be what another row's next token needs.
+        blocks = self._allocator.grow(request.arrival, num_tokens, num_spare=self._num_rows)
         if blocks is None:
             return False
         plan.add_drafts(index, draft_ids, blocks)

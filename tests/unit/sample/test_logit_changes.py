@@ -278,3 +278,32 @@ def test_log_probabilities_stay_those_of_the_model() -> None:
     entry, expected = drawn.logprobs[0], logits.log_softmax(-1)[0]
     assert (entry.top_ids, entry.top_logprobs) == ([best], [expected[best].item()])
     assert entry.logprob == expected[7].item()
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_d7_drafts_count_for_the_samples_behind_them_and_for_no_other(seed: int) -> None:
+    """Windows whose drafts are right, wrong or half right change logits as the same tokens one by one do."""
+    rng = np.random.default_rng(seed)
+    rows = [random_row(rng) for _ in range(3)]
+    table = Table.make(len(rows))
+    for row, (prompt, output, sampling) in enumerate(rows):
+        table.enter(row, prompt, output, sampling)
+    logits = torch.randn(1, VOCAB, generator=torch.Generator().manual_seed(seed))
+    for _ in range(6):
+        drafts = [rng.integers(0, 30, rng.integers(0, 4)).tolist() for _ in rows]
+        for row, (prompt, output, _) in enumerate(rows):
+            start = len(prompt) + len(output)
+            table.token_ids[row, start : start + len(drafts[row])] = drafts[row]
+        places = [(row, depth) for row, own in enumerate(drafts) for depth in range(len(own) + 1)]
+        batch = table.batch([row for row, _ in places], [len(rows[row][1]) + depth for row, depth in places])
+        found = constrained(logits.expand(len(places), -1), batch.head, np.arange(len(places)))
+        for place, (row, depth) in enumerate(places):
+            prompt, output, sampling = rows[row]
+            expected = oracle(logits[0].tolist(), prompt, [*output, *drafts[row][:depth]], sampling)
+            assert found[place].tolist() == expected
+        for row, (prompt, output, _) in enumerate(rows):
+            accepted = [*drafts[row][: rng.integers(0, len(drafts[row]) + 1)], int(rng.integers(0, 30))]
+            accepted = accepted[: WIDTH - 8 - len(prompt) - len(output)]
+            for token_id in accepted:
+                table.append(row, len(output), token_id)
+                output.append(token_id)

@@ -1,0 +1,112 @@
+"""The suffix drafter against a search through the whole text."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import pytest
+
+from penstock.speculation.drafter import NO_DRAFT
+from penstock.speculation.suffix import LONG, MOST_READ, SHORT, SuffixDrafter
+
+
+class Oracle:
+    """Follows the old text while the new one does, and looks the newest sequences up where it does not."""
+
+    def __init__(self) -> None:
+        self.cursor: int | None = None
+
+    def see(self, text: Sequence[int]) -> None:
+        """One token has come to the end of the text."""
+        if self.cursor is not None and text[self.cursor] == text[-1]:
+            self.cursor += 1
+            return
+        self.cursor = None
+        for length in (LONG, SHORT):
+            places = [end for end in range(length, len(text)) if text[end - length : end] == text[-length:]]
+            if places and len(text) >= length:
+                self.cursor = places[-1]
+                return
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_draft_is_what_followed_the_last_time(seed: int) -> None:
+    chance = random.Random(seed)
+    vocabulary = chance.choice([2, 4, 9])
+    drafter, oracle, text = SuffixDrafter(), Oracle(), []
+    for _ in range(300):
+        text.append(chance.randrange(vocabulary))
+        oracle.see(text)
+        most = chance.randint(1, 8)
+        draft = drafter.propose(7, text, most)
+        expected = [] if oracle.cursor is None else text[oracle.cursor : oracle.cursor + most]
+        assert list(draft.token_ids) == expected
+        assert 0.0 <= draft.chance <= 1.0
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_a_prompt_that_comes_at_once_is_known_as_well_as_one_that_came_token_by_token(seed: int) -> None:
+    chance = random.Random(seed)
+    text = [chance.randrange(5) for _ in range(200)]
+    at_once, slowly = SuffixDrafter(), SuffixDrafter()
+    for end in range(1, len(text) + 1):
+        slowly.propose(1, text[:end], 4)
+    at_once.propose(1, text, 4)
+    assert at_once._texts[1]._ends == slowly._texts[1]._ends
+    found, known = at_once.propose(1, text, 4).token_ids, [text[end:] for end in range(SHORT, len(text))]
+    if found:  # what followed one of the places where the text said the same
+        assert any(rest[: len(found)] == list(found) for rest in known)
+
+
+def test_a_repeated_text_is_drafted_with_a_growing_chance() -> None:
+    drafter, piece = SuffixDrafter(), list(range(50))
+    chances = []
+    for end in range(1, 150):
+        text = (piece * 3)[:end]
+        draft = drafter.propose(0, text, 5)
+        if end > 50 + SHORT:
+            assert list(draft.token_ids) == (piece * 4)[end : end + 5][: len(draft.token_ids)]
+            chances.append(draft.chance)
+    assert chances[0] < 0.5 < 0.9 < chances[-1]
+
+
+def test_the_chance_falls_where_the_cursor_is_wrong() -> None:
+    """Three tokens come again and again, and something else follows each time."""
+    drafter, text = SuffixDrafter(), [1, 2, 3, 100]
+    drafter.propose(0, text, 3)
+    first = None
+    for other in range(101, 140):
+        for token in (1, 2, 3):
+            text.append(token)
+            draft = drafter.propose(0, text, 3)
+        first = first if first is not None else draft.chance
+        text.append(other)
+        drafter.propose(0, text, 3)
+    assert draft.chance < first / 4
+
+
+def test_what_others_taught_is_where_a_new_request_begins() -> None:
+    drafter, piece = SuffixDrafter(), list(range(30))
+    for end in range(1, 200):
+        drafter.propose(0, (piece * 8)[:end], 2)
+    text = [*piece, *piece[:SHORT]]
+    fresh = SuffixDrafter().propose(1, text, 2)
+    assert drafter.propose(1, text, 2).token_ids == fresh.token_ids
+    assert drafter._texts[1].chances[2] > SuffixDrafter()._chances[2]
+
+
+def test_a_long_prompt_is_read_in_parts() -> None:
+    drafter = SuffixDrafter()
+    text = [*range(MOST_READ + 5), 1, 2, 3]
+    assert drafter.propose(0, text, 2) is NO_DRAFT
+    assert list(drafter.propose(0, text, 2).token_ids) == [4, 5]
+
+
+def test_a_request_that_has_ended_is_forgotten() -> None:
+    drafter = SuffixDrafter()
+    drafter.propose(0, [1, 2, 3, 4, 1, 2, 3], 2)
+    drafter.forget(0)
+    drafter.forget(1)
+    assert not drafter._texts
+    assert not drafter.propose(0, [1, 2, 3], 2).token_ids
