@@ -20,6 +20,7 @@ from pairwise import Case, drawn
 from paths import shared_data
 from penstock import LLM, SamplingParams
 from penstock.engine.core import core_assembly
+from penstock.request import StructuredOutputs
 from penstock.speculation.drafter import NO_DRAFT, Draft
 from penstock.speculation.suffix import SuffixDrafter
 
@@ -55,6 +56,16 @@ SAMPLINGS: list[dict[str, Any]] = [
     {"temperature": 1.0, "seed": 6, "top_k": 20, "bad_words": ["the", "and"], "stop_token_ids": [419, 264]},
     {"temperature": 1.0, "seed": 7, "min_p": 0.05, "allowed_token_ids": list(range(259, 460))},
     {"temperature": 0.0, "logprobs": 1},
+    {
+        "temperature": 0.9,
+        "seed": 8,
+        "structured_outputs": StructuredOutputs(regex="(Once|One) [a-z ,.]{1,80}!"),
+    },
+    {
+        "temperature": 0.0,
+        "logprobs": 0,
+        "structured_outputs": StructuredOutputs(choice=["the cat sat on the mat"]),
+    },
 ]
 
 

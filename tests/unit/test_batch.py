@@ -112,6 +112,7 @@ def test_dr1_the_digest_covers_every_field() -> None:
         "new_blocks": [[], [7], [8, 10]],
         "need_sampled": [True, False, False],
         "token_from": [7, 7, -1],
+        "drafts": {0: [5, 6]},
         "pooled": [2],
         "consume_through": 7,
         "freed_rows": [],

@@ -84,6 +84,8 @@ class ModelRunner:
         for new_row in plan.new_rows:
             self._sampling.add(new_row.row, new_row.sampling)
             self.grammars.add(new_row)
+        if plan.drafts:
+            self.grammars.expect({plan.rows[index]: ids for index, ids in plan.drafts.items()})
 
     def begin(self, plan: ScheduledBatch) -> ForwardBatch:
         """Inputs of a plan that was admitted; the samples that it consumes may be to come."""
@@ -114,13 +116,14 @@ class ModelRunner:
             return StepResult(step_id=plan.step_id, epoch=plan.epoch, digest=plan.digest, pooled=pooled)
         samples, rows = batch.samples, batch.sampled.rows
         params = self._sampling.batch(samples.rows, samples.output_index)
-        head = self.grammars.constrained(params.head, rows)
+        head = self.grammars.constrained(params.head, samples.rows)
         if head is not params.head:
             params = replace(params, head=head)
         indices = self._buffers.for_step(plan.step_id).sample_indices.publish(samples.indices)
         head_output = self._model.compute_candidates(tensors, indices, head)
         drawn = self._sampler.sample(head_output, params, samples.output_index)
-        accepted = accept_drafts(drawn, samples.drafts or [()] * len(rows))
+        drafts = samples.drafts or [[]] * len(rows)
+        accepted = accept_drafts(drawn, drafts, self.grammars.reach(rows, list(map(len, drafts))))
         self.grammars.accept(rows, accepted.token_ids)
         is_finite = head_output.candidates.is_finite
         result = StepResult(

@@ -22,7 +22,8 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -65,9 +66,20 @@ class NoGrammars:
         """What has been built, or could not be, since the last call."""
         return None
 
+    def expect(self, drafts: Mapping[int, Sequence[int]]) -> None:
+        """The rows of the next `constrained` bring these drafts; others bring none."""
+
     def constrained(self, request: HeadRequest, rows: NDArray[np.int64]) -> HeadRequest:
-        """The request, with what each of `rows` may get next. Waits for masks that are being made."""
+        """The request, with what each of `rows` may get next. Waits for masks that are being made.
+
+        Args:
+            rows: of the samples: one that brings drafts once for itself and once for each of them.
+        """
         return request
+
+    def reach(self, rows: NDArray[np.int64], num_drafts: Sequence[int]) -> Sequence[int]:
+        """How many drafts of each row may be accepted: behind the others no mask could be made."""
+        return num_drafts
 
     def accept(self, rows: NDArray[np.int64], token_ids: Sequence[Sequence[int]]) -> None:
         """The rows have got these, [len(rows), one or more]; the last is `NO_ID` where nothing could be
@@ -185,14 +197,30 @@ class GrammarRows(NoGrammars):
             allowed = np.full((len(rows), self._num_words), -1, dtype=np.int32)
         else:
             allowed = before.copy()
+        depths: Counter[int] = Counter()  # samples of each row so far
         for index, row in held:
             if row.pending is None:
                 raise ProtocolError(
                     f"row {rows[index]} is to be sampled, and its grammar was not built here."
                 )
             _wait(row.pending, self._timeout_s)
-            allowed[index] &= row.mask
+            number = int(rows[index])
+            depth, depths[number] = depths[number], depths[number] + 1
+            allowed[index] &= row.masks[depth] if depth < len(row.masks) else 0
         return replace(request, allowed=allowed)
+
+    def reach(self, rows: NDArray[np.int64], num_drafts: Sequence[int]) -> Sequence[int]:
+        held = dict(self._held(rows))
+        return [
+            min(count, len(held[index].masks) - 1) if index in held else count
+            for index, count in enumerate(num_drafts)
+        ]
+
+    def expect(self, drafts: Mapping[int, Sequence[int]]) -> None:
+        for number, draft_ids in drafts.items():
+            row = self._rows.get(number)
+            if row is not None:
+                row.pending = self._masking.submit(row.look_ahead, draft_ids)
 
     def accept(self, rows: NDArray[np.int64], token_ids: Sequence[Sequence[int]]) -> None:
         drawn = [(row, token_ids[index]) for index, row in self._held(rows)]
@@ -285,13 +313,14 @@ class _Row:
 
     def __init__(self, grammar: _Grammar, num_words: int, tail: np.int32, outputs: Sequence[int]) -> None:
         self.grammar = grammar
-        self.mask = np.zeros(num_words, dtype=np.int32)  # ids that the tokenizer does not have stay forbidden
+        # Of the next token, and behind each draft; ids that the tokenizer does not have stay forbidden.
+        self.masks = [np.zeros(num_words, dtype=np.int32)]
         self.error = ""
         self.pending: Future[None] | None = None  # the newest mask; None until the grammar is there
         self._tail = tail
         self._outputs = list(outputs)
         self._matcher: Matcher | None = None  # None: the row has ended
-        self._filled = self.mask  # what the matcher writes, in as many words as it has
+        self._filled = self.masks[0]  # what the matcher writes, in as many words as it has
 
     def enter(self) -> None:
         """The matcher, up to the tokens that there are."""
@@ -302,8 +331,24 @@ class _Row:
         except BaseException as error:
             self._give_up(error)
 
+    def look_ahead(self, draft_ids: Sequence[int]) -> None:
+        """Make the masks behind drafts, as if they had been sampled, up to one that is forbidden, ends the
+        text or cannot be followed: the window ends there, and the row goes on from what was drawn."""
+        masks, ends = self.masks[:1], self.grammar.vocabulary.ends
+        with contextlib.suppress(BaseException):  # a panic of the library is no Exception
+            matcher = None if self._matcher is None else self._matcher.copy()
+            for token_id in draft_ids:
+                if matcher is None or token_id in ends or not _allows(masks[-1], token_id):
+                    break
+                mask = np.zeros_like(masks[0])
+                if not self._fill(matcher, [token_id], mask):
+                    break
+                masks.append(mask)
+        self.masks = masks
+
     def advance(self, token_id: int) -> None:
         """The row has got this token."""
+        del self.masks[1:]
         if self._matcher is None or token_id == NO_ID:
             return
         if token_id in self.grammar.vocabulary.ends:
@@ -317,20 +362,20 @@ class _Row:
 
     def _go_on(self, token_ids: Sequence[int]) -> None:
         assert self._matcher is not None
-        if not self._fill(self._matcher, token_ids):
+        if not self._fill(self._matcher, token_ids, self.masks[0]):
             self._matcher = new_matcher(self.grammar.vocabulary, self.grammar.structured)
-            if not self._fill(self._matcher, self._outputs):
+            if not self._fill(self._matcher, self._outputs, self.masks[0]):
                 self._end(self._matcher.error)
 
-    def _fill(self, matcher: Matcher, token_ids: Sequence[int]) -> bool:
-        """Whether it has taken the tokens, and said what may come next."""
+    def _fill(self, matcher: Matcher, token_ids: Sequence[int], mask: NDArray[np.int32]) -> bool:
+        """Whether it has taken the tokens, and said what may come next: in `mask`."""
         matcher.accept(token_ids)
         matcher.fill(self._filled.ctypes.data, self._filled.nbytes)
         if matcher.error:  # the library would end the text here, as if it were complete
             return False
-        size = min(len(self.mask), len(self._filled))
-        self.mask[:size] = self._filled[:size]
-        self.mask[-1] &= self._tail
+        size = min(len(mask), len(self._filled))
+        mask[:size] = self._filled[:size]
+        mask[-1] &= self._tail
         return True
 
     def _give_up(self, error: BaseException) -> None:
@@ -339,8 +384,14 @@ class _Row:
     def _end(self, why: str) -> None:
         """The row ends, alone: no id is allowed from here on."""
         self.error = why
-        self.mask[:] = 0
+        for mask in self.masks:
+            mask[:] = 0
         self._matcher = None
+
+
+def _allows(mask: NDArray[np.int32], token_id: int) -> bool:
+    word, bit = divmod(token_id, WORD_BITS)
+    return word < len(mask) and bool(int(mask[word]) >> bit & 1)
 
 
 def _advance(drawn: Sequence[tuple[_Row, Sequence[int]]]) -> None:

@@ -31,18 +31,21 @@ class AcceptedTokens:
     failed: dict[int, int]  # row index -> which of the step's samples could not be drawn
 
 
-def accept_drafts(drawn: SampleOutput, drafts: Sequence[Sequence[int]]) -> AcceptedTokens:
+def accept_drafts(
+    drawn: SampleOutput, drafts: Sequence[Sequence[int]], reach: Sequence[int]
+) -> AcceptedTokens:
     """Compare the drafts with what was sampled in their places.
 
     Args:
         drawn: of all positions, window after window.
         drafts: of each sampled row.
+        reach: drafts of each that may be accepted; those behind are rejected whatever they are.
     """
     token_ids, num_rejected, logprobs, failed = [], [], [], {}
     first = 0
     for index, own in enumerate(drafts):
         num_accepted = 0
-        while num_accepted < len(own) and drawn.token_ids[first + num_accepted] == own[num_accepted]:
+        while num_accepted < reach[index] and drawn.token_ids[first + num_accepted] == own[num_accepted]:
             num_accepted += 1
         last = first + num_accepted
         token_ids.append(drawn.token_ids[first : last + 1])

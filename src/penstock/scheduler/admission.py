@@ -150,7 +150,7 @@ class Admission:
             num_scores_planned=num_scores,
             num_scores=num_scores,
             pooling=request.pooling,
-            may_draft=request.sampling.speculative and request.sampling.structured_outputs is None,
+            may_draft=request.sampling.speculative,
         )
 
     def may_start(self, request: RequestState, num_running: int, cached_blocks: Sequence[int] = ()) -> bool:

@@ -6,8 +6,8 @@
 The decodes of a plan are placed first. Then drafts are added to what is there: they take blocks that are free
 and nobody else's, and no row leaves the plan for them. A request whose sample is on its way decodes one token
 as ever, for its newest token is not known here. So a request that has a draft worth sending waits for its
-result (`RequestState.awaits_result`), though the pipe may have room before. Requests with a grammar do not
-draft. While prompts are computed, steps are bound by computing, and nobody does.
+result (`RequestState.awaits_result`), though the pipe may have room before. While prompts are computed, steps
+are bound by computing, and nobody drafts.
 
 Called by `scheduler.placement` when a plan is made, and by `scheduler.result_settlement` when its result has
 come. What to guess is the drafter's affair (`speculation.drafter`).

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 
 import pytest
 
 from penstock.request import TokenLogprobs
 from penstock.sample.sampler import NO_TOKEN, SampleOutput
-from penstock.sample.windows import accept_drafts
+from penstock.sample.windows import AcceptedTokens
+from penstock.sample.windows import accept_drafts as accept_some
+
+
+def accept_drafts(drawn: SampleOutput, drafts: Sequence[Sequence[int]]) -> AcceptedTokens:
+    return accept_some(drawn, drafts, list(map(len, drafts)))
 
 
 def output(token_ids: list[int], *, has_logprobs: bool = False) -> SampleOutput:
@@ -64,3 +70,9 @@ def test_windows_against_a_loop(seed: int) -> None:
                 break
         assert accepted.token_ids[index] == expected
         assert accepted.num_rejected[index] == len(own) + 1 - len(expected)
+
+
+def test_a_window_ends_where_it_may_go_no_further() -> None:
+    accepted = accept_some(output([5, 6, 7, 8]), [[5, 6, 7]], [1])
+    assert accepted.token_ids == [[5, 6]]
+    assert accepted.num_rejected == [2]
