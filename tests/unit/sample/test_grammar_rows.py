@@ -370,3 +370,53 @@ def test_a_mask_that_does_not_come_is_an_error_after_a_time(vocabulary: Vocabula
         grammars.constrained(head_request(1), np.array([0]))
     hold.set()
     grammars.close()
+
+
+def test_d7_masks_behind_drafts_are_those_of_the_drafts_one_by_one(grammars: GrammarRows) -> None:
+    """Beside a row without drafts, one whose drafts are right, and then one by one without any."""
+    numbers = StructuredOutputs(regex="[0-9]{1,3}(,[0-9]{1,3})*")
+    grammars.add(new_row(0, numbers))
+    grammars.add(new_row(1, numbers))
+    drafts = ids("12,7")
+    assert len(drafts) > 1
+    alone = masks(grammars, [1])[0]
+    grammars.expect({0: drafts})
+    window = masks(grammars, [0] * (1 + len(drafts)) + [1])
+    assert grammars.reach(np.array([0, 1]), [len(drafts), 0]) == [len(drafts), 0]
+    assert window[0] == window[-1] == alone
+    for depth, token_id in enumerate(drafts, 1):
+        grammars.accept(np.array([1]), [[token_id]])
+        assert masks(grammars, [1])[0] == window[depth]
+    grammars.accept(np.array([0]), [[*drafts[:1], ids("5")[0]]])  # the second draft was wrong
+    assert masks(grammars, [0])[0] == masks(grammars, [0])[0] != window[0]
+    assert grammars.reach(np.array([0]), [3]) == [0]  # without new drafts there are no masks behind any
+
+
+def test_a_window_ends_where_its_grammar_does(grammars: GrammarRows) -> None:
+    grammars.add(new_row(0, StructuredOutputs(regex="[0-9]{2}")))
+    told(grammars)
+    three, letter = ids("3")[0], ids("b")[0]
+    cases = {
+        (three, letter, three): 1,  # forbidden behind the first
+        (letter, three): 0,
+        (three, three, EOS, three): 2,  # nothing comes behind the end
+    }
+    for drafts, num_usable in cases.items():
+        grammars.expect({0: drafts})
+        behind = masks(grammars, [0] * (1 + len(drafts)))
+        assert grammars.reach(np.array([0]), [len(drafts)]) == [num_usable]
+        assert [bool(mask) for mask in behind] == [place <= num_usable for place in range(len(behind))]
+
+
+def test_a_matcher_that_fails_behind_a_draft_ends_the_window_alone(
+    grammars: GrammarRows, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    grammars.add(new_row(0, StructuredOutputs(regex="[0-9]{5}")))
+    first = masks(grammars, [0])[0]
+    monkeypatch.setattr(Matcher, "copy", lambda own: 1 / 0)
+    grammars.expect({0: ids("1")})
+    assert masks(grammars, [0, 0]) == [first, []]
+    assert grammars.reach(np.array([0]), [1]) == [0]
+    assert grammars.reason(0) == NOTHING_LEFT
+    grammars.accept(np.array([0]), [ids("7")[:1]])
+    assert masks(grammars, [0])[0]
