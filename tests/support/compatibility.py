@@ -50,6 +50,10 @@ CHANGED = SamplingParams(
     ignore_eos=True,
 )
 SEEDED = SamplingParams(temperature=1.0, seed=7, max_tokens=10, ignore_eos=True, logprobs=2)
+# Of two ids, so that what was said before comes again and is guessed.
+REPEATING = SamplingParams(
+    temperature=1.0, seed=7, max_tokens=24, ignore_eos=True, logprobs=2, allowed_token_ids=[4, 9]
+)
 SCORED = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True, prompt_logprobs=2)
 HOST = HostResources(num_cpus=64, free_bytes=1 << 40, num_gpus=0)
 
@@ -121,6 +125,9 @@ FEATURES = {
     "prompts found in a store that one rank has written": Feature(plain, is_stored=True),
     "sampling with a seed, log-probabilities": Feature(plain, sampling=SEEDED),
     "penalties, a bias, allowed ids, bad words": Feature(plain, sampling=CHANGED),
+    "speculation by the text's own suffixes": Feature(
+        plain, {"speculative_method": "suffix"}, sampling=REPEATING
+    ),
     "structured output": Feature(embedded, sampling=CONSTRAINED),
     "scored prompts, in chunks of 4": Feature(plain, {"prefill_chunk": 4}, sampling=SCORED),
     "three choices of each prompt": Feature(plain, {"block_size": 4}, sampling=CHOICES),

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
+import pytest
 
 from drafters import KnowingDrafter
 from fakes import CoreRig, FakeExecutor, next_token
@@ -99,16 +100,21 @@ def test_while_prompts_are_computed_nobody_drafts() -> None:
     assert sum(drafts_of(rig)) > 0
 
 
-def test_drafts_take_no_block_that_another_rows_next_token_needs() -> None:
-    """With few blocks both requests run to their ends side by side, as they do without drafts."""
-    for drafter in (None, Always):
-        rig = rig_of(drafter=drafter, num_blocks=10, block_size=4, max_model_len=20)
-        rig.add("a", 4, max_tokens=16)
-        rig.add("b", 4, max_tokens=16)
-        rig.run_until_idle()
-        assert rig.core.stats().scheduler.num_preemptions == 0
-        assert rig.result("a") == rig.expected("a", 0)
-        assert rig.result("b") == rig.expected("b", 1)
+def wrong(request_of: Callable[[int], RequestState]) -> KnowingDrafter:
+    """Sure of itself, and never right."""
+    return KnowingDrafter(request_of, 0.0, claimed=0.9)
+
+
+@pytest.mark.parametrize("drafter", [None, wrong, Always])
+def test_drafts_take_no_block_that_another_rows_next_token_needs(drafter: Any) -> None:
+    """Five blocks are just enough for both, as long as nobody takes one before it is needed."""
+    rig = rig_of(drafter=drafter, num_drafts=4, num_blocks=5, block_size=4, max_model_len=40)
+    rig.add("a", 3, max_tokens=8)
+    rig.add("b", 3, max_tokens=10)
+    rig.run_until_idle()
+    assert rig.core.stats().scheduler.num_preemptions == 0
+    assert rig.result("a") == rig.expected("a", 0)
+    assert rig.result("b") == rig.expected("b", 1)
 
 
 def test_where_a_step_is_bound_by_computing_nobody_drafts() -> None:
