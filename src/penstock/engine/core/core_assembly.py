@@ -33,6 +33,7 @@ from penstock.scheduler.cost_model import CostModel
 from penstock.scheduler.pacing import FixedDepth, PlanDepth
 from penstock.scheduler.scheduler import Scheduler
 from penstock.scheduler.windows import DraftWindows, NoWindows
+from penstock.speculation.guard import GuardedDrafter
 from penstock.speculation.suffix import SuffixDrafter
 
 CATALOGUE_BYTES = 1 << 20  # beside the entries of the blocks
@@ -63,7 +64,7 @@ def build_core(
         costs=calibration.costs.model,
         tier=_tier(config, allocator, clock),
         depth=depth,
-        windows=_windows(config, allocator, calibration.costs.model),
+        windows=_windows(config, allocator, calibration.costs.model, clock),
     )
     core = EngineCore(
         scheduler,
@@ -100,11 +101,13 @@ def depth_and_wire(
     return depth, WireTimes(depth, num_stages, num_links)
 
 
-def _windows(config: CoreConfig, allocator: BlockAllocator, costs: CostModel | None) -> NoWindows:
+def _windows(
+    config: CoreConfig, allocator: BlockAllocator, costs: CostModel | None, clock: Callable[[], float]
+) -> NoWindows:
     if not config.speculation.is_on:
         return NoWindows()
     return DraftWindows(
-        SuffixDrafter(),
+        GuardedDrafter(SuffixDrafter(), config.vocab_size, clock),
         allocator,
         costs,
         most=config.speculation.most_drafts,

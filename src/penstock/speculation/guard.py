@@ -1,0 +1,71 @@
+"""A drafter that can do no harm.
+
+Drafts change no token, so that a drafter is never worth a request: one that raises, takes too long or guesses
+what is no token is switched off until the engine starts again, with one line in the log. Requests go on
+without drafts. (A call cannot be interrupted: one that never comes back holds up the core, which the
+supervisor notices by its missing heartbeat.)
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+
+from penstock.speculation.drafter import NO_DRAFT, Draft, Drafter
+
+LONGEST_CALL_S = 0.5  # a step of a large model takes as long; the built-in drafter needs 5 ms at most
+
+_logger = logging.getLogger(__name__)
+
+
+class GuardedDrafter:
+    """Calls a drafter as long as it behaves.
+
+    Args:
+        drafter: that is called.
+        vocab_size: of the model.
+        clock: monotonic seconds.
+    """
+
+    def __init__(self, drafter: Drafter, vocab_size: int, clock: Callable[[], float]) -> None:
+        self.name = drafter.name
+        self._drafter: Drafter | None = drafter
+        self._vocab_size = vocab_size
+        self._clock = clock
+
+    def propose(self, request: int, token_ids: Sequence[int], most: int) -> Draft:
+        draft = self._call(lambda drafter: drafter.propose(request, token_ids, most))
+        if draft is None:
+            return NO_DRAFT
+        if not all(0 <= token_id < self._vocab_size for token_id in draft.token_ids):
+            return self._switch_off(f"it guessed {list(draft.token_ids)[:8]}, which are not all tokens")
+        if len(draft.token_ids) > most or not 0.0 <= draft.chance <= 1.0:
+            return self._switch_off(f"it guessed {len(draft.token_ids)} of {most} tokens at {draft.chance}")
+        return draft
+
+    def accept(self, request: int, num_drafted: int, num_accepted: int) -> None:
+        self._call(lambda drafter: drafter.accept(request, num_drafted, num_accepted))
+
+    def forget(self, request: int) -> None:
+        self._call(lambda drafter: drafter.forget(request))
+
+    def _call(self, call: Callable[[Drafter], Draft | None]) -> Draft | None:
+        """What the drafter returns; None if it is switched off, or is now."""
+        if self._drafter is None:
+            return None
+        began = self._clock()
+        try:
+            result = call(self._drafter)
+        except Exception as error:
+            self._switch_off(f"{type(error).__name__}: {error}")
+            return None
+        took = self._clock() - began
+        if took > LONGEST_CALL_S:
+            self._switch_off(f"a call took {took:.1f} s")
+            return None
+        return result
+
+    def _switch_off(self, why: str) -> Draft:
+        self._drafter = None
+        _logger.warning("the drafter %r is switched off until the engine starts again: %s.", self.name, why)
+        return NO_DRAFT

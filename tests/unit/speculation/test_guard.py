@@ -1,0 +1,101 @@
+"""A drafter that misbehaves is switched off with one line, and nobody is touched."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+
+import pytest
+
+from fakes import CoreRig, FakeClock
+from penstock.scheduler.queues import RequestState
+from penstock.speculation.drafter import NO_DRAFT, Draft
+from penstock.speculation.guard import LONGEST_CALL_S, GuardedDrafter
+
+
+class Drafting:
+    """Behaves as it is told."""
+
+    name = "drafting"
+
+    def __init__(self, propose: Callable[[int], Draft]) -> None:
+        self._propose = propose
+        self.num_calls = 0
+        self.forgets = 0
+
+    def propose(self, request: int, token_ids: Sequence[int], most: int) -> Draft:
+        self.num_calls += 1
+        return self._propose(most)
+
+    def accept(self, request: int, num_drafted: int, num_accepted: int) -> None:
+        self.num_calls += 1
+
+    def forget(self, request: int) -> None:
+        self.forgets += 1
+
+
+def fails(most: int) -> Draft:
+    raise ZeroDivisionError("by zero")
+
+
+BAD: dict[str, tuple[Callable[[int], Draft], str]] = {
+    "fails": (fails, "ZeroDivisionError: by zero"),
+    "guesses beyond the vocabulary": (lambda most: Draft([3, 40], 0.5), "[3, 40], which are not all tokens"),
+    "guesses below it": (lambda most: Draft([-1], 0.5), "[-1], which are not all tokens"),
+    "guesses too many": (lambda most: Draft([1] * (most + 1), 0.5), "tokens at 0.5"),
+    "is too sure": (lambda most: Draft([1], 1.5), "1 of 4 tokens at 1.5"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_what_misbehaves_is_switched_off_once(case: str, caplog: pytest.LogCaptureFixture) -> None:
+    propose, why = BAD[case]
+    drafter = Drafting(propose)
+    guarded = GuardedDrafter(drafter, 40, FakeClock())
+    with caplog.at_level(logging.WARNING):
+        assert guarded.propose(0, [1, 2], 4) is NO_DRAFT
+        assert guarded.propose(1, [1, 2], 4) is NO_DRAFT
+        guarded.accept(0, 1, 0)
+        guarded.forget(0)
+    assert drafter.num_calls == 1
+    assert len(caplog.records) == 1
+    assert "'drafting' is switched off" in caplog.text
+    assert why in caplog.text
+
+
+def test_a_call_that_takes_too_long_is_the_last(caplog: pytest.LogCaptureFixture) -> None:
+    clock = FakeClock()
+
+    def slow(most: int) -> Draft:
+        clock.advance(LONGEST_CALL_S * 2)
+        return Draft([1], 0.5)
+
+    drafter = Drafting(slow)
+    guarded = GuardedDrafter(drafter, 40, clock)
+    assert guarded.propose(0, [1], 4) is NO_DRAFT
+    assert guarded.propose(0, [1], 4) is NO_DRAFT
+    assert drafter.num_calls == 1
+    assert "a call took 1.0 s" in caplog.text
+
+
+def test_a_good_drafter_is_handed_on() -> None:
+    drafter = Drafting(lambda most: Draft([1] * most, 0.5))
+    guarded = GuardedDrafter(drafter, 40, FakeClock())
+    assert guarded.name == "drafting"
+    assert list(guarded.propose(0, [1], 3).token_ids) == [1, 1, 1]
+    guarded.accept(0, 3, 1)
+    guarded.forget(0)
+    assert (drafter.num_calls, drafter.forgets) == (2, 1)
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_no_request_notices(case: str) -> None:
+    def guarded(request_of: Callable[[int], RequestState]) -> GuardedDrafter:
+        return GuardedDrafter(Drafting(BAD[case][0]), 40, FakeClock())
+
+    rig = CoreRig(drafter=guarded, eos_token_ids=())
+    for number in range(3):
+        rig.add(f"r{number}", 3, max_tokens=9)
+    rig.run_until_idle()
+    for number in range(3):
+        assert rig.result(f"r{number}") == rig.expected(f"r{number}", number)
