@@ -38,7 +38,7 @@ AXES = {
 }
 CASES = drawn(AXES, least=20)
 REPEATING = [1, *[403, 407, 261, 378] * 6]
-PROMPTS = [[1, 403 + 7 * index, 407, 261 + 3 * index, *([378, 400] * index)] for index in range(7)] + [
+PROMPTS = [[1, 403 + 7 * index, 407, 261 + 3 * index, *([378, 400] * index)] for index in range(9)] + [
     REPEATING
 ]
 SAMPLINGS: list[dict[str, Any]] = [
