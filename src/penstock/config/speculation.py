@@ -16,7 +16,9 @@ SpeculativeMethod = Literal["off", "suffix"]
 MOST_SPECULATIVE_TOKENS = 64
 
 _METHODS = {"off": "off", "suffix": "suffix", "ngram": "suffix"}  # vLLM's names for what we have
+_IGNORED = ("prompt_lookup_min", "prompt_lookup_max")  # lengths that are looked up: ours are fixed
 _NAME = "speculative_config"
+_EXAMPLE = """Give {"method": "suffix"}, for example."""
 
 
 class SpeculationConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -67,9 +69,12 @@ def with_speculative_config(
     """
     if given is None:
         return config
-    fields = _parsed(given) if isinstance(given, str) else dict(given)
+    fields = _parsed(given) if isinstance(given, str) else given
+    if not isinstance(fields, Mapping):
+        raise _refusal("it is not a JSON object", _EXAMPLE)
+    fields = {name: value for name, value in fields.items() if name not in _IGNORED}
     method = fields.pop("method", "suffix")
-    if method not in _METHODS:
+    if not isinstance(method, str) or method not in _METHODS:
         known = ", ".join(sorted(_METHODS))
         raise _refusal(f"method is {method!r}", f"Methods are {known}. Models that draft are not built yet.")
     count = fields.pop("num_speculative_tokens", config.num_speculative_tokens)
@@ -81,14 +86,11 @@ def with_speculative_config(
     return msgspec.structs.replace(config, speculative_method=_METHODS[method], num_speculative_tokens=count)
 
 
-def _parsed(text: str) -> dict[str, Any]:
+def _parsed(text: str) -> Any:
     try:
-        fields = json.loads(text)
+        return json.loads(text)
     except ValueError as error:
-        raise _refusal(f"it is not JSON ({error})", """Give {"method": "suffix"}, for example.""") from None
-    if not isinstance(fields, dict):
-        raise _refusal("it is not a JSON object", """Give {"method": "suffix"}, for example.""")
-    return fields
+        raise _refusal(f"it is not JSON ({error})", _EXAMPLE) from None
 
 
 def _refusal(what: str, remedy: str) -> UsageError:

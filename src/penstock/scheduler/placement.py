@@ -177,8 +177,7 @@ class Placement:
 
     def _prompt_budget(self, draft: PlanBuilder, anybody_decodes: bool, backlog: int) -> PromptBudget:
         """What the plan, which has its decodes, may take of prompts."""
-        attended = sum(draft.start_positions) + draft.num_decodes
-        decodes = StepShape(draft.num_decodes, attended, draft.num_decodes)
+        decodes = StepShape(draft.num_decodes, draft.attended, draft.num_decodes)
         return self._pacing.prompt_budget(decodes, anybody_decodes=anybody_decodes, backlog=backlog)
 
     def _place_chunks(self, draft: PlanBuilder, budget: PromptBudget) -> None:

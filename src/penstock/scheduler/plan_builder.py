@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TypeVar
 
 from penstock.batch import KNOWN, NewRow, ScheduledBatch, ScoredTokens, TierOrder
 from penstock.scheduler.chunking import yields_sample
+from penstock.scheduler.cost_model import attended_by
 from penstock.scheduler.prompt_scores import plan_scores
 from penstock.scheduler.queues import RequestState
+
+T = TypeVar("T")
 
 
 class PlanBuilder:
@@ -44,6 +48,13 @@ class PlanBuilder:
         ]
 
     @property
+    def attended(self) -> int:
+        """Positions that the tokens attend to, all together: without the drafts that were rejected before,
+        which plans count as positions."""
+        rows = zip(self.requests, self.start_positions, self.num_tokens, strict=True)
+        return sum(attended_by(start - request.num_rejected, count) for request, start, count in rows)
+
+    @property
     def prefill_tokens(self) -> int:
         """Those that are neither decodes, of one token each, nor drafts."""
         return sum(self.num_tokens) - self.num_decodes - sum(map(len, self.drafts.values()))
@@ -66,6 +77,18 @@ class PlanBuilder:
         self.new_blocks[index] = [*self.new_blocks[index], *blocks]
         request.num_scheduled += num_drafts
         request.num_pending += num_drafts
+
+    def put_windows_last(self) -> None:
+        """Move rows with drafts behind the others: single tokens at the front are attended to together
+        (`attention.metadata`). All rows so far must be decodes."""
+        if not self.drafts:
+            return
+        order = sorted(range(len(self.rows)), key=self.drafts.__contains__)
+        self.requests, self.sampling = _sorted(self.requests, order), _sorted(self.sampling, order)
+        self.rows, self.num_tokens = _sorted(self.rows, order), _sorted(self.num_tokens, order)
+        self.start_positions = _sorted(self.start_positions, order)
+        self.new_blocks, self.token_from = _sorted(self.new_blocks, order), _sorted(self.token_from, order)
+        self.drafts = {place: self.drafts[index] for place, index in enumerate(order) if index in self.drafts}
 
     def add_chunk(self, request: RequestState, num_tokens: int, blocks: list[int]) -> None:
         """The next `num_tokens` of the tokens that were known when the request was admitted."""
@@ -122,3 +145,7 @@ class PlanBuilder:
             awaited=self.awaited,
             scored=[scored for _, scored in self.scoring],
         )
+
+
+def _sorted(column: list[T], order: Sequence[int]) -> list[T]:
+    return [column[index] for index in order]

@@ -72,7 +72,9 @@ class ResultSettlement:
             if num_drafts:
                 self._take_back(request, result.num_rejected[index])
             accepted = ids if index not in result.failed else ids[:-1]
-            update = self._accept(request, accepted, logprobs[index], num_drafts) if accepted else None
+            update = None
+            if accepted:
+                update = self._accept(request, accepted, logprobs[index], num_drafts, len(ids) - 1)
             if update is not None:
                 updates.append(update)
             if index in result.failed and (update is None or update.finish_reason is None):
@@ -94,8 +96,13 @@ class ResultSettlement:
         token_ids: Sequence[int],
         logprobs: list[TokenLogprobs] | None,
         num_drafts: int,
+        num_accepted: int,
     ) -> RequestUpdate:
-        """Append tokens up to the one that ends the request."""
+        """Append tokens up to the one that ends the request.
+
+        Args:
+            num_drafts, num_accepted: that were sampled, and that were right.
+        """
         if request.num_outputs == 0:
             self.prompt_tokens += request.prompt_len
         reason, num_before = None, request.num_outputs
@@ -105,7 +112,7 @@ class ResultSettlement:
             if reason is not None:
                 break
         num_tokens = request.num_outputs - num_before
-        num_accepted = min(num_tokens, len(token_ids) - 1)
+        num_accepted = min(num_tokens, num_accepted)
         self.generated_tokens += num_tokens
         if request.phase is RequestPhase.RUNNING:
             self._prefixes.note(request)

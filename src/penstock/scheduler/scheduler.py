@@ -207,7 +207,8 @@ class Scheduler:
                 draft, self._issued.returned_step, self._issued.prefill_tokens, newcomers=may_start
             )
             if not self._placement.has_prompts:
-                self._windows.widen(draft, is_alone=self.is_one_alone)
+                num_running = len(self._queues.running)
+                self._windows.widen(draft, num_running=num_running, is_alone=self.is_one_alone)
             self._depth.planned(draft)
         return self._issue(draft) if draft.rows or draft.new_rows or self.prefixes.has_orders else None
 

@@ -32,10 +32,11 @@ _FREE_TOKENS = 8  # of a step whose cost is not known: so many cost little more 
 class NoWindows:
     """Nobody drafts."""
 
-    def widen(self, plan: PlanBuilder, *, is_alone: bool) -> None:
-        """Add drafts to the decodes of a plan.
+    def widen(self, plan: PlanBuilder, *, num_running: int, is_alone: bool) -> None:
+        """Add drafts to the decodes of a plan, which has nothing else.
 
         Args:
+            num_running: requests that have a row, in this plan or in others.
             is_alone: no other plan is in the pipe with it, so that its time is that of all stages.
         """
 
@@ -55,6 +56,7 @@ class DraftWindows(NoWindows):
     Args:
         most: drafts of a row in one step.
         max_tokens: of a plan.
+        with_grammars: requests with a grammar draft too.
         costs: of the stages; None: they are not known, and do not become known.
     """
 
@@ -66,18 +68,20 @@ class DraftWindows(NoWindows):
         *,
         most: int,
         max_tokens: int,
+        with_grammars: bool = True,
     ) -> None:
         self._drafter = drafter
         self._allocator = allocator
         self._costs = costs
         self._most = most
         self._max_tokens = max_tokens
+        self._with_grammars = with_grammars
         self._drafts: dict[int, Draft] = {}  # by request, of those that know all their tokens
         self._num_rows = 1  # of the newest plan
         self._seconds: Callable[[int], float] = _where_costs_are_unknown  # that it takes with so many tokens
         self._num_drafted = self._num_accepted = 0
 
-    def widen(self, plan: PlanBuilder, *, is_alone: bool) -> None:
+    def widen(self, plan: PlanBuilder, *, num_running: int, is_alone: bool) -> None:
         if not plan.rows:
             return
         self._num_rows, self._seconds = len(plan.rows), self._seconds_of(plan, is_alone=is_alone)
@@ -89,18 +93,19 @@ class DraftWindows(NoWindows):
         drafts = [self._drafts.pop(plan.requests[index].arrival) for index in indices]
         room = self._max_tokens - self._num_rows
         for index, draft, size in zip(indices, drafts, self._sizes(drafts), strict=True):
-            if 0 < size <= room and self._add(plan, index, draft.token_ids[:size]):
+            if 0 < size <= room and self._add(plan, index, draft.token_ids[:size], num_running):
                 room -= size
+        plan.put_windows_last()
 
     def _sizes(self, drafts: Sequence[Draft]) -> list[int]:
         return window_sizes(drafts, self._num_rows, self._seconds) if drafts else []
 
-    def _add(self, plan: PlanBuilder, index: int, draft_ids: Sequence[int]) -> bool:
+    def _add(self, plan: PlanBuilder, index: int, draft_ids: Sequence[int], num_running: int) -> bool:
         """Whether there were blocks to spare for the drafts of a row, which takes them then."""
         request = plan.requests[index]
         num_tokens = request.num_scheduled + len(draft_ids)
         # What a draft takes must not be what another row's next token needs.
-        blocks = self._allocator.grow(request.arrival, num_tokens, num_spare=self._num_rows)
+        blocks = self._allocator.grow(request.arrival, num_tokens, num_spare=num_running)
         if blocks is None:
             return False
         plan.add_drafts(index, draft_ids, blocks)
@@ -111,7 +116,7 @@ class DraftWindows(NoWindows):
         if costs is None:
             return _where_costs_are_unknown
         combine = sum if is_alone else max
-        attended = sum(plan.start_positions) // len(plan.rows) + 1  # of one token, on average
+        attended = plan.attended // len(plan.rows)  # of one token, on average
 
         def seconds(tokens: int) -> float:
             shape = StepShape(tokens, tokens * attended, tokens)
@@ -132,7 +137,8 @@ class DraftWindows(NoWindows):
 
     def _propose(self, request: RequestState) -> Draft:
         most = min(self._most, request.max_len - len(request.token_ids) - 1)  # one is sampled behind them
-        if most <= 0 or not request.may_draft:
+        is_held = request.sampling.structured is not None and not self._with_grammars
+        if most <= 0 or is_held or not request.may_draft:
             return NO_DRAFT
         return self._drafter.propose(request.arrival, request.token_ids, most)
 

@@ -26,7 +26,7 @@ from penstock.speculation.drafter import NO_DRAFT, Draft
 
 SHORT, LONG = 3, 8  # tokens of a sequence that is looked up
 MOST_READ = 4096  # tokens that one call takes in; the rest of a long prompt follows with the next
-_FEW = 16  # tokens that are followed one by one; more are a prompt
+_FEW = 128  # tokens that are followed one by one, more than a window has; others are a prompt
 _RUN_BOUNDS = (4, 16)  # tokens that the text has followed the cursor: below, between and above
 _NEWEST_WEIGHT = 0.1  # of a token in the measured chance
 _FIRST_CHANCES = (0.4, 0.7, 0.9)  # until something is measured

@@ -22,6 +22,7 @@ from collections.abc import Callable, Sequence
 from penstock.speculation.drafter import Draft
 
 LEAST_CHANCE = 0.2  # below, a draft is never sent: what a step costs is not known so exactly
+_LEAST_S = 1e-9  # of a step
 _MARGIN = 0.02  # of the rate, that a draft must gain
 
 
@@ -40,10 +41,10 @@ def window_sizes(drafts: Sequence[Draft], num_tokens: int, seconds: Callable[[in
     # Chances in falling order; a row's next draft comes into question when the one before was taken.
     waiting = [(-draft.chance, index) for index, draft in enumerate(drafts) if draft.token_ids]
     heapq.heapify(waiting)
-    yielded, now = float(num_tokens), seconds(num_tokens)
+    yielded, now = float(num_tokens), max(seconds(num_tokens), _LEAST_S)
     while waiting:
         chance, index = -waiting[0][0], waiting[0][1]
-        longer = seconds(num_tokens + 1)
+        longer = max(seconds(num_tokens + 1), _LEAST_S)
         least_gain = _MARGIN if longer > now else 0.0
         if chance < LEAST_CHANCE or (yielded + chance) / longer < (1.0 + least_gain) * yielded / now:
             break

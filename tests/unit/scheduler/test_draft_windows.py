@@ -117,6 +117,38 @@ def test_drafts_take_no_block_that_another_rows_next_token_needs(drafter: Any) -
     assert rig.result("b") == rig.expected("b", 1)
 
 
+@pytest.mark.parametrize(("num_requests", "num_blocks"), [(3, 8), (4, 11)])
+@pytest.mark.parametrize("num_stages", [2, 3, 4])
+def test_nor_what_rows_of_other_plans_need(num_stages: int, num_requests: int, num_blocks: int) -> None:
+    for drafter in (None, wrong):
+        rig = rig_of(
+            drafter=drafter,
+            num_stages=num_stages,
+            num_drafts=4,
+            num_blocks=num_blocks,
+            block_size=4,
+            max_model_len=16,
+        )
+        for number in range(num_requests):
+            rig.add(f"r{number}", 3, max_tokens=10)
+        rig.run_until_idle()
+        assert rig.core.stats().scheduler.num_preemptions == 0
+
+
+def test_rows_with_drafts_stand_behind_the_others() -> None:
+    rig = rig_of(drafter=lambda request_of: KnowingDrafter(request_of, 0.9, seed=5))
+    for number in range(5):
+        rig.add(f"r{number}", 3, max_tokens=30)
+    rig.run_until_idle()
+    mixed = [plan for plan in rig.plans if 0 < len(plan.drafts) < len(plan.rows)]
+    assert mixed
+    for plan in mixed:
+        assert sorted(plan.drafts) == list(range(len(plan.rows) - len(plan.drafts), len(plan.rows)))
+        assert plan.num_tokens == [1 + len(plan.drafts.get(index, ())) for index in range(len(plan.rows))]
+    for number in range(5):
+        assert rig.result(f"r{number}") == rig.expected(f"r{number}", number)
+
+
 def test_where_a_step_is_bound_by_computing_nobody_drafts() -> None:
     cost = StageCost(read=1e-4, per_token=0.02)
     rig = rig_of(costs=(cost, cost))

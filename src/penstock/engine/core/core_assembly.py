@@ -112,6 +112,8 @@ def _windows(
         costs,
         most=config.speculation.most_drafts,
         max_tokens=config.scheduler.max_num_batched_tokens,
+        # Ranks that share the last stage must end a window at the same place, and each makes its own masks.
+        with_grammars=config.parallel.tp_sizes[-1] == 1,
     )
 
 

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 
-from penstock.scheduler.cost_model import CostModel, StepShape, attended_by
+from penstock.scheduler.cost_model import CostModel, StepShape
 from penstock.scheduler.pacing import NO_WIRE_TIME
 from penstock.scheduler.plan_builder import PlanBuilder
 
@@ -69,8 +69,8 @@ class WireDepth:
         costs = None if self._costs is None else self._costs.costs()
         if costs is None:
             return self.reported
-        attended = sum(map(attended_by, draft.start_positions, draft.num_tokens))
-        shape = StepShape(num_tokens, attended, len(draft.sampling))
+        num_samples = len(draft.sampling) + sum(draft.num_drafts)
+        shape = StepShape(num_tokens, draft.attended, num_samples)
         return [cost.seconds(shape) for cost in costs]
 
     def _chosen(self) -> int:

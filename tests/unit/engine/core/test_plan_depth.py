@@ -5,18 +5,31 @@ from __future__ import annotations
 import pytest
 
 from fakes import taught
+from penstock.batch import GREEDY
 from penstock.engine.core.plan_depth import WireDepth
 from penstock.scheduler.cost_model import StageCost
 from penstock.scheduler.pacing import FixedDepth, WireTime
 from penstock.scheduler.plan_builder import PlanBuilder
+from penstock.scheduler.queues import RequestState
 
 TEN_MS = StageCost(read=0.010, per_token=1e-9)
 
 
 def plan_of(num_tokens: int) -> PlanBuilder:
     draft = PlanBuilder(0)
-    draft.num_tokens.append(num_tokens)
-    draft.start_positions.append(0)
+    request = RequestState(
+        request_id="r",
+        arrival=0,
+        arrival_time=0.0,
+        prompt_len=num_tokens,
+        max_len=num_tokens + 1,
+        stop_ids=frozenset(),
+        sampling=GREEDY,
+        token_ids=[0] * num_tokens,
+        prefill_len=num_tokens,
+        pooling="last",
+    )
+    draft.add_chunk(request, num_tokens, [])
     return draft
 
 
