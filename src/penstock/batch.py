@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import operator
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, TypeVar
 
 import msgspec
@@ -175,21 +175,22 @@ class ScheduledBatch(msgspec.Struct, frozen=True, tag="plan", kw_only=True, omit
     @property
     def num_samples(self) -> int:
         """Positions that are sampled: one of each sampled row, and one behind each draft."""
-        return self.need_sampled.count(True) + sum(map(len, self.drafts.values()))
+        return sum(self.window_sizes)
 
     @property
     def window_sizes(self) -> list[int]:
         """Of each sampled row, how many of its positions are sampled, in plan order."""
-        return [
-            1 + len(self.drafts.get(index, ()))
-            for index, is_sampled in enumerate(self.need_sampled)
-            if is_sampled
-        ]
+        return window_sizes(self.need_sampled, self.drafts)
 
     @property
     def sampled_rows(self) -> list[int]:
         """Rows (not plan indices) that yield a sampled id, in plan order."""
         return [row for row, sampled in zip(self.rows, self.need_sampled, strict=True) if sampled]
+
+
+def window_sizes(need_sampled: Sequence[bool], drafts: Mapping[int, Sequence[int]]) -> list[int]:
+    """See `ScheduledBatch.window_sizes`; the arguments are as that has them."""
+    return [1 + len(drafts.get(index, ())) for index, is_sampled in enumerate(need_sampled) if is_sampled]
 
 
 class SampledTokens(msgspec.Struct, frozen=True, array_like=True):

@@ -50,7 +50,7 @@ class Samples:
     indices: list[int]  # [num_samples] of the step's tokens
     rows: NDArray[np.int64]  # [num_samples]; the sampled rows themselves, where none brings drafts
     output_index: list[int]  # [num_samples] how many tokens the row has, or would have, generated before
-    drafts: list[list[int]]  # [num_sampled] of each sampled row; empty where none brings any
+    drafts: list[list[int]]  # [num_sampled] of each sampled row
 
 
 def build_batch(plan: ScheduledBatch, rows: RequestRows, buffers: InputBuffers) -> ForwardBatch:
@@ -134,7 +134,7 @@ def _samples(
             indices=[query_starts[index + 1] - 1 for index in chosen],
             rows=sampled.rows,
             output_index=[ends[index] - sampled.prompt_len[at] for at, index in enumerate(chosen)],
-            drafts=[],
+            drafts=[[]] * len(chosen),
         )
     drafts = [plan.drafts.get(index, []) for index in chosen]
     indices: list[int] = []

@@ -122,8 +122,8 @@ class ModelRunner:
         indices = self._buffers.for_step(plan.step_id).sample_indices.publish(samples.indices)
         head_output = self._model.compute_candidates(tensors, indices, head)
         drawn = self._sampler.sample(head_output, params, samples.output_index)
-        drafts = samples.drafts or [[]] * len(rows)
-        accepted = accept_drafts(drawn, drafts, self.grammars.reach(rows, list(map(len, drafts))))
+        reach = self.grammars.reach(rows, list(map(len, samples.drafts)))
+        accepted = accept_drafts(drawn, samples.drafts, reach)
         self.grammars.accept(rows, accepted.token_ids)
         is_finite = head_output.candidates.is_finite
         result = StepResult(

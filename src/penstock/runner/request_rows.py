@@ -19,7 +19,6 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Protocol
 
 import numpy as np
@@ -34,7 +33,7 @@ _FREE = -1  # generation of a row that no request holds
 _NOT_STARTED = -1  # num_computed until the first plan says where the request starts
 
 
-@dataclass(frozen=True, kw_only=True)  # no slots: `is_held` is worked out once
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RowSnapshot:
     """Rows, and who held them at the time: the address of samples that come back later. Never changed."""
 
@@ -44,11 +43,6 @@ class RowSnapshot:
     request_ids: list[str]  # [num_rows]
     prompt_len: tuple[int, ...]  # [num_rows]
     num_changes: int  # of hands, of any row, that the row table had seen then
-
-    @cached_property
-    def is_held(self) -> bool:
-        """Whether a request held each of them."""
-        return _FREE not in self.generations
 
     def __len__(self) -> int:
         return len(self.places)

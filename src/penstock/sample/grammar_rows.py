@@ -384,8 +384,7 @@ class _Row:
     def _end(self, why: str) -> None:
         """The row ends, alone: no id is allowed from here on."""
         self.error = why
-        for mask in self.masks:
-            mask[:] = 0
+        self.masks[0][:] = 0
         self._matcher = None
 
 

@@ -55,8 +55,8 @@ class IssuedSteps:
         return [
             request
             for issued in self._issued.values()
-            for request, num_drafts in zip(issued.sampling, issued.num_drafts, strict=True)
-            for _ in range(1 + num_drafts)
+            for request, size in zip(issued.sampling, issued.window_sizes, strict=True)
+            for _ in range(size)
         ]
 
     def give_up(self) -> None:

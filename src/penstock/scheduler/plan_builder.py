@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TypeVar
 
-from penstock.batch import KNOWN, NewRow, ScheduledBatch, ScoredTokens, TierOrder
+from penstock.batch import KNOWN, NewRow, ScheduledBatch, ScoredTokens, TierOrder, window_sizes
 from penstock.scheduler.chunking import yields_sample
 from penstock.scheduler.cost_model import attended_by
 from penstock.scheduler.prompt_scores import plan_scores
@@ -39,13 +39,9 @@ class PlanBuilder:
         return len(self.token_from) - self.token_from.count(KNOWN)
 
     @property
-    def num_drafts(self) -> list[int]:
-        """Of each request of `sampling`."""
-        return [
-            len(self.drafts.get(index, ()))
-            for index, is_sampled in enumerate(self.need_sampled)
-            if is_sampled
-        ]
+    def window_sizes(self) -> list[int]:
+        """Of each request of `sampling`, how many of its positions are sampled."""
+        return window_sizes(self.need_sampled, self.drafts)
 
     @property
     def attended(self) -> int:

@@ -59,23 +59,22 @@ class ResultSettlement:
         """
         logprobs = result.logprobs or [None] * len(result.token_ids)
         updates = self._take_scores(issued, result)
-        rows = zip(issued.sampling, issued.num_drafts, result.token_ids, strict=True)
-        for index, (request, num_drafts, ids) in enumerate(rows):
-            request.num_pending -= 1 + num_drafts
+        rows = zip(issued.sampling, issued.window_sizes, result.token_ids, strict=True)
+        for index, (request, size, ids) in enumerate(rows):
+            request.num_pending -= size
             if request.num_void:
-                request.num_void -= 1 + num_drafts
+                request.num_void -= size
                 continue
             if index in result.failed and index not in result.unmet:
                 self._prefixes.distrust(request)
             if request.phase is RequestPhase.FINISHED:
                 continue
-            if num_drafts:
+            if size > 1:
                 self._take_back(request, result.num_rejected[index])
             accepted = ids if index not in result.failed else ids[:-1]
             update = None
             if accepted:
-                update = self._accept(request, accepted, logprobs[index], num_drafts, len(ids) - 1)
-            if update is not None:
+                update = self._accept(request, accepted, logprobs[index], size - 1, len(ids) - 1)
                 updates.append(update)
             if index in result.failed and (update is None or update.finish_reason is None):
                 error = row_error(request, issued.step_id, result.unmet.get(index))

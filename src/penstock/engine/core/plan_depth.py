@@ -69,8 +69,7 @@ class WireDepth:
         costs = None if self._costs is None else self._costs.costs()
         if costs is None:
             return self.reported
-        num_samples = len(draft.sampling) + sum(draft.num_drafts)
-        shape = StepShape(num_tokens, draft.attended, num_samples)
+        shape = StepShape(num_tokens, draft.attended, sum(draft.window_sizes))
         return [cost.seconds(shape) for cost in costs]
 
     def _chosen(self) -> int:
