@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import operator
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import Any, Literal, NamedTuple, TypeVar
 
 import msgspec
@@ -27,6 +27,7 @@ from penstock.request import StructuredOutputs, TokenLogprobs
 MADE_UP = "calibration-"  # ids of rows that no client has asked for begin so
 NO_GRAMMAR = -1
 KNOWN = -1  # token_from: the row's input ids are in the row table already (prompt, or a resumed request)
+GUESSED = -2  # token_from: the row's input id is the first of its drafts, and not sampled yet
 
 
 class LogitChanges(msgspec.Struct, frozen=True, array_like=True):
@@ -91,6 +92,18 @@ class ScoredTokens(msgspec.Struct, frozen=True, array_like=True):
     count: int  # >= 1
 
 
+class RewoundRow(msgspec.Struct, frozen=True, array_like=True):
+    """A guess of the row was wrong, and windows ahead of it are in the stages: the row goes on from here.
+
+    Samples of earlier steps that a rank has not consumed are void for this row, whatever they say.
+    """
+
+    row: int
+    step: int  # that has sampled its newest token
+    num_tokens: int  # known tokens; all but the newest have their keys and values
+    newest_ids: list[TokenId]  # the last of them, with all that the first stage may not have yet
+
+
 class TierOrder(msgspec.Struct, frozen=True, array_like=True):
     """Copy a block between the KV cache and the store, every rank its own layers and heads.
 
@@ -137,8 +150,8 @@ NO_META = PlanMeta()
 class ScheduledBatch(msgspec.Struct, frozen=True, tag="plan", kw_only=True, omit_defaults=True):
     """One plan. An empty plan (no rows) is legal: it is the health probe and crosses every stage.
 
-    Order of application on a rank: `freed_rows`, then `new_rows` with their blocks, then append `new_blocks`,
-    then consume the token returns of all steps up to `consume_through`, then run.
+    Order of application on a rank: `freed_rows`, then `new_rows` with their blocks, then `rewound`, then append
+    `new_blocks`, then consume the token returns of all steps up to `consume_through`, then run.
     """
 
     step_id: int  # 0, 1, 2, ... without gaps; goes on in a new epoch
@@ -148,14 +161,17 @@ class ScheduledBatch(msgspec.Struct, frozen=True, tag="plan", kw_only=True, omit
     start_positions: list[int] = []  # [num_rows] position of the first of them, all drafts taken as accepted
     new_blocks: list[list[int]] = []  # [num_rows] block ids to append to the row's block table
     need_sampled: list[bool] = []  # [num_rows] True where this step's last token yields a sampled id
-    token_from: list[int] = []  # [num_rows] step whose sampled id this row consumes as input, or KNOWN
-    # Row index -> ids that may follow the token which the row consumes. They are the row's last tokens of the
-    # step, and all of these are sampled: such a row is a window (`sample.windows`).
+    # [num_rows] step whose sampled id this row consumes as input, or KNOWN, or GUESSED
+    token_from: list[int] = []
+    # Row index -> ids that may follow the token which the row consumes; where that is a guess too, it is the
+    # first of them. They are the row's last tokens of the step, and all of its tokens are sampled: such a row
+    # is a window (`sample.windows`).
     drafts: dict[int, list[TokenId]] = {}
     pooled: list[int] = []  # rows whose vector is whole with this step, in plan order
     consume_through: int = -1  # earlier stages consume token returns of steps <= this before building
     freed_rows: list[int] = []
     new_rows: list[NewRow] = []
+    rewound: list[RewoundRow] = []
     dropped_grammars: list[int] = []  # numbers that no row will have any more; before the new rows
     given_up: list[bytes] = []  # names of blocks that no rank keeps in host memory; before the orders
     orders: list[TierOrder] = []  # carried out once this rank has run all steps before this one
@@ -180,7 +196,12 @@ class ScheduledBatch(msgspec.Struct, frozen=True, tag="plan", kw_only=True, omit
     @property
     def window_sizes(self) -> list[int]:
         """Of each sampled row, how many of its positions are sampled, in plan order."""
-        return window_sizes(self.need_sampled, self.drafts)
+        return window_sizes(self.need_sampled, self.num_tokens, self.drafts)
+
+    def compared_drafts(self, index: int) -> list[int]:
+        """The drafts of a row that its own samples decide on: all but one that is its input."""
+        draft_ids = self.drafts.get(index, [])
+        return draft_ids[1:] if self.token_from[index] == GUESSED else draft_ids
 
     @property
     def sampled_rows(self) -> list[int]:
@@ -188,9 +209,12 @@ class ScheduledBatch(msgspec.Struct, frozen=True, tag="plan", kw_only=True, omit
         return [row for row, sampled in zip(self.rows, self.need_sampled, strict=True) if sampled]
 
 
-def window_sizes(need_sampled: Sequence[bool], drafts: Mapping[int, Sequence[int]]) -> list[int]:
+def window_sizes(
+    need_sampled: Sequence[bool], num_tokens: Sequence[int], drafts: Container[int]
+) -> list[int]:
     """See `ScheduledBatch.window_sizes`; the arguments are as that has them."""
-    return [1 + len(drafts.get(index, ())) for index, is_sampled in enumerate(need_sampled) if is_sampled]
+    sampled = (index for index, is_sampled in enumerate(need_sampled) if is_sampled)
+    return [num_tokens[index] if index in drafts else 1 for index in sampled]
 
 
 class SampledTokens(msgspec.Struct, frozen=True, array_like=True):
@@ -200,7 +224,9 @@ class SampledTokens(msgspec.Struct, frozen=True, array_like=True):
     step_id: int
     epoch: int
     digest: int
-    token_ids: list[list[TokenId]]  # accepted and sampled ids; one without speculation; -1: sampling failed
+    # Accepted and sampled ids of the row; one without speculation; -1: sampling failed; none: the plan was a
+    # window that is void.
+    token_ids: list[list[TokenId]]
     num_rejected: list[int]  # drafts of the row that were rejected; 0 without speculation
 
 
@@ -210,7 +236,7 @@ class SampledCounts(msgspec.Struct, frozen=True, array_like=True):
     step_id: int
     epoch: int
     digest: int
-    num_ids: list[int]  # accepted and sampled ids of the row; 0 = failed row
+    num_ids: list[int]  # accepted and sampled ids of the row; 0 = failed row, or void window
     num_rejected: list[int]  # as in `SampledTokens`: the stage computes positions with it
 
 

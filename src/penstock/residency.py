@@ -24,7 +24,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from penstock.batch import NewRow, ScheduledBatch, TierOrder
+from penstock.batch import NewRow, RewoundRow, ScheduledBatch, TierOrder
 from penstock.errors import ProtocolError, concerned
 
 _MASK = (1 << 64) - 1
@@ -171,6 +171,8 @@ class Residency:
         for new in plan.new_rows:
             if new.blocks:
                 complaint = complaint or self._begin(new)
+        for rewound in plan.rewound:
+            complaint = complaint or self._rewind(rewound)
         complaint = self._replay_rows(plan, complaint)
         if plan.residency not in (_NOT_TOLD, self.digest) or (complaint and plan.residency != _NOT_TOLD):
             raise ProtocolError(
@@ -197,6 +199,20 @@ class Residency:
         self.extend(resident, new.blocks, new.start // self._block_size)
         self.reach(resident, new.start)
         return complaint
+
+    def _rewind(self, rewound: RewoundRow) -> str:
+        """A row goes on from its newest token; what is wrong with that place. It lies before what was
+        planned, by no more than drafts can have been wrong."""
+        resident, length = self.rows.get(rewound.row), rewound.num_tokens - 1
+        if resident is None:
+            return f"row {rewound.row} is rewound and holds no request here."
+        before = resident.length
+        least = before - resident.num_drafts
+        self.reach(resident, length)
+        resident.num_drafts = 0
+        if least <= length < before:
+            return ""
+        return _differ(rewound.row, resident, "is rewound to where it cannot be", length, before)
 
     def _replay_rows(self, plan: ScheduledBatch, complaint: str) -> str:
         """What is wrong with the first row that does not fit, unless there is a complaint before it; empty

@@ -19,6 +19,7 @@ from queue import SimpleQueue
 from typing import Any, Literal, Self
 
 from penstock.batch import (
+    GUESSED,
     KNOWN,
     NO_GRAMMAR,
     NO_STORE_USE,
@@ -27,6 +28,7 @@ from penstock.batch import (
     NewRow,
     OrderResult,
     RankLoaded,
+    RewoundRow,
     RowSampling,
     ScheduledBatch,
     ScoredTokens,
@@ -149,6 +151,9 @@ class ReplicaRow:
     grammar: int = NO_GRAMMAR
     num_computed: int = 0  # if all drafts whose returns were not consumed are right
     num_rejected: int = 0  # drafts that returns have told of
+    live_from: int = 0  # returns of earlier steps are void
+    truth: list[int] = field(default_factory=list)  # the tokens as the last stage knows them
+    has_strayed: bool = False  # a guess was wrong, and the row was not rewound since
     blocks: list[int] = field(default_factory=list)
 
 
@@ -218,7 +223,11 @@ class RankReplica:
     def num_settled(self, row: int) -> int:
         """The scheduled positions of a row once all returns are consumed."""
         state = self.rows[row]
-        entries = [returned[row] for returned in self.returns.values() if row in returned]
+        entries = [
+            returned[row]
+            for step, returned in self.returns.items()
+            if row in returned and step >= state.live_from
+        ]
         open_ones = [rejected for generation, _, rejected in entries if generation == state.generation]
         return state.num_computed - sum(open_ones)
 
@@ -248,6 +257,18 @@ class RankReplica:
             assert all(state.grammar != number for state in self.rows.values()), "a row has it still"
         for new in plan.new_rows:
             self._enter(new)
+        for rewound in plan.rewound:
+            self._rewind(rewound, plan.step_id)
+
+    def _rewind(self, rewound: RewoundRow, step_id: int) -> None:
+        state = self.rows[rewound.row]
+        num_kept = rewound.num_tokens - len(rewound.newest_ids)
+        assert len(state.token_ids) >= num_kept, "the first stage lacks tokens"
+        state.token_ids = [*state.token_ids[:num_kept], *rewound.newest_ids]
+        assert state.token_ids == state.truth, "the core knows what was sampled"
+        assert state.has_strayed, "a row is rewound when a guess was wrong"
+        state.num_computed, state.num_rejected = rewound.num_tokens - 1, 0
+        state.live_from, state.has_strayed = step_id, False
 
     def _enter(self, new: NewRow) -> None:
         assert new.row not in self.rows, f"row {new.row} is in use"
@@ -265,6 +286,7 @@ class RankReplica:
             new.grammar,
             num_computed=new.start,
             blocks=list(new.blocks),
+            truth=list(new.token_ids),
         )
         if new.grammar != NO_GRAMMAR:
             structured = new.sampling.structured
@@ -278,7 +300,7 @@ class RankReplica:
         for step in range(self.consumed + 1, plan.consume_through + 1):
             for row, (generation, ids, rejected) in self.returns.pop(step).items():
                 state = self.rows.get(row)
-                if state is not None and state.generation == generation:
+                if state is not None and state.generation == generation and step >= state.live_from:
                     state.token_ids += ids
                     state.num_computed -= rejected
                     state.num_rejected += rejected
@@ -294,6 +316,11 @@ class RankReplica:
             state.num_computed = start
         assert start == state.num_computed, "positions are run once, in order"
         source = plan.token_from[index]
+        state.blocks += plan.new_blocks[index] if source == GUESSED else []
+        if source == GUESSED:
+            assert len(plan.rows) == 1, "a guessed window is a plan of its own"
+            return self._run_guessed(state, start, drafts)
+        state.has_strayed = False
         if source != KNOWN:
             assert count == 1 + len(drafts)
             assert source <= plan.consume_through, "the input id has been consumed"
@@ -318,12 +345,30 @@ class RankReplica:
             return None
         assert (state.sampling.structured is None) == (state.grammar == NO_GRAMMAR)
         assert not self.builds_grammars or state.grammar not in self.builds, "its grammar is not built"
+        return self._sample_window(state, drafts, may_be_spoilt=bool(plan.awaited))
+
+    def _run_guessed(self, state: ReplicaRow, start: int, drafts: list[int]) -> list[int]:
+        """A window of guesses alone; no ids if it is void, as the last stage finds out. The stages before have
+        computed it all the same."""
+        for position, token in enumerate(drafts, start):
+            self._write(state, position, token)
+        state.num_computed += len(drafts)
+        is_next = start + 1 == len(state.truth) and state.truth[-1] == drafts[0]
+        state.has_strayed = state.has_strayed or not is_next
+        return [] if state.has_strayed else self._sample_window(state, drafts[1:])
+
+    def _sample_window(
+        self, state: ReplicaRow, drafts: list[int], *, may_be_spoilt: bool = False
+    ) -> list[int]:
+        """The ids behind the row's last positions, the drafts among them, up to the first wrong one."""
         ids: list[int] = []
         for place in range(1 + len(drafts)):
             end = state.num_computed - len(drafts) + place
-            ids.append(self._sample(state, end, may_be_spoilt=bool(plan.awaited)))
+            ids.append(self._sample(state, end, may_be_spoilt=may_be_spoilt))
             if drafts[place : place + 1] != ids[-1:]:
                 break
+        state.truth += ids
+        state.has_strayed = len(ids) <= len(drafts)
         return ids
 
     def _sample(self, state: ReplicaRow, end: int, *, may_be_spoilt: bool) -> int:
@@ -566,7 +611,7 @@ class FakeExecutor:
             token_ids=[[*ids[:-1], -1] if index in failed else ids for index, ids in enumerate(tokens)],
             num_rejected=self.replica.num_rejected,
             logprobs=[
-                None if count < 0 else [TokenLogprobs(-0.5, 1, [token], [-0.5]) for token in ids]
+                None if count < 0 or not ids else [TokenLogprobs(-0.5, 1, [token], [-0.5]) for token in ids]
                 for ids, count in zip(tokens, wanted, strict=True)
             ],
             failed=failed,
@@ -656,6 +701,7 @@ class CoreRig:
                 model,
                 most=num_drafts,
                 max_tokens=scheduler.max_num_batched_tokens,
+                depth=self.depth,
             )
         self.scheduler = Scheduler(
             scheduler,

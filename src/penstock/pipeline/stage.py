@@ -17,13 +17,14 @@ import torch
 
 from penstock.batch import MADE_UP, CoreToRank, EntryCall, ScheduledBatch, Shutdown, decode_to_rank
 from penstock.distributed.group import SOLO, TensorGroup, meet
-from penstock.errors import PeerError, PenstockError, ProtocolError, StageLostError
+from penstock.errors import LinkClosedError, PeerError, PenstockError, ProtocolError, StageLostError
 from penstock.faults import Fault, armed
 from penstock.models.intermediate import IntermediateTensors
 from penstock.pipeline.decision_log import DecisionLog
 from penstock.pipeline.links.channel import MessageChannel
 from penstock.pipeline.ports import Sink, Source
 from penstock.pipeline.transfer_orders import NO_ORDERS, NoOrders, TransferOrders
+from penstock.pipeline.void_steps import NOTHING_VOID, NoVoidSteps
 from penstock.runner.forward_batch import ForwardBatch
 from penstock.runner.model_runner import ModelRunner
 from penstock.trace.phases import NOBODYS, Phase, PhaseClock, StageReporter
@@ -39,6 +40,7 @@ class Stage:
         times: hears of each step's end; its clock is that of the ports.
         faults: what a test has armed.
         orders: takes the orders of plans, if they may have any.
+        void_steps: of the plans that are carried out.
         group: the ranks of this stage. A plan without tokens gives them nothing to exchange, so they meet for
             its sake: its result says that every rank has come to it, and not one rank of each stage.
     """
@@ -53,9 +55,11 @@ class Stage:
         faults: Sequence[Fault] = (),
         orders: TransferOrders | NoOrders = NO_ORDERS,
         group: TensorGroup = SOLO,
+        void_steps: NoVoidSteps = NOTHING_VOID,
     ) -> None:
         self._stage = stage
         self._group = group
+        self._void_steps = void_steps
         self._runner = runner
         self._source = source
         self._sink = sink
@@ -92,7 +96,13 @@ class Stage:
         return self._runner.complete(batch)
 
     def _forward(self, hidden: IntermediateTensors, batch: ForwardBatch) -> IntermediateTensors:
-        """Run the own layers; each waits for its blocks where the step reads some that are being loaded."""
+        """Run the own layers; each waits for its blocks where the step reads some that are being loaded.
+
+        What is void passes through: the next stage waits for it, and nobody reads it.
+        """
+        if batch.is_void or self._void_steps.has(batch.plan.step_id):
+            hidden["hidden_states"]  # what is under way has come when it is read
+            return hidden
         self._times.clock.begin(Phase.FORWARD)
         if batch.plan.total_tokens == 0:
             meet(self._group)
@@ -118,6 +128,7 @@ def plans_from(
     names_of: Callable[[ScheduledBatch], Sequence[str]] = lambda plan: [],
     orders: TransferOrders | NoOrders = NO_ORDERS,
     check: Callable[[ScheduledBatch], None] = lambda plan: None,
+    void_steps: NoVoidSteps = NOTHING_VOID,
 ) -> Iterator[ScheduledBatch]:
     """The core's plans until it says `Shutdown`; waits without end, since an idle engine sends nothing.
 
@@ -128,6 +139,7 @@ def plans_from(
         names_of: the requests of a plan, for errors.
         orders: are to tell what they have to tell while there is no plan.
         check: raises `ProtocolError` for a plan that is the next of the log, and cannot be carried out.
+        void_steps: looks at plans that have come behind each.
 
     Raises:
         ProtocolError: a plan was lost, repeated or changed on the way, or the plans before were others than
@@ -136,9 +148,10 @@ def plans_from(
     """
     log = log or DecisionLog()
     clock.begin(Phase.WAIT_PLAN)
-    while (message := _receive(channel, log.next_step, orders)) is not None:
+    while (message := _receive(channel, log.next_step, orders, void_steps)) is not None:
         log.append(message, names_of)
         check(message)
+        void_steps.look_ahead(message, lambda: _polled(channel))
         clock.begin(Phase.TAKE, was=_cause(message, is_last))
         yield message
         clock.begin(Phase.WAIT_PLAN)
@@ -152,12 +165,12 @@ def _cause(plan: ScheduledBatch, is_last: bool) -> Phase:
 
 
 def _receive(
-    channel: MessageChannel, step_id: int, orders: TransferOrders | NoOrders
+    channel: MessageChannel, step_id: int, orders: TransferOrders | NoOrders, void_steps: NoVoidSteps
 ) -> ScheduledBatch | None:
     """The next plan; None when there are no more. Calls that come before it are handed on."""
     due = f"the plan of step {step_id}"
     try:
-        while isinstance(message := _next_message(channel, orders), EntryCall):
+        while isinstance(message := void_steps.next_message(lambda: _next_message(channel, orders)), EntryCall):
             orders.take_call(message)
     except PeerError as error:
         raise type(error)(f"{error.message} It was due to bring {due}.") from error
@@ -176,6 +189,15 @@ def _next_message(channel: MessageChannel, orders: TransferOrders | NoOrders) ->
         orders.send_answers()
     frame = channel.recv(None) if frame is None else frame
     return Shutdown() if frame is None else decode_to_rank(frame)
+
+
+def _polled(channel: MessageChannel) -> CoreToRank | None:
+    """What the core has said already. That it has gone is told when there is nothing left to carry out."""
+    try:
+        frame = channel.recv(0.0)
+    except LinkClosedError:
+        return None
+    return None if frame is None else decode_to_rank(frame)
 
 
 @contextmanager

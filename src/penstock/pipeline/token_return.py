@@ -22,6 +22,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from penstock.batch import (
+    GUESSED,
     SampledCounts,
     SampledTokens,
     ScheduledBatch,
@@ -90,6 +91,7 @@ class PendingReturn:
     epoch: int
     digest: int
     rows: RowSnapshot
+    may_be_void: bool  # a window that may follow a wrong guess: then no ids come
 
 
 class SampleReceiver(ABC):
@@ -117,7 +119,13 @@ class SampleReceiver(ABC):
         """Remember that samples of these rows will come, unless the plan samples none."""
         if any(plan.need_sampled):
             self._pending.append(
-                PendingReturn(step_id=plan.step_id, epoch=plan.epoch, digest=plan.digest, rows=sampled)
+                PendingReturn(
+                    step_id=plan.step_id,
+                    epoch=plan.epoch,
+                    digest=plan.digest,
+                    rows=sampled,
+                    may_be_void=GUESSED in plan.token_from,
+                )
             )
 
     def consume_samples(self, through_step: int) -> None:
@@ -176,7 +184,8 @@ class TokenReceiver(SampleReceiver):
     def _write(self, pending: PendingReturn, frame: bytes) -> None:
         tokens = decode_sampled_tokens(frame)
         _check(pending, tokens, len(tokens.token_ids))
-        if not all(tokens.token_ids) or max(map(max, tokens.token_ids)) >= self._vocab_size:
+        is_whole = all(tokens.token_ids) or pending.may_be_void
+        if not is_whole or any(max(ids) >= self._vocab_size for ids in tokens.token_ids if ids):
             raise ProtocolError(f"an id is beyond the vocabulary of {self._vocab_size}, or is missing.")
         self._rows.post_update(pending.step_id, pending.rows, tokens.token_ids, tokens.num_rejected)
 

@@ -56,6 +56,7 @@ from penstock.pipeline.stage import Stage, blaming, plans_from
 from penstock.pipeline.tied_head import HeadRoute, pass_head_on, send_head, take_head
 from penstock.pipeline.token_return import CountReceiver, SampleReceiver, TokenReceiver, TokenSender
 from penstock.pipeline.transfer_orders import NoTransfer, TransferOrders
+from penstock.pipeline.void_steps import NOTHING_VOID, VoidSteps
 from penstock.process.child import (
     Abandoned,
     ChildFailed,
@@ -220,7 +221,11 @@ class Rank:
         sink = _choose_sink(config, loaded, runner, connections, clock)
         times = StageReporter(config.stage, clock, _teller(config, plans), lambda: loaded.group.exchange_ns)
         orders = TransferOrders(self._transfer or NoTransfer(), plans, runner.grammars, self._entries)
-        stage = Stage(config.stage, runner, source, sink, times, config.faults, orders, loaded.group)
+        looks_ahead = config.max_drafts > 0 and loaded.group.size == 1
+        void_steps = VoidSteps() if looks_ahead else NOTHING_VOID
+        stage = Stage(
+            config.stage, runner, source, sink, times, config.faults, orders, loaded.group, void_steps
+        )
         self._report(Ready(epoch=start.epoch, rank=self._message))
         plans.send(encode(RankReady(stage=config.stage, tp_rank=config.tp_rank)))
         log = DecisionLog(start.epoch, start.first_step)
@@ -234,6 +239,7 @@ class Rank:
                     names_of=runner.rows.names_of,
                     orders=orders,
                     check=_checking(Residency(config.block_size), connections),
+                    void_steps=void_steps,
                 )
             )
 

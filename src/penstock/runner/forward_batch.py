@@ -12,7 +12,7 @@ reads is no part of a batch: the first stage gathers its `input_ids`, the last o
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, chain
 
 import numpy as np
@@ -36,6 +36,7 @@ class ForwardBatch:
     sampled: RowSnapshot  # [num_sampled]
     samples: Samples
     starts: list[int]  # [num_rows] position of the first token of each row
+    is_void: bool = False  # whatever is computed of it means nothing
 
     @property
     def num_tokens(self) -> int:
@@ -50,7 +51,7 @@ class Samples:
     indices: list[int]  # [num_samples] of the step's tokens
     rows: NDArray[np.int64]  # [num_samples]; the sampled rows themselves, where none brings drafts
     output_index: list[int]  # [num_samples] how many tokens the row has, or would have, generated before
-    drafts: list[list[int]]  # [num_sampled] of each sampled row
+    drafts: list[list[int]]  # [num_sampled] of each sampled row, without one that is its input
 
 
 def build_batch(plan: ScheduledBatch, rows: RequestRows, buffers: InputBuffers) -> ForwardBatch:
@@ -77,13 +78,16 @@ def complete_batch(batch: ForwardBatch, rows: RequestRows, buffers: InputBuffers
 
     Raises `ProtocolError` if they are not.
     """
-    rows.check_sources(batch.plan)
-    for index, draft_ids in batch.plan.drafts.items():
-        rows.put_drafts(batch.plan.rows[index], draft_ids)
-    starts, ends = rows.accepted_span_of(batch.plan)
-    rows.check_room(batch.plan, ends)
+    plan = batch.plan
+    rows.check_sources(plan)
+    starts, ends = rows.accepted_span_of(plan)
+    if rows.is_void(plan, starts):
+        return replace(batch, is_void=True)
+    for index, draft_ids in plan.drafts.items():
+        rows.put_drafts(plan.rows[index], ends[index], draft_ids)
+    rows.check_room(plan, ends)
     if starts != batch.starts:  # drafts were rejected meanwhile
-        batch = _batch_at(starts, batch.plan, rows, buffers)
+        batch = _batch_at(starts, plan, rows, buffers)
     return batch
 
 
@@ -136,7 +140,7 @@ def _samples(
             output_index=[ends[index] - sampled.prompt_len[at] for at, index in enumerate(chosen)],
             drafts=[[]] * len(chosen),
         )
-    drafts = [plan.drafts.get(index, []) for index in chosen]
+    drafts = [plan.compared_drafts(index) for index in chosen]
     indices: list[int] = []
     output_index: list[int] = []
     for at, index in enumerate(chosen):

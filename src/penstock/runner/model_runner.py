@@ -85,7 +85,7 @@ class ModelRunner:
             self._sampling.add(new_row.row, new_row.sampling)
             self.grammars.add(new_row)
         if plan.drafts:
-            self.grammars.expect({plan.rows[index]: ids for index, ids in plan.drafts.items()})
+            self.grammars.expect({plan.rows[index]: plan.compared_drafts(index) for index in plan.drafts})
 
     def begin(self, plan: ScheduledBatch) -> ForwardBatch:
         """Inputs of a plan that was admitted; the samples that it consumes may be to come."""
@@ -111,6 +111,8 @@ class ModelRunner:
         Last stage only.
         """
         plan = batch.plan
+        if batch.is_void:
+            return self._void(batch)
         pooled = self._pooling.step(plan, lambda indices: self._final_states(tensors, indices))
         if not len(batch.sampled):
             return StepResult(step_id=plan.step_id, epoch=plan.epoch, digest=plan.digest, pooled=pooled)
@@ -140,6 +142,20 @@ class ModelRunner:
                 if is_finite[sample]
             },
             pooled=pooled,
+        )
+        self.rows.post_update(plan.step_id, batch.sampled, result.token_ids, result.num_rejected)
+        return result
+
+    def _void(self, batch: ForwardBatch) -> StepResult:
+        """Of a window behind a wrong guess: it yields nothing, and all that it has scheduled is taken back."""
+        plan = batch.plan
+        result = StepResult(
+            step_id=plan.step_id,
+            epoch=plan.epoch,
+            digest=plan.digest,
+            token_ids=[[]],
+            num_rejected=plan.num_tokens,
+            logprobs=[None],
         )
         self.rows.post_update(plan.step_id, batch.sampled, result.token_ids, result.num_rejected)
         return result

@@ -24,7 +24,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.batch import KNOWN, NewRow, ScheduledBatch
+from penstock.batch import GUESSED, KNOWN, NewRow, RewoundRow, ScheduledBatch
 from penstock.errors import ProtocolError
 from penstock.kernels.views import KeptViews, words_of
 from penstock.runner.block_tables import BlockTables
@@ -135,6 +135,8 @@ class RequestRows:
         self.generation = array("q", [_FREE]) * num_rows
         self.sampled_step = array("q", [KNOWN]) * num_rows  # step whose sample was consumed last
         self.request_ids = [""] * num_rows
+        self._live_from = array("q", [0]) * num_rows  # samples of earlier steps are void
+        self._strayed: set[int] = set()  # rows with a wrong guess, until they go on from what was sampled
         self._has_rejected = False  # whether drafts of any row were rejected, ever
         self._num_changes = 0  # of hands, of any row
         self._snapshots: KeptViews[tuple[int, ...], RowSnapshot] = KeptViews(self._snapshot)
@@ -149,14 +151,17 @@ class RequestRows:
         for row in range(len(self.generation)):
             self.generation[row] = _FREE
         self._has_rejected = False
+        self._strayed.clear()
         self._changes_hands()
 
     def apply(self, plan: ScheduledBatch) -> None:
-        """The first two parts of a plan: freed rows, then new ones."""
+        """The first parts of a plan: freed rows, then new ones, then those that are rewound."""
         for row in plan.freed_rows:
             self.free(row)
         for new_row in plan.new_rows:
             self.add(new_row)
+        for rewound in plan.rewound:
+            self._rewind(rewound, plan.step_id)
 
     def free(self, row: int) -> None:
         """The request of a row has ended; samples of it that are still to come will be dropped (row E7)."""
@@ -175,6 +180,17 @@ class RequestRows:
         self.generation[row] = new.generation
         self.sampled_step[row] = KNOWN
         self.request_ids[row] = new.request_id
+        self._changes_hands()
+
+    def _rewind(self, rewound: RewoundRow, step_id: int) -> None:
+        """The row goes on from here; samples of steps before `step_id` that are still to come are dropped."""
+        row, num_tokens = rewound.row, rewound.num_tokens
+        self._ids.write(row, num_tokens - len(rewound.newest_ids), rewound.newest_ids)
+        self.total_len[row] = num_tokens
+        self.num_computed[row] = num_tokens - 1
+        self.num_rejected[row] = 0
+        self.sampled_step[row] = rewound.step
+        self._live_from[row] = step_id
         self._changes_hands()
 
     def _changes_hands(self) -> None:
@@ -247,7 +263,7 @@ class RequestRows:
         """Raise `ProtocolError` unless each row's newest sample is that of the step which the plan names."""
         for index, step in enumerate(plan.token_from):
             newest = self.sampled_step[plan.rows[index]]
-            if step not in (KNOWN, newest):
+            if step not in (KNOWN, GUESSED, newest):
                 raise self._refusal(plan, index, "needs the sample of another step", step, newest)
 
     def advance(self, plan: ScheduledBatch, ends: Sequence[int]) -> None:
@@ -255,9 +271,32 @@ class RequestRows:
         for row, end in zip(plan.rows, ends, strict=True):
             self.num_computed[row] = end
 
-    def put_drafts(self, row: int, draft_ids: Sequence[int]) -> None:
-        """Speculative tokens, placed behind a row's known ones; the next sample overwrites them (row D7)."""
-        self._ids.write(row, self.total_len[row], draft_ids)
+    def put_drafts(self, row: int, end: int, draft_ids: Sequence[int]) -> None:
+        """Speculative tokens, placed behind a row's known ones and before `end`; what is sampled in their
+        places overwrites them (row D7)."""
+        self._ids.write(row, end - len(draft_ids), draft_ids)
+
+    def is_void(self, plan: ScheduledBatch, starts: Sequence[int]) -> bool:
+        """Whether the plan is a window behind a wrong guess: its input was guessed, and is not what was
+        sampled, or follows what was not.
+
+        The last stage finds out before the core does, and in time: samples of all earlier steps are in its
+        table. Other stages have not consumed those of the window before.
+
+        Args:
+            starts: [num_rows] true positions of the first tokens.
+        """
+        if self._strayed:
+            on_course = [row for row, step in zip(plan.rows, plan.token_from, strict=True) if step != GUESSED]
+            self._strayed.difference_update(on_course)
+        if GUESSED not in plan.token_from:
+            return False
+        if len(plan.rows) > 1:
+            raise self._refusal(plan, plan.token_from.index(GUESSED), "has a guessed input beside other rows")
+        row, start = plan.rows[0], starts[0]
+        if start < self.total_len[row] and self._ids.read(row, start, start + 1)[0] != plan.drafts[0][0]:
+            self._strayed.add(row)
+        return row in self._strayed
 
     def last_tokens(self, rows: Sequence[int]) -> list[int]:
         """The newest known token of each row. [num_rows]"""
@@ -275,12 +314,13 @@ class RequestRows:
         Args:
             step_id: the step that sampled.
             addressed: its sampled rows, as they were when the plan was prepared.
-            token_ids: accepted and sampled ids of each; [-1] where nothing could be sampled.
+            token_ids: accepted and sampled ids of each; [-1] where nothing could be sampled; none of a window
+                that was void.
             num_rejected: drafts rejected of each.
 
         Rows that have changed hands since are skipped.
         """
-        for index, row in self._still_held(addressed):
+        for index, row in self._still_held(step_id, addressed):
             for token_id in token_ids[index]:
                 if token_id >= 0:
                     self._ids.write(row, self.total_len[row], (token_id,))
@@ -296,24 +336,27 @@ class RequestRows:
         Args:
             num_ids: how many ids were accepted and sampled of each.
         """
-        for index, row in self._still_held(addressed):
+        for index, row in self._still_held(step_id, addressed):
             self.total_len[row] += num_ids[index]
             self._settle(step_id, row, num_rejected[index])
         self._has_rejected = self._has_rejected or any(num_rejected)
 
-    def _still_held(self, addressed: RowSnapshot) -> Iterator[tuple[int, int]]:
-        """Yield those rows that the requests of the snapshot still hold, each behind its index there."""
+    def _still_held(self, step_id: int, addressed: RowSnapshot) -> Iterator[tuple[int, int]]:
+        """Yield those rows that the requests of the snapshot still hold, and that were not rewound since the
+        step, each behind its index there."""
         if addressed.num_changes == self._num_changes:
             yield from enumerate(addressed.places)
             return
         for index, (row, generation) in enumerate(zip(addressed.places, addressed.generations, strict=True)):
-            if self.generation[row] == generation:
+            if self.generation[row] == generation and step_id >= self._live_from[row]:
                 yield index, row
 
     def _settle(self, step_id: int, row: int, num_rejected: int) -> None:
         """Take back what was scheduled on rejected drafts, and note the step."""
         self.num_computed[row] -= num_rejected
         self.num_rejected[row] += num_rejected
+        if num_rejected:
+            self._strayed.add(row)
         self.sampled_step[row] = step_id
 
     def _check(self, plan: ScheduledBatch, starts: Sequence[int], ends: Sequence[int]) -> None:

@@ -22,7 +22,7 @@ def check_consistency(
     assert allocator.owners() == {request.arrival for request in queues.running}, "blocks without a row"
     for request in queues:
         assert request.num_pending == pending.count(request), f"{request} has lost or doubled a result"
-        assert len(request.token_ids) + request.num_pending <= request.max_len, f"{request} overshoots"
+        assert len(request.token_ids) + request.num_awaited <= request.max_len, f"{request} overshoots"
     for request in queues.running:
         _check_running(request, len(allocator.table(request.arrival)) * allocator.block_size)
 
@@ -32,5 +32,5 @@ def _check_running(request: RequestState, held_tokens: int) -> None:
     assert request.num_scheduled <= held_tokens, f"{request} runs beyond its blocks"
     if not request.is_prefilling:
         # The newest token has no KV yet, or never will; unless its hidden state is wanted.
-        planned = max(1, len(request.token_ids) + request.num_pending - (request.pooling is None))
+        planned = max(1, len(request.token_ids) + request.num_awaited - (request.pooling is None))
         assert request.num_scheduled == planned, f"{request}: the two clocks disagree"

@@ -21,6 +21,9 @@ class IssuedSteps:
         self.returned_step = NO_STEP  # the last step whose result has come
         self._consume_through = NO_STEP
 
+    def __len__(self) -> int:
+        return len(self._issued)
+
     @property
     def prefill_tokens(self) -> int:
         """Prompt tokens of the steps in flight."""

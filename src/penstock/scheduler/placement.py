@@ -149,8 +149,7 @@ class Placement:
         ready = [
             request
             for request in decoding
-            if request.last_sampled_step
-            <= (returned_step if request.awaits_result and not self.has_prompts else newest)
+            if request.last_sampled_step <= (returned_step if self._must_wait(request) else newest)
         ]
         ready.sort(key=_by_last_sample)
         quota = self._budget.decode_quota(len(decoding), prefill_tokens, self.num_micro_batches)
@@ -161,6 +160,11 @@ class Placement:
                 blocks = self._grow_by_one(request, draft.step_id)
                 if blocks is not None:
                     draft.add_decode(request, blocks)
+
+    def _must_wait(self, request: RequestState) -> bool:
+        """Whether it goes on when its result is back, and not before: what it says next is worth guessing, or
+        is guessed already by a window that may turn out void."""
+        return request.num_windows_ahead > 0 or (request.awaits_result and not self.has_prompts)
 
     def _grow_by_one(self, request: RequestState, step_id: int) -> list[int] | None:
         """Blocks for one more token, preempting younger requests for them; None: skip this plan."""

@@ -5,7 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TypeVar
 
-from penstock.batch import KNOWN, NewRow, ScheduledBatch, ScoredTokens, TierOrder, window_sizes
+from penstock.batch import (
+    GUESSED,
+    KNOWN,
+    NewRow,
+    RewoundRow,
+    ScheduledBatch,
+    ScoredTokens,
+    TierOrder,
+    window_sizes,
+)
 from penstock.scheduler.chunking import yields_sample
 from penstock.scheduler.cost_model import attended_by
 from penstock.scheduler.prompt_scores import plan_scores
@@ -41,7 +50,7 @@ class PlanBuilder:
     @property
     def window_sizes(self) -> list[int]:
         """Of each request of `sampling`, how many of its positions are sampled."""
-        return window_sizes(self.need_sampled, self.drafts)
+        return window_sizes(self.need_sampled, self.num_tokens, self.drafts)
 
     @property
     def attended(self) -> int:
@@ -52,8 +61,9 @@ class PlanBuilder:
 
     @property
     def prefill_tokens(self) -> int:
-        """Those that are neither decodes, of one token each, nor drafts."""
-        return sum(self.num_tokens) - self.num_decodes - sum(map(len, self.drafts.values()))
+        """Those that are neither decodes nor drafts."""
+        rows = zip(self.num_tokens, self.token_from, strict=True)
+        return sum(count for count, source in rows if source == KNOWN)
 
     @property
     def all_rows(self) -> list[int]:
@@ -73,6 +83,20 @@ class PlanBuilder:
         self.new_blocks[index] = [*self.new_blocks[index], *blocks]
         request.num_scheduled += num_drafts
         request.num_pending += num_drafts
+        request.guessed_ids = list(draft_ids)
+
+    def add_guessed_window(
+        self, request: RequestState, draft_ids: Sequence[int], blocks: list[int]
+    ) -> None:
+        """Drafts that follow those in flight, and the id that is guessed for the last of them to yield. It is
+        the only row of the plan, so that stages can leave it out when a guess was wrong."""
+        assert not self.rows, "a guessed window is a plan of its own"
+        self.token_from.append(GUESSED)
+        self.drafts[0] = list(draft_ids)
+        self._add(request, len(draft_ids), blocks, True)
+        request.num_pending += len(draft_ids) - 1
+        request.guessed_ids += draft_ids
+        request.num_windows_ahead += 1
 
     def put_windows_last(self) -> None:
         """Move rows with drafts behind the others: single tokens at the front are attended to together
@@ -106,6 +130,7 @@ class PlanBuilder:
         self.new_blocks.append(blocks)
         self.need_sampled.append(sampled)
         request.num_scheduled += num_tokens
+        request.num_told = len(request.token_ids)
         if sampled:
             request.num_pending += 1
             request.last_sampled_step = self.step_id
@@ -117,6 +142,7 @@ class PlanBuilder:
         consume_through: int,
         freed_rows: list[int],
         dropped_grammars: list[int],
+        rewound: Sequence[RewoundRow] = (),
         given_up: Sequence[bytes] = (),
         orders: Sequence[TierOrder] = (),
         residency: int = 0,
@@ -134,6 +160,7 @@ class PlanBuilder:
             consume_through=consume_through,
             freed_rows=freed_rows,
             new_rows=self.new_rows,
+            rewound=list(rewound),
             dropped_grammars=dropped_grammars,
             given_up=list(given_up),
             orders=list(orders),

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from bisect import insort
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from itertools import chain
@@ -55,6 +55,10 @@ class RequestState:
         num_rejected: drafts that were wrong since it got its row.
         prefill_len: its `num_to_prefill` when it was admitted; below it, it is prefilling.
         num_pending: ids sampled by steps in flight, if all drafts are right.
+        guessed_ids: drafts in flight, in order: what is guessed to follow the known tokens.
+        num_windows_ahead: steps in flight whose first token is one of these.
+        num_told: tokens that it had when it was in a plan last; the stages get all of these in time.
+        is_rewound: the next plan tells the stages to go on from its newest token.
         last_sampled_step: step of the newest sample, returned or pending; the cadence counts from it.
         num_scores_planned, num_scores: scores of its prompt's tokens, from the second on: asked for by the
             plans issued so far, and returned (`scheduler.prompt_scores`).
@@ -64,7 +68,7 @@ class RequestState:
         num_named: blocks of its table that have been named, so that others can find them.
         num_unproven: blocks of its table, behind the named ones, that are still being loaded: until they are
             there it runs what it knows and no further, and none of its blocks is named.
-        num_void: of the pending ids, the oldest that come from what had not come.
+        num_void: of the pending ids, the oldest that follow what had not come, or a wrong guess.
         num_cached_tokens: those of its prompt that were found when it first started.
         priority: what its blocks are worth to the cache.
         session_id: the session that keeps them when it has ended; "": none.
@@ -91,6 +95,10 @@ class RequestState:
     num_rejected: int = 0
     prefill_len: int = 0
     num_pending: int = 0
+    guessed_ids: list[int] = field(default_factory=list)
+    num_windows_ahead: int = 0
+    num_told: int = 0
+    is_rewound: bool = False
     last_sampled_step: int = NO_STEP
     num_scores_planned: int = 0
     num_scores: int = 0
@@ -117,6 +125,37 @@ class RequestState:
         """Positions as plans count them: there every draft since it got its row counts as right, for a stage
         may know more about that than the core did when it made the plan (row D5)."""
         return self.num_scheduled + self.num_rejected
+
+    @property
+    def num_awaited(self) -> int:
+        """Ids that steps in flight will yield, if all drafts are right."""
+        return self.num_pending - self.num_void
+
+    @property
+    def is_guessed(self) -> bool:
+        """Whether the tokens in flight are all guessed but the last, so that more can be guessed."""
+        return self.num_awaited == len(self.guessed_ids) + 1
+
+    def follow(self, token_ids: Sequence[int], step_id: int) -> int:
+        """A step has yielded these. If windows ahead guessed others, they are void, and it goes on from here.
+
+        Returns:
+            Tokens of windows that have become void.
+        """
+        if not self.num_windows_ahead:
+            self.guessed_ids.clear()
+            return 0
+        if self.guessed_ids[: len(token_ids)] == token_ids:
+            del self.guessed_ids[: len(token_ids)]
+            self.num_windows_ahead -= 1
+            return 0
+        num_lost = self.num_awaited
+        self.num_void, self.num_windows_ahead, self.last_sampled_step = self.num_pending, 0, step_id
+        self.guessed_ids.clear()
+        if self.phase is RequestPhase.RUNNING:
+            self.num_scheduled -= num_lost
+            self.num_rejected, self.is_rewound = 0, True
+        return num_lost
 
     @property
     def num_outputs(self) -> int:
@@ -171,7 +210,7 @@ class RequestState:
         within `max_len`."""
         return (
             self.num_scheduled >= self.prefill_len
-            and len(self.token_ids) + self.num_pending < self.max_len
+            and len(self.token_ids) + self.num_awaited < self.max_len
             and not self.num_unproven
         )
 
@@ -228,7 +267,7 @@ class RequestQueues:
         request.phase = RequestPhase.RUNNING
         request.row = row
         request.prefill_len = request.num_to_prefill
-        request.num_rejected = 0
+        request.num_rejected, request.is_rewound = 0, False
         insort(self.running, request, key=_by_arrival)
 
     def preempt_youngest(self) -> RequestState:
@@ -238,7 +277,7 @@ class RequestQueues:
         """
         request = self.running.pop()
         request.phase = RequestPhase.PREEMPTED
-        request.row = NO_ROW
+        request.row, request.is_rewound = NO_ROW, False
         request.num_scheduled = request.prefill_len = request.num_named = request.num_unproven = 0
         insort(self.preempted, request, key=_by_arrival)
         self.backlog_tokens += request.backlog_tokens
@@ -256,7 +295,7 @@ class RequestQueues:
         if request.phase is not RequestPhase.RUNNING:
             self.backlog_tokens -= request.backlog_tokens
         request.phase = RequestPhase.FINISHED
-        request.row = NO_ROW
+        request.row, request.is_rewound = NO_ROW, False
         del self._by_id[request.request_id]
 
     def _queue_of(self, request: RequestState) -> list[RequestState] | deque[RequestState]:

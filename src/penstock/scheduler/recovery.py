@@ -64,6 +64,8 @@ class Recovery:
             preempt_youngest(self._queues, self._rows, self._allocator)
         for request in self._queues:
             request.num_pending, request.num_void, request.last_sampled_step = 0, 0, NO_STEP
+            request.num_windows_ahead = 0
+            request.guessed_ids.clear()
             request.num_scores_planned = request.num_scores
         issued.give_up()
         self._rows.announce_freed()  # there is nobody to tell

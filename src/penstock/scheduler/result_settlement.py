@@ -71,10 +71,11 @@ class ResultSettlement:
                 continue
             if size > 1:
                 self._take_back(request, result.num_rejected[index])
+            drafts = self._windows.follow(request, ids, size, issued.step_id)
             accepted = ids if index not in result.failed else ids[:-1]
             update = None
             if accepted:
-                update = self._accept(request, accepted, logprobs[index], size - 1, len(ids) - 1)
+                update = self._accept(request, accepted, logprobs[index], *drafts)
                 updates.append(update)
             if index in result.failed and (update is None or update.finish_reason is None):
                 error = row_error(request, issued.step_id, result.unmet.get(index))
@@ -100,7 +101,7 @@ class ResultSettlement:
         """Append tokens up to the one that ends the request.
 
         Args:
-            num_drafts, num_accepted: that were sampled, and that were right.
+            num_drafts, num_accepted: that were decided on, and that were right.
         """
         if request.num_outputs == 0:
             self.prompt_tokens += request.prompt_len

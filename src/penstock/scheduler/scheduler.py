@@ -126,13 +126,14 @@ class Scheduler:
         """Plans in flight that keep the pipe busy: as many as fill it; with fewer micro-batches, one more
         than those, so that the next plan lies at the first stage when the token comes."""
         micro_batches, full = self._placement.num_micro_batches, self._depth.number
-        is_full = self._placement.has_prompts or micro_batches >= full
+        is_full = self._placement.has_prompts or micro_batches >= full or self._windows.is_streaming
         return max(full, micro_batches) if is_full else micro_batches + 1
 
     @property
     def is_one_alone(self) -> bool:
         """Whether the last plan is the only micro-batch, so that one stage computes at a time."""
-        return self._placement.num_micro_batches == 1 and not self._placement.has_prompts
+        placement = self._placement
+        return placement.num_micro_batches == 1 and not (placement.has_prompts or self._windows.is_streaming)
 
     @property
     def has_requests(self) -> bool:
@@ -207,8 +208,7 @@ class Scheduler:
                 draft, self._issued.returned_step, self._issued.prefill_tokens, newcomers=may_start
             )
             if not self._placement.has_prompts:
-                num_running = len(self._queues.running)
-                self._windows.widen(draft, num_running=num_running, is_alone=self.is_one_alone)
+                self._speculate(draft)
             self._depth.planned(draft)
         return self._issue(draft) if draft.rows or draft.new_rows or self.prefixes.has_orders else None
 
@@ -267,11 +267,21 @@ class Scheduler:
         """Assert that rows, blocks, clocks and queues agree. For tests, and for an idle engine."""
         self._placement.check_invariants(self._issued.pending())
 
+    def _speculate(self, draft: PlanBuilder) -> None:
+        """Add drafts to a plan of decodes; where nobody may run and the pipe has room, guess ahead."""
+        running = self._queues.running
+        self._windows.widen(draft, num_running=len(running), is_alone=self.is_one_alone)
+        if not draft.rows and not draft.new_rows and len(self._issued) < self._depth.number:
+            self._windows.go_ahead(draft, running)
+
     def _issue(self, draft: PlanBuilder) -> ScheduledBatch:
-        orders, residency = self.prefixes.issued([*draft.requests, *draft.entering])
+        rewound = self._windows.take_rewound()
+        moved = [*draft.requests, *draft.entering, *(request for request, _ in rewound)]
+        orders, residency = self.prefixes.issued(moved)
         return draft.finish(
             consume_through=self._issued.issue(draft),
             freed_rows=self._rows.announce_freed(),
+            rewound=[row for _, row in rewound],
             dropped_grammars=self.grammars.take_dropped(),
             given_up=self.prefixes.take_given_up(),
             orders=orders,

@@ -12,11 +12,22 @@ class SpeculationStats(msgspec.Struct, frozen=True, omit_defaults=True):
         drafter: whose they were; empty: nobody drafts.
         num_drafted: drafts that were sent.
         num_accepted: of these, those that were right, and came before the end of their request.
+        num_cancelled: drafts that were sent behind a wrong one, and never decided on.
     """
 
     drafter: str = ""
     num_drafted: int = 0
     num_accepted: int = 0
+    num_cancelled: int = 0
+
+    def plus(self, num_drafted: int = 0, num_accepted: int = 0, num_cancelled: int = 0) -> SpeculationStats:
+        """What has come to it."""
+        return SpeculationStats(
+            self.drafter,
+            self.num_drafted + num_drafted,
+            self.num_accepted + num_accepted,
+            self.num_cancelled + num_cancelled,
+        )
 
 
 class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -1,7 +1,8 @@
-"""Windows in plans: rows of which all tokens are known here bring drafts, where these are worth their time.
+"""Windows in plans: rows whose tokens are known bring drafts, and windows follow them on a guess.
 
     plan without drafts   row 3: position 70, one token            sampled once
     widened               row 3: position 70, token and 3 drafts   sampled four times, yields 1 to 4 tokens
+    guessed window        row 3: position 74, 4 drafts             as if the window before were all right
 
 The decodes of a plan are placed first. Then drafts are added to what is there: they take blocks that are free
 and nobody else's, and no row leaves the plan for them. A request whose sample is on its way decodes one token
@@ -9,20 +10,29 @@ as ever, for its newest token is not known here. So a request that has a draft w
 result (`RequestState.awaits_result`), though the pipe may have room before. While prompts are computed, steps
 are bound by computing, and nobody drafts.
 
-Called by `scheduler.placement` when a plan is made, and by `scheduler.result_settlement` when its result has
-come. What to guess is the drafter's affair (`speculation.drafter`).
+Where fewer requests run than plans fill the pipe, stages would wait. Then a window may follow one whose
+result is not back: its first token guesses what the last draft before it yields. It is a plan of its own, and
+only made when nobody else may run. When a guess was wrong, all windows behind it are void: the last stage
+drops them, and the next plan, whatever it runs, rewinds the row, so that nobody waits for them.
+
+Called by `scheduler.scheduler` when a plan is made, and by `scheduler.result_settlement` when its result has
+come. What to guess is the drafter's affair (`speculation.drafter`); how much, that of
+`speculation.window_sizes` and `speculation.streaming`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from penstock.batch import RewoundRow
 from penstock.kvcache.allocator import BlockAllocator
-from penstock.scheduler.cost_model import CostModel, StepShape
+from penstock.scheduler.cost_model import CostModel, StageCost, StepShape
+from penstock.scheduler.pacing import PlanDepth
 from penstock.scheduler.plan_builder import PlanBuilder
-from penstock.scheduler.queues import RequestState
+from penstock.scheduler.queues import RequestPhase, RequestState
 from penstock.scheduler.stats import SpeculationStats
 from penstock.speculation.drafter import NO_DRAFT, Draft, Drafter
+from penstock.speculation.streaming import LEAST_CHANCE_AHEAD, PipeTimes, streamed_size
 from penstock.speculation.window_sizes import window_sizes
 
 _WORTH_WAITING = 0.5  # chance of a draft, from which on the next plan of its request waits for its result
@@ -30,7 +40,13 @@ _FREE_TOKENS = 8  # of a step whose cost is not known: so many cost little more 
 
 
 class NoWindows:
-    """Nobody drafts."""
+    """Nobody drafts.
+
+    Attributes:
+        is_streaming: windows of some request follow each other through the pipe.
+    """
+
+    is_streaming = False
 
     def widen(self, plan: PlanBuilder, *, num_running: int, is_alone: bool) -> None:
         """Add drafts to the decodes of a plan, which has nothing else.
@@ -40,8 +56,28 @@ class NoWindows:
             is_alone: no other plan is in the pipe with it, so that its time is that of all stages.
         """
 
+    def go_ahead(self, plan: PlanBuilder, running: Sequence[RequestState]) -> None:
+        """Put a window into an empty plan that guesses what a window in flight will yield."""
+
+    def follow(
+        self, request: RequestState, token_ids: Sequence[int], size: int, step_id: int
+    ) -> tuple[int, int]:
+        """A window of a request has yielded these tokens, which it has not got yet.
+
+        Args:
+            size: of the window.
+
+        Returns:
+            Drafts that were decided on, and how many of these were right.
+        """
+        return size - 1, len(token_ids) - 1
+
     def settle(self, request: RequestState, num_drafted: int, num_accepted: int) -> None:
         """Tokens of a request have come. So many drafts were sampled, and so many of these became tokens."""
+
+    def take_rewound(self) -> list[tuple[RequestState, RewoundRow]]:
+        """The rows that the next plan rewinds."""
+        return []
 
     def forget(self, request: RequestState) -> None:
         """The request has ended."""
@@ -56,6 +92,7 @@ class DraftWindows(NoWindows):
     Args:
         most: drafts of a row in one step.
         max_tokens: of a plan.
+        depth: says how many plans fill the pipe.
         with_grammars: requests with a grammar draft too.
         costs: of the stages; None: they are not known, and do not become known.
     """
@@ -68,6 +105,7 @@ class DraftWindows(NoWindows):
         *,
         most: int,
         max_tokens: int,
+        depth: PlanDepth,
         with_grammars: bool = True,
     ) -> None:
         self._drafter = drafter
@@ -75,80 +113,185 @@ class DraftWindows(NoWindows):
         self._costs = costs
         self._most = most
         self._max_tokens = max_tokens
+        self._depth = depth
         self._with_grammars = with_grammars
-        self._drafts: dict[int, Draft] = {}  # by request, of those that know all their tokens
-        self._num_rows = 1  # of the newest plan
-        self._seconds: Callable[[int], float] = _where_costs_are_unknown  # that it takes with so many tokens
-        self._num_drafted = self._num_accepted = 0
+        self._drafts: dict[int, Draft] = {}  # by request: what follows the tokens that it has
+        self._streamed: dict[int, int] = {}  # by request that streams: tokens of its windows
+        self._rewound: list[tuple[RequestState, RewoundRow]] = []  # since the last plan
+        self._num_running = 1
+        self._shape = _Shape(1, 0, is_alone=True)  # of the newest plan
+        self._stats = SpeculationStats(drafter.name)
+
+    @property
+    def is_streaming(self) -> bool:  # type: ignore[override]
+        return bool(self._streamed)
+
+    # --- when a plan is made --------------------------------------------------------------------
 
     def widen(self, plan: PlanBuilder, *, num_running: int, is_alone: bool) -> None:
+        self._num_running = num_running
         if not plan.rows:
             return
-        self._num_rows, self._seconds = len(plan.rows), self._seconds_of(plan, is_alone=is_alone)
-        indices = [
-            index
+        self._shape = _Shape(len(plan.rows), plan.attended // len(plan.rows), is_alone=is_alone)
+        places = [
+            (index, self._drafts[request.arrival])
             for index, request in enumerate(plan.requests)
-            if request.num_pending == 1 and request.arrival in self._drafts
+            if request.num_awaited == 1 and request.arrival in self._drafts
         ]
-        drafts = [self._drafts.pop(plan.requests[index].arrival) for index in indices]
-        room = self._max_tokens - self._num_rows
-        for index, draft, size in zip(indices, drafts, self._sizes(drafts), strict=True):
-            if 0 < size <= room and self._add(plan, index, draft.token_ids[:size], num_running):
+        room = self._max_tokens - len(plan.rows)
+        sizes = self._sizes([draft for _, draft in places])
+        for (index, draft), size in zip(places, sizes, strict=True):
+            streamed = self._streamed.get(plan.requests[index].arrival)
+            size = size if streamed is None else min(streamed - 1, len(draft.token_ids))
+            if 0 < size <= room and self._add(plan, index, draft.token_ids[:size]):
                 room -= size
         plan.put_windows_last()
 
-    def _sizes(self, drafts: Sequence[Draft]) -> list[int]:
-        return window_sizes(drafts, self._num_rows, self._seconds) if drafts else []
-
-    def _add(self, plan: PlanBuilder, index: int, draft_ids: Sequence[int], num_running: int) -> bool:
+    def _add(self, plan: PlanBuilder, index: int, draft_ids: Sequence[int]) -> bool:
         """Whether there were blocks to spare for the drafts of a row, which takes them then."""
-        request = plan.requests[index]
-        num_tokens = request.num_scheduled + len(draft_ids)
-        # What a draft takes must not be what another row's next token needs.
-        blocks = self._allocator.grow(request.arrival, num_tokens, num_spare=num_running)
+        blocks = self._spare_blocks(plan.requests[index], len(draft_ids))
         if blocks is None:
             return False
         plan.add_drafts(index, draft_ids, blocks)
         return True
 
-    def _seconds_of(self, plan: PlanBuilder, *, is_alone: bool) -> Callable[[int], float]:
-        costs = None if self._costs is None else self._costs.costs(alone=is_alone)
-        if costs is None:
-            return _where_costs_are_unknown
-        combine = sum if is_alone else max
-        attended = plan.attended // len(plan.rows)  # of one token, on average
+    def _spare_blocks(self, request: RequestState, num_drafts: int) -> list[int] | None:
+        """What a draft takes must not be what another row's next token needs."""
+        num_tokens = request.num_scheduled + num_drafts
+        return self._allocator.grow(request.arrival, num_tokens, num_spare=self._num_running)
 
-        def seconds(tokens: int) -> float:
-            shape = StepShape(tokens, tokens * attended, tokens)
-            return combine([cost.seconds(shape) for cost in costs])
+    def go_ahead(self, plan: PlanBuilder, running: Sequence[RequestState]) -> None:
+        ready = [request for request in running if request.arrival in self._streamed]
+        for request in sorted(ready, key=lambda request: request.last_sampled_step):
+            draft_ids = self._next_ids(request)
+            blocks = self._spare_blocks(request, len(draft_ids)) if draft_ids else None
+            if blocks is not None:
+                plan.add_guessed_window(request, draft_ids, blocks)
+                return
 
-        return seconds
+    def _next_ids(self, request: RequestState) -> Sequence[int]:
+        """Of a window behind what is in flight; none if that is not all guessed, or hardly all right."""
+        draft, ahead = self._drafts.get(request.arrival, NO_DRAFT), len(request.guessed_ids)
+        if not request.is_guessed or list(draft.token_ids[:ahead]) != request.guessed_ids:
+            return ()
+        if draft.chance ** (ahead + 1) < LEAST_CHANCE_AHEAD:
+            return ()
+        room = request.max_len - len(request.token_ids) - request.num_awaited
+        size = min(self._streamed[request.arrival], self._max_tokens, room)
+        return draft.token_ids[ahead : ahead + size]
+
+    def take_rewound(self) -> list[tuple[RequestState, RewoundRow]]:
+        taken, self._rewound = self._rewound, []
+        rewound = [(request, row) for request, row in taken if request.is_rewound]
+        for request, _ in rewound:
+            request.is_rewound = False
+        return rewound
+
+    # --- when a result has come -----------------------------------------------------------------
+
+    def follow(
+        self, request: RequestState, token_ids: Sequence[int], size: int, step_id: int
+    ) -> tuple[int, int]:
+        num_drafts, num_right = size - 1, len(token_ids) - 1
+        # Whether the first guess of the window behind it was decided on.
+        reaches_next = int(request.num_windows_ahead > 0 and num_right == num_drafts)
+        num_void = request.follow(token_ids, step_id)
+        self._stats = self._stats.plus(num_cancelled=max(0, num_void - reaches_next))
+        return num_drafts + reaches_next, num_right + (reaches_next and not num_void)
 
     def settle(self, request: RequestState, num_drafted: int, num_accepted: int) -> None:
-        self._num_drafted += num_drafted
-        self._num_accepted += num_accepted
+        self._stats = self._stats.plus(num_drafted, num_accepted)
         if num_drafted:
             self._drafter.accept(request.arrival, num_drafted, num_accepted)
+        if request.is_rewound:
+            self._rewound.append((request, _rewound_row(request)))
         draft = self._propose(request)
-        request.awaits_result = draft.chance >= _WORTH_WAITING and self._sizes([draft])[0] > 0
         self._drafts.pop(request.arrival, None)
-        if request.num_pending == 0 and draft.token_ids:
+        self._streamed.pop(request.arrival, None)
+        request.awaits_result = False
+        if not draft.token_ids:
+            return
+        streamed = self._streamed_size(draft) if request.phase is RequestPhase.RUNNING else 0
+        if streamed:
+            self._streamed[request.arrival] = streamed
+        if streamed or request.num_awaited == 0:
             self._drafts[request.arrival] = draft
+        is_worth_it = draft.chance >= _WORTH_WAITING and self._sizes([draft])[0] > 0
+        request.awaits_result = streamed > 0 or is_worth_it
 
     def _propose(self, request: RequestState) -> Draft:
-        most = min(self._most, request.max_len - len(request.token_ids) - 1)  # one is sampled behind them
+        most = min(self._reach, request.max_len - len(request.token_ids) - 1)  # one is sampled behind them
         is_held = request.sampling.structured is not None and not self._with_grammars
         if most <= 0 or is_held or not request.may_draft:
             return NO_DRAFT
         return self._drafter.propose(request.arrival, request.token_ids, most)
 
+    @property
+    def _reach(self) -> int:
+        """Tokens that may be guessed: of one window, and of those that follow it."""
+        return self._most if not self._has_gaps else (self._most + 1) * (self._depth.number + 1)
+
+    @property
+    def _has_gaps(self) -> bool:
+        """Whether stages wait while each request has one plan in the pipe."""
+        return self._num_running < self._depth.number
+
+    def _sizes(self, drafts: Sequence[Draft]) -> list[int]:
+        """How many tokens of each draft to add to a plan such as the last one."""
+        cut = [Draft(draft.token_ids[: self._most], draft.chance) for draft in drafts]
+        combine = sum if self._shape.is_alone else max
+        stages = self._stage_seconds(alone=self._shape.is_alone)
+        return window_sizes(cut, self._shape.num_rows, lambda tokens: combine(stages(tokens))) if cut else []
+
+    def _streamed_size(self, draft: Draft) -> int:
+        if not self._has_gaps:
+            return 0
+        times = PipeTimes(
+            self._stage_seconds(alone=True),
+            self._stage_seconds(alone=False),
+            self._depth.wire.latency,
+            self._num_running,
+        )
+        return streamed_size(draft.chance, min(self._most + 1, len(draft.token_ids)), times)
+
+    def _stage_seconds(self, *, alone: bool) -> Callable[[int], list[float]]:
+        """Of each stage for a step of so many tokens, with contexts as in the last plan."""
+        costs = None if self._costs is None else self._costs.costs(alone=alone)
+        if costs is None:
+            return lambda tokens: [float(max(tokens, _FREE_TOKENS))] * self._depth.number
+        known: list[StageCost] = costs
+
+        def seconds(tokens: int) -> list[float]:
+            shape = StepShape(tokens, tokens * self._shape.attended, tokens)
+            return [cost.seconds(shape) for cost in known]
+
+        return seconds
+
     def forget(self, request: RequestState) -> None:
         self._drafts.pop(request.arrival, None)
+        self._streamed.pop(request.arrival, None)
         self._drafter.forget(request.arrival)
 
     def stats(self) -> SpeculationStats:
-        return SpeculationStats(self._drafter.name, self._num_drafted, self._num_accepted)
+        return self._stats
 
 
-def _where_costs_are_unknown(tokens: int) -> float:
-    return float(max(tokens, _FREE_TOKENS))
+class _Shape:
+    """What a plan was like.
+
+    Args:
+        attended: positions, of one token, on average.
+        is_alone: no other plan was in the pipe with it.
+    """
+
+    def __init__(self, num_rows: int, attended: int, *, is_alone: bool) -> None:
+        self.num_rows, self.attended, self.is_alone = num_rows, attended, is_alone
+
+
+def _rewound_row(request: RequestState) -> RewoundRow:
+    return RewoundRow(
+        row=request.row,
+        step=request.last_sampled_step,
+        num_tokens=len(request.token_ids),
+        newest_ids=request.token_ids[request.num_told :],
+    )

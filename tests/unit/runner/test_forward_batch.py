@@ -151,7 +151,7 @@ def test_e5_samples_that_come_while_the_batch_is_begun_give_the_same_batch(rejec
         ]
         batch = build(make_plan(0, parts, new_rows=enter), rows, pool)
         rows.post_update(0, batch.sampled, [[7], [8]], [0, 0])
-        rows.put_drafts(0, [60])
+        rows.put_drafts(0, 5, [60])
         drafted = [Part(row=0, num_tokens=2, start=3, token_from=0), Part(row=2, start=2, token_from=0)]
         return rows, pool, build(make_plan(1, drafted), rows, pool)
 

@@ -115,7 +115,7 @@ def test_e5_two_phases_equal_one(seed: int) -> None:
         part = Part(row=0, num_tokens=1 + len(drafts), start=optimistic, token_from=step - 1)
         plan = make_plan(step, [part])
         for rows in (at_once, deferred):
-            rows.put_drafts(0, drafts)
+            rows.put_drafts(0, rows.total_len[0] + len(drafts), drafts)
             assert schedule(rows, plan) == [oracle.computed]
         oracle.schedule(1 + len(drafts))
         at_once.post_update(step, addressed(at_once, 0), [sampled], [rejected])
@@ -132,7 +132,7 @@ def test_d5_positions_subtract_rejections_and_a_withheld_update_is_refused() -> 
     rows, withheld = started([1, 2, 3]), started([1, 2, 3])
     for table_ in (rows, withheld):
         table_.post_update(0, addressed(table_, 0), [[7]], [0])
-        table_.put_drafts(0, [8, 9])
+        table_.put_drafts(0, 6, [8, 9])
         assert schedule(table_, make_plan(1, [Part(row=0, num_tokens=3, start=3, token_from=0)])) == [3]
     rows.post_update(1, addressed(rows, 0), [[8, 5]], [1])
     following = make_plan(2, [Part(row=0, start=6, token_from=1)])
@@ -145,7 +145,7 @@ def test_d5_positions_subtract_rejections_and_a_withheld_update_is_refused() -> 
 def test_d7_drafts_lie_behind_the_known_tokens() -> None:
     rows = started([1, 2, 3])
     rows.post_update(0, addressed(rows, 0), [[7]], [0])
-    rows.put_drafts(0, [8, 9])
+    rows.put_drafts(0, rows.total_len[0] + 2, [8, 9])
     assert rows.token_ids[0, 3:6].tolist() == [7, 8, 9]
     assert rows.total_len[0] == 4
     rows.post_update(1, addressed(rows, 0), [[8, 4]], [1])

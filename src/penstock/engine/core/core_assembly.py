@@ -64,7 +64,7 @@ def build_core(
         costs=calibration.costs.model,
         tier=_tier(config, allocator, clock),
         depth=depth,
-        windows=_windows(config, allocator, calibration.costs.model, clock),
+        windows=_windows(config, allocator, calibration.costs.model, depth, clock),
     )
     core = EngineCore(
         scheduler,
@@ -102,7 +102,11 @@ def depth_and_wire(
 
 
 def _windows(
-    config: CoreConfig, allocator: BlockAllocator, costs: CostModel | None, clock: Callable[[], float]
+    config: CoreConfig,
+    allocator: BlockAllocator,
+    costs: CostModel | None,
+    depth: PlanDepth,
+    clock: Callable[[], float],
 ) -> NoWindows:
     if not config.speculation.is_on:
         return NoWindows()
@@ -112,6 +116,7 @@ def _windows(
         costs,
         most=config.speculation.most_drafts,
         max_tokens=config.scheduler.max_num_batched_tokens,
+        depth=depth,
         # Ranks that share the last stage must end a window at the same place, and each makes its own masks.
         with_grammars=config.parallel.tp_sizes[-1] == 1,
     )

@@ -107,7 +107,7 @@ class CostLearner:
             samples: dict[bool, list[StepSample]] = defaultdict(list)
             for times in step_times(report):
                 step = self._steps.get(times.step)
-                if step is not None:
+                if step is not None and times.forward_s:  # else it was void, and nobody computed it
                     sample_s = times.sample_s if step.samples_only else None
                     sample = StepSample(step.shape, times.forward_s, sample_s, times.overhead_s)
                     samples[step.alone].append(sample)

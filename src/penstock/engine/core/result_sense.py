@@ -1,8 +1,7 @@
 """Whether the result of a step can be used, whatever the last stage computes it on.
 
 That it is the right one, and complete, is compared with its plan (`engine.core.steps_in_flight`). Here is
-what holds for each result: an id of the vocabulary for each row that has not failed, and lists that fit
-together. What the scheduler and the clients do with it then needs no checks.
+what holds for each result: ids of the vocabulary for rows that have not failed, and lists that fit together. What the scheduler and the clients do with it then needs no checks.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ def require_sense(result: StepResult, vocab_size: int, stage: int) -> None:
     num_rows, failed = len(result.token_ids), result.failed
     for row, ids in enumerate(result.token_ids):
         drawn = ids[:-1] if row in failed else ids
-        if not ids or not all(0 <= token_id < vocab_size for token_id in drawn):
+        if not all(0 <= token_id < vocab_size for token_id in drawn):
             raise ProtocolError(f"row {row} of step {result.step_id} has the ids {ids[:8]}.", stage=stage)
     has_sense = (
         len(result.logprobs) in (0, num_rows)

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from penstock.batch import ScheduledBatch, StepResult
+from penstock.batch import GUESSED, ScheduledBatch, StepResult
 from penstock.config.engine import ParallelConfig
 from penstock.engine.core.result_sense import require_sense
 from penstock.engine.core.stall_limits import StallLimit
@@ -231,6 +231,10 @@ def _check_result(
             f"the result of step {result.step_id}: expected {step.plan.window_sizes} ids and rejected "
             f"drafts, found {widths}.{concerned_by()}",
             stage=stage,
+        )
+    if not all(result.token_ids) and GUESSED not in step.plan.token_from:
+        raise ProtocolError(
+            f"the result of step {result.step_id} has no ids for a row.{concerned_by()}", stage=stage
         )
     scored, scores = [tokens.count for tokens in step.plan.scored], [len(own) for own in result.scores]
     if len(scores) != len(scored) or any(map(lambda has, due: has not in (0, due), scores, scored)):

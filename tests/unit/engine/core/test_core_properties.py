@@ -227,12 +227,13 @@ def run_random_trace(seed: int) -> Trace:
 def test_d2_d10_d11_d13_long_random_traces() -> None:
     traces = [run_random_trace(seed) for seed in range(60)]
     preempting = [trace.rig.core.stats().scheduler.num_preemptions > 0 for trace in traces]
-    assert sum(preempting) > 10, "traces too tame"
+    assert sum(preempting) > 8, "traces too tame"
     assert sum(trace.rig.num_dropped > 0 for trace in traces) > 10, "traces too tame"
     assert sum(len(trace.aborted) > 0 for trace in traces) > 10, "traces too tame"
     assert sum(trace.rig.most_in_flight > 4 + 2 for trace in traces) > 3, "traces too tame"
     drafting = [trace.rig.core.stats().scheduler.speculation for trace in traces]
     assert sum(0 < stats.num_accepted < stats.num_drafted for stats in drafting) > 10, "traces too tame"
+    assert sum(stats.num_cancelled > 0 for stats in drafting) > 3, "traces too tame"
 
 
 @pytest.mark.soak

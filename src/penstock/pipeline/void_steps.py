@@ -1,0 +1,70 @@
+"""Steps that need not be computed: windows behind a wrong guess, as soon as a later plan says so.
+
+    plans that wait here    7: guessed window of row 3    8: guessed window of row 3    9: rewinds row 3
+                               void                          void                          is computed next
+
+The core rewinds a row in the first plan that it makes after it has seen the wrong guess. A stage that takes
+each plan only when its turn comes would compute all windows before it. So it takes what has come, looks for
+rewound rows, and lets the windows pass that these make void. It computes at most the one that it is at.
+
+A stage of several ranks does not look ahead: these compute together, and must not differ about what they
+compute. Used by `pipeline.stage`. Knows no requests and no tensors.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+
+from penstock.batch import GUESSED, CoreToRank, ScheduledBatch
+
+
+class NoVoidSteps:
+    """Every plan is computed."""
+
+    def next_message(self, receive: Callable[[], CoreToRank]) -> CoreToRank:
+        """What the core says next: `receive` waits for it."""
+        return receive()
+
+    def look_ahead(self, plan: ScheduledBatch, poll: Callable[[], CoreToRank | None]) -> None:
+        """A plan is going to be computed.
+
+        Args:
+            poll: returns what has come behind it and was not taken; None when there is nothing.
+        """
+
+    def has(self, step_id: int) -> bool:
+        """Whether a later plan has made the plan that was looked at last void."""
+        return False
+
+
+class VoidSteps(NoVoidSteps):
+    """Takes plans ahead of their time."""
+
+    def __init__(self) -> None:
+        self._waiting: deque[CoreToRank] = deque()
+        self._void_step = -1
+
+    def next_message(self, receive: Callable[[], CoreToRank]) -> CoreToRank:
+        return self._waiting.popleft() if self._waiting else receive()
+
+    def look_ahead(self, plan: ScheduledBatch, poll: Callable[[], CoreToRank | None]) -> None:
+        while (message := poll()) is not None:
+            self._waiting.append(message)
+        if GUESSED not in plan.token_from:
+            return
+        rewound = (
+            rewound
+            for message in self._waiting
+            if isinstance(message, ScheduledBatch)
+            for rewound in message.rewound
+        )
+        # The newest token of a rewound row was sampled before: who holds the row now, held it at this plan.
+        if any(one.row in plan.rows and one.step < plan.step_id for one in rewound):
+            self._void_step = plan.step_id
+
+    def has(self, step_id: int) -> bool:
+        return step_id == self._void_step
+
+
+NOTHING_VOID = NoVoidSteps()

@@ -1,0 +1,68 @@
+"""Whether windows of one request should follow each other through the pipe, and how large they should be.
+
+    waiting     | w0 |    |    | w1 |    |    |      D = 3: a window enters when the result of the last is back
+    streaming   | w0 | w1 | w2 | w3 | w4 | w5 |      it enters at once, and guesses what the last will yield
+
+A window takes the *trip* through all stages and back; streaming, one leaves the pipe every *beat*, which is
+the time of the slowest stage. A guess is right with chance c if all before it were. So until the first wrong
+guess there come c / (1 - c) right ones and one token more, and of windows of n tokens behind the first, which
+has n - 1 guesses, c^(n-1) / (1 - c^n) are right altogether. Tokens a second are
+
+    waiting     (1 - c^n) / (1 - c)  /  trip alone(n)
+    streaming    1 / (1 - c)  /  (trip(n) + beat(n) c^(n-1) / (1 - c^n))
+
+With n = 1 and D = trip / beat the second is (R + 1) / ((R + D) beat), R = c / (1 - c): the law of
+docs/speculative-decoding.md. Pure arithmetic.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+LEAST_CHANCE_AHEAD = 0.1  # that a window is of use, below which it is not sent ahead
+_MOST_CHANCE = 0.99  # that is believed
+_MARGIN = 0.05  # of the rate, that streaming must gain
+
+
+class PipeTimes(NamedTuple):
+    """What windows take, in seconds.
+
+    Attributes:
+        alone: of each stage for a window of so many tokens, while no other stage computes.
+        shared: the same, while all do.
+        latency: of all ways between the stages and back.
+        num_streams: requests that take turns on the stages.
+    """
+
+    alone: Callable[[int], Sequence[float]]
+    shared: Callable[[int], Sequence[float]]
+    latency: float = 0.0
+    num_streams: int = 1
+
+
+def streamed_size(chance: float, most: int, times: PipeTimes) -> int:
+    """Choose the tokens of each window of a request that streams; 0: it should not.
+
+    Args:
+        chance: that a guess is right if all before it were.
+        most: tokens of a window.
+    """
+    chance = min(chance, _MOST_CHANCE)
+    sizes = range(1, most + 1)
+    best = max(sizes, key=lambda size: _streaming_rate(chance, size, times))
+    waiting = max(_waiting_rate(chance, size, times) for size in sizes)
+    return best if _streaming_rate(chance, best, times) > (1.0 + _MARGIN) * waiting else 0
+
+
+def _waiting_rate(chance: float, size: int, times: PipeTimes) -> float:
+    num_tokens = (1.0 - chance**size) / (1.0 - chance)
+    return num_tokens / (sum(times.alone(size)) + times.latency)
+
+
+def _streaming_rate(chance: float, size: int, times: PipeTimes) -> float:
+    seconds = times.shared(size)
+    beat = times.num_streams * max(seconds)
+    trip = max(sum(seconds) + times.latency, beat)
+    num_followers = chance ** (size - 1) / (1.0 - chance**size)
+    return 1.0 / (1.0 - chance) / (trip + beat * num_followers)
