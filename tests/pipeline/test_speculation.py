@@ -20,8 +20,11 @@ from pairwise import Case, drawn
 from paths import shared_data
 from penstock import LLM, SamplingParams
 from penstock.engine.core import core_assembly
+from penstock.kvcache.allocator import BlockAllocator
 from penstock.request import StructuredOutputs
-from penstock.speculation.drafter import NO_DRAFT, Draft
+from penstock.scheduler.cost_model import CostModel
+from penstock.scheduler.windows import DraftWindows
+from penstock.speculation.drafter import NO_DRAFT, Draft, Drafter
 from penstock.speculation.suffix import SuffixDrafter
 
 VOCAB_SIZE = 512
@@ -129,6 +132,11 @@ def reference(block_size: int, tensor_parallel: int) -> list[tuple[list[int], ob
         return generate(llm)
 
 
+def without_costs(drafter: Drafter, allocator: BlockAllocator, costs: CostModel | None, **given: Any) -> Any:
+    """Windows that do not shrink where this machine happens to be slow."""
+    return DraftWindows(drafter, allocator, None, **given)
+
+
 @pytest.mark.deep
 @pytest.mark.parametrize("case", sampled(CASES, 10), ids=str)
 def test_d5_d7_speculation_changes_nothing(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,6 +145,7 @@ def test_d5_d7_speculation_changes_nothing(case: Case, monkeypatch: pytest.Monke
     if given["chance"] != "suffix":
         drafter = Answers([ids for ids, _, _ in expected], given["chance"])
         monkeypatch.setattr(core_assembly, "SuffixDrafter", lambda: drafter)
+        monkeypatch.setattr(core_assembly, "DraftWindows", without_costs)
     with engine(
         pipeline_parallel_size=given["num_stages"],
         tensor_parallel_size=given["tensor_parallel"],
@@ -158,6 +167,8 @@ def test_d5_d7_speculation_changes_nothing(case: Case, monkeypatch: pytest.Monke
     assert told.num_drafted > 0, "nobody drafted: the case shows nothing"
     if given["chance"] in (0.0, 1.0):
         assert told.num_accepted <= told.num_drafted * given["chance"]
+    if 0.0 < given["chance"] < 1.0 and given["max_num_seqs"] == 1 and given["num_stages"] > 2:
+        assert told.num_cancelled > 0, "windows of one stream follow each other, and some are void"
     if given["chance"] == 1.0:
         assert told.num_accepted > 0.9 * told.num_drafted
 

@@ -60,3 +60,36 @@ class KnowingDrafter:
     def forget(self, request: int) -> None:
         assert request not in self.forgotten, "it is forgotten once"
         self.forgotten.add(request)
+
+
+class SteadyDrafter:
+    """Guesses the tokens of `fakes.next_token`, each right with the same chance, whenever it is asked.
+
+    Args:
+        request_of: a live request by its arrival.
+        chance: that a guess is right if all before it were; it claims just that.
+    """
+
+    name = "steady"
+
+    def __init__(self, request_of: Callable[[int], RequestState], chance: float, seed: int = 0) -> None:
+        self._request_of, self._chance, self._seed = request_of, chance, seed
+        self._texts: dict[int, list[int]] = {}  # what each request will have said
+
+    def propose(self, request: int, token_ids: Sequence[int], most: int) -> Draft:
+        state, known = self._request_of(request), len(token_ids)
+        text = self._texts.setdefault(request, list(token_ids))
+        while len(text) < known + most:
+            text.append(next_token(text, state.sampling, len(text) - state.prompt_len))
+        assert text[:known] == token_ids, "its tokens are the right ones"
+        return Draft([self._guess(request, text, position) for position in range(known, known + most)], self._chance)
+
+    def _guess(self, request: int, text: Sequence[int], position: int) -> int:
+        is_right = Random(f"{self._seed} {request} {position}").random() < self._chance
+        return text[position] if is_right else (text[position] + 1) % VOCAB_SIZE
+
+    def accept(self, request: int, num_drafted: int, num_accepted: int) -> None:
+        assert 0 <= num_accepted <= num_drafted
+
+    def forget(self, request: int) -> None:
+        self._texts.pop(request, None)

@@ -75,6 +75,10 @@ class TokenIds(Protocol):
         """The ids of a row at positions from `start` to before `end`."""
         ...
 
+    def is_other(self, row: int, position: int, token_id: int) -> bool:
+        """Whether the known id at a position is another one; where none are kept nobody can say so."""
+        ...
+
 
 class KeptIds:
     """The ids of the first stage, which embeds them, and of the last, which counts and scores them."""
@@ -92,6 +96,9 @@ class KeptIds:
         first = row * self._width
         return self._words[first + start : first + end]
 
+    def is_other(self, row: int, position: int, token_id: int) -> bool:
+        return self._words[row * self._width + position] != token_id
+
 
 class NoIds:
     """In place of the ids on a stage between the first and the last, which reads none."""
@@ -104,6 +111,9 @@ class NoIds:
 
     def read(self, row: int, start: int, end: int) -> Sequence[int]:
         raise AssertionError("this stage keeps no token ids")
+
+    def is_other(self, row: int, position: int, token_id: int) -> bool:
+        return False
 
 
 class RequestRows:
@@ -280,8 +290,8 @@ class RequestRows:
         """Whether the plan is a window behind a wrong guess: its input was guessed, and is not what was
         sampled, or follows what was not.
 
-        The last stage finds out before the core does, and in time: samples of all earlier steps are in its
-        table. Other stages have not consumed those of the window before.
+        The last stage finds out in any case, and before the core does: samples of all earlier steps are in its
+        table. Other stages do if another row had them consume these.
 
         Args:
             starts: [num_rows] true positions of the first tokens.
@@ -294,7 +304,7 @@ class RequestRows:
         if len(plan.rows) > 1:
             raise self._refusal(plan, plan.token_from.index(GUESSED), "has a guessed input beside other rows")
         row, start = plan.rows[0], starts[0]
-        if start < self.total_len[row] and self._ids.read(row, start, start + 1)[0] != plan.drafts[0][0]:
+        if start < self.total_len[row] and self._ids.is_other(row, start, plan.drafts[0][0]):
             self._strayed.add(row)
         return row in self._strayed
 

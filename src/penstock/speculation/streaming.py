@@ -5,11 +5,11 @@
 
 A window takes the *trip* through all stages and back; streaming, one leaves the pipe every *beat*, which is
 the time of the slowest stage. A guess is right with chance c if all before it were. So until the first wrong
-guess there come c / (1 - c) right ones and one token more, and of windows of n tokens behind the first, which
-has n - 1 guesses, c^(n-1) / (1 - c^n) are right altogether. Tokens a second are
+guess there come c / (1 - c) right ones and one token more, and c^n / (1 - c^n) windows of n tokens follow the first
+before one is void. Tokens a second are
 
     waiting     (1 - c^n) / (1 - c)  /  trip alone(n)
-    streaming    1 / (1 - c)  /  (trip(n) + beat(n) c^(n-1) / (1 - c^n))
+    streaming    1 / (1 - c)  /  (trip(n) + beat(n) c^n / (1 - c^n))
 
 With n = 1 and D = trip / beat the second is (R + 1) / ((R + D) beat), R = c / (1 - c): the law of
 docs/speculative-decoding.md. Pure arithmetic.
@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-LEAST_CHANCE_AHEAD = 0.1  # that a window is of use, below which it is not sent ahead
+LEAST_CHANCE_AHEAD = 0.05  # that a window is of use, below which it is not sent ahead
 _MOST_CHANCE = 0.99  # that is believed
 _MARGIN = 0.05  # of the rate, that streaming must gain
 
@@ -64,5 +64,5 @@ def _streaming_rate(chance: float, size: int, times: PipeTimes) -> float:
     seconds = times.shared(size)
     beat = times.num_streams * max(seconds)
     trip = max(sum(seconds) + times.latency, beat)
-    num_followers = chance ** (size - 1) / (1.0 - chance**size)
+    num_followers = chance**size / (1.0 - chance**size)
     return 1.0 / (1.0 - chance) / (trip + beat * num_followers)
