@@ -164,7 +164,8 @@ def test_d5_d7_speculation_changes_nothing(case: Case, monkeypatch: pytest.Monke
     told = stats.scheduler.speculation
     if given["chance"] == "suffix":
         return
-    assert told.num_drafted > 0, "nobody drafted: the case shows nothing"
+    # Prompts that go token by token may be there all the time, and then nobody drafts.
+    assert told.num_drafted > 0 or given["chunk"] == 1, "nobody drafted: the case shows nothing"
     if given["chance"] in (0.0, 1.0):
         assert told.num_accepted <= told.num_drafted * given["chance"]
     if 0.0 < given["chance"] < 1.0 and given["max_num_seqs"] == 1 and given["num_stages"] > 2:

@@ -21,6 +21,7 @@ bounded number. Plain Python on one thread: the core's.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import cycle, islice
 
 from penstock.speculation.drafter import NO_DRAFT, Draft
 
@@ -49,9 +50,10 @@ class SuffixDrafter:
         text.read(token_ids, self._chances)
         if text.cursor == _NOWHERE or text.num_read < len(token_ids):
             return NO_DRAFT
-        # The old text may reach up to the newest token, and so be shorter than what is asked for.
-        found = token_ids[text.cursor : text.cursor + most]
-        return Draft(found, text.chances[text.run_class]) if found else NO_DRAFT
+        found = list(token_ids[text.cursor : text.cursor + most])
+        if len(found) < most:  # the old text reaches up to the newest token: what follows repeats it
+            found = list(islice(cycle(found), most))
+        return Draft(found, text.chances[text.run_class])
 
     def accept(self, request: int, num_drafted: int, num_accepted: int) -> None:
         """The tokens themselves will tell, when they are read."""

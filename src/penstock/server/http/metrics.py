@@ -221,6 +221,11 @@ class Metrics:
             for name, text, count in (
                 ("spec_drafted_tokens", "Tokens that were guessed ahead.", drafts.num_drafted),
                 ("spec_accepted_tokens", "Of these, those that were right.", drafts.num_accepted),
+                (
+                    "spec_cancelled_tokens",
+                    "Tokens that were guessed behind a wrong guess, and never decided on.",
+                    drafts.num_cancelled,
+                ),
             ):
                 yield self._counter(name, text, "drafter", Counter({drafts.drafter: count}))
         yield self._counter("stage_restarts", "Times that a lost stage was started again.", "stage", restarts)
