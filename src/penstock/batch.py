@@ -150,8 +150,8 @@ NO_META = PlanMeta()
 class ScheduledBatch(msgspec.Struct, frozen=True, tag="plan", kw_only=True, omit_defaults=True):
     """One plan. An empty plan (no rows) is legal: it is the health probe and crosses every stage.
 
-    Order of application on a rank: `freed_rows`, then `new_rows` with their blocks, then `rewound`, then append
-    `new_blocks`, then consume the token returns of all steps up to `consume_through`, then run.
+    Order of application on a rank: `freed_rows`, then `new_rows` with their blocks, then `rewound`, then
+    append `new_blocks`, then consume the token returns of all steps up to `consume_through`, then run.
     """
 
     step_id: int  # 0, 1, 2, ... without gaps; goes on in a new epoch

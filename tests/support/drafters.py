@@ -82,7 +82,9 @@ class SteadyDrafter:
         while len(text) < known + most:
             text.append(next_token(text, state.sampling, len(text) - state.prompt_len))
         assert text[:known] == token_ids, "its tokens are the right ones"
-        return Draft([self._guess(request, text, position) for position in range(known, known + most)], self._chance)
+        return Draft(
+            [self._guess(request, text, position) for position in range(known, known + most)], self._chance
+        )
 
     def _guess(self, request: int, text: Sequence[int], position: int) -> int:
         is_right = Random(f"{self._seed} {request} {position}").random() < self._chance

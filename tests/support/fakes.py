@@ -348,8 +348,8 @@ class RankReplica:
         return self._sample_window(state, drafts, may_be_spoilt=bool(plan.awaited))
 
     def _run_guessed(self, state: ReplicaRow, start: int, drafts: list[int]) -> list[int]:
-        """A window of guesses alone; no ids if it is void, as the last stage finds out. The stages before have
-        computed it all the same."""
+        """A window of guesses alone; no ids if it is void, as the last stage finds out. The stages before
+        have computed it all the same."""
         for position, token in enumerate(drafts, start):
             self._write(state, position, token)
         state.num_computed += len(drafts)

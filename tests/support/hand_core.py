@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from penstock.attention.metadata import AttentionMetadata, LayerKV
-from penstock.batch import KNOWN, NewRow, RowSampling, ScheduledBatch, StepResult
+from penstock.batch import KNOWN, NewRow, RewoundRow, RowSampling, ScheduledBatch, StepResult
 from penstock.kernels.candidates import HeadOutput, HeadRequest, head_output_of
 from penstock.models.intermediate import IntermediateTensors
 from penstock.pipeline.decision_log import DecisionLog
@@ -35,6 +35,7 @@ class Part:
     blocks: Sequence[int] = ()
     sampled: bool = True
     token_from: int = KNOWN
+    drafts: Sequence[int] = ()
 
 
 def make_plan(
@@ -43,6 +44,7 @@ def make_plan(
     *,
     new_rows: Sequence[NewRow] = (),
     freed_rows: Sequence[int] = (),
+    rewound: Sequence[RewoundRow] = (),
     consume_through: int = -1,
     epoch: int = 0,
 ) -> ScheduledBatch:
@@ -60,6 +62,8 @@ def make_plan(
             consume_through=max([consume_through, *(part.token_from for part in parts)]),
             new_rows=list(new_rows),
             freed_rows=list(freed_rows),
+            rewound=list(rewound),
+            drafts={index: list(part.drafts) for index, part in enumerate(parts) if part.drafts},
         )
     )
 

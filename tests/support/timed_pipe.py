@@ -1,4 +1,4 @@
-"""A pipe whose stages take time of a clock that is set by hand: what a layout yields a second, without waiting.
+"""A pipe whose stages take time of a clock that is set by hand: what a layout yields a second.
 
 Every stage computes one plan at a time, in order. Hidden states take a hop to the next stage, plans and
 results a hop from and to the core. A window that is void, as a later plan at the stage has said or as the

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from hand_core import new_row
-from penstock.batch import ScheduledBatch, TierOrder
+from penstock.batch import GUESSED, RewoundRow, ScheduledBatch, TierOrder
 from penstock.errors import ProtocolError
 from penstock.residency import MISMATCH, Residency
 
@@ -123,6 +123,14 @@ REFUSALS = {
         msgspec.structs.replace(ALONE, new_rows=[msgspec.structs.replace(ALONE.new_rows[0], blocks=[8, 6])]),
         "'c' begins with block 8: .* 4 .* 0",
     ),
+    "rewound without drafts": (
+        ScheduledBatch(step_id=2, rewound=[RewoundRow(0, 1, 6, [1])]),
+        "'a' is rewound to where it cannot be: .* 5 .* has 6",
+    ),
+    "nobody is rewound": (
+        ScheduledBatch(step_id=2, rewound=[RewoundRow(3, 1, 6, [1])]),
+        "row 3 is rewound and holds no request here",
+    ),
     "no blocks": (
         msgspec.structs.replace(ENTERS, start_positions=[8], new_blocks=[[3]]),
         "'c' begins behind .* 8 .* has 4",
@@ -137,6 +145,29 @@ def test_h15_what_does_not_follow_is_refused_with_request_and_lengths(case: str)
         begun().replay(told(begun(), plan))
     assert e.value.code == MISMATCH
     begun().replay(plan)  # not from the core's tables: only applied
+
+
+def test_a_rewound_row_goes_back_by_no_more_than_its_drafts() -> None:
+    ahead = ScheduledBatch(
+        step_id=2,
+        rows=[0],
+        num_tokens=[2],
+        start_positions=[6],
+        new_blocks=[[]],
+        token_from=[GUESSED],
+        drafts={0: [5, 6]},
+    )
+    for num_tokens, is_refused in ((9, True), (8, False), (7, False), (6, True)):
+        table = begun()
+        table.replay(ahead)
+        plan = ScheduledBatch(step_id=3, rewound=[RewoundRow(0, 1, num_tokens, [1])])
+        if is_refused:
+            with pytest.raises(ProtocolError, match="'a' is rewound to where it cannot be"):
+                table.replay(told(table, plan))
+            continue
+        table.replay(plan)
+        assert table.rows[0].length == num_tokens - 1
+        assert table.digest == table.recomputed()
 
 
 def test_the_digest_does_not_depend_on_the_order_of_facts() -> None:

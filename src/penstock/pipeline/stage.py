@@ -170,7 +170,9 @@ def _receive(
     """The next plan; None when there are no more. Calls that come before it are handed on."""
     due = f"the plan of step {step_id}"
     try:
-        while isinstance(message := void_steps.next_message(lambda: _next_message(channel, orders)), EntryCall):
+        while isinstance(
+            message := void_steps.next_message(lambda: _next_message(channel, orders)), EntryCall
+        ):
             orders.take_call(message)
     except PeerError as error:
         raise type(error)(f"{error.message} It was due to bring {due}.") from error

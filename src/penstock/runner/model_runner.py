@@ -147,7 +147,7 @@ class ModelRunner:
         return result
 
     def _void(self, batch: ForwardBatch) -> StepResult:
-        """Of a window behind a wrong guess: it yields nothing, and all that it has scheduled is taken back."""
+        """A window behind a wrong guess yields nothing, and all that it has scheduled is taken back."""
         plan = batch.plan
         result = StepResult(
             step_id=plan.step_id,

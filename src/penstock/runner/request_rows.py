@@ -290,8 +290,8 @@ class RequestRows:
         """Whether the plan is a window behind a wrong guess: its input was guessed, and is not what was
         sampled, or follows what was not.
 
-        The last stage finds out in any case, and before the core does: samples of all earlier steps are in its
-        table. Other stages do if another row had them consume these.
+        The last stage finds out in any case, and before the core does: samples of all earlier steps are in
+        its table. Other stages do if another row had them consume these.
 
         Args:
             starts: [num_rows] true positions of the first tokens.

@@ -85,9 +85,7 @@ class PlanBuilder:
         request.num_pending += num_drafts
         request.guessed_ids = list(draft_ids)
 
-    def add_guessed_window(
-        self, request: RequestState, draft_ids: Sequence[int], blocks: list[int]
-    ) -> None:
+    def add_guessed_window(self, request: RequestState, draft_ids: Sequence[int], blocks: list[int]) -> None:
         """Drafts that follow those in flight, and the id that is guessed for the last of them to yield. It is
         the only row of the plan, so that stages can leave it out when a guess was wrong."""
         assert not self.rows, "a guessed window is a plan of its own"

@@ -1,12 +1,12 @@
 """Whether windows of one request should follow each other through the pipe, and how large they should be.
 
-    waiting     | w0 |    |    | w1 |    |    |      D = 3: a window enters when the result of the last is back
-    streaming   | w0 | w1 | w2 | w3 | w4 | w5 |      it enters at once, and guesses what the last will yield
+    waiting     | w0 |    |    | w1 |    |    |      a window enters when the result of the last is back
+    streaming   | w0 | w1 | w2 | w3 | w4 | w5 |      it enters at once, and guesses what that will yield
 
 A window takes the *trip* through all stages and back; streaming, one leaves the pipe every *beat*, which is
 the time of the slowest stage. A guess is right with chance c if all before it were. So until the first wrong
-guess there come c / (1 - c) right ones and one token more, and c^n / (1 - c^n) windows of n tokens follow the first
-before one is void. Tokens a second are
+guess there come c / (1 - c) right ones and one token more, and c^n / (1 - c^n) windows of n tokens follow
+the first before one is void. Tokens a second are
 
     waiting     (1 - c^n) / (1 - c)  /  trip alone(n)
     streaming    1 / (1 - c)  /  (trip(n) + beat(n) c^n / (1 - c^n))

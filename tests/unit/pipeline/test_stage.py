@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import re
+import threading
 from collections.abc import Callable, Sequence
 from itertools import count
 from typing import Protocol
@@ -23,7 +24,17 @@ from hand_core import (
     make_plan,
     new_row,
 )
-from penstock.batch import AllocateKV, PlanMeta, ScheduledBatch, Shutdown, StepResult, decode_to_core, encode
+from penstock.batch import (
+    GUESSED,
+    AllocateKV,
+    PlanMeta,
+    RewoundRow,
+    ScheduledBatch,
+    Shutdown,
+    StepResult,
+    decode_to_core,
+    encode,
+)
 from penstock.distributed.group import MemoryGroup, meet
 from penstock.distributed.share import Share
 from penstock.errors import (
@@ -45,6 +56,7 @@ from penstock.pipeline.links.ring_memory import close_handle, create_ring
 from penstock.pipeline.ports import EmbedSource, ForwardSink, LinkSource, SampleSink
 from penstock.pipeline.stage import Stage, plans_from
 from penstock.pipeline.token_return import CountReceiver, TokenReceiver, TokenSender
+from penstock.pipeline.void_steps import VoidSteps
 from penstock.runner.buffers import BufferPool
 from penstock.runner.model_runner import ModelRunner
 from penstock.runner.request_rows import KeptIds, NoIds, RequestRows
@@ -101,7 +113,10 @@ class Pipe:
             else:
                 lasts = [last for last, _ in tokens]
                 sink = SampleSink(runner, TokenSender(lasts[:1], lasts[1:]), plans, clock)
-            self.stages.append(Stage(stage, runner, source, sink, StageReporter(stage, clock)))
+            void_steps = VoidSteps()
+            self.stages.append(
+                Stage(stage, runner, source, sink, StageReporter(stage, clock), void_steps=void_steps)
+            )
         self.crew = Crew()
         for index, (stage, plans) in enumerate(zip(self.stages, rank_endpoints, strict=True)):
             own_links = [receiver for _, receiver in links[index - 1 : index]] if index else []
@@ -115,7 +130,15 @@ class Pipe:
         def live() -> None:
             try:
                 names_of = stage._runner.rows.names_of
-                stage.run(plans_from(plans, clock, is_last=stage is self.stages[-1], names_of=names_of))
+                stage.run(
+                    plans_from(
+                        plans,
+                        clock,
+                        is_last=stage is self.stages[-1],
+                        names_of=names_of,
+                        void_steps=stage._void_steps,
+                    )
+                )
             finally:
                 for end in ends:
                     end.close()
@@ -466,3 +489,90 @@ def test_c7_a_later_stage_receives_into_buffers_of_a_fixed_address() -> None:
     pipe.poll_results(20.0)
     pipe.shutdown()
     assert len(addresses) == 1
+
+
+class Gated(ArithmeticModel):
+    """Notes the tokens of each step that it computes, and holds up the one that begins with a given token."""
+
+    def __init__(self, held: int = -1) -> None:
+        self.held = held
+        self.computed: list[list[int]] = []
+        self.has_come, self.may_go = threading.Event(), threading.Event()
+
+    def forward(
+        self, tensors: IntermediateTensors, positions: torch.Tensor, *rest: object
+    ) -> IntermediateTensors:
+        tokens = tensors["hidden_states"][:, 0].int().tolist()
+        self.computed.append(tokens)
+        if tokens[0] == self.held:
+            self.has_come.set()
+            assert self.may_go.wait(20.0)
+        return super().forward(tensors, positions, *rest)
+
+
+def guessed(step_id: int, start: int, draft_ids: Sequence[int]) -> ScheduledBatch:
+    part = Part(row=0, num_tokens=len(draft_ids), start=start, token_from=GUESSED, drafts=draft_ids)
+    return make_plan(step_id, [part])
+
+
+@pytest.mark.parametrize("num_stages", [2, 3, 4])
+@pytest.mark.parametrize("held", [False, True])
+def test_a_stage_computes_at_most_one_void_window_once_it_has_the_plan_that_rewinds(
+    num_stages: int, held: bool
+) -> None:
+    prompt = [5, 6, 7]
+    first, second, third, *others = arithmetic_tokens(prompt, 6, num_stages)
+    wrong = [token for token in range(50, 90) if token not in (first, second, third, *others)]
+    models = [Gated(wrong[0] if held and not stage else -1) for stage in range(num_stages)]
+    pipe = Pipe(num_stages, models=models)
+    enter = new_row(0, prompt)
+    pipe.submit_plan(make_plan(0, [Part(row=0, num_tokens=3, start=0, blocks=range(5))], new_rows=[enter]))
+    assert pipe.poll_results(20.0)[0].token_ids == [[first]]
+    base = Part(row=0, num_tokens=2, start=3, token_from=0, drafts=[second])
+    pipe.submit_plan(make_plan(1, [base], consume_through=0))
+    if held:
+        pipe.submit_plan(guessed(2, 5, wrong[:2]))
+        assert models[0].has_come.wait(20.0)
+    assert pipe.poll_results(20.0)[0].token_ids == [[second, third]]
+    if not held:
+        pipe.submit_plan(guessed(2, 5, [third, wrong[0]]))
+        assert pipe.poll_results(20.0)[0].num_rejected == [1]
+    newest = [*prompt, *arithmetic_tokens(prompt, 3 if held else 4, num_stages)]
+    void = range(3, 6)
+    for step in void:
+        pipe.submit_plan(guessed(step, 2 * step + 1, wrong[step : step + 2]))
+    rewound = RewoundRow(row=0, step=1 if held else 2, num_tokens=len(newest), newest_ids=newest[-3:])
+    right = Part(row=0, start=len(newest) - 1, token_from=rewound.step)
+    pipe.submit_plan(make_plan(6, [right], rewound=[rewound], consume_through=1))
+    models[0].may_go.set()
+    results = [pipe.poll_results(20.0)[0] for _ in range(4 if not held else 5)]
+    pipe.shutdown()
+    assert all((result.token_ids, result.num_rejected) == ([[]], [2]) for result in results[:-1])
+    assert results[-1].token_ids == [arithmetic_tokens(newest, 1, num_stages)]
+    for model in models[:-1]:
+        assert sum(tokens[0] in wrong for tokens in model.computed) <= 1
+    assert not any(tokens[0] in wrong for tokens in models[-1].computed), "the last stage knows by itself"
+
+
+def test_a_guess_that_is_right_is_computed_and_sampled() -> None:
+    pipe = Pipe(2)
+    expected = arithmetic_tokens([5, 6, 7], 6, 2)
+    enter = new_row(0, [5, 6, 7])
+    pipe.submit_plan(make_plan(0, [Part(row=0, num_tokens=3, start=0, blocks=range(5))], new_rows=[enter]))
+    pipe.submit_plan(guessed(1, 3, expected[:2]))
+    pipe.submit_plan(guessed(2, 5, expected[2:4]))
+    pipe.submit_plan(make_plan(3, [Part(row=0, start=7, token_from=2)]))
+    results = [pipe.poll_results(20.0)[0].token_ids for _ in range(4)]
+    pipe.shutdown()
+    assert results == [[expected[:1]], [expected[1:3]], [expected[3:5]], [expected[5:]]]
+
+
+def test_a_guessed_window_beside_another_row_is_refused() -> None:
+    pipe = Pipe(2)
+    enter = [new_row(0, [5]), new_row(1, [6])]
+    parts = [Part(row=row, start=0, blocks=[row]) for row in (0, 1)]
+    pipe.submit_plan(make_plan(0, parts, new_rows=enter))
+    both = [Part(row=0, start=1, token_from=GUESSED, drafts=[3]), Part(row=1, start=1, token_from=0)]
+    pipe.submit_plan(make_plan(1, both))
+    with pytest.raises(ProtocolError, match="has a guessed input beside other rows"):
+        pipe.crew.join()

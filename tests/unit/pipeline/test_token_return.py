@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import pytest
 
 from hand_core import Part, make_plan, new_row
-from penstock.batch import KNOWN, ScheduledBatch, StepResult
+from penstock.batch import GUESSED, KNOWN, ScheduledBatch, StepResult
 from penstock.errors import LinkClosedError, ProtocolError, WaitTimeoutError
 from penstock.pipeline.links.channel import SEND_TIMEOUT_S, MessageChannel
 from penstock.pipeline.links.plan_channel import QueueChannel
@@ -118,6 +118,27 @@ def test_e2_e7_a_late_token_does_not_reach_the_next_holder_of_a_row() -> None:
     assert ends.rows.total_len[:3].tolist() == [1, 2, 2]
     assert ends.rows.token_ids[1, :3].tolist() == [8, 9, 0]
     assert ends.rows.token_ids[2, :2].tolist() == [1, 52]
+
+
+def test_what_follows_a_wrong_guess_returns_without_ids() -> None:
+    ends = Ends()
+    enter = make_plan(0, [Part(row=0, start=0, blocks=[0])], new_rows=[new_row(0, [1])])
+    ahead = make_plan(1, [Part(row=0, num_tokens=2, start=1, token_from=GUESSED, drafts=[7, 8])])
+    for plan, ids, rejected in ((enter, [[9]], [0]), (ahead, [[]], [2])):
+        ends.expect(plan)
+        ends.rows.num_computed[0] = plan.start_positions[0] + plan.num_tokens[0]
+        ends.send(plan, ids, rejected)
+    ends.receiver.consume_samples(1)
+    assert (ends.rows.total_len[0], ends.rows.num_computed[0], ends.rows.num_rejected[0]) == (2, 1, 2)
+
+
+def test_no_ids_where_there_was_no_guess_are_refused() -> None:
+    ends = Ends()
+    plan = make_plan(0, [Part(row=0, start=0, blocks=[0])], new_rows=[new_row(0, [1])])
+    ends.expect(plan)
+    ends.send(plan, [[]])
+    with pytest.raises(ProtocolError, match="is missing"):
+        ends.receiver.consume_samples(0)
 
 
 @pytest.mark.parametrize("seed", range(8))

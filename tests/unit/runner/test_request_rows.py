@@ -9,8 +9,9 @@ import msgspec
 import pytest
 
 from hand_core import Part, make_plan, new_row
+from penstock.batch import GUESSED, RewoundRow, ScheduledBatch
 from penstock.errors import ProtocolError
-from penstock.runner.request_rows import RequestRows, RowSnapshot
+from penstock.runner.request_rows import NoIds, RequestRows, RowSnapshot
 
 BLOCK = 4
 
@@ -214,3 +215,61 @@ def test_h15_a_plan_that_does_not_fit_the_table_is_refused_by_name(case: str) ->
     with pytest.raises(ProtocolError, match=message) as caught:
         schedule(rows, make_plan(5, [part]))
     assert "step 5" in caught.value.message
+
+
+def rewinding(step_id: int, step: int, num_tokens: int, newest_ids: list[int]) -> ScheduledBatch:
+    rewound = RewoundRow(row=0, step=step, num_tokens=num_tokens, newest_ids=newest_ids)
+    return make_plan(step_id, rewound=[rewound])
+
+
+def guessed(step_id: int, start: int, draft_ids: list[int]) -> ScheduledBatch:
+    part = Part(row=0, num_tokens=len(draft_ids), start=start, token_from=GUESSED, drafts=draft_ids)
+    return make_plan(step_id, [part])
+
+
+def test_a_rewound_row_goes_on_from_the_core_and_drops_late_samples() -> None:
+    """Steps 1 to 3 guess ahead; the core has seen step 1, of which this stage has consumed nothing."""
+    rows = started([1, 2, 3])
+    rows.post_update(0, addressed(rows, 0), [[7]], [0])
+    late = []
+    plans = [
+        make_plan(1, [Part(row=0, num_tokens=2, start=3, token_from=0)]),
+        guessed(2, 5, [9, 8]),
+        guessed(3, 7, [6]),
+    ]
+    for plan in plans:
+        schedule(rows, plan)
+        late.append(addressed(rows, 0))
+    rows.apply(rewinding(4, step=1, num_tokens=5, newest_ids=[7, 30]))
+    after = addressed(rows, 0)
+    oracle = OracleRow([1, 2, 3, 7, 30], computed=4)
+    assert_equal(rows, {0: oracle})
+    for step, ids, rejected in ((1, [30], 1), (2, [], 2), (3, [], 1)):
+        rows.post_update(step, late[step - 1], [ids], [rejected])
+        assert_equal(rows, {0: oracle})
+    assert schedule(rows, make_plan(4, [Part(row=0, start=4, token_from=1)])) == [4]
+    rows.post_update(4, after, [[31]], [0])
+    assert_equal(rows, {0: OracleRow([1, 2, 3, 7, 30, 31], computed=5)})
+
+
+def test_a_stage_that_keeps_no_ids_drops_late_counts() -> None:
+    rows = RequestRows(4, 64, BLOCK, 3, ids=NoIds)
+    plan = make_plan(0, [Part(row=0, num_tokens=3, start=0, blocks=[0, 1])], new_rows=[new_row(0, [1, 2, 3])])
+    schedule(rows, plan)
+    late = addressed(rows, 0)
+    rows.apply(rewinding(2, step=0, num_tokens=4, newest_ids=[7]))
+    rows.post_counts(1, late, [1], [2])
+    assert (rows.total_len[0], rows.num_computed[0], rows.num_rejected[0]) == (4, 3, 0)
+
+
+def test_a_window_is_void_behind_a_wrong_guess_until_the_row_goes_on() -> None:
+    rows = started([1, 2, 3])
+    rows.post_update(0, addressed(rows, 0), [[7]], [0])
+    right, wrong = guessed(1, 3, [7, 8]), guessed(1, 3, [9, 8])
+    assert not rows.is_void(right, [3])
+    assert rows.is_void(wrong, [3])
+    assert rows.is_void(right, [3]), "what follows a wrong guess is void, whatever it guesses"
+    assert not rows.is_void(make_plan(1, [Part(row=0, start=3, token_from=0)]), [3])
+    assert not rows.is_void(right, [3])
+    rows.post_update(1, addressed(rows, 0), [[8]], [1])  # a draft was rejected
+    assert rows.is_void(guessed(2, 4, [8]), [4]), "though its input is what was sampled"

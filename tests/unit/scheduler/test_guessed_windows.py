@@ -11,6 +11,7 @@ import pytest
 from drafters import SteadyDrafter
 from fakes import CoreRig
 from penstock.batch import GUESSED, ScheduledBatch
+from penstock.config.engine import SchedulerConfig
 from penstock.scheduler.cost_model import StageCost
 
 FREE = StageCost(read=1e-3, per_token=1e-6)  # windows cost what single tokens cost
@@ -126,7 +127,17 @@ def test_guessed_windows_come_last() -> None:
     finished(rig)
 
 
-def test_a_grammar_a_refusal_or_the_end_of_the_room_stops_guesses() -> None:
+def test_a_prompt_that_comes_does_not_let_a_stream_decode_too_soon() -> None:
+    """While prompts run, requests go on before their results are back; not behind guessed windows."""
+    rig = started(rig_of(0.6, async_depth=3, scheduler=SchedulerConfig(max_num_seqs=8, prefill_chunk=1)))
+    rig.add("other", 40, max_tokens=2)
+    while rig.core.num_inflight:
+        rig.settle(1)
+    finished(rig)
+    assert rig.core.stats().scheduler.speculation.num_cancelled > 0
+
+
+def test_a_refusal_or_the_end_of_the_room_stops_guesses() -> None:
     rig = finished(started(rig_of(), speculative=False))
     assert not any(map(is_guessed, rig.plans))
     rig = finished(started(rig_of(), max_tokens=10))

@@ -1,7 +1,8 @@
 """Whether the result of a step can be used, whatever the last stage computes it on.
 
 That it is the right one, and complete, is compared with its plan (`engine.core.steps_in_flight`). Here is
-what holds for each result: ids of the vocabulary for rows that have not failed, and lists that fit together. What the scheduler and the clients do with it then needs no checks.
+what holds for each result: ids of the vocabulary for rows that have not failed, and lists that fit together.
+What the scheduler and the clients do with it then needs no checks.
 """
 
 from __future__ import annotations

@@ -32,7 +32,6 @@ def test_a_result_of_each_kind_makes_sense() -> None:
     "changed",
     [
         {"token_ids": [[7], [-1], [100]]},
-        {"token_ids": [[7], [-1], []]},
         {"token_ids": [[-1], [-1], [99]]},
         {"failed": [1, 3]},
         {"failed": [1, -1]},
