@@ -127,14 +127,22 @@ def test_guessed_windows_come_last() -> None:
     finished(rig)
 
 
-def test_a_prompt_that_comes_does_not_let_a_stream_decode_too_soon() -> None:
+@pytest.mark.parametrize("seed", range(8))
+def test_a_prompt_that_comes_does_not_let_a_stream_decode_too_soon(seed: int) -> None:
     """While prompts run, requests go on before their results are back; not behind guessed windows."""
-    rig = started(rig_of(0.6, async_depth=3, scheduler=SchedulerConfig(max_num_seqs=8, prefill_chunk=1)))
+    rig = started(
+        rig_of(
+            drafter=partial(SteadyDrafter, chance=0.8, seed=seed),
+            num_drafts=1,
+            async_depth=3,
+            scheduler=SchedulerConfig(max_num_seqs=8, prefill_chunk=1),
+        )
+    )
     rig.add("other", 40, max_tokens=2)
     while rig.core.num_inflight:
         rig.settle(1)
     finished(rig)
-    assert rig.core.stats().scheduler.speculation.num_cancelled > 0
+    assert any(map(is_guessed, rig.plans))
 
 
 def test_a_refusal_or_the_end_of_the_room_stops_guesses() -> None:
