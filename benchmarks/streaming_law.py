@@ -1,0 +1,239 @@
+"""One stream over stages that sleep: does speculation that streams through the pipe keep its law?
+
+    python benchmarks/streaming_law.py [--stages 2,4,8,20] [--chances 0.5,0.7,0.8,0.9,0.95] [--sleep-ms 40]
+
+    tokens/s = (R + 1) / ((R + D) tau),  R = a / (1 - a),  D = trip / tau
+
+Core, scheduler, ranks and links are the real ones, as threads of this process; the layers of each stage sleep
+in place of computing. A drafter that knows the text guesses each token right with chance a. Three kinds:
+
+    token    a stage sleeps tau for each token of a step, so that windows of one token are best: the law's case
+    window   it sleeps tau for each step, whatever its tokens up to nine: a step that waits for memory
+    wires    four stages as in "window", 22 ms from each to the next and back, and the suffix drafter
+
+The text is repeated in turns with and without speculation; it must be the same. As many guesses are wrong as
+the drafter's dice say, so that the law is shown for these too. Prints Markdown for docs/perf-log.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from random import Random
+from unittest import mock
+
+import msgspec
+from delayed_links import delayed
+from peers.checkpoint import TINY_SHAPE, make_checkpoint
+from peers.report import markdown
+from torch import Tensor
+
+from penstock.config.engine import CacheConfig, EngineConfig, ModelConfig, ParallelConfig
+from penstock.config.speculation import SpeculationConfig
+from penstock.engine.core import core_assembly
+from penstock.engine.core.core import EngineCore
+from penstock.engine.core.core_assembly import build_core, prove_stages
+from penstock.engine.supervisor.launch import resolve
+from penstock.executor.inprocess import InprocessExecutor
+from penstock.hosts.resources import HostResources
+from penstock.models.decoder import Decoder
+from penstock.models.intermediate import IntermediateTensors
+from penstock.request import GenerationRequest, SamplingParams
+from penstock.speculation.drafter import Draft
+
+PROMPT = [5, 6, 7]
+LONGEST_STEP = 9  # tokens, up to which a step sleeps longer for more
+WIRE_S, WIRED_STAGES, MOST_IN_FLIGHT = 0.022, 4, 24
+
+
+class Sleep:
+    """What the layers of a stage do instead of computing.
+
+    Attributes:
+        seconds: of a step, or of a token.
+        per_token: which of the two.
+    """
+
+    seconds = 0.0
+    per_token = False
+
+    @classmethod
+    def forward(cls, decoder: Decoder, tensors: IntermediateTensors, *_: object) -> IntermediateTensors:
+        passed = IntermediateTensors(dict(tensors.tensors))  # waits for the stage before
+        num_tokens = len(passed["hidden_states"])
+        if num_tokens:
+            time.sleep(cls.seconds * (min(num_tokens, LONGEST_STEP) if cls.per_token else 1))
+        # The text is to vary: each stage moves its numbers on, as layers would.
+        hidden: Tensor = passed["hidden_states"]
+        passed["hidden_states"] = hidden.roll(1, dims=1)
+        return passed
+
+
+class KnowingDrafter:
+    """Guesses a text that it knows, each token right with the same chance."""
+
+    name = "knowing"
+
+    def __init__(self) -> None:
+        self.text: list[int] = []
+        self.chance = 0.0
+        self.seed = 0
+
+    def propose(self, request: int, token_ids: Sequence[int], most: int) -> Draft:
+        known = len(token_ids)
+        positions = range(known, min(known + most, len(self.text)))
+        return Draft([self._guess(position) for position in positions], self.chance)
+
+    def _guess(self, position: int) -> int:
+        is_right = Random(f"{self.seed} {position}").random() < self.chance
+        return self.text[position] if is_right else (self.text[position] + 1) % TINY_SHAPE["vocab_size"]
+
+    def accept(self, request: int, num_drafted: int, num_accepted: int) -> None:
+        """It knows."""
+
+    def forget(self, request: int) -> None:
+        """Nothing is kept."""
+
+
+@contextmanager
+def engine(model: Path, stages: int, method: str, wire_s: float) -> Iterator[EngineCore]:
+    """An engine in this process; its ranks end with the block."""
+    config = EngineConfig(
+        model=ModelConfig(model=str(model), max_model_len=1024),
+        parallel=ParallelConfig(
+            pipeline_parallel_size=stages,
+            backend="inprocess",
+            partition="even",
+            threads_per_rank=1,
+            async_depth=0,
+            max_plans_in_flight=MOST_IN_FLIGHT if wire_s else "auto",
+        ),
+        cache=CacheConfig(enable_prefix_caching=False, num_blocks=64),
+        speculation=SpeculationConfig(speculative_method=method),  # type: ignore[arg-type]
+    )
+    plan = resolve(config, [HostResources.detect()])
+    core_config = msgspec.structs.replace(plan.core, num_links=stages - 1 if wire_s else 0)
+    with delayed(wire_s):
+        executor = InprocessExecutor(plan.ranks)
+    try:
+        kv_plan = executor.start()
+        core, _ = build_core(core_config, executor, kv_plan, time.monotonic)
+        prove_stages(core)
+        yield core
+    finally:
+        executor.shutdown()
+
+
+def generate(core: EngineCore, name: str, num_tokens: int) -> tuple[list[int], float]:
+    """Return the text, and tokens a second behind the first."""
+    sampling = SamplingParams(temperature=1.0, seed=3, max_tokens=num_tokens, ignore_eos=True)
+    core.add_request(GenerationRequest(request_id=name, prompt_token_ids=PROMPT, sampling=sampling))
+    tokens: list[int] = []
+    began, num_before = 0.0, 0
+    while len(tokens) < num_tokens:
+        for update in core.step(timeout_s=0.5):
+            assert update.error is None, update.error
+            tokens += update.token_ids
+        if not num_before and tokens:
+            began, num_before = time.monotonic(), len(tokens)
+    return tokens, (num_tokens - num_before) / (time.monotonic() - began)
+
+
+def law(num_tokens: int, num_wrong: float, depth: float, tau: float) -> float:
+    """Tokens/s if so many guesses are wrong: a wrong one costs a trip, a right one a beat."""
+    return num_tokens / ((num_tokens - num_wrong + num_wrong * depth) * tau)
+
+
+class Bench:
+    """All cases of one number of stages."""
+
+    def __init__(self, options: argparse.Namespace, model: Path, stages: int, drafter: KnowingDrafter) -> None:
+        self._options, self._model, self._stages, self._drafter = options, model, stages, drafter
+
+    def rows(self, kind: str) -> Iterator[list[str]]:
+        """Lines of the table; both engines live at once and take turns."""
+        options, wire_s = self._options, WIRE_S if kind == "wires" else 0.0
+        tau = options.sleep_ms / 1000
+        Sleep.seconds, Sleep.per_token = tau / 10, kind == "token"  # while costs are measured
+        method = "suffix"
+        with (
+            engine(self._model, self._stages, "off", wire_s) as plain,
+            engine(self._model, self._stages, method, wire_s) as drafting,
+        ):
+            Sleep.seconds = 0.0
+            text, _ = generate(plain, "text", options.tokens)
+            self._drafter.text = [*PROMPT, *text]
+            Sleep.seconds = tau
+            trip = self._stages * tau + self._stages * wire_s
+            for chance in [1.0] if kind == "wires" else options.chances:
+                self._drafter.chance = chance
+                yield self._measured(plain, drafting, kind, chance, tau, trip / tau)
+
+    def _measured(
+        self, plain: EngineCore, drafting: EngineCore, kind: str, chance: float, tau: float, depth: float
+    ) -> list[str]:
+        options, rates, plain_rates, of_law = self._options, [], [], []
+        for number in range(options.rounds):
+            self._drafter.seed = number
+            name = f"{kind}-{chance}-{number}"
+            plain_rates.append(generate(plain, name, options.plain_tokens)[1])
+            before = drafting.stats().scheduler.speculation
+            tokens, rate = generate(drafting, name, options.tokens)
+            assert tokens == self._drafter.text[len(PROMPT) :], "speculation has changed tokens"
+            after = drafting.stats().scheduler.speculation
+            wrong = after.num_drafted - before.num_drafted - (after.num_accepted - before.num_accepted) + 1
+            rates.append(rate)
+            of_law.append(rate / law(options.tokens - 1, wrong, depth, tau))
+        right = chance / (1.0 - chance) if chance < 1.0 else float("inf")
+        nominal = (right + 1.0) / ((right + depth) * tau) if chance < 1.0 else 1.0 / tau
+        rate, plain_rate = statistics.median(rates), statistics.median(plain_rates)
+        return [
+            kind,
+            str(self._stages),
+            f"{depth:.1f}",
+            f"{chance:g}",
+            f"{plain_rate:.2f}",
+            f"{rate:.2f}",
+            f"{rate / plain_rate:.2f}",
+            f"{rate / nominal:.2f}",
+            f"{statistics.median(of_law):.2f}",
+        ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--kinds", default="token,window,wires")
+    parser.add_argument("--stages", default="2,4,8,20")
+    parser.add_argument("--chances", default="0.5,0.7,0.8,0.9,0.95")
+    parser.add_argument("--sleep-ms", type=float, default=40.0)
+    parser.add_argument("--tokens", type=int, default=240)
+    parser.add_argument("--plain-tokens", type=int, default=24)
+    parser.add_argument("--rounds", type=int, default=3)
+    options = parser.parse_args()
+    options.chances = [float(chance) for chance in options.chances.split(",")]
+    stages = [int(count) for count in options.stages.split(",")]
+    drafter, rows = KnowingDrafter(), []
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        mock.patch.object(Decoder, "forward", lambda self, *given: Sleep.forward(self, *given)),
+        mock.patch.object(Decoder, "record", lambda *_: None),
+        mock.patch.object(core_assembly, "SuffixDrafter", lambda: drafter),
+    ):
+        for kind in options.kinds.split(","):
+            for count in [WIRED_STAGES] if kind == "wires" else stages:
+                model = Path(folder) / f"{count}"
+                make_checkpoint(model, TINY_SHAPE | {"num_hidden_layers": count})
+                rows += Bench(options, model, count, drafter).rows(kind)
+    header = ["kind", "stages", "D", "a", "plain, tokens/s", "drafting", "gain", "of the law", "of these dice"]
+    print(markdown(header, rows))
+
+
+if __name__ == "__main__":
+    main()
