@@ -8,7 +8,7 @@ Core, scheduler, ranks and links are the real ones, as threads of this process; 
 in place of computing. A drafter that knows the text guesses each token right with chance a. Three kinds:
 
     token    a stage sleeps tau for each token of a step, so that windows of one token are best: the law's case
-    window   it sleeps tau for each step, whatever its tokens up to nine: a step that waits for memory
+    window   it sleeps tau for each step, whatever its tokens: a step that waits for memory
     wires    four stages as in "window", 22 ms from each to the next and back, and the suffix drafter
 
 The text is repeated in turns with and without speculation; it must be the same. As many guesses are wrong as
@@ -22,7 +22,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from random import Random
 from unittest import mock
@@ -33,7 +33,14 @@ from peers.checkpoint import TINY_SHAPE, make_checkpoint
 from peers.report import markdown
 from torch import Tensor
 
-from penstock.config.engine import CacheConfig, EngineConfig, ModelConfig, ParallelConfig
+from penstock.attention.metadata import AnyKV, AttentionMetadata
+from penstock.config.engine import (
+    CacheConfig,
+    EngineConfig,
+    ModelConfig,
+    ParallelConfig,
+    SchedulerConfig,
+)
 from penstock.config.speculation import SpeculationConfig
 from penstock.engine.core import core_assembly
 from penstock.engine.core.core import EngineCore
@@ -42,17 +49,17 @@ from penstock.engine.supervisor.launch import resolve
 from penstock.executor.inprocess import InprocessExecutor
 from penstock.hosts.resources import HostResources
 from penstock.models.decoder import Decoder
+from penstock.models.interfaces import BeforeLayer
 from penstock.models.intermediate import IntermediateTensors
 from penstock.request import GenerationRequest, SamplingParams
 from penstock.speculation.drafter import Draft
 
 PROMPT = [5, 6, 7]
-LONGEST_STEP = 9  # tokens, up to which a step sleeps longer for more
 WIRE_S, WIRED_STAGES, MOST_IN_FLIGHT = 0.022, 4, 24
 
 
 class Sleep:
-    """What the layers of a stage do instead of computing.
+    """How long the layers of a stage sleep.
 
     Attributes:
         seconds: of a step, or of a token.
@@ -62,16 +69,22 @@ class Sleep:
     seconds = 0.0
     per_token = False
 
-    @classmethod
-    def forward(cls, decoder: Decoder, tensors: IntermediateTensors, *_: object) -> IntermediateTensors:
-        passed = IntermediateTensors(dict(tensors.tensors))  # waits for the stage before
-        num_tokens = len(passed["hidden_states"])
-        if num_tokens:
-            time.sleep(cls.seconds * (min(num_tokens, LONGEST_STEP) if cls.per_token else 1))
-        # The text is to vary: each stage moves its numbers on, as layers would.
-        hidden: Tensor = passed["hidden_states"]
-        passed["hidden_states"] = hidden.roll(1, dims=1)
-        return passed
+
+def sleep(
+    self: Decoder,
+    tensors: IntermediateTensors,
+    positions: Tensor,
+    kv: Sequence[AnyKV],
+    metadata: AttentionMetadata,
+    before_layer: BeforeLayer | None = None,
+) -> IntermediateTensors:
+    """In place of a decoder's `forward`."""
+    # Waits for the stage before. Copies, as layers would: the buffer of a link holds one frame.
+    passed = IntermediateTensors({name: tensor.clone() for name, tensor in tensors.tensors.items()})
+    num_tokens = len(passed["hidden_states"])
+    if num_tokens:
+        time.sleep(Sleep.seconds * (num_tokens if Sleep.per_token else 1))
+    return passed
 
 
 class KnowingDrafter:
@@ -113,6 +126,8 @@ def engine(model: Path, stages: int, method: str, wire_s: float) -> Iterator[Eng
             async_depth=0,
             max_plans_in_flight=MOST_IN_FLIGHT if wire_s else "auto",
         ),
+        # Small steps, so that the first measurements are soon over.
+        scheduler=SchedulerConfig(max_num_seqs=2, max_num_batched_tokens=12, prefill_chunk=12),
         cache=CacheConfig(enable_prefix_caching=False, num_blocks=64),
         speculation=SpeculationConfig(speculative_method=method),  # type: ignore[arg-type]
     )
@@ -152,19 +167,20 @@ def law(num_tokens: int, num_wrong: float, depth: float, tau: float) -> float:
 class Bench:
     """All cases of one number of stages."""
 
-    def __init__(self, options: argparse.Namespace, model: Path, stages: int, drafter: KnowingDrafter) -> None:
+    def __init__(
+        self, options: argparse.Namespace, model: Path, stages: int, drafter: KnowingDrafter
+    ) -> None:
         self._options, self._model, self._stages, self._drafter = options, model, stages, drafter
 
     def rows(self, kind: str) -> Iterator[list[str]]:
         """Lines of the table; both engines live at once and take turns."""
         options, wire_s = self._options, WIRE_S if kind == "wires" else 0.0
         tau = options.sleep_ms / 1000
-        Sleep.seconds, Sleep.per_token = tau / 10, kind == "token"  # while costs are measured
-        method = "suffix"
-        with (
-            engine(self._model, self._stages, "off", wire_s) as plain,
-            engine(self._model, self._stages, method, wire_s) as drafting,
-        ):
+        Sleep.seconds, Sleep.per_token = 0.0, kind == "token"
+        with ExitStack() as stack:
+            plain = stack.enter_context(engine(self._model, self._stages, "off", wire_s))
+            Sleep.seconds = tau  # while costs are measured
+            drafting = stack.enter_context(engine(self._model, self._stages, "suffix", wire_s))
             Sleep.seconds = 0.0
             text, _ = generate(plain, "text", options.tokens)
             self._drafter.text = [*PROMPT, *text]
@@ -222,7 +238,7 @@ def main() -> None:
     drafter, rows = KnowingDrafter(), []
     with (
         tempfile.TemporaryDirectory() as folder,
-        mock.patch.object(Decoder, "forward", lambda self, *given: Sleep.forward(self, *given)),
+        mock.patch.object(Decoder, "forward", sleep),
         mock.patch.object(Decoder, "record", lambda *_: None),
         mock.patch.object(core_assembly, "SuffixDrafter", lambda: drafter),
     ):
@@ -231,7 +247,17 @@ def main() -> None:
                 model = Path(folder) / f"{count}"
                 make_checkpoint(model, TINY_SHAPE | {"num_hidden_layers": count})
                 rows += Bench(options, model, count, drafter).rows(kind)
-    header = ["kind", "stages", "D", "a", "plain, tokens/s", "drafting", "gain", "of the law", "of these dice"]
+    header = [
+        "kind",
+        "stages",
+        "D",
+        "a",
+        "plain, tokens/s",
+        "drafting",
+        "gain",
+        "of the law",
+        "of these dice",
+    ]
     print(markdown(header, rows))
 
 

@@ -120,6 +120,15 @@ class Matcher:
         """These have been sampled. What comes behind the end of a text is taken for an error."""
         self._inner.consume_tokens(list(token_ids))
 
+    def forced(self) -> list[int]:
+        """Tokens that spell what must come next; none where there is a choice. The same text may be spelt by
+        others."""
+        return list(self._inner.compute_ff_tokens())
+
+    def num_allowed(self, token_ids: Sequence[int]) -> int:
+        """How many of these may come next, one after the other; nothing is taken for said."""
+        return int(self._inner.validate_tokens(list(token_ids)))
+
     def fill(self, address: int, num_bytes: int) -> None:
         """Write the mask of what may come next: bit i of word w allows id 32 w + i. Once there is an `error`,
         it means nothing.

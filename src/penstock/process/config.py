@@ -198,6 +198,7 @@ class CoreConfig(msgspec.Struct, frozen=True, kw_only=True):
             stages, and from then on follows what plans take.
         cpus: cores that the core's process may use; empty: all.
         store: as for the ranks.
+        model_path: resolved directory, whose tokenizer says what grammars mean; empty: nobody asks.
         num_links: that are between hosts, on the way of a plan through the stages.
     """
 
@@ -209,6 +210,7 @@ class CoreConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_model_len: int
     vocab_size: int
     eos_token_ids: list[int]
+    model_path: str = ""
     stall_timeout_s: float = 65.0
     is_stall_timeout_fixed: bool = True
     replica: int | None = None

@@ -32,6 +32,7 @@ from penstock.scheduler.plan_builder import PlanBuilder
 from penstock.scheduler.queues import RequestPhase, RequestState
 from penstock.scheduler.stats import SpeculationStats
 from penstock.speculation.drafter import NO_DRAFT, Draft, Drafter
+from penstock.speculation.grammar_guides import NO_GUIDES, NoGuides
 from penstock.speculation.streaming import LEAST_CHANCE_AHEAD, PipeTimes, streamed_size
 from penstock.speculation.window_sizes import window_sizes
 
@@ -94,6 +95,7 @@ class DraftWindows(NoWindows):
         max_tokens: of a plan.
         depth: says how many plans fill the pipe.
         with_grammars: requests with a grammar draft too.
+        guides: know what grammars force and forbid.
         costs: of the stages; None: they are not known, and do not become known.
     """
 
@@ -107,6 +109,7 @@ class DraftWindows(NoWindows):
         max_tokens: int,
         depth: PlanDepth,
         with_grammars: bool = True,
+        guides: NoGuides = NO_GUIDES,
     ) -> None:
         self._drafter = drafter
         self._allocator = allocator
@@ -115,6 +118,7 @@ class DraftWindows(NoWindows):
         self._max_tokens = max_tokens
         self._depth = depth
         self._with_grammars = with_grammars
+        self._guides = guides
         self._drafts: dict[int, Draft] = {}  # by request: what follows the tokens that it has
         self._streamed: dict[int, int] = {}  # by request that streams: tokens of its windows
         self._rewound: list[tuple[RequestState, RewoundRow]] = []  # since the last plan
@@ -221,10 +225,14 @@ class DraftWindows(NoWindows):
 
     def _propose(self, request: RequestState) -> Draft:
         most = min(self._reach, request.max_len - len(request.token_ids) - 1)  # one is sampled behind them
-        is_held = request.sampling.structured is not None and not self._with_grammars
+        structured, token_ids = request.sampling.structured, request.token_ids
+        is_held = structured is not None and not self._with_grammars
         if most <= 0 or is_held or not request.may_draft:
             return NO_DRAFT
-        return self._drafter.propose(request.arrival, request.token_ids, most)
+        draft = self._drafter.propose(request.arrival, token_ids, most)
+        if structured is None:
+            return draft
+        return self._guides.guided(request.arrival, structured, request.prompt_len, token_ids, draft, most)
 
     @property
     def _reach(self) -> int:
@@ -271,6 +279,7 @@ class DraftWindows(NoWindows):
         self._drafts.pop(request.arrival, None)
         self._streamed.pop(request.arrival, None)
         self._drafter.forget(request.arrival)
+        self._guides.forget(request.arrival)
 
     def stats(self) -> SpeculationStats:
         return self._stats

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from pathlib import Path
 
 from penstock.config.engine import ParallelConfig
 from penstock.engine.core.calibration import calibrate
@@ -15,7 +16,7 @@ from penstock.engine.core.plan_depth import WireDepth
 from penstock.engine.core.stall_limits import FixedLimit, MeasuredLimit, StallLimit
 from penstock.engine.core.wire_times import NO_WIRE_TIMES, AnyWireTimes, WireTimes
 from penstock.engine.ipc import HEARTBEAT_S
-from penstock.errors import error_from_info
+from penstock.errors import PenstockError, error_from_info
 from penstock.executor.base import Executor, KVPlan
 from penstock.kvcache.allocator import BlockAllocator
 from penstock.kvcache.block_pool import BlockPool
@@ -33,6 +34,7 @@ from penstock.scheduler.cost_model import CostModel
 from penstock.scheduler.pacing import FixedDepth, PlanDepth
 from penstock.scheduler.scheduler import Scheduler
 from penstock.scheduler.windows import DraftWindows, NoWindows
+from penstock.speculation.grammar_guides import NO_GUIDES, GrammarGuides, NoGuides
 from penstock.speculation.guard import GuardedDrafter
 from penstock.speculation.suffix import SuffixDrafter
 
@@ -50,6 +52,7 @@ def build_core(
     restarts: Restarts = NO_RESTARTS,
 ) -> tuple[EngineCore, Scheduler]:
     """Scheduler and core over an executor that has been started; measures the stages."""
+    guides = _guides(config) if config.speculation.is_on and config.model_path else NO_GUIDES
     calibration = calibrate(executor, config, kv_plan, clock, epoch=epoch)
     depth, wire = depth_and_wire(config.parallel, calibration.costs.model, num_links=config.num_links)
     allocator = BlockAllocator(_pool(config, kv_plan.num_blocks), config.cache.block_size)
@@ -64,7 +67,7 @@ def build_core(
         costs=calibration.costs.model,
         tier=_tier(config, allocator, clock),
         depth=depth,
-        windows=_windows(config, allocator, calibration.costs.model, depth, clock),
+        windows=_windows(config, allocator, calibration.costs.model, depth, guides, clock),
     )
     core = EngineCore(
         scheduler,
@@ -106,6 +109,7 @@ def _windows(
     allocator: BlockAllocator,
     costs: CostModel | None,
     depth: PlanDepth,
+    guides: NoGuides,
     clock: Callable[[], float],
 ) -> NoWindows:
     if not config.speculation.is_on:
@@ -119,7 +123,18 @@ def _windows(
         depth=depth,
         # Ranks that share the last stage must end a window at the same place, and each makes its own masks.
         with_grammars=config.parallel.tp_sizes[-1] == 1,
+        guides=guides,
     )
+
+
+def _guides(config: CoreConfig) -> NoGuides:
+    """Opens the vocabulary now: that may take seconds, and holds up everything in this process."""
+    from penstock.grammar.matcher import load_vocabulary  # here: nobody else in the core needs the library
+
+    try:
+        return GrammarGuides(load_vocabulary(Path(config.model_path), config.eos_token_ids))
+    except PenstockError:  # a request with a grammar is refused before it comes here
+        return NO_GUIDES
 
 
 def _stall_limit(config: CoreConfig, recovers: bool) -> StallLimit:

@@ -155,7 +155,7 @@ def resolve_replicas(
     _check_weights_fit(spec, ranges, parallel, form, homes)
     wait_timeout_s = _step_timeout_s(config) * stages
     ranks = _rank_configs(config, str(directory), form, ranges, max_model_len, wait_timeout_s, homes)
-    core = _core_config(config, spec, max_model_len, cpus_of_core(ranks, hosts[0]))
+    core = _core_config(config, spec, str(directory), max_model_len, cpus_of_core(ranks, hosts[0]))
     kind = f"{spec.implementation}, {form.quantization} weights"
     if form.quantization != "none":
         kind += _widths(ranges, parallel.tp_sizes)
@@ -303,6 +303,7 @@ def with_faults(plan: LaunchPlan, faults: Sequence[Fault]) -> LaunchPlan:
 def _core_config(
     config: EngineConfig,
     spec: ModelSpec,
+    model_path: str,
     max_model_len: int,
     cpus: tuple[int, ...],
 ) -> CoreConfig:
@@ -317,6 +318,7 @@ def _core_config(
         max_model_len=max_model_len,
         vocab_size=spec.vocab_size,
         eos_token_ids=list(spec.eos_token_ids),
+        model_path=model_path,
         stall_timeout_s=_step_timeout_s(config) * num_waits + STALL_GRACE_S,
         is_stall_timeout_fixed=is_fixed,
         cpus=cpus,

@@ -1,0 +1,189 @@
+"""What a grammar forces is a draft of its own, and what it forbids is none.
+
+    schema     {"name": …, "age": …}
+    text       {"name": "Ada"              what may follow is     , "age":     and nothing else
+
+The keys of an object, its punctuation and the rest of a choice that is all but made are known before any
+layer runs. So the core keeps a matcher for each request that drafts and has a grammar: it cuts what a drafter
+guessed before the first token that the grammar forbids, and where the grammar forces a text, that is the
+guess. A forced text may be cut into tokens in more than one way: the guess is the usual one, and how often it
+is right is measured.
+
+The last stage has a matcher of its own, which decides (`sample.grammar_rows`); what is found here changes no
+token. A grammar is built in a thread beside the core, once for all requests that have it; until then nothing
+is guessed for them. A grammar of which anything goes wrong here is not guided any more.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from penstock.request import StructuredOutputs
+from penstock.speculation.drafter import NO_DRAFT, Draft
+
+if TYPE_CHECKING:  # else every core would load the library
+    from penstock.grammar.matcher import Matcher, Vocabulary
+
+MOST_KEPT = 32  # grammars, in use or for the next request that has them; a megabyte or two each
+_NEWEST_WEIGHT = 0.05  # of a token in the measured chance
+_FIRST_CHANCE = 0.95
+
+_logger = logging.getLogger(__name__)
+
+
+class NoGuides:
+    """Whatever was guessed is sent, and the last stage sees to what a grammar forbids."""
+
+    def guided(
+        self,
+        request: int,
+        structured: StructuredOutputs,
+        prompt_len: int,
+        token_ids: Sequence[int],
+        draft: Draft,
+        most: int,
+    ) -> Draft:
+        """What is guessed of a request with a grammar.
+
+        Args:
+            request: the number that it has for the drafter.
+            structured: its grammar.
+            prompt_len: tokens that the grammar does not speak of.
+            token_ids: all that it has. They only grow between two calls.
+            draft: what the drafter guessed.
+            most: tokens to guess.
+        """
+        return draft
+
+    def forget(self, request: int) -> None:
+        """The request has ended."""
+
+
+NO_GUIDES = NoGuides()
+
+
+class GrammarGuides(NoGuides):
+    """Guides the guesses of all requests with a grammar.
+
+    Args:
+        vocabulary: of the model.
+    """
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self._building = ThreadPoolExecutor(1, thread_name_prefix="draft-grammar")
+        self._vocabulary = vocabulary
+        self._built: OrderedDict[bytes, Future[Matcher]] = OrderedDict()  # to be copied
+        self._guides: dict[int, _Guide] = {}
+        self._chance = _FIRST_CHANCE  # that a forced token comes as it is guessed
+
+    def guided(
+        self,
+        request: int,
+        structured: StructuredOutputs,
+        prompt_len: int,
+        token_ids: Sequence[int],
+        draft: Draft,
+        most: int,
+    ) -> Draft:
+        guide = self._guides.get(request)
+        if guide is None:
+            guide = self._guides[request] = _Guide(self._grammar(structured), prompt_len)
+        try:
+            return self._better(guide, token_ids, draft, most)
+        except BaseException as error:  # a panic of the library is no Exception
+            if isinstance(error, KeyboardInterrupt | SystemExit):
+                raise
+            guide.is_lost = True
+            _logger.info("the grammar of a request is not used for guesses: %r", error)
+            return NO_DRAFT
+
+    def _better(self, guide: _Guide, token_ids: Sequence[int], draft: Draft, most: int) -> Draft:
+        """The guess that promises more tokens: what is forced, or what the drafter guessed and may come."""
+        if not guide.is_ready:
+            return NO_DRAFT
+        for is_right in guide.read(token_ids):
+            self._chance += _NEWEST_WEIGHT * (is_right - self._chance)
+        forced = Draft(guide.force(most), self._chance)
+        allowed = Draft(guide.allowed(draft.token_ids), draft.chance)
+        return max(forced, allowed, key=_promise)
+
+    def _grammar(self, structured: StructuredOutputs) -> Future[Matcher]:
+        key = msgspec.msgpack.encode(structured)
+        built = self._built.pop(key, None) or self._building.submit(self._build, structured)
+        self._built[key] = built
+        if len(self._built) > MOST_KEPT:
+            self._built.popitem(last=False)
+        return built
+
+    def _build(self, structured: StructuredOutputs) -> Matcher:
+        from penstock.grammar.matcher import Matcher
+
+        return Matcher(self._vocabulary, structured)
+
+    def forget(self, request: int) -> None:
+        self._guides.pop(request, None)
+
+
+class _Guide:
+    """The matcher of one request.
+
+    Args:
+        built: a matcher at the beginning of a text.
+        num_read: tokens that it does not speak of.
+
+    Attributes:
+        is_lost: nothing is to be said of what follows.
+    """
+
+    def __init__(self, built: Future[Matcher], num_read: int) -> None:
+        self.is_lost = False
+        self._built = built
+        self._num_read = num_read
+        self._matcher: Matcher | None = None
+        self._forced: Sequence[int] = ()  # behind the tokens that were read
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether the grammar is there and all that was read follows it."""
+        if self._matcher is None and not self.is_lost and self._built.done():
+            self._matcher = self._built.result().copy()
+        return self._matcher is not None and not self.is_lost
+
+    def read(self, token_ids: Sequence[int]) -> list[bool]:
+        """Take in the tokens that are new; of those that were forced whether they were the guessed ones, up
+        to the first that was not."""
+        assert self._matcher is not None
+        new = token_ids[self._num_read :]
+        self._num_read = len(token_ids)
+        self._matcher.accept(new)
+        self.is_lost = bool(self._matcher.error)  # behind the end of a text, for one
+        right: list[bool] = []
+        for forced, token_id in zip(self._forced, new, strict=False):
+            right.append(forced == token_id)
+            if not right[-1]:
+                break
+        self._forced = ()
+        return right
+
+    def force(self, most: int) -> Sequence[int]:
+        """What must follow, as it is usually said."""
+        assert self._matcher is not None
+        self._forced = () if self.is_lost else self._matcher.forced()[:most]
+        return self._forced
+
+    def allowed(self, draft_ids: Sequence[int]) -> Sequence[int]:
+        """What may follow of a draft."""
+        assert self._matcher is not None
+        return () if self.is_lost or not draft_ids else draft_ids[: self._matcher.num_allowed(draft_ids)]
+
+
+def _promise(draft: Draft) -> float:
+    """Tokens that a draft can be expected to be right in."""
+    chance, length = min(draft.chance, 0.999), len(draft.token_ids)
+    return chance * (1.0 - chance**length) / (1.0 - chance)
