@@ -7,12 +7,14 @@
 Core, scheduler, ranks and links are the real ones, as threads of this process; the layers of each stage sleep
 in place of computing. A drafter that knows the text guesses each token right with chance a. Three kinds:
 
-    token    a stage sleeps tau for each token of a step, so that windows of one token are best: the law's case
-    window   it sleeps tau for each step, whatever its tokens: a step that waits for memory
+    token    a stage sleeps for each token of a step, so that windows of one token are best: the law's case
+    window   it sleeps for each step, whatever its tokens: a step that waits for memory
     wires    four stages as in "window", 22 ms from each to the next and back, and the suffix drafter
 
 The text is repeated in turns with and without speculation; it must be the same. As many guesses are wrong as
-the drafter's dice say, so that the law is shown for these too. Prints Markdown for docs/perf-log.md.
+the drafter's dice say, so that the law is shown for these too. Tau is what a stage takes for a plain step,
+its own work beside the sleep included: it follows from plain decoding. All stages are threads of one Python,
+so that the sleep must be long beside that work, times the stages. Prints Markdown for docs/perf-log.md.
 """
 
 from __future__ import annotations
@@ -185,15 +187,12 @@ class Bench:
             text, _ = generate(plain, "text", options.tokens)
             self._drafter.text = [*PROMPT, *text]
             Sleep.seconds = tau
-            trip = self._stages * tau + self._stages * wire_s
             for chance in [1.0] if kind == "wires" else options.chances:
                 self._drafter.chance = chance
-                yield self._measured(plain, drafting, kind, chance, tau, trip / tau)
+                yield self._measured(plain, drafting, kind, chance)
 
-    def _measured(
-        self, plain: EngineCore, drafting: EngineCore, kind: str, chance: float, tau: float, depth: float
-    ) -> list[str]:
-        options, rates, plain_rates, of_law = self._options, [], [], []
+    def _measured(self, plain: EngineCore, drafting: EngineCore, kind: str, chance: float) -> list[str]:
+        options, rates, plain_rates, counts = self._options, [], [], []
         for number in range(options.rounds):
             self._drafter.seed = number
             name = f"{kind}-{chance}-{number}"
@@ -204,13 +203,22 @@ class Bench:
             after = drafting.stats().scheduler.speculation
             wrong = after.num_drafted - before.num_drafted - (after.num_accepted - before.num_accepted) + 1
             rates.append(rate)
-            of_law.append(rate / law(options.tokens - 1, wrong, depth, tau))
+            counts.append(wrong)
+        wires_s = self._stages * (WIRE_S if kind == "wires" else 0.0)
+        trip_s = 1.0 / statistics.median(plain_rates)
+        tau = (trip_s - wires_s) / self._stages
+        depth = trip_s / tau
+        of_law = [
+            rate / law(options.tokens - 1, wrong, depth, tau)
+            for rate, wrong in zip(rates, counts, strict=True)
+        ]
         right = chance / (1.0 - chance) if chance < 1.0 else float("inf")
         nominal = (right + 1.0) / ((right + depth) * tau) if chance < 1.0 else 1.0 / tau
         rate, plain_rate = statistics.median(rates), statistics.median(plain_rates)
         return [
             kind,
             str(self._stages),
+            f"{1000 * tau:.1f} ms",
             f"{depth:.1f}",
             f"{chance:g}",
             f"{plain_rate:.2f}",
@@ -239,8 +247,8 @@ def main() -> None:
     with (
         tempfile.TemporaryDirectory() as folder,
         mock.patch.object(Decoder, "forward", sleep),
-        mock.patch.object(Decoder, "record", lambda *_: None),
-        mock.patch.object(core_assembly, "SuffixDrafter", lambda: drafter),
+        mock.patch.object(Decoder, "record", return_value=None),
+        mock.patch.object(core_assembly, "SuffixDrafter", return_value=drafter),
     ):
         for kind in options.kinds.split(","):
             for count in [WIRED_STAGES] if kind == "wires" else stages:
@@ -250,6 +258,7 @@ def main() -> None:
     header = [
         "kind",
         "stages",
+        "tau",
         "D",
         "a",
         "plain, tokens/s",

@@ -121,8 +121,7 @@ class Matcher:
         self._inner.consume_tokens(list(token_ids))
 
     def forced(self) -> list[int]:
-        """Tokens that spell what must come next; none where there is a choice. The same text may be spelt by
-        others."""
+        """Tokens that must come next, in order; none where there is a choice."""
         return list(self._inner.compute_ff_tokens())
 
     def num_allowed(self, token_ids: Sequence[int]) -> int:

@@ -6,8 +6,7 @@
 The keys of an object, its punctuation and the rest of a choice that is all but made are known before any
 layer runs. So the core keeps a matcher for each request that drafts and has a grammar: it cuts what a drafter
 guessed before the first token that the grammar forbids, and where the grammar forces a text, that is the
-guess. A forced text may be cut into tokens in more than one way: the guess is the usual one, and how often it
-is right is measured.
+guess. It is always right: the mask of the last stage, too, allows a forced text in its usual tokens alone.
 
 The last stage has a matcher of its own, which decides (`sample.grammar_rows`); what is found here changes no
 token. A grammar is built in a thread beside the core, once for all requests that have it; until then nothing
@@ -31,8 +30,7 @@ if TYPE_CHECKING:  # else every core would load the library
     from penstock.grammar.matcher import Matcher, Vocabulary
 
 MOST_KEPT = 32  # grammars, in use or for the next request that has them; a megabyte or two each
-_NEWEST_WEIGHT = 0.05  # of a token in the measured chance
-_FIRST_CHANCE = 0.95
+FORCED_CHANCE = 0.99  # of a forced token
 
 _logger = logging.getLogger(__name__)
 
@@ -80,7 +78,6 @@ class GrammarGuides(NoGuides):
         self._vocabulary = vocabulary
         self._built: OrderedDict[bytes, Future[Matcher]] = OrderedDict()  # to be copied
         self._guides: dict[int, _Guide] = {}
-        self._chance = _FIRST_CHANCE  # that a forced token comes as it is guessed
 
     def guided(
         self,
@@ -107,11 +104,11 @@ class GrammarGuides(NoGuides):
         """The guess that promises more tokens: what is forced, or what the drafter guessed and may come."""
         if not guide.is_ready:
             return NO_DRAFT
-        for is_right in guide.read(token_ids):
-            self._chance += _NEWEST_WEIGHT * (is_right - self._chance)
-        forced = Draft(guide.force(most), self._chance)
+        guide.read(token_ids)
+        forced = Draft(guide.forced(most), FORCED_CHANCE)
         allowed = Draft(guide.allowed(draft.token_ids), draft.chance)
-        return max(forced, allowed, key=_promise)
+        better = max(forced, allowed, key=_promise)
+        return better if better.token_ids else NO_DRAFT
 
     def _grammar(self, structured: StructuredOutputs) -> Future[Matcher]:
         key = msgspec.msgpack.encode(structured)
@@ -146,7 +143,6 @@ class _Guide:
         self._built = built
         self._num_read = num_read
         self._matcher: Matcher | None = None
-        self._forced: Sequence[int] = ()  # behind the tokens that were read
 
     @property
     def is_ready(self) -> bool:
@@ -155,27 +151,18 @@ class _Guide:
             self._matcher = self._built.result().copy()
         return self._matcher is not None and not self.is_lost
 
-    def read(self, token_ids: Sequence[int]) -> list[bool]:
-        """Take in the tokens that are new; of those that were forced whether they were the guessed ones, up
-        to the first that was not."""
+    def read(self, token_ids: Sequence[int]) -> None:
+        """Take in the tokens that are new."""
         assert self._matcher is not None
         new = token_ids[self._num_read :]
         self._num_read = len(token_ids)
         self._matcher.accept(new)
         self.is_lost = bool(self._matcher.error)  # behind the end of a text, for one
-        right: list[bool] = []
-        for forced, token_id in zip(self._forced, new, strict=False):
-            right.append(forced == token_id)
-            if not right[-1]:
-                break
-        self._forced = ()
-        return right
 
-    def force(self, most: int) -> Sequence[int]:
-        """What must follow, as it is usually said."""
+    def forced(self, most: int) -> Sequence[int]:
+        """What must follow."""
         assert self._matcher is not None
-        self._forced = () if self.is_lost else self._matcher.forced()[:most]
-        return self._forced
+        return () if self.is_lost else self._matcher.forced()[:most]
 
     def allowed(self, draft_ids: Sequence[int]) -> Sequence[int]:
         """What may follow of a draft."""
