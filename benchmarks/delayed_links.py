@@ -23,7 +23,7 @@ import threading
 import time
 from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from queue import SimpleQueue
 from typing import NamedTuple
@@ -43,6 +43,7 @@ from penstock.config.engine import (
 from penstock.engine.core.core import EngineCore
 from penstock.engine.core.core_assembly import build_core, prove_stages
 from penstock.engine.supervisor.launch import resolve
+from penstock.errors import LinkClosedError
 from penstock.executor import inprocess
 from penstock.executor.inprocess import InprocessExecutor
 from penstock.hosts.resources import HostResources
@@ -109,7 +110,8 @@ class DelayedSender:
         while (message := self._queue.get()) is not None:
             due, frame = message
             time.sleep(max(0.0, due - time.monotonic()))
-            self._inner.send(frame)
+            with suppress(LinkClosedError):  # the engine has ended meanwhile
+                self._inner.send(frame)
 
 
 @contextmanager

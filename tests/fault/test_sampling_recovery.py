@@ -128,3 +128,35 @@ def test_r4_choices_of_one_prompt_go_on_with_the_same_tokens(server: Server, vic
     before = server.num_recoveries
     assert choices(server, victim) == golden
     assert server.num_recoveries == before + 1, "before the stream ended"
+
+
+REPEATED = "the cat sat on the mat and the dog sat on the log. " * 6
+STREAMS: list[dict[str, Any]] = [
+    {"prompt": REPEATED, "temperature": 0},
+    {"prompt": REPEATED, "temperature": 0.3, "seed": 21, "repetition_penalty": 1.02},
+    {
+        "prompt": "List:",
+        "temperature": 0.5,
+        "seed": 22,
+        "ignore_eos": False,
+        "structured_outputs": {"regex": "(the cat sat on the mat, ){40}"},
+    },
+]
+
+
+@pytest.mark.parametrize(
+    "victim", sampled(["penstock stage 1 tp 0", "penstock stage 2 tp 0", "penstock core"], 1)
+)
+def test_r4_a_stream_of_windows_goes_on_with_the_same_tokens(server: Server, victim: str) -> None:
+    """Alone in the pipe, so that windows follow each other when the victim ends."""
+    with Server(3, "--no-warm-spare", "--speculative-method", "suffix") as drafting:
+        for request in STREAMS:
+            golden = [*Stream(server, request | {"max_tokens": NUM_TOKENS})]
+            stream = iter(Stream(drafting, request | {"max_tokens": NUM_TOKENS}))
+            found = [next(stream) for _ in range(60)]
+            before = drafting.num_recoveries
+            named(drafting, victim).kill()
+            found += stream
+            assert found == golden
+            assert drafting.num_recoveries == before + 1, "before the stream ended"
+        assert drafting.metric("penstock_spec_accepted_tokens_total") > 0

@@ -218,3 +218,83 @@ def test_what_a_grammar_forces_is_guessed_and_always_right(num_stages: int) -> N
 
 def test_the_drafter_of_the_core_is_the_suffix_drafter() -> None:
     assert core_assembly.SuffixDrafter is SuffixDrafter
+
+
+class Coded:
+    """Guesses the outputs of short prompts, right as often as the prompt's number says.
+
+    Args:
+        texts: prompt and output, by the prompt.
+    """
+
+    name = "coded"
+    prompt_len = 4
+    chances = (0.0, 0.5, 0.9, 1.0)
+
+    def __init__(self, texts: dict[tuple[int, ...], list[int]]) -> None:
+        self._texts = texts
+        self._chances = {prompt: self.chances[number % 4] for number, prompt in enumerate(texts)}
+
+    def propose(self, request: int, token_ids: Sequence[int], most: int) -> Draft:
+        prompt, known = tuple(token_ids[: self.prompt_len]), len(token_ids)
+        text, chance = self._texts[prompt], self._chances[prompt]
+        guess = []
+        for position in range(known, min(known + most, len(text))):
+            is_right = Random(f"{prompt} {position}").random() < chance
+            guess.append((text[position] + 1 - is_right) % VOCAB_SIZE)
+        return Draft(guess, max(chance, 0.6))
+
+    def accept(self, request: int, num_drafted: int, num_accepted: int) -> None:
+        assert 0 <= num_accepted <= num_drafted
+
+    def forget(self, request: int) -> None:
+        """Nothing is kept."""
+
+
+def in_groups(llm: LLM, prompts: Sequence[tuple[int, ...]], seed: int) -> list[list[int]]:
+    """Outputs of many short requests, of which some come alone and some together."""
+    random, outputs = Random(seed), []
+    while len(outputs) < len(prompts):
+        group = prompts[len(outputs) : len(outputs) + random.choice([1, 1, 2, 3, 20, 40])]
+        sampling = [
+            SamplingParams(
+                temperature=random.choice([0.0, 1.0]),
+                seed=random.randrange(9),
+                max_tokens=random.randint(1, 14),
+            )
+            for _ in group
+        ]
+        found = llm.generate(
+            [{"prompt_token_ids": list(prompt)} for prompt in group], sampling, use_tqdm=False
+        )
+        outputs += [output.outputs[0].token_ids for output in found]
+    return outputs
+
+
+def check_short_requests(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    prompts = [(1, 259 + number // 200, 259 + number % 200, 403) for number in range(count)]
+    with engine(max_num_seqs=16) as llm:
+        expected = in_groups(llm, prompts, seed=1)
+    texts = {prompt: [*prompt, *ids] for prompt, ids in zip(prompts, expected, strict=True)}
+    monkeypatch.setattr(core_assembly, "SuffixDrafter", lambda: Coded(texts))
+    monkeypatch.setattr(core_assembly, "DraftWindows", without_costs)
+    with engine(
+        max_num_seqs=16, pipeline_parallel_size=3, speculative_method="suffix", num_speculative_tokens=3
+    ) as llm:
+        found = in_groups(llm, prompts, seed=1)
+        stats = llm.stats()
+    assert found == expected
+    assert stats is not None
+    told = stats.scheduler.speculation
+    assert 0 < told.num_accepted < told.num_drafted
+    assert told.num_cancelled > 0
+    assert stats.scheduler.num_running == 0
+
+
+def test_many_short_requests_get_their_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    check_short_requests(300, monkeypatch)
+
+
+@pytest.mark.soak
+def test_ten_thousand_short_requests_get_their_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    check_short_requests(10_000, monkeypatch)

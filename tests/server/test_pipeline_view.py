@@ -19,6 +19,7 @@ from penstock.config.server import ServerConfig
 from penstock.process.config import HostLink, StageShape
 from penstock.process.endpoints import Restarts
 from penstock.process.pipe_hosts import HostClock, PipeHosts
+from penstock.scheduler.stats import SchedulerStats, SpeculationStats
 from penstock.server.http.lifecycle import Lifecycle
 from penstock.server.routes.pipeline_view import FRAME_S, PipelineRoute
 from penstock.trace.phases import Phase
@@ -224,6 +225,14 @@ def test_g1_server_info_says_in_which_class_each_rank_computes(last: str, is_mix
     assert info["are_classes_mixed"] == is_mixed
     names = ["stage 0", "stage 1 tp 0", "stage 1 tp 1"]
     assert info["numeric_classes"] == [dict(zip(names, classes, strict=True)), {}]
+
+
+def test_server_info_says_who_guesses_and_whether_that_changes_tokens() -> None:
+    drafting = SchedulerStats(speculation=SpeculationStats("suffix", is_exact=False))
+    state = Status(stats=msgspec.structs.replace(stats(), scheduler=drafting))
+    with LiveServer(TwoReplicas(state=state), model=model()) as live:
+        info = json.loads(live.request("GET", "/server_info")[1])
+    assert info["speculation"] == {"drafter": "suffix", "is_exact": False}
 
 
 def test_r15_server_info_follows_a_pipe_that_is_laid_over_other_hosts() -> None:

@@ -13,20 +13,22 @@ class SpeculationStats(msgspec.Struct, frozen=True, omit_defaults=True):
         num_drafted: drafts that were sent.
         num_accepted: of these, those that were right, and came before the end of their request.
         num_cancelled: drafts that were sent behind a wrong one, and never decided on.
+        is_exact: drafts change no token: on all ranks a number does not depend on what is computed with it.
     """
 
     drafter: str = ""
     num_drafted: int = 0
     num_accepted: int = 0
     num_cancelled: int = 0
+    is_exact: bool = True
 
     def plus(self, num_drafted: int = 0, num_accepted: int = 0, num_cancelled: int = 0) -> SpeculationStats:
         """What has come to it."""
-        return SpeculationStats(
-            self.drafter,
-            self.num_drafted + num_drafted,
-            self.num_accepted + num_accepted,
-            self.num_cancelled + num_cancelled,
+        return msgspec.structs.replace(
+            self,
+            num_drafted=self.num_drafted + num_drafted,
+            num_accepted=self.num_accepted + num_accepted,
+            num_cancelled=self.num_cancelled + num_cancelled,
         )
 
 

@@ -96,6 +96,7 @@ class DraftWindows(NoWindows):
         depth: says how many plans fill the pipe.
         with_grammars: requests with a grammar draft too.
         guides: know what grammars force and forbid.
+        is_exact: as `SpeculationStats` has it.
         costs: of the stages; None: they are not known, and do not become known.
     """
 
@@ -110,6 +111,7 @@ class DraftWindows(NoWindows):
         depth: PlanDepth,
         with_grammars: bool = True,
         guides: NoGuides = NO_GUIDES,
+        is_exact: bool = True,
     ) -> None:
         self._drafter = drafter
         self._allocator = allocator
@@ -124,7 +126,7 @@ class DraftWindows(NoWindows):
         self._rewound: list[tuple[RequestState, RewoundRow]] = []  # since the last plan
         self._num_running = 1
         self._shape = _Shape(1, 0, is_alone=True)  # of the newest plan
-        self._stats = SpeculationStats(drafter.name)
+        self._stats = SpeculationStats(drafter.name, is_exact=is_exact)
 
     @property
     def is_streaming(self) -> bool:  # type: ignore[override]

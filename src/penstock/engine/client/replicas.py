@@ -248,7 +248,9 @@ def merged_stats(replica_stats: Sequence[CoreStats | None]) -> CoreStats | None:
             micro_batches=max(part.micro_batches for part in schedulers),
             fill_plans=max(part.fill_plans for part in schedulers),
             wire_s=max(part.wire_s for part in schedulers),
-            speculation=summed(drafts, drafter=drafts[0].drafter),
+            speculation=summed(
+                drafts, drafter=drafts[0].drafter, is_exact=all(part.is_exact for part in drafts)
+            ),
         ),
         cache=summed([stats.cache for stats in each]),
         store=summed([stats.store for stats in each], use=summed(uses, failure=failure)),

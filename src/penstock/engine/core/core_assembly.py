@@ -5,10 +5,12 @@ Called by the core's process and by whoever runs a core in a thread. Torch-free.
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from penstock.batch import RankLoaded
 from penstock.config.engine import ParallelConfig
 from penstock.engine.core.calibration import calibrate
 from penstock.engine.core.core import EngineCore
@@ -40,6 +42,8 @@ from penstock.speculation.suffix import SuffixDrafter
 
 CATALOGUE_BYTES = 1 << 20  # beside the entries of the blocks
 
+_logger = logging.getLogger(__name__)
+
 
 def build_core(
     config: CoreConfig,
@@ -67,7 +71,7 @@ def build_core(
         costs=calibration.costs.model,
         tier=_tier(config, allocator, clock),
         depth=depth,
-        windows=_windows(config, allocator, calibration.costs.model, depth, guides, clock),
+        windows=_windows(config, allocator, calibration.costs.model, depth, guides, kv_plan.ranks, clock),
     )
     core = EngineCore(
         scheduler,
@@ -110,10 +114,18 @@ def _windows(
     costs: CostModel | None,
     depth: PlanDepth,
     guides: NoGuides,
+    ranks: Sequence[RankLoaded],
     clock: Callable[[], float],
 ) -> NoWindows:
     if not config.speculation.is_on:
         return NoWindows()
+    others = sorted({rank.stage for rank in ranks if not rank.is_invariant})
+    if others:
+        _logger.warning(
+            "speculation may change tokens: stages %s compute without our CPU kernels, and there a number "
+            "depends on what is computed with it.",
+            ", ".join(map(str, others)),
+        )
     return DraftWindows(
         GuardedDrafter(SuffixDrafter(), config.vocab_size, clock),
         allocator,
@@ -124,6 +136,7 @@ def _windows(
         # Ranks that share the last stage must end a window at the same place, and each makes its own masks.
         with_grammars=config.parallel.tp_sizes[-1] == 1,
         guides=guides,
+        is_exact=not others,
     )
 
 

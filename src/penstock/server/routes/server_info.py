@@ -18,6 +18,18 @@ from penstock.server.engine_port import EngineLike, ServedModel
 from penstock.server.http.errors import json_response
 
 
+class SpeculationInfo(msgspec.Struct, frozen=True):
+    """Speculation as it is in force.
+
+    Attributes:
+        drafter: who guesses tokens; empty: nobody does.
+        is_exact: no token differs from what it would be without.
+    """
+
+    drafter: str = ""
+    is_exact: bool = True
+
+
 class ServerInfo(msgspec.Struct, frozen=True, kw_only=True):
     """What this server runs with.
 
@@ -26,6 +38,7 @@ class ServerInfo(msgspec.Struct, frozen=True, kw_only=True):
         stages: of each replica, with the host that it is on now; with several replicas that of the first one.
         numeric_classes: of each replica, by the name of the rank; empty where its core has not spoken yet.
         are_classes_mixed: the ranks of all replicas compute in several.
+        speculation: who guesses tokens; empty: nobody does; and whether that changes none.
         links: between hosts, as measured when they were chosen; empty on one host.
         clocks: of the hosts, against that of the head: what traces are shifted by, and how exact that is.
         settings: by the names that a settings file has for them; empty for a server that the command line has
@@ -40,6 +53,7 @@ class ServerInfo(msgspec.Struct, frozen=True, kw_only=True):
     stages: list[StageShape]
     numeric_classes: list[dict[str, str]]
     are_classes_mixed: bool
+    speculation: SpeculationInfo
     links: list[HostLink]
     clocks: list[HostClock]
     settings: dict[str, Any]
@@ -78,11 +92,20 @@ class ServerInfoRoute:
             stages=shapes_on(hosts, model.stages),
             numeric_classes=classes,
             are_classes_mixed=len({each for of_ranks in classes for each in of_ranks.values()}) > 1,
+            speculation=self._speculation(),
             links=hosts.links or list(model.host_links),
             clocks=hosts.clocks,
             settings=self._settings,
         )
         return json_response(msgspec.json.encode(info))
+
+    def _speculation(self) -> SpeculationInfo:
+        """As the first core has told that has spoken."""
+        for status in self._engine.statuses():
+            if status.stats is not None:
+                told = status.stats.scheduler.speculation
+                return SpeculationInfo(told.drafter, told.is_exact)
+        return SpeculationInfo()
 
     def _numeric_classes(self) -> list[dict[str, str]]:
         """Of each replica: the class of each rank, as its core has heard from it."""
