@@ -18,8 +18,8 @@ import re
 import statistics
 import time
 import zlib
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from unittest import mock
@@ -97,10 +97,10 @@ TEXTS = {
 VOCAB_SIZE = 151_000
 
 
-def ids_of(text: str) -> list[int]:
+def ids_of(text: str, vocab_size: int = VOCAB_SIZE) -> list[int]:
     """Words, numbers and signs as tokens, with the spaces before them."""
     pieces = re.findall(r" *\w+|\n *| *[^\w\s]", text)
-    return [zlib.crc32(piece.encode()) % VOCAB_SIZE for piece in pieces]
+    return [zlib.crc32(piece.encode()) % vocab_size for piece in pieces]
 
 
 class Script:
@@ -114,6 +114,20 @@ class Script:
         return replace(drawn, token_ids=[cls.ids[min(place, last)] for place in output_index])
 
 
+@contextmanager
+def scripted() -> Iterator[None]:
+    """Stages that sample within say `Script.ids`."""
+    sample = Sampler.sample
+
+    def say(
+        self: Sampler, head: HeadOutput, params: SamplingBatch, output_index: Sequence[int]
+    ) -> SampleOutput:
+        return Script.put(sample(self, head, params, output_index), output_index)
+
+    with mock.patch.object(Sampler, "sample", say):
+        yield
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -123,15 +137,8 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2, help="of all stages together")
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
-    sample = Sampler.sample
-
-    def scripted(
-        self: Sampler, head: HeadOutput, params: SamplingBatch, output_index: Sequence[int]
-    ) -> SampleOutput:
-        return Script.put(sample(self, head, params, output_index), output_index)
-
     rows = []
-    with mock.patch.object(Sampler, "sample", scripted):
+    with scripted():
         for stages in map(int, options.stages.split(",")):
             rows += compared(options, stages)
     header = [

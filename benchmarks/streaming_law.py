@@ -9,7 +9,8 @@ in place of computing. A drafter that knows the text guesses each token right wi
 
     token    a stage sleeps for each token of a step, so that windows of one token are best: the law's case
     window   it sleeps for each step, whatever its tokens: a step that waits for memory
-    wires    four stages as in "window", 22 ms from each to the next and back, and the suffix drafter
+    wires    four stages as in "window", 22 ms from each to the next and back, and the suffix drafter on the
+             texts of `speculation_texts.py`
 
 The text is repeated in turns with and without speculation; it must be the same. As many guesses are wrong as
 the drafter's dice say, so that the law is shown for these too. Tau is what a stage takes for a plain step,
@@ -20,6 +21,8 @@ so that the sleep must be long beside that work, times the stages. Prints Markdo
 from __future__ import annotations
 
 import argparse
+import itertools
+import json
 import statistics
 import tempfile
 import time
@@ -33,6 +36,7 @@ import msgspec
 from delayed_links import delayed
 from peers.checkpoint import TINY_SHAPE, make_checkpoint
 from peers.report import markdown
+from speculation_texts import TEXTS, Script, ids_of, scripted
 from torch import Tensor
 
 from penstock.attention.metadata import AnyKV, AttentionMetadata
@@ -55,6 +59,7 @@ from penstock.models.interfaces import BeforeLayer
 from penstock.models.intermediate import IntermediateTensors
 from penstock.request import GenerationRequest, SamplingParams
 from penstock.speculation.drafter import Draft
+from penstock.trace.chrome import chrome_trace
 
 PROMPT = [5, 6, 7]
 WIRE_S, WIRED_STAGES, MOST_IN_FLIGHT = 0.022, 4, 24
@@ -116,8 +121,9 @@ class KnowingDrafter:
 
 
 @contextmanager
-def engine(model: Path, stages: int, method: str, wire_s: float) -> Iterator[EngineCore]:
+def engine(model: Path, stages: int, method: str, wire_s: float = 0.0) -> Iterator[EngineCore]:
     """An engine in this process; its ranks end with the block."""
+    most = 4 if Sleep.per_token else 12
     config = EngineConfig(
         model=ModelConfig(model=str(model), max_model_len=1024),
         parallel=ParallelConfig(
@@ -129,7 +135,7 @@ def engine(model: Path, stages: int, method: str, wire_s: float) -> Iterator[Eng
             max_plans_in_flight=MOST_IN_FLIGHT if wire_s else "auto",
         ),
         # Small steps, so that the first measurements are soon over.
-        scheduler=SchedulerConfig(max_num_seqs=2, max_num_batched_tokens=12, prefill_chunk=12),
+        scheduler=SchedulerConfig(max_num_seqs=2, max_num_batched_tokens=most, prefill_chunk=most),
         cache=CacheConfig(enable_prefix_caching=False, num_blocks=64),
         speculation=SpeculationConfig(speculative_method=method),  # type: ignore[arg-type]
     )
@@ -146,10 +152,12 @@ def engine(model: Path, stages: int, method: str, wire_s: float) -> Iterator[Eng
         executor.shutdown()
 
 
-def generate(core: EngineCore, name: str, num_tokens: int) -> tuple[list[int], float]:
+def generate(
+    core: EngineCore, name: str, num_tokens: int, prompt: Sequence[int] = PROMPT
+) -> tuple[list[int], float]:
     """Return the text, and tokens a second behind the first."""
     sampling = SamplingParams(temperature=1.0, seed=3, max_tokens=num_tokens, ignore_eos=True)
-    core.add_request(GenerationRequest(request_id=name, prompt_token_ids=PROMPT, sampling=sampling))
+    core.add_request(GenerationRequest(request_id=name, prompt_token_ids=list(prompt), sampling=sampling))
     tokens: list[int] = []
     began, num_before = 0.0, 0
     while len(tokens) < num_tokens:
@@ -159,6 +167,14 @@ def generate(core: EngineCore, name: str, num_tokens: int) -> tuple[list[int], f
         if not num_before and tokens:
             began, num_before = time.monotonic(), len(tokens)
     return tokens, (num_tokens - num_before) / (time.monotonic() - began)
+
+
+def save_trace(core: EngineCore, path: Path) -> None:
+    """What the stages did lately, for `trace_picture.py`; they report once a second."""
+    until = time.monotonic() + 2.5
+    while time.monotonic() < until:
+        core.step(timeout_s=0.5)
+    path.write_text(json.dumps(chrome_trace(core.spans())))
 
 
 def law(num_tokens: int, num_wrong: float, depth: float, tau: float) -> float:
@@ -176,20 +192,22 @@ class Bench:
 
     def rows(self, kind: str) -> Iterator[list[str]]:
         """Lines of the table; both engines live at once and take turns."""
-        options, wire_s = self._options, WIRE_S if kind == "wires" else 0.0
+        options = self._options
         tau = options.sleep_ms / 1000
         Sleep.seconds, Sleep.per_token = 0.0, kind == "token"
         with ExitStack() as stack:
-            plain = stack.enter_context(engine(self._model, self._stages, "off", wire_s))
+            plain = stack.enter_context(engine(self._model, self._stages, "off"))
             Sleep.seconds = tau  # while costs are measured
-            drafting = stack.enter_context(engine(self._model, self._stages, "suffix", wire_s))
+            drafting = stack.enter_context(engine(self._model, self._stages, "suffix"))
             Sleep.seconds = 0.0
             text, _ = generate(plain, "text", options.tokens)
             self._drafter.text = [*PROMPT, *text]
             Sleep.seconds = tau
-            for chance in [1.0] if kind == "wires" else options.chances:
+            for chance in options.chances:
                 self._drafter.chance = chance
                 yield self._measured(plain, drafting, kind, chance)
+            if options.trace:
+                save_trace(drafting, options.trace)
 
     def _measured(self, plain: EngineCore, drafting: EngineCore, kind: str, chance: float) -> list[str]:
         options, rates, plain_rates, counts = self._options, [], [], []
@@ -204,22 +222,18 @@ class Bench:
             wrong = after.num_drafted - before.num_drafted - (after.num_accepted - before.num_accepted) + 1
             rates.append(rate)
             counts.append(wrong)
-        wires_s = self._stages * (WIRE_S if kind == "wires" else 0.0)
-        trip_s = 1.0 / statistics.median(plain_rates)
-        tau = (trip_s - wires_s) / self._stages
-        depth = trip_s / tau
+        tau, depth = 1.0 / statistics.median(plain_rates) / self._stages, self._stages
         of_law = [
             rate / law(options.tokens - 1, wrong, depth, tau)
             for rate, wrong in zip(rates, counts, strict=True)
         ]
-        right = chance / (1.0 - chance) if chance < 1.0 else float("inf")
-        nominal = (right + 1.0) / ((right + depth) * tau) if chance < 1.0 else 1.0 / tau
+        right = chance / (1.0 - chance)
+        nominal = (right + 1.0) / ((right + depth) * tau)
         rate, plain_rate = statistics.median(rates), statistics.median(plain_rates)
         return [
             kind,
             str(self._stages),
             f"{1000 * tau:.1f} ms",
-            f"{depth:.1f}",
             f"{chance:g}",
             f"{plain_rate:.2f}",
             f"{rate:.2f}",
@@ -229,37 +243,66 @@ class Bench:
         ]
 
 
+def wired(options: argparse.Namespace, model: Path) -> Iterator[list[str]]:
+    """Lines of the table of stages with wires between them."""
+    Sleep.seconds, Sleep.per_token = options.sleep_ms / 1000, False
+    with scripted(), ExitStack() as stack:
+        engines = [
+            stack.enter_context(engine(model, WIRED_STAGES, method, WIRE_S)) for method in ("off", "suffix")
+        ]
+        for name, (prompt, answer) in TEXTS.items():
+            prompt_ids, Script.ids = (ids_of(text, TINY_SHAPE["vocab_size"]) for text in (prompt, answer))
+            lengths, rates = (options.plain_tokens, len(Script.ids)), []
+            for number in range(options.rounds):
+                found = [
+                    generate(core, f"{name} {number}", length, prompt_ids)
+                    for core, length in zip(engines, lengths, strict=True)
+                ]
+                assert found[1][0] == list(Script.ids), "speculation has changed tokens"
+                rates.append([rate for _, rate in found])
+            plain, drafting = (statistics.median(of_round[index] for of_round in rates) for index in (0, 1))
+            yield [
+                name,
+                f"{len(prompt_ids)} + {lengths[1]}",
+                f"{plain:.2f}",
+                f"{drafting:.2f}",
+                f"{drafting / plain:.2f}",
+            ]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--kinds", default="token,window,wires")
+    parser.add_argument("--kinds", default="token,window,wires", help="which of the three")
     parser.add_argument("--stages", default="2,4,8,20")
     parser.add_argument("--chances", default="0.5,0.7,0.8,0.9,0.95")
     parser.add_argument("--sleep-ms", type=float, default=40.0)
     parser.add_argument("--tokens", type=int, default=240)
     parser.add_argument("--plain-tokens", type=int, default=24)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--trace", type=Path, help="save one of the drafting engine there")
     options = parser.parse_args()
     options.chances = [float(chance) for chance in options.chances.split(",")]
     stages = [int(count) for count in options.stages.split(",")]
-    drafter, rows = KnowingDrafter(), []
+    kinds, drafter, rows = set(options.kinds.split(",")), KnowingDrafter(), []
     with (
         tempfile.TemporaryDirectory() as folder,
         mock.patch.object(Decoder, "forward", sleep),
         mock.patch.object(Decoder, "record", return_value=None),
-        mock.patch.object(core_assembly, "SuffixDrafter", return_value=drafter),
     ):
-        for kind in options.kinds.split(","):
-            for count in [WIRED_STAGES] if kind == "wires" else stages:
-                model = Path(folder) / f"{count}"
-                make_checkpoint(model, TINY_SHAPE | {"num_hidden_layers": count})
-                rows += Bench(options, model, count, drafter).rows(kind)
+        models = {}
+        for count in {*stages, WIRED_STAGES}:
+            models[count] = Path(folder) / f"{count}"
+            make_checkpoint(models[count], TINY_SHAPE | {"num_hidden_layers": count})
+        with mock.patch.object(core_assembly, "SuffixDrafter", return_value=drafter):
+            for kind, count in itertools.product(sorted(kinds - {"wires"}), stages):
+                rows += Bench(options, models[count], count, drafter).rows(kind)
+        wired_rows = list(wired(options, models[WIRED_STAGES])) if "wires" in kinds else []
     header = [
         "kind",
         "stages",
         "tau",
-        "D",
         "a",
         "plain, tokens/s",
         "drafting",
@@ -268,6 +311,7 @@ def main() -> None:
         "of these dice",
     ]
     print(markdown(header, rows))
+    print(markdown(["text", "tokens", "plain, tokens/s", "suffix", "gain"], wired_rows))
 
 
 if __name__ == "__main__":
