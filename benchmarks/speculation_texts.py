@@ -110,6 +110,8 @@ class Script:
 
     @classmethod
     def put(cls, drawn: SampleOutput, output_index: Sequence[int]) -> SampleOutput:
+        if not cls.ids:
+            return drawn
         last = len(cls.ids) - 1
         return replace(drawn, token_ids=[cls.ids[min(place, last)] for place in output_index])
 
