@@ -8,6 +8,7 @@ case says, so that windows of every outcome pass through every layout; the suffi
 from __future__ import annotations
 
 import json
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
@@ -22,7 +23,10 @@ from paths import shared_data
 from penstock import LLM, SamplingParams
 from penstock.engine.core import core_assembly
 from penstock.kvcache.allocator import BlockAllocator
+from penstock.rank import loading
 from penstock.request import StructuredOutputs
+from penstock.runner.request_rows import RequestRows
+from penstock.runner.row_state import RowState
 from penstock.scheduler.cost_model import CostModel
 from penstock.scheduler.windows import DraftWindows
 from penstock.speculation.drafter import NO_DRAFT, Draft, Drafter
@@ -298,3 +302,93 @@ def test_many_short_requests_get_their_tokens(monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.soak
 def test_ten_thousand_short_requests_get_their_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     check_short_requests(10_000, monkeypatch)
+
+
+class Walk(RowState):
+    """A machine that goes through each row's text token by token, and can go back to where it is told to.
+
+    Attributes:
+        certain: of each row, the positions that stay.
+        ended: of the requests that have gone, how far they went, what was not told of included.
+    """
+
+    def __init__(self) -> None:
+        self.certain: dict[int, int] = {}
+        self.ended: list[int] = []
+        self.num_back = 0
+        self._open: dict[int, deque[tuple[int, int]]] = {}  # steps that were sampled and not told of
+
+    def begin(self, row: int) -> None:
+        self.drop(row)
+        self._open[row] = deque()
+
+    def step(
+        self, rows: Sequence[int], starts: Sequence[int], ends: Sequence[int], are_sampled: Sequence[bool]
+    ) -> None:
+        for row, start, end, is_sampled in zip(rows, starts, ends, are_sampled, strict=True):
+            steps = self._open[row]
+            reached = steps[-1][1] if steps else self.certain.get(row, start)
+            assert start == reached, "each position is run once, in order"
+            if is_sampled:
+                steps.append((start, end))
+            else:
+                self.certain[row] = end
+
+    def commit(self, row: int, num_rejected: int) -> None:
+        start, end = self._open[row].popleft()
+        assert self.certain.get(row, start) == start, "steps are told of in order"
+        assert 0 <= num_rejected <= end - start
+        self.certain[row] = end - num_rejected
+        self.num_back += num_rejected
+        # What follows was run behind positions that were taken back.
+        self._open[row] = deque(
+            (first - num_rejected, last - num_rejected) for first, last in self._open[row]
+        )
+
+    def rewind(self, row: int, length: int) -> None:
+        assert length >= self.certain[row], "what stays is not taken back"
+        self.num_back += len(self._open[row])
+        self._open[row].clear()
+        self.certain[row] = length
+
+    def drop(self, row: int) -> None:
+        if row in self.certain:
+            steps, certain = self._open[row], self.certain.pop(row)
+            self.ended.append(steps[-1][1] if steps else certain)
+
+
+@pytest.mark.parametrize(("num_stages", "max_num_seqs"), [(1, 4), (3, 1), (3, 4), (4, 2)])
+def test_e11_a_state_sees_each_token_once(
+    num_stages: int, max_num_seqs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On every stage, with drafts of which half are wrong."""
+    expected = reference(32, 1)
+    walks: list[Walk] = []
+
+    def rows_with_state(*given: Any, **more: Any) -> RequestRows:
+        walks.append(Walk())
+        return RequestRows(*given, **more, state=walks[-1])
+
+    drafter = Answers([ids for ids, _, _ in expected], 0.5)
+    monkeypatch.setattr(core_assembly, "SuffixDrafter", lambda: drafter)
+    monkeypatch.setattr(core_assembly, "DraftWindows", without_costs)
+    monkeypatch.setattr(loading, "RequestRows", rows_with_state)
+    with engine(
+        pipeline_parallel_size=num_stages,
+        max_num_seqs=max_num_seqs,
+        enable_prefix_caching=False,
+        speculative_method="suffix",
+    ) as llm:
+        assert generate(llm) == expected
+        stats = llm.stats()
+        llm.generate(
+            [{"prompt_token_ids": [1]}] * max_num_seqs, SamplingParams(max_tokens=2)
+        )  # rows are freed
+    assert len(walks) == num_stages
+    assert stats is not None
+    lengths = [len(prompt) + len(ids) - 1 for prompt, (ids, _, _) in zip(PROMPTS, expected, strict=True)]
+    for walk in walks:
+        assert walk.num_back > 0
+        assert all(any(length <= ended for ended in walk.ended) for length in lengths)
+    first = walks[0]
+    assert len(first.ended) >= len(PROMPTS)

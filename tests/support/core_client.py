@@ -49,8 +49,12 @@ class ByteTokenizer(AbsentTokenizer):
         return ByteDetokenizer(PieceTable(lambda token_id: bytes([token_id])))
 
 
-def heard(socket: CoreSocket, count: int) -> tuple[bytes, list[object]]:
-    """The next `count` messages, and the client that has sent them."""
+def heard(socket: CoreSocket, count: int, *, greeted: bool = False) -> tuple[bytes, list[object]]:
+    """The next `count` messages, and the client that has sent them.
+
+    Args:
+        greeted: it has said hello. A client that is kept waiting says so again, at any time.
+    """
     client, received = b"", list[object]()
     while len(received) < count:
         entries = socket.drain()  # before the wait: what is sent may use up the sign of what has come
@@ -59,7 +63,7 @@ def heard(socket: CoreSocket, count: int) -> tuple[bytes, list[object]]:
             entries = socket.drain()
         assert entries, "the client has said nothing"
         client = entries[0][0]
-        received += [message for _, message in entries]
+        received += [message for _, message in entries if not (greeted and message == Hello())]
     assert len(received) == count
     return client, received
 
@@ -69,15 +73,15 @@ class FakeCore:
 
     def __init__(self) -> None:
         self.endpoint = LocalSocket()
-        self.client = b""
         self.open()
 
     def open(self) -> None:
+        self.client = b""
         self.socket = CoreSocket(f"fd:{os.dup(self.endpoint.listen_fd)}")
 
     def hear(self, count: int = 1) -> list[object]:
         """The next `count` messages."""
-        self.client, messages = heard(self.socket, count)
+        self.client, messages = heard(self.socket, count, greeted=bool(self.client))
         return messages
 
     def tell(self, *updates: RequestUpdate, stats: CoreStats = STATS) -> None:

@@ -81,6 +81,7 @@ def complete_batch(batch: ForwardBatch, rows: RequestRows, buffers: InputBuffers
     plan = batch.plan
     rows.check_sources(plan)
     starts, ends = rows.accepted_span_of(plan)
+    rows.run(plan, starts, ends)
     if rows.is_void(plan, starts):
         return replace(batch, is_void=True)
     for index, draft_ids in plan.drafts.items():

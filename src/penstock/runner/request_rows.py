@@ -28,6 +28,7 @@ from penstock.batch import GUESSED, KNOWN, NewRow, RewoundRow, ScheduledBatch
 from penstock.errors import ProtocolError
 from penstock.kernels.views import KeptViews, words_of
 from penstock.runner.block_tables import BlockTables
+from penstock.runner.row_state import NO_STATE, RowState
 
 _FREE = -1  # generation of a row that no request holds
 _NOT_STARTED = -1  # num_computed until the first plan says where the request starts
@@ -125,6 +126,7 @@ class RequestRows:
         block_size: tokens per KV block.
         max_drafts: speculative tokens that one row may have beyond its known ones.
         ids: makes what keeps the token ids, given the rows and the width: `KeptIds` or `NoIds`.
+        state: that rows carry besides, if any layer has one.
     """
 
     def __init__(
@@ -134,9 +136,11 @@ class RequestRows:
         block_size: int,
         max_drafts: int = 0,
         ids: Callable[[int, int], TokenIds] = KeptIds,
+        state: RowState = NO_STATE,
     ) -> None:
         width = max_model_len + 1 + max_drafts
         self._ids = ids(num_rows, width)
+        self._state = state
         self.tables = BlockTables(num_rows, -(-width // block_size), block_size)
         self.prompt_len = np.zeros(num_rows, dtype=np.int64)
         self.total_len = array("q", [0]) * num_rows  # known tokens
@@ -176,6 +180,7 @@ class RequestRows:
     def free(self, row: int) -> None:
         """The request of a row has ended; samples of it that are still to come will be dropped (row E7)."""
         self.generation[row] = _FREE
+        self._state.drop(row)
         self._changes_hands()
 
     def add(self, new: NewRow) -> None:
@@ -190,6 +195,7 @@ class RequestRows:
         self.generation[row] = new.generation
         self.sampled_step[row] = KNOWN
         self.request_ids[row] = new.request_id
+        self._state.begin(row)
         self._changes_hands()
 
     def _rewind(self, rewound: RewoundRow, step_id: int) -> None:
@@ -201,6 +207,7 @@ class RequestRows:
         self.num_rejected[row] = 0
         self.sampled_step[row] = rewound.step
         self._live_from[row] = step_id
+        self._state.rewind(row, num_tokens - 1)
         self._changes_hands()
 
     def _changes_hands(self) -> None:
@@ -280,6 +287,10 @@ class RequestRows:
         """Count the tokens of a plan as scheduled, up to these positions."""
         for row, end in zip(plan.rows, ends, strict=True):
             self.num_computed[row] = end
+
+    def run(self, plan: ScheduledBatch, starts: Sequence[int], ends: Sequence[int]) -> None:
+        """The tokens of a plan are computed now, at these true positions."""
+        self._state.step(plan.rows, starts, ends, plan.need_sampled)
 
     def put_drafts(self, row: int, end: int, draft_ids: Sequence[int]) -> None:
         """Speculative tokens, placed behind a row's known ones and before `end`; what is sampled in their
@@ -365,6 +376,7 @@ class RequestRows:
         """Take back what was scheduled on rejected drafts, and note the step."""
         self.num_computed[row] -= num_rejected
         self.num_rejected[row] += num_rejected
+        self._state.commit(row, num_rejected)
         if num_rejected:
             self._strayed.add(row)
         self.sampled_step[row] = step_id
