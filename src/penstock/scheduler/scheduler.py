@@ -271,8 +271,8 @@ class Scheduler:
         """Add drafts to a plan of decodes; where nobody may run and the pipe has room, guess ahead."""
         running = self._queues.running
         self._windows.widen(draft, num_running=len(running), is_alone=self.is_one_alone)
-        if not draft.rows and not draft.new_rows and len(self._issued) < self._depth.number:
-            self._windows.go_ahead(draft, running)
+        if not draft.rows and not draft.new_rows:
+            self._windows.go_ahead(draft, running, is_full=len(self._issued) >= self._depth.number)
 
     def _issue(self, draft: PlanBuilder) -> ScheduledBatch:
         rewound = self._windows.take_rewound()

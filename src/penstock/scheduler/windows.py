@@ -33,7 +33,12 @@ from penstock.scheduler.queues import RequestPhase, RequestState
 from penstock.scheduler.stats import SpeculationStats
 from penstock.speculation.drafter import NO_DRAFT, Draft, Drafter
 from penstock.speculation.grammar_guides import NO_GUIDES, NoGuides
-from penstock.speculation.streaming import LEAST_CHANCE_AHEAD, PipeTimes, streamed_size
+from penstock.speculation.streaming import (
+    LEAST_CHANCE_AHEAD,
+    LEAST_CHANCE_QUEUED,
+    PipeTimes,
+    streamed_size,
+)
 from penstock.speculation.window_sizes import window_sizes
 
 _WORTH_WAITING = 0.5  # chance of a draft, from which on the next plan of its request waits for its result
@@ -57,8 +62,12 @@ class NoWindows:
             is_alone: no other plan is in the pipe with it, so that its time is that of all stages.
         """
 
-    def go_ahead(self, plan: PlanBuilder, running: Sequence[RequestState]) -> None:
-        """Put a window into an empty plan that guesses what a window in flight will yield."""
+    def go_ahead(self, plan: PlanBuilder, running: Sequence[RequestState], *, is_full: bool) -> None:
+        """Put a window into an empty plan that guesses what a window in flight will yield.
+
+        Args:
+            is_full: as many plans are in flight as fill the pipe; it would wait at the first stage.
+        """
 
     def follow(
         self, request: RequestState, token_ids: Sequence[int], size: int, step_id: int
@@ -166,21 +175,22 @@ class DraftWindows(NoWindows):
         num_tokens = request.num_scheduled + num_drafts
         return self._allocator.grow(request.arrival, num_tokens, num_spare=self._num_running)
 
-    def go_ahead(self, plan: PlanBuilder, running: Sequence[RequestState]) -> None:
+    def go_ahead(self, plan: PlanBuilder, running: Sequence[RequestState], *, is_full: bool) -> None:
+        least = LEAST_CHANCE_QUEUED if is_full else LEAST_CHANCE_AHEAD
         ready = [request for request in running if request.arrival in self._streamed]
         for request in sorted(ready, key=lambda request: request.last_sampled_step):
-            draft_ids = self._next_ids(request)
+            draft_ids = self._next_ids(request, least)
             blocks = self._spare_blocks(request, len(draft_ids)) if draft_ids else None
             if blocks is not None:
                 plan.add_guessed_window(request, draft_ids, blocks)
                 return
 
-    def _next_ids(self, request: RequestState) -> Sequence[int]:
+    def _next_ids(self, request: RequestState, least_chance: float) -> Sequence[int]:
         """Of a window behind what is in flight; none if that is not all guessed, or hardly all right."""
         draft, ahead = self._drafts.get(request.arrival, NO_DRAFT), len(request.guessed_ids)
         if not request.is_guessed or list(draft.token_ids[:ahead]) != request.guessed_ids:
             return ()
-        if draft.chance ** (ahead + 1) < LEAST_CHANCE_AHEAD:
+        if draft.chance ** (ahead + 1) < least_chance:
             return ()
         room = request.max_len - len(request.token_ids) - request.num_awaited
         size = min(self._streamed[request.arrival], self._max_tokens, room)

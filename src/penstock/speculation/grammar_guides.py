@@ -19,6 +19,7 @@ import logging
 from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import takewhile
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -70,12 +71,14 @@ class GrammarGuides(NoGuides):
     """Guides the guesses of all requests with a grammar.
 
     Args:
-        vocabulary: of the model.
+        vocabulary: of the model's tokenizer.
+        vocab_size: ids that the model has; a tokenizer may have more.
     """
 
-    def __init__(self, vocabulary: Vocabulary) -> None:
+    def __init__(self, vocabulary: Vocabulary, vocab_size: int) -> None:
         self._building = ThreadPoolExecutor(1, thread_name_prefix="draft-grammar")
         self._vocabulary = vocabulary
+        self._vocab_size = vocab_size
         self._built: OrderedDict[bytes, Future[Matcher]] = OrderedDict()  # to be copied
         self._guides: dict[int, _Guide] = {}
 
@@ -105,7 +108,8 @@ class GrammarGuides(NoGuides):
         if not guide.is_ready:
             return NO_DRAFT
         guide.read(token_ids)
-        forced = Draft(guide.forced(most), FORCED_CHANCE)
+        known = takewhile(lambda token_id: token_id < self._vocab_size, guide.forced(most))
+        forced = Draft(list(known), FORCED_CHANCE)
         allowed = Draft(guide.allowed(draft.token_ids), draft.chance)
         better = max(forced, allowed, key=_promise)
         return better if better.token_ids else NO_DRAFT

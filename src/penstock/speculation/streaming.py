@@ -21,6 +21,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 LEAST_CHANCE_AHEAD = 0.05  # that a window is of use, below which it is not sent ahead
+LEAST_CHANCE_QUEUED = 0.5  # the same of one that waits at the first stage, where the right one may find it
 _MOST_CHANCE = 0.99  # that is believed
 _MARGIN = 0.05  # of the rate, that streaming must gain
 

@@ -145,9 +145,10 @@ def _guides(config: CoreConfig) -> NoGuides:
     from penstock.grammar.matcher import load_vocabulary  # here: nobody else in the core needs the library
 
     try:
-        return GrammarGuides(load_vocabulary(Path(config.model_path), config.eos_token_ids))
+        vocabulary = load_vocabulary(Path(config.model_path), config.eos_token_ids)
     except PenstockError:  # a request with a grammar is refused before it comes here
         return NO_GUIDES
+    return GrammarGuides(vocabulary, config.vocab_size)
 
 
 def _stall_limit(config: CoreConfig, recovers: bool) -> StallLimit:
