@@ -285,7 +285,8 @@ def main() -> None:
     options = parser.parse_args()
     options.chances = [float(chance) for chance in options.chances.split(",")]
     stages = [int(count) for count in options.stages.split(",")]
-    kinds, drafter, rows = set(options.kinds.split(",")), KnowingDrafter(), []
+    kinds, drafter = set(options.kinds.split(",")), KnowingDrafter()
+    rows: list[list[str]] = []
     with (
         tempfile.TemporaryDirectory() as folder,
         mock.patch.object(Decoder, "forward", sleep),

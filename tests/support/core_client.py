@@ -73,15 +73,15 @@ class FakeCore:
 
     def __init__(self) -> None:
         self.endpoint = LocalSocket()
+        self.client = b""
         self.open()
 
     def open(self) -> None:
-        self.client = b""
         self.socket = CoreSocket(f"fd:{os.dup(self.endpoint.listen_fd)}")
 
-    def hear(self, count: int = 1) -> list[object]:
-        """The next `count` messages."""
-        self.client, messages = heard(self.socket, count, greeted=bool(self.client))
+    def hear(self, count: int = 1, *, greeted: bool = False) -> list[object]:
+        """The next `count` messages; see `heard`."""
+        self.client, messages = heard(self.socket, count, greeted=greeted)
         return messages
 
     def tell(self, *updates: RequestUpdate, stats: CoreStats = STATS) -> None:
@@ -152,7 +152,7 @@ class Rig:
     def add(self, name: str = "r", **sampling: object) -> RequestStream:
         """A stream whose request the core has seen."""
         stream = self.engine.add(name, [1, 2, 3], SamplingParams(max_tokens=20, **sampling))
-        (message,) = self.core.hear()
+        (message,) = self.core.hear(greeted=True)
         assert isinstance(message, AddRequest)
         assert message.request.request_id == name
         assert message.request.prompt_token_ids == [1, 2, 3]
