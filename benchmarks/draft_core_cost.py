@@ -4,14 +4,15 @@
 
 A scheduler without stages plans steps of so many requests and settles results that are made up: each request
 says a piece of text again and again, or one that never repeats. Without speculation, and with the suffix
-drafter, which finds windows worth sending since the costs of stages are not known. Prints Markdown for
-docs/perf-log.md.
+drafter; there drafts cost a stage as much as tokens ("dear", so that many rows send none), or nothing
+("free"). Prints Markdown for docs/perf-log.md.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import itertools
 import statistics
 import time
 from collections.abc import Sequence
@@ -25,6 +26,7 @@ from penstock.config.engine import SchedulerConfig
 from penstock.kvcache.allocator import BlockAllocator
 from penstock.kvcache.block_pool import BlockPool
 from penstock.request import GenerationRequest, SamplingParams
+from penstock.scheduler.cost_model import CostModel, StepSample, StepShape
 from penstock.scheduler.pacing import FixedDepth
 from penstock.scheduler.scheduler import Scheduler
 from penstock.scheduler.windows import DraftWindows, NoWindows
@@ -40,15 +42,16 @@ class Rig:
 
     Args:
         repeats: whether their texts do.
+        costs: of the stage; None: so much a token.
     """
 
-    def __init__(self, num_rows: int, *, drafts: bool, repeats: bool) -> None:
+    def __init__(self, num_rows: int, *, drafts: bool, repeats: bool, costs: CostModel | None) -> None:
         allocator = BlockAllocator(BlockPool(1 << 16), 32)
         depth = FixedDepth(1)
         windows = NoWindows()
         if drafts:
             drafter = GuardedDrafter(SuffixDrafter(), VOCAB_SIZE, time.monotonic)
-            windows = DraftWindows(drafter, allocator, None, most=MOST_DRAFTS, max_tokens=2048, depth=depth)
+            windows = DraftWindows(drafter, allocator, costs, most=MOST_DRAFTS, max_tokens=2048, depth=depth)
         self._scheduler = Scheduler(
             SchedulerConfig(max_num_seqs=num_rows, max_num_batched_tokens=8192),
             allocator,
@@ -115,16 +118,36 @@ def main() -> None:
     options = parser.parse_args()
     rows = []
     for num_rows in map(int, options.rows.split(",")):
-        rows += [compared(num_rows, options, repeats=repeats) for repeats in (False, True)]
-    header = ["rows", "text", "off, us a step", "suffix", "more", "tokens a step", "us a token, suffix/off"]
+        for repeats, is_free in itertools.product((False, True), (False, True)):
+            rows.append(compared(num_rows, options, repeats=repeats, is_free=is_free))
+    header = [
+        "rows",
+        "text",
+        "drafts",
+        "off, us a step",
+        "suffix",
+        "more",
+        "tokens a step",
+        "us a token, suffix/off",
+    ]
     print(markdown(header, rows))
 
 
-def compared(num_rows: int, options: argparse.Namespace, *, repeats: bool) -> list[str]:
+def free_drafts() -> CostModel:
+    """Steps of any size take the same."""
+    model = CostModel(1)
+    shapes = [StepShape(count, 40 * count, count) for count in (1, 2, 4, 8, 16, 32, 64, 256)]
+    for is_alone in (False, True):
+        model.learn(0, [StepSample(shape, 0.02, 1e-5, 1e-5) for shape in shapes], alone=is_alone)
+    return model
+
+
+def compared(num_rows: int, options: argparse.Namespace, *, repeats: bool, is_free: bool) -> list[str]:
     """A line of the table."""
 
     def take(drafts: bool) -> tuple[float, float]:
-        rig = Rig(num_rows, drafts=drafts, repeats=repeats)
+        costs = free_drafts() if is_free else None
+        rig = Rig(num_rows, drafts=drafts, repeats=repeats, costs=costs)
         for _ in range(10):
             rig.step()
         gc.collect()
@@ -137,6 +160,7 @@ def compared(num_rows: int, options: argparse.Namespace, *, repeats: bool) -> li
     return [
         str(num_rows),
         "repeats" if repeats else "new",
+        "free" if is_free else "dear",
         f"{off:.0f}",
         f"{on:.0f}",
         f"{on - off:.0f}",

@@ -39,7 +39,7 @@ from penstock.speculation.streaming import (
     PipeTimes,
     streamed_size,
 )
-from penstock.speculation.window_sizes import window_sizes
+from penstock.speculation.window_sizes import least_chance, window_sizes
 
 _WORTH_WAITING = 0.5  # chance of a draft, from which on the next plan of its request waits for its result
 _FREE_TOKENS = 8  # of a step whose cost is not known: so many cost little more than one on most devices
@@ -135,6 +135,7 @@ class DraftWindows(NoWindows):
         self._rewound: list[tuple[RequestState, RewoundRow]] = []  # since the last plan
         self._num_running = 1
         self._shape = _Shape(1, 0, is_alone=True)  # of the newest plan
+        self._least_chance = 0.0  # of a draft that is worth its time beside such a plan
         self._stats = SpeculationStats(drafter.name, is_exact=is_exact)
 
     @property
@@ -148,6 +149,7 @@ class DraftWindows(NoWindows):
         if not plan.rows:
             return
         self._shape = _Shape(len(plan.rows), plan.attended // len(plan.rows), is_alone=is_alone)
+        self._least_chance = least_chance(len(plan.rows), self._step_seconds())
         places = [
             (index, self._drafts[request.arrival])
             for index, request in enumerate(plan.requests)
@@ -232,19 +234,23 @@ class DraftWindows(NoWindows):
             self._streamed[request.arrival] = streamed
         if streamed or request.num_awaited == 0:
             self._drafts[request.arrival] = draft
-        is_worth_it = draft.chance >= _WORTH_WAITING and self._sizes([draft])[0] > 0
-        request.awaits_result = streamed > 0 or is_worth_it
+        request.awaits_result = streamed > 0 or draft.chance >= max(_WORTH_WAITING, self._least_chance)
 
     def _propose(self, request: RequestState) -> Draft:
         most = min(self._reach, request.max_len - len(request.token_ids) - 1)  # one is sampled behind them
         structured, token_ids = request.sampling.structured, request.token_ids
         is_held = structured is not None and not self._with_grammars
-        if most <= 0 or is_held or not request.may_draft:
+        if most <= 0 or is_held or not request.may_draft or self._is_pointless:
             return NO_DRAFT
         draft = self._drafter.propose(request.arrival, token_ids, most)
         if structured is None:
             return draft
         return self._guides.guided(request.arrival, structured, request.prompt_len, token_ids, draft, most)
+
+    @property
+    def _is_pointless(self) -> bool:
+        """Whether even a certain guess would cost more time than it saves; then nobody is asked."""
+        return self._least_chance > 1.0 and not self._has_gaps
 
     @property
     def _reach(self) -> int:
@@ -258,10 +264,16 @@ class DraftWindows(NoWindows):
 
     def _sizes(self, drafts: Sequence[Draft]) -> list[int]:
         """How many tokens of each draft to add to a plan such as the last one."""
+        if all(draft.chance < self._least_chance for draft in drafts):
+            return [0] * len(drafts)
         cut = [Draft(draft.token_ids[: self._most], draft.chance) for draft in drafts]
+        return window_sizes(cut, self._shape.num_rows, self._step_seconds())
+
+    def _step_seconds(self) -> Callable[[int], float]:
+        """What a plan such as the last one takes with so many tokens."""
         combine = sum if self._shape.is_alone else max
         stages = self._stage_seconds(alone=self._shape.is_alone)
-        return window_sizes(cut, self._shape.num_rows, lambda tokens: combine(stages(tokens))) if cut else []
+        return lambda tokens: combine(stages(tokens))
 
     def _streamed_size(self, draft: Draft) -> int:
         if not self._has_gaps:

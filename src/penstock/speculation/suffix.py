@@ -78,7 +78,9 @@ class _Text:
         self.num_read = 0
         self.cursor = _NOWHERE
         self._run = 0  # tokens that the text has followed the cursor
-        self._ends: dict[tuple[int, ...], int] = {}  # sequence -> position behind it, where it was seen last
+        # Hash of a sequence -> position behind it, where it was seen last. Where two have one hash, a guess is
+        # wrong.
+        self._ends: dict[int, int] = {}
 
     @property
     def run_class(self) -> int:
@@ -99,7 +101,8 @@ class _Text:
         for length in (LONG, SHORT):
             first = max(0, self.num_read - length + 1)  # where the first new sequence begins
             shifted = (token_ids[first + offset : end] for offset in range(length))
-            self._ends.update(zip(zip(*shifted, strict=False), range(first + length, end + 1), strict=False))
+            keys = map(hash, zip(*shifted, strict=False))
+            self._ends.update(zip(keys, range(first + length, end + 1), strict=False))
         self.num_read, self.cursor, self._run = end, _NOWHERE, 0
 
     def _follow(self, token_ids: Sequence[int], position: int, all_chances: list[float]) -> None:
@@ -114,10 +117,10 @@ class _Text:
         for length in (LONG, SHORT):
             if end < length:
                 continue
-            sequence = tuple(token_ids[end - length : end])
+            key = hash(tuple(token_ids[end - length : end]))
             if found == _NOWHERE:
-                found = ends.get(sequence, _NOWHERE)
-            ends[sequence] = end
+                found = ends.get(key, _NOWHERE)
+            ends[key] = end
         self.cursor = found
 
     def _note(self, is_right: bool, all_chances: list[float]) -> None:

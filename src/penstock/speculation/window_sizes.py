@@ -26,6 +26,18 @@ _LEAST_S = 1e-9  # of a step
 _MARGIN = 0.02  # of the rate, that a draft must gain
 
 
+def least_chance(num_tokens: int, seconds: Callable[[int], float]) -> float:
+    """Return the chance from which on a first draft is worth its time; above 1: none is.
+
+    Args:
+        num_tokens: of the step without drafts.
+        seconds: as for `window_sizes`.
+    """
+    now, longer = max(seconds(num_tokens), _LEAST_S), max(seconds(num_tokens + 1), _LEAST_S)
+    margin = _MARGIN if longer > now else 0.0
+    return max(LEAST_CHANCE, num_tokens * ((1.0 + margin) * longer / now - 1.0))
+
+
 def window_sizes(drafts: Sequence[Draft], num_tokens: int, seconds: Callable[[int], float]) -> list[int]:
     """Choose how many tokens of each draft to send.
 
