@@ -78,8 +78,8 @@ class _Text:
         self.num_read = 0
         self.cursor = _NOWHERE
         self._run = 0  # tokens that the text has followed the cursor
-        # Hash of a sequence -> position behind it, where it was seen last. Where two have one hash, a guess is
-        # wrong.
+        # Hash of a sequence -> position behind it, where it was seen last. Where two have one hash, a guess
+        # is wrong.
         self._ends: dict[int, int] = {}
 
     @property
