@@ -79,7 +79,7 @@ class FakeCore:
     def open(self) -> None:
         self.socket = CoreSocket(f"fd:{os.dup(self.endpoint.listen_fd)}")
 
-    def hear(self, count: int = 1, *, greeted: bool = False) -> list[object]:
+    def hear(self, count: int = 1, *, greeted: bool = True) -> list[object]:
         """The next `count` messages; see `heard`."""
         self.client, messages = heard(self.socket, count, greeted=greeted)
         return messages
@@ -118,7 +118,7 @@ class Rig:
     async def start(self, max_model_len: int = 64) -> None:
         starting = asyncio.ensure_future(self.engine.start(WAIT_S))
         await asyncio.sleep(0)  # lets it say hello
-        assert self.core.hear() == [Hello()]
+        assert self.core.hear(greeted=False) == [Hello()]
         welcome = msgspec.structs.replace(WELCOME, max_model_len=max_model_len)
         self.core.socket.send(self.core.client, welcome)
         await starting
@@ -152,7 +152,7 @@ class Rig:
     def add(self, name: str = "r", **sampling: object) -> RequestStream:
         """A stream whose request the core has seen."""
         stream = self.engine.add(name, [1, 2, 3], SamplingParams(max_tokens=20, **sampling))
-        (message,) = self.core.hear(greeted=True)
+        (message,) = self.core.hear()
         assert isinstance(message, AddRequest)
         assert message.request.request_id == name
         assert message.request.prompt_token_ids == [1, 2, 3]
