@@ -136,6 +136,26 @@ def delayed(delay_s: float) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def running(config: EngineConfig, delay_s: float, *, num_links: int) -> Iterator[EngineCore]:
+    """A core whose ranks are threads of this process, with wires of this delay; it has been proved to work.
+
+    Args:
+        num_links: that the core takes for wires, whose time it measures.
+    """
+    plan = resolve(config, [HostResources.detect()])
+    core_config = msgspec.structs.replace(plan.core, num_links=num_links)
+    with delayed(delay_s):
+        executor = InprocessExecutor(plan.ranks)
+    try:
+        kv_plan = executor.start()
+        core, _ = build_core(core_config, executor, kv_plan, time.monotonic)
+        prove_stages(core)
+        yield core
+    finally:
+        executor.shutdown()
+
+
 class Measured(NamedTuple):
     """One run of one batch."""
 
@@ -165,17 +185,8 @@ def engine(options: argparse.Namespace, delay_s: float, kind: str) -> Iterator[E
             enable_prefix_caching=False, num_blocks=batches * (options.max_model_len // 32 + 1)
         ),
     )
-    plan = resolve(config, [HostResources.detect()])
-    core_config = msgspec.structs.replace(plan.core, num_links=STAGES - 1)
-    with delayed(delay_s):
-        executor = InprocessExecutor(plan.ranks)
-    try:
-        kv_plan = executor.start()
-        core, _ = build_core(core_config, executor, kv_plan, time.monotonic)
-        prove_stages(core)
+    with running(config, delay_s, num_links=STAGES - 1) as core:
         yield core
-    finally:
-        executor.shutdown()
 
 
 def measure(core: EngineCore, batch: int, options: argparse.Namespace, name: str) -> Measured:

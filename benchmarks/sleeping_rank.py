@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from penstock.process.child import bound_thread_pools, leave
@@ -24,8 +24,12 @@ if TYPE_CHECKING:
     from penstock.models.interfaces import BeforeLayer
 
 
-def let_layers_sleep(seconds: float) -> None:
-    """Put other methods into the decoder."""
+def let_layers_sleep(seconds: Callable[[int], float]) -> None:
+    """Put other methods into the decoder.
+
+    Args:
+        seconds: of a step with so many tokens.
+    """
     from penstock.models.decoder import Decoder
     from penstock.models.intermediate import IntermediateTensors
 
@@ -40,9 +44,11 @@ def let_layers_sleep(seconds: float) -> None:
         metadata: AttentionMetadata,
         before_layer: BeforeLayer | None = None,
     ) -> IntermediateTensors:
-        passed = IntermediateTensors(dict(tensors.tensors))  # waits for the stage before
-        if len(passed["hidden_states"]):
-            time.sleep(seconds)
+        # Waits for the stage before. Copies, as layers would: the buffer of a link holds one frame.
+        passed = IntermediateTensors({name: tensor.clone() for name, tensor in tensors.tensors.items()})
+        num_tokens = len(passed["hidden_states"])
+        if num_tokens:
+            time.sleep(seconds(num_tokens))
         return passed
 
     Decoder.record = record  # type: ignore[method-assign]
@@ -51,5 +57,6 @@ def let_layers_sleep(seconds: float) -> None:
 
 if __name__ == "__main__":
     bound_thread_pools(1)  # before torch comes, as the worker does
-    let_layers_sleep(float(os.environ["SLEEPING_RANK_MS"]) / 1000)
+    step_s = float(os.environ["SLEEPING_RANK_MS"]) / 1000
+    let_layers_sleep(lambda num_tokens: step_s)
     leave(worker.main())

@@ -26,6 +26,7 @@ from unittest import mock
 
 from peers.report import markdown
 from ratios import in_turns, shown
+from speculation import drafts_of
 
 from penstock import LLM, SamplingParams
 from penstock.config.speculation import SpeculativeMethod
@@ -206,13 +207,6 @@ def compared(options: argparse.Namespace, stages: int) -> list[list[str]]:
                 ]
             )
     return rows
-
-
-def drafts_of(llm: LLM) -> tuple[int, int]:
-    """Accepted and sent drafts so far."""
-    stats = llm.stats()
-    assert stats is not None
-    return stats.scheduler.speculation.num_accepted, stats.scheduler.speculation.num_drafted
 
 
 if __name__ == "__main__":

@@ -32,14 +32,12 @@ from pathlib import Path
 from random import Random
 from unittest import mock
 
-import msgspec
-from delayed_links import delayed
+from delayed_links import running
 from peers.checkpoint import TINY_SHAPE, make_checkpoint
 from peers.report import markdown
+from sleeping_rank import let_layers_sleep
 from speculation_texts import TEXTS, Script, ids_of, scripted
-from torch import Tensor
 
-from penstock.attention.metadata import AnyKV, AttentionMetadata
 from penstock.config.engine import (
     CacheConfig,
     EngineConfig,
@@ -50,13 +48,6 @@ from penstock.config.engine import (
 from penstock.config.speculation import SpeculationConfig
 from penstock.engine.core import core_assembly
 from penstock.engine.core.core import EngineCore
-from penstock.engine.core.core_assembly import build_core, prove_stages
-from penstock.engine.supervisor.launch import resolve
-from penstock.executor.inprocess import InprocessExecutor
-from penstock.hosts.resources import HostResources
-from penstock.models.decoder import Decoder
-from penstock.models.interfaces import BeforeLayer
-from penstock.models.intermediate import IntermediateTensors
 from penstock.request import GenerationRequest, SamplingParams
 from penstock.speculation.drafter import Draft
 from penstock.trace.chrome import chrome_trace
@@ -76,22 +67,10 @@ class Sleep:
     seconds = 0.0
     per_token = False
 
-
-def sleep(
-    self: Decoder,
-    tensors: IntermediateTensors,
-    positions: Tensor,
-    kv: Sequence[AnyKV],
-    metadata: AttentionMetadata,
-    before_layer: BeforeLayer | None = None,
-) -> IntermediateTensors:
-    """In place of a decoder's `forward`."""
-    # Waits for the stage before. Copies, as layers would: the buffer of a link holds one frame.
-    passed = IntermediateTensors({name: tensor.clone() for name, tensor in tensors.tensors.items()})
-    num_tokens = len(passed["hidden_states"])
-    if num_tokens:
-        time.sleep(Sleep.seconds * (num_tokens if Sleep.per_token else 1))
-    return passed
+    @classmethod
+    def of_step(cls, num_tokens: int) -> float:
+        """Seconds of a step with so many tokens."""
+        return cls.seconds * (num_tokens if cls.per_token else 1)
 
 
 class KnowingDrafter:
@@ -139,17 +118,8 @@ def engine(model: Path, stages: int, method: str, wire_s: float = 0.0) -> Iterat
         cache=CacheConfig(enable_prefix_caching=False, num_blocks=64),
         speculation=SpeculationConfig(speculative_method=method),  # type: ignore[arg-type]
     )
-    plan = resolve(config, [HostResources.detect()])
-    core_config = msgspec.structs.replace(plan.core, num_links=stages - 1 if wire_s else 0)
-    with delayed(wire_s):
-        executor = InprocessExecutor(plan.ranks)
-    try:
-        kv_plan = executor.start()
-        core, _ = build_core(core_config, executor, kv_plan, time.monotonic)
-        prove_stages(core)
+    with running(config, wire_s, num_links=stages - 1 if wire_s else 0) as core:
         yield core
-    finally:
-        executor.shutdown()
 
 
 def generate(
@@ -285,13 +255,10 @@ def main() -> None:
     options = parser.parse_args()
     options.chances = [float(chance) for chance in options.chances.split(",")]
     stages = [int(count) for count in options.stages.split(",")]
+    let_layers_sleep(Sleep.of_step)
     kinds, drafter = set(options.kinds.split(",")), KnowingDrafter()
     rows: list[list[str]] = []
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        mock.patch.object(Decoder, "forward", sleep),
-        mock.patch.object(Decoder, "record", return_value=None),
-    ):
+    with tempfile.TemporaryDirectory() as folder:
         models = {}
         for count in {*stages, WIRED_STAGES}:
             models[count] = Path(folder) / f"{count}"

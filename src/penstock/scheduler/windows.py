@@ -23,6 +23,7 @@ come. What to guess is the drafter's affair (`speculation.drafter`); how much, t
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from penstock.batch import RewoundRow
 from penstock.kvcache.allocator import BlockAllocator
@@ -309,16 +310,17 @@ class DraftWindows(NoWindows):
         return self._stats
 
 
-class _Shape:
+class _Shape(NamedTuple):
     """What a plan was like.
 
-    Args:
+    Attributes:
         attended: positions, of one token, on average.
         is_alone: no other plan was in the pipe with it.
     """
 
-    def __init__(self, num_rows: int, attended: int, *, is_alone: bool) -> None:
-        self.num_rows, self.attended, self.is_alone = num_rows, attended, is_alone
+    num_rows: int
+    attended: int
+    is_alone: bool
 
 
 def _rewound_row(request: RequestState) -> RewoundRow:
