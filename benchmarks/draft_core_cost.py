@@ -51,7 +51,15 @@ class Rig:
         windows = NoWindows()
         if drafts:
             drafter = GuardedDrafter(SuffixDrafter(), VOCAB_SIZE, time.monotonic)
-            windows = DraftWindows(drafter, allocator, costs, most=MOST_DRAFTS, max_tokens=2048, depth=depth)
+            windows = DraftWindows(
+                drafter,
+                allocator,
+                costs,
+                most=MOST_DRAFTS,
+                max_tokens=2048,
+                depth=depth,
+                clock=time.monotonic,
+            )
         self._scheduler = Scheduler(
             SchedulerConfig(max_num_seqs=num_rows, max_num_batched_tokens=8192),
             allocator,

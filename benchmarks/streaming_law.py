@@ -49,7 +49,7 @@ from penstock.config.speculation import SpeculationConfig
 from penstock.engine.core import core_assembly
 from penstock.engine.core.core import EngineCore
 from penstock.request import GenerationRequest, SamplingParams
-from penstock.speculation.drafter import Draft
+from penstock.speculation.drafter import Draft, LocalDrafter, Question
 from penstock.trace.chrome import chrome_trace
 
 PROMPT = [5, 6, 7]
@@ -73,7 +73,7 @@ class Sleep:
         return cls.seconds * (num_tokens if cls.per_token else 1)
 
 
-class KnowingDrafter:
+class KnowingDrafter(LocalDrafter):
     """Guesses a text that it knows, each token right with the same chance."""
 
     name = "knowing"
@@ -83,9 +83,9 @@ class KnowingDrafter:
         self.chance = 0.0
         self.seed = 0
 
-    def propose(self, request: int, token_ids: Sequence[int], most: int) -> Draft:
-        known = len(token_ids)
-        positions = range(known, min(known + most, len(self.text)))
+    def propose(self, question: Question) -> Draft:
+        known = len(question.token_ids)
+        positions = range(known, min(known + question.most, len(self.text)))
         return Draft([self._guess(position) for position in positions], self.chance)
 
     def _guess(self, position: int) -> int:

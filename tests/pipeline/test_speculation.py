@@ -29,7 +29,7 @@ from penstock.runner.request_rows import RequestRows
 from penstock.runner.row_state import RowState
 from penstock.scheduler.cost_model import CostModel
 from penstock.scheduler.windows import DraftWindows
-from penstock.speculation.drafter import NO_DRAFT, Draft, Drafter
+from penstock.speculation.drafter import NO_DRAFT, Draft, Drafter, LocalDrafter, Question
 from penstock.speculation.suffix import SuffixDrafter
 
 VOCAB_SIZE = 512
@@ -77,7 +77,7 @@ SAMPLINGS: list[dict[str, Any]] = [
 ]
 
 
-class Answers:
+class Answers(LocalDrafter):
     """Knows the outputs of every prompt, and is right as often as it is told to be."""
 
     name = "answers"
@@ -86,7 +86,8 @@ class Answers:
         self._texts = [[*prompt, *ids] for prompt, ids in zip(PROMPTS, outputs, strict=True)]
         self._chance = chance
 
-    def propose(self, request: int, token_ids: Sequence[int], most: int) -> Draft:
+    def propose(self, question: Question) -> Draft:
+        request, token_ids, most, *_ = question
         texts = [text for text in self._texts if text[: len(token_ids)] == token_ids]
         if not texts:
             return NO_DRAFT
@@ -224,7 +225,7 @@ def test_the_drafter_of_the_core_is_the_suffix_drafter() -> None:
     assert core_assembly.SuffixDrafter is SuffixDrafter
 
 
-class Coded:
+class Coded(LocalDrafter):
     """Guesses the outputs of short prompts, right as often as the prompt's number says.
 
     Args:
@@ -239,7 +240,8 @@ class Coded:
         self._texts = texts
         self._chances = {prompt: self.chances[number % 4] for number, prompt in enumerate(texts)}
 
-    def propose(self, request: int, token_ids: Sequence[int], most: int) -> Draft:
+    def propose(self, question: Question) -> Draft:
+        token_ids, most = question.token_ids, question.most
         prompt, known = tuple(token_ids[: self.prompt_len]), len(token_ids)
         text, chance = self._texts[prompt], self._chances[prompt]
         guess = []

@@ -4,13 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from random import Random
+from typing import Any
 
 from fakes import VOCAB_SIZE, next_token
+from penstock.batch import GREEDY
 from penstock.scheduler.queues import RequestState
-from penstock.speculation.drafter import NO_DRAFT, Draft
+from penstock.speculation.drafter import NO_DRAFT, Draft, LocalDrafter, Question
 
 
-class KnowingDrafter:
+def asked(token_ids: Sequence[int], most: int, request: int = 0, **given: Any) -> Question:
+    """What a drafter is asked; the request has no output yet, and is greedy."""
+    fields: dict[str, Any] = {"least_chance": 0.0, "prompt_len": len(token_ids), "sampling": GREEDY}
+    return Question(request, token_ids, most, **(fields | given))
+
+
+class KnowingDrafter(LocalDrafter):
     """Guesses the tokens of `fakes.next_token`.
 
     Args:
@@ -38,7 +46,8 @@ class KnowingDrafter:
         self.forgotten: set[int] = set()
         self.told: list[tuple[int, int]] = []  # drafts that were tried, and how many were right
 
-    def propose(self, request: int, token_ids: Sequence[int], most: int) -> Draft:
+    def propose(self, question: Question) -> Draft:
+        request, token_ids, most, *_ = question
         assert request not in self.forgotten, "the request has ended"
         assert most > 0
         self.asked.add(request)
@@ -62,7 +71,7 @@ class KnowingDrafter:
         self.forgotten.add(request)
 
 
-class SteadyDrafter:
+class SteadyDrafter(LocalDrafter):
     """Guesses the tokens of `fakes.next_token`, each right with the same chance, whenever it is asked.
 
     Args:
@@ -76,7 +85,8 @@ class SteadyDrafter:
         self._request_of, self._chance, self._seed = request_of, chance, seed
         self._texts: dict[int, list[int]] = {}  # what each request will have said
 
-    def propose(self, request: int, token_ids: Sequence[int], most: int) -> Draft:
+    def propose(self, question: Question) -> Draft:
+        request, token_ids, most, *_ = question
         state, known = self._request_of(request), len(token_ids)
         text = self._texts.setdefault(request, list(token_ids))
         while len(text) < known + most:

@@ -702,6 +702,7 @@ class CoreRig:
                 most=num_drafts,
                 max_tokens=scheduler.max_num_batched_tokens,
                 depth=self.depth,
+                clock=self.clock,
             )
         self.scheduler = Scheduler(
             scheduler,

@@ -22,7 +22,6 @@ _IN_REQUESTS = "requests say it; their defaults come from the model's generation
 _ALWAYS = "it is always so"
 _CHUNKS = "prompts are always computed in chunks, of --prefill-chunk tokens at most"
 _IN_ORDER = "requests begin in the order in which they come"
-_NO_DRAFTS = "models that draft are not built; --speculative-method suffix guesses from the text"
 _NO_ADAPTERS = "adapters (LoRA) are not supported"
 _TEXT_ALONE = "models read and write text alone"
 _ONE_HOST = "all stages and replicas run on this host"
@@ -181,9 +180,9 @@ _OF_SGLANG: Mapping[str, tuple[str, str]] = {
     "--enable-mixed-chunk": ("", _ALWAYS),
     "--is-embedding": ("", "every model gives texts and embeddings"),
     "--log-level": ("", "the log is not filtered by level; --log-format is text or json"),
-    "--speculative-algorithm": ("--speculative-method", "suffix or off"),
+    "--speculative-algorithm": ("--speculative-method", "suffix, draft_model or off"),
     "--speculative-num-steps": ("--num-speculative-tokens", ""),
-    "--speculative-draft-model-path": ("", _NO_DRAFTS),
+    "--speculative-draft-model-path": ("--speculative-model", ""),
     "--enable-lora": ("", _NO_ADAPTERS),
     "--lora-paths": ("", _NO_ADAPTERS),
     "--enable-multimodal": ("", _TEXT_ALONE),
@@ -264,8 +263,8 @@ _OF_LLAMA_CPP: Mapping[str, tuple[str, str]] = {
     "--rope-freq-base": ("", "it is read from config.json"),
     "--lora": ("", _NO_ADAPTERS),
     "--mmproj": ("", _TEXT_ALONE),
-    "-md": ("", _NO_DRAFTS),
-    "--model-draft": ("", _NO_DRAFTS),
+    "-md": ("--speculative-model", ""),
+    "--model-draft": ("--speculative-model", ""),
 }
 
 

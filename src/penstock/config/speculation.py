@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -12,43 +13,87 @@ from penstock.config.checks import between
 from penstock.config.setting import Setting
 from penstock.errors import UsageError
 
-SpeculativeMethod = Literal["off", "suffix"]
+SpeculativeMethod = Literal["off", "suffix", "draft_model"]
+DraftQuantization = Literal["none", "int8", "int4"]
 MOST_SPECULATIVE_TOKENS = 64
 
-_METHODS = {"off": "off", "suffix": "suffix", "ngram": "suffix"}  # vLLM's names for what we have
+# vLLM's names for what we have.
+_METHODS = {"off": "off", "suffix": "suffix", "ngram": "suffix", "draft_model": "draft_model"}
+_FIELDS = {
+    "model": "speculative_model",
+    "quantization": "speculative_quantization",
+    "num_speculative_tokens": "num_speculative_tokens",
+}
 _IGNORED = ("prompt_lookup_min", "prompt_lookup_max")  # lengths that are looked up: ours are fixed
 _NAME = "speculative_config"
 _EXAMPLE = """Give {"method": "suffix"}, for example."""
+_DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
 
 
 class SpeculationConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Who guesses what requests say next, so that one step yields several tokens.
 
     Attributes:
-        speculative_method: who guesses: `off`: nobody; `suffix`: the request's own text, where it repeats.
+        speculative_method: who guesses: `off`: nobody; `suffix`: the request's own text, where it repeats;
+            `draft_model`: a small model, which `speculative_model` names, and which needs no other word.
         num_speculative_tokens: guesses of a request in one step at most; fewer where more would cost time.
-        speculative_config: both as vLLM takes them: {"method": "suffix", "num_speculative_tokens": 8}.
+        speculative_model: directory or name of a model with the same vocabulary, which guesses.
+        speculative_quantization: of its weights: `int8` or `int4`, on the CPU.
+        speculative_device: where it runs, on the head's machine: `cpu`, `cuda`, a GPU such as `cuda:1`, or
+            `auto`, the device of the first stage.
+        speculative_config: these as vLLM takes them: {"method": "suffix", "num_speculative_tokens": 8}.
     """
 
     speculative_method: Annotated[
-        SpeculativeMethod, Setting("speculation", "who guesses tokens: off, or suffix (the text itself)")
+        SpeculativeMethod, Setting("speculation", "who guesses tokens: off, suffix (the text), draft_model")
     ] = "off"
     num_speculative_tokens: Annotated[
         int, Setting("speculation", "guesses of a request in one step at most")
     ] = 8
+    speculative_model: Annotated[
+        str | None, Setting("speculation", "small model with the same vocabulary, which guesses")
+    ] = None
+    speculative_quantization: Annotated[
+        DraftQuantization, Setting("speculation", "of the small model's weights: none, int8, int4")
+    ] = "none"
+    speculative_device: Annotated[str, Setting("speculation", "where the small model runs")] = "auto"
     speculative_config: ClassVar[
         Annotated[
             str | Mapping[str, Any] | None,
-            Setting("speculation", "both as a JSON object, as vLLM takes it", text_type=str | None),
+            Setting("speculation", "these as a JSON object, as vLLM takes it", text_type=str | None),
         ]
     ] = None
 
     def __post_init__(self) -> None:
         between("num_speculative_tokens", self.num_speculative_tokens, 1, MOST_SPECULATIVE_TOKENS)
+        if self.speculative_method == "draft_model" and self.speculative_model is None:
+            raise UsageError(
+                "speculative_method is draft_model, and no model is named that drafts.",
+                remedy="Name it with --speculative-model, or use --speculative-method suffix.",
+                param="speculative_model",
+            )
+        if self.speculative_method == "suffix" and self.speculative_model is not None:
+            raise UsageError(
+                "speculative_method is suffix, which needs no model; speculative_model names one.",
+                remedy="Leave one of the two out.",
+                param="speculative_model",
+            )
+        if not _DEVICE.fullmatch(self.speculative_device):
+            raise UsageError(
+                f"speculative_device is {self.speculative_device!r}.",
+                remedy="Use auto, cpu, cuda or a GPU such as cuda:1.",
+                param="speculative_device",
+                code="out_of_range",
+            )
+
+    @property
+    def method(self) -> SpeculativeMethod:
+        """Who guesses; a model that is named does."""
+        return "draft_model" if self.speculative_model is not None else self.speculative_method
 
     @property
     def is_on(self) -> bool:
-        return self.speculative_method != "off"
+        return self.method != "off"
 
     @property
     def most_drafts(self) -> int:
@@ -73,17 +118,31 @@ def with_speculative_config(
     if not isinstance(fields, Mapping):
         raise _refusal("it is not a JSON object", _EXAMPLE)
     fields = {name: value for name, value in fields.items() if name not in _IGNORED}
-    method = fields.pop("method", "suffix")
+    if fields.pop("draft_tensor_parallel_size", 1) != 1:
+        raise _refusal("draft_tensor_parallel_size is not 1", "One process runs the model that drafts.")
+    method = fields.pop("method", "draft_model" if "model" in fields else "suffix")
     if not isinstance(method, str) or method not in _METHODS:
         known = ", ".join(sorted(_METHODS))
-        raise _refusal(f"method is {method!r}", f"Methods are {known}. Models that draft are not built yet.")
-    count = fields.pop("num_speculative_tokens", config.num_speculative_tokens)
-    if type(count) is not int:
-        raise _refusal(f"num_speculative_tokens is {count!r}", "Give a whole number.")
-    if fields:
-        name = next(iter(fields))
-        raise _refusal(f"{name} is not known", "Give method and num_speculative_tokens, and nothing else.")
-    return msgspec.structs.replace(config, speculative_method=_METHODS[method], num_speculative_tokens=count)
+        raise _refusal(f"method is {method!r}", f"Methods are {known}.")
+    changed: dict[str, Any] = {"speculative_method": _METHODS[method]}
+    if method == "off":
+        changed["speculative_model"] = None
+    for name, value in fields.items():
+        if name not in _FIELDS:
+            raise _refusal(f"{name} is not known", f"Give method, {', '.join(_FIELDS)}, and nothing else.")
+        changed[_FIELDS[name]] = value
+    return _checked(msgspec.structs.asdict(config) | changed)
+
+
+def _checked(fields: Mapping[str, Any]) -> SpeculationConfig:
+    try:
+        return msgspec.convert(fields, SpeculationConfig)
+    except UsageError:
+        raise
+    except msgspec.ValidationError as error:
+        if isinstance(error.__cause__, UsageError):
+            raise error.__cause__ from None
+        raise _refusal(str(error), _EXAMPLE) from None
 
 
 def _parsed(text: str) -> Any:

@@ -188,6 +188,25 @@ class RankConfig(msgspec.Struct, frozen=True, kw_only=True):
         return range(0) if self.is_last else range(self.tp_rank, self.next_tp_size, self.tp_size)
 
 
+class DrafterConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """A model that drafts, as its process loads it.
+
+    Attributes:
+        rank: it has all layers.
+        vocab_size: of the model that is guessed.
+    """
+
+    rank: RankConfig
+    vocab_size: int
+
+
+class DrafterProcessConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """What the process of a draft model reads from its config pipe."""
+
+    drafter: DrafterConfig
+    parent_pid: int
+
+
 class CoreConfig(msgspec.Struct, frozen=True, kw_only=True):
     """What the engine core is told at start.
 
@@ -200,6 +219,7 @@ class CoreConfig(msgspec.Struct, frozen=True, kw_only=True):
         store: as for the ranks.
         model_path: resolved directory, whose tokenizer says what grammars mean; empty: nobody asks.
         num_links: that are between hosts, on the way of a plan through the stages.
+        drafter: the model that drafts; None: there is none.
     """
 
     parallel: ParallelConfig
@@ -217,6 +237,7 @@ class CoreConfig(msgspec.Struct, frozen=True, kw_only=True):
     cpus: tuple[int, ...] = ()
     store: StoreConfig | None = None
     num_links: int = 0
+    drafter: DrafterConfig | None = None
 
 
 class RankProcessConfig(msgspec.Struct, frozen=True, kw_only=True):

@@ -16,6 +16,18 @@ API_PROCESS: Final = "penstock.server.api_process"  # by `engine.supervisor.fron
 MEASURE: Final = "penstock.planner.measure"  # by its host, so far `hosts.local`
 GRAMMAR_PROVING: Final = "penstock.grammar.proving_process"  # by `grammar.proving`
 RAY_DRIVER: Final = "penstock.hosts.launchers.ray_driver"  # by `hosts.launchers.ray_starter`
+DRAFTER: Final = "penstock.drafting.drafter_process"  # by `drafting.drafter_child`
 TIED_PROCESS: Final = "penstock.hosts.launchers.tied_process"  # by `hosts.launchers.ray_worker`
 
-ALL: Final = (SUPERVISOR, CORE, RANK, SPARE, API_PROCESS, MEASURE, GRAMMAR_PROVING, RAY_DRIVER, TIED_PROCESS)
+ALL: Final = (
+    SUPERVISOR,
+    CORE,
+    RANK,
+    SPARE,
+    API_PROCESS,
+    MEASURE,
+    GRAMMAR_PROVING,
+    RAY_DRIVER,
+    DRAFTER,
+    TIED_PROCESS,
+)

@@ -150,6 +150,7 @@ class Placement:
             request
             for request in decoding
             if request.last_sampled_step <= (returned_step if self._must_wait(request) else newest)
+            and not (request.awaits_drafts and not self.has_prompts)
         ]
         ready.sort(key=_by_last_sample)
         quota = self._budget.decode_quota(len(decoding), prefill_tokens, self.num_micro_batches)

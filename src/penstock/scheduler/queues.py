@@ -79,6 +79,7 @@ class RequestState:
         pooling: it ends with the vector of its prompt, and samples nothing (`scheduler.pooled`).
         may_draft: what it says next may be guessed (`scheduler.windows`).
         awaits_result: what it says next may be guessed once its newest token is known; it goes on then.
+        awaits_drafts: it is being guessed, and goes on when it is, or takes too long.
     """
 
     request_id: str
@@ -119,6 +120,7 @@ class RequestState:
     awaits_grammar: bool = False
     may_draft: bool = True
     awaits_result: bool = False
+    awaits_drafts: bool = False
 
     @property
     def num_planned(self) -> int:

@@ -60,6 +60,7 @@ class Scheduler:
     Attributes:
         prefixes: what was computed before, and orders to ranks.
         grammars: of the rows.
+        windows: of rows that bring drafts.
         paused: nobody runs ("keep"), or only who has started ("wait").
     """
 
@@ -95,7 +96,7 @@ class Scheduler:
         ledger = ResidencyLedger(allocator, rows)
         self.prefixes = prefixes = PrefixReuse(allocator, queues, sessions, tier or NoStorageTier(), ledger)
         self.grammars = grammars = GrammarBuilds(config.built_grammar_bytes)
-        self._windows = windows = windows or NoWindows()
+        self.windows = windows = windows or NoWindows()
         self._endings = endings = RequestEndings(queues, rows, allocator, prefixes, grammars, windows)
         self._intake = Intake(admission, queues, prefixes, endings, config.queue_timeout_s, clock)
         self._placement = Placement(
@@ -126,14 +127,14 @@ class Scheduler:
         """Plans in flight that keep the pipe busy: as many as fill it; with fewer micro-batches, one more
         than those, so that the next plan lies at the first stage when the token comes."""
         micro_batches, full = self._placement.num_micro_batches, self._depth.number
-        is_full = self._placement.has_prompts or micro_batches >= full or self._windows.is_streaming
+        is_full = self._placement.has_prompts or micro_batches >= full or self.windows.is_streaming
         return max(full, micro_batches) if is_full else micro_batches + 1
 
     @property
     def is_one_alone(self) -> bool:
         """Whether the last plan is the only micro-batch, so that one stage computes at a time."""
         placement = self._placement
-        return placement.num_micro_batches == 1 and not (placement.has_prompts or self._windows.is_streaming)
+        return placement.num_micro_batches == 1 and not (placement.has_prompts or self.windows.is_streaming)
 
     @property
     def has_requests(self) -> bool:
@@ -260,7 +261,7 @@ class Scheduler:
             micro_batches=self._placement.num_micro_batches,
             fill_plans=self._depth.number,
             wire_s=self._depth.wire.latency,
-            speculation=self._windows.stats(),
+            speculation=self.windows.stats(),
         )
 
     def check_invariants(self) -> None:
@@ -270,12 +271,12 @@ class Scheduler:
     def _speculate(self, draft: PlanBuilder) -> None:
         """Add drafts to a plan of decodes; where nobody may run and the pipe has room, guess ahead."""
         running = self._queues.running
-        self._windows.widen(draft, num_running=len(running), is_alone=self.is_one_alone)
+        self.windows.widen(draft, num_running=len(running), is_alone=self.is_one_alone)
         if not draft.rows and not draft.new_rows:
-            self._windows.go_ahead(draft, running, is_full=len(self._issued) >= self._depth.number)
+            self.windows.go_ahead(draft, running, is_full=len(self._issued) >= self._depth.number)
 
     def _issue(self, draft: PlanBuilder) -> ScheduledBatch:
-        rewound = self._windows.take_rewound()
+        rewound = self.windows.take_rewound()
         moved = [*draft.requests, *draft.entering, *(request for request, _ in rewound)]
         orders, residency = self.prefixes.issued(moved)
         return draft.finish(

@@ -15,6 +15,9 @@ result is not back: its first token guesses what the last draft before it yields
 only made when nobody else may run. When a guess was wrong, all windows behind it are void: the last stage
 drops them, and the next plan, whatever it runs, rewinds the row, so that nobody waits for them.
 
+A drafter may compute elsewhere, and have its guesses some time later than the result. Where that is worth it
+the request waits for them (`RequestState.awaits_drafts`), and no longer than they should take.
+
 Called by `scheduler.scheduler` when a plan is made, and by `scheduler.result_settlement` when its result has
 come. What to guess is the drafter's affair (`speculation.drafter`); how much, that of
 `speculation.window_sizes` and `speculation.streaming`.
@@ -22,6 +25,7 @@ come. What to guess is the drafter's affair (`speculation.drafter`); how much, t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -32,7 +36,8 @@ from penstock.scheduler.pacing import PlanDepth
 from penstock.scheduler.plan_builder import PlanBuilder
 from penstock.scheduler.queues import RequestPhase, RequestState
 from penstock.scheduler.stats import SpeculationStats
-from penstock.speculation.drafter import NO_DRAFT, Draft, Drafter
+from penstock.speculation.awaiting import guesses_worth_waiting
+from penstock.speculation.drafter import NO_DRAFT, Draft, Drafter, Question
 from penstock.speculation.grammar_guides import NO_GUIDES, NoGuides
 from penstock.speculation.streaming import (
     LEAST_CHANCE_AHEAD,
@@ -43,6 +48,8 @@ from penstock.speculation.streaming import (
 from penstock.speculation.window_sizes import least_chance, window_sizes
 
 _WORTH_WAITING = 0.5  # chance of a draft, from which on the next plan of its request waits for its result
+_PATIENCE = 2.0  # times as long as guesses should take a request waits for them,
+_LEAST_PATIENCE_S = 0.005  # and so much longer
 _FREE_TOKENS = 8  # of a step whose cost is not known: so many cost little more than one on most devices
 
 
@@ -90,8 +97,22 @@ class NoWindows:
         """The rows that the next plan rewinds."""
         return []
 
+    def refresh(self) -> None:
+        """Take what drafters have guessed meanwhile, and let go on who has waited long enough for it."""
+
+    def next_due(self) -> float:
+        """Clock time at which `refresh` has something to do though no drafter has news; infinite: never."""
+        return math.inf
+
+    def wait_sources(self) -> Sequence[int]:
+        """Descriptors that become readable when a drafter has news."""
+        return ()
+
     def forget(self, request: RequestState) -> None:
         """The request has ended."""
+
+    def close(self) -> None:
+        """The engine ends."""
 
     def stats(self) -> SpeculationStats:
         return SpeculationStats()
@@ -108,6 +129,7 @@ class DraftWindows(NoWindows):
         guides: know what grammars force and forbid.
         is_exact: as `SpeculationStats` has it.
         costs: of the stages; None: they are not known, and do not become known.
+        clock: monotonic seconds.
     """
 
     def __init__(
@@ -119,24 +141,23 @@ class DraftWindows(NoWindows):
         most: int,
         max_tokens: int,
         depth: PlanDepth,
+        clock: Callable[[], float],
         with_grammars: bool = True,
         guides: NoGuides = NO_GUIDES,
         is_exact: bool = True,
     ) -> None:
         self._drafter = drafter
         self._allocator = allocator
-        self._costs = costs
-        self._most = most
+        self._prices = _Prices(costs, depth, most)
         self._max_tokens = max_tokens
-        self._depth = depth
+        self._clock = clock
         self._with_grammars = with_grammars
         self._guides = guides
         self._drafts: dict[int, Draft] = {}  # by request: what follows the tokens that it has
         self._streamed: dict[int, int] = {}  # by request that streams: tokens of its windows
+        self._hopeful: dict[int, RequestState] = {}  # those of whom more will be guessed
+        self._held_until: dict[int, float] = {}  # by request that waits for guesses
         self._rewound: list[tuple[RequestState, RewoundRow]] = []  # since the last plan
-        self._num_running = 1
-        self._shape = _Shape(1, 0, is_alone=True)  # of the newest plan
-        self._least_chance = 0.0  # of a draft that is worth its time beside such a plan
         self._stats = SpeculationStats(drafter.name, is_exact=is_exact)
 
     @property
@@ -146,18 +167,17 @@ class DraftWindows(NoWindows):
     # --- when a plan is made --------------------------------------------------------------------
 
     def widen(self, plan: PlanBuilder, *, num_running: int, is_alone: bool) -> None:
-        self._num_running = num_running
+        self._prices.num_running = num_running
         if not plan.rows:
             return
-        self._shape = _Shape(len(plan.rows), plan.attended // len(plan.rows), is_alone=is_alone)
-        self._least_chance = least_chance(len(plan.rows), self._step_seconds())
+        self._prices.planned(_Shape(len(plan.rows), plan.attended // len(plan.rows), is_alone=is_alone))
         places = [
             (index, self._drafts[request.arrival])
             for index, request in enumerate(plan.requests)
             if request.num_awaited == 1 and request.arrival in self._drafts
         ]
         room = self._max_tokens - len(plan.rows)
-        sizes = self._sizes([draft for _, draft in places])
+        sizes = self._prices.sizes([draft for _, draft in places])
         for (index, draft), size in zip(places, sizes, strict=True):
             streamed = self._streamed.get(plan.requests[index].arrival)
             size = size if streamed is None else min(streamed - 1, len(draft.token_ids))
@@ -176,7 +196,7 @@ class DraftWindows(NoWindows):
     def _spare_blocks(self, request: RequestState, num_drafts: int) -> list[int] | None:
         """What a draft takes must not be what another row's next token needs."""
         num_tokens = request.num_scheduled + num_drafts
-        return self._allocator.grow(request.arrival, num_tokens, num_spare=self._num_running)
+        return self._allocator.grow(request.arrival, num_tokens, num_spare=self._prices.num_running)
 
     def go_ahead(self, plan: PlanBuilder, running: Sequence[RequestState], *, is_full: bool) -> None:
         least = LEAST_CHANCE_QUEUED if is_full else LEAST_CHANCE_AHEAD
@@ -224,48 +244,141 @@ class DraftWindows(NoWindows):
             self._drafter.accept(request.arrival, num_drafted, num_accepted)
         if request.is_rewound:
             self._rewound.append((request, _rewound_row(request)))
-        draft = self._propose(request)
-        self._drafts.pop(request.arrival, None)
-        self._streamed.pop(request.arrival, None)
-        request.awaits_result = False
-        if not draft.token_ids:
-            return
-        streamed = self._streamed_size(draft) if request.phase is RequestPhase.RUNNING else 0
+        self._held_until.pop(request.arrival, None)
+        self._consider(request)
+
+    def _consider(self, request: RequestState) -> None:
+        """Decide what the request does with the guesses that there are: it goes on with them, alone or in a
+        stream, or waits for more."""
+        arrival, draft = request.arrival, self._propose(request)
+        is_running = request.phase is RequestPhase.RUNNING
+        self._drafts.pop(arrival, None)
+        self._streamed.pop(arrival, None)
+        self._hopeful.pop(arrival, None)
+        streamed = self._prices.streamed_size(draft) if draft.token_ids and is_running else 0
         if streamed:
-            self._streamed[request.arrival] = streamed
-        if streamed or request.num_awaited == 0:
-            self._drafts[request.arrival] = draft
-        request.awaits_result = streamed > 0 or draft.chance >= max(_WORTH_WAITING, self._least_chance)
+            self._streamed[arrival] = streamed
+        if draft.token_ids and (streamed or request.num_awaited == 0):
+            self._drafts[arrival] = draft
+        is_worth_it = draft.chance >= max(_WORTH_WAITING, self._prices.least_chance)
+        has_more = draft.more_s < math.inf and is_running
+        if has_more:
+            self._hopeful[arrival] = request
+        request.awaits_result = streamed > 0 or (is_worth_it and bool(draft.token_ids or has_more))
+        request.awaits_drafts = has_more and not streamed and self._should_hold(request, draft)
+
+    def _should_hold(self, request: RequestState, draft: Draft) -> bool:
+        """Whether more guesses are worth the time, and should not have come long ago."""
+        if request.num_awaited > 0:
+            return False
+        num_there = len(draft.token_ids)
+        wanted = self._prices.worth_waiting(draft)
+        if wanted <= num_there:
+            return False
+        now = self._clock()
+        longest = _PATIENCE * (wanted - num_there) * draft.more_s + _LEAST_PATIENCE_S
+        return now < self._held_until.setdefault(request.arrival, now + longest)
+
+    # --- when a drafter has news ----------------------------------------------------------------
+
+    def refresh(self) -> None:
+        news, now = self._drafter.poll(), self._clock()
+        late = [arrival for arrival in self._held_until if self._due(arrival) <= now]
+        for arrival in {*news, *late}:
+            if (request := self._hopeful.get(arrival)) is not None:
+                self._consider(request)
+
+    def next_due(self) -> float:
+        return min(map(self._due, self._held_until), default=math.inf)
+
+    def _due(self, arrival: int) -> float:
+        """When a request goes on in any case; infinite: it does not wait."""
+        request = self._hopeful.get(arrival)
+        return self._held_until[arrival] if request and request.awaits_drafts else math.inf
+
+    def wait_sources(self) -> Sequence[int]:
+        return self._drafter.wait_sources()
+
+    def close(self) -> None:
+        self._drafter.close()
+
+    # --- what there is to guess -----------------------------------------------------------------
 
     def _propose(self, request: RequestState) -> Draft:
-        most = min(self._reach, request.max_len - len(request.token_ids) - 1)  # one is sampled behind them
+        room = request.max_len - len(request.token_ids) - 1  # one is sampled behind them
+        most = min(self._prices.reach, room)
         structured, token_ids = request.sampling.structured, request.token_ids
         is_held = structured is not None and not self._with_grammars
-        if most <= 0 or is_held or not request.may_draft or self._is_pointless:
+        if most <= 0 or is_held or not request.may_draft or self._prices.is_pointless:
             return NO_DRAFT
-        draft = self._drafter.propose(request.arrival, token_ids, most)
+        draft = self._drafter.propose(
+            Question(
+                request=request.arrival,
+                token_ids=token_ids,
+                most=most,
+                least_chance=0.0 if self._prices.has_gaps else self._prices.least_chance,
+                prompt_len=request.prompt_len,
+                sampling=request.sampling,
+            )
+        )
         if structured is None:
             return draft
         return self._guides.guided(request.arrival, structured, request.prompt_len, token_ids, draft, most)
 
+    def forget(self, request: RequestState) -> None:
+        self._drafts.pop(request.arrival, None)
+        self._streamed.pop(request.arrival, None)
+        self._hopeful.pop(request.arrival, None)
+        self._held_until.pop(request.arrival, None)
+        self._drafter.forget(request.arrival)
+        self._guides.forget(request.arrival)
+
+    def stats(self) -> SpeculationStats:
+        return self._stats
+
+
+class _Prices:
+    """What windows cost, and so which are worth their time.
+
+    Args:
+        costs, depth, most: as for `DraftWindows`.
+
+    Attributes:
+        num_running: requests that have a row.
+        least_chance: of a draft that is worth its time beside a plan such as the last one.
+    """
+
+    def __init__(self, costs: CostModel | None, depth: PlanDepth, most: int) -> None:
+        self._costs = costs
+        self._depth = depth
+        self._most = most
+        self._shape = _Shape(1, 0, is_alone=True)  # of the newest plan
+        self.num_running = 1
+        self.least_chance = 0.0
+
+    def planned(self, shape: _Shape) -> None:
+        """A plan is made, so far without drafts."""
+        self._shape = shape
+        self.least_chance = least_chance(shape.num_rows, self._step_seconds())
+
     @property
-    def _is_pointless(self) -> bool:
+    def is_pointless(self) -> bool:
         """Whether even a certain guess would cost more time than it saves; then nobody is asked."""
-        return self._least_chance > 1.0 and not self._has_gaps
+        return self.least_chance > 1.0 and not self.has_gaps
 
     @property
-    def _reach(self) -> int:
+    def reach(self) -> int:
         """Tokens that may be guessed: of one window, and of those that follow it."""
-        return self._most if not self._has_gaps else (self._most + 1) * (self._depth.number + 1)
+        return self._most if not self.has_gaps else (self._most + 1) * (self._depth.number + 1)
 
     @property
-    def _has_gaps(self) -> bool:
+    def has_gaps(self) -> bool:
         """Whether stages wait while each request has one plan in the pipe."""
-        return self._num_running < self._depth.number
+        return self.num_running < self._depth.number
 
-    def _sizes(self, drafts: Sequence[Draft]) -> list[int]:
+    def sizes(self, drafts: Sequence[Draft]) -> list[int]:
         """How many tokens of each draft to add to a plan such as the last one."""
-        if all(draft.chance < self._least_chance for draft in drafts):
+        if all(draft.chance < self.least_chance for draft in drafts):
             return [0] * len(drafts)
         cut = [Draft(draft.token_ids[: self._most], draft.chance) for draft in drafts]
         return window_sizes(cut, self._shape.num_rows, self._step_seconds())
@@ -276,16 +389,19 @@ class DraftWindows(NoWindows):
         stages = self._stage_seconds(alone=self._shape.is_alone)
         return lambda tokens: combine(stages(tokens))
 
-    def _streamed_size(self, draft: Draft) -> int:
-        if not self._has_gaps:
+    def streamed_size(self, draft: Draft) -> int:
+        if not self.has_gaps:
             return 0
+        has_more = math.isfinite(draft.more_s)
         times = PipeTimes(
             self._stage_seconds(alone=True),
             self._stage_seconds(alone=False),
             self._depth.wire.latency,
-            self._num_running,
+            self.num_running,
+            guess=draft.more_s if has_more else 0.0,
         )
-        return streamed_size(draft.chance, min(self._most + 1, len(draft.token_ids)), times)
+        most = self._most + 1
+        return streamed_size(draft.chance, most if has_more else min(most, len(draft.token_ids)), times)
 
     def _stage_seconds(self, *, alone: bool) -> Callable[[int], list[float]]:
         """Of each stage for a step of so many tokens, with contexts as in the last plan."""
@@ -300,14 +416,9 @@ class DraftWindows(NoWindows):
 
         return seconds
 
-    def forget(self, request: RequestState) -> None:
-        self._drafts.pop(request.arrival, None)
-        self._streamed.pop(request.arrival, None)
-        self._drafter.forget(request.arrival)
-        self._guides.forget(request.arrival)
-
-    def stats(self) -> SpeculationStats:
-        return self._stats
+    def worth_waiting(self, draft: Draft) -> int:
+        """Guesses with which a request should go on; no more than there are if it should not wait."""
+        return guesses_worth_waiting(draft, self._most, self._shape.num_rows, self._step_seconds())
 
 
 class _Shape(NamedTuple):

@@ -3,13 +3,19 @@
 The scheduler asks a drafter for tokens when a request is placed, and tells it what became of them. A drafter
 decides nothing: how many of its tokens are used follows from their chance and from what a step costs
 (`speculation.window_sizes`), and whether they are right is decided on the last stage.
+
+A drafter that computes elsewhere (`drafting.model_drafter`) answers with what is there, and says how long
+more takes; the scheduler looks again when it has news.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
+
+from penstock.batch import RowSampling
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,17 +25,40 @@ class Draft:
     Attributes:
         token_ids: in order; none where the drafter has no idea.
         chance: that a token is right if all before it were, between 0 and 1.
+        more_s: seconds until one more token is guessed, and again for each that follows; infinite: none
+            will be.
     """
 
     token_ids: Sequence[int] = ()
     chance: float = 0.0
+    more_s: float = math.inf
 
 
 NO_DRAFT = Draft()
 
 
+class Question(NamedTuple):
+    """A request whose next tokens are to be guessed.
+
+    Attributes:
+        request: its number, which is never used again.
+        token_ids: all of its tokens, prompt and output. Between two questions they only grow.
+        most: tokens to guess.
+        least_chance: a guess that is less likely is of no use now.
+        prompt_len: tokens of the prompt.
+        sampling: how its tokens are chosen.
+    """
+
+    request: int
+    token_ids: Sequence[int]
+    most: int
+    least_chance: float
+    prompt_len: int
+    sampling: RowSampling
+
+
 class Drafter(Protocol):
-    """Guesses tokens of many requests, which it tells apart by numbers that are never used again.
+    """Guesses tokens of many requests.
 
     Attributes:
         name: in metrics and logs.
@@ -37,14 +66,8 @@ class Drafter(Protocol):
 
     name: str
 
-    def propose(self, request: int, token_ids: Sequence[int], most: int) -> Draft:
-        """Guess what follows.
-
-        Args:
-            token_ids: all tokens of the request, prompt and output. Between two calls for the same request
-                they only grow.
-            most: tokens to guess.
-        """
+    def propose(self, question: Question) -> Draft:
+        """Guess what follows. Does not wait."""
         ...
 
     def accept(self, request: int, num_drafted: int, num_accepted: int) -> None:
@@ -54,3 +77,29 @@ class Drafter(Protocol):
     def forget(self, request: int) -> None:
         """The request has ended; it may never have been seen."""
         ...
+
+    def poll(self) -> Collection[int]:
+        """Return the requests of which more has been guessed since the last call, so that it is worth asking
+        again."""
+        ...
+
+    def wait_sources(self) -> Sequence[int]:
+        """Descriptors that become readable when `poll` has something to do."""
+        ...
+
+    def close(self) -> None:
+        """Nobody will ask any more."""
+        ...
+
+
+class LocalDrafter:
+    """What drafters have in common that guess within a call, in memory alone."""
+
+    def poll(self) -> Collection[int]:
+        return ()
+
+    def wait_sources(self) -> Sequence[int]:
+        return ()
+
+    def close(self) -> None:
+        """Nothing is open."""

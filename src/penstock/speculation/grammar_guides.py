@@ -16,6 +16,7 @@ is guessed for them. A grammar of which anything goes wrong here is not guided a
 from __future__ import annotations
 
 import logging
+import math
 from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -110,9 +111,10 @@ class GrammarGuides(NoGuides):
         guide.read(token_ids)
         known = takewhile(lambda token_id: token_id < self._vocab_size, guide.forced(most))
         forced = Draft(list(known), FORCED_CHANCE)
-        allowed = Draft(guide.allowed(draft.token_ids), draft.chance)
-        better = max(forced, allowed, key=_promise)
-        return better if better.token_ids else NO_DRAFT
+        allowed_ids = guide.allowed(draft.token_ids)
+        more_s = draft.more_s if len(allowed_ids) == len(draft.token_ids) else math.inf
+        better = max(Draft(allowed_ids, draft.chance, more_s), forced, key=_promise)
+        return better if better.token_ids or better.more_s < math.inf else NO_DRAFT
 
     def _grammar(self, structured: StructuredOutputs) -> Future[Matcher]:
         key = msgspec.msgpack.encode(structured)

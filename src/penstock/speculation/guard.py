@@ -9,11 +9,14 @@ supervisor notices by its missing heartbeat.)
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from typing import TypeVar
 
-from penstock.speculation.drafter import NO_DRAFT, Draft, Drafter
+from penstock.speculation.drafter import NO_DRAFT, Draft, Drafter, Question
 
 LONGEST_CALL_S = 0.5  # a step of a large model takes as long; the built-in drafter needs 5 ms at most
+
+Result = TypeVar("Result")
 
 _logger = logging.getLogger(__name__)
 
@@ -33,8 +36,8 @@ class GuardedDrafter:
         self._vocab_size = vocab_size
         self._clock = clock
 
-    def propose(self, request: int, token_ids: Sequence[int], most: int) -> Draft:
-        draft = self._call(lambda drafter: drafter.propose(request, token_ids, most))
+    def propose(self, question: Question) -> Draft:
+        draft, most = self._call(lambda drafter: drafter.propose(question)), question.most
         if draft is None:
             return NO_DRAFT
         if not all(0 <= token_id < self._vocab_size for token_id in draft.token_ids):
@@ -49,7 +52,18 @@ class GuardedDrafter:
     def forget(self, request: int) -> None:
         self._call(lambda drafter: drafter.forget(request))
 
-    def _call(self, call: Callable[[Drafter], Draft | None]) -> Draft | None:
+    def poll(self) -> Collection[int]:
+        return self._call(lambda drafter: drafter.poll()) or ()
+
+    def wait_sources(self) -> Sequence[int]:
+        return () if self._drafter is None else self._drafter.wait_sources()
+
+    def close(self) -> None:
+        if self._drafter is not None:
+            self._drafter.close()
+            self._drafter = None
+
+    def _call(self, call: Callable[[Drafter], Result]) -> Result | None:
         """What the drafter returns; None if it is switched off, or is now."""
         if self._drafter is None:
             return None
@@ -66,6 +80,6 @@ class GuardedDrafter:
         return result
 
     def _switch_off(self, why: str) -> Draft:
-        self._drafter = None
+        self.close()
         _logger.warning("the drafter %r is switched off until the engine starts again: %s.", self.name, why)
         return NO_DRAFT

@@ -11,7 +11,8 @@ the first before one is void. Tokens a second are
     waiting     (1 - c^n) / (1 - c)  /  trip alone(n)
     streaming    1 / (1 - c)  /  (trip(n) + beat(n) c^n / (1 - c^n))
 
-With n = 1 and D = trip / beat the second is (R + 1) / ((R + D) beat), R = c / (1 - c): the law of
+Where each guess takes time, a window that waits for its result waits for n - 1 of them too, and those that
+stream leave no sooner than they come. With n = 1 and D = trip / beat the second is (R + 1) / ((R + D) beat), R = c / (1 - c): the law of
 docs/speculative-decoding.md. Pure arithmetic.
 """
 
@@ -34,12 +35,14 @@ class PipeTimes(NamedTuple):
         shared: the same, while all do.
         latency: of all ways between the stages and back.
         num_streams: requests that take turns on the stages.
+        guess: of one guess, where they have to be waited for.
     """
 
     alone: Callable[[int], Sequence[float]]
     shared: Callable[[int], Sequence[float]]
     latency: float = 0.0
     num_streams: int = 1
+    guess: float = 0.0
 
 
 def streamed_size(chance: float, most: int, times: PipeTimes) -> int:
@@ -58,12 +61,12 @@ def streamed_size(chance: float, most: int, times: PipeTimes) -> int:
 
 def _waiting_rate(chance: float, size: int, times: PipeTimes) -> float:
     num_tokens = (1.0 - chance**size) / (1.0 - chance)
-    return num_tokens / (sum(times.alone(size)) + times.latency)
+    return num_tokens / (sum(times.alone(size)) + times.latency + (size - 1) * times.guess)
 
 
 def _streaming_rate(chance: float, size: int, times: PipeTimes) -> float:
     seconds = times.shared(size)
-    beat = times.num_streams * max(seconds)
+    beat = max(times.num_streams * max(seconds), size * times.guess)
     trip = max(sum(seconds) + times.latency, beat)
     num_followers = chance**size / (1.0 - chance**size)
     return 1.0 / (1.0 - chance) / (trip + beat * num_followers)

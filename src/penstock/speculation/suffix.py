@@ -23,7 +23,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import cycle, islice
 
-from penstock.speculation.drafter import NO_DRAFT, Draft
+from penstock.speculation.drafter import NO_DRAFT, Draft, LocalDrafter, Question
 
 SHORT, LONG = 3, 8  # tokens of a sequence that is looked up
 MOST_READ = 4096  # tokens that one call takes in; the rest of a long prompt follows with the next
@@ -34,7 +34,7 @@ _FIRST_CHANCES = (0.4, 0.7, 0.9)  # until something is measured
 _NOWHERE = -1
 
 
-class SuffixDrafter:
+class SuffixDrafter(LocalDrafter):
     """Guesses from each request's own text."""
 
     name = "suffix"
@@ -43,10 +43,11 @@ class SuffixDrafter:
         self._texts: dict[int, _Text] = {}
         self._chances = list(_FIRST_CHANCES)  # of all requests
 
-    def propose(self, request: int, token_ids: Sequence[int], most: int) -> Draft:
-        text = self._texts.get(request)
+    def propose(self, question: Question) -> Draft:
+        token_ids, most = question.token_ids, question.most
+        text = self._texts.get(question.request)
         if text is None:
-            text = self._texts[request] = _Text(list(self._chances))
+            text = self._texts[question.request] = _Text(list(self._chances))
         text.read(token_ids, self._chances)
         if text.cursor == _NOWHERE or text.num_read < len(token_ids):
             return NO_DRAFT

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -14,7 +14,7 @@ from penstock.batch import ScheduledBatch
 from penstock.config.engine import SchedulerConfig
 from penstock.scheduler.cost_model import StageCost
 from penstock.scheduler.queues import RequestState
-from penstock.speculation.drafter import Draft
+from penstock.speculation.drafter import Draft, Question
 
 
 class Always(KnowingDrafter):
@@ -25,7 +25,8 @@ class Always(KnowingDrafter):
     def __init__(self, request_of: Callable[[int], RequestState]) -> None:
         super().__init__(request_of, 1.0)
 
-    def propose(self, request: int, token_ids: Sequence[int], most: int) -> Draft:
+    def propose(self, question: Question) -> Draft:
+        request, token_ids, most, *_ = question
         self.asked.add(request)
         state, context = self._request_of(request), list(token_ids)
         for _ in range(most):

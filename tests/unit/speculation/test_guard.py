@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import pytest
 
+from drafters import asked
 from fakes import CoreRig, FakeClock
 from penstock.scheduler.queues import RequestState
-from penstock.speculation.drafter import NO_DRAFT, Draft
+from penstock.speculation.drafter import NO_DRAFT, Draft, LocalDrafter, Question
 from penstock.speculation.guard import LONGEST_CALL_S, GuardedDrafter
 
 
-class Drafting:
+class Drafting(LocalDrafter):
     """Behaves as it is told."""
 
     name = "drafting"
@@ -23,9 +24,9 @@ class Drafting:
         self.num_calls = 0
         self.forgets = 0
 
-    def propose(self, request: int, token_ids: Sequence[int], most: int) -> Draft:
+    def propose(self, question: Question) -> Draft:
         self.num_calls += 1
-        return self._propose(most)
+        return self._propose(question.most)
 
     def accept(self, request: int, num_drafted: int, num_accepted: int) -> None:
         self.num_calls += 1
@@ -53,8 +54,8 @@ def test_what_misbehaves_is_switched_off_once(case: str, caplog: pytest.LogCaptu
     drafter = Drafting(propose)
     guarded = GuardedDrafter(drafter, 40, FakeClock())
     with caplog.at_level(logging.WARNING):
-        assert guarded.propose(0, [1, 2], 4) is NO_DRAFT
-        assert guarded.propose(1, [1, 2], 4) is NO_DRAFT
+        assert guarded.propose(asked([1, 2], 4)) is NO_DRAFT
+        assert guarded.propose(asked([1, 2], 4, 1)) is NO_DRAFT
         guarded.accept(0, 1, 0)
         guarded.forget(0)
     assert drafter.num_calls == 1
@@ -72,8 +73,8 @@ def test_a_call_that_takes_too_long_is_the_last(caplog: pytest.LogCaptureFixture
 
     drafter = Drafting(slow)
     guarded = GuardedDrafter(drafter, 40, clock)
-    assert guarded.propose(0, [1], 4) is NO_DRAFT
-    assert guarded.propose(0, [1], 4) is NO_DRAFT
+    assert guarded.propose(asked([1], 4)) is NO_DRAFT
+    assert guarded.propose(asked([1], 4)) is NO_DRAFT
     assert drafter.num_calls == 1
     assert "a call took 1.0 s" in caplog.text
 
@@ -82,7 +83,7 @@ def test_a_good_drafter_is_handed_on() -> None:
     drafter = Drafting(lambda most: Draft([1] * most, 0.5))
     guarded = GuardedDrafter(drafter, 40, FakeClock())
     assert guarded.name == "drafting"
-    assert list(guarded.propose(0, [1], 3).token_ids) == [1, 1, 1]
+    assert list(guarded.propose(asked([1], 3)).token_ids) == [1, 1, 1]
     guarded.accept(0, 3, 1)
     guarded.forget(0)
     assert (drafter.num_calls, drafter.forgets) == (2, 1)

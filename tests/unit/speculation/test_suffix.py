@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 
+from drafters import asked
 from penstock.speculation.drafter import NO_DRAFT
 from penstock.speculation.suffix import LONG, MOST_READ, SHORT, SuffixDrafter
 
@@ -44,7 +45,7 @@ def test_a_draft_is_what_followed_the_last_time(seed: int) -> None:
         text.append(chance.randrange(vocabulary))
         oracle.see(text)
         most = chance.randint(1, 8)
-        draft = drafter.propose(7, text, most)
+        draft = drafter.propose(asked(text, most, 7))
         expected = [] if oracle.cursor is None else repeated(text[oracle.cursor :], most)
         assert list(draft.token_ids) == expected
         assert 0.0 <= draft.chance <= 1.0
@@ -56,10 +57,11 @@ def test_a_prompt_that_comes_at_once_is_known_as_well_as_one_that_came_token_by_
     text = [chance.randrange(5) for _ in range(200)]
     at_once, slowly = SuffixDrafter(), SuffixDrafter()
     for end in range(1, len(text) + 1):
-        slowly.propose(1, text[:end], 4)
-    at_once.propose(1, text, 4)
+        slowly.propose(asked(text[:end], 4, 1))
+    at_once.propose(asked(text, 4, 1))
     assert at_once._texts[1]._ends == slowly._texts[1]._ends
-    found, known = at_once.propose(1, text, 4).token_ids, [text[end:] for end in range(SHORT, len(text))]
+    found = at_once.propose(asked(text, 4, 1)).token_ids
+    known = [text[end:] for end in range(SHORT, len(text))]
     if found:  # what followed one of the places where the text said the same
         assert any(repeated(rest, len(found)) == list(found) for rest in known if rest)
 
@@ -69,7 +71,7 @@ def test_a_repeated_text_is_drafted_with_a_growing_chance() -> None:
     chances = []
     for end in range(1, 150):
         text = (piece * 3)[:end]
-        draft = drafter.propose(0, text, 5)
+        draft = drafter.propose(asked(text, 5))
         if end > 50 + SHORT:
             assert list(draft.token_ids) == (piece * 4)[end : end + 5]
             chances.append(draft.chance)
@@ -79,39 +81,39 @@ def test_a_repeated_text_is_drafted_with_a_growing_chance() -> None:
 def test_the_chance_falls_where_the_cursor_is_wrong() -> None:
     """Three tokens come again and again, and something else follows each time."""
     drafter, text = SuffixDrafter(), [1, 2, 3, 100]
-    drafter.propose(0, text, 3)
+    drafter.propose(asked(text, 3))
     first = None
     for other in range(101, 140):
         for token in (1, 2, 3):
             text.append(token)
-            draft = drafter.propose(0, text, 3)
+            draft = drafter.propose(asked(text, 3))
         first = first if first is not None else draft.chance
         text.append(other)
-        drafter.propose(0, text, 3)
+        drafter.propose(asked(text, 3))
     assert draft.chance < first / 4
 
 
 def test_what_others_taught_is_where_a_new_request_begins() -> None:
     drafter, piece = SuffixDrafter(), list(range(30))
     for end in range(1, 200):
-        drafter.propose(0, (piece * 8)[:end], 2)
+        drafter.propose(asked((piece * 8)[:end], 2))
     text = [*piece, *piece[:SHORT]]
-    fresh = SuffixDrafter().propose(1, text, 2)
-    assert drafter.propose(1, text, 2).token_ids == fresh.token_ids
+    fresh = SuffixDrafter().propose(asked(text, 2, 1))
+    assert drafter.propose(asked(text, 2, 1)).token_ids == fresh.token_ids
     assert drafter._texts[1].chances[2] > SuffixDrafter()._chances[2]
 
 
 def test_a_long_prompt_is_read_in_parts() -> None:
     drafter = SuffixDrafter()
     text = [*range(MOST_READ + 5), 1, 2, 3]
-    assert drafter.propose(0, text, 2) is NO_DRAFT
-    assert list(drafter.propose(0, text, 2).token_ids) == [4, 5]
+    assert drafter.propose(asked(text, 2)) is NO_DRAFT
+    assert list(drafter.propose(asked(text, 2)).token_ids) == [4, 5]
 
 
 def test_a_request_that_has_ended_is_forgotten() -> None:
     drafter = SuffixDrafter()
-    drafter.propose(0, [1, 2, 3, 4, 1, 2, 3], 2)
+    drafter.propose(asked([1, 2, 3, 4, 1, 2, 3], 2))
     drafter.forget(0)
     drafter.forget(1)
     assert not drafter._texts
-    assert not drafter.propose(0, [1, 2, 3], 2).token_ids
+    assert not drafter.propose(asked([1, 2, 3], 2)).token_ids

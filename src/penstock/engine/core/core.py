@@ -31,6 +31,8 @@ from penstock.process.numeric_class import class_of_pipe
 from penstock.request import GenerationRequest, RequestUpdate
 from penstock.scheduler.scheduler import Scheduler
 
+_DRAFT_POLL_S = 0.002  # where only results can be waited for
+
 
 class EngineCore:
     """Drives one pipeline.
@@ -227,14 +229,21 @@ class EngineCore:
         return self._scheduler.fail_all(error)
 
     def close(self) -> None:
-        """Let go of the store; the executor is its owner's."""
+        """Let go of the store and of drafters; the executor is its owner's."""
         self._scheduler.prefixes.close()
+        self._scheduler.windows.close()
+
+    def wait_sources(self) -> Sequence[int]:
+        """Descriptors beside the executor's that become readable when `step` has work."""
+        return self._scheduler.windows.wait_sources()
 
     def next_wakeup(self) -> float:
         """Clock time at which `step` has work even if no event comes; infinite if there is none."""
         expiry = self._scheduler.next_expiry()
-        wakeups = self._steps.due(), self._scheduler.prefixes.next_look(), self._feed.next_wakeup()
-        due = min(wakeups) if self.has_pipe and self._failure is None else math.inf
+        scheduler = self._scheduler
+        looks = scheduler.prefixes.next_look(), scheduler.windows.next_due()
+        is_alive = self.has_pipe and self._failure is None
+        due = min(self._steps.due(), self._feed.next_wakeup(), *looks) if is_alive else math.inf
         return due if expiry is None else min(due, expiry)
 
     def stats(self) -> CoreStats:
@@ -279,16 +288,20 @@ class EngineCore:
         self._take(executor, 0.0, updates)
         self._steps.check_progress()
         updates += self._scheduler.expire_requests()
+        self._scheduler.windows.refresh()
         self._feed.fill(executor, self._epoch)
         self._feed.learn(self._clock(), executor)
         if len(self._steps) == 0 and (self._clock() >= self._steps.due() or self.operations.wants_plan):
             self._feed.probe(executor, self._epoch)
 
     def _wait(self, executor: Executor, timeout_s: float, updates: list[RequestUpdate]) -> None:
-        """For a result, for blocks from the store, or for a grammar."""
+        """For a result, for blocks from the store, for a grammar, or for guesses."""
         look_s = self._scheduler.prefixes.next_look() - self._clock()
+        if self._scheduler.windows.next_due() < math.inf:
+            look_s = min(look_s, _DRAFT_POLL_S)
         if len(self._steps) or look_s < math.inf or self._scheduler.grammars.is_any_awaited:
             self._take(executor, max(0.0, min(timeout_s, look_s)), updates)
+            self._scheduler.windows.refresh()
             self._feed.fill(executor, self._epoch)
 
     def _take(self, executor: Executor, timeout_s: float, updates: list[RequestUpdate]) -> None:

@@ -12,6 +12,8 @@ from pathlib import Path
 
 from penstock.batch import RankLoaded
 from penstock.config.engine import ParallelConfig
+from penstock.drafting.drafter_child import DrafterChild
+from penstock.drafting.model_drafter import ModelDrafter
 from penstock.engine.core.calibration import calibrate
 from penstock.engine.core.core import EngineCore
 from penstock.engine.core.plan_depth import WireDepth
@@ -36,6 +38,7 @@ from penstock.scheduler.cost_model import CostModel
 from penstock.scheduler.pacing import FixedDepth, PlanDepth
 from penstock.scheduler.scheduler import Scheduler
 from penstock.scheduler.windows import DraftWindows, NoWindows
+from penstock.speculation.drafter import Drafter
 from penstock.speculation.grammar_guides import NO_GUIDES, GrammarGuides, NoGuides
 from penstock.speculation.guard import GuardedDrafter
 from penstock.speculation.suffix import SuffixDrafter
@@ -54,8 +57,16 @@ def build_core(
     recovers: bool = False,
     epoch: int = 0,
     restarts: Restarts = NO_RESTARTS,
+    drafting: DrafterChild | None = None,
 ) -> tuple[EngineCore, Scheduler]:
-    """Scheduler and core over an executor that has been started; measures the stages."""
+    """Scheduler and core over an executor that has been started; measures the stages.
+
+    Args:
+        drafting: the process of the draft model, which was started before, and is the core's from now on.
+    """
+    drafting = drafting or start_drafting(config)
+    if drafting is not None and epoch == 0:  # in a later one requests wait, which can do without
+        drafting.await_ready(config.parallel.load_timeout_s)
     guides = _guides(config) if config.speculation.is_on and config.model_path else NO_GUIDES
     calibration = calibrate(executor, config, kv_plan, clock, epoch=epoch)
     depth, wire = depth_and_wire(config.parallel, calibration.costs.model, num_links=config.num_links)
@@ -71,7 +82,16 @@ def build_core(
         costs=calibration.costs.model,
         tier=_tier(config, allocator, clock),
         depth=depth,
-        windows=_windows(config, allocator, calibration.costs.model, depth, guides, kv_plan.ranks, clock),
+        windows=_windows(
+            config,
+            allocator,
+            calibration.costs.model,
+            depth,
+            guides,
+            kv_plan.ranks,
+            clock,
+            SuffixDrafter() if drafting is None else ModelDrafter(drafting, clock),
+        ),
     )
     core = EngineCore(
         scheduler,
@@ -88,6 +108,11 @@ def build_core(
         vocab_size=config.vocab_size,
     )
     return core, scheduler
+
+
+def start_drafting(config: CoreConfig) -> DrafterChild | None:
+    """Start the process of the draft model, if there is one: it loads while the ranks do."""
+    return None if config.drafter is None else DrafterChild(config.drafter)
 
 
 def depth_and_wire(
@@ -116,6 +141,7 @@ def _windows(
     guides: NoGuides,
     ranks: Sequence[RankLoaded],
     clock: Callable[[], float],
+    drafter: Drafter,
 ) -> NoWindows:
     if not config.speculation.is_on:
         return NoWindows()
@@ -127,12 +153,13 @@ def _windows(
             ", ".join(map(str, others)),
         )
     return DraftWindows(
-        GuardedDrafter(SuffixDrafter(), config.vocab_size, clock),
+        GuardedDrafter(drafter, config.vocab_size, clock),
         allocator,
         costs,
         most=config.speculation.most_drafts,
         max_tokens=config.scheduler.max_num_batched_tokens,
         depth=depth,
+        clock=clock,
         # Ranks that share the last stage must end a window at the same place, and each makes its own masks.
         with_grammars=config.parallel.tp_sizes[-1] == 1,
         guides=guides,

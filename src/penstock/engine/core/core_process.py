@@ -13,8 +13,9 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 
+from penstock.drafting.drafter_child import DrafterChild
 from penstock.engine.core.core import EngineCore
-from penstock.engine.core.core_assembly import build_core, prove_stages
+from penstock.engine.core.core_assembly import build_core, prove_stages, start_drafting
 from penstock.engine.core.core_server import CoreServer
 from penstock.engine.ipc import CoreSocket, Welcome
 from penstock.errors import PeerError
@@ -43,12 +44,15 @@ def _serve(
     replica = config.core.replica
     enter_child("penstock core" if replica is None else f"penstock replica {replica} core", config)
     pulse = keep_saying_alive(status)
+    drafting = start_drafting(config.core)  # on any cores: before this process is bound to some
+    if drafting is not None:
+        closing.callback(drafting.close)
     if config.core.cpus:
         os.sched_setaffinity(0, config.core.cpus)
     clients = CoreSocket(config.client_address)
     closing.callback(clients.close)
     stopping = closing.enter_context(ExitStack())
-    joined = _join_first(config.core, control, status.write, stopping)
+    joined = _join_first(config.core, control, status.write, stopping, drafting)
     if joined is None:
         return 0
     executor, core, welcome = joined
@@ -63,7 +67,11 @@ def _serve(
 
 
 def _join_first(
-    config: CoreConfig, control: ControlReader, report: Callable[[StatusEvent], None], stopping: ExitStack
+    config: CoreConfig,
+    control: ControlReader,
+    report: Callable[[StatusEvent], None],
+    stopping: ExitStack,
+    drafting: DrafterChild | None,
 ) -> tuple[Executor, EngineCore, Welcome] | None:
     """Join the first epoch to which all ranks come; its executor ends with `stopping`. None: it is to stop.
 
@@ -75,7 +83,7 @@ def _join_first(
         executor = MpExecutor(ends, load_timeout_s=config.parallel.load_timeout_s + LOAD_GRACE_S)
         stopping.callback(executor.shutdown)
         try:
-            return executor, *_start(config, executor, ends, control)
+            return executor, *_start(config, executor, ends, control, drafting)
         except PeerError as error:
             if ends.epoch == 0 and not control.has_news():
                 raise
@@ -86,12 +94,23 @@ def _join_first(
 
 
 def _start(
-    config: CoreConfig, executor: MpExecutor, ends: CoreEndpoints, control: ControlReader
+    config: CoreConfig,
+    executor: MpExecutor,
+    ends: CoreEndpoints,
+    control: ControlReader,
+    drafting: DrafterChild | None,
 ) -> tuple[EngineCore, Welcome]:
     """A core over ranks that have come and have proved to work, and what its clients are told."""
     kv_plan = executor.start(control.has_news)
     core, scheduler = build_core(
-        config, executor, kv_plan, time.monotonic, recovers=True, epoch=ends.epoch, restarts=ends.restarts
+        config,
+        executor,
+        kv_plan,
+        time.monotonic,
+        recovers=True,
+        epoch=ends.epoch,
+        restarts=ends.restarts,
+        drafting=drafting,
     )
     prove_stages(core)
     return core, Welcome(

@@ -95,7 +95,7 @@ class CoreServer:
     def run(self) -> None:
         """Returns when told to stop."""
         while True:
-            ready = self._socket.wait(self._sources, self._patience())
+            ready = self._socket.wait([*self._sources, *self._core.wait_sources()], self._patience())
             if self._control.fileno() in ready and not self._obey(self._control.receive()):
                 return
             for client, request in self._socket.drain():

@@ -19,6 +19,7 @@ import msgspec
 
 from penstock.config.engine import CacheConfig, EngineConfig, ModelConfig, ParallelConfig, Quantization
 from penstock.engine.supervisor.class_choice import require_class
+from penstock.engine.supervisor.draft_placement import drafter_config
 from penstock.engine.supervisor.flight_room import (
     notes_on_frames,
     num_links_between_hosts,
@@ -173,6 +174,9 @@ def resolve_replicas(
         with_link_frames(ranks[first : first + size], parallel, size_of_frame)
         for first in range(0, len(ranks), size)
     ]
+    drafter = drafter_config(
+        config, spec, directory, ranks, hosts[0], lambda own, head: resolve(own, [head]).ranks[0]
+    )
     notes = (*form.notes, *implementation_notes(spec), *_notes_of_unused(config, spec))
     return [
         LaunchPlan(
@@ -184,6 +188,7 @@ def resolve_replicas(
                 replica=own[0].replica,
                 seed=replica_seed(config.seed, own[0].replica or 0),
                 num_links=num_links_between_hosts(own),
+                drafter=drafter,
             ),
             frame_bytes=size_of_frame,
             notes=(*notes, *notes_on_frames(own, given, size_of_frame)),

@@ -1,0 +1,142 @@
+"""What passes between the core and the process of a draft model, and the socket that it passes over.
+
+    core ── Asked: tokens that are new, and how many to guess ──▶ drafting process
+         ◀── Guessed: what may follow them ──────────────────────
+
+Each message is one packet of a socket pair, which nobody else can reach. Torch-free.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import Generic, TypeVar
+
+import msgspec
+
+from penstock.batch import RowSampling
+from penstock.errors import LinkClosedError
+
+MOST_IDS = 8192  # of one message: with five bytes each they fit a socket's buffer several times
+_PACKET_BYTES = 1 << 18
+_MOST_QUEUED = 256  # packets of somebody who does not read
+
+
+class Ask(msgspec.Struct, frozen=True, array_like=True):
+    """Tokens of a request that the drafter does not know yet.
+
+    Attributes:
+        start: position of the first of them. Whatever was guessed from there on is replaced by them.
+        wanted: tokens to guess behind them.
+        prompt_len, sampling: with the first tokens of a request; how it chooses its tokens.
+    """
+
+    request: int
+    start: int
+    token_ids: Sequence[int]
+    wanted: int
+    prompt_len: int = 0
+    sampling: RowSampling | None = None
+
+
+class Asked(msgspec.Struct, frozen=True, array_like=True):
+    """From the core. `forgotten`: requests that have ended."""
+
+    asks: list[Ask] = []
+    forgotten: list[int] = []
+
+
+class Guess(msgspec.Struct, frozen=True, array_like=True):
+    """What is guessed to follow the first `num_known` tokens of a request, all of it."""
+
+    request: int
+    num_known: int
+    token_ids: list[int]
+
+
+class Guessed(msgspec.Struct, frozen=True, array_like=True):
+    """From the drafting process, after each of its steps; without guesses it says that it goes on.
+
+    Attributes:
+        token_s: what one more token of each takes, in seconds.
+        is_idle: there was nothing left to do.
+    """
+
+    guesses: list[Guess] = []
+    token_s: float = 0.0
+    is_idle: bool = True
+
+
+Received = TypeVar("Received", Asked, Guessed)
+
+
+def draft_sockets() -> tuple[socket.socket, socket.socket]:
+    """Return both ends of a connection: the core's and the drafting process'."""
+    return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+
+
+class DraftSocket(Generic[Received]):
+    """One end of the connection.
+
+    Args:
+        end: is this object's own from now on.
+        received: type of the messages that come.
+    """
+
+    def __init__(self, end: socket.socket, received: type[Received]) -> None:
+        end.setblocking(False)
+        self._end = end
+        self._decoder: msgspec.msgpack.Decoder[Received] = msgspec.msgpack.Decoder(received)
+        self._queue: deque[bytes] = deque()
+
+    def fileno(self) -> int:
+        return self._end.fileno()
+
+    def send(self, message: Asked | Guessed) -> None:
+        """Send a message now, or keep it until `flush`.
+
+        Raises:
+            LinkClosedError: the other end is gone, or reads nothing.
+        """
+        self._queue.append(msgspec.msgpack.encode(message))
+        self.flush()
+        if len(self._queue) > _MOST_QUEUED:
+            raise LinkClosedError("nobody reads what is sent.")
+
+    def flush(self) -> None:
+        """Send what was kept. Raises as `send` does."""
+        try:
+            while self._queue:
+                self._end.send(self._queue[0])
+                self._queue.popleft()
+        except BlockingIOError:
+            pass
+        except OSError as error:
+            raise LinkClosedError(f"the other end is gone ({error}).") from None
+
+    def receive(self, *, wait: bool = False) -> Iterator[Received]:
+        """Yield what has come.
+
+        Args:
+            wait: for the first, as long as it takes.
+
+        Raises:
+            LinkClosedError: the other end is gone.
+        """
+        self._end.setblocking(wait)
+        with contextlib.suppress(BlockingIOError):
+            while packet := self._packet():
+                self._end.setblocking(False)
+                yield self._decoder.decode(packet)
+            raise LinkClosedError("the other end is gone.")
+
+    def _packet(self) -> bytes:
+        try:
+            return self._end.recv(_PACKET_BYTES)
+        except ConnectionError:
+            return b""
+
+    def close(self) -> None:
+        self._end.close()

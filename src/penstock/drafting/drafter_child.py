@@ -1,0 +1,76 @@
+"""Starts the process of a draft model, and ends it.
+
+Called where the core is made. The process dies with the thread that has started it. Torch-free.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+
+from penstock.drafting.draft_wire import DraftSocket, Guessed, draft_sockets
+from penstock.errors import PenstockError, StageLostError, WaitTimeoutError, error_from_info
+from penstock.hosts.local_process import spawn
+from penstock.process import entry_points
+from penstock.process.child import encode_config
+from penstock.process.config import DrafterConfig, DrafterProcessConfig
+
+_POLL_S = 0.1
+
+
+class DrafterChild:
+    """A child process with a draft model. Implements `model_drafter.DraftingProcess`.
+
+    Attributes:
+        socket: to it.
+    """
+
+    def __init__(self, config: DrafterConfig) -> None:
+        with ExitStack() as theirs:
+            own, other = draft_sockets()
+            theirs.callback(other.close)
+            self.socket: DraftSocket[Guessed] = DraftSocket(own, Guessed)
+            self._member = spawn(
+                entry_points.DRAFTER,
+                encode_config(DrafterProcessConfig(drafter=config, parent_pid=os.getpid())),
+                name="drafter",
+                inherit=[other.fileno()],
+                arguments=["--socket-fd", str(other.fileno())],
+            )
+        self._is_closed = False
+
+    def await_ready(self, limit_s: float, is_over: Callable[[], bool] = lambda: False) -> None:
+        """Wait until the model is loaded.
+
+        Args:
+            is_over: nobody needs it any more; returns then.
+
+        Raises:
+            PenstockError: it could not be loaded; the error is the process' own.
+            WaitTimeoutError: it takes longer than `limit_s`.
+        """
+        deadline = time.monotonic() + limit_s
+        while not (self._member.is_ready or is_over()):
+            select.select([source.fileno() for source in self._member.sources], [], [], _POLL_S)
+            self._member.read_status()
+            if self._member.exit_code is not None or self._member.failure is not None:
+                raise self.why_ended() or StageLostError("it has ended.")
+            if time.monotonic() > deadline:
+                raise WaitTimeoutError(f"the draft model had not loaded after {limit_s:g} s.")
+
+    def why_ended(self) -> PenstockError | None:
+        """What it has said of its failure, or how it ended; None: it runs."""
+        self._member.read_status()
+        has_ended = self._member.failure is not None or self._member.exit_code is not None
+        return error_from_info(self._member.end()) if has_ended else None
+
+    def close(self) -> None:
+        """End it, whatever it does. May be called twice."""
+        if not self._is_closed:
+            self._is_closed = True
+            self._member.kill_now()
+            self._member.close()
+            self.socket.close()

@@ -1,0 +1,240 @@
+"""Guesses of a small model, which computes in a process of its own: the core's side.
+
+The process (`drafting.drafter_process`) is told of the tokens that are new, and guesses on from there until
+it has as many as are wanted. The core never waits for it: a question is answered with what has come that still
+fits the text, and the scheduler decides whether to wait for more. While a window is on its way through the
+stages the model may guess on, as if all of it were right.
+
+The model chooses its tokens as the request does, with the same dice: where both models think alike they also
+throw alike, so that sampled texts are guessed nearly as well as greedy ones.
+
+Each token that comes says whether the newest guess had it right. Where guesses are too seldom right to be of
+use, the model is asked for one token now and then, to see whether that has changed. Torch-free.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Collection, Sequence
+from typing import Protocol
+
+import msgspec
+
+from penstock.batch import RowSampling
+from penstock.drafting.draft_wire import MOST_IDS, Ask, Asked, DraftSocket, Guess, Guessed
+from penstock.errors import LinkClosedError, PenstockError, WaitTimeoutError
+from penstock.speculation.drafter import NO_DRAFT, Draft, Question
+
+SILENCE_S = 20.0  # of the process, while it has work; a step of a small model takes far less
+_FIRST_CHANCE = 0.7  # until something is measured
+_NEWEST_WEIGHT = 0.05  # of a token in the measured chance
+_LEAST_USE = 0.15  # chance of the last guess that is still asked for
+_LEAST_CHANCE = 0.2  # of guesses that are asked for at all
+_TRIAL_EVERY = 24  # tokens, where they are not
+_MOST_BEHIND = 64  # tokens of a text: it takes about as long as one to compute them
+_NO_GUESS = Guess(-1, 0, [])
+
+_logger = logging.getLogger(__name__)
+
+
+class DraftingProcess(Protocol):
+    """Where the model computes; `drafting.drafter_child` starts it."""
+
+    @property
+    def socket(self) -> DraftSocket[Guessed]: ...
+
+    def why_ended(self) -> PenstockError | None:
+        """What it has said of its failure."""
+        ...
+
+    def close(self) -> None:
+        """End it, whatever it does."""
+        ...
+
+
+class ModelDrafter:
+    """Guesses with another model. It answers nothing until that is loaded.
+
+    Args:
+        process: is this drafter's own.
+        clock: monotonic seconds.
+    """
+
+    name = "draft_model"
+
+    def __init__(self, process: DraftingProcess, clock: Callable[[], float]) -> None:
+        self._process = process
+        self._socket = process.socket
+        self._clock = clock
+        self._texts: dict[int, _Text] = {}
+        self._asks: list[Ask] = []  # to be sent
+        self._forgotten: list[int] = []
+        self._chance = _FIRST_CHANCE  # of all requests
+        self._token_s = math.inf
+        self._silent_since: float | None = None  # while it has work
+
+    def propose(self, question: Question) -> Draft:
+        if not self._has_loaded:
+            return NO_DRAFT
+        token_ids = question.token_ids
+        text = self._texts.get(question.request)
+        if text is None:
+            text = self._texts[question.request] = _Text(self._chance)
+        for is_right in text.read(token_ids):
+            self._chance = _moved(self._chance, is_right)
+        wanted, is_trial = self._wanted(text, question)
+        if wanted and (text.num_told < len(token_ids) or text.wanted < wanted):
+            self._ask(text, question, wanted)
+        guessed = text.following(token_ids)
+        has_more = not is_trial and len(guessed) < wanted and text.is_followed
+        return Draft(guessed[: question.most], text.chance, self._token_s if has_more else math.inf)
+
+    @property
+    def _has_loaded(self) -> bool:
+        return math.isfinite(self._token_s)
+
+    def _wanted(self, text: _Text, question: Question) -> tuple[int, bool]:
+        """How many tokens to ask for, and whether only to see if guesses are right again."""
+        if text.chance >= max(question.least_chance, _LEAST_CHANCE):
+            return min(question.most, _useful(text.chance)), False
+        return int(len(question.token_ids) >= text.tried_at + _TRIAL_EVERY), True
+
+    def _ask(self, text: _Text, question: Question, wanted: int) -> None:
+        new = question.token_ids[text.num_told :]
+        for first in range(0, max(1, len(new)), MOST_IDS):
+            is_first = text.num_told == 0 and first == 0
+            self._asks.append(
+                Ask(
+                    request=question.request,
+                    start=text.num_told + first,
+                    token_ids=new[first : first + MOST_IDS],
+                    wanted=wanted if first + MOST_IDS >= len(new) else 0,
+                    prompt_len=question.prompt_len if is_first else 0,
+                    sampling=_drawn_by(question.sampling) if is_first else None,
+                )
+            )
+        text.num_told = text.tried_at = len(question.token_ids)
+        text.wanted = wanted
+
+    def accept(self, request: int, num_drafted: int, num_accepted: int) -> None:
+        """The tokens themselves will tell, when they are read."""
+
+    def forget(self, request: int) -> None:
+        if self._texts.pop(request, None) is not None:
+            self._forgotten.append(request)
+
+    def poll(self) -> Collection[int]:
+        """As the seam has it.
+
+        Raises:
+            LinkClosedError: the process has ended.
+            WaitTimeoutError: it has work, and has said nothing for long.
+        """
+        try:
+            self._send()
+            return self._receive()
+        except LinkClosedError as error:
+            raise LinkClosedError(f"its process has ended: {self._process.why_ended() or error}") from None
+
+    def _send(self) -> None:
+        """What was asked since the last time, in messages of bounded size."""
+        if not self._asks and not self._forgotten:
+            self._socket.flush()
+            return
+        if self._asks and self._silent_since is None:
+            self._silent_since = self._clock()
+        asks, self._asks = self._asks, []
+        forgotten, self._forgotten = self._forgotten, []
+        size, part = 0, list[Ask]()
+        for ask in asks:
+            if part and size + len(ask.token_ids) > MOST_IDS:
+                self._socket.send(Asked(part))
+                size, part = 0, []
+            size += len(ask.token_ids)
+            part.append(ask)
+        self._socket.send(Asked(part, forgotten))
+
+    def _receive(self) -> Collection[int]:
+        news, now = set(), self._clock()
+        for message in self._socket.receive():
+            self._token_s = message.token_s
+            self._silent_since = None if message.is_idle else now
+            for guess in message.guesses:
+                if (text := self._texts.get(guess.request)) is not None:
+                    text.guess = guess
+                    news.add(guess.request)
+        if self._silent_since is not None and now - self._silent_since > SILENCE_S:
+            raise WaitTimeoutError(f"its process has said nothing for {SILENCE_S:.0f} s.")
+        return news
+
+    def wait_sources(self) -> Sequence[int]:
+        return (self._socket.fileno(),)
+
+    def close(self) -> None:
+        self._process.close()
+
+
+class _Text:
+    """What is known of one request.
+
+    Args:
+        chance: that a guess is right, to begin with.
+
+    Attributes:
+        guess: the newest; it may be about fewer tokens than there are now.
+        num_told, wanted: of the newest ask.
+        tried_at: tokens that there were then.
+    """
+
+    def __init__(self, chance: float) -> None:
+        self.chance = chance
+        self.guess = _NO_GUESS
+        self.num_told = 0
+        self.wanted = 0
+        self.tried_at = 0
+        self._num_read = 0
+
+    @property
+    def is_followed(self) -> bool:
+        """Whether the process has computed the text, but for what came lately."""
+        return self.guess is not _NO_GUESS and self._num_read - self.guess.num_known <= _MOST_BEHIND
+
+    def read(self, token_ids: Sequence[int]) -> list[bool]:
+        """Return of each token that is new, and was guessed behind the right ones, whether that was right."""
+        first, known = max(self._num_read, self.guess.num_known), len(token_ids)
+        self._num_read = known
+        outcome = []
+        for guessed, said in zip(self._behind(token_ids, first), token_ids[first:], strict=False):
+            outcome.append(guessed == said)
+            self.chance = _moved(self.chance, outcome[-1])
+            if not outcome[-1]:
+                self.guess = Guess(self.guess.request, known, [])
+                break
+        return outcome
+
+    def following(self, token_ids: Sequence[int]) -> Sequence[int]:
+        """What is guessed to follow these."""
+        return self._behind(token_ids, len(token_ids))
+
+    def _behind(self, token_ids: Sequence[int], position: int) -> Sequence[int]:
+        """Guesses from a position on; none if what they follow is not what was said."""
+        start, guessed = self.guess.num_known, self.guess.token_ids
+        size = position - start
+        if not 0 <= size < len(guessed) or guessed[:size] != list(token_ids[start:position]):
+            return ()
+        return guessed[size:]
+
+
+def _drawn_by(sampling: RowSampling) -> RowSampling:
+    """How guesses are chosen: as the request's tokens are, but for what changes no token."""
+    return msgspec.structs.replace(sampling, num_logprobs=-1, num_prompt_logprobs=-1, structured=None)
+
+
+def _useful(chance: float) -> int:
+    """How many guesses in a row are of use."""
+    return max(1, int(math.log(_LEAST_USE) / math.log(min(chance, 0.99))))
+
+
+def _moved(chance: float, is_right: bool) -> float:
+    return chance + _NEWEST_WEIGHT * (is_right - chance)

@@ -1,0 +1,117 @@
+"""Where the model that drafts runs, and how: decided once all of the served model is.
+
+It runs beside the core, in a process of its own, as a pipeline of one stage would: so
+`engine.supervisor.launch` decides it as it decides that. Called from there. Starts nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import msgspec
+
+from penstock.config.engine import CacheConfig, EngineConfig, ModelConfig, ParallelConfig, SchedulerConfig
+from penstock.errors import PenstockError, UsageError
+from penstock.families.registry import load_spec
+from penstock.families.spec import ModelSpec
+from penstock.hosts.resources import HostResources
+from penstock.process.config import DrafterConfig, RankConfig
+from penstock.tokenizer.vocabularies import vocabulary_difference
+
+CHUNK_TOKENS = 256  # of a text that it computes at once; a guess for another request waits for that
+_PARAM = "speculative_model"
+
+Decide = Callable[[EngineConfig, HostResources], RankConfig]
+
+
+def drafter_config(
+    config: EngineConfig,
+    spec: ModelSpec,
+    directory: Path,
+    ranks: Sequence[RankConfig],
+    head: HostResources,
+    decide: Decide,
+) -> DrafterConfig | None:
+    """Return what the process of the draft model is told; None: no model drafts.
+
+    Args:
+        spec, directory: of the served model.
+        ranks: that serve it, of all replicas.
+        head: where the core runs.
+        decide: everything about the only rank of an engine.
+
+    Raises:
+        UsageError: it has another vocabulary, or a setting cannot be met.
+        ModelError: it cannot be read.
+        NotEnoughMemoryError: it does not fit beside the ranks.
+    """
+    model = config.speculation.speculative_model
+    if model is None:
+        return None
+    own = msgspec.structs.replace(head, free_bytes=max(0, head.free_bytes - _held_bytes(spec, ranks, head)))
+    try:
+        rank = decide(_engine_config(config, model, ranks[0], _num_idle_cpus(ranks, head)), own)
+        draft_spec = load_spec(Path(rank.model_path))
+    except PenstockError as error:
+        message = f"the model that drafts, {model}: {error.message}"
+        raise type(error)(message, remedy=error.remedy, param=_PARAM, code=error.code) from None
+    _require_same_vocabulary(spec, directory, draft_spec, Path(rank.model_path), model)
+    longest = min(rank.max_model_len, ranks[0].max_model_len)
+    most = config.speculation.num_speculative_tokens
+    rank = msgspec.structs.replace(rank, max_model_len=longest + most + 1, cpus=(), host=head.name)
+    return DrafterConfig(rank=rank, vocab_size=spec.vocab_size)
+
+
+def _engine_config(config: EngineConfig, model: str, first: RankConfig, num_idle_cpus: int) -> EngineConfig:
+    """An engine of one stage that serves the draft model."""
+    speculation = config.speculation
+    device = speculation.speculative_device
+    scheduler = SchedulerConfig(
+        max_num_seqs=config.scheduler.max_num_seqs,
+        max_num_batched_tokens=max(CHUNK_TOKENS, config.scheduler.max_num_seqs),
+    )
+    return EngineConfig(
+        model=ModelConfig(model=model, quantization=speculation.speculative_quantization),
+        parallel=ParallelConfig(
+            device=first.device if device == "auto" else device,
+            kernels=config.parallel.kernels,
+            pin_threads="off",
+            threads_per_rank=max(1, num_idle_cpus),
+        ),
+        scheduler=scheduler,
+        cache=CacheConfig(block_size=config.cache.block_size),
+    )
+
+
+def _num_idle_cpus(ranks: Sequence[RankConfig], head: HostResources) -> int:
+    """Cores of the head that no rank computes on. Where there is none the draft model takes one thread: it
+    computes while a stage does as well, and of two threads that wait for each other one would be held up."""
+    return head.num_cpus - sum(rank.threads for rank in ranks if rank.host == head.name)
+
+
+def _held_bytes(spec: ModelSpec, ranks: Sequence[RankConfig], head: HostResources) -> int:
+    """Weights of the ranks in the memory of the head, at least."""
+    bits = {"int8": 8, "int4": 4, "none": {"float32": 32}.get(ranks[0].dtype, 16)}[ranks[0].quantization]
+    parameters = sum(
+        spec.stage_parameters(rank.start_layer, rank.end_layer) // rank.tp_size
+        for rank in ranks
+        if rank.host == head.name and rank.device == "cpu"
+    )
+    return parameters * bits // 8
+
+
+def _require_same_vocabulary(
+    spec: ModelSpec, directory: Path, draft_spec: ModelSpec, draft_directory: Path, model: str
+) -> None:
+    difference = vocabulary_difference(directory, draft_directory)
+    has_both = all((each / "tokenizer.json").is_file() for each in (directory, draft_directory))
+    if not difference and not has_both and spec.vocab_size != draft_spec.vocab_size:
+        difference = f"{spec.vocab_size} tokens in the one and {draft_spec.vocab_size} in the other"
+    if difference:
+        raise UsageError(
+            f"the model that drafts, {model}, has another vocabulary than the model: {difference}.",
+            remedy="Use a smaller model of the same family, or --speculative-method suffix.",
+            param=_PARAM,
+            code="other_vocabulary",
+        )

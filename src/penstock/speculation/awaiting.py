@@ -1,0 +1,40 @@
+"""How many guesses of a request are worth waiting for, where a drafter needs time for each.
+
+With n guesses that are right with chance c, each if all before it were, a step yields 1 + c + ... + c^n
+tokens. It takes C(rows (n + 1)) seconds where all rows of its plan bring as many. A request that has none in
+hand and waits for n, m seconds each, gets
+
+    (1 - c^(n + 1)) / (1 - c)  /  (C(rows (n + 1)) + n m)      tokens a second
+
+and n = 0 is to go on without. Pure arithmetic.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from penstock.speculation.drafter import Draft
+
+_MOST_CHANCE = 0.99  # that is believed
+_MARGIN = 0.03  # of the rate, that waiting must gain
+
+
+def guesses_worth_waiting(draft: Draft, most: int, num_rows: int, seconds: Callable[[int], float]) -> int:
+    """Choose how many guesses a request should have before it goes on: no more than it has, and it should not
+    wait.
+
+    Args:
+        draft: what is there, and how long more takes.
+        most: guesses of a step.
+        num_rows: of the plan that it would be in.
+        seconds: that a step of so many tokens takes.
+    """
+    chance, num_there = min(draft.chance, _MOST_CHANCE), len(draft.token_ids)
+
+    def rate(count: int) -> float:
+        num_tokens = (1.0 - chance ** (count + 1)) / (1.0 - chance)
+        return num_tokens / (seconds(num_rows * (count + 1)) + max(0, count - num_there) * draft.more_s)
+
+    at_once = max(rate(count) for count in range(min(num_there, most) + 1))
+    best = max(range(num_there, max(num_there, most) + 1), key=rate)
+    return best if rate(best) > (1.0 + _MARGIN) * at_once else num_there

@@ -1,0 +1,53 @@
+"""Whether two models have one vocabulary: whether every id means the same piece of text to both.
+
+Asked where a model is to guess the tokens of another. Tables of a model are often longer than its vocabulary,
+by ids that stand for nothing, and such ids are not compared.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+_FILE = "tokenizer.json"
+
+
+def vocabulary_difference(directory: Path, other: Path) -> str:
+    """Return how the vocabularies of two models differ, as part of a sentence; "" if they do not.
+
+    Without a `tokenizer.json` in both directories nothing is known of them, and nothing is said.
+    """
+    file, other_file = directory / _FILE, other / _FILE
+    if not (file.is_file() and other_file.is_file()):
+        return ""
+    content, other_content = file.read_bytes(), other_file.read_bytes()
+    if content == other_content:
+        return ""
+    pieces, other_pieces = _pieces(content), _pieces(other_content)
+    for token_id in sorted(pieces.keys() | other_pieces.keys()):
+        piece, other_piece = pieces.get(token_id), other_pieces.get(token_id)
+        if piece != other_piece:
+            return f"token {token_id} is {_quoted(piece)} in the one and {_quoted(other_piece)} in the other"
+    return ""
+
+
+def _pieces(content: bytes) -> dict[int, str]:
+    """By id; what cannot be read is empty."""
+    try:
+        tokenizer: dict[str, Any] = json.loads(content)
+        vocabulary = tokenizer["model"]["vocab"]
+        by_piece = (
+            vocabulary.items()
+            if isinstance(vocabulary, dict)
+            else ((entry[0], token_id) for token_id, entry in enumerate(vocabulary))
+        )
+        pieces = {token_id: piece for piece, token_id in by_piece}
+        pieces |= {added["id"]: added["content"] for added in tokenizer.get("added_tokens", ())}
+    except (ValueError, KeyError, TypeError, IndexError):
+        return {}
+    return pieces
+
+
+def _quoted(piece: str | None) -> str:
+    return "none" if piece is None else repr(piece)
