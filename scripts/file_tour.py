@@ -42,6 +42,7 @@ ROOMS = {
     "hosts/launchers": "programs that start Penstock on many hosts, and what they say of it",
     "hosts/network": "the ways between hosts: found, measured and chosen",
     "hosts/logs": "what is printed on other hosts, at the head",
+    "drafting": "a small model that guesses, in a process of its own",
     "planner": "`--partition auto`: which layers each stage should hold",
     "executor": "ranks, seen from the core",
     "scheduler": "who runs in which plan",

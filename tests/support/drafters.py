@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from random import Random
 from typing import Any
@@ -105,3 +106,55 @@ class SteadyDrafter(LocalDrafter):
 
     def forget(self, request: int) -> None:
         self._texts.pop(request, None)
+
+
+class SlowDrafter:
+    """Guesses the tokens of `fakes.next_token`, all right, one after the other as a clock goes on.
+
+    Args:
+        request_of: a live request by its arrival.
+        clock: that the core has.
+
+    Attributes:
+        token_s: that it takes for each token; it says so.
+        is_stuck: it guesses nothing more, and goes on promising.
+    """
+
+    name = "slow"
+
+    def __init__(self, request_of: Callable[[int], RequestState], clock: Callable[[], float]) -> None:
+        self._request_of, self._clock = request_of, clock
+        self._asked: dict[int, tuple[int, float]] = {}  # by request: tokens that it had, and when
+        self._told: dict[int, int] = {}  # guesses that it was told
+        self.token_s = 0.01
+        self.is_stuck = False
+        self.is_closed = False
+
+    def propose(self, question: Question) -> Draft:
+        request, token_ids = question.request, question.token_ids
+        if self._asked.get(request, (0, 0.0))[0] != len(token_ids):
+            self._asked[request] = len(token_ids), self._clock()
+        count = self._told[request] = min(question.most, self._num_guessed(request))
+        state, text = self._request_of(request), list(token_ids)
+        for _ in range(count):
+            text.append(next_token(text, state.sampling, len(text) - state.prompt_len))
+        more_s = self.token_s if count < question.most else math.inf
+        return Draft(text[len(token_ids) :], 0.95, more_s)
+
+    def _num_guessed(self, request: int) -> int:
+        return 0 if self.is_stuck else int((self._clock() - self._asked[request][1] + 1e-9) / self.token_s)
+
+    def accept(self, request: int, num_drafted: int, num_accepted: int) -> None:
+        assert num_drafted == num_accepted
+
+    def forget(self, request: int) -> None:
+        self._asked.pop(request, None)
+
+    def poll(self) -> set[int]:
+        return {request for request in self._asked if self._num_guessed(request) > self._told[request]}
+
+    def wait_sources(self) -> list[int]:
+        return []
+
+    def close(self) -> None:
+        self.is_closed = True

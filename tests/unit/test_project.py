@@ -178,6 +178,8 @@ KNOW_THIS_MACHINE = {
     "engine/supervisor/supervisor.py",  # its `main`, which such a program starts
     "llm/supervisor_process.py",  # such a program
     "server/api_process.py",  # inherits the HTTP socket
+    "drafting/drafter_child.py",  # beside the core, which is always here
+    "drafting/drafter_process.py",  # inherits its end of a socket pair
     "cli/doctor.py",  # asks whether this kernel has them
     "cli/output_thread.py",  # the output of its own program
     "kernels/cpu/compiler_jobs.py",  # compilers are no ranks

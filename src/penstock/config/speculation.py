@@ -22,6 +22,7 @@ _METHODS = {"off": "off", "suffix": "suffix", "ngram": "suffix", "draft_model": 
 _FIELDS = {
     "model": "speculative_model",
     "quantization": "speculative_quantization",
+    "device": "speculative_device",
     "num_speculative_tokens": "num_speculative_tokens",
 }
 _IGNORED = ("prompt_lookup_min", "prompt_lookup_max")  # lengths that are looked up: ours are fixed
@@ -34,14 +35,14 @@ class SpeculationConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Who guesses what requests say next, so that one step yields several tokens.
 
     Attributes:
-        speculative_method: who guesses: `off`: nobody; `suffix`: the request's own text, where it repeats;
-            `draft_model`: a small model, which `speculative_model` names, and which needs no other word.
+        speculative_method: who guesses: `off`: nobody; `suffix`: the text itself; `draft_model`: a small model.
         num_speculative_tokens: guesses of a request in one step at most; fewer where more would cost time.
-        speculative_model: directory or name of a model with the same vocabulary, which guesses.
+        speculative_model: directory or name of a model with the same vocabulary, which guesses; to name it is
+            enough.
         speculative_quantization: of its weights: `int8` or `int4`, on the CPU.
         speculative_device: where it runs, on the head's machine: `cpu`, `cuda`, a GPU such as `cuda:1`, or
             `auto`, the device of the first stage.
-        speculative_config: these as vLLM takes them: {"method": "suffix", "num_speculative_tokens": 8}.
+        speculative_config: all as vLLM takes it: {"method": "suffix"}, {"model": "small", "device": "cpu"}.
     """
 
     speculative_method: Annotated[
@@ -51,12 +52,16 @@ class SpeculationConfig(msgspec.Struct, frozen=True, kw_only=True):
         int, Setting("speculation", "guesses of a request in one step at most")
     ] = 8
     speculative_model: Annotated[
-        str | None, Setting("speculation", "small model with the same vocabulary, which guesses")
+        str | None,
+        Setting("speculation", "small model with the same vocabulary, which guesses", is_argument=False),
     ] = None
     speculative_quantization: Annotated[
-        DraftQuantization, Setting("speculation", "of the small model's weights: none, int8, int4")
+        DraftQuantization,
+        Setting("speculation", "of the small model's weights: none, int8, int4", is_argument=False),
     ] = "none"
-    speculative_device: Annotated[str, Setting("speculation", "where the small model runs")] = "auto"
+    speculative_device: Annotated[
+        str, Setting("speculation", "where the small model runs: auto, cpu, cuda, cuda:N", is_argument=False)
+    ] = "auto"
     speculative_config: ClassVar[
         Annotated[
             str | Mapping[str, Any] | None,

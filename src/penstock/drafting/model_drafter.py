@@ -1,9 +1,9 @@
 """Guesses of a small model, which computes in a process of its own: the core's side.
 
 The process (`drafting.drafter_process`) is told of the tokens that are new, and guesses on from there until
-it has as many as are wanted. The core never waits for it: a question is answered with what has come that still
-fits the text, and the scheduler decides whether to wait for more. While a window is on its way through the
-stages the model may guess on, as if all of it were right.
+it has as many as are wanted. The core never waits for it: a question is answered with what has come that
+still fits the text, and the scheduler decides whether to wait for more. While a window is on its way through
+the stages the model may guess on, as if all of it were right.
 
 The model chooses its tokens as the request does, with the same dice: where both models think alike they also
 throw alike, so that sampled texts are guessed nearly as well as greedy ones.

@@ -33,7 +33,7 @@ from penstock.config.engine import (
 )
 from penstock.config.executor_backend import PROCESSES, require_backend
 from penstock.config.limits import GrammarLimits
-from penstock.config.speculation import DraftQuantization, SpeculativeMethod
+from penstock.config.speculation import SpeculativeMethod
 from penstock.engine.client.outputs import CompletionOutput, RequestOutput, request_output
 from penstock.engine.client.vectors import (
     EmbeddingRequestOutput,
@@ -123,14 +123,10 @@ class LLM:
         micro_batches: parts of the decoding requests; `auto`: by the time of a cycle, P where unknown.
         inter_token_target_ms: milliseconds between two tokens of a request that prompts of others keep, but
             they may always lengthen the plan that they join by half. None by default.
-        speculative_method: who guesses: `off`: nobody; `suffix`: the request's own text, where it repeats;
-            `draft_model`: a small model, which `speculative_model` names, and which needs no other word.
+        speculative_method: who guesses: `off`: nobody; `suffix`: the text itself; `draft_model`: a small
+            model.
         num_speculative_tokens: guesses of a request in one step at most; fewer where more would cost time.
-        speculative_model: directory or name of a model with the same vocabulary, which guesses.
-        speculative_quantization: of its weights: `int8` or `int4`, on the CPU.
-        speculative_device: where it runs, on the head's machine: `cpu`, `cuda`, a GPU such as `cuda:1`, or
-            `auto`, the device of the first stage.
-        speculative_config: these as vLLM takes them: {"method": "suffix", "num_speculative_tokens": 8}.
+        speculative_config: all as vLLM takes it: {"method": "suffix"}, {"model": "small", "device": "cpu"}.
         hosts: how many, this one counted; all others run `penstock worker`.
         listen_workers: ADDRESS:PORT where workers join; the port is 7700 if it is left out.
         join_token_file: holds the token with which they join; written if it is not there.
@@ -193,9 +189,6 @@ class LLM:
         inter_token_target_ms: float = NO_INTER_TOKEN_TARGET_MS,
         speculative_method: SpeculativeMethod = "off",
         num_speculative_tokens: int = 8,
-        speculative_model: str | None = None,
-        speculative_quantization: DraftQuantization = "none",
-        speculative_device: str = "auto",
         speculative_config: str | Mapping[str, Any] | None = None,
         hosts: int = 1,
         listen_workers: str | None = None,

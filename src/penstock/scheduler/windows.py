@@ -50,6 +50,8 @@ from penstock.speculation.window_sizes import least_chance, window_sizes
 _WORTH_WAITING = 0.5  # chance of a draft, from which on the next plan of its request waits for its result
 _PATIENCE = 2.0  # times as long as guesses should take a request waits for them,
 _LEAST_PATIENCE_S = 0.005  # and so much longer
+_NEWEST_WEIGHT = 0.2  # of a plan, in the time that plans take
+_LEAST_STAGE_S = 1e-6
 _FREE_TOKENS = 8  # of a step whose cost is not known: so many cost little more than one on most devices
 
 
@@ -156,7 +158,8 @@ class DraftWindows(NoWindows):
         self._drafts: dict[int, Draft] = {}  # by request: what follows the tokens that it has
         self._streamed: dict[int, int] = {}  # by request that streams: tokens of its windows
         self._hopeful: dict[int, RequestState] = {}  # those of whom more will be guessed
-        self._held_until: dict[int, float] = {}  # by request that waits for guesses
+        self._held_since: dict[int, float] = {}  # by request that waits for guesses, or has done so
+        self._held_until: dict[int, float] = {}
         self._rewound: list[tuple[RequestState, RewoundRow]] = []  # since the last plan
         self._stats = SpeculationStats(drafter.name, is_exact=is_exact)
 
@@ -170,7 +173,8 @@ class DraftWindows(NoWindows):
         self._prices.num_running = num_running
         if not plan.rows:
             return
-        self._prices.planned(_Shape(len(plan.rows), plan.attended // len(plan.rows), is_alone=is_alone))
+        shape = _Shape(len(plan.rows), plan.attended // len(plan.rows), is_alone=is_alone)
+        self._prices.planned(shape, plan.step_id, self._clock())
         places = [
             (index, self._drafts[request.arrival])
             for index, request in enumerate(plan.requests)
@@ -231,6 +235,7 @@ class DraftWindows(NoWindows):
     def follow(
         self, request: RequestState, token_ids: Sequence[int], size: int, step_id: int
     ) -> tuple[int, int]:
+        self._prices.returned(step_id, self._clock())
         num_drafts, num_right = size - 1, len(token_ids) - 1
         # Whether the first guess of the window behind it was decided on.
         reaches_next = int(request.num_windows_ahead > 0 and num_right == num_drafts)
@@ -244,7 +249,7 @@ class DraftWindows(NoWindows):
             self._drafter.accept(request.arrival, num_drafted, num_accepted)
         if request.is_rewound:
             self._rewound.append((request, _rewound_row(request)))
-        self._held_until.pop(request.arrival, None)
+        self._let_go(request)
         self._consider(request)
 
     def _consider(self, request: RequestState) -> None:
@@ -271,11 +276,10 @@ class DraftWindows(NoWindows):
         """Whether more guesses are worth the time, and should not have come long ago."""
         if request.num_awaited > 0:
             return False
-        num_there = len(draft.token_ids)
-        wanted = self._prices.worth_waiting(draft)
+        num_there, now = len(draft.token_ids), self._clock()
+        wanted = self._prices.worth_waiting(draft, now - self._held_since.setdefault(request.arrival, now))
         if wanted <= num_there:
             return False
-        now = self._clock()
         longest = _PATIENCE * (wanted - num_there) * draft.more_s + _LEAST_PATIENCE_S
         return now < self._held_until.setdefault(request.arrival, now + longest)
 
@@ -329,9 +333,13 @@ class DraftWindows(NoWindows):
         self._drafts.pop(request.arrival, None)
         self._streamed.pop(request.arrival, None)
         self._hopeful.pop(request.arrival, None)
-        self._held_until.pop(request.arrival, None)
+        self._let_go(request)
         self._drafter.forget(request.arrival)
         self._guides.forget(request.arrival)
+
+    def _let_go(self, request: RequestState) -> None:
+        self._held_since.pop(request.arrival, None)
+        self._held_until.pop(request.arrival, None)
 
     def stats(self) -> SpeculationStats:
         return self._stats
@@ -353,13 +361,25 @@ class _Prices:
         self._depth = depth
         self._most = most
         self._shape = _Shape(1, 0, is_alone=True)  # of the newest plan
+        self._made_at: dict[int, float] = {}  # by step, where costs are not known
+        self._trip_s = float(_FREE_TOKENS * depth.number)  # of a plan there; anything, to begin with
+        self._has_trips = False
         self.num_running = 1
         self.least_chance = 0.0
 
-    def planned(self, shape: _Shape) -> None:
+    def planned(self, shape: _Shape, step_id: int, now: float) -> None:
         """A plan is made, so far without drafts."""
         self._shape = shape
+        if self._costs is None:
+            self._made_at[step_id] = now
         self.least_chance = least_chance(shape.num_rows, self._step_seconds())
+
+    def returned(self, step_id: int, now: float) -> None:
+        """The result of a step has come."""
+        made_at = self._made_at.pop(step_id, None)
+        if made_at is not None:
+            self._trip_s += (_NEWEST_WEIGHT if self._has_trips else 1.0) * (now - made_at - self._trip_s)
+            self._has_trips = True
 
     @property
     def is_pointless(self) -> bool:
@@ -407,7 +427,8 @@ class _Prices:
         """Of each stage for a step of so many tokens, with contexts as in the last plan."""
         costs = None if self._costs is None else self._costs.costs(alone=alone)
         if costs is None:
-            return lambda tokens: [float(max(tokens, _FREE_TOKENS))] * self._depth.number
+            stage_s = max(self._trip_s / self._depth.number, _LEAST_STAGE_S)
+            return lambda tokens: [stage_s * max(1.0, tokens / _FREE_TOKENS)] * self._depth.number
         known: list[StageCost] = costs
 
         def seconds(tokens: int) -> list[float]:
@@ -416,9 +437,10 @@ class _Prices:
 
         return seconds
 
-    def worth_waiting(self, draft: Draft) -> int:
+    def worth_waiting(self, draft: Draft, waited_s: float) -> int:
         """Guesses with which a request should go on; no more than there are if it should not wait."""
-        return guesses_worth_waiting(draft, self._most, self._shape.num_rows, self._step_seconds())
+        rows, seconds = self._shape.num_rows, self._step_seconds()
+        return guesses_worth_waiting(draft, self._most, rows, seconds, waited_s)
 
 
 class _Shape(NamedTuple):

@@ -6,7 +6,8 @@ hand and waits for n, m seconds each, gets
 
     (1 - c^(n + 1)) / (1 - c)  /  (C(rows (n + 1)) + n m)      tokens a second
 
-and n = 0 is to go on without. Pure arithmetic.
+and n = 0 is to go on without. Time that it has waited already counts, too: what matters is tokens a second
+from one step to the next. Pure arithmetic.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ _MOST_CHANCE = 0.99  # that is believed
 _MARGIN = 0.03  # of the rate, that waiting must gain
 
 
-def guesses_worth_waiting(draft: Draft, most: int, num_rows: int, seconds: Callable[[int], float]) -> int:
+def guesses_worth_waiting(
+    draft: Draft, most: int, num_rows: int, seconds: Callable[[int], float], waited_s: float = 0.0
+) -> int:
     """Choose how many guesses a request should have before it goes on: no more than it has, and it should not
     wait.
 
@@ -28,12 +31,14 @@ def guesses_worth_waiting(draft: Draft, most: int, num_rows: int, seconds: Calla
         most: guesses of a step.
         num_rows: of the plan that it would be in.
         seconds: that a step of so many tokens takes.
+        waited_s: since the request could have gone on.
     """
     chance, num_there = min(draft.chance, _MOST_CHANCE), len(draft.token_ids)
 
     def rate(count: int) -> float:
         num_tokens = (1.0 - chance ** (count + 1)) / (1.0 - chance)
-        return num_tokens / (seconds(num_rows * (count + 1)) + max(0, count - num_there) * draft.more_s)
+        wait_s = waited_s + max(0, count - num_there) * draft.more_s
+        return num_tokens / (seconds(num_rows * (count + 1)) + wait_s)
 
     at_once = max(rate(count) for count in range(min(num_there, most) + 1))
     best = max(range(num_there, max(num_there, most) + 1), key=rate)

@@ -12,8 +12,8 @@ the first before one is void. Tokens a second are
     streaming    1 / (1 - c)  /  (trip(n) + beat(n) c^n / (1 - c^n))
 
 Where each guess takes time, a window that waits for its result waits for n - 1 of them too, and those that
-stream leave no sooner than they come. With n = 1 and D = trip / beat the second is (R + 1) / ((R + D) beat), R = c / (1 - c): the law of
-docs/speculative-decoding.md. Pure arithmetic.
+stream leave no sooner than they come. With n = 1 and D = trip / beat the second is (R + 1) / ((R + D) beat),
+R = c / (1 - c): the law of docs/speculative-decoding.md. Pure arithmetic.
 """
 
 from __future__ import annotations

@@ -178,7 +178,8 @@ m --served-model-name s --dtype float16 --max-model-len 11 --seed 12 --pp 2 --tp
 --max-num-seqs 16 --max-num-batched-tokens 17 --prefill-chunk 18 --max-waiting-requests 19
  --queue-timeout 20 --max-sessions 59 --micro-batches 2 --inter-token-target 250
  --max-waiting-tokens 30 --built-grammar-bytes 62
---speculative-method suffix --num-speculative-tokens 5
+--speculative-method draft_model --num-speculative-tokens 5
+--speculative-model small --speculative-quantization int4 --speculative-device cuda:1
 --host ::1 --port 21 --reuse-port --api-key k0 --admin-key a0 --insecure --drain-seconds 22
 --json-open-objects --no-warm-spare
 --hosts 2 --listen-workers [::1]:7801 --join-token-file /token --join-token-ttl 63 --host-name attic
@@ -266,7 +267,13 @@ def test_every_flag_reaches_its_config(monkeypatch: pytest.MonkeyPatch, tmp_path
             "inter_token_target_ms": 250.0,
             "built_grammar_bytes": 62,
         },
-        "speculation": {"speculative_method": "suffix", "num_speculative_tokens": 5},
+        "speculation": {
+            "speculative_method": "draft_model",
+            "num_speculative_tokens": 5,
+            "speculative_model": "small",
+            "speculative_quantization": "int4",
+            "speculative_device": "cuda:1",
+        },
         "cluster": {
             "hosts": 2,
             "listen_workers": "[::1]:7801",

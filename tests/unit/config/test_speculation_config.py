@@ -37,9 +37,12 @@ def test_what_is_not_said_stays_as_it_was() -> None:
         ([1], "it is not a JSON object"),
         ({"method": ["x"]}, "method is"),
         ({"method": "eagle"}, "method is 'eagle'"),
-        ({"num_speculative_tokens": True}, "num_speculative_tokens is True"),
-        ({"num_speculative_tokens": 2.5}, "num_speculative_tokens is 2.5"),
-        ({"draft_tensor_parallel_size": 1}, "draft_tensor_parallel_size is not known"),
+        ({"num_speculative_tokens": True}, "num_speculative_tokens"),
+        ({"num_speculative_tokens": 2.5}, "num_speculative_tokens"),
+        ({"draft_tensor_parallel_size": 2}, "draft_tensor_parallel_size is not 1"),
+        ({"model": 7}, "speculative_model"),
+        ({"model": "small", "quantization": "int3"}, "speculative_quantization"),
+        ({"model": "small", "prefix": 3}, "prefix is not known"),
     ],
 )
 def test_what_cannot_be_meant_is_refused_by_name(given: Any, why: str) -> None:
@@ -58,3 +61,32 @@ def test_a_number_out_of_range_is_refused(count: int) -> None:
 def test_the_command_line_takes_it_as_json() -> None:
     engine = configured_engine({"speculative_config": '{"method": "suffix"}'}, "m")
     assert engine.speculation == SpeculationConfig(speculative_method="suffix")
+
+
+def test_a_model_that_is_named_drafts() -> None:
+    given = {"model": "small", "num_speculative_tokens": 4, "quantization": "int4", "device": "cuda:1"}
+    config = with_speculative_config(SpeculationConfig(), given | {"draft_tensor_parallel_size": 1})
+    assert config == SpeculationConfig(
+        speculative_method="draft_model",
+        num_speculative_tokens=4,
+        speculative_model="small",
+        speculative_quantization="int4",
+        speculative_device="cuda:1",
+    )
+    assert SpeculationConfig(speculative_model="small").method == "draft_model"
+    assert not with_speculative_config(config, {"method": "off"}).is_on
+
+
+@pytest.mark.parametrize(
+    ("given", "param"),
+    [
+        ({"speculative_method": "draft_model"}, "speculative_model"),
+        ({"speculative_method": "suffix", "speculative_model": "small"}, "speculative_model"),
+        ({"speculative_model": "small", "speculative_device": "tpu"}, "speculative_device"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(given: Any, param: str) -> None:
+    with pytest.raises(UsageError) as raised:
+        SpeculationConfig(**given)
+    assert raised.value.param == param
+    assert raised.value.remedy
