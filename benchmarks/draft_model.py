@@ -104,10 +104,7 @@ def compared(options: argparse.Namespace, served: Path, draft: Path, stages: int
         for number in range(options.streams)
     ]
     with ExitStack() as stack:
-        engines = [
-            stack.enter_context(LLM(str(served), **given, **more))  # type: ignore[arg-type]
-            for more in ({}, drafting, {})
-        ]
+        engines = [stack.enter_context(LLM(str(served), **given, **more)) for more in ({}, drafting, {})]
         tokens: list[list[list[int]]] = [[] for _ in engines]
 
         def take(index: int) -> float:

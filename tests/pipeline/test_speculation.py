@@ -1,7 +1,8 @@
 """Speculation changes no token and no log-probability, whatever the layout and however good the guesses are.
 
 The reference is an engine without speculation. A drafter that knows its outputs guesses right as often as a
-case says, so that windows of every outcome pass through every layout; the suffix drafter has cases, too.
+case says, so that windows of every outcome pass through every layout; the suffix drafter has cases, too,
+and so has a draft model: the same one, with weights of four bits.
 `./run test` takes some of a seeded pairwise draw, `./run soak` all of it.
 """
 
@@ -38,13 +39,14 @@ AXES = {
     "async_depth": (0, 1, 2),
     "chunk": (1, 7, 512),
     "num_drafts": (1, 2, 3, 5, 8),
-    "chance": ("suffix", 0.0, 0.5, 0.9, 1.0),
+    "chance": ("suffix", "draft_model", 0.0, 0.5, 0.9, 1.0),
     "tensor_parallel": (1, 2),
     "block_size": (4, 32),
     "prefix_hits": (False, True),
     "max_num_seqs": (1, 3, 16),
 }
 CASES = drawn(AXES, least=20)
+DRAFT_MODEL = {"model": str(shared_data("models", "stories260K")), "quantization": "int4"}
 REPEATING = [1, *[403, 407, 261, 378] * 6]
 PROMPTS = [[1, 403 + 7 * index, 407, 261 + 3 * index, *([378, 400] * index)] for index in range(9)] + [
     REPEATING
@@ -148,7 +150,10 @@ def without_costs(drafter: Drafter, allocator: BlockAllocator, costs: CostModel 
 def test_d5_d7_speculation_changes_nothing(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     given = dict(zip(AXES, case, strict=True))
     expected = reference(given["block_size"], given["tensor_parallel"])
-    if given["chance"] != "suffix":
+    method: dict[str, Any] = {"speculative_method": "suffix"}
+    if given["chance"] == "draft_model":
+        method = {"speculative_config": DRAFT_MODEL}
+    elif given["chance"] != "suffix":
         drafter = Answers([ids for ids, _, _ in expected], given["chance"])
         monkeypatch.setattr(core_assembly, "SuffixDrafter", lambda: drafter)
         monkeypatch.setattr(core_assembly, "DraftWindows", without_costs)
@@ -160,15 +165,15 @@ def test_d5_d7_speculation_changes_nothing(case: Case, monkeypatch: pytest.Monke
         block_size=given["block_size"],
         enable_prefix_caching=given["prefix_hits"],
         max_num_seqs=given["max_num_seqs"],
-        speculative_method="suffix",
         num_speculative_tokens=given["num_drafts"],
+        **method,
     ) as llm:
         rounds = [generate(llm) for _ in range(1 + given["prefix_hits"])]
         stats = llm.stats()
     assert all(outputs == expected for outputs in rounds)
     assert stats is not None
     told = stats.scheduler.speculation
-    if given["chance"] == "suffix":
+    if given["chance"] in ("suffix", "draft_model"):
         return
     # Prompts that go token by token may be there all the time, and then nobody drafts.
     assert told.num_drafted > 0 or given["chunk"] == 1, "nobody drafted: the case shows nothing"
@@ -192,9 +197,27 @@ def test_suffix_drafts_are_used_where_a_text_repeats() -> None:
     assert stats.scheduler.speculation.num_drafted > 0
 
 
+class Silent(LocalDrafter):
+    """Has no idea."""
+
+    name = "silent"
+
+    def propose(self, question: Question) -> Draft:
+        return NO_DRAFT
+
+    def accept(self, request: int, num_drafted: int, num_accepted: int) -> None:
+        """What grammars force."""
+
+    def forget(self, request: int) -> None:
+        """Nothing is kept."""
+
+
 @pytest.mark.parametrize("num_stages", [1, 3])
-def test_what_a_grammar_forces_is_guessed_and_always_right(num_stages: int) -> None:
-    """Greedy and sampled texts of one schema; nothing in them repeats."""
+def test_what_a_grammar_forces_is_guessed_and_always_right(
+    num_stages: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Greedy and sampled texts of one schema, of which nobody guesses anything else."""
+    monkeypatch.setattr(core_assembly, "SuffixDrafter", Silent)
     properties = {
         "name": {"enum": ["Ann", "Bob"]},
         "description": {"type": "string", "maxLength": 8},

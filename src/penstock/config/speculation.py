@@ -35,14 +35,14 @@ class SpeculationConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Who guesses what requests say next, so that one step yields several tokens.
 
     Attributes:
-        speculative_method: who guesses: `off`: nobody; `suffix`: the text itself; `draft_model`: a small model.
+        speculative_method: who guesses: `off`; `suffix`: the text itself; `draft_model`: a small model.
         num_speculative_tokens: guesses of a request in one step at most; fewer where more would cost time.
         speculative_model: directory or name of a model with the same vocabulary, which guesses; to name it is
             enough.
         speculative_quantization: of its weights: `int8` or `int4`, on the CPU.
         speculative_device: where it runs, on the head's machine: `cpu`, `cuda`, a GPU such as `cuda:1`, or
             `auto`, the device of the first stage.
-        speculative_config: all as vLLM takes it: {"method": "suffix"}, {"model": "small", "device": "cpu"}.
+        speculative_config: as vLLM takes it: {"method": "suffix"}, or {"model": "small", "device": "cpu"}.
     """
 
     speculative_method: Annotated[

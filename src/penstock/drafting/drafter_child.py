@@ -11,6 +11,8 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack
 
+import msgspec
+
 from penstock.drafting.draft_wire import DraftSocket, Guessed, draft_sockets
 from penstock.errors import PenstockError, StageLostError, WaitTimeoutError, error_from_info
 from penstock.hosts.local_process import spawn
@@ -57,9 +59,15 @@ class DrafterChild:
             select.select([source.fileno() for source in self._member.sources], [], [], _POLL_S)
             self._member.read_status()
             if self._member.exit_code is not None or self._member.failure is not None:
-                raise self.why_ended() or StageLostError("it has ended.")
+                raise self._named(self.why_ended() or StageLostError("it has ended."))
             if time.monotonic() > deadline:
-                raise WaitTimeoutError(f"the draft model had not loaded after {limit_s:g} s.")
+                raise self._named(WaitTimeoutError(f"it had not loaded after {limit_s:g} s."))
+
+    def _named(self, error: PenstockError) -> PenstockError:
+        """The error, which is about the draft model: other models are loaded, too."""
+        self.close()
+        message, param = f"the model that drafts: {error.message}", "speculative_model"
+        return error_from_info(msgspec.structs.replace(error.info(), message=message, param=param))
 
     def why_ended(self) -> PenstockError | None:
         """What it has said of its failure, or how it ended; None: it runs."""

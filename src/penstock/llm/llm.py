@@ -123,10 +123,9 @@ class LLM:
         micro_batches: parts of the decoding requests; `auto`: by the time of a cycle, P where unknown.
         inter_token_target_ms: milliseconds between two tokens of a request that prompts of others keep, but
             they may always lengthen the plan that they join by half. None by default.
-        speculative_method: who guesses: `off`: nobody; `suffix`: the text itself; `draft_model`: a small
-            model.
+        speculative_method: who guesses: `off`; `suffix`: the text itself; `draft_model`: a small model.
         num_speculative_tokens: guesses of a request in one step at most; fewer where more would cost time.
-        speculative_config: all as vLLM takes it: {"method": "suffix"}, {"model": "small", "device": "cpu"}.
+        speculative_config: as vLLM takes it: {"method": "suffix"}, or {"model": "small", "device": "cpu"}.
         hosts: how many, this one counted; all others run `penstock worker`.
         listen_workers: ADDRESS:PORT where workers join; the port is 7700 if it is left out.
         join_token_file: holds the token with which they join; written if it is not there.

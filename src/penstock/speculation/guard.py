@@ -9,6 +9,7 @@ supervisor notices by its missing heartbeat.)
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Collection, Sequence
 from typing import TypeVar
 
@@ -35,6 +36,7 @@ class GuardedDrafter:
         self._drafter: Drafter | None = drafter
         self._vocab_size = vocab_size
         self._clock = clock
+        self._promised: set[int] = set()  # requests that were told of more to come
 
     def propose(self, question: Question) -> Draft:
         draft, most = self._call(lambda drafter: drafter.propose(question)), question.most
@@ -44,16 +46,25 @@ class GuardedDrafter:
             return self._switch_off(f"it guessed {list(draft.token_ids)[:8]}, which are not all tokens")
         if len(draft.token_ids) > most or not 0.0 <= draft.chance <= 1.0:
             return self._switch_off(f"it guessed {len(draft.token_ids)} of {most} tokens at {draft.chance}")
+        if math.isfinite(draft.more_s):
+            self._promised.add(question.request)
+        else:
+            self._promised.discard(question.request)
         return draft
 
     def accept(self, request: int, num_drafted: int, num_accepted: int) -> None:
         self._call(lambda drafter: drafter.accept(request, num_drafted, num_accepted))
 
     def forget(self, request: int) -> None:
+        self._promised.discard(request)
         self._call(lambda drafter: drafter.forget(request))
 
     def poll(self) -> Collection[int]:
-        return self._call(lambda drafter: drafter.poll()) or ()
+        news = self._call(lambda drafter: drafter.poll())
+        if news is not None:
+            return news
+        promised, self._promised = self._promised, set()  # nothing more will come
+        return promised
 
     def wait_sources(self) -> Sequence[int]:
         return () if self._drafter is None else self._drafter.wait_sources()

@@ -100,3 +100,20 @@ def test_no_request_notices(case: str) -> None:
     rig.run_until_idle()
     for number in range(3):
         assert rig.result(f"r{number}") == rig.expected(f"r{number}", number)
+
+
+class Promising(Drafting):
+    """More will come, it says; and then it fails."""
+
+    def poll(self) -> set[int]:
+        raise RuntimeError("it has ended")
+
+
+def test_who_was_promised_more_hears_that_nothing_will_come() -> None:
+    guarded = GuardedDrafter(Promising(lambda most: Draft([1], 0.5, 0.01)), 40, FakeClock())
+    for request in range(3):
+        guarded.propose(asked([1], 3, request))
+    guarded.forget(1)
+    assert set(guarded.poll()) == {0, 2}
+    assert set(guarded.poll()) == set()
+    assert guarded.propose(asked([1], 3)) is NO_DRAFT

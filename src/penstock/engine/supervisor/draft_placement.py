@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 
 from penstock.config.engine import CacheConfig, EngineConfig, ModelConfig, ParallelConfig, SchedulerConfig
-from penstock.errors import PenstockError, UsageError
+from penstock.errors import PenstockError, UsageError, error_from_info
 from penstock.families.registry import load_spec
 from penstock.families.spec import ModelSpec
 from penstock.hosts.resources import HostResources
@@ -55,11 +55,12 @@ def drafter_config(
         draft_spec = load_spec(Path(rank.model_path))
     except PenstockError as error:
         message = f"the model that drafts, {model}: {error.message}"
-        raise type(error)(message, remedy=error.remedy, param=_PARAM, code=error.code) from None
+        info = msgspec.structs.replace(error.info(), message=message, param=_PARAM)
+        raise error_from_info(info) from None
     _require_same_vocabulary(spec, directory, draft_spec, Path(rank.model_path), model)
-    longest = min(rank.max_model_len, ranks[0].max_model_len)
-    most = config.speculation.num_speculative_tokens
-    rank = msgspec.structs.replace(rank, max_model_len=longest + most + 1, cpus=(), host=head.name)
+    with_guesses = ranks[0].max_model_len + config.speculation.num_speculative_tokens + 1
+    longest = min(rank.max_model_len, with_guesses)
+    rank = msgspec.structs.replace(rank, max_model_len=longest, cpus=(), host=head.name)
     return DrafterConfig(rank=rank, vocab_size=spec.vocab_size)
 
 
