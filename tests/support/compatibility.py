@@ -83,6 +83,11 @@ class Feature:
     is_stored: bool = False
     pooling: Pooling | None = None
 
+    @property
+    def is_invariant(self) -> bool:
+        """Whether numbers are the same bits whatever is computed with them: a token and its guesses are."""
+        return self.settings.get("kernels") != "off" and self.settings.get("model_impl") != "transformers"
+
 
 def plain(directory: Path) -> object:
     return make_checkpoint(directory, layers=3, vocab_size=150, seed=3)
@@ -153,22 +158,25 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "tp 4": {"tensor_parallel_size": 4},
     "pp 2, tp 2": {"pipeline_parallel_size": 2, "tensor_parallel_size": 2},
     "pp 2, tp 2,1": {"pipeline_parallel_size": 2, "tensor_parallel_size": "2,1"},
+    "pp 2, speculation": {"pipeline_parallel_size": 2, "speculative_method": "suffix"},
     "dp 2, pp 2, depth 1": {"data_parallel_size": 2, "pipeline_parallel_size": 2, "async_depth": 1},
 }
 
 
 def promise(feature: Feature, layout: Mapping[str, Any]) -> str:
     """Equal tokens where each number is summed in one order, or exactly enough; else only that it runs."""
-    return RUNS if feature.is_rounded and "tensor_parallel_size" in layout else EQUAL
+    is_summed_otherwise = feature.is_rounded and "tensor_parallel_size" in layout
+    is_guessed_otherwise = not feature.is_invariant and "speculative_method" in layout
+    return RUNS if is_summed_otherwise or is_guessed_otherwise else EQUAL
 
 
 def refusal(feature: Feature, model: Path, layout: Mapping[str, Any]) -> str:
     """Why the pair is refused; empty if it is not."""
     names = set(ParallelConfig.__struct_fields__)
-    parallel = {name: value for name, value in feature.settings.items() if name in names}
+    parallel = {name: value for name, value in (*feature.settings.items(), *layout.items()) if name in names}
     own = {name: value for name, value in feature.settings.items() if name in MODEL_SETTINGS}
     config = EngineConfig(
-        model=ModelConfig(model=str(model), **own), parallel=ParallelConfig(**parallel, **layout)
+        model=ModelConfig(model=str(model), **own), parallel=ParallelConfig(**parallel)
     )
     try:
         resolve_replicas(config, [HOST])
@@ -273,11 +281,11 @@ _HEAD = """# What goes with what
 
 Written by `tests/support/compatibility.py`, which runs each pair with small models; a test compares the two.
 `=`: the tokens are those of one rank, whatever they are, and the numbers of vectors within 1e-5. `~`: it
-runs; numbers are rounded so that sums over ranks may end in another token where two are almost as likely. A
-number: refused before anything starts, with this text.
+runs; numbers are rounded so that sums over ranks, or over a token and its guesses, may end in another token
+where two are almost as likely. A number: refused before anything starts, with this text.
 
 `pp`: stages, `tp`: ranks that share a stage, `depth`: plans issued ahead of the pipe (none where nothing is
-said), `dp`: pipelines side by side. Ranks are threads here, and of replicas both are run at the same time and
+said), `dp`: pipelines side by side, `speculation`: by the text's own suffixes. Ranks are threads here, and of replicas both are run at the same time and
 take the prompts in turn; one server before both is what `tests/pipeline/test_replicated.py` is about.
 
 What ranks do not see is left out, since it goes with every layout: streams, stop strings, tools and
