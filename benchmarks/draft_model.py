@@ -95,9 +95,11 @@ def compared(options: argparse.Namespace, served: Path, draft: Path, stages: int
         "enable_prefix_caching": False,
     }
     drafting = {
-        "speculative_model": str(draft),
-        "speculative_quantization": options.quantization,
-        "num_speculative_tokens": options.guesses,
+        "speculative_config": {
+            "model": str(draft),
+            "quantization": options.quantization,
+            "num_speculative_tokens": options.guesses,
+        }
     }
     prompts = [
         {"prompt_token_ids": [(7919 * place + 31 * number) % 50_000 for place in range(64)]}

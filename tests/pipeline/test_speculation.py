@@ -242,6 +242,8 @@ def test_what_a_grammar_forces_is_guessed_and_always_right(
     assert set(json.loads(answers[1][1][0])) == set(properties)
     num_tokens = sum(len(logprobs or ()) for _, logprobs in answers[1])
     assert told[1].num_accepted == told[1].num_drafted > num_tokens // 3
+    forced = told[1].num_drafted, told[1].num_accepted
+    assert told[1].by_drafter() == {"silent": (0, 0), "grammar": forced}
 
 
 def test_the_drafter_of_the_core_is_the_suffix_drafter() -> None:

@@ -17,6 +17,7 @@ from penstock.batch import StageSpans, StageTimes
 from penstock.config.server import ServerConfig
 from penstock.engine.stats import CoreStats
 from penstock.errors import ModelChangedError, UnavailableError
+from penstock.scheduler.stats import SpeculationStats
 from penstock.server.http.lifecycle import Interruptible
 from penstock.server.routes import health
 from penstock.trace.phases import Phase
@@ -264,6 +265,22 @@ def test_metrics_carry_the_core_set() -> None:
             assert line in text, line
         names = re.findall(r"^# TYPE (\S+)", text, re.MULTILINE)
         assert all(name.startswith("penstock_") for name in names)
+
+
+def test_metrics_say_who_guessed() -> None:
+    drafts = SpeculationStats("suffix", 90, 60, 5, num_forced_drafted=20, num_forced_accepted=19)
+    with LiveServer(FakeEngine(state=Status(stats=stats(speculation=drafts)))) as live:
+        text = _metrics(live)
+    for line in (
+        'penstock_spec_drafted_tokens_total{drafter="suffix",model_name="fake"} 70.0',
+        'penstock_spec_drafted_tokens_total{drafter="grammar",model_name="fake"} 20.0',
+        'penstock_spec_accepted_tokens_total{drafter="suffix",model_name="fake"} 41.0',
+        'penstock_spec_accepted_tokens_total{drafter="grammar",model_name="fake"} 19.0',
+        'penstock_spec_cancelled_tokens_total{drafter="suffix",model_name="fake"} 5.0',
+    ):
+        assert line in text, line
+    with LiveServer(FakeEngine(state=Status(stats=stats()))) as live:
+        assert "penstock_spec" not in _metrics(live)
 
 
 def test_d6_metrics_say_where_the_time_of_each_stage_went() -> None:

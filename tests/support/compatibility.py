@@ -175,9 +175,7 @@ def refusal(feature: Feature, model: Path, layout: Mapping[str, Any]) -> str:
     names = set(ParallelConfig.__struct_fields__)
     parallel = {name: value for name, value in (*feature.settings.items(), *layout.items()) if name in names}
     own = {name: value for name, value in feature.settings.items() if name in MODEL_SETTINGS}
-    config = EngineConfig(
-        model=ModelConfig(model=str(model), **own), parallel=ParallelConfig(**parallel)
-    )
+    config = EngineConfig(model=ModelConfig(model=str(model), **own), parallel=ParallelConfig(**parallel))
     try:
         resolve_replicas(config, [HOST])
     except PenstockError as error:
@@ -285,8 +283,9 @@ runs; numbers are rounded so that sums over ranks, or over a token and its guess
 where two are almost as likely. A number: refused before anything starts, with this text.
 
 `pp`: stages, `tp`: ranks that share a stage, `depth`: plans issued ahead of the pipe (none where nothing is
-said), `dp`: pipelines side by side, `speculation`: by the text's own suffixes. Ranks are threads here, and of replicas both are run at the same time and
-take the prompts in turn; one server before both is what `tests/pipeline/test_replicated.py` is about.
+said), `dp`: pipelines side by side, `speculation`: by the text's own suffixes. Ranks are threads here, and of
+replicas both are run at the same time and take the prompts in turn; one server before both is what
+`tests/pipeline/test_replicated.py` is about.
 
 What ranks do not see is left out, since it goes with every layout: streams, stop strings, tools and
 reasoning, `/v1/responses`, `echo`, sessions, priorities and the operations of administrators.

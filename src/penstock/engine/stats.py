@@ -16,7 +16,13 @@ from penstock.scheduler.stats import SchedulerStats
 Part = TypeVar("Part", bound=msgspec.Struct)
 
 _SCHEDULER_TOTALS = ("num_preemptions", "recovered_requests", "prompt_tokens", "generated_tokens")
-_SPECULATION_TOTALS = ("num_drafted", "num_accepted")
+_SPECULATION_TOTALS = (
+    "num_drafted",
+    "num_accepted",
+    "num_cancelled",
+    "num_forced_drafted",
+    "num_forced_accepted",
+)
 _CACHE_TOTALS = ("prefix_tokens", "prefix_hit_tokens", "evicted_blocks")
 _STORE_TOTALS = ("stored_blocks", "loaded_blocks", "failed_blocks")
 _USE_TOTALS = (

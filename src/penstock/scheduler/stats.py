@@ -12,6 +12,7 @@ class SpeculationStats(msgspec.Struct, frozen=True, omit_defaults=True):
         drafter: whose they were; empty: nobody drafts.
         num_drafted: drafts that were sent.
         num_accepted: of these, those that were right, and came before the end of their request.
+        num_forced_drafted, num_forced_accepted: of both, those that a grammar forced.
         num_cancelled: drafts that were sent behind a wrong one, and never decided on.
         is_exact: drafts change no token: on all ranks a number does not depend on what is computed with it.
     """
@@ -21,15 +22,27 @@ class SpeculationStats(msgspec.Struct, frozen=True, omit_defaults=True):
     num_accepted: int = 0
     num_cancelled: int = 0
     is_exact: bool = True
+    num_forced_drafted: int = 0
+    num_forced_accepted: int = 0
 
-    def plus(self, num_drafted: int = 0, num_accepted: int = 0, num_cancelled: int = 0) -> SpeculationStats:
+    def plus(
+        self, num_drafted: int = 0, num_accepted: int = 0, num_cancelled: int = 0, *, is_forced: bool = False
+    ) -> SpeculationStats:
         """What has come to it."""
         return msgspec.structs.replace(
             self,
             num_drafted=self.num_drafted + num_drafted,
             num_accepted=self.num_accepted + num_accepted,
             num_cancelled=self.num_cancelled + num_cancelled,
+            num_forced_drafted=self.num_forced_drafted + is_forced * num_drafted,
+            num_forced_accepted=self.num_forced_accepted + is_forced * num_accepted,
         )
+
+    def by_drafter(self) -> dict[str, tuple[int, int]]:
+        """Drafts that were sent, and those that were right, of each who has guessed."""
+        forced = self.num_forced_drafted, self.num_forced_accepted
+        own = self.num_drafted - forced[0], self.num_accepted - forced[1]
+        return {self.drafter: own} | ({"grammar": forced} if any(forced) else {})
 
 
 class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

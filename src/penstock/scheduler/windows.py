@@ -160,6 +160,7 @@ class DraftWindows(NoWindows):
         self._hopeful: dict[int, RequestState] = {}  # those of whom more will be guessed
         self._held_since: dict[int, float] = {}  # by request that waits for guesses, or has done so
         self._held_until: dict[int, float] = {}
+        self._forced: set[int] = set()  # requests whose drafts in flight a grammar has forced
         self._rewound: list[tuple[RequestState, RewoundRow]] = []  # since the last plan
         self._stats = SpeculationStats(drafter.name, is_exact=is_exact)
 
@@ -187,6 +188,7 @@ class DraftWindows(NoWindows):
             size = size if streamed is None else min(streamed - 1, len(draft.token_ids))
             if 0 < size <= room and self._add(plan, index, draft.token_ids[:size]):
                 room -= size
+                self._note_source(plan.requests[index], draft)
         plan.put_windows_last()
 
     def _add(self, plan: PlanBuilder, index: int, draft_ids: Sequence[int]) -> bool:
@@ -210,7 +212,12 @@ class DraftWindows(NoWindows):
             blocks = self._spare_blocks(request, len(draft_ids)) if draft_ids else None
             if blocks is not None:
                 plan.add_guessed_window(request, draft_ids, blocks)
+                self._note_source(request, self._drafts[request.arrival])
                 return
+
+    def _note_source(self, request: RequestState, draft: Draft) -> None:
+        """These are on their way; those of a stream that are there already count as they do."""
+        (self._forced.add if draft.is_forced else self._forced.discard)(request.arrival)
 
     def _next_ids(self, request: RequestState, least_chance: float) -> Sequence[int]:
         """Of a window behind what is in flight; none if that is not all guessed, or hardly all right."""
@@ -244,8 +251,9 @@ class DraftWindows(NoWindows):
         return num_drafts + reaches_next, num_right + (reaches_next and not num_void)
 
     def settle(self, request: RequestState, num_drafted: int, num_accepted: int) -> None:
-        self._stats = self._stats.plus(num_drafted, num_accepted)
-        if num_drafted:
+        is_forced = request.arrival in self._forced
+        self._stats = self._stats.plus(num_drafted, num_accepted, is_forced=is_forced)
+        if num_drafted and not is_forced:
             self._drafter.accept(request.arrival, num_drafted, num_accepted)
         if request.is_rewound:
             self._rewound.append((request, _rewound_row(request)))
@@ -334,6 +342,7 @@ class DraftWindows(NoWindows):
         self._streamed.pop(request.arrival, None)
         self._hopeful.pop(request.arrival, None)
         self._let_go(request)
+        self._forced.discard(request.arrival)
         self._drafter.forget(request.arrival)
         self._guides.forget(request.arrival)
 

@@ -27,11 +27,13 @@ class Draft:
         chance: that a token is right if all before it were, between 0 and 1.
         more_s: seconds until one more token is guessed, and again for each that follows; infinite: none
             will be.
+        is_forced: a grammar leaves no other choice.
     """
 
     token_ids: Sequence[int] = ()
     chance: float = 0.0
     more_s: float = math.inf
+    is_forced: bool = False
 
 
 NO_DRAFT = Draft()

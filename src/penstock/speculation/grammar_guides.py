@@ -110,7 +110,7 @@ class GrammarGuides(NoGuides):
             return NO_DRAFT
         guide.read(token_ids)
         known = takewhile(lambda token_id: token_id < self._vocab_size, guide.forced(most))
-        forced = Draft(list(known), FORCED_CHANCE)
+        forced = Draft(list(known), FORCED_CHANCE, is_forced=True)
         allowed_ids = guide.allowed(draft.token_ids)
         more_s = draft.more_s if len(allowed_ids) == len(draft.token_ids) else math.inf
         better = max(Draft(allowed_ids, draft.chance, more_s), forced, key=_promise)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from core_numbers import core_stats
 from penstock.engine.stats import SteadyStats
 from penstock.process.endpoints import Restarts
+from penstock.scheduler.stats import SpeculationStats
 
 FIRST = core_stats(
     generated_tokens=500,
@@ -38,3 +39,16 @@ def test_totals_never_fall_while_a_core_is_away_and_when_another_begins_at_zero(
         assert found.scheduler.generated_tokens == total
         assert (found.step_id, found.scheduler.prompt_tokens) == (10 + step_id, 70)
         assert found.restarts == restarts
+
+
+def test_what_became_of_guesses_goes_on_too() -> None:
+    steady = SteadyStats()
+    drafts = SpeculationStats("suffix", 9, 8, 7, num_forced_drafted=6, num_forced_accepted=5)
+    steady.note(core_stats(speculation=drafts, restarts=Restarts(stages=[0], core=0)))
+    young = SpeculationStats("suffix", 1, 1, 1, num_forced_drafted=1, num_forced_accepted=1)
+    steady.note(core_stats(speculation=young, restarts=Restarts(stages=[0], core=1)))
+    found = steady.shown(is_away=False)
+    assert found is not None
+    assert found.scheduler.speculation == SpeculationStats(
+        "suffix", 10, 9, 8, num_forced_drafted=7, num_forced_accepted=6
+    )

@@ -218,16 +218,20 @@ class Metrics:
         yield self._counter("kv_store_bytes", "Bytes of KV blocks from and to the store.", "direction", moved)
         drafts = stats.scheduler.speculation
         if drafts.drafter:
-            for name, text, count in (
-                ("spec_drafted_tokens", "Tokens that were guessed ahead.", drafts.num_drafted),
-                ("spec_accepted_tokens", "Of these, those that were right.", drafts.num_accepted),
+            told = drafts.by_drafter()
+            drafted = Counter({drafter: counts[0] for drafter, counts in told.items()})
+            accepted = Counter({drafter: counts[1] for drafter, counts in told.items()})
+            cancelled = Counter({drafts.drafter: drafts.num_cancelled})
+            for name, text, counter in (
+                ("spec_drafted_tokens", "Tokens that were guessed ahead.", drafted),
+                ("spec_accepted_tokens", "Of these, those that were right.", accepted),
                 (
                     "spec_cancelled_tokens",
                     "Tokens that were guessed behind a wrong guess, and never decided on.",
-                    drafts.num_cancelled,
+                    cancelled,
                 ),
             ):
-                yield self._counter(name, text, "drafter", Counter({drafts.drafter: count}))
+                yield self._counter(name, text, "drafter", counter)
         yield self._counter("stage_restarts", "Times that a lost stage was started again.", "stage", restarts)
 
     def _stages(self, times: Sequence[StageTimes]) -> Iterator[Metric]:
