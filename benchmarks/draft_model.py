@@ -23,6 +23,7 @@ import tempfile
 import time
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import torch
 from peers.report import markdown
@@ -87,14 +88,14 @@ def main() -> None:
 
 def compared(options: argparse.Namespace, served: Path, draft: Path, stages: int) -> list[str]:
     """The line of so many stages."""
-    given = {
+    given: dict[str, Any] = {
         "pipeline_parallel_size": stages,
         "threads_per_rank": max(1, options.threads // stages),
         "num_blocks": 400,
         "max_model_len": 1024,
         "enable_prefix_caching": False,
     }
-    drafting = {
+    drafting: dict[str, Any] = {
         "speculative_config": {
             "model": str(draft),
             "quantization": options.quantization,
@@ -106,7 +107,7 @@ def compared(options: argparse.Namespace, served: Path, draft: Path, stages: int
         for number in range(options.streams)
     ]
     with ExitStack() as stack:
-        engines = [stack.enter_context(LLM(str(served), **given, **more)) for more in ({}, drafting, {})]
+        engines = [stack.enter_context(LLM(str(served), **more)) for more in (given, given | drafting, given)]
         tokens: list[list[list[int]]] = [[] for _ in engines]
 
         def take(index: int) -> float:
