@@ -48,6 +48,8 @@ class Settings:
     weights: str = ""  # form of the weights, such as int8; empty: as the checkpoint has them
     chunk: int = 0  # prompt tokens of one step at most; 0 leaves it to the engine
     programs: Path | None = None  # folder of the engine's, where it has no Python package
+    guesses: int = 0  # that a step may check, from the text itself (n-grams, suffixes); 0: nobody guesses
+    piece: int = 0  # tokens that a prompt repeats until it is long enough; 0: it repeats nothing
     rpc_servers: str = ""  # of the stages, where they are not to be started beside the engine
 
 
@@ -84,16 +86,19 @@ def read_settings() -> Settings:
         parser.add_argument(name, type=int, default=1)
     parser.add_argument("--partition", default="even")
     parser.add_argument("--weights", default="")
-    parser.add_argument("--chunk", type=int, default=0)
+    for name in ("--chunk", "--guesses", "--piece"):
+        parser.add_argument(name, type=int, default=0)
     parser.add_argument("--programs", type=Path)
     parser.add_argument("--rpc-servers", default="")
     return Settings(**vars(parser.parse_args()))
 
 
-def random_prompts(batch: int, length: int, vocab_size: int, seed: int) -> list[list[int]]:
-    """[batch][length] ids; the same in every engine for the same seed."""
-    source = random.Random(seed)
-    return [[source.randrange(FIRST_ID, vocab_size) for _ in range(length)] for _ in range(batch)]
+def random_prompts(batch: int, length: int, vocab_size: int, seed: int, piece: int = 0) -> list[list[int]]:
+    """[batch][length] ids; the same in every engine for the same seed. With a piece, so many come again and
+    again."""
+    source, num_fresh = random.Random(seed), min(piece, length) or length
+    fresh = [[source.randrange(FIRST_ID, vocab_size) for _ in range(num_fresh)] for _ in range(batch)]
+    return [(ids * -(-length // num_fresh))[:length] for ids in fresh]
 
 
 def serve(load: Callable[[Settings], Loaded]) -> None:
@@ -105,7 +110,9 @@ def serve(load: Callable[[Settings], Loaded]) -> None:
         vocab_size = json.loads((settings.model / "config.json").read_text())["vocab_size"]
 
         def answer(request: Mapping[str, int]) -> Answer:
-            prompts = random_prompts(request["batch"], request["input"], vocab_size, request["seed"])
+            prompts = random_prompts(
+                request["batch"], request["input"], vocab_size, request["seed"], settings.piece
+            )
             begin = time.perf_counter()
             counted = loaded.generator.generate(prompts, request["output"])
             return {"seconds": time.perf_counter() - begin if counted is None else counted}

@@ -7,6 +7,7 @@ from typing import cast
 from peer_protocol import Loaded, Settings, serve
 
 from penstock.config.engine import Quantization, SchedulerConfig
+from penstock.config.speculation import SpeculationConfig
 from penstock.llm.llm import LLM, SamplingParams
 
 KV_CACHE_BYTES = 1 << 30
@@ -28,6 +29,8 @@ class Penstock:
             max_model_len=settings.max_len,
             max_num_seqs=settings.max_batch,
             kv_cache_bytes=KV_CACHE_BYTES,
+            speculative_method="suffix" if settings.guesses else "off",
+            num_speculative_tokens=settings.guesses or SpeculationConfig().num_speculative_tokens,
         )
 
     def generate(self, prompts: list[list[int]], num_tokens: int) -> None:

@@ -56,6 +56,12 @@ def start_over(settings: Settings) -> None:
     os.execv(sys.executable, [sys.executable, *sys.argv])
 
 
+def speculative_config(guesses: int) -> dict[str, Any] | None:
+    """Lengths of n-grams as in vLLM's own example."""
+    lengths = {"prompt_lookup_min": 2, "prompt_lookup_max": 5}
+    return {"method": "ngram", "num_speculative_tokens": guesses, **lengths} if guesses else None
+
+
 class Vllm:
     """vLLM's engine; its core is a child process, and its stages are that one's."""
 
@@ -71,6 +77,7 @@ class Vllm:
             max_num_seqs=settings.max_batch,
             max_num_batched_tokens=settings.chunk or MAX_BATCHED_TOKENS,
             enable_prefix_caching=False,
+            speculative_config=speculative_config(settings.guesses),
         )
 
     def generate(self, prompts: list[list[int]], num_tokens: int) -> None:
