@@ -28,7 +28,8 @@ from penstock.speculation.drafter import NO_DRAFT, Draft, Question
 
 SILENCE_S = 20.0  # of the process, while it has work; a step of a small model takes far less
 _FIRST_CHANCE = 0.7  # until something is measured
-_NEWEST_WEIGHT = 0.05  # of a token in the measured chance
+_NEWEST_WEIGHT = 0.05  # of a token in the measured chance,
+_FIRST_COUNTS_AS = 4  # and what is assumed of it at first weighs as much as so many tokens
 _LEAST_USE = 0.15  # chance of the last guess that is still asked for
 _LEAST_CHANCE = 0.2  # of guesses that are asked for at all
 _TRIAL_EVERY = 24  # tokens, where they are not
@@ -70,7 +71,7 @@ class ModelDrafter:
         self._texts: dict[int, _Text] = {}
         self._asks: list[Ask] = []  # to be sent
         self._forgotten: list[int] = []
-        self._chance = _FIRST_CHANCE  # of all requests
+        self._chance = _Chance(_FIRST_CHANCE)  # of all requests
         self._token_s = math.inf
         self._silent_since: float | None = None  # while it has work
 
@@ -80,15 +81,15 @@ class ModelDrafter:
         token_ids = question.token_ids
         text = self._texts.get(question.request)
         if text is None:
-            text = self._texts[question.request] = _Text(self._chance)
+            text = self._texts[question.request] = _Text(self._chance.value)
         for is_right in text.read(token_ids):
-            self._chance = _moved(self._chance, is_right)
+            self._chance.note(is_right)
         wanted, is_trial = self._wanted(text, question)
         if wanted and (text.num_told < len(token_ids) or text.wanted < wanted):
             self._ask(text, question, wanted)
         guessed = text.following(token_ids)
         has_more = not is_trial and len(guessed) < wanted and text.is_followed
-        return Draft(guessed[: question.most], text.chance, self._token_s if has_more else math.inf)
+        return Draft(guessed[: question.most], text.chance.value, self._token_s if has_more else math.inf)
 
     @property
     def _has_loaded(self) -> bool:
@@ -96,8 +97,8 @@ class ModelDrafter:
 
     def _wanted(self, text: _Text, question: Question) -> tuple[int, bool]:
         """How many tokens to ask for, and whether only to see if guesses are right again."""
-        if text.chance >= max(question.least_chance, _LEAST_CHANCE):
-            return min(question.most, _useful(text.chance)), False
+        if text.chance.value >= max(question.least_chance, _LEAST_CHANCE):
+            return min(question.most, _useful(text.chance.value)), False
         return int(len(question.token_ids) >= text.tried_at + _TRIAL_EVERY), True
 
     def _ask(self, text: _Text, question: Question, wanted: int) -> None:
@@ -175,6 +176,23 @@ class ModelDrafter:
         self._process.close()
 
 
+class _Chance:
+    """The measured chance that a guess is right.
+
+    Args:
+        value: to begin with.
+    """
+
+    def __init__(self, value: float) -> None:
+        self.value = value
+        self._count = _FIRST_COUNTS_AS
+
+    def note(self, is_right: bool) -> None:
+        """A token has come that was guessed."""
+        self._count += 1
+        self.value += max(_NEWEST_WEIGHT, 1.0 / self._count) * (is_right - self.value)
+
+
 class _Text:
     """What is known of one request.
 
@@ -188,7 +206,7 @@ class _Text:
     """
 
     def __init__(self, chance: float) -> None:
-        self.chance = chance
+        self.chance = _Chance(chance)
         self.guess = _NO_GUESS
         self.num_told = 0
         self.wanted = 0
@@ -207,7 +225,7 @@ class _Text:
         outcome = []
         for guessed, said in zip(self._behind(token_ids, first), token_ids[first:], strict=False):
             outcome.append(guessed == said)
-            self.chance = _moved(self.chance, outcome[-1])
+            self.chance.note(outcome[-1])
             if not outcome[-1]:
                 self.guess = Guess(self.guess.request, known, [])
                 break
@@ -234,7 +252,3 @@ def _drawn_by(sampling: RowSampling) -> RowSampling:
 def _useful(chance: float) -> int:
     """How many guesses in a row are of use."""
     return max(1, int(math.log(_LEAST_USE) / math.log(min(chance, 0.99))))
-
-
-def _moved(chance: float, is_right: bool) -> float:
-    return chance + _NEWEST_WEIGHT * (is_right - chance)

@@ -242,32 +242,41 @@ class DraftWindows(NoWindows):
     def follow(
         self, request: RequestState, token_ids: Sequence[int], size: int, step_id: int
     ) -> tuple[int, int]:
-        self._prices.returned(step_id, self._clock())
+        if self._prices.is_timing:
+            self._prices.returned(step_id, self._clock())
         num_drafts, num_right = size - 1, len(token_ids) - 1
+        if not request.guessed_ids:  # no window of it was in flight
+            return num_drafts, num_right
         # Whether the first guess of the window behind it was decided on.
         reaches_next = int(request.num_windows_ahead > 0 and num_right == num_drafts)
         num_void = request.follow(token_ids, step_id)
-        self._stats = self._stats.plus(num_cancelled=max(0, num_void - reaches_next))
+        if num_void:
+            self._stats = self._stats.plus(num_cancelled=max(0, num_void - reaches_next))
         return num_drafts + reaches_next, num_right + (reaches_next and not num_void)
 
     def settle(self, request: RequestState, num_drafted: int, num_accepted: int) -> None:
-        is_forced = request.arrival in self._forced
-        self._stats = self._stats.plus(num_drafted, num_accepted, is_forced=is_forced)
-        if num_drafted and not is_forced:
-            self._drafter.accept(request.arrival, num_drafted, num_accepted)
+        if num_drafted:
+            is_forced = request.arrival in self._forced
+            self._stats = self._stats.plus(num_drafted, num_accepted, is_forced=is_forced)
+            if not is_forced:
+                self._drafter.accept(request.arrival, num_drafted, num_accepted)
         if request.is_rewound:
             self._rewound.append((request, _rewound_row(request)))
-        self._let_go(request)
+        if self._held_since:
+            self._let_go(request)
         self._consider(request)
 
     def _consider(self, request: RequestState) -> None:
         """Decide what the request does with the guesses that there are: it goes on with them, alone or in a
         stream, or waits for more."""
         arrival, draft = request.arrival, self._propose(request)
+        for known in (self._drafts, self._streamed, self._hopeful):
+            if arrival in known:
+                del known[arrival]
+        if draft is NO_DRAFT:
+            request.awaits_result = request.awaits_drafts = False
+            return
         is_running = request.phase is RequestPhase.RUNNING
-        self._drafts.pop(arrival, None)
-        self._streamed.pop(arrival, None)
-        self._hopeful.pop(arrival, None)
         streamed = self._prices.streamed_size(draft) if draft.token_ids and is_running else 0
         if streamed:
             self._streamed[arrival] = streamed
@@ -317,21 +326,17 @@ class DraftWindows(NoWindows):
     # --- what there is to guess -----------------------------------------------------------------
 
     def _propose(self, request: RequestState) -> Draft:
-        room = request.max_len - len(request.token_ids) - 1  # one is sampled behind them
-        most = min(self._prices.reach, room)
-        structured, token_ids = request.sampling.structured, request.token_ids
-        is_held = structured is not None and not self._with_grammars
-        if most <= 0 or is_held or not request.may_draft or self._prices.is_pointless:
+        prices, token_ids = self._prices, request.token_ids
+        if not request.may_draft or prices.is_pointless:
             return NO_DRAFT
+        most = min(prices.reach, request.max_len - len(token_ids) - 1)  # one is sampled behind them
+        sampling = request.sampling
+        structured = sampling.structured
+        if most <= 0 or (structured is not None and not self._with_grammars):
+            return NO_DRAFT
+        least_chance = 0.0 if prices.has_gaps else prices.least_chance
         draft = self._drafter.propose(
-            Question(
-                request=request.arrival,
-                token_ids=token_ids,
-                most=most,
-                least_chance=0.0 if self._prices.has_gaps else self._prices.least_chance,
-                prompt_len=request.prompt_len,
-                sampling=request.sampling,
-            )
+            Question(request.arrival, token_ids, most, least_chance, request.prompt_len, sampling)
         )
         if structured is None:
             return draft
@@ -382,6 +387,11 @@ class _Prices:
         if self._costs is None:
             self._made_at[step_id] = now
         self.least_chance = least_chance(shape.num_rows, self._step_seconds())
+
+    @property
+    def is_timing(self) -> bool:
+        """Whether `returned` is to be told of steps."""
+        return bool(self._made_at)
 
     def returned(self, step_id: int, now: float) -> None:
         """The result of a step has come."""

@@ -64,6 +64,21 @@ def drafter_config(
     return DrafterConfig(rank=rank, vocab_size=spec.vocab_size)
 
 
+def notes_on_drafter(drafter: DrafterConfig | None) -> list[str]:
+    """Return a sentence on the model that drafts, if one does."""
+    if drafter is None:
+        return []
+    rank = drafter.rank
+    form = rank.dtype if rank.quantization == "none" else rank.quantization
+    layers = _counted(rank.end_layer, "layer")
+    threads = f" with {_counted(rank.threads, 'thread')}" if rank.device == "cpu" else ""
+    return [f"{Path(rank.model_path).name} drafts: {layers}, {form}, on {rank.device}{threads}."]
+
+
+def _counted(count: int, what: str) -> str:
+    return f"{count} {what}{'s' * (count != 1)}"
+
+
 def _engine_config(config: EngineConfig, model: str, first: RankConfig, num_idle_cpus: int) -> EngineConfig:
     """An engine of one stage that serves the draft model."""
     speculation = config.speculation

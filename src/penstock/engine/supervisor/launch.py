@@ -19,7 +19,7 @@ import msgspec
 
 from penstock.config.engine import CacheConfig, EngineConfig, ModelConfig, ParallelConfig, Quantization
 from penstock.engine.supervisor.class_choice import require_class
-from penstock.engine.supervisor.draft_placement import drafter_config
+from penstock.engine.supervisor.draft_placement import drafter_config, notes_on_drafter
 from penstock.engine.supervisor.flight_room import (
     notes_on_frames,
     num_links_between_hosts,
@@ -177,7 +177,12 @@ def resolve_replicas(
     drafter = drafter_config(
         config, spec, directory, ranks, hosts[0], lambda own, head: resolve(own, [head]).ranks[0]
     )
-    notes = (*form.notes, *implementation_notes(spec), *_notes_of_unused(config, spec))
+    notes = (
+        *form.notes,
+        *notes_on_drafter(drafter),
+        *implementation_notes(spec),
+        *_notes_of_unused(config, spec),
+    )
     return [
         LaunchPlan(
             model_path=str(directory),

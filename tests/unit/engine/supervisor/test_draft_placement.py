@@ -79,6 +79,11 @@ def test_it_is_a_rank_with_all_layers(model: str, draft: str) -> None:
     assert rank.max_model_len == 256 + 5 + 1  # as long as requests are, and what is guessed behind them
 
 
+def test_a_line_of_the_start_says_so(model: str, draft: str) -> None:
+    plan = resolve(config_of(model, draft, speculative_quantization="int8"), [HOST])
+    assert "draft drafts: 1 layer, int8, on cpu with 1 thread." in plan.notes
+
+
 def test_a_shorter_context_of_its_own_is_kept(model: str, tmp_path: Path) -> None:
     draft = write_model(tmp_path / "short", max_position_embeddings=64)
     assert drafter_of(config_of(model, draft, num_speculative_tokens=3)).rank.max_model_len <= 64
