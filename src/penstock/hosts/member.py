@@ -14,7 +14,7 @@ from typing import ClassVar, Protocol
 
 from penstock.errors import ErrorInfo, StageLostError
 from penstock.executor.base import first_cause
-from penstock.process.child import ChildFailed, Ready, StatusEvent, WeightsLoaded
+from penstock.process.child import ChildFailed, DrafterLoaded, Ready, StatusEvent, WeightsLoaded
 from penstock.process.control import ControlMessage
 
 
@@ -35,7 +35,7 @@ class Member(ABC):
     Attributes:
         failure: the error that it reported before its end, if it did; `trace` is the end of its stack trace.
         has_spoken: it has set itself up.
-        has_loaded: a stage, its weights.
+        has_loaded: a stage, its weights; a core, the model that drafts.
         is_ready: it has served.
         started_at, heard_at: monotonic seconds of its start and of its last word.
     """
@@ -118,7 +118,7 @@ class Member(ABC):
         for event in events:
             if isinstance(event, ChildFailed) and self.failure is None:
                 self.failure, self.trace = event.error, event.trace
-            self.has_loaded |= isinstance(event, WeightsLoaded)
+            self.has_loaded |= isinstance(event, WeightsLoaded | DrafterLoaded)
             self.is_ready |= isinstance(event, Ready)
         self.has_spoken |= bool(events)
         return events

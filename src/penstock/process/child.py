@@ -76,6 +76,10 @@ class WeightsLoaded(msgspec.Struct, frozen=True, kw_only=True, tag="loaded", tag
     identity: Annotated[bytes, msgspec.Meta(max_length=64)] = b""
 
 
+class DrafterLoaded(msgspec.Struct, frozen=True, kw_only=True, tag="drafter_loaded", tag_field="event"):
+    """The model that drafts is in memory, in a process of the core."""
+
+
 class Ready(msgspec.Struct, frozen=True, kw_only=True, tag="ready", tag_field="event"):
     """The child serves in this epoch.
 
@@ -171,6 +175,7 @@ StatusEvent = (
     LoadProgressed
     | TensorsRead
     | WeightsLoaded
+    | DrafterLoaded
     | TextSideLoaded
     | Ready
     | Abandoned

@@ -24,6 +24,7 @@ from penstock.executor.mp import MpExecutor
 from penstock.process import entry_points
 from penstock.process.child import (
     Abandoned,
+    DrafterLoaded,
     Ready,
     StatusEvent,
     StatusWriter,
@@ -51,6 +52,11 @@ def _serve(
         os.sched_setaffinity(0, config.core.cpus)
     clients = CoreSocket(config.client_address)
     closing.callback(clients.close)
+    if (
+        drafting is not None
+    ):  # before the ranks look how much memory is free; who is started anew does not wait
+        drafting.await_ready(config.core.parallel.load_timeout_s, control.has_news)
+        status.write(DrafterLoaded())
     stopping = closing.enter_context(ExitStack())
     joined = _join_first(config.core, control, status.write, stopping, drafting)
     if joined is None:

@@ -107,8 +107,8 @@ class PipelineProcesses:
 
     @property
     def have_loaded(self) -> bool:
-        """Whether all stages have."""
-        return all(member.has_loaded for index, member in self._members.items() if index != CORE)
+        """Whether all stages have, and the core's model that drafts."""
+        return all(self._members[index].has_loaded for index in _loading(self._plan, self._members))
 
     @property
     def is_whole(self) -> bool:
@@ -365,6 +365,11 @@ def begin_together(replicas: Sequence[PipelineProcesses]) -> bool:
         for replica in replicas:
             replica.begin()
     return have_loaded
+
+
+def _loading(plan: LaunchPlan, indices: Iterable[int]) -> list[int]:
+    """Return those of the members that load weights: the core has some where a model drafts."""
+    return [index for index in indices if index != CORE or plan.core.drafter is not None]
 
 
 def _startup_notices(
