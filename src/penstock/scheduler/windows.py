@@ -171,7 +171,7 @@ class DraftWindows(NoWindows):
     # --- when a plan is made --------------------------------------------------------------------
 
     def widen(self, plan: PlanBuilder, *, num_running: int, is_alone: bool) -> None:
-        self._prices.num_running = num_running
+        self._prices.note_running(num_running)
         if not plan.rows:
             return
         shape = _Shape(len(plan.rows), plan.attended // len(plan.rows), is_alone=is_alone)
@@ -367,7 +367,10 @@ class _Prices:
 
     Attributes:
         num_running: requests that have a row.
+        has_gaps: stages wait while each request has one plan in the pipe.
+        reach: tokens that may be guessed: of one window, and, where stages wait, of those that follow it.
         least_chance: of a draft that is worth its time beside a plan such as the last one.
+        is_pointless: even a certain guess would cost more time than it saves; then nobody is asked.
     """
 
     def __init__(self, costs: CostModel | None, depth: PlanDepth, most: int) -> None:
@@ -378,8 +381,16 @@ class _Prices:
         self._made_at: dict[int, float] = {}  # by step, where costs are not known
         self._trip_s = float(_FREE_TOKENS * depth.number)  # of a plan there; anything, to begin with
         self._has_trips = False
-        self.num_running = 1
         self.least_chance = 0.0
+        self.is_pointless = False
+        self.note_running(1)
+
+    def note_running(self, num_running: int) -> None:
+        """So many requests have a row now."""
+        self.num_running = num_running
+        self.has_gaps = num_running < self._depth.number
+        self.reach = self._most if not self.has_gaps else (self._most + 1) * (self._depth.number + 1)
+        self.is_pointless = self.least_chance > 1.0 and not self.has_gaps
 
     def planned(self, shape: _Shape, step_id: int, now: float) -> None:
         """A plan is made, so far without drafts."""
@@ -387,6 +398,7 @@ class _Prices:
         if self._costs is None:
             self._made_at[step_id] = now
         self.least_chance = least_chance(shape.num_rows, self._step_seconds())
+        self.is_pointless = self.least_chance > 1.0 and not self.has_gaps
 
     @property
     def is_timing(self) -> bool:
@@ -399,21 +411,6 @@ class _Prices:
         if made_at is not None:
             self._trip_s += (_NEWEST_WEIGHT if self._has_trips else 1.0) * (now - made_at - self._trip_s)
             self._has_trips = True
-
-    @property
-    def is_pointless(self) -> bool:
-        """Whether even a certain guess would cost more time than it saves; then nobody is asked."""
-        return self.least_chance > 1.0 and not self.has_gaps
-
-    @property
-    def reach(self) -> int:
-        """Tokens that may be guessed: of one window, and of those that follow it."""
-        return self._most if not self.has_gaps else (self._most + 1) * (self._depth.number + 1)
-
-    @property
-    def has_gaps(self) -> bool:
-        """Whether stages wait while each request has one plan in the pipe."""
-        return self.num_running < self._depth.number
 
     def sizes(self, drafts: Sequence[Draft]) -> list[int]:
         """How many tokens of each draft to add to a plan such as the last one."""

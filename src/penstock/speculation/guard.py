@@ -11,13 +11,13 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Collection, Sequence
-from typing import TypeVar
+from typing import Any
 
 from penstock.speculation.drafter import NO_DRAFT, Draft, Drafter, Question
 
 LONGEST_CALL_S = 0.5  # a step of a large model takes as long; the built-in drafter needs 5 ms at most
 
-Result = TypeVar("Result")
+_PROPOSE, _ACCEPT, _FORGET, _POLL = "propose", "accept", "forget", "poll"
 
 _logger = logging.getLogger(__name__)
 
@@ -39,28 +39,29 @@ class GuardedDrafter:
         self._promised: set[int] = set()  # requests that were told of more to come
 
     def propose(self, question: Question) -> Draft:
-        draft, most = self._call(lambda drafter: drafter.propose(question)), question.most
+        draft: Draft | None = self._call(_PROPOSE, question)
         if draft is None:
             return NO_DRAFT
-        if not all(0 <= token_id < self._vocab_size for token_id in draft.token_ids):
-            return self._switch_off(f"it guessed {list(draft.token_ids)[:8]}, which are not all tokens")
-        if len(draft.token_ids) > most or not 0.0 <= draft.chance <= 1.0:
-            return self._switch_off(f"it guessed {len(draft.token_ids)} of {most} tokens at {draft.chance}")
-        if math.isfinite(draft.more_s):
+        token_ids, most = draft.token_ids, question.most
+        if token_ids and (min(token_ids) < 0 or max(token_ids) >= self._vocab_size):
+            return self._switch_off(f"it guessed {list(token_ids)[:8]}, which are not all tokens")
+        if len(token_ids) > most or not 0.0 <= draft.chance <= 1.0:
+            return self._switch_off(f"it guessed {len(token_ids)} of {most} tokens at {draft.chance}")
+        if draft.more_s != math.inf:
             self._promised.add(question.request)
-        else:
+        elif self._promised:
             self._promised.discard(question.request)
         return draft
 
     def accept(self, request: int, num_drafted: int, num_accepted: int) -> None:
-        self._call(lambda drafter: drafter.accept(request, num_drafted, num_accepted))
+        self._call(_ACCEPT, request, num_drafted, num_accepted)
 
     def forget(self, request: int) -> None:
         self._promised.discard(request)
-        self._call(lambda drafter: drafter.forget(request))
+        self._call(_FORGET, request)
 
     def poll(self) -> Collection[int]:
-        news = self._call(lambda drafter: drafter.poll())
+        news: Collection[int] | None = self._call(_POLL)
         if news is not None:
             return news
         promised, self._promised = self._promised, set()  # nothing more will come
@@ -74,13 +75,13 @@ class GuardedDrafter:
             self._drafter.close()
             self._drafter = None
 
-    def _call(self, call: Callable[[Drafter], Result]) -> Result | None:
-        """What the drafter returns; None if it is switched off, or is now."""
+    def _call(self, name: str, *given: Any) -> Any:
+        """What this method of the drafter returns; None if it is switched off, or is now."""
         if self._drafter is None:
             return None
         began = self._clock()
         try:
-            result = call(self._drafter)
+            result = getattr(self._drafter, name)(*given)
         except Exception as error:
             self._switch_off(f"{type(error).__name__}: {error}")
             return None

@@ -90,6 +90,10 @@ class _Text:
 
     def read(self, token_ids: Sequence[int], all_chances: list[float]) -> None:
         """Take in the tokens that are new, in order."""
+        if self.num_read == len(token_ids) - 1:
+            self._follow(token_ids, self.num_read, all_chances)
+            self.num_read += 1
+            return
         end = min(len(token_ids), self.num_read + MOST_READ)
         if end - self.num_read > _FEW:
             self._skip(token_ids, end - 1)
