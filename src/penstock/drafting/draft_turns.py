@@ -34,6 +34,7 @@ class _Text:
         token_ids: the known ones, and behind them the guesses.
         num_computed: of these, whose keys and values are in its blocks.
         wanted: guesses that there should be.
+        is_cut: more were asked for than there is room for behind its tokens.
         asked_at: number of the newest ask.
         row: in the row table, or `_NO_ROW`.
         blocks: that hold its keys and values.
@@ -47,6 +48,7 @@ class _Text:
     num_known: int = 0
     num_computed: int = 0
     wanted: int = 0
+    is_cut: bool = False
     asked_at: int = 0
     row: int = _NO_ROW
     blocks: list[int] = field(default_factory=list)
@@ -109,6 +111,7 @@ class DraftTurns:
         self._texts: dict[int, _Text] = {}
         self._free_rows = list(range(num_rows))
         self._new_blocks: dict[int, list[int]] = {}  # by request: for the next plan
+        self._refused: list[Guess] = []
         self._num_asks = 0
         self._step = 0
 
@@ -134,14 +137,27 @@ class DraftTurns:
         text.learn(list(ask.token_ids))
         self._num_asks += 1
         text.asked_at = self._num_asks
-        text.wanted = min(ask.wanted, self._max_len - text.num_known - 1)
+        room = self._max_len - text.num_known - 1
+        text.wanted, text.is_cut = min(ask.wanted, room), ask.wanted > room
+        if text.is_cut and not text.has_work:
+            self._refuse(text)
+
+    def _refuse(self, text: _Text) -> None:
+        text.wanted = 0
+        self._refused.append(Guess(text.request, text.num_known, text.guesses, is_all=True))
+
+    def take_refused(self) -> list[Guess]:
+        """Of the texts of which no more can be guessed, since the last call."""
+        refused, self._refused = self._refused, []
+        return refused
 
     def turn(self) -> tuple[list[Guess], int]:
         """Run one step; returns the guesses of each text that has one more now, and the tokens computed."""
         running = self._choose()
         if not running:  # none of them fits
             for text in self._texts.values():
-                text.wanted = 0
+                if text.has_work:
+                    self._refuse(text)
             return [], 0
         plan = self._plan(running)
         sampled = iter(self._forward(plan))
@@ -152,10 +168,12 @@ class DraftTurns:
                 continue
             token_id = next(sampled)
             if not 0 <= token_id < self._vocab_size:
-                text.wanted, text.is_entered = 0, False
+                text.is_entered = False
+                self._refuse(text)
                 continue
             text.token_ids.append(token_id)
-            guesses.append(Guess(text.request, text.num_known, text.guesses))
+            is_all = text.is_cut and not text.has_work
+            guesses.append(Guess(text.request, text.num_known, text.guesses, is_all))
         return guesses, plan.total_tokens
 
     def _choose(self) -> list[tuple[_Text, int]]:

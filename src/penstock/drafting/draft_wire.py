@@ -49,11 +49,16 @@ class Asked(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Guess(msgspec.Struct, frozen=True, array_like=True):
-    """What is guessed to follow the first `num_known` tokens of a request, all of it."""
+    """What is guessed to follow the first `num_known` tokens of a request, all of it.
+
+    Attributes:
+        is_all: no more will be guessed, whatever was asked for: the text is too long, or has no room.
+    """
 
     request: int
     num_known: int
     token_ids: list[int]
+    is_all: bool = False
 
 
 class Guessed(msgspec.Struct, frozen=True, array_like=True):

@@ -49,13 +49,13 @@ def _serve(config: DrafterProcessConfig, status: StatusWriter, options: argparse
         while True:
             for asked in connection.receive(wait=not turns.has_work):
                 turns.take(asked)
-                if not turns.has_work:  # the guesses that there are do
-                    connection.send(Guessed(token_s=token_s))
+                if not turns.has_work:  # the guesses that there are do, or there can be no more
+                    connection.send(Guessed(turns.take_refused(), token_s))
             if turns.has_work:
                 seconds, (guesses, num_tokens) = _timed(turns.turn)
                 if num_tokens <= _FEW_TOKENS:
                     token_s += (_FASTER_WEIGHT if seconds < token_s else _SLOWER_WEIGHT) * (seconds - token_s)
-                connection.send(Guessed(guesses, token_s, not turns.has_work))
+                connection.send(Guessed([*guesses, *turns.take_refused()], token_s, not turns.has_work))
     except LinkClosedError:
         return 0
 

@@ -88,7 +88,7 @@ class ModelDrafter:
         if wanted and (text.num_told < len(token_ids) or text.wanted < wanted):
             self._ask(text, question, wanted)
         guessed = text.following(token_ids)
-        has_more = not is_trial and len(guessed) < wanted and text.is_followed
+        has_more = not is_trial and len(guessed) < wanted and text.is_followed and not text.guess.is_all
         return Draft(guessed[: question.most], text.chance.value, self._token_s if has_more else math.inf)
 
     @property

@@ -165,6 +165,22 @@ def test_a_text_for_which_there_are_no_blocks_is_left_alone() -> None:
     assert rig.run() == {1: continued(rig.text(1), 1)}
 
 
+def test_of_a_text_that_is_too_long_it_is_said_that_no_more_comes() -> None:
+    rig = Rig(max_len=8)
+    rig.tell(0, [1, 2, 3, 4, 5, 6], 4)
+    ((guess,), _) = rig.turns.turn()
+    assert guess == Guess(0, 6, continued(rig.text(0), 1), is_all=True)
+    assert not rig.turns.has_work
+    rig.tell(0, [9], 4)
+    assert not rig.turns.has_work
+    assert rig.turns.take_refused() == [Guess(0, 7, [], is_all=True)]
+    assert rig.turns.take_refused() == []
+    small = Rig(num_blocks=3, max_len=200)
+    small.tell(0, list(range(20)), 4)
+    small.run()
+    assert small.turns.take_refused() == [Guess(0, 20, [], is_all=True)]
+
+
 def test_all_is_given_back() -> None:
     rig = Rig()
     for request in range(4):
@@ -189,6 +205,7 @@ def test_an_id_beyond_the_vocabulary_ends_a_guess() -> None:
     turns.take(Asked([Ask(0, 0, [1, 2], 4, 2, GREEDY)]))
     assert turns.turn() == ([], 2)
     assert not turns.has_work
+    assert turns.take_refused() == [Guess(0, 2, [], is_all=True)]
 
 
 @pytest.mark.parametrize("seed", range(30))

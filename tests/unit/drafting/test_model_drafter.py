@@ -48,8 +48,16 @@ class FakeProcess:
         self.drafter.poll()
         return [ask for message in self.end.receive() for ask in message.asks]
 
-    def say(self, request: int, num_known: int, token_ids: list[int], *, is_idle: bool = False) -> None:
-        self.end.send(Guessed([Guess(request, num_known, token_ids)], TOKEN_S, is_idle))
+    def say(
+        self,
+        request: int,
+        num_known: int,
+        token_ids: list[int],
+        *,
+        is_idle: bool = False,
+        is_all: bool = False,
+    ) -> None:
+        self.end.send(Guessed([Guess(request, num_known, token_ids, is_all)], TOKEN_S, is_idle))
         assert set(self.drafter.poll()) == {request}
 
     def propose(self, token_ids: list[int], most: int = 4, request: int = 0, **given: object) -> Draft:
@@ -102,6 +110,19 @@ def test_a_guess_that_fits_the_text_is_a_draft_and_more_of_it_comes(process: Fak
     draft = process.propose([*text, 4])  # the first was right
     assert draft.token_ids == [5, 6, 7]
     assert process.propose([*text, 4, 9]).token_ids == ()
+
+
+def test_where_no_more_is_guessed_nobody_waits_for_more(process: FakeProcess) -> None:
+    process.load()
+    text = [1, 2, 3]
+    process.propose(text)
+    process.say(0, 3, [4], is_all=True)
+    draft = process.propose(text)
+    assert (draft.token_ids, draft.more_s) == ([4], math.inf)
+    text.append(4)
+    assert process.propose(text).more_s == math.inf
+    process.say(0, 4, [5])  # there is room again
+    assert process.propose(text).more_s == TOKEN_S
 
 
 def test_no_more_than_is_asked_for(process: FakeProcess) -> None:
