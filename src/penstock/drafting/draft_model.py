@@ -41,6 +41,7 @@ def open_turns(config: DrafterConfig) -> DraftTurns:
         max_len=rank.max_model_len,
         max_tokens=rank.max_num_batched_tokens,
         vocab_size=config.vocab_size,
+        own_vocab_size=loaded.spec.vocab_size,
     )
 
 

@@ -18,8 +18,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import chain
 
-from penstock.batch import GREEDY, KNOWN, NewRow, RowSampling, ScheduledBatch
+from penstock.batch import GREEDY, KNOWN, LogitChanges, NewRow, RowSampling, ScheduledBatch
 from penstock.drafting.draft_wire import Ask, Asked, Guess
 from penstock.kvcache.allocator import BlockAllocator
 
@@ -35,6 +36,7 @@ class _Text:
         num_computed: of these, whose keys and values are in its blocks.
         wanted: guesses that there should be.
         is_cut: more were asked for than there is room for behind its tokens.
+        is_foreign: it has ids that this model has not.
         asked_at: number of the newest ask.
         row: in the row table, or `_NO_ROW`.
         blocks: that hold its keys and values.
@@ -49,6 +51,7 @@ class _Text:
     num_computed: int = 0
     wanted: int = 0
     is_cut: bool = False
+    is_foreign: bool = False
     asked_at: int = 0
     row: int = _NO_ROW
     blocks: list[int] = field(default_factory=list)
@@ -91,6 +94,7 @@ class DraftTurns:
         max_len: tokens of a text, guesses included.
         max_tokens: of a plan.
         vocab_size: of the model that is guessed; ids beyond it are no guesses.
+        own_vocab_size: of this model; of texts with ids beyond it nothing is guessed. None: the same.
     """
 
     def __init__(
@@ -102,7 +106,9 @@ class DraftTurns:
         max_len: int,
         max_tokens: int,
         vocab_size: int,
+        own_vocab_size: int | None = None,
     ) -> None:
+        self._own_vocab_size = own_vocab_size or vocab_size
         self._forward = forward
         self._allocator = allocator
         self._max_len = min(max_len, allocator.capacity_tokens)
@@ -132,15 +138,24 @@ class DraftTurns:
         if text is None:
             sampling = ask.sampling or GREEDY
             text = _Text(request=ask.request, prompt_len=ask.prompt_len, sampling=sampling)
+            text.is_foreign = _largest_id(sampling) >= self._own_vocab_size
             self._texts[ask.request] = text
         assert text.num_known == ask.start, "the core tells every token once"
         text.learn(list(ask.token_ids))
+        if max(ask.token_ids, default=0) >= self._own_vocab_size:
+            text.is_foreign = True
+        if text.is_foreign:
+            self._refuse(text)
+            self._vacate(text)
+            return
         self._num_asks += 1
         text.asked_at = self._num_asks
         room = self._max_len - text.num_known - 1
         text.wanted, text.is_cut = min(ask.wanted, room), ask.wanted > room
         if text.is_cut and not text.has_work:
             self._refuse(text)
+            if room <= 0:
+                self._vacate(text)
 
     def _refuse(self, text: _Text) -> None:
         text.wanted = 0
@@ -249,3 +264,15 @@ class DraftTurns:
         for text in entering:
             text.is_entered = True
         return plan
+
+
+def _largest_id(sampling: RowSampling) -> int:
+    """Of those that it names."""
+    changes = sampling.changes or LogitChanges()
+    named = (
+        *sampling.suppressed_ids,
+        *changes.bias,
+        *(changes.allowed_ids or ()),
+        *chain(*changes.bad_words),
+    )
+    return max(named, default=0)

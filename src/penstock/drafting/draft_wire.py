@@ -20,6 +20,8 @@ from penstock.batch import RowSampling
 from penstock.errors import LinkClosedError
 
 MOST_IDS = 8192  # of one message: with five bytes each they fit a socket's buffer several times
+MOST_GUESSES = 256  # texts of one message
+MOST_SAMPLING_BYTES = 1 << 14  # of what a request says of its tokens; one that says more is not guessed
 _PACKET_BYTES = 1 << 18
 _MOST_QUEUED = 256  # packets of somebody who does not read
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import select
+import threading
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -21,6 +22,7 @@ from penstock.process.child import encode_config
 from penstock.process.config import DrafterConfig, DrafterProcessConfig
 
 _POLL_S = 0.1
+_END_S = 1.0
 
 
 class DrafterChild:
@@ -76,9 +78,14 @@ class DrafterChild:
         return error_from_info(self._member.end()) if has_ended else None
 
     def close(self) -> None:
-        """End it, whatever it does. May be called twice."""
+        """End it, whatever it does. May be called twice.
+
+        Waits a moment for its end, and no longer: a process that hangs in the kernel does not end at once.
+        """
         if not self._is_closed:
             self._is_closed = True
             self._member.kill_now()
-            self._member.close()
             self.socket.close()
+            reaping = threading.Thread(target=self._member.close, name="reaps the drafter", daemon=True)
+            reaping.start()
+            reaping.join(_END_S)

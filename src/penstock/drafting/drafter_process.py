@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from penstock.drafting.draft_turns import DraftTurns
-from penstock.drafting.draft_wire import Ask, Asked, DraftSocket, Guessed
+from penstock.drafting.draft_wire import MOST_GUESSES, Ask, Asked, DraftSocket, Guessed
 from penstock.errors import LinkClosedError
 from penstock.process import entry_points
 from penstock.process.child import Ready, StatusWriter, bound_thread_pools, enter_child, leave, run_child
@@ -53,9 +53,12 @@ def _serve(config: DrafterProcessConfig, status: StatusWriter, options: argparse
                     connection.send(Guessed(turns.take_refused(), token_s))
             if turns.has_work:
                 seconds, (guesses, num_tokens) = _timed(turns.turn)
-                if num_tokens <= _FEW_TOKENS:
+                if 0 < num_tokens <= _FEW_TOKENS:
                     token_s += (_FASTER_WEIGHT if seconds < token_s else _SLOWER_WEIGHT) * (seconds - token_s)
-                connection.send(Guessed([*guesses, *turns.take_refused()], token_s, not turns.has_work))
+                guesses += turns.take_refused()
+                for first in range(MOST_GUESSES, len(guesses), MOST_GUESSES):
+                    connection.send(Guessed(guesses[first : first + MOST_GUESSES], token_s, is_idle=False))
+                connection.send(Guessed(guesses[:MOST_GUESSES], token_s, not turns.has_work))
     except LinkClosedError:
         return 0
 

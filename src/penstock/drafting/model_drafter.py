@@ -14,6 +14,7 @@ use, the model is asked for one token now and then, to see whether that has chan
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 from collections.abc import Callable, Collection, Sequence
@@ -22,11 +23,19 @@ from typing import Protocol
 import msgspec
 
 from penstock.batch import RowSampling
-from penstock.drafting.draft_wire import MOST_IDS, Ask, Asked, DraftSocket, Guess, Guessed
+from penstock.drafting.draft_wire import (
+    MOST_IDS,
+    MOST_SAMPLING_BYTES,
+    Ask,
+    Asked,
+    DraftSocket,
+    Guess,
+    Guessed,
+)
 from penstock.errors import LinkClosedError, PenstockError, WaitTimeoutError
 from penstock.speculation.drafter import NO_DRAFT, Draft, Question
 
-SILENCE_S = 20.0  # of the process, while it has work; a step of a small model takes far less
+SILENCE_S = 60.0  # of the process, while it has work; a step of a small model takes far less
 _FIRST_CHANCE = 0.7  # until something is measured
 _NEWEST_WEIGHT = 0.05  # of a token in the measured chance,
 _FIRST_COUNTS_AS = 4  # and what is assumed of it at first weighs as much as so many tokens
@@ -34,6 +43,7 @@ _LEAST_USE = 0.15  # chance of the last guess that is still asked for
 _LEAST_CHANCE = 0.2  # of guesses that are asked for at all
 _TRIAL_EVERY = 24  # tokens, where they are not
 _MOST_BEHIND = 64  # tokens of a text: it takes about as long as one to compute them
+_SAMPLING_AS_IDS = MOST_SAMPLING_BYTES // 5  # as many as take so many bytes
 _NO_GUESS = Guess(-1, 0, [])
 
 _logger = logging.getLogger(__name__)
@@ -74,6 +84,8 @@ class ModelDrafter:
         self._chance = _Chance(_FIRST_CHANCE)  # of all requests
         self._token_s = math.inf
         self._silent_since: float | None = None  # while it has work
+        with contextlib.suppress(LinkClosedError):  # `poll` says so
+            self._socket.send(Asked())  # it is answered once the model is loaded
 
     def propose(self, question: Question) -> Draft:
         if not self._has_loaded:
@@ -81,7 +93,9 @@ class ModelDrafter:
         token_ids = question.token_ids
         text = self._texts.get(question.request)
         if text is None:
-            text = self._texts[question.request] = _Text(self._chance.value)
+            text = self._texts[question.request] = _Text(self._chance.value, _drawn_by(question.sampling))
+        if text.sampling_bytes > MOST_SAMPLING_BYTES:
+            return NO_DRAFT
         for is_right in text.read(token_ids):
             self._chance.note(is_right)
         wanted, is_trial = self._wanted(text, question)
@@ -112,7 +126,7 @@ class ModelDrafter:
                     token_ids=new[first : first + MOST_IDS],
                     wanted=wanted if first + MOST_IDS >= len(new) else 0,
                     prompt_len=question.prompt_len if is_first else 0,
-                    sampling=_drawn_by(question.sampling) if is_first else None,
+                    sampling=text.sampling if is_first else None,
                 )
             )
         text.num_told = text.tried_at = len(question.token_ids)
@@ -149,10 +163,11 @@ class ModelDrafter:
         forgotten, self._forgotten = self._forgotten, []
         size, part = 0, list[Ask]()
         for ask in asks:
-            if part and size + len(ask.token_ids) > MOST_IDS:
+            more = len(ask.token_ids) + (_SAMPLING_AS_IDS if ask.sampling is not None else 0)
+            if part and size + more > MOST_IDS:
                 self._socket.send(Asked(part))
                 size, part = 0, []
-            size += len(ask.token_ids)
+            size += more
             part.append(ask)
         self._socket.send(Asked(part, forgotten))
 
@@ -198,6 +213,7 @@ class _Text:
 
     Args:
         chance: that a guess is right, to begin with.
+        sampling: how guesses are chosen.
 
     Attributes:
         guess: the newest; it may be about fewer tokens than there are now.
@@ -205,7 +221,9 @@ class _Text:
         tried_at: tokens that there were then.
     """
 
-    def __init__(self, chance: float) -> None:
+    def __init__(self, chance: float, sampling: RowSampling) -> None:
+        self.sampling = sampling
+        self.sampling_bytes = len(msgspec.msgpack.encode(sampling))
         self.chance = _Chance(chance)
         self.guess = _NO_GUESS
         self.num_told = 0

@@ -97,7 +97,11 @@ class InprocessClient:
         try:
             kv_plan = executor.start()
             self._core, scheduler = build_core(plan.core, executor, kv_plan, time.monotonic)
-            prove_stages(self._core)
+            try:
+                prove_stages(self._core)
+            except BaseException:
+                self._core.close()
+                raise
         except BaseException:
             executor.shutdown()
             raise

@@ -50,6 +50,7 @@ from penstock.speculation.window_sizes import least_chance, window_sizes
 _WORTH_WAITING = 0.5  # chance of a draft, from which on the next plan of its request waits for its result
 _PATIENCE = 2.0  # times as long as guesses should take a request waits for them,
 _LEAST_PATIENCE_S = 0.005  # and so much longer
+_MOST_VAIN = 3  # times that it waits in vain, until it hears of guesses again
 _NEWEST_WEIGHT = 0.2  # of a plan, in the time that plans take
 _LEAST_STAGE_S = 1e-6
 _FREE_TOKENS = 8  # of a step whose cost is not known: so many cost little more than one on most devices
@@ -158,8 +159,7 @@ class DraftWindows(NoWindows):
         self._drafts: dict[int, Draft] = {}  # by request: what follows the tokens that it has
         self._streamed: dict[int, int] = {}  # by request that streams: tokens of its windows
         self._hopeful: dict[int, RequestState] = {}  # those of whom more will be guessed
-        self._held_since: dict[int, float] = {}  # by request that waits for guesses, or has done so
-        self._held_until: dict[int, float] = {}
+        self._waits = _Waits()  # of those
         self._forced: set[int] = set()  # requests whose drafts in flight a grammar has forced
         self._rewound: list[tuple[RequestState, RewoundRow]] = []  # since the last plan
         self._stats = SpeculationStats(drafter.name, is_exact=is_exact)
@@ -262,8 +262,7 @@ class DraftWindows(NoWindows):
                 self._drafter.accept(request.arrival, num_drafted, num_accepted)
         if request.is_rewound:
             self._rewound.append((request, _rewound_row(request)))
-        if self._held_since:
-            self._let_go(request)
+        self._waits.end(request.arrival)
         self._consider(request)
 
     def _consider(self, request: RequestState) -> None:
@@ -291,31 +290,34 @@ class DraftWindows(NoWindows):
 
     def _should_hold(self, request: RequestState, draft: Draft) -> bool:
         """Whether more guesses are worth the time, and should not have come long ago."""
-        if request.num_awaited > 0:
+        if request.num_awaited > 0 or self._waits.are_vain(request.arrival):
             return False
         num_there, now = len(draft.token_ids), self._clock()
-        wanted = self._prices.worth_waiting(draft, now - self._held_since.setdefault(request.arrival, now))
+        wanted = self._prices.worth_waiting(draft, self._waits.waited_s(request.arrival, now))
         if wanted <= num_there:
             return False
         longest = _PATIENCE * (wanted - num_there) * draft.more_s + _LEAST_PATIENCE_S
-        return now < self._held_until.setdefault(request.arrival, now + longest)
+        return self._waits.goes_on(request.arrival, now, longest)
 
     # --- when a drafter has news ----------------------------------------------------------------
 
     def refresh(self) -> None:
         news, now = self._drafter.poll(), self._clock()
-        late = [arrival for arrival in self._held_until if self._due(arrival) <= now]
+        if not self._hopeful:
+            return
+        for arrival in news:
+            self._waits.heard(arrival)
+        late = [arrival for arrival in self._hopeful if self._due(arrival) <= now]
         for arrival in {*news, *late}:
             if (request := self._hopeful.get(arrival)) is not None:
                 self._consider(request)
 
     def next_due(self) -> float:
-        return min(map(self._due, self._held_until), default=math.inf)
+        return min(map(self._due, self._hopeful), default=math.inf)
 
     def _due(self, arrival: int) -> float:
         """When a request goes on in any case; infinite: it does not wait."""
-        request = self._hopeful.get(arrival)
-        return self._held_until[arrival] if request and request.awaits_drafts else math.inf
+        return self._waits.until(arrival) if self._hopeful[arrival].awaits_drafts else math.inf
 
     def wait_sources(self) -> Sequence[int]:
         return self._drafter.wait_sources()
@@ -346,14 +348,10 @@ class DraftWindows(NoWindows):
         self._drafts.pop(request.arrival, None)
         self._streamed.pop(request.arrival, None)
         self._hopeful.pop(request.arrival, None)
-        self._let_go(request)
+        self._waits.forget(request.arrival)
         self._forced.discard(request.arrival)
         self._drafter.forget(request.arrival)
         self._guides.forget(request.arrival)
-
-    def _let_go(self, request: RequestState) -> None:
-        self._held_since.pop(request.arrival, None)
-        self._held_until.pop(request.arrival, None)
 
     def stats(self) -> SpeculationStats:
         return self._stats
@@ -457,6 +455,46 @@ class _Prices:
         """Guesses with which a request should go on; no more than there are if it should not wait."""
         rows, seconds = self._shape.num_rows, self._step_seconds()
         return guesses_worth_waiting(draft, self._most, rows, seconds, waited_s)
+
+
+class _Waits:
+    """How long requests, by their arrival, wait for guesses, and how often they did so in vain."""
+
+    def __init__(self) -> None:
+        self._since: dict[int, float] = {}
+        self._until: dict[int, float] = {}
+        self._num_vain: dict[int, int] = {}  # since guesses have come
+
+    def waited_s(self, arrival: int, now: float) -> float:
+        """Since it could have gone on; that is now if nobody has asked yet."""
+        return now - self._since.setdefault(arrival, now)
+
+    def goes_on(self, arrival: int, now: float, longest: float) -> bool:
+        """Whether its wait, which was to last so long at its beginning, does not end now."""
+        if now < self._until.setdefault(arrival, now + longest):
+            return True
+        self._num_vain[arrival] = self._num_vain.get(arrival, 0) + 1
+        return False
+
+    def are_vain(self, arrival: int) -> bool:
+        """Whether it should not wait again until it has heard of guesses."""
+        return self._num_vain.get(arrival, 0) >= _MOST_VAIN
+
+    def until(self, arrival: int) -> float:
+        return self._until.get(arrival, math.inf)
+
+    def heard(self, arrival: int) -> None:
+        """Guesses have come."""
+        self._num_vain.pop(arrival, None)
+
+    def end(self, arrival: int) -> None:
+        """Its next token has come."""
+        self._since.pop(arrival, None)
+        self._until.pop(arrival, None)
+
+    def forget(self, arrival: int) -> None:
+        self.end(arrival)
+        self.heard(arrival)
 
 
 class _Shape(NamedTuple):

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from random import Random
 
+import msgspec
 import pytest
 
-from penstock.batch import GREEDY, KNOWN, ScheduledBatch
+from penstock.batch import GREEDY, KNOWN, LogitChanges, ScheduledBatch
 from penstock.drafting.draft_turns import DraftTurns
 from penstock.drafting.draft_wire import Ask, Asked, Guess
 from penstock.kvcache.allocator import BlockAllocator
@@ -236,3 +237,32 @@ def test_any_order_of_tokens_gives_right_guesses(seed: int) -> None:
             if rig.turns.has_work:
                 rig.turns.turn()
     rig.run()
+
+
+@pytest.mark.parametrize(
+    ("token_ids", "changes"),
+    [
+        ([1, 45], None),
+        ([1, 2], LogitChanges(bias={45: 1.0})),
+        ([1, 2], LogitChanges(allowed_ids=[3, 45])),
+        ([1, 2], LogitChanges(bad_words=[[3, 45]])),
+    ],
+)
+def test_a_text_with_ids_that_this_model_has_not_is_left_alone(
+    token_ids: list[int], changes: LogitChanges | None
+) -> None:
+    turns = DraftTurns(
+        lambda plan: [7] * len(plan.rows),
+        BlockAllocator(BlockPool(8), 4),
+        num_rows=2,
+        max_len=20,
+        max_tokens=8,
+        vocab_size=VOCAB_SIZE,
+        own_vocab_size=45,
+    )
+    sampling = msgspec.structs.replace(GREEDY, changes=changes)
+    turns.take(Asked([Ask(0, 0, token_ids, 4, 2, sampling), Ask(1, 0, [1, 44], 1, 2, GREEDY)]))
+    assert turns.take_refused() == [Guess(0, 2, [], is_all=True)]
+    assert turns.turn() == ([Guess(1, 2, [7])], 2)
+    turns.take(Asked([Ask(0, 2, [3], 4)]))
+    assert turns.take_refused() == [Guess(0, 3, [], is_all=True)]

@@ -10,7 +10,7 @@ import pytest
 
 from drafters import asked
 from fakes import FakeClock
-from penstock.batch import GREEDY, RowSampling
+from penstock.batch import GREEDY, LogitChanges, RowSampling
 from penstock.drafting.draft_wire import MOST_IDS, Ask, Asked, DraftSocket, Guess, Guessed, draft_sockets
 from penstock.drafting.model_drafter import SILENCE_S, ModelDrafter
 from penstock.errors import LinkClosedError, PenstockError, StageLostError, WaitTimeoutError
@@ -222,7 +222,7 @@ def test_a_process_that_says_nothing_is_an_error(process: FakeProcess) -> None:
     process.clock.advance(SILENCE_S - 0.1)
     process.drafter.poll()
     process.clock.advance(0.2)
-    with pytest.raises(WaitTimeoutError, match="nothing for 20 s"):
+    with pytest.raises(WaitTimeoutError, match="nothing for 60 s"):
         process.drafter.poll()
 
 
@@ -244,3 +244,34 @@ def test_a_process_that_reads_nothing_is_an_error(process: FakeProcess) -> None:
 
     with pytest.raises(LinkClosedError):
         ask_on()
+
+
+def test_a_second_core_side_hears_that_the_model_is_loaded(process: FakeProcess) -> None:
+    """The first epoch of a core may fail, and the process is used on."""
+    process.load()
+    second = ModelDrafter(process, process.clock)
+    questions = list(process.end.receive())  # the process answers whatever it is told
+    assert questions[-1] == Asked()
+    process.end.send(Guessed(token_s=TOKEN_S))
+    second.poll()
+    second.propose(asked([1, 2], 4))
+    second.poll()
+    assert [ask.token_ids for message in process.end.receive() for ask in message.asks] == [[1, 2]]
+
+
+def test_a_request_that_says_too_much_of_its_tokens_is_left_alone(process: FakeProcess) -> None:
+    process.load()
+    bias = LogitChanges(bias=dict.fromkeys(range(5000), 1.5))
+    sampling = msgspec.structs.replace(GREEDY, changes=bias)
+    assert process.propose([1, 2], sampling=sampling) is NO_DRAFT
+    assert process.asks() == []
+
+
+def test_many_requests_that_say_much_go_in_several_messages(process: FakeProcess) -> None:
+    process.load()
+    bias = LogitChanges(bias=dict.fromkeys(range(1000), 1.5))
+    sampling = msgspec.structs.replace(GREEDY, changes=bias)
+    for request in range(40):
+        process.propose([1, 2], request=request, sampling=sampling)
+    asks = [ask for _ in range(10) for ask in process.asks()]  # what the socket does not hold follows
+    assert sorted(ask.request for ask in asks) == list(range(40))

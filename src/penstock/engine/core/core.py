@@ -168,6 +168,7 @@ class EngineCore:
         if self._failure is not None:
             return updates
         if not self.has_pipe:
+            self._scheduler.windows.refresh()
             return self._scheduler.expire_requests()
         try:
             self._turn(self._executor, updates)
@@ -234,9 +235,8 @@ class EngineCore:
         self._scheduler.windows.close()
 
     def wait_sources(self) -> Sequence[int]:
-        """Descriptors beside the executor's that become readable when `step` has work; without a pipe `step`
-        reads none of them."""
-        return self._scheduler.windows.wait_sources() if self.has_pipe and self._failure is None else ()
+        """Descriptors beside the executor's that become readable when `step` has work."""
+        return self._scheduler.windows.wait_sources() if self._failure is None else ()
 
     def next_wakeup(self) -> float:
         """Clock time at which `step` has work even if no event comes; infinite if there is none."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 from penstock.batch import RankLoaded
@@ -65,8 +66,26 @@ def build_core(
         drafting: the process of the draft model, which was started before, and is the core's from now on.
     """
     drafting = drafting or start_drafting(config)
-    if drafting is not None and epoch == 0:  # in a later one requests wait, which can do without
-        drafting.await_ready(config.parallel.load_timeout_s)
+    with ExitStack() as undone:
+        if drafting is not None:
+            undone.callback(drafting.close)
+            if epoch == 0:  # in a later one requests wait, which can do without
+                drafting.await_ready(config.parallel.load_timeout_s)
+        built = _built(config, executor, kv_plan, clock, recovers, epoch, restarts, drafting)
+        undone.pop_all()
+    return built
+
+
+def _built(
+    config: CoreConfig,
+    executor: Executor,
+    kv_plan: KVPlan,
+    clock: Callable[[], float],
+    recovers: bool,
+    epoch: int,
+    restarts: Restarts,
+    drafting: DrafterChild | None,
+) -> tuple[EngineCore, Scheduler]:
     guides = _guides(config) if config.speculation.is_on and config.model_path else NO_GUIDES
     calibration = calibrate(executor, config, kv_plan, clock, epoch=epoch)
     depth, wire = depth_and_wire(config.parallel, calibration.costs.model, num_links=config.num_links)

@@ -6,6 +6,7 @@ It runs beside the core, in a process of its own, as a pipeline of one stage wou
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -49,13 +50,17 @@ def drafter_config(
     model = config.speculation.speculative_model
     if model is None:
         return None
-    own = msgspec.structs.replace(head, free_bytes=max(0, head.free_bytes - _held_bytes(spec, ranks, head)))
+    num_drafters = config.parallel.data_parallel_size  # each replica has a core, and so one of its own
+    free_bytes = max(0, head.free_bytes - _held_bytes(spec, ranks, head)) // num_drafters
+    own = msgspec.structs.replace(head, free_bytes=free_bytes)
+    num_cpus = _num_idle_cpus(ranks, head) // num_drafters
     try:
-        rank = decide(_engine_config(config, model, ranks[0], _num_idle_cpus(ranks, head)), own)
+        rank = decide(_engine_config(config, model, ranks[0], num_cpus), own)
         draft_spec = load_spec(Path(rank.model_path))
     except PenstockError as error:
         message = f"the model that drafts, {model}: {error.message}"
-        info = msgspec.structs.replace(error.info(), message=message, param=_PARAM)
+        remedy = re.sub(r"--(device|quantization)\b", r"--speculative-\1", error.remedy)
+        info = msgspec.structs.replace(error.info(), message=message, remedy=remedy, param=_PARAM)
         raise error_from_info(info) from None
     _require_same_vocabulary(spec, directory, draft_spec, Path(rank.model_path), model)
     with_guesses = ranks[0].max_model_len + config.speculation.num_speculative_tokens + 1
@@ -83,6 +88,8 @@ def _engine_config(config: EngineConfig, model: str, first: RankConfig, num_idle
     """An engine of one stage that serves the draft model."""
     speculation = config.speculation
     device = speculation.speculative_device
+    if device == "auto":  # quantised weights are for the CPU
+        device = first.device if speculation.speculative_quantization == "none" else "cpu"
     scheduler = SchedulerConfig(
         max_num_seqs=config.scheduler.max_num_seqs,
         max_num_batched_tokens=max(CHUNK_TOKENS, config.scheduler.max_num_seqs),
@@ -90,7 +97,7 @@ def _engine_config(config: EngineConfig, model: str, first: RankConfig, num_idle
     return EngineConfig(
         model=ModelConfig(model=model, quantization=speculation.speculative_quantization),
         parallel=ParallelConfig(
-            device=first.device if device == "auto" else device,
+            device=device,
             kernels=config.parallel.kernels,
             pin_threads="off",
             threads_per_rank=max(1, num_idle_cpus),

@@ -115,6 +115,26 @@ def test_it_runs_where_the_first_stage_does(model: str, draft: str) -> None:
     assert drafter_of(config, host).rank.device == "cpu"
 
 
+def test_quantised_weights_run_on_the_cpu_and_a_gpu_is_refused_by_the_flag_of_the_draft_model(
+    model: str, draft: str
+) -> None:
+    host = msgspec.structs.replace(HOST, num_gpus=1)
+    given: dict[str, Any] = {"parallel": {"device": "cuda:0"}, "speculative_quantization": "int8"}
+    assert drafter_of(config_of(model, draft, **given), host).rank.device == "cpu"
+    with pytest.raises(UsageError) as raised:
+        drafter_of(config_of(model, draft, **given, speculative_device="cuda:0"), host)
+    assert "--speculative-device cpu" in raised.value.remedy
+    assert "--speculative-quantization" in raised.value.remedy
+
+
+def test_replicas_share_cores_and_memory(model: str, draft: str) -> None:
+    def threads(num_replicas: int) -> int:
+        parallel = {"data_parallel_size": num_replicas, "threads_per_rank": 1}
+        return drafter_of(config_of(model, draft, parallel=parallel)).rank.threads
+
+    assert (threads(1), threads(2)) == (5, 2)
+
+
 def test_another_vocabulary_is_refused(model: str, tmp_path: Path) -> None:
     other = write_model(tmp_path / "other", {"other": 0} | dict(list(PIECES.items())[1:]))
     with pytest.raises(UsageError, match="another vocabulary than the model: token 0 is") as raised:
