@@ -275,3 +275,13 @@ def test_many_requests_that_say_much_go_in_several_messages(process: FakeProcess
         process.propose([1, 2], request=request, sampling=sampling)
     asks = [ask for _ in range(10) for ask in process.asks()]  # what the socket does not hold follows
     assert sorted(ask.request for ask in asks) == list(range(40))
+
+
+def test_a_guess_that_comes_late_is_held_against_what_was_said(process: FakeProcess) -> None:
+    process.load()
+    process.propose([1, 2, 3])
+    process.propose([1, 2, 3, 9])
+    process.say(0, 3, [4, 5])  # behind the first three
+    assert process.propose([1, 2, 3, 9]).token_ids == ()
+    process.say(0, 3, [9, 6])
+    assert process.propose([1, 2, 3, 9]).token_ids == [6]
