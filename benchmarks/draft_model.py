@@ -18,7 +18,6 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
-import statistics
 import tempfile
 import time
 from contextlib import ExitStack
@@ -27,7 +26,7 @@ from typing import Any
 
 import torch
 from peers.report import markdown
-from ratios import in_turns, shown
+from ratios import against_off, in_turns
 from safetensors.torch import load_file, save_file
 from speculation import drafts_of
 
@@ -124,13 +123,10 @@ def compared(options: argparse.Namespace, served: Path, draft: Path, stages: int
         rounds = in_turns(range(len(engines)), take, options.rounds, warm_up=1)
         assert tokens[0] == tokens[1] == tokens[2], "speculation has changed tokens"
         told = [after - old for after, old in zip(drafts_of(engines[1]), before, strict=True)]
-    rates = [statistics.median(of_round[index] for of_round in rounds) for index in (0, 1)]
     return [
         str(stages),
         str(options.streams),
-        *(f"{rate:.1f}" for rate in rates),
-        shown([of_round[1] / of_round[0] for of_round in rounds]),
-        shown([of_round[2] / of_round[0] for of_round in rounds]),
+        *against_off(rounds),
         f"{told[0]}/{told[1]} ({told[0] / max(told[1], 1):.2f})",
     ]
 

@@ -39,6 +39,18 @@ def shown(ratios: Sequence[float]) -> str:
     return f"{statistics.median(ratios):.3f} ({low:.3f} to {high:.3f})"
 
 
+def against_off(rounds: Sequence[Sequence[float]]) -> list[str]:
+    """Return cells of a table: the medians of an engine without and of one with something, their ratio, and
+    that of a second one without to the first, the control.
+
+    Args:
+        rounds: of each, the rates in this order.
+    """
+    medians = [statistics.median(of_round[index] for of_round in rounds) for index in (0, 1)]
+    ratios = [shown([of_round[index] / of_round[0] for of_round in rounds]) for index in (1, 2)]
+    return [*(f"{median:.1f}" for median in medians), *ratios]
+
+
 def print_compared(title: str, names: Iterable[str], rounds: Sequence[Sequence[dict[str, float]]]) -> None:
     """Print a Markdown table of the figures of "here", "other" and "other" again, the control."""
     print(f"| {title} | here | other | here/other | control |\n|---|---|---|---|---|")

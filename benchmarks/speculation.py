@@ -15,7 +15,6 @@ and how many drafts were accepted. Tokens must be equal.
 from __future__ import annotations
 
 import argparse
-import statistics
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -23,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ratios import in_turns, shown
+from ratios import against_off, in_turns
 
 from penstock import LLM, SamplingParams
 from penstock.config.speculation import SpeculativeMethod
@@ -96,14 +95,8 @@ def compare(options: argparse.Namespace, stages: int, wanted: Sequence[Case]) ->
             accepted, drafted = (
                 after - old for after, old in zip(drafts_of(engines[1]), before, strict=True)
             )
-            rates = [statistics.median(of_round[index] for of_round in rounds) for index in (0, 1)]
-            gains = shown([of_round[1] / of_round[0] for of_round in rounds])
-            control = shown([of_round[2] / of_round[0] for of_round in rounds])
-            print(
-                f"| {stages} | {case.name} | {rates[0]:.1f} | {rates[1]:.1f} | {gains} | {control} | "
-                f"{accepted}/{drafted} |",
-                flush=True,
-            )
+            cells = [str(stages), case.name, *against_off(rounds), f"{accepted}/{drafted}"]
+            print(f"| {' | '.join(cells)} |", flush=True)
 
 
 def drafts_of(llm: LLM) -> tuple[int, int]:

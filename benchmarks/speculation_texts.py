@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import re
-import statistics
 import time
 import zlib
 from collections.abc import Iterator, Sequence
@@ -25,7 +24,7 @@ from pathlib import Path
 from unittest import mock
 
 from peers.report import markdown
-from ratios import in_turns, shown
+from ratios import against_off, in_turns
 from speculation import drafts_of
 
 from penstock import LLM, SamplingParams
@@ -194,15 +193,12 @@ def compared(options: argparse.Namespace, stages: int) -> list[list[str]]:
             before = drafts_of(engines[1])
             rounds = in_turns(range(len(engines)), take, options.rounds, warm_up=1)
             told = [after - old for after, old in zip(drafts_of(engines[1]), before, strict=True)]
-            rates = [statistics.median(of_round[index] for of_round in rounds) for index in (0, 1)]
             rows.append(
                 [
                     str(stages),
                     name,
                     f"{len(prompt_ids)} + {len(Script.ids)}",
-                    *(f"{rate:.1f}" for rate in rates),
-                    shown([of_round[1] / of_round[0] for of_round in rounds]),
-                    shown([of_round[2] / of_round[0] for of_round in rounds]),
+                    *against_off(rounds),
                     f"{told[0]}/{told[1]}",
                 ]
             )

@@ -29,18 +29,23 @@ def begun(server: Server) -> list[Iterator[int]]:
     return [iter(Stream(server, request | {"max_tokens": NUM_TOKENS})) for request in STREAMS]
 
 
+def interrupted(server: Server, victim: str) -> list[list[int]]:
+    """Tokens of all streams; the victim is killed when some have come."""
+    streams = begun(server)
+    found = [[next(streams[0]) for _ in range(40)], []]
+    named(server, victim).kill()
+    for tokens, stream in zip(found, streams, strict=True):
+        tokens.extend(stream)
+    return found
+
+
 @pytest.mark.parametrize(
     "victim", sampled(["penstock core", "penstock stage 1 tp 0", "penstock stage 0 tp 0"], 1)
 )
 def test_r4_streams_go_on_and_the_core_brings_another_drafter(server: Server, victim: str) -> None:
     golden = [list(stream) for stream in begun(server)]
     before, drafter = server.num_recoveries, named(server, DRAFTER)
-    streams = begun(server)
-    found = [[next(streams[0]) for _ in range(40)], []]
-    named(server, victim).kill()
-    for tokens, stream in zip(found, streams, strict=True):
-        tokens.extend(stream)
-    assert found == golden
+    assert interrupted(server, victim) == golden
     assert server.num_recoveries == before + 1
     if victim == "penstock core":
         drafter.wait(30)  # it dies with the core that has started it
@@ -51,10 +56,5 @@ def test_r4_streams_go_on_and_the_core_brings_another_drafter(server: Server, vi
 def test_r1_streams_go_on_without_the_drafter(server: Server) -> None:
     golden = [list(stream) for stream in begun(server)]
     before = server.num_recoveries
-    streams = begun(server)
-    found = [[next(streams[0]) for _ in range(40)], []]
-    named(server, DRAFTER).kill()
-    for tokens, stream in zip(found, streams, strict=True):
-        tokens.extend(stream)
-    assert found == golden
+    assert interrupted(server, DRAFTER) == golden
     assert server.num_recoveries == before, "nothing else is lost with it"

@@ -13,15 +13,14 @@ from typing import Any
 import pytest
 
 from checkpoints import write_raw_safetensors
+from drafters import without_costs
 from paths import shared_data
 from penstock import LLM, SamplingParams
 from penstock.drafting import drafter_child
 from penstock.drafting.drafter_child import DrafterChild
 from penstock.engine.core import core_assembly
 from penstock.errors import PenstockError, StageLostError
-from penstock.kvcache.allocator import BlockAllocator
 from penstock.scheduler import windows
-from penstock.speculation.drafter import Drafter
 
 MODEL = str(shared_data("models", "stories260K"))
 DRAFT = {"model": MODEL, "quantization": "int4", "num_speculative_tokens": 4}
@@ -72,10 +71,6 @@ def waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guesses are waited for, however little a step of this small model costs, and all of them are sent."""
     monkeypatch.setattr(windows, "guesses_worth_waiting", lambda draft, most, *_: most)
     monkeypatch.setattr(windows, "_LEAST_PATIENCE_S", 60.0)
-
-    def without_costs(drafter: Drafter, allocator: BlockAllocator, costs: object, **given: Any) -> Any:
-        return windows.DraftWindows(drafter, allocator, None, **given)
-
     monkeypatch.setattr(core_assembly, "DraftWindows", without_costs)
 
 

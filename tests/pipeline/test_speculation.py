@@ -19,18 +19,16 @@ from typing import Any
 import pytest
 
 from depth import sampled
+from drafters import without_costs
 from pairwise import Case, drawn
 from paths import shared_data
 from penstock import LLM, SamplingParams
 from penstock.engine.core import core_assembly
-from penstock.kvcache.allocator import BlockAllocator
 from penstock.rank import loading
 from penstock.request import StructuredOutputs
 from penstock.runner.request_rows import RequestRows
 from penstock.runner.row_state import RowState
-from penstock.scheduler.cost_model import CostModel
-from penstock.scheduler.windows import DraftWindows
-from penstock.speculation.drafter import NO_DRAFT, Draft, Drafter, LocalDrafter, Question
+from penstock.speculation.drafter import NO_DRAFT, Draft, LocalDrafter, Question
 from penstock.speculation.suffix import SuffixDrafter
 
 VOCAB_SIZE = 512
@@ -138,11 +136,6 @@ def reference(block_size: int, tensor_parallel: int) -> list[tuple[list[int], ob
     """Without speculation; these two change the last bits of log-probabilities, with it or without."""
     with engine(block_size=block_size, tensor_parallel_size=tensor_parallel) as llm:
         return generate(llm)
-
-
-def without_costs(drafter: Drafter, allocator: BlockAllocator, costs: CostModel | None, **given: Any) -> Any:
-    """Windows that do not shrink where this machine happens to be slow."""
-    return DraftWindows(drafter, allocator, None, **given)
 
 
 @pytest.mark.deep

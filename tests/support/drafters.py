@@ -9,14 +9,21 @@ from typing import Any
 
 from fakes import VOCAB_SIZE, next_token
 from penstock.batch import GREEDY
+from penstock.kvcache.allocator import BlockAllocator
 from penstock.scheduler.queues import RequestState
-from penstock.speculation.drafter import NO_DRAFT, Draft, LocalDrafter, Question
+from penstock.scheduler.windows import DraftWindows
+from penstock.speculation.drafter import NO_DRAFT, Draft, Drafter, LocalDrafter, Question
 
 
 def asked(token_ids: Sequence[int], most: int, request: int = 0, **given: Any) -> Question:
     """What a drafter is asked; the request has no output yet, and is greedy."""
     fields: dict[str, Any] = {"least_chance": 0.0, "prompt_len": len(token_ids), "sampling": GREEDY}
     return Question(request, token_ids, most, **(fields | given))
+
+
+def without_costs(drafter: Drafter, allocator: BlockAllocator, costs: object, **given: Any) -> DraftWindows:
+    """Windows that do not shrink where this machine happens to be slow; in place of `DraftWindows`."""
+    return DraftWindows(drafter, allocator, None, **given)
 
 
 class KnowingDrafter(LocalDrafter):

@@ -1,10 +1,18 @@
-"""Checks of numbers that several settings share; each raises a `UsageError` that names the setting."""
+"""Checks that several settings share; those of numbers raise a `UsageError` that names the setting."""
 
 from __future__ import annotations
 
 import math
+import re
 
 from penstock.errors import UsageError
+
+_DEVICE = re.compile(r"cpu|cuda(:\d{1,3})?")
+
+
+def is_device(name: str) -> bool:
+    """Return whether this is `cpu`, `cuda` or a GPU such as `cuda:1`."""
+    return _DEVICE.fullmatch(name) is not None
 
 
 def at_least(name: str, value: int, low: int) -> None:

@@ -15,7 +15,7 @@ from typing import Annotated, ClassVar, Literal, TypeVar
 
 import msgspec
 
-from penstock.config.checks import above_zero, at_least, between
+from penstock.config.checks import above_zero, at_least, between, is_device
 from penstock.config.executor_backend import require_backend
 from penstock.config.hosts import HostsConfig
 from penstock.config.setting import Setting
@@ -39,7 +39,6 @@ NUMERIC_CLASSES = ("portable", "avx2", "avx512", "avx512-vnni", "avx512-bf16", "
 Value = TypeVar("Value")
 
 PARTITION_VARIABLE = "PENSTOCK_PP_LAYER_PARTITION"
-_DEVICE = re.compile(r"cpu|cuda(:\d{1,3})?")
 
 
 MAX_THREADS = 1024  # of a rank; threads beyond the cores only wait for each other
@@ -296,7 +295,7 @@ class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     def _check_devices(self) -> None:
         for device in self.rank_devices:
-            if self.device != "auto" and not _DEVICE.fullmatch(device):
+            if self.device != "auto" and not is_device(device):
                 raise UsageError(
                     f"device is '{self.device}'; '{device}' is no device of a stage.",
                     remedy="Use auto, cpu, cuda, cuda:N, or cpu, cuda and cuda:N for each stage: cpu,cuda:0.",

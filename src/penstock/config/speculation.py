@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 
-from penstock.config.checks import between
+from penstock.config.checks import between, is_device
 from penstock.config.setting import Setting
 from penstock.errors import UsageError
 
@@ -28,7 +27,6 @@ _FIELDS = {
 _IGNORED = ("prompt_lookup_min", "prompt_lookup_max")  # lengths that are looked up: ours are fixed
 _NAME = "speculative_config"
 _EXAMPLE = """Give {"method": "suffix"}, for example."""
-_DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
 
 
 class SpeculationConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -83,7 +81,7 @@ class SpeculationConfig(msgspec.Struct, frozen=True, kw_only=True):
                 remedy="Leave one of the two out.",
                 param="speculative_model",
             )
-        if not _DEVICE.fullmatch(self.speculative_device):
+        if self.speculative_device != "auto" and not is_device(self.speculative_device):
             raise UsageError(
                 f"speculative_device is {self.speculative_device!r}.",
                 remedy="Use auto, cpu, cuda or a GPU such as cuda:1.",
@@ -142,8 +140,6 @@ def with_speculative_config(
 def _checked(fields: Mapping[str, Any]) -> SpeculationConfig:
     try:
         return msgspec.convert(fields, SpeculationConfig)
-    except UsageError:
-        raise
     except msgspec.ValidationError as error:
         if isinstance(error.__cause__, UsageError):
             raise error.__cause__ from None

@@ -15,7 +15,7 @@ from contextlib import ExitStack
 import msgspec
 
 from penstock.drafting.draft_wire import DraftSocket, Guessed, draft_sockets
-from penstock.errors import PenstockError, StageLostError, WaitTimeoutError, error_from_info
+from penstock.errors import PenstockError, WaitTimeoutError, error_from_info
 from penstock.hosts.local_process import spawn
 from penstock.process import entry_points
 from penstock.process.child import encode_config
@@ -59,9 +59,8 @@ class DrafterChild:
         deadline = time.monotonic() + limit_s
         while not (self._member.is_ready or is_over()):
             select.select([source.fileno() for source in self._member.sources], [], [], _POLL_S)
-            self._member.read_status()
-            if self._member.exit_code is not None or self._member.failure is not None:
-                raise self._named(self.why_ended() or StageLostError("it has ended."))
+            if (error := self.why_ended()) is not None:
+                raise self._named(error)
             if time.monotonic() > deadline:
                 raise self._named(WaitTimeoutError(f"it had not loaded after {limit_s:g} s."))
 

@@ -15,7 +15,6 @@ use, the model is asked for one token now and then, to see whether that has chan
 from __future__ import annotations
 
 import contextlib
-import logging
 import math
 from collections.abc import Callable, Collection, Sequence
 from typing import Protocol
@@ -45,8 +44,6 @@ _TRIAL_EVERY = 24  # tokens, where they are not
 _MOST_BEHIND = 64  # tokens of a text: it takes about as long as one to compute them
 _SAMPLING_AS_IDS = MOST_SAMPLING_BYTES // 5  # as many as take so many bytes
 _NO_GUESS = Guess(-1, 0, [])
-
-_logger = logging.getLogger(__name__)
 
 
 class DraftingProcess(Protocol):

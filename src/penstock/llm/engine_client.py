@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -94,17 +95,13 @@ class InprocessClient:
 
     def __init__(self, plan: LaunchPlan, executor: Executor) -> None:
         self._executor = executor
-        try:
+        with ExitStack() as undone:
+            undone.callback(executor.shutdown)
             kv_plan = executor.start()
             self._core, scheduler = build_core(plan.core, executor, kv_plan, time.monotonic)
-            try:
-                prove_stages(self._core)
-            except BaseException:
-                self._core.close()
-                raise
-        except BaseException:
-            executor.shutdown()
-            raise
+            undone.callback(self._core.close)
+            prove_stages(self._core)
+            undone.pop_all()
         self.max_model_len = scheduler.max_len
         self._refused: list[RequestUpdate] = []
         self._closed = False

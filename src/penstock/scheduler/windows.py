@@ -269,9 +269,7 @@ class DraftWindows(NoWindows):
         """Decide what the request does with the guesses that there are: it goes on with them, alone or in a
         stream, or waits for more."""
         arrival, draft = request.arrival, self._propose(request)
-        for known in (self._drafts, self._streamed, self._hopeful):
-            if arrival in known:
-                del known[arrival]
+        self._drop_guesses(arrival)
         if draft is NO_DRAFT:
             request.awaits_result = request.awaits_drafts = False
             return
@@ -287,6 +285,11 @@ class DraftWindows(NoWindows):
             self._hopeful[arrival] = request
         request.awaits_result = streamed > 0 or (is_worth_it and bool(draft.token_ids or has_more))
         request.awaits_drafts = has_more and not streamed and self._should_hold(request, draft)
+
+    def _drop_guesses(self, arrival: int) -> None:
+        self._drafts.pop(arrival, None)
+        self._streamed.pop(arrival, None)
+        self._hopeful.pop(arrival, None)
 
     def _should_hold(self, request: RequestState, draft: Draft) -> bool:
         """Whether more guesses are worth the time, and should not have come long ago."""
@@ -345,9 +348,7 @@ class DraftWindows(NoWindows):
         return self._guides.guided(request.arrival, structured, request.prompt_len, token_ids, draft, most)
 
     def forget(self, request: RequestState) -> None:
-        self._drafts.pop(request.arrival, None)
-        self._streamed.pop(request.arrival, None)
-        self._hopeful.pop(request.arrival, None)
+        self._drop_guesses(request.arrival)
         self._waits.forget(request.arrival)
         self._forced.discard(request.arrival)
         self._drafter.forget(request.arrival)
@@ -368,7 +369,6 @@ class _Prices:
         has_gaps: stages wait while each request has one plan in the pipe.
         reach: tokens that may be guessed: of one window, and, where stages wait, of those that follow it.
         least_chance: of a draft that is worth its time beside a plan such as the last one.
-        is_pointless: even a certain guess would cost more time than it saves; then nobody is asked.
     """
 
     def __init__(self, costs: CostModel | None, depth: PlanDepth, most: int) -> None:
@@ -380,7 +380,6 @@ class _Prices:
         self._trip_s = float(_FREE_TOKENS * depth.number)  # of a plan there; anything, to begin with
         self._has_trips = False
         self.least_chance = 0.0
-        self.is_pointless = False
         self.note_running(1)
 
     def note_running(self, num_running: int) -> None:
@@ -388,7 +387,11 @@ class _Prices:
         self.num_running = num_running
         self.has_gaps = num_running < self._depth.number
         self.reach = self._most if not self.has_gaps else (self._most + 1) * (self._depth.number + 1)
-        self.is_pointless = self.least_chance > 1.0 and not self.has_gaps
+
+    @property
+    def is_pointless(self) -> bool:
+        """Whether even a certain guess would cost more time than it saves; then nobody is asked."""
+        return self.least_chance > 1.0 and not self.has_gaps
 
     def planned(self, shape: _Shape, step_id: int, now: float) -> None:
         """A plan is made, so far without drafts."""
@@ -396,7 +399,6 @@ class _Prices:
         if self._costs is None:
             self._made_at[step_id] = now
         self.least_chance = least_chance(shape.num_rows, self._step_seconds())
-        self.is_pointless = self.least_chance > 1.0 and not self.has_gaps
 
     @property
     def is_timing(self) -> bool:

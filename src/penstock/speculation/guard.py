@@ -11,13 +11,13 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Collection, Sequence
-from typing import Any
+from typing import TypeVar
 
 from penstock.speculation.drafter import NO_DRAFT, Draft, Drafter, Question
 
 LONGEST_CALL_S = 0.5  # a step of a large model takes as long; the built-in drafter needs 5 ms at most
 
-_PROPOSE, _ACCEPT, _FORGET, _POLL = "propose", "accept", "forget", "poll"
+Result = TypeVar("Result")
 
 _logger = logging.getLogger(__name__)
 
@@ -39,7 +39,7 @@ class GuardedDrafter:
         self._promised: set[int] = set()  # requests that were told of more to come
 
     def propose(self, question: Question) -> Draft:
-        draft: Draft | None = self._call(_PROPOSE, question)
+        draft = self._call(lambda drafter: drafter.propose(question))
         if draft is None:
             return NO_DRAFT
         token_ids, most = draft.token_ids, question.most
@@ -54,14 +54,14 @@ class GuardedDrafter:
         return draft
 
     def accept(self, request: int, num_drafted: int, num_accepted: int) -> None:
-        self._call(_ACCEPT, request, num_drafted, num_accepted)
+        self._call(lambda drafter: drafter.accept(request, num_drafted, num_accepted))
 
     def forget(self, request: int) -> None:
         self._promised.discard(request)
-        self._call(_FORGET, request)
+        self._call(lambda drafter: drafter.forget(request))
 
     def poll(self) -> Collection[int]:
-        news: Collection[int] | None = self._call(_POLL)
+        news = self._call(lambda drafter: drafter.poll())
         if news is not None:
             return news
         promised, self._promised = self._promised, set()  # nothing more will come
@@ -75,13 +75,13 @@ class GuardedDrafter:
             self._drafter.close()
             self._drafter = None
 
-    def _call(self, name: str, *given: Any) -> Any:
-        """What this method of the drafter returns; None if it is switched off, or is now."""
+    def _call(self, call: Callable[[Drafter], Result]) -> Result | None:
+        """What the drafter returns; None if it is switched off, or is now."""
         if self._drafter is None:
             return None
         began = self._clock()
         try:
-            result = getattr(self._drafter, name)(*given)
+            result = call(self._drafter)
         except Exception as error:
             self._switch_off(f"{type(error).__name__}: {error}")
             return None

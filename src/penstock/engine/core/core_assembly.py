@@ -63,69 +63,54 @@ def build_core(
     """Scheduler and core over an executor that has been started; measures the stages.
 
     Args:
-        drafting: the process of the draft model, which was started before, and is the core's from now on.
+        drafting: the process of the draft model where its owner has started it before; it need not be ready.
+            Otherwise it is started here, and is the core's.
     """
-    drafting = drafting or start_drafting(config)
     with ExitStack() as undone:
-        if drafting is not None:
+        if drafting is None and (drafting := start_drafting(config)) is not None:
             undone.callback(drafting.close)
-            if epoch == 0:  # in a later one requests wait, which can do without
-                drafting.await_ready(config.parallel.load_timeout_s)
-        built = _built(config, executor, kv_plan, clock, recovers, epoch, restarts, drafting)
-        undone.pop_all()
-    return built
-
-
-def _built(
-    config: CoreConfig,
-    executor: Executor,
-    kv_plan: KVPlan,
-    clock: Callable[[], float],
-    recovers: bool,
-    epoch: int,
-    restarts: Restarts,
-    drafting: DrafterChild | None,
-) -> tuple[EngineCore, Scheduler]:
-    guides = _guides(config) if config.speculation.is_on and config.model_path else NO_GUIDES
-    calibration = calibrate(executor, config, kv_plan, clock, epoch=epoch)
-    depth, wire = depth_and_wire(config.parallel, calibration.costs.model, num_links=config.num_links)
-    allocator = BlockAllocator(_pool(config, kv_plan.num_blocks), config.cache.block_size)
-    scheduler = Scheduler(
-        config.scheduler,
-        allocator,
-        num_stages=config.parallel.pipeline_parallel_size,
-        max_model_len=config.max_model_len,
-        eos_token_ids=config.eos_token_ids,
-        seed=config.seed,
-        clock=clock,
-        costs=calibration.costs.model,
-        tier=_tier(config, allocator, clock),
-        depth=depth,
-        windows=_windows(
-            config,
+            drafting.await_ready(config.parallel.load_timeout_s)
+        guides = _guides(config) if config.speculation.is_on and config.model_path else NO_GUIDES
+        calibration = calibrate(executor, config, kv_plan, clock, epoch=epoch)
+        depth, wire = depth_and_wire(config.parallel, calibration.costs.model, num_links=config.num_links)
+        allocator = BlockAllocator(_pool(config, kv_plan.num_blocks), config.cache.block_size)
+        scheduler = Scheduler(
+            config.scheduler,
             allocator,
-            calibration.costs.model,
-            depth,
-            guides,
-            kv_plan.ranks,
+            num_stages=config.parallel.pipeline_parallel_size,
+            max_model_len=config.max_model_len,
+            eos_token_ids=config.eos_token_ids,
+            seed=config.seed,
+            clock=clock,
+            costs=calibration.costs.model,
+            tier=_tier(config, allocator, clock),
+            depth=depth,
+            windows=_windows(
+                config,
+                allocator,
+                calibration.costs.model,
+                depth,
+                guides,
+                kv_plan.ranks,
+                clock,
+                SuffixDrafter() if drafting is None else ModelDrafter(drafting, clock),
+            ),
+        )
+        core = EngineCore(
+            scheduler,
+            executor,
+            config.parallel,
             clock,
-            SuffixDrafter() if drafting is None else ModelDrafter(drafting, clock),
-        ),
-    )
-    core = EngineCore(
-        scheduler,
-        executor,
-        config.parallel,
-        clock,
-        calibration=calibration,
-        recovers=recovers,
-        stall_limit=_stall_limit(config, recovers),
-        wire=wire,
-        epoch=epoch,
-        restarts=restarts,
-        ranks=kv_plan.ranks,
-        vocab_size=config.vocab_size,
-    )
+            calibration=calibration,
+            recovers=recovers,
+            stall_limit=_stall_limit(config, recovers),
+            wire=wire,
+            epoch=epoch,
+            restarts=restarts,
+            ranks=kv_plan.ranks,
+            vocab_size=config.vocab_size,
+        )
+        undone.pop_all()
     return core, scheduler
 
 

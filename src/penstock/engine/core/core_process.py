@@ -52,9 +52,8 @@ def _serve(
         os.sched_setaffinity(0, config.core.cpus)
     clients = CoreSocket(config.client_address)
     closing.callback(clients.close)
-    if (
-        drafting is not None
-    ):  # before the ranks look how much memory is free; who is started anew does not wait
+    if drafting is not None:
+        # Before the ranks look how much memory is free. Who is started anew has endpoints, and does not wait.
         drafting.await_ready(config.core.parallel.load_timeout_s, control.has_news)
         status.write(DrafterLoaded())
     stopping = closing.enter_context(ExitStack())

@@ -39,7 +39,7 @@ def drafter_config(
     Args:
         spec, directory: of the served model.
         ranks: that serve it, of all replicas.
-        head: where the core runs.
+        head: where the core runs, with the memory that the weights of its ranks leave.
         decide: everything about the only rank of an engine.
 
     Raises:
@@ -51,8 +51,7 @@ def drafter_config(
     if model is None:
         return None
     num_drafters = config.parallel.data_parallel_size  # each replica has a core, and so one of its own
-    free_bytes = max(0, head.free_bytes - _held_bytes(spec, ranks, head)) // num_drafters
-    own = msgspec.structs.replace(head, free_bytes=free_bytes)
+    own = msgspec.structs.replace(head, free_bytes=head.free_bytes // num_drafters)
     num_cpus = _num_idle_cpus(ranks, head) // num_drafters
     try:
         rank = decide(_engine_config(config, model, ranks[0], num_cpus), own)
@@ -111,17 +110,6 @@ def _num_idle_cpus(ranks: Sequence[RankConfig], head: HostResources) -> int:
     """Cores of the head that no rank computes on. Where there is none the draft model takes one thread: it
     computes while a stage does as well, and of two threads that wait for each other one would be held up."""
     return head.num_cpus - sum(rank.threads for rank in ranks if rank.host == head.name)
-
-
-def _held_bytes(spec: ModelSpec, ranks: Sequence[RankConfig], head: HostResources) -> int:
-    """Weights of the ranks in the memory of the head, at least."""
-    bits = {"int8": 8, "int4": 4, "none": {"float32": 32}.get(ranks[0].dtype, 16)}[ranks[0].quantization]
-    parameters = sum(
-        spec.stage_parameters(rank.start_layer, rank.end_layer) // rank.tp_size
-        for rank in ranks
-        if rank.host == head.name and rank.device == "cpu"
-    )
-    return parameters * bits // 8
 
 
 def _require_same_vocabulary(

@@ -120,6 +120,11 @@ def resolve(config: EngineConfig, hosts: Sequence[HostResources]) -> LaunchPlan:
     return resolve_replicas(config, hosts)[0]
 
 
+def _only_rank(config: EngineConfig, host: HostResources) -> RankConfig:
+    """The rank of an engine that has one, on this host."""
+    return resolve(config, [host]).ranks[0]
+
+
 def resolve_replicas(
     config: EngineConfig,
     hosts: Sequence[HostResources],
@@ -153,7 +158,8 @@ def resolve_replicas(
     max_model_len = _max_model_len(config.model.max_model_len, spec)
     stages = parallel.pipeline_parallel_size
     ranges = partition_layers(spec.num_layers, stages, parallel.partition)
-    _check_weights_fit(spec, ranges, parallel, form, homes)
+    weight_bytes = _weight_bytes(spec, ranges, parallel, form, homes)
+    _check_weights_fit(weight_bytes, homes)
     wait_timeout_s = _step_timeout_s(config) * stages
     ranks = _rank_configs(config, str(directory), form, ranges, max_model_len, wait_timeout_s, homes)
     core = _core_config(config, spec, str(directory), max_model_len, cpus_of_core(ranks, hosts[0]))
@@ -174,9 +180,8 @@ def resolve_replicas(
         with_link_frames(ranks[first : first + size], parallel, size_of_frame)
         for first in range(0, len(ranks), size)
     ]
-    drafter = drafter_config(
-        config, spec, directory, ranks, hosts[0], lambda own, head: resolve(own, [head]).ranks[0]
-    )
+    head = _with_weights(hosts[0], weight_bytes)
+    drafter = drafter_config(config, spec, directory, ranks, head, _only_rank)
     notes = (
         *form.notes,
         *notes_on_drafter(drafter),
@@ -524,14 +529,14 @@ def _check_devices_of_stage(devices: list[str]) -> None:
     )
 
 
-def _check_weights_fit(
+def _weight_bytes(
     spec: ModelSpec,
     ranges: list[tuple[int, int]],
     parallel: ParallelConfig,
     form: _WeightForm,
     homes: Sequence[HostResources],
-) -> None:
-    """Refuse at once what would fail after a long load; how much KV fits is for the ranks to measure."""
+) -> Counter[str]:
+    """By host: bytes that the weights of its ranks on the CPU take at least."""
     of_replica = [
         spec.stage_parameters(start, end) // size
         for (start, end), size in zip(ranges, parallel.tp_sizes, strict=True)
@@ -541,8 +546,18 @@ def _check_weights_fit(
     on_host: Counter[str] = Counter()
     for parameters, device, home in zip(of_ranks, form.devices, homes, strict=True):
         on_host[home.name] += parameters if device == "cpu" else 0
+    return Counter({name: parameters * form.bits // 8 for name, parameters in on_host.items()})
+
+
+def _with_weights(host: HostResources, weight_bytes: Counter[str]) -> HostResources:
+    """The host once the weights of its ranks are loaded."""
+    return msgspec.structs.replace(host, free_bytes=max(0, host.free_bytes - weight_bytes[host.name]))
+
+
+def _check_weights_fit(weight_bytes: Counter[str], homes: Sequence[HostResources]) -> None:
+    """Refuse at once what would fail after a long load; how much KV fits is for the ranks to measure."""
     for host in homes:
-        weights = on_host[host.name] * form.bits // 8
+        weights = weight_bytes[host.name]
         if weights <= host.free_bytes:
             continue
         raise NotEnoughMemoryError(
