@@ -167,6 +167,9 @@ class ScheduledBatch(msgspec.Struct, frozen=True, tag="plan", kw_only=True, omit
     # first of them. They are the row's last tokens of the step, and all of its tokens are sampled: such a row
     # is a window (`sample.windows`).
     drafts: dict[int, list[TokenId]] = {}
+    # Row index -> tokens that the MTP layer guesses behind what is sampled of the row; it reads the row's
+    # tokens. Of rows that are not here it reads none.
+    mtp: dict[int, int] = {}
     pooled: list[int] = []  # rows whose vector is whole with this step, in plan order
     consume_through: int = -1  # earlier stages consume token returns of steps <= this before building
     freed_rows: list[int] = []
@@ -252,6 +255,9 @@ class StepResult(msgspec.Struct, frozen=True, tag="result", kw_only=True, omit_d
     logprobs: list[list[TokenLogprobs] | None] = []
     failed: list[int] = []  # indices into the lists above where nothing could be sampled
     unmet: dict[int, str] = {}  # of these: why no id was allowed; of the others the logits were not finite
+    guesses: dict[
+        int, list[TokenId]
+    ] = {}  # index into `token_ids` -> what the MTP layer guesses behind these
     scores: list[list[TokenLogprobs]] = []  # of each token; of none where a logit was NaN or infinite
     pooled: list[bytes] = []  # float32 [hidden_size] each; empty: not finite
 

@@ -6,11 +6,13 @@ experts. Corrections are as large as the scores that they correct.
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoModelForCausalLM, DeepseekV2Config, DeepseekV3Config, PreTrainedConfig
 
@@ -73,6 +75,44 @@ class DeepseekModel:
                 weight.data = noise * (0.5 if "embed_tokens" in name else 1.5 * weight.shape[-1] ** -0.5)
         model.save_pretrained(directory)
         return directory
+
+
+def make_with_mtp(directory: Path, *, is_right: bool = False, name: str = "v3", **changes: Any) -> Path:
+    """A checkpoint in float32 with a layer behind the last that guesses one token further.
+
+    Args:
+        is_right: its guesses are right as a rule: all layers add little to what a token says by itself, and
+            it looks at the token that follows alone. Else its weights are random.
+    """
+    MODELS[name].make(directory, **changes)
+    path, config_path = directory / "model.safetensors", directory / "config.json"
+    config = json.loads(config_path.read_text())
+    config_path.write_text(json.dumps(config | {"num_nextn_predict_layers": 1}))
+    tensors, layer, size = load_file(path), config["num_hidden_layers"], config["hidden_size"]
+    if is_right:
+        outputs = [key for key in tensors if key.endswith(("o_proj.weight", "down_proj.weight"))]
+        tensors |= {key: 0.02 * tensors[key] for key in outputs}
+    generator = torch.Generator().manual_seed(3)
+    own = {
+        "enorm.weight": 1.0 + 0.3 * torch.randn(size, generator=generator),
+        "hnorm.weight": 1.0 + 0.3 * torch.randn(size, generator=generator),
+        "eh_proj.weight": torch.randn(size, 2 * size, generator=generator) * (2 * size) ** -0.5,
+        "shared_head.norm.weight": 1.0 + 0.3 * torch.randn(size, generator=generator),
+    }
+    if is_right:
+        own["enorm.weight"] = torch.ones(size)
+        own["eh_proj.weight"] = torch.cat((torch.eye(size), torch.zeros(size, size)), dim=1)
+        own["shared_head.norm.weight"] = tensors["model.norm.weight"].clone()
+    own["embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
+    own["shared_head.head.weight"] = tensors["lm_head.weight"].clone()
+    last, prefix = f"model.layers.{layer - 1}.", f"model.layers.{layer}."
+    for key in [key for key in tensors if key.startswith(last)]:
+        value = tensors[key]
+        mixed = value.flip(0) if not is_right and value.dim() > 1 and "gate" not in key else value.clone()
+        own[key.removeprefix(last)] = mixed
+    tensors |= {prefix + key: value.contiguous() for key, value in own.items()}
+    save_file(tensors, path, {"format": "pt"})
+    return directory
 
 
 def _corrections(model: nn.Module) -> list[tuple[str, torch.Tensor]]:

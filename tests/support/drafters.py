@@ -12,7 +12,7 @@ from penstock.batch import GREEDY
 from penstock.kvcache.allocator import BlockAllocator
 from penstock.scheduler.queues import RequestState
 from penstock.scheduler.windows import DraftWindows
-from penstock.speculation.drafter import NO_DRAFT, Draft, Drafter, LocalDrafter, Question
+from penstock.speculation.drafter import NO_DRAFT, Draft, Drafter, LocalDrafter, OwnGuesses, Question
 
 
 def asked(token_ids: Sequence[int], most: int, request: int = 0, **given: Any) -> Question:
@@ -115,7 +115,7 @@ class SteadyDrafter(LocalDrafter):
         self._texts.pop(request, None)
 
 
-class SlowDrafter:
+class SlowDrafter(OwnGuesses):
     """Guesses the tokens of `fakes.next_token`, all right, one after the other as a clock goes on.
 
     Args:

@@ -188,6 +188,8 @@ class RankReplica:
         # step -> row -> generation, ids, rejected drafts
         self.returns: dict[int, dict[int, tuple[int, list[int], int]]] = {}
         self.num_rejected: list[int] = []  # of the sampled rows of the newest step
+        self.guesses: dict[int, list[int]] = {}  # of the newest step, as in its result
+        self.guess_error = 0
         self.pooled: list[bytes] = []  # vectors of the step that was run last
         self.log = DecisionLog(epoch, first_step)
         self.scores: list[list[TokenLogprobs]] = []  # of the newest step
@@ -218,7 +220,31 @@ class RankReplica:
             for (row, ids), rejected in zip(kept, sizes, strict=True)
         }
         self.scores = [self._score(plan, scored) for scored in plan.scored]
+        self.guesses = self._guess(plan, [row for row, ids in kept if ids])
         return [ids for _, ids in kept]
+
+    def _guess(self, plan: ScheduledBatch, sampled: list[int]) -> dict[int, list[int]]:
+        """What the MTP layer guesses: right tokens, each made wrong by `guess_error`."""
+        assert all(0 <= index < len(plan.rows) for index in plan.mtp)
+        assert not plan.mtp or not (plan.scored or plan.pooled), "the head has other work"
+        guesses = {}
+        for index, count in plan.mtp.items():
+            row = plan.rows[index]
+            state = self.rows[row]
+            assert not count or plan.need_sampled[index], "guesses follow a sample"
+            room = len(state.blocks) * self.block_size - (
+                plan.start_positions[index] + plan.num_tokens[index]
+            )
+            assert count <= room + state.num_rejected + 1, "the layer has room for all guesses but the last"
+            if row not in sampled:
+                continue
+            context = list(state.truth)
+            for _ in range(count):
+                context.append(next_token(context, state.sampling, len(context) - state.prompt_len))
+            guesses[plan.sampled_rows.index(row)] = [
+                (token + self.guess_error) % VOCAB_SIZE for token in context[len(state.truth) :]
+            ]
+        return guesses
 
     def num_settled(self, row: int) -> int:
         """The scheduled positions of a row once all returns are consumed."""
@@ -615,6 +641,7 @@ class FakeExecutor:
                 for ids, count in zip(tokens, wanted, strict=True)
             ],
             failed=failed,
+            guesses=self.replica.guesses,
             scores=[
                 [] if index in self.fail_scores.get(plan.step_id, []) else scores
                 for index, scores in enumerate(self.replica.scores)

@@ -180,7 +180,7 @@ _OF_SGLANG: Mapping[str, tuple[str, str]] = {
     "--enable-mixed-chunk": ("", _ALWAYS),
     "--is-embedding": ("", "every model gives texts and embeddings"),
     "--log-level": ("", "the log is not filtered by level; --log-format is text or json"),
-    "--speculative-algorithm": ("--speculative-method", "suffix, draft_model or off"),
+    "--speculative-algorithm": ("--speculative-method", "suffix, draft_model, mtp or off"),
     "--speculative-num-steps": ("--num-speculative-tokens", ""),
     "--speculative-draft-model-path": ("--speculative-model", ""),
     "--enable-lora": ("", _NO_ADAPTERS),

@@ -12,12 +12,19 @@ from penstock.config.checks import between, is_device
 from penstock.config.setting import Setting
 from penstock.errors import UsageError
 
-SpeculativeMethod = Literal["off", "suffix", "draft_model"]
+SpeculativeMethod = Literal["off", "suffix", "draft_model", "mtp"]
 DraftQuantization = Literal["none", "int8", "int4"]
 MOST_SPECULATIVE_TOKENS = 64
 
 # vLLM's names for what we have.
-_METHODS = {"off": "off", "suffix": "suffix", "ngram": "suffix", "draft_model": "draft_model"}
+_METHODS = {
+    "off": "off",
+    "suffix": "suffix",
+    "ngram": "suffix",
+    "draft_model": "draft_model",
+    "mtp": "mtp",
+    "deepseek_mtp": "mtp",
+}
 _FIELDS = {
     "model": "speculative_model",
     "quantization": "speculative_quantization",
@@ -33,7 +40,8 @@ class SpeculationConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Who guesses what requests say next, so that one step yields several tokens.
 
     Attributes:
-        speculative_method: who guesses: `off`; `suffix`: the text itself; `draft_model`: a small model.
+        speculative_method: who guesses: `off`; `suffix`: the text itself; `draft_model`: a small model;
+            `mtp`: a layer of the model's own, where its checkpoint has one.
         num_speculative_tokens: guesses of a request in one step at most; fewer where more would cost time.
         speculative_model: directory or name of a model with the same vocabulary, which guesses; to name it is
             enough.
@@ -44,7 +52,7 @@ class SpeculationConfig(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     speculative_method: Annotated[
-        SpeculativeMethod, Setting("speculation", "who guesses tokens: off, suffix (the text), draft_model")
+        SpeculativeMethod, Setting("speculation", "who guesses: off, suffix (the text), draft_model, mtp")
     ] = "off"
     num_speculative_tokens: Annotated[
         int, Setting("speculation", "guesses of a request in one step at most")
@@ -75,9 +83,10 @@ class SpeculationConfig(msgspec.Struct, frozen=True, kw_only=True):
                 remedy="Name it with --speculative-model, or use --speculative-method suffix.",
                 param="speculative_model",
             )
-        if self.speculative_method == "suffix" and self.speculative_model is not None:
+        if self.speculative_method in ("suffix", "mtp") and self.speculative_model is not None:
             raise UsageError(
-                "speculative_method is suffix, which needs no model; speculative_model names one.",
+                f"speculative_method is {self.speculative_method}, which needs no model; speculative_model "
+                "names one.",
                 remedy="Leave one of the two out.",
                 param="speculative_model",
             )

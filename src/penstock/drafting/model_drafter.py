@@ -32,18 +32,14 @@ from penstock.drafting.draft_wire import (
     Guessed,
 )
 from penstock.errors import LinkClosedError, PenstockError, WaitTimeoutError
-from penstock.speculation.drafter import NO_DRAFT, Draft, Question
+from penstock.speculation.drafter import NO_DRAFT, Draft, OwnGuesses, Question
+from penstock.speculation.guessed_text import LEAST_CHANCE, Chance, GuessedText, useful
 
 SILENCE_S = 60.0  # of the process, while it has work; a step of a small model takes far less
 _FIRST_CHANCE = 0.7  # until something is measured
-_NEWEST_WEIGHT = 0.05  # of a token in the measured chance,
-_FIRST_COUNTS_AS = 4  # and what is assumed of it at first weighs as much as so many tokens
-_LEAST_USE = 0.15  # chance of the last guess that is still asked for
-_LEAST_CHANCE = 0.2  # of guesses that are asked for at all
 _TRIAL_EVERY = 24  # tokens, where they are not
 _MOST_BEHIND = 64  # tokens of a text: it takes about as long as one to compute them
 _SAMPLING_AS_IDS = MOST_SAMPLING_BYTES // 5  # as many as take so many bytes
-_NO_GUESS = Guess(-1, 0, [])
 
 
 class DraftingProcess(Protocol):
@@ -61,7 +57,7 @@ class DraftingProcess(Protocol):
         ...
 
 
-class ModelDrafter:
+class ModelDrafter(OwnGuesses):
     """Guesses with another model. It answers nothing until that is loaded.
 
     Args:
@@ -78,7 +74,7 @@ class ModelDrafter:
         self._texts: dict[int, _Text] = {}
         self._asks: list[Ask] = []  # to be sent
         self._forgotten: list[int] = []
-        self._chance = _Chance(_FIRST_CHANCE)  # of all requests
+        self._chance = Chance(_FIRST_CHANCE)  # of all requests
         self._token_s = math.inf
         self._silent_since: float | None = None  # while it has work
         with contextlib.suppress(LinkClosedError):  # `poll` says so
@@ -99,7 +95,7 @@ class ModelDrafter:
         if wanted and (text.num_told < len(token_ids) or text.wanted < wanted):
             self._ask(text, question, wanted)
         guessed = text.following(token_ids)
-        has_more = not is_trial and len(guessed) < wanted and text.is_followed and not text.guess.is_all
+        has_more = not is_trial and len(guessed) < wanted and text.is_followed and not text.is_all
         return Draft(guessed[: question.most], text.chance.value, self._token_s if has_more else math.inf)
 
     @property
@@ -108,8 +104,8 @@ class ModelDrafter:
 
     def _wanted(self, text: _Text, question: Question) -> tuple[int, bool]:
         """How many tokens to ask for, and whether only to see if guesses are right again."""
-        if text.chance.value >= max(question.least_chance, _LEAST_CHANCE):
-            return min(question.most, _useful(text.chance.value)), False
+        if text.chance.value >= max(question.least_chance, LEAST_CHANCE):
+            return min(question.most, useful(text.chance.value)), False
         return int(len(question.token_ids) >= text.tried_at + _TRIAL_EVERY), True
 
     def _ask(self, text: _Text, question: Question, wanted: int) -> None:
@@ -175,7 +171,7 @@ class ModelDrafter:
             self._silent_since = None if message.is_idle else now
             for guess in message.guesses:
                 if (text := self._texts.get(guess.request)) is not None:
-                    text.guess = guess
+                    text.take(guess)
                     news.add(guess.request)
         if self._silent_since is not None and now - self._silent_since > SILENCE_S:
             raise WaitTimeoutError(f"its process has said nothing for {SILENCE_S:.0f} s.")
@@ -188,24 +184,7 @@ class ModelDrafter:
         self._process.close()
 
 
-class _Chance:
-    """The measured chance that a guess is right.
-
-    Args:
-        value: to begin with.
-    """
-
-    def __init__(self, value: float) -> None:
-        self.value = value
-        self._count = _FIRST_COUNTS_AS
-
-    def note(self, is_right: bool) -> None:
-        """A token has come that was guessed."""
-        self._count += 1
-        self.value += max(_NEWEST_WEIGHT, 1.0 / self._count) * (is_right - self.value)
-
-
-class _Text:
+class _Text(GuessedText):
     """What is known of one request.
 
     Args:
@@ -213,57 +192,32 @@ class _Text:
         sampling: how guesses are chosen.
 
     Attributes:
-        guess: the newest; it may be about fewer tokens than there are now.
         num_told, wanted: of the newest ask.
         tried_at: tokens that there were then.
+        is_all: nothing will be guessed beyond the newest guess.
     """
 
     def __init__(self, chance: float, sampling: RowSampling) -> None:
+        super().__init__(chance)
         self.sampling = sampling
         self.sampling_bytes = len(msgspec.msgpack.encode(sampling))
-        self.chance = _Chance(chance)
-        self.guess = _NO_GUESS
         self.num_told = 0
         self.wanted = 0
         self.tried_at = 0
-        self._num_read = 0
+        self.is_all = False
+        self._has_guess = False
 
     @property
     def is_followed(self) -> bool:
         """Whether the process has computed the text, but for what came lately."""
-        return self.guess is not _NO_GUESS and self._num_read - self.guess.num_known <= _MOST_BEHIND
+        return self._has_guess and self.num_behind <= _MOST_BEHIND
 
-    def read(self, token_ids: Sequence[int]) -> list[bool]:
-        """Return of each token that is new, and was guessed behind the right ones, whether that was right."""
-        first, known = max(self._num_read, self.guess.num_known), len(token_ids)
-        self._num_read = known
-        outcome = []
-        for guessed, said in zip(self._behind(token_ids, first), token_ids[first:], strict=False):
-            outcome.append(guessed == said)
-            self.chance.note(outcome[-1])
-            if not outcome[-1]:
-                self.guess = Guess(self.guess.request, known, [])
-                break
-        return outcome
-
-    def following(self, token_ids: Sequence[int]) -> Sequence[int]:
-        """What is guessed to follow these."""
-        return self._behind(token_ids, len(token_ids))
-
-    def _behind(self, token_ids: Sequence[int], position: int) -> Sequence[int]:
-        """Guesses from a position on; none if what they follow is not what was said."""
-        start, guessed = self.guess.num_known, self.guess.token_ids
-        size = position - start
-        if not 0 <= size < len(guessed) or guessed[:size] != list(token_ids[start:position]):
-            return ()
-        return guessed[size:]
+    def take(self, guess: Guess) -> None:
+        """This is the newest guess."""
+        self.hear(guess.num_known, guess.token_ids)
+        self.is_all, self._has_guess = guess.is_all, True
 
 
 def _drawn_by(sampling: RowSampling) -> RowSampling:
     """How guesses are chosen: as the request's tokens are, but for what changes no token."""
     return msgspec.structs.replace(sampling, num_logprobs=-1, num_prompt_logprobs=-1, structured=None)
-
-
-def _useful(chance: float) -> int:
-    """How many guesses in a row are of use."""
-    return max(1, int(math.log(_LEAST_USE) / math.log(min(chance, 0.99))))

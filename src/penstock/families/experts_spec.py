@@ -87,6 +87,12 @@ class ExpertsSpec:
         router = hidden_size * (self.num_experts + self.has_shared_gate)
         return experts + router + self.routing.is_corrected * self.num_experts
 
+    def parameters_of_token(self, hidden_size: int) -> int:
+        """Of one layer, as far as one token needs them."""
+        return self.parameters(hidden_size) - 3 * hidden_size * self.inner_size * (
+            self.num_experts - self.num_chosen
+        )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertShares:

@@ -37,6 +37,7 @@ class ModelSpec:
         quantization: how the checkpoint's weights are quantised; None: they are numbers of `dtype`.
         latent: attention that keeps a latent vector in place of keys and values; None: plain attention.
         num_unused_layers: that the checkpoint has after the last, for other purposes.
+        has_mtp: the first of these guesses one token further (`models.mtp_layer`).
         experts: in place of the MLP, in all layers but some; None: every layer has a plain MLP.
         layer_windows: of each layer, how many tokens one sees, itself included; 0: all before it. Empty: all
             layers see all.
@@ -80,6 +81,7 @@ class ModelSpec:
     quantization: QuantizationSpec | None = None
     latent: LatentSpec | None = None
     num_unused_layers: int = 0
+    has_mtp: bool = False
     experts: ExpertsSpec | None = None
     layer_windows: tuple[int, ...] = ()
     local_rope: RopeSpec | None = None
@@ -165,6 +167,26 @@ class ModelSpec:
             "norm": is_last * self.hidden_size,
             "head": (is_last and not self.tie_word_embeddings) * self.embedding_parameters(),
         }
+
+    def mtp_parameters(self, *, with_embedding: bool) -> int:
+        """Of the MTP layer, and of the embedding where the last stage has none without it."""
+        inputs = self.hidden_size * (2 * self.hidden_size + 3)  # projection and norms
+        layer = self.layer_parameters(self.num_layers)
+        return inputs + layer + with_embedding * self.embedding_parameters()
+
+    def mtp_share(self) -> float:
+        """What a guess of the MTP layer costs, as a share of a step of one token: by the weights that are
+        read for either."""
+        head = self.embedding_parameters()
+        whole = sum(map(self._parameters_of_token, range(self.num_layers))) + head
+        guess = 2 * self.hidden_size**2 + self._parameters_of_token(self.num_layers) + head
+        return guess / whole
+
+    def _parameters_of_token(self, layer: int) -> int:
+        """Of a layer, as far as one token needs them."""
+        experts = self.experts_of(layer)
+        mlp = self.mlp_parameters() if experts is None else experts.parameters_of_token(self.hidden_size)
+        return self.attention_parameters() + mlp
 
     def stage_parameters(self, start_layer: int, end_layer: int) -> int:
         """All parameters of the stage with layers `[start_layer, end_layer)`."""

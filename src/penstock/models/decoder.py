@@ -7,7 +7,7 @@ nothing of ranks, links or requests.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from itertools import islice
 from typing import ClassVar, Literal
@@ -22,7 +22,7 @@ from penstock.attention.latent_paged import LatentPagedAttention
 from penstock.attention.metadata import AnyKV, AttentionMetadata
 from penstock.attention.torch_paged import TorchPagedAttention
 from penstock.distributed.group import SOLO, TensorGroup
-from penstock.distributed.share import Share, even_share, vocab_share
+from penstock.distributed.share import Share, vocab_share
 from penstock.families.sharding import HeadShares
 from penstock.families.spec import ModelSpec
 from penstock.kernels.candidates import HeadOutput, HeadRequest, LogitCurve
@@ -30,131 +30,40 @@ from penstock.kernels.cpu.ops import CpuKernels, HeadShape
 from penstock.layers.compute import Compute, FormatOf, never_quantized
 from penstock.layers.embedding import OutputHead, VocabEmbedding, Vocabulary
 from penstock.layers.experts import RoutedExperts
-from penstock.layers.linear import GatedLinear, Linear
 from penstock.layers.missing import MissingLayer
-from penstock.layers.norm import Add, AddRMSNorm, RMSNorm
-from penstock.layers.scale import scale_by
-from penstock.models.attention import Angles, Attention, LayerSite, Rotation
+from penstock.layers.norm import Add, AddRMSNorm
+from penstock.models.attention import Angles, LayerSite, Rotation
+from penstock.models.decoder_layer import DecoderLayer
 from penstock.models.interfaces import BeforeLayer
 from penstock.models.intermediate import (
     IntermediateTensors,
     StreamStart,
     make_empty_intermediate_tensors_factory,
 )
-from penstock.models.latent_attention import LatentAttention
+from penstock.models.mtp_layer import MTPLayer, copies_of_mtp_layer
 from penstock.models.recorded import RecordedForward, StageParts
 
 EMBEDDING, HEAD = "model.embed_tokens", "lm_head"
-
-# Before attention, after it, before the MLP, after it: as checkpoints call the norm there, if there is one.
-_NORM_NAMES = {
-    "before": ("input_layernorm", "", "post_attention_layernorm", ""),
-    "after": ("", "post_attention_layernorm", "", "post_feedforward_layernorm"),
-    "both": (
-        "input_layernorm",
-        "post_attention_layernorm",
-        "pre_feedforward_layernorm",
-        "post_feedforward_layernorm",
-    ),
-}
-
-
-class GatedMLP(nn.Module):
-    """down(activation(gate(x)) * up(x)): of this rank's columns of the middle."""
-
-    def __init__(self, spec: ModelSpec, compute: Compute, parent: str) -> None:
-        super().__init__()
-        group, bias = compute.group, spec.mlp_bias
-        inner = even_share(spec.intermediate_size, group.rank, group.size)
-        self.gate_up_proj = GatedLinear(
-            spec.hidden_size,
-            inner,
-            bias=bias,
-            compute=compute,
-            parent=parent,
-            stored_as="gate_up_proj" if spec.stored_together else "",
-            activation=spec.activation,
-        )
-        self.down_proj = Linear(
-            inner,
-            spec.hidden_size,
-            bias=bias,
-            compute=compute,
-            parts={f"{parent}.down_proj": spec.hidden_size},
-        )
-
-    def forward(self, hidden_states: Tensor) -> Tensor:
-        output: Tensor = self.down_proj(self.gate_up_proj(hidden_states))
-        return output
-
-
-class DecoderLayer(nn.Module):
-    """Attention and MLP or experts, with norms before, after or around each.
-
-    The residual stream travels beside the branch, which is added to it by whatever comes next (row A11).
-    """
-
-    def __init__(self, spec: ModelSpec, backend: AttentionBackend, compute: Compute, site: LayerSite) -> None:
-        super().__init__()
-        # In tuples for `forward`; norms by their names too, for the checkpoint.
-        self._before = _before(spec, compute), _before(spec, compute)
-        self._after = _after(spec, compute), _after(spec, compute)
-        around = self._before[0], self._after[0], self._before[1], self._after[1]
-        for name, norm in zip(_NORM_NAMES[spec.norm_places], around, strict=True):
-            if isinstance(norm, nn.Module):
-                self.add_module(name, norm)
-        attention = Attention if spec.latent is None else LatentAttention
-        self.self_attn = attention(spec, backend, compute, site)
-        experts = spec.experts_of(site.layer)
-        self._mlp_name = "mlp" if experts is None else experts.names.block
-        block = f"{site.name}.{self._mlp_name}"
-        if experts is None:
-            self.mlp = GatedMLP(spec, compute, block)
-        else:
-            self.add_module(self._mlp_name, RoutedExperts(experts, spec.hidden_size, compute, block))
-
-    def forward(
-        self,
-        hidden_states: Tensor,
-        residual: Tensor,
-        angles: Angles,
-        kv: AnyKV,
-        metadata: AttentionMetadata,
-    ) -> tuple[Tensor, Tensor]:
-        before_attention, before_mlp = self._before
-        after_attention, after_mlp = self._after
-        hidden_states, residual = before_attention(hidden_states, residual)
-        hidden_states = after_attention(self.self_attn(hidden_states, angles, kv, metadata))
-        hidden_states, residual = before_mlp(hidden_states, residual)
-        return after_mlp(getattr(self, self._mlp_name)(hidden_states)), residual
-
-
-def _before(spec: ModelSpec, compute: Compute) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """What adds the branch to the stream, and gives attention or MLP their input."""
-    if spec.norm_places == "after":
-        return Add(compute=compute)
-    return AddRMSNorm(spec.hidden_size, spec.rms_norm_eps, compute=compute, kind=spec.norm_kind)
-
-
-def _after(spec: ModelSpec, compute: Compute) -> Callable[[Tensor], Tensor]:
-    """What is done to the output of attention or MLP before it is added."""
-    if spec.norm_places == "before":
-        return scale_by(spec.residual_multiplier, compute)
-    assert spec.residual_multiplier == 1.0, "no family has both"
-    return RMSNorm(Share.all(spec.hidden_size), spec.rms_norm_eps, compute=compute, kind=spec.norm_kind)
 
 
 class Backbone(nn.Module):
     """Everything but the output head; its name in checkpoints is `model`."""
 
     def __init__(
-        self, spec: ModelSpec, start_layer: int, end_layer: int, backend: AttentionBackend, compute: Compute
+        self,
+        spec: ModelSpec,
+        start_layer: int,
+        end_layer: int,
+        backend: AttentionBackend,
+        compute: Compute,
+        *,
+        has_mtp: bool,
     ) -> None:
         super().__init__()
         is_first, is_last = start_layer == 0, end_layer == spec.num_layers
         is_head = is_last and spec.tie_word_embeddings
         self.embed_tokens: VocabEmbedding | MissingLayer = MissingLayer()
-        if is_first or is_head:
+        if is_first or is_head or has_mtp:
             # An embedding apart from the head is never quantised: its rows are looked up, not read.
             names = (EMBEDDING, HEAD) if spec.tie_word_embeddings else ()
             parts = dict.fromkeys(names, spec.vocab_size)
@@ -173,6 +82,9 @@ class Backbone(nn.Module):
             else MissingLayer()
             for index in range(spec.num_layers)
         )
+        if has_mtp:
+            site = LayerSite(spec.num_layers, f"model.layers.{spec.num_layers}")
+            self.layers.append(MTPLayer(spec, backend, compute, site))
         self.norm: AddRMSNorm | MissingLayer = MissingLayer()
         if is_last:
             self.norm = AddRMSNorm(spec.hidden_size, spec.rms_norm_eps, compute=compute, kind=spec.norm_kind)
@@ -191,10 +103,12 @@ class Decoder(nn.Module):
         block_size: tokens of a block of the KV cache.
         group: the ranks that have shares of these layers; the model must fit (`families.sharding`).
         expert_parallel: a rank has whole experts (`layers.compute.Compute`).
+        with_mtp: the last stage has the MTP layer too, which the spec must have (`models.mtp_layer`).
 
     Attributes:
         attention: shared by all layers; knows how their keys and values lie in memory.
         unused_layers: of the checkpoint, after the last.
+        unused_tensors: of the MTP layer: copies of what the model has.
     """
 
     supports_pp: ClassVar[Literal[True]] = True
@@ -211,6 +125,7 @@ class Decoder(nn.Module):
         block_size: int = 16,
         group: TensorGroup = SOLO,
         expert_parallel: bool = False,
+        with_mtp: bool = False,
     ) -> None:
         super().__init__()
         compute = Compute(
@@ -223,11 +138,15 @@ class Decoder(nn.Module):
         )
         self.start_layer, self.end_layer = _bounds(layer_range)
         assert 0 <= self.start_layer < self.end_layer <= spec.num_layers, layer_range
-        self.unused_layers = range(spec.num_layers, spec.num_layers + spec.num_unused_layers)
-        self.attention = _attention(spec, compute, block_size)
-        self.model = Backbone(spec, self.start_layer, self.end_layer, self.attention, compute)
-        self.lm_head: OutputHead | MissingLayer = MissingLayer()
         self._is_last = self.end_layer == spec.num_layers
+        has_mtp = with_mtp and self._is_last
+        self.unused_layers = range(spec.num_layers + has_mtp, spec.num_layers + spec.num_unused_layers)
+        self.unused_tensors = copies_of_mtp_layer(spec.num_layers) if has_mtp else frozenset()
+        self.attention = _attention(spec, compute, block_size)
+        self.model = Backbone(
+            spec, self.start_layer, self.end_layer, self.attention, compute, has_mtp=has_mtp
+        )
+        self.lm_head: OutputHead | MissingLayer = MissingLayer()
         if self._is_last and not spec.tie_word_embeddings:
             parts = {HEAD: spec.vocab_size}
             self.lm_head = OutputHead(
@@ -245,7 +164,7 @@ class Decoder(nn.Module):
 
     @property
     def layers(self) -> nn.ModuleList:
-        """All layers of the model, placeholders outside the own range."""
+        """All layers of the model, placeholders outside the own range; then the MTP layer, if it is here."""
         return self.model.layers
 
     @property
@@ -355,7 +274,20 @@ class Decoder(nn.Module):
         self, tensors: IntermediateTensors, indices: Tensor, request: HeadRequest
     ) -> HeadOutput:
         """What sampling wants to know of the logits after the tokens `indices` ([num_rows] int64)."""
-        return self._head.candidates(self.final_states(tensors, indices), request)
+        return self.candidates(self.final_states(tensors, indices), request)
+
+    def candidates(self, states: Tensor, request: HeadRequest) -> HeadOutput:
+        """The same of tokens whose states, normed, are at hand ([num_rows, hidden])."""
+        return self._head.candidates(states, request)
+
+    def guess(
+        self, states: Tensor, next_ids: Tensor, positions: Tensor, kv: AnyKV, metadata: AttentionMetadata
+    ) -> Tensor:
+        """Run the MTP layer; as `MTPLayer.guess`, by the ids that follow each token ([num_tokens] int64)."""
+        layer = self.layers[-1]
+        assert isinstance(layer, MTPLayer), "the model was built without it"
+        vectors, angles = self.model.embed_tokens(next_ids), self.rotation.angles(positions)
+        return layer.guess(states, vectors, angles, kv, metadata)
 
     def final_states(self, tensors: IntermediateTensors, indices: Tensor) -> Tensor:
         """The final norm of some tokens of the newest step ([num_selected] int64, rising). What `tensors`

@@ -186,6 +186,10 @@ class SampleSink:
             self._clock.begin(Phase.SAMPLE)
             result = self._runner.with_scores(result, tensors, batch)
             self._clock.begin(before)
+        if batch.plan.mtp:
+            self._clock.begin(Phase.SAMPLE)
+            result = self._runner.with_guesses(result, tensors, batch)
+            self._clock.begin(before)
         if self._results is not None:
             send_of_step(self._results, encode(result), "the result", result.step_id)
 

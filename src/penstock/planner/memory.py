@@ -29,7 +29,7 @@ def _tokens(costs: Sequence[StageCosts], rank: RankConfig, count: int, num_layer
         return 0
     try:
         blocks = KVDemand.of_rank(rank, own.num_sharers).max_blocks(
-            block_bytes=count * own.kv_block_bytes,
+            block_bytes=(count + rank.has_mtp) * own.kv_block_bytes,
             block_size=rank.block_size,
             available=available,
             device=rank.device_type,

@@ -83,14 +83,14 @@ class TimedRank:
                 if self._agree(not of_plan or time.monotonic() < late_at):
                     of_plan += self._steps(plan, config.case_s / _ROUNDS, late_at)
         *decode, prefill = (self._costs(plan, of_plan) for plan, of_plan in zip(plans, steps, strict=True))
-        num_layers = self._rank.end_layer - self._rank.start_layer
+        num_layers, storage = self._rank.num_layers, self._loaded.storage
         layer_bytes = held_bytes(model.layers[self._rank.start_layer])
         return StageCosts(
             decode=decode,
             prefill=prefill,
             layer_bytes=layer_bytes,
             end_bytes=held_bytes(model) - num_layers * layer_bytes,
-            kv_block_bytes=self._loaded.storage.block_bytes // num_layers,
+            kv_block_bytes=storage.block_bytes // storage.num_layers,
             block_size=self._rank.block_size,
             available_bytes=self._available,
             num_sharers=self._rank.num_sharers,

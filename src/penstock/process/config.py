@@ -95,6 +95,7 @@ class RankConfig(msgspec.Struct, frozen=True, kw_only=True):
         model_impl: whose layers run, as in `ModelConfig`.
         store: where KV blocks are kept beyond the cache; None: nowhere.
         host: name of the machine that it runs on.
+        mtp: the last stage guesses tokens with the MTP layer of the checkpoint.
         first_load: what must be on the disk still.
         model_identity: of the model whose tensors are in the directory, where the host knows it; empty: the
             rank takes samples of the files.
@@ -117,6 +118,7 @@ class RankConfig(msgspec.Struct, frozen=True, kw_only=True):
     depth: int  # plans in flight at most
     link_frames: int  # frames that a link holds, each end of it where it is between hosts
     max_drafts: int = 0  # of a row in one step
+    mtp: bool = False
     tied_head: TiedHead = "load"
     quantization: Quantization = "none"
     num_sharers: int = 1
@@ -151,6 +153,16 @@ class RankConfig(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def is_last(self) -> bool:
         return self.stage == self.num_stages - 1
+
+    @property
+    def has_mtp(self) -> bool:
+        """Whether this rank has the MTP layer, or its share of it."""
+        return self.mtp and self.is_last
+
+    @property
+    def num_layers(self) -> int:
+        """Its own, without an MTP layer."""
+        return self.end_layer - self.start_layer
 
     @property
     def is_between(self) -> bool:
@@ -220,6 +232,7 @@ class CoreConfig(msgspec.Struct, frozen=True, kw_only=True):
         model_path: resolved directory, whose tokenizer says what grammars mean; empty: nobody asks.
         num_links: that are between hosts, on the way of a plan through the stages.
         drafter: the model that drafts; None: there is none.
+        guess_share: what a guess of the MTP layer costs, as a share of a step of one token.
     """
 
     parallel: ParallelConfig
@@ -238,6 +251,7 @@ class CoreConfig(msgspec.Struct, frozen=True, kw_only=True):
     store: StoreConfig | None = None
     num_links: int = 0
     drafter: DrafterConfig | None = None
+    guess_share: float = 0.0
 
 
 class RankProcessConfig(msgspec.Struct, frozen=True, kw_only=True):

@@ -42,9 +42,10 @@ from penstock.rank.compute_choice import (
 )
 from penstock.rank.model_samples import ModelSamples, sample_model
 from penstock.runner.buffers import BufferPool
-from penstock.runner.device_kv import DeviceKV
+from penstock.runner.device_kv import DeviceKV, nbytes
 from penstock.runner.kv_transfer import KVTransfer
 from penstock.runner.model_runner import ModelRunner
+from penstock.runner.mtp_guesser import MTPGuesser
 from penstock.runner.request_rows import KeptIds, NoIds, RequestRows
 from penstock.sample.grammar_rows import GrammarRows, NoGrammars
 from penstock.weights.checkpoint import Checkpoint
@@ -118,7 +119,7 @@ def load_rank(config: RankConfig, progress: Callable[[int, int], None]) -> Loade
     is_sent_head = config.is_last and transfers_head(config, spec)
     left_out = frozenset({f"{EMBEDDING}.weight"} if is_sent_head else ())
     report = load_weights(model, checkpoint, progress, left_out=left_out, quantized=quantized)
-    num_layers = config.end_layer - config.start_layer
+    num_layers = config.num_layers + config.has_mtp
     storage = DeviceKV(model.attention, num_layers=num_layers, block_size=config.block_size, device=device)
     return LoadedRank(
         samples=samples,
@@ -168,6 +169,7 @@ def build_model(
         block_size=config.block_size,
         group=group,
         expert_parallel=config.expert_parallel,
+        with_mtp=config.mtp,
     )
 
 
@@ -186,9 +188,9 @@ def build_transformers(config: RankConfig, spec: ModelSpec, checkpoint: Checkpoi
 def build_runner(
     config: RankConfig, loaded: LoadedRank, kv: Sequence[AnyKV], grammars: NoGrammars | None = None
 ) -> ModelRunner:
-    """The runner over a model and its KV storage."""
-    model = loaded.model
-    model.record(kv, config.max_num_batched_tokens)
+    """The runner over a model and its KV storage; that of an MTP layer comes last."""
+    model, num_layers = loaded.model, config.num_layers
+    model.record(kv[:num_layers], config.max_num_batched_tokens)
     ids = NoIds if config.is_between else KeptIds
     rows = RequestRows(
         config.max_num_seqs, config.max_model_len, config.block_size, config.max_drafts, ids=ids
@@ -201,7 +203,12 @@ def build_runner(
         max_blocks_per_row=rows.tables.width,
         device=device_of(config),
     )
-    return ModelRunner(model, kv, rows, buffers, loaded.spec.vocab_size, grammars)
+    runner = ModelRunner(model, kv[:num_layers], rows, buffers, loaded.spec.vocab_size, grammars)
+    if config.has_mtp:
+        assert isinstance(model, Decoder), "refused at the start"
+        num_blocks = nbytes(kv[-1]) // model.attention.block_bytes(config.block_size)
+        runner.guesser = MTPGuesser(model, kv[-1], num_blocks, rows, runner.sampling)
+    return runner
 
 
 def grammar_rows(config: RankConfig, spec: ModelSpec) -> NoGrammars:
@@ -226,6 +233,7 @@ def kv_transfer(config: RankConfig, loaded: LoadedRank, kv: Sequence[AnyKV]) -> 
         return None
     heads = HeadShares.of(loaded.spec, loaded.group)
     codec = loaded.model.attention.block_codec(config.block_size)
+    kv = kv[: config.num_layers]  # what an MTP layer keeps is worth no store
     return KVTransfer(
         open_guarded(
             config.store.url,

@@ -7,6 +7,8 @@ decided in the core.
 
 from __future__ import annotations
 
+from dataclasses import fields
+
 import torch
 from torch import Tensor
 
@@ -16,6 +18,12 @@ from penstock.kernels.pages import shared_pages
 from penstock.runner.kv_demand import KVDemand
 
 
+def nbytes(kv: AnyKV) -> int:
+    """Memory of the storage of one layer."""
+    tensors: list[Tensor] = [getattr(kv, field.name) for field in fields(kv)]
+    return sum(tensor.nbytes for tensor in tensors)
+
+
 class DeviceKV:
     """Keys and values of `num_layers` layers in blocks of `block_size` tokens, laid out by the backend."""
 
@@ -23,14 +31,14 @@ class DeviceKV:
         self, backend: AttentionBackend, *, num_layers: int, block_size: int, device: torch.device
     ) -> None:
         self._backend = backend
-        self._num_layers = num_layers
+        self.num_layers = num_layers
         self._block_size = block_size
         self._device = device
 
     @property
     def block_bytes(self) -> int:
         """Bytes of one block over all layers, keys and values."""
-        return self._num_layers * self._backend.block_bytes(self._block_size)
+        return self.num_layers * self._backend.block_bytes(self._block_size)
 
     def max_blocks(self, demand: KVDemand, available: int) -> int:
         """How many blocks this rank can offer of `available` free bytes; raises as `KVDemand.max_blocks`."""
@@ -44,7 +52,7 @@ class DeviceKV:
     def allocate(self, num_blocks: int) -> list[AnyKV]:
         """Storage of the own layers, in order. All zeros, and not resident before it is written."""
         num_bytes = num_blocks * self._backend.block_bytes(self._block_size)
-        return [self._backend.layer_kv(self._zeros(num_bytes)) for _ in range(self._num_layers)]
+        return [self._backend.layer_kv(self._zeros(num_bytes)) for _ in range(self.num_layers)]
 
     def _zeros(self, num_bytes: int) -> Tensor:
         if self._device.type != "cpu":

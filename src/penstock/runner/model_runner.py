@@ -23,6 +23,7 @@ from penstock.models.interfaces import BeforeLayer, SupportsPP
 from penstock.models.intermediate import IntermediateTensors
 from penstock.runner.buffers import BufferPool
 from penstock.runner.forward_batch import ForwardBatch, begin_batch, complete_batch, input_ids
+from penstock.runner.mtp_guesser import NO_GUESSER, NoGuesser
 from penstock.runner.request_rows import RequestRows
 from penstock.sample.grammar_rows import NoGrammars
 from penstock.sample.logit_changes import TokenHistory
@@ -35,6 +36,10 @@ from penstock.sample.windows import accept_drafts
 
 class ModelRunner:
     """The model of one rank with its rows, buffers and KV storage.
+
+    Attributes:
+        guesser: with the MTP layer, where there is one.
+        sampling: of the rows.
 
     Args:
         model: the rank's layers.
@@ -59,7 +64,8 @@ class ModelRunner:
         self._kv = kv
         self._buffers = buffers
         history = TokenHistory(token_ids=rows.token_ids, prompt_len=rows.prompt_len)
-        self._sampling = SamplingRows(history, vocab_size)
+        self.sampling = SamplingRows(history, vocab_size)
+        self.guesser: NoGuesser = NO_GUESSER
         self._sampler = Sampler()
         self.grammars = grammars or NoGrammars()
         self._pooling = PoolingRows()
@@ -67,6 +73,7 @@ class ModelRunner:
     def reset(self) -> None:
         """Forget all requests; what the KV storage holds is nobody's then."""
         self.rows.reset()
+        self.guesser.reset()
         self.grammars.reset()
         self._pooling.reset()
 
@@ -81,8 +88,9 @@ class ModelRunner:
         for row in plan.freed_rows:
             self.grammars.free(row)
         self._pooling.apply(plan)
+        self.guesser.admit(plan)
         for new_row in plan.new_rows:
-            self._sampling.add(new_row.row, new_row.sampling)
+            self.sampling.add(new_row.row, new_row.sampling)
             self.grammars.add(new_row)
         if plan.drafts:
             self.grammars.expect({plan.rows[index]: plan.compared_drafts(index) for index in plan.drafts})
@@ -93,7 +101,9 @@ class ModelRunner:
 
     def complete(self, batch: ForwardBatch) -> ForwardBatch:
         """The same, once the samples have come."""
-        return complete_batch(batch, self.rows, self._buffers.for_step(batch.plan.step_id))
+        batch = complete_batch(batch, self.rows, self._buffers.for_step(batch.plan.step_id))
+        self.guesser.begin(batch)
+        return batch
 
     def embed(self, batch: ForwardBatch) -> IntermediateTensors:
         """What the first layer takes. First stage only."""
@@ -117,12 +127,12 @@ class ModelRunner:
         if not len(batch.sampled):
             return StepResult(step_id=plan.step_id, epoch=plan.epoch, digest=plan.digest, pooled=pooled)
         samples, rows = batch.samples, batch.sampled.rows
-        params = self._sampling.batch(samples.rows, samples.output_index)
+        params = self.sampling.batch(samples.rows, samples.output_index)
         head = self.grammars.constrained(params.head, samples.rows)
         if head is not params.head:
             params = replace(params, head=head)
         indices = self._buffers.for_step(plan.step_id).sample_indices.publish(samples.indices)
-        head_output = self._model.compute_candidates(tensors, indices, head)
+        head_output = self.guesser.head(self._model, plan, tensors, indices, head)
         drawn = self._sampler.sample(head_output, params, samples.output_index)
         reach = self.grammars.reach(rows, list(map(len, samples.drafts)))
         accepted = accept_drafts(drawn, samples.drafts, reach)
@@ -174,6 +184,14 @@ class ModelRunner:
         parts = [self._scored_rows(scored, batch) for scored in batch.plan.scored]
         return msgspec.structs.replace(result, scores=score(parts, head, batch.positions.device))
 
+    def with_guesses(
+        self, result: StepResult, tensors: IntermediateTensors, batch: ForwardBatch
+    ) -> StepResult:
+        """The result of `sample` with what the MTP layer guesses (`ScheduledBatch.mtp`). Last stage only."""
+        if batch.is_void:
+            return result
+        return msgspec.structs.replace(result, guesses=self.guesser.guesses(tensors, batch, result))
+
     def _scored_rows(self, scored: ScoredTokens, batch: ForwardBatch) -> ScoredRows:
         row, end = batch.plan.rows[scored.place], scored.first + scored.count
         first_token = batch.metadata.query_starts[scored.place]
@@ -181,7 +199,7 @@ class ModelRunner:
         return ScoredRows(
             indices=np.arange(first_index, first_index + scored.count),
             token_ids=self.rows.token_ids[row, scored.first : end],
-            num_top=self._sampling.num_prompt_logprobs(row),
+            num_top=self.sampling.num_prompt_logprobs(row),
         )
 
     def _final_states(self, tensors: IntermediateTensors, indices: NDArray[np.int64]) -> NDArray[np.float32]:

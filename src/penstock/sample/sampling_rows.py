@@ -116,6 +116,12 @@ class SamplingRows:
         bias = self._changes.bias(rows, index, is_early) if is_biased else batch.head.bias
         return replace(batch, head=replace(batch.head, bias=bias, allowed=allowed))
 
+    def bare(self, rows: NDArray[np.int64]) -> SamplingBatch:
+        """The parameters of `rows` without what depends on their texts, and without log-probabilities."""
+        batch = self._gather(rows)
+        head = replace(batch.head, wants_logits=batch.head.num_candidates == 0)
+        return replace(batch, head=head, num_logprobs=np.full(len(rows), -1, dtype=np.int64))
+
     def _kept_or_gathered(self, rows: NDArray[np.int64]) -> SamplingBatch:
         if self._kept is None or (self._kept[0] is not rows and not np.array_equal(self._kept[0], rows)):
             self._kept = (rows, self._gather(rows))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import TypeVar
 
 from penstock.batch import (
@@ -80,7 +81,7 @@ class PlanBuilder:
         request, num_drafts = self.requests[index], len(draft_ids)
         self.drafts[index] = list(draft_ids)
         self.num_tokens[index] += num_drafts
-        self.new_blocks[index] = [*self.new_blocks[index], *blocks]
+        self.add_blocks(index, blocks)
         request.num_scheduled += num_drafts
         request.num_pending += num_drafts
         request.guessed_ids = list(draft_ids)
@@ -95,6 +96,10 @@ class PlanBuilder:
         request.num_pending += len(draft_ids) - 1
         request.guessed_ids += draft_ids
         request.num_windows_ahead += 1
+
+    def add_blocks(self, index: int, blocks: Sequence[int]) -> None:
+        """A row gets these, too."""
+        self.new_blocks[index] = [*self.new_blocks[index], *blocks]
 
     def put_windows_last(self) -> None:
         """Move rows with drafts behind the others: single tokens at the front are attended to together
@@ -141,6 +146,7 @@ class PlanBuilder:
         freed_rows: list[int],
         dropped_grammars: list[int],
         rewound: Sequence[RewoundRow] = (),
+        mtp: Mapping[int, int] = MappingProxyType({}),
         given_up: Sequence[bytes] = (),
         orders: Sequence[TierOrder] = (),
         residency: int = 0,
@@ -154,6 +160,7 @@ class PlanBuilder:
             need_sampled=self.need_sampled,
             token_from=self.token_from,
             drafts=self.drafts,
+            mtp=dict(mtp),
             pooled=[request.row for request in self.ending if request.pooling is not None],
             consume_through=consume_through,
             freed_rows=freed_rows,

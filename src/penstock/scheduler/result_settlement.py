@@ -75,6 +75,7 @@ class ResultSettlement:
             accepted = ids if index not in result.failed else ids[:-1]
             update = None
             if accepted:
+                self._windows.hear(request, accepted, result.guesses.get(index, ()))
                 update = self._accept(request, accepted, logprobs[index], *drafts)
                 updates.append(update)
             if index in result.failed and (update is None or update.finish_reason is None):

@@ -276,6 +276,7 @@ class Scheduler:
             self.windows.go_ahead(draft, running, is_full=len(self._issued) >= self._depth.number)
 
     def _issue(self, draft: PlanBuilder) -> ScheduledBatch:
+        mtp = self.windows.wanted_guesses(draft)
         rewound = self.windows.take_rewound()
         moved = [*draft.requests, *draft.entering, *(request for request, _ in rewound)]
         orders, residency = self.prefixes.issued(moved)
@@ -283,6 +284,7 @@ class Scheduler:
             consume_through=self._issued.issue(draft),
             freed_rows=self._rows.announce_freed(),
             rewound=[row for _, row in rewound],
+            mtp=mtp,
             dropped_grammars=self.grammars.take_dropped(),
             given_up=self.prefixes.take_given_up(),
             orders=orders,

@@ -80,6 +80,13 @@ class NoWindows:
             is_full: as many plans are in flight as fill the pipe; it would wait at the first stage.
         """
 
+    def wanted_guesses(self, plan: PlanBuilder) -> dict[int, int]:
+        """The rows of a plan are placed: what the last stage is to guess of them, as `ScheduledBatch.mtp`."""
+        return {}
+
+    def hear(self, request: RequestState, accepted: Sequence[int], guessed: Sequence[int]) -> None:
+        """The last stage has guessed these behind tokens that the request has not got yet."""
+
     def follow(
         self, request: RequestState, token_ids: Sequence[int], size: int, step_id: int
     ) -> tuple[int, int]:
@@ -230,6 +237,25 @@ class DraftWindows(NoWindows):
         size = min(self._streamed[request.arrival], self._max_tokens, room)
         return draft.token_ids[ahead : ahead + size]
 
+    def wanted_guesses(self, plan: PlanBuilder) -> dict[int, int]:
+        is_pooled = any(request.pooling is not None for request in plan.ending)
+        if not self._drafter.is_at_tail or plan.scoring or is_pooled:  # the head has other work
+            return {}
+        counts = {}
+        for index, request in enumerate(plan.requests):
+            question = self._question(request)
+            wanted = None if question is None else self._drafter.wants(question)
+            if wanted is not None:
+                counts[index] = self._with_blocks(plan, index, wanted) if plan.need_sampled[index] else 0
+        return counts
+
+    def _with_blocks(self, plan: PlanBuilder, index: int, wanted: int) -> int:
+        """How many tokens the last stage may guess of a row: it keeps something of each but the last."""
+        wanted = min(wanted, self._prices.most)
+        blocks = self._spare_blocks(plan.requests[index], wanted - 1)
+        plan.add_blocks(index, blocks or ())
+        return 1 if blocks is None else wanted
+
     def take_rewound(self) -> list[tuple[RequestState, RewoundRow]]:
         taken, self._rewound = self._rewound, []
         rewound = [(request, row) for request, row in taken if request.is_rewound]
@@ -238,6 +264,9 @@ class DraftWindows(NoWindows):
         return rewound
 
     # --- when a result has come -----------------------------------------------------------------
+
+    def hear(self, request: RequestState, accepted: Sequence[int], guessed: Sequence[int]) -> None:
+        self._drafter.hear(request.arrival, len(request.token_ids) + len(accepted), guessed)
 
     def follow(
         self, request: RequestState, token_ids: Sequence[int], size: int, step_id: int
@@ -331,21 +360,26 @@ class DraftWindows(NoWindows):
     # --- what there is to guess -----------------------------------------------------------------
 
     def _propose(self, request: RequestState) -> Draft:
-        prices, token_ids = self._prices, request.token_ids
-        if not request.may_draft or prices.is_pointless:
+        question = self._question(request)
+        if question is None:
             return NO_DRAFT
-        most = min(prices.reach, request.max_len - len(token_ids) - 1)  # one is sampled behind them
-        sampling = request.sampling
-        structured = sampling.structured
-        if most <= 0 or (structured is not None and not self._with_grammars):
-            return NO_DRAFT
-        least_chance = 0.0 if prices.has_gaps else prices.least_chance
-        draft = self._drafter.propose(
-            Question(request.arrival, token_ids, most, least_chance, request.prompt_len, sampling)
-        )
+        draft, structured = self._drafter.propose(question), request.sampling.structured
         if structured is None:
             return draft
-        return self._guides.guided(request.arrival, structured, request.prompt_len, token_ids, draft, most)
+        return self._guides.guided(
+            request.arrival, structured, request.prompt_len, request.token_ids, draft, question.most
+        )
+
+    def _question(self, request: RequestState) -> Question | None:
+        """What drafters are asked; None: it is not worth while, or may not be."""
+        prices, token_ids, sampling = self._prices, request.token_ids, request.sampling
+        if not request.may_draft or prices.is_pointless:
+            return None
+        most = min(prices.reach, request.max_len - len(token_ids) - 1)  # one is sampled behind them
+        if most <= 0 or (sampling.structured is not None and not self._with_grammars):
+            return None
+        least_chance = 0.0 if prices.has_gaps else prices.least_chance
+        return Question(request.arrival, token_ids, most, least_chance, request.prompt_len, sampling)
 
     def forget(self, request: RequestState) -> None:
         self._drop_guesses(request.arrival)
@@ -365,6 +399,7 @@ class _Prices:
         costs, depth, most: as for `DraftWindows`.
 
     Attributes:
+        most: as given.
         num_running: requests that have a row.
         has_gaps: stages wait while each request has one plan in the pipe.
         reach: tokens that may be guessed: of one window, and, where stages wait, of those that follow it.
@@ -374,7 +409,7 @@ class _Prices:
     def __init__(self, costs: CostModel | None, depth: PlanDepth, most: int) -> None:
         self._costs = costs
         self._depth = depth
-        self._most = most
+        self.most = most
         self._shape = _Shape(1, 0, is_alone=True)  # of the newest plan
         self._made_at: dict[int, float] = {}  # by step, where costs are not known
         self._trip_s = float(_FREE_TOKENS * depth.number)  # of a plan there; anything, to begin with
@@ -386,7 +421,7 @@ class _Prices:
         """So many requests have a row now."""
         self.num_running = num_running
         self.has_gaps = num_running < self._depth.number
-        self.reach = self._most if not self.has_gaps else (self._most + 1) * (self._depth.number + 1)
+        self.reach = self.most if not self.has_gaps else (self.most + 1) * (self._depth.number + 1)
 
     @property
     def is_pointless(self) -> bool:
@@ -416,7 +451,7 @@ class _Prices:
         """How many tokens of each draft to add to a plan such as the last one."""
         if all(draft.chance < self.least_chance for draft in drafts):
             return [0] * len(drafts)
-        cut = [Draft(draft.token_ids[: self._most], draft.chance) for draft in drafts]
+        cut = [Draft(draft.token_ids[: self.most], draft.chance) for draft in drafts]
         return window_sizes(cut, self._shape.num_rows, self._step_seconds())
 
     def _step_seconds(self) -> Callable[[int], float]:
@@ -436,7 +471,7 @@ class _Prices:
             self.num_running,
             guess=draft.more_s if has_more else 0.0,
         )
-        most = self._most + 1
+        most = self.most + 1
         return streamed_size(draft.chance, most if has_more else min(most, len(draft.token_ids)), times)
 
     def _stage_seconds(self, *, alone: bool) -> Callable[[int], list[float]]:
@@ -456,7 +491,7 @@ class _Prices:
     def worth_waiting(self, draft: Draft, waited_s: float) -> int:
         """Guesses with which a request should go on; no more than there are if it should not wait."""
         rows, seconds = self._shape.num_rows, self._step_seconds()
-        return guesses_worth_waiting(draft, self._most, rows, seconds, waited_s)
+        return guesses_worth_waiting(draft, self.most, rows, seconds, waited_s)
 
 
 class _Waits:

@@ -64,12 +64,26 @@ class Drafter(Protocol):
 
     Attributes:
         name: in metrics and logs.
+        is_at_tail: the last stage guesses, as `wants` says; else nobody calls that or `hear`.
     """
 
     name: str
 
+    @property
+    def is_at_tail(self) -> bool: ...
+
     def propose(self, question: Question) -> Draft:
         """Guess what follows. Does not wait."""
+        ...
+
+    def wants(self, question: Question) -> int | None:
+        """How many tokens the last stage is to guess of a request in the plan that is made, at most
+        `question.most`; 0: it should read the request's tokens, to guess later; None: it need not."""
+        ...
+
+    def hear(self, request: int, num_known: int, token_ids: Sequence[int]) -> None:
+        """The last stage has guessed these behind the first `num_known` tokens of the request. It is told
+        before the newest of them are asked about."""
         ...
 
     def accept(self, request: int, num_drafted: int, num_accepted: int) -> None:
@@ -94,7 +108,21 @@ class Drafter(Protocol):
         ...
 
 
-class LocalDrafter:
+class OwnGuesses:
+    """What drafters have in common that need nothing of the stages."""
+
+    @property
+    def is_at_tail(self) -> bool:
+        return False
+
+    def wants(self, question: Question) -> int | None:
+        return None
+
+    def hear(self, request: int, num_known: int, token_ids: Sequence[int]) -> None:
+        """Nobody was asked."""
+
+
+class LocalDrafter(OwnGuesses):
     """What drafters have in common that guess within a call, in memory alone."""
 
     def poll(self) -> Collection[int]:

@@ -53,6 +53,16 @@ class GuardedDrafter:
             self._promised.discard(question.request)
         return draft
 
+    @property
+    def is_at_tail(self) -> bool:
+        return self._drafter is not None and self._drafter.is_at_tail
+
+    def wants(self, question: Question) -> int | None:
+        return self._call(lambda drafter: drafter.wants(question))
+
+    def hear(self, request: int, num_known: int, token_ids: Sequence[int]) -> None:
+        self._call(lambda drafter: drafter.hear(request, num_known, token_ids))
+
     def accept(self, request: int, num_drafted: int, num_accepted: int) -> None:
         self._call(lambda drafter: drafter.accept(request, num_drafted, num_accepted))
 

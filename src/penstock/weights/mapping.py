@@ -65,9 +65,10 @@ class SharedOut(Protocol):
 
 @runtime_checkable
 class LeavesOut(Protocol):
-    """A model whose checkpoint has layers after the last that nobody runs."""
+    """A model whose checkpoint has what nobody reads: layers after the last, and tensors of others."""
 
     unused_layers: range
+    unused_tensors: frozenset[str]
 
 
 @runtime_checkable
@@ -176,9 +177,11 @@ def projections_elsewhere(model: nn.Module) -> list[str]:
 
 
 def unused_names(model: nn.Module, checkpoint_names: Iterable[str]) -> set[str]:
-    """Tensors of layers that nobody runs."""
-    layers = model.unused_layers if isinstance(model, LeavesOut) else range(0)
-    return {name for name in checkpoint_names if _layer(name) in layers}
+    """Tensors that nobody reads."""
+    if not isinstance(model, LeavesOut):
+        return set()
+    layers, names = model.unused_layers, model.unused_tensors
+    return {name for name in checkpoint_names if _layer(name) in layers or name in names}
 
 
 def _module_slots(path: str, module: nn.Module) -> Iterator[Slot]:

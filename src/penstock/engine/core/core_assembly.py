@@ -42,6 +42,7 @@ from penstock.scheduler.windows import DraftWindows, NoWindows
 from penstock.speculation.drafter import Drafter
 from penstock.speculation.grammar_guides import NO_GUIDES, GrammarGuides, NoGuides
 from penstock.speculation.guard import GuardedDrafter
+from penstock.speculation.mtp import MTPDrafter
 from penstock.speculation.suffix import SuffixDrafter
 
 CATALOGUE_BYTES = 1 << 20  # beside the entries of the blocks
@@ -93,7 +94,7 @@ def build_core(
                 guides,
                 kv_plan.ranks,
                 clock,
-                SuffixDrafter() if drafting is None else ModelDrafter(drafting, clock),
+                _drafter(config, drafting, clock),
             ),
         )
         core = EngineCore(
@@ -112,6 +113,12 @@ def build_core(
         )
         undone.pop_all()
     return core, scheduler
+
+
+def _drafter(config: CoreConfig, drafting: DrafterChild | None, clock: Callable[[], float]) -> Drafter:
+    if drafting is not None:
+        return ModelDrafter(drafting, clock)
+    return MTPDrafter(config.guess_share) if config.speculation.method == "mtp" else SuffixDrafter()
 
 
 def start_drafting(config: CoreConfig) -> DrafterChild | None:

@@ -43,10 +43,13 @@ def drafter_config(
         decide: everything about the only rank of an engine.
 
     Raises:
-        UsageError: it has another vocabulary, or a setting cannot be met.
+        UsageError: it has another vocabulary, or a setting cannot be met; or the MTP layer of the served
+            model is to guess, and it has none.
         ModelError: it cannot be read.
         NotEnoughMemoryError: it does not fit beside the ranks.
     """
+    if config.speculation.method == "mtp":
+        _require_mtp(spec)
     model = config.speculation.speculative_model
     if model is None:
         return None
@@ -110,6 +113,19 @@ def _num_idle_cpus(ranks: Sequence[RankConfig], head: HostResources) -> int:
     """Cores of the head that no rank computes on. Where there is none the draft model takes one thread: it
     computes while a stage does as well, and of two threads that wait for each other one would be held up."""
     return head.num_cpus - sum(rank.threads for rank in ranks if rank.host == head.name)
+
+
+def _require_mtp(spec: ModelSpec) -> None:
+    if spec.has_mtp:
+        return
+    own = "" if spec.implementation == "penstock" else ", with the layers of transformers"
+    raise UsageError(
+        f"speculative_method is mtp, and {spec.architecture}{own} has no layer that guesses further tokens "
+        "(num_nextn_predict_layers in config.json).",
+        remedy="Use --speculative-method suffix, or name a small model with --speculative-model.",
+        param="speculative_method",
+        code="unsupported",
+    )
 
 
 def _require_same_vocabulary(

@@ -158,7 +158,7 @@ def resolve_replicas(
     max_model_len = _max_model_len(config.model.max_model_len, spec)
     stages = parallel.pipeline_parallel_size
     ranges = partition_layers(spec.num_layers, stages, parallel.partition)
-    weight_bytes = _weight_bytes(spec, ranges, parallel, form, homes)
+    weight_bytes = _weight_bytes(spec, ranges, config, form, homes)
     _check_weights_fit(weight_bytes, homes)
     wait_timeout_s = _step_timeout_s(config) * stages
     ranks = _rank_configs(config, str(directory), form, ranges, max_model_len, wait_timeout_s, homes)
@@ -265,6 +265,7 @@ def _rank_configs(
             depth=parallel.depth,
             link_frames=parallel.max_async_depth + 1,
             max_drafts=config.speculation.most_drafts,
+            mtp=config.speculation.method == "mtp",
             tied_head=parallel.tied_head,
             quantization=form.quantization,
             kernels=parallel.kernels,
@@ -337,6 +338,7 @@ def _core_config(
         stall_timeout_s=_step_timeout_s(config) * num_waits + STALL_GRACE_S,
         is_stall_timeout_fixed=is_fixed,
         cpus=cpus,
+        guess_share=spec.mtp_share() if spec.has_mtp else 0.0,
     )
 
 
@@ -532,14 +534,18 @@ def _check_devices_of_stage(devices: list[str]) -> None:
 def _weight_bytes(
     spec: ModelSpec,
     ranges: list[tuple[int, int]],
-    parallel: ParallelConfig,
+    config: EngineConfig,
     form: _WeightForm,
     homes: Sequence[HostResources],
 ) -> Counter[str]:
     """By host: bytes that the weights of its ranks on the CPU take at least."""
+    parallel = config.parallel
+    of_stages = [spec.stage_parameters(start, end) for start, end in ranges]
+    if config.speculation.method == "mtp":
+        of_stages[-1] += spec.mtp_parameters(with_embedding=len(ranges) > 1 and not spec.tie_word_embeddings)
     of_replica = [
-        spec.stage_parameters(start, end) // size
-        for (start, end), size in zip(ranges, parallel.tp_sizes, strict=True)
+        parameters // size
+        for parameters, size in zip(of_stages, parallel.tp_sizes, strict=True)
         for _ in range(size)
     ]
     of_ranks = of_replica * parallel.data_parallel_size

@@ -44,12 +44,12 @@ def deepseek_v2_spec(config: ConfigFields, architecture: str) -> ModelSpec:
 
 
 def deepseek_v3_spec(config: ConfigFields, architecture: str) -> ModelSpec:
-    """`DeepseekV3ForCausalLM`; the layers that predict further tokens (`num_nextn_predict_layers`) are left
-    out."""
+    """`DeepseekV3ForCausalLM`; of the layers that guess further tokens (`num_nextn_predict_layers`) the first
+    is used, if it is wanted."""
     spec = _decoder(config, architecture, max_positions=4096)
     rope = replace(spec.rope, interleaved=config.flag("rope_interleave", True))
     num_unused = config.integer("num_nextn_predict_layers", 0, _MAX_LAYERS, 1)
-    spec = replace(spec, rope=rope, num_unused_layers=num_unused)
+    spec = replace(spec, rope=rope, num_unused_layers=num_unused, has_mtp=num_unused > 0)
     config.choice("scoring_func", ("sigmoid",), "sigmoid")
     config.choice("topk_method", ("noaux_tc",), "noaux_tc")
     experts = _experts(config, spec, (256, 8), inner_size=2048, num_shared=1, first=3)
@@ -174,5 +174,5 @@ def _grouped(
 
 def _with_experts(spec: ModelSpec, experts: ExpertsSpec, routing: RoutingSpec) -> ModelSpec:
     if len(experts.dense_layers) == spec.num_layers:
-        return spec
+        return replace(spec, has_mtp=False)  # that layer would have the only experts
     return replace(spec, experts=replace(experts, routing=routing))

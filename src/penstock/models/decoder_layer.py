@@ -1,0 +1,116 @@
+"""A layer of a decoder: attention and MLP or experts, with norms around them. Built by `models.decoder`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor, nn
+
+from penstock.attention.backend import AttentionBackend
+from penstock.attention.metadata import AnyKV, AttentionMetadata
+from penstock.distributed.share import Share, even_share
+from penstock.families.spec import ModelSpec
+from penstock.layers.compute import Compute
+from penstock.layers.experts import RoutedExperts
+from penstock.layers.linear import GatedLinear, Linear
+from penstock.layers.norm import Add, AddRMSNorm, RMSNorm
+from penstock.layers.scale import scale_by
+from penstock.models.attention import Angles, Attention, LayerSite
+from penstock.models.latent_attention import LatentAttention
+
+# Before attention, after it, before the MLP, after it: as checkpoints call the norm there, if there is one.
+_NORM_NAMES = {
+    "before": ("input_layernorm", "", "post_attention_layernorm", ""),
+    "after": ("", "post_attention_layernorm", "", "post_feedforward_layernorm"),
+    "both": (
+        "input_layernorm",
+        "post_attention_layernorm",
+        "pre_feedforward_layernorm",
+        "post_feedforward_layernorm",
+    ),
+}
+
+
+class GatedMLP(nn.Module):
+    """down(activation(gate(x)) * up(x)): of this rank's columns of the middle."""
+
+    def __init__(self, spec: ModelSpec, compute: Compute, parent: str) -> None:
+        super().__init__()
+        group, bias = compute.group, spec.mlp_bias
+        inner = even_share(spec.intermediate_size, group.rank, group.size)
+        self.gate_up_proj = GatedLinear(
+            spec.hidden_size,
+            inner,
+            bias=bias,
+            compute=compute,
+            parent=parent,
+            stored_as="gate_up_proj" if spec.stored_together else "",
+            activation=spec.activation,
+        )
+        self.down_proj = Linear(
+            inner,
+            spec.hidden_size,
+            bias=bias,
+            compute=compute,
+            parts={f"{parent}.down_proj": spec.hidden_size},
+        )
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        output: Tensor = self.down_proj(self.gate_up_proj(hidden_states))
+        return output
+
+
+class DecoderLayer(nn.Module):
+    """Attention and MLP or experts, with norms before, after or around each.
+
+    The residual stream travels beside the branch, which is added to it by whatever comes next (row A11).
+    """
+
+    def __init__(self, spec: ModelSpec, backend: AttentionBackend, compute: Compute, site: LayerSite) -> None:
+        super().__init__()
+        # In tuples for `forward`; norms by their names too, for the checkpoint.
+        self._before = _before(spec, compute), _before(spec, compute)
+        self._after = _after(spec, compute), _after(spec, compute)
+        around = self._before[0], self._after[0], self._before[1], self._after[1]
+        for name, norm in zip(_NORM_NAMES[spec.norm_places], around, strict=True):
+            if isinstance(norm, nn.Module):
+                self.add_module(name, norm)
+        attention = Attention if spec.latent is None else LatentAttention
+        self.self_attn = attention(spec, backend, compute, site)
+        experts = spec.experts_of(site.layer)
+        self._mlp_name = "mlp" if experts is None else experts.names.block
+        block = f"{site.name}.{self._mlp_name}"
+        if experts is None:
+            self.mlp = GatedMLP(spec, compute, block)
+        else:
+            self.add_module(self._mlp_name, RoutedExperts(experts, spec.hidden_size, compute, block))
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        residual: Tensor,
+        angles: Angles,
+        kv: AnyKV,
+        metadata: AttentionMetadata,
+    ) -> tuple[Tensor, Tensor]:
+        before_attention, before_mlp = self._before
+        after_attention, after_mlp = self._after
+        hidden_states, residual = before_attention(hidden_states, residual)
+        hidden_states = after_attention(self.self_attn(hidden_states, angles, kv, metadata))
+        hidden_states, residual = before_mlp(hidden_states, residual)
+        return after_mlp(getattr(self, self._mlp_name)(hidden_states)), residual
+
+
+def _before(spec: ModelSpec, compute: Compute) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """What adds the branch to the stream, and gives attention or MLP their input."""
+    if spec.norm_places == "after":
+        return Add(compute=compute)
+    return AddRMSNorm(spec.hidden_size, spec.rms_norm_eps, compute=compute, kind=spec.norm_kind)
+
+
+def _after(spec: ModelSpec, compute: Compute) -> Callable[[Tensor], Tensor]:
+    """What is done to the output of attention or MLP before it is added."""
+    if spec.norm_places == "before":
+        return scale_by(spec.residual_multiplier, compute)
+    assert spec.residual_multiplier == 1.0, "no family has both"
+    return RMSNorm(Share.all(spec.hidden_size), spec.rms_norm_eps, compute=compute, kind=spec.norm_kind)

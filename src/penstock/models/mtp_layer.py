@@ -1,0 +1,78 @@
+"""The layer of a checkpoint that guesses one token further (multi-token prediction, MTP).
+
+DeepSeek-V3 brings it behind its last layer (arXiv 2412.19437, section 2.2): it reads what the model has
+made of a token, and the token that follows. What it makes of both goes through the model's own head, which
+guesses the token after that.
+
+    token            t0        t1        t2
+    model            h0        h1        h2        final norm
+    MTP layer        h0, t1    h1, t2    h2, t3    t3 is what was sampled behind t2
+    head             guess 2   guess 3   guess 4   and guess 5 from (what it made of h2 and t3, guess 4)
+
+It stands on the last stage, has keys and values of its own, and shares embedding and head with the model;
+the copies of these that the checkpoint has are not read. Built by `models.decoder`, run by
+`runner.mtp_guesser`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from penstock.attention.backend import AttentionBackend
+from penstock.attention.metadata import AnyKV, AttentionMetadata
+from penstock.distributed.share import Share
+from penstock.families.spec import ModelSpec
+from penstock.layers.compute import Compute
+from penstock.layers.linear import Linear
+from penstock.layers.norm import AddRMSNorm, RMSNorm
+from penstock.models.attention import Angles, LayerSite
+from penstock.models.decoder_layer import DecoderLayer
+
+
+def copies_of_mtp_layer(layer: int) -> frozenset[str]:
+    """Tensors of the MTP layer, which has this number, that are copies of the model's own."""
+    names = ("embed_tokens.weight", "shared_head.head.weight")
+    return frozenset(f"model.layers.{layer}.{name}" for name in names)
+
+
+class MTPLayer(DecoderLayer):
+    """A layer as the model's others, behind a projection of two vectors to one."""
+
+    def __init__(self, spec: ModelSpec, backend: AttentionBackend, compute: Compute, site: LayerSite) -> None:
+        super().__init__(spec, backend, compute, site)
+        size = spec.hidden_size
+        everything = Share.all(size)
+        self.enorm = RMSNorm(everything, spec.rms_norm_eps, compute=compute, kind=spec.norm_kind)
+        self.hnorm = RMSNorm(everything, spec.rms_norm_eps, compute=compute, kind=spec.norm_kind)
+        self.eh_proj = Linear(
+            Share.all(2 * size), size, bias=False, compute=compute, parts={f"{site.name}.eh_proj": size}
+        )
+        self.shared_head = _HeadNorm(spec, compute)
+
+    def guess(
+        self, states: Tensor, vectors: Tensor, angles: Angles, kv: AnyKV, metadata: AttentionMetadata
+    ) -> Tensor:
+        """Return states from which the head guesses the token behind the next one: [num_tokens, hidden].
+
+        Args:
+            states: [num_tokens, hidden] of the model, behind its final norm, or what this has returned; used
+                up.
+            vectors: [num_tokens, hidden], the token that follows each, embedded; used up.
+            angles: of the tokens' positions.
+            kv: the storage of this layer.
+            metadata: of these tokens.
+        """
+        both = torch.cat((self.enorm(vectors), self.hnorm(states)), dim=-1)
+        hidden_states = self.eh_proj(both)
+        residual = torch.zeros_like(hidden_states)
+        output: Tensor = self.shared_head.norm(*self(hidden_states, residual, angles, kv, metadata))[0]
+        return output
+
+
+class _HeadNorm(nn.Module):
+    """The norm before the head, under its name in checkpoints."""
+
+    def __init__(self, spec: ModelSpec, compute: Compute) -> None:
+        super().__init__()
+        self.norm = AddRMSNorm(spec.hidden_size, spec.rms_norm_eps, compute=compute, kind=spec.norm_kind)

@@ -1,0 +1,96 @@
+"""Which entries of the MTP layer's KV cache mean something.
+
+The layer does not read every token: nobody asks it to while guesses are worth nothing, and blocks that come
+from a store bring nothing for it. Its entries there are somebody else's, or old. So each block counts how
+many of its first entries are good, and a row is attended to from the first block on behind which all are.
+
+    row       [ whole ][ not read ][ whole ][ whole ][ 5 of 16 ]
+                                   ^ first block of its context
+
+Positions stay those of the text: rotary embedding sees differences alone. A guess may be wrong without harm,
+so the context may be shorter than the text; but it never has entries of another request. A part of
+`runner.mtp_guesser`.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from penstock.runner.block_tables import BlockTables
+
+
+class Begin(NamedTuple):
+    """Where the layer begins to read a row.
+
+    Attributes:
+        first_block: of the row's context, by its place in the table.
+        cleared: id of a block whose entries before the first that is read now are to be zeros; -1: none.
+    """
+
+    first_block: int
+    cleared: int = -1
+
+
+class MTPContext:
+    """Of all blocks and rows.
+
+    Args:
+        num_blocks: of the KV cache.
+        tables: of the rows.
+    """
+
+    def __init__(self, num_blocks: int, tables: BlockTables) -> None:
+        self._tables = tables
+        self._num_good = array("q", [0]) * num_blocks
+        self._read: dict[int, tuple[int, int]] = {}  # row -> position behind what was read, first block
+
+    def reset(self) -> None:
+        """Nothing is good."""
+        self._num_good = array("q", [0]) * len(self._num_good)
+        self._read.clear()
+
+    def enter(self, row: int) -> None:
+        """Another request has the row."""
+        self._read.pop(row, None)
+
+    def overwrite(self, block: int) -> None:
+        """The other layers of a block get what somebody has stored."""
+        self._num_good[block] = 0
+
+    def leave_out(self, row: int, start: int, end: int) -> None:
+        """These positions of a row are computed, and the layer does not read them."""
+        for block, first, _ in self._pieces(row, start, end):
+            self._num_good[block] = min(self._num_good[block], first)
+
+    def read(self, row: int, start: int, end: int) -> Begin:
+        """The layer reads these positions of a row."""
+        begin = self._begin(row, start)
+        for block, first, last in self._pieces(row, start, end):
+            assert first == 0 or block == begin.cleared or self._num_good[block] >= first
+            self._num_good[block] = last
+        self._read[row] = end, begin.first_block
+        return begin
+
+    def _begin(self, row: int, start: int) -> Begin:
+        known = self._read.get(row)
+        if known is not None and known[0] == start:
+            return Begin(known[1])
+        place, offset = divmod(start, self._tables.block_size)
+        ids: Sequence[int] = self._tables.first(row, place + (offset > 0))
+        if offset and self._num_good[ids[place]] < offset:
+            return Begin(place, ids[place])
+        while place and self._num_good[ids[place - 1]] == self._tables.block_size:
+            place -= 1
+        return Begin(place)
+
+    def _pieces(self, row: int, start: int, end: int) -> Iterator[tuple[int, int, int]]:
+        """Yield the blocks of these positions, and which entries of each they are: from, and to before."""
+        size = self._tables.block_size
+        ids = self._tables.first(row, -(-end // size))
+        while start < end:
+            place, first = divmod(start, size)
+            last = min(size, first + end - start)
+            yield ids[place], first, last
+            start += last - first

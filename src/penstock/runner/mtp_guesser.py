@@ -1,0 +1,300 @@
+"""Guesses the next tokens of rows with the MTP layer of the checkpoint, once a step has been sampled.
+
+The plan names rows, and how many tokens to guess of each (`ScheduledBatch.mtp`). The layer reads the tokens
+that the step has computed of them, each with the one that follows; what it makes of the last one gives the
+first guess. Further guesses follow from its own, one step of the layer each:
+
+    step         t5 t6 | sampled t7
+    layer reads  (h5, t6) (h6, t7)    guess 8
+                 (its state, guess 8) guess 9       written behind t6, and written over by the next step
+
+Guesses are drawn as the row's tokens are, with its temperature and dice, but without what depends on the
+text: penalties, forbidden words, grammars. Called by `runner.model_runner` on ranks of the last stage; those
+that share it all make the same guesses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import fields
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from penstock.attention.metadata import AnyKV, AttentionMetadata
+from penstock.batch import ScheduledBatch, StepResult
+from penstock.kernels.candidates import HeadOutput, HeadRequest
+from penstock.models.interfaces import SupportsPP
+from penstock.models.intermediate import IntermediateTensors
+from penstock.runner.forward_batch import ForwardBatch
+from penstock.runner.mtp_context import MTPContext
+from penstock.runner.request_rows import RequestRows
+from penstock.sample.sampler import NO_TOKEN, Sampler
+from penstock.sample.sampling_rows import SamplingRows
+
+
+class GuessingModel(SupportsPP, Protocol):
+    """A model with an MTP layer (`models.decoder.Decoder`)."""
+
+    def candidates(self, states: Tensor, request: HeadRequest) -> HeadOutput: ...
+
+    def guess(
+        self, states: Tensor, next_ids: Tensor, positions: Tensor, kv: AnyKV, metadata: AttentionMetadata
+    ) -> Tensor: ...
+
+
+class NoGuesser:
+    """There is no MTP layer here."""
+
+    def reset(self) -> None:
+        """No row is held."""
+
+    def admit(self, plan: ScheduledBatch) -> None:
+        """The plan's rows enter, and its orders are given."""
+
+    def begin(self, batch: ForwardBatch) -> None:
+        """A step is about to run."""
+
+    def head(
+        self,
+        model: SupportsPP,
+        plan: ScheduledBatch,
+        tensors: IntermediateTensors,
+        indices: Tensor,
+        request: HeadRequest,
+    ) -> HeadOutput:
+        """What `request` asks of the logits after the tokens `indices` of the step."""
+        return model.compute_candidates(tensors, indices, request)
+
+    def guesses(
+        self, tensors: IntermediateTensors, batch: ForwardBatch, result: StepResult
+    ) -> dict[int, list[int]]:
+        """Read the rows that the plan names, and return as `StepResult.guesses`."""
+        return {}
+
+
+NO_GUESSER = NoGuesser()
+
+
+class _Reading(NamedTuple):
+    """Tokens of a row that the layer reads.
+
+    Attributes:
+        start, end: their positions.
+        first_block: of its context.
+        first_token: of the step's.
+        sample: index into the result's sampled rows; -1: the row is not sampled.
+        wanted: guesses.
+    """
+
+    row: int
+    start: int
+    end: int
+    first_block: int
+    first_token: int
+    sample: int
+    wanted: int
+
+
+class MTPGuesser(NoGuesser):
+    """With the layer of a model.
+
+    Args:
+        kv: the layer's storage.
+        num_blocks: of that.
+        rows: of the rank; they keep token ids.
+        sampling: of the rows.
+    """
+
+    def __init__(
+        self, model: GuessingModel, kv: AnyKV, num_blocks: int, rows: RequestRows, sampling: SamplingRows
+    ) -> None:
+        self._model, self._kv, self._num_blocks = model, kv, num_blocks
+        self._rows, self._sampling = rows, sampling
+        self._context = MTPContext(num_blocks, rows.tables)
+        self._sampler = Sampler()
+        self._states: Tensor | None = None  # of all tokens of the step
+
+    def reset(self) -> None:
+        self._context.reset()
+        self._states = None
+
+    def admit(self, plan: ScheduledBatch) -> None:
+        for order in plan.orders:
+            if order.is_load:
+                self._context.overwrite(order.block)
+        for new_row in plan.new_rows:
+            self._context.enter(new_row.row)
+
+    def begin(self, batch: ForwardBatch) -> None:
+        if batch.is_void:
+            return
+        ends = batch.metadata.seq_lens
+        for index, row in enumerate(batch.plan.rows):
+            if index not in batch.plan.mtp:
+                self._context.leave_out(row, batch.starts[index], ends[index])
+
+    def head(
+        self,
+        model: SupportsPP,
+        plan: ScheduledBatch,
+        tensors: IntermediateTensors,
+        indices: Tensor,
+        request: HeadRequest,
+    ) -> HeadOutput:
+        if not plan.mtp:
+            return super().head(model, plan, tensors, indices, request)
+        self._states = self._all_states(tensors)
+        return self._model.candidates(self._states[indices], request)
+
+    def guesses(
+        self, tensors: IntermediateTensors, batch: ForwardBatch, result: StepResult
+    ) -> dict[int, list[int]]:
+        states, self._states = self._states, None
+        readings = self._readings(batch, result)
+        if not readings:
+            return {}
+        states = self._all_states(tensors) if states is None else states
+        indices = [
+            index
+            for reading in readings
+            for index in range(reading.first_token, reading.first_token + reading.end - reading.start)
+        ]
+        read = self._run(states[self._tensor(indices)], readings, self._following(readings))
+        lasts = np.cumsum([reading.end - reading.start for reading in readings]) - 1
+        asked = [place for place, reading in enumerate(readings) if reading.wanted]
+        guessed = self._guess_on([readings[place] for place in asked], read[self._tensor(lasts[asked])])
+        return {readings[place].sample: ids for place, ids in zip(asked, guessed, strict=True) if ids}
+
+    def _all_states(self, tensors: IntermediateTensors) -> Tensor:
+        """[num_tokens, hidden] behind the final norm, to keep."""
+        hidden = tensors["hidden_states"]
+        return self._model.final_states(tensors, torch.arange(len(hidden), device=hidden.device)).clone()
+
+    def _readings(self, batch: ForwardBatch, result: StepResult) -> list[_Reading]:
+        """The rows that are read. What behind a wrong guess was computed is not, nor a row whose next token
+        is not known."""
+        plan, sampled = batch.plan, np.cumsum(batch.plan.need_sampled) - 1
+        readings = []
+        for index, wanted in sorted(plan.mtp.items()):
+            row, start, end = plan.rows[index], batch.starts[index], batch.metadata.seq_lens[index]
+            sample = int(sampled[index]) if plan.need_sampled[index] else -1
+            if sample >= 0:
+                end -= result.num_rejected[sample]
+            if end >= self._rows.total_len[row]:
+                self._context.leave_out(row, start, end)
+                continue
+            begin = self._context.read(row, start, end)
+            if begin.cleared >= 0:
+                self._clear(begin.cleared)
+            readings.append(
+                _Reading(
+                    row=row,
+                    start=start,
+                    end=end,
+                    first_block=begin.first_block,
+                    first_token=batch.metadata.query_starts[index],
+                    sample=sample,
+                    wanted=wanted if sample >= 0 else 0,
+                )
+            )
+        return readings
+
+    def _clear(self, block: int) -> None:
+        for field in fields(self._kv):
+            memory: Tensor = getattr(self._kv, field.name)
+            memory.view(self._num_blocks, -1)[block].zero_()
+
+    def _following(self, readings: Sequence[_Reading]) -> list[int]:
+        """The token that follows each that is read."""
+        return [
+            token_id
+            for reading in readings
+            for token_id in self._rows.known_ids(reading.row, reading.start + 1, reading.end + 1)
+        ]
+
+    def _guess_on(self, readings: Sequence[_Reading], states: Tensor) -> list[list[int]]:
+        """Guess what follows each row's newest token, each guess from the one before.
+
+        Args:
+            states: [num_rows, hidden] of what was read last.
+        """
+        guessed: list[list[int]] = [[] for _ in readings]
+        going = list(range(len(readings)))
+        while going:
+            drawn = self._drawn([readings[place] for place in going], states, len(guessed[going[0]]))
+            kept = []
+            for at, place in enumerate(going):
+                if drawn[at] == NO_TOKEN:
+                    continue
+                guessed[place].append(drawn[at])
+                if self._goes_on(readings[place], len(guessed[place])):
+                    kept.append(at)
+            if not kept:
+                return guessed
+            going = [going[at] for at in kept]
+            next_tokens = [
+                readings[place]._replace(start=end, end=end + 1)
+                for place in going
+                for end in (readings[place].end + len(guessed[place]) - 1,)
+            ]
+            newest = [guessed[place][-1] for place in going]
+            states = self._run(states[self._tensor(kept)], next_tokens, newest)
+        return guessed
+
+    def _goes_on(self, reading: _Reading, num_guessed: int) -> bool:
+        """Whether more are wanted, and the row has a block for what the layer keeps of the newest."""
+        return num_guessed < reading.wanted and reading.end + num_guessed <= self._rows.tables.room(
+            reading.row
+        )
+
+    def _drawn(self, readings: Sequence[_Reading], states: Tensor, num_guessed: int) -> list[int]:
+        """One token of each row, as if so many guesses were right."""
+        rows = np.array([reading.row for reading in readings], dtype=np.int64)
+        params = self._sampling.bare(rows)
+        lengths = [reading.end + 1 - int(self._rows.prompt_len[reading.row]) for reading in readings]
+        output_index = [length + num_guessed for length in lengths]
+        output = self._model.candidates(states, params.head)
+        return self._sampler.sample(output, params, output_index).token_ids
+
+    def _run(self, states: Tensor, readings: Sequence[_Reading], next_ids: Sequence[int]) -> Tensor:
+        """[num_tokens, hidden] -> the same, as `MTPLayer.guess`."""
+        positions = [position for reading in readings for position in range(reading.start, reading.end)]
+        return self._model.guess(
+            states, self._tensor(next_ids), self._tensor(positions), self._kv, self._metadata(readings)
+        )
+
+    def _metadata(self, readings: Sequence[_Reading]) -> AttentionMetadata:
+        """Rows whose contexts begin with the first block of each."""
+        tables, size = self._rows.tables, self._rows.tables.block_size
+        seq_lens = [reading.end - reading.first_block * size for reading in readings]
+        longest = -(-max(seq_lens) // size)
+        blocks, slots = [], list[int]()
+        query_starts = [0]
+        for reading, seq_len in zip(readings, seq_lens, strict=True):
+            num_blocks = reading.first_block - (-seq_len // size)
+            own = list(tables.first(reading.row, num_blocks))[reading.first_block :]
+            blocks.append(own + own[:1] * (longest - len(own)))
+            for run in tables.slots(reading.row, reading.start, reading.end):
+                slots.extend(run)
+            query_starts.append(len(slots))
+        num_new = [reading.end - reading.start for reading in readings]
+        return AttentionMetadata(
+            query_starts=query_starts,
+            seq_lens=seq_lens,
+            block_tables=self._tensor(blocks),
+            slot_mapping=self._tensor(slots),
+            num_decodes=next((at for at, count in enumerate(num_new) if count != 1), len(num_new)),
+            block_size=size,
+        )
+
+    def _tensor(self, values: object) -> Tensor:
+        """Whole numbers on the device."""
+        return torch.as_tensor(values, dtype=torch.int64, device=self._device)
+
+    @property
+    def _device(self) -> torch.device:
+        memory: Tensor = getattr(self._kv, fields(self._kv)[0].name)
+        return memory.device

@@ -1,0 +1,85 @@
+"""Guesses of a model held against what a request then says.
+
+What a drafter guesses behind some tokens is tried as soon as there are more, whether or not anybody sent it;
+so the chance that a guess is right is measured at no cost. Pure.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+_NEWEST_WEIGHT = 0.05  # of a token in the measured chance,
+_FIRST_COUNTS_AS = 4  # and what is assumed of it at first weighs as much as so many tokens
+LEAST_USE = 0.15  # chance of the last guess that is still asked for
+LEAST_CHANCE = 0.2  # of guesses that are asked for at all
+
+
+class Chance:
+    """The measured chance that a guess is right.
+
+    Args:
+        value: to begin with.
+    """
+
+    def __init__(self, value: float) -> None:
+        self.value = value
+        self._count = _FIRST_COUNTS_AS
+
+    def note(self, is_right: bool) -> None:
+        """A token has come that was guessed."""
+        self._count += 1
+        self.value += max(_NEWEST_WEIGHT, 1.0 / self._count) * (is_right - self.value)
+
+
+class GuessedText:
+    """What is known of one request.
+
+    Args:
+        chance: that a guess is right, to begin with.
+    """
+
+    def __init__(self, chance: float) -> None:
+        self.chance = Chance(chance)
+        self._num_read = 0
+        self._num_known = 0  # tokens that the newest guess follows; there may be more of them now
+        self._guessed: Sequence[int] = ()
+
+    @property
+    def num_behind(self) -> int:
+        """Tokens that were read, and that the newest guess does not know of."""
+        return self._num_read - self._num_known
+
+    def hear(self, num_known: int, token_ids: Sequence[int]) -> None:
+        """This is guessed to follow the first tokens of the request."""
+        self._num_known, self._guessed = num_known, token_ids
+
+    def read(self, token_ids: Sequence[int]) -> list[bool]:
+        """Return of each token that is new, and was guessed behind the right ones, whether that was right."""
+        first, known = max(self._num_read, self._num_known), len(token_ids)
+        self._num_read = known
+        outcome = []
+        for guessed, said in zip(self._behind(token_ids, first), token_ids[first:], strict=False):
+            outcome.append(guessed == said)
+            self.chance.note(outcome[-1])
+            if not outcome[-1]:
+                self.hear(known, ())
+                break
+        return outcome
+
+    def following(self, token_ids: Sequence[int]) -> Sequence[int]:
+        """What is guessed to follow these."""
+        return self._behind(token_ids, len(token_ids))
+
+    def _behind(self, token_ids: Sequence[int], position: int) -> Sequence[int]:
+        """Guesses from a position on; none if what they follow is not what was said."""
+        start, guessed = self._num_known, self._guessed
+        size = position - start
+        if not 0 <= size < len(guessed) or guessed[:size] != token_ids[start:position]:
+            return ()
+        return guessed[size:]
+
+
+def useful(chance: float, least: float = LEAST_USE) -> int:
+    """How many guesses in a row are of use: all come with that chance at least; one in any case."""
+    return max(1, int(math.log(least) / math.log(min(chance, 0.99))))

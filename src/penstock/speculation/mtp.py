@@ -1,0 +1,82 @@
+"""Guesses of the MTP layer, which stands on the last stage: the core's side.
+
+Plans say of which rows the layer reads the tokens, and how many it guesses (`wants`); results bring what it
+has guessed (`hear`). Where its guesses are too seldom right to be of use it is left out, and read and asked
+for a stretch of the text now and then, to see whether that has changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from penstock.speculation.drafter import NO_DRAFT, Draft, LocalDrafter, Question
+from penstock.speculation.guessed_text import LEAST_CHANCE, LEAST_USE, Chance, GuessedText, useful
+
+_FIRST_CHANCE = 0.7  # until something is measured
+_TRIAL_EVERY = 256  # tokens of a text, where guesses are of no use:
+_TRIAL_TOKENS = 24  # of so many the first is guessed then
+
+
+class MTPDrafter(LocalDrafter):
+    """Asks the last stage.
+
+    Args:
+        guess_share: what a guess costs, as a share of a step of the whole model.
+    """
+
+    name = "mtp"
+
+    def __init__(self, guess_share: float) -> None:
+        self._least_use = max(LEAST_USE, guess_share)
+        self._texts: dict[int, _Text] = {}
+        self._chance = Chance(_FIRST_CHANCE)  # of all requests
+
+    @property
+    def is_at_tail(self) -> bool:
+        return True
+
+    def wants(self, question: Question) -> int | None:
+        chance = self._text(question.request).chance.value
+        if chance >= max(question.least_chance, LEAST_CHANCE, self._least_use):
+            return min(question.most, useful(chance, self._least_use))
+        is_trial = len(question.token_ids) % _TRIAL_EVERY < _TRIAL_TOKENS
+        return 1 if is_trial else None
+
+    def hear(self, request: int, num_known: int, token_ids: Sequence[int]) -> None:
+        self._text(request).heard = num_known, token_ids
+
+    def propose(self, question: Question) -> Draft:
+        text = self._text(question.request)
+        for is_right in text.read(question.token_ids):
+            self._chance.note(is_right)
+        text.take_heard()
+        guessed = text.following(question.token_ids)
+        return Draft(guessed[: question.most], text.chance.value) if guessed else NO_DRAFT
+
+    def accept(self, request: int, num_drafted: int, num_accepted: int) -> None:
+        """The tokens themselves will tell, when they are read."""
+
+    def forget(self, request: int) -> None:
+        self._texts.pop(request, None)
+
+    def _text(self, request: int) -> _Text:
+        text = self._texts.get(request)
+        if text is None:
+            text = self._texts[request] = _Text(self._chance.value)
+        return text
+
+
+class _Text(GuessedText):
+    """What is known of one request.
+
+    Attributes:
+        heard: a guess that is newer than the tokens which the one before is held against.
+    """
+
+    heard: tuple[int, Sequence[int]] | None = None
+
+    def take_heard(self) -> None:
+        """The tokens that the guess follows were read."""
+        if self.heard is not None:
+            self.hear(*self.heard)
+            self.heard = None

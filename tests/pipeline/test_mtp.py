@@ -1,0 +1,232 @@
+"""The MTP layer of a checkpoint guesses: what it says, that it changes no token, and that it does no harm.
+
+The reference of guesses is transformers' layer over the whole text at once (`mtp_reference`), whatever
+chunks, windows and caches the text came through; that of tokens is an engine without speculation.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deepseek_models import MODELS, make_with_mtp
+from depth import sampled
+from drafters import without_costs
+from mtp_reference import MTPReference
+from pairwise import Case, drawn
+from penstock import LLM, SamplingParams
+from penstock.engine.core import core_assembly
+from penstock.errors import CheckpointError, UsageError
+from penstock.scheduler.stats import SpeculationStats
+from penstock.speculation.drafter import Draft, Question
+from penstock.speculation.mtp import MTPDrafter
+
+PROMPTS = [[1, 5 + 3 * index, 7, 9 + index, *([20, 21] * (3 * index))] for index in range(6)]
+SAMPLINGS: list[dict[str, Any]] = [
+    {"temperature": 0.0, "logprobs": 1},
+    {"temperature": 0.8, "seed": 3, "logprobs": 2},
+    {"temperature": 1.0, "seed": 4, "top_p": 0.8, "min_tokens": 9},
+    {"temperature": 0.7, "seed": 5, "repetition_penalty": 1.2, "presence_penalty": 0.3},
+    {"temperature": 0.0, "frequency_penalty": 0.2, "logit_bias": {40: 1.5, 26: -2.0}},
+    {"temperature": 1.0, "seed": 6, "top_k": 20, "stop_token_ids": [41, 64]},
+]
+AXES = {
+    "num_stages": (1, 2, 3),
+    "async_depth": (0, 1, 2),
+    "chunk": (1, 7, 512),
+    "num_drafts": (1, 2, 4, 8),
+    "is_right": (False, True),
+    "tensor_parallel": (1, 2),
+    "block_size": (4, 32),
+    "prefix_hits": (False, True),
+    "max_num_seqs": (1, 3, 16),
+    "dtype": ("float32", "bfloat16"),
+}
+CASES = drawn(AXES, least=20)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, Path]:
+    """By whether guesses are right as a rule."""
+    return {
+        is_right: make_with_mtp(tmp_path_factory.mktemp("mtp"), is_right=is_right)
+        for is_right in (False, True)
+    }
+
+
+def engine(model: Path, **given: Any) -> LLM:
+    options = {
+        "dtype": "float32",
+        "num_blocks": 400,
+        "threads_per_rank": 1,
+        "distributed_executor_backend": "inprocess",
+    }
+    return LLM(str(model), **(options | given))
+
+
+def generate(llm: LLM) -> list[tuple[Sequence[int], object]]:
+    samplings = [SamplingParams(max_tokens=20 + 3 * index, **given) for index, given in enumerate(SAMPLINGS)]
+    outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in PROMPTS], samplings, use_tqdm=False)
+    return [
+        (
+            output.outputs[0].token_ids,
+            [
+                {token_id: entry.logprob for token_id, entry in position.items()}
+                for position in output.outputs[0].logprobs or ()
+            ],
+        )
+        for output in outputs
+    ]
+
+
+def told(llm: LLM) -> SpeculationStats:
+    stats = llm.stats()
+    assert stats is not None
+    return stats.scheduler.speculation
+
+
+@pytest.fixture
+def bold(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guesses are wanted and sent, however wrong they were."""
+    propose = MTPDrafter.propose
+
+    def proposing(drafter: MTPDrafter, question: Question) -> Draft:
+        draft = propose(drafter, question)
+        return dataclasses.replace(draft, chance=max(draft.chance, 0.6))
+
+    monkeypatch.setattr(MTPDrafter, "wants", lambda drafter, question: min(question.most, 4))
+    monkeypatch.setattr(MTPDrafter, "propose", proposing)
+    monkeypatch.setattr(core_assembly, "DraftWindows", without_costs)
+
+
+class Heard:
+    """What the last stage has guessed: request, tokens that it knew, guesses."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.guesses: list[tuple[int, int, list[int]]] = []
+        self.texts: dict[int, list[int]] = {}
+        hear, propose = MTPDrafter.hear, MTPDrafter.propose
+
+        def hearing(drafter: MTPDrafter, request: int, num_known: int, token_ids: Sequence[int]) -> None:
+            self.guesses.append((request, num_known, list(token_ids)))
+            hear(drafter, request, num_known, token_ids)
+
+        def proposing(drafter: MTPDrafter, question: Question) -> Any:
+            self.texts[question.request] = list(question.token_ids)
+            return propose(drafter, question)
+
+        monkeypatch.setattr(MTPDrafter, "hear", hearing)
+        monkeypatch.setattr(MTPDrafter, "propose", proposing)
+
+    def check(self, reference: MTPReference) -> int:
+        """Assert that all are what the layer says of the whole text; return how many there were."""
+        count = 0
+        for request, num_known, guesses in self.guesses:
+            text = self.texts[request]
+            if guesses and num_known <= len(text):
+                assert guesses == reference.guesses(text[:num_known], len(guesses)), (request, num_known)
+                count += len(guesses)
+        return count
+
+
+@pytest.mark.usefixtures("bold")
+@pytest.mark.parametrize("chunk", [5, 512])
+@pytest.mark.parametrize(("num_stages", "is_right"), [(1, False), (2, True), (3, False)])
+def test_guesses_are_those_of_the_layer_over_the_whole_text(
+    num_stages: int, is_right: bool, chunk: int, models: dict[bool, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prompts in chunks, windows with wrong guesses, and more requests than rows."""
+    heard = Heard(monkeypatch)
+    with engine(
+        models[is_right],
+        pipeline_parallel_size=num_stages,
+        prefill_chunk=chunk,
+        max_num_seqs=3,
+        speculative_method="mtp",
+        num_speculative_tokens=4,
+        enable_prefix_caching=False,
+    ) as llm:
+        sampling = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
+        llm.generate([{"prompt_token_ids": prompt} for prompt in PROMPTS], sampling, use_tqdm=False)
+        stats = told(llm)
+    assert heard.check(MTPReference(models[is_right])) > 300
+    assert stats.drafter == "mtp"
+    if is_right:
+        assert stats.num_accepted > 0.6 * stats.num_drafted > 0
+
+
+@pytest.mark.deep
+@pytest.mark.usefixtures("bold")
+@pytest.mark.parametrize("case", sampled(CASES, 8), ids=str)
+def test_d5_d7_the_layer_changes_no_token(case: Case, models: dict[bool, Path]) -> None:
+    given = dict(zip(AXES, case, strict=True))
+    model = models[given["is_right"]]
+    shape: dict[str, Any] = {
+        "block_size": given["block_size"],
+        "tensor_parallel_size": given["tensor_parallel"],
+        "dtype": given["dtype"],
+    }
+    with engine(model, **shape) as llm:
+        expected = generate(llm)
+    with engine(
+        model,
+        pipeline_parallel_size=given["num_stages"],
+        async_depth=given["async_depth"],
+        prefill_chunk=given["chunk"],
+        enable_prefix_caching=given["prefix_hits"],
+        max_num_seqs=given["max_num_seqs"],
+        speculative_method="mtp",
+        num_speculative_tokens=given["num_drafts"],
+        **shape,
+    ) as llm:
+        rounds = [generate(llm) for _ in range(1 + given["prefix_hits"])]
+        stats = told(llm)
+    assert all(outputs == expected for outputs in rounds)
+    assert stats.num_drafted > 0 or given["chunk"] == 1, "nobody drafted: the case shows nothing"
+    if given["is_right"]:
+        assert stats.num_accepted > 0.3 * stats.num_drafted
+
+
+def test_it_stops_where_guesses_are_wrong_and_looks_again(
+    models: dict[bool, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(core_assembly, "DraftWindows", without_costs)
+    heard = Heard(monkeypatch)
+    with engine(models[False], speculative_method="mtp", max_model_len=256) as llm:
+        sampling = SamplingParams(temperature=0.0, max_tokens=240, ignore_eos=True)
+        for prompt in PROMPTS[:3]:
+            llm.generate([{"prompt_token_ids": prompt}], sampling, use_tqdm=False)
+        stats = told(llm)
+    assert stats.num_drafted < 100, "of 720 tokens"
+    asked = [num_known for _, num_known, guesses in heard.guesses if guesses]
+    assert max(asked) < 200
+
+
+def test_a_request_may_do_without(models: dict[bool, Path]) -> None:
+    with engine(models[True], speculative_method="mtp") as llm:
+        sampling = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True, speculative=False)
+        llm.generate([{"prompt_token_ids": PROMPTS[0]}], sampling, use_tqdm=False)
+        assert told(llm).num_drafted == 0
+
+
+def test_a_model_without_the_layer_is_refused_by_name(tmp_path: Path) -> None:
+    model = MODELS["v2"].make(tmp_path)
+    with pytest.raises(UsageError, match="DeepseekV2ForCausalLM has no layer that guesses") as caught:
+        engine(model, speculative_method="mtp")
+    assert caught.value.param == "speculative_method"
+
+
+def test_a_checkpoint_that_lacks_what_its_config_names(tmp_path: Path) -> None:
+    """`num_nextn_predict_layers` is there, and the tensors are not."""
+    model = MODELS["v3"].make(tmp_path)
+    path = model / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"num_nextn_predict_layers": 1}))
+    with engine(model) as llm:
+        assert llm.generate([{"prompt_token_ids": PROMPTS[0]}], use_tqdm=False)
+    with pytest.raises(CheckpointError, match=r"model\.layers\.3\."):
+        engine(model, speculative_method="mtp")
