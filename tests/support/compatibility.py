@@ -93,6 +93,10 @@ def plain(directory: Path) -> object:
     return make_checkpoint(directory, layers=3, vocab_size=150, seed=3)
 
 
+def with_mtp(directory: Path) -> object:
+    return deepseek_models.make_with_mtp(directory, is_right=True)
+
+
 def tied(directory: Path) -> object:
     return make_checkpoint(directory, layers=3, vocab_size=150, seed=3, tied=True)
 
@@ -148,6 +152,7 @@ FEATURES = {
     "experts, `--enable-expert-parallel`": Feature(mixtral, {"enable_expert_parallel": True}),
     "transformers' own layers": Feature(plain, {"model_impl": "transformers"}),
     "latent attention (DeepSeek-V3)": Feature(deepseek_models.MODELS["v3"].make),
+    "its own layer guesses (DeepSeek-V3, `mtp`)": Feature(with_mtp, {"speculative_method": "mtp"}),
     "sliding window (Mistral)": Feature(FAMILIES["mistral"].make),
     "soft caps, norms around (Gemma 2)": Feature(FAMILIES["gemma2"].make),
 }

@@ -40,8 +40,7 @@ class SpeculationConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Who guesses what requests say next, so that one step yields several tokens.
 
     Attributes:
-        speculative_method: who guesses: `off`; `suffix`: the text itself; `draft_model`: a small model;
-            `mtp`: a layer of the model's own, where its checkpoint has one.
+        speculative_method: who guesses: `off`, `suffix` (the text), `draft_model`, or `mtp` (a layer for it).
         num_speculative_tokens: guesses of a request in one step at most; fewer where more would cost time.
         speculative_model: directory or name of a model with the same vocabulary, which guesses; to name it is
             enough.

@@ -123,8 +123,7 @@ class LLM:
         micro_batches: parts of the decoding requests; `auto`: by the time of a cycle, P where unknown.
         inter_token_target_ms: milliseconds between two tokens of a request that prompts of others keep, but
             they may always lengthen the plan that they join by half. None by default.
-        speculative_method: who guesses: `off`; `suffix`: the text itself; `draft_model`: a small model;
-            `mtp`: a layer of the model's own, where its checkpoint has one.
+        speculative_method: who guesses: `off`, `suffix` (the text), `draft_model`, or `mtp` (a layer for it).
         num_speculative_tokens: guesses of a request in one step at most; fewer where more would cost time.
         speculative_config: as vLLM takes it: {"method": "suffix"}, or {"model": "small", "device": "cpu"}.
         hosts: how many, this one counted; all others run `penstock worker`.
