@@ -87,6 +87,18 @@ def main() -> None:
 
 def compared(options: argparse.Namespace, served: Path, draft: Path, stages: int) -> list[str]:
     """The line of so many stages."""
+    speculation = {
+        "model": str(draft),
+        "quantization": options.quantization,
+        "num_speculative_tokens": options.guesses,
+    }
+    return compared_with_off(options, served, {"speculative_config": speculation}, stages)
+
+
+def compared_with_off(
+    options: argparse.Namespace, served: Path, drafting: dict[str, Any], stages: int
+) -> list[str]:
+    """The line of so many stages, with these settings of who guesses."""
     given: dict[str, Any] = {
         "pipeline_parallel_size": stages,
         "threads_per_rank": max(1, options.threads // stages),
@@ -94,15 +106,8 @@ def compared(options: argparse.Namespace, served: Path, draft: Path, stages: int
         "max_model_len": 1024,
         "enable_prefix_caching": False,
     }
-    drafting: dict[str, Any] = {
-        "speculative_config": {
-            "model": str(draft),
-            "quantization": options.quantization,
-            "num_speculative_tokens": options.guesses,
-        }
-    }
     prompts = [
-        {"prompt_token_ids": [(7919 * place + 31 * number) % 50_000 for place in range(64)]}
+        {"prompt_token_ids": [(7919 * place + 31 * number) % 30_000 for place in range(64)]}
         for number in range(options.streams)
     ]
     with ExitStack() as stack:
