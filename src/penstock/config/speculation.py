@@ -12,12 +12,13 @@ from penstock.config.checks import between, is_device
 from penstock.config.setting import Setting
 from penstock.errors import UsageError
 
-SpeculativeMethod = Literal["off", "suffix", "draft_model", "mtp"]
+SpeculativeMethod = Literal["auto", "off", "suffix", "draft_model", "mtp"]
 DraftQuantization = Literal["none", "int8", "int4"]
 MOST_SPECULATIVE_TOKENS = 64
 
 # vLLM's names for what we have.
 _METHODS = {
+    "auto": "auto",
     "off": "off",
     "suffix": "suffix",
     "ngram": "suffix",
@@ -40,7 +41,7 @@ class SpeculationConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Who guesses what requests say next, so that one step yields several tokens.
 
     Attributes:
-        speculative_method: who guesses: `off`, `suffix` (the text), `draft_model`, or `mtp` (a layer for it).
+        speculative_method: who guesses: `suffix` (the text), `draft_model`, `mtp` (a layer), `off`, `auto`.
         num_speculative_tokens: guesses of a request in one step at most; fewer where more would cost time.
         speculative_model: directory or name of a model with the same vocabulary, which guesses; to name it is
             enough.
@@ -51,8 +52,9 @@ class SpeculationConfig(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     speculative_method: Annotated[
-        SpeculativeMethod, Setting("speculation", "who guesses: off, suffix (the text), draft_model, mtp")
-    ] = "off"
+        SpeculativeMethod,
+        Setting("speculation", "who guesses: suffix (the text), draft_model, mtp, off"),
+    ] = "auto"
     num_speculative_tokens: Annotated[
         int, Setting("speculation", "guesses of a request in one step at most")
     ] = 8
@@ -82,7 +84,7 @@ class SpeculationConfig(msgspec.Struct, frozen=True, kw_only=True):
                 remedy="Name it with --speculative-model, or use --speculative-method suffix.",
                 param="speculative_model",
             )
-        if self.speculative_method in ("suffix", "mtp") and self.speculative_model is not None:
+        if self.speculative_method not in ("auto", "draft_model") and self.speculative_model is not None:
             raise UsageError(
                 f"speculative_method is {self.speculative_method}, which needs no model; speculative_model "
                 "names one.",
@@ -99,7 +101,7 @@ class SpeculationConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def method(self) -> SpeculativeMethod:
-        """Who guesses; a model that is named does."""
+        """Who guesses; a model that is named does. `auto`: the text itself, where that changes no token."""
         return "draft_model" if self.speculative_model is not None else self.speculative_method
 
     @property

@@ -123,7 +123,7 @@ class LLM:
         micro_batches: parts of the decoding requests; `auto`: by the time of a cycle, P where unknown.
         inter_token_target_ms: milliseconds between two tokens of a request that prompts of others keep, but
             they may always lengthen the plan that they join by half. None by default.
-        speculative_method: who guesses: `off`, `suffix` (the text), `draft_model`, or `mtp` (a layer for it).
+        speculative_method: who guesses: `suffix` (the text), `draft_model`, `mtp` (a layer), `off`, `auto`.
         num_speculative_tokens: guesses of a request in one step at most; fewer where more would cost time.
         speculative_config: as vLLM takes it: {"method": "suffix"}, or {"model": "small", "device": "cpu"}.
         hosts: how many, this one counted; all others run `penstock worker`.
@@ -186,7 +186,7 @@ class LLM:
         prefill_chunk: int = 512,
         micro_batches: int | Literal["auto"] = "auto",
         inter_token_target_ms: float = NO_INTER_TOKEN_TARGET_MS,
-        speculative_method: SpeculativeMethod = "off",
+        speculative_method: SpeculativeMethod = "auto",
         num_speculative_tokens: int = 8,
         speculative_config: str | Mapping[str, Any] | None = None,
         hosts: int = 1,

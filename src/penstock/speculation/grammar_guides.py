@@ -18,8 +18,9 @@ from __future__ import annotations
 import logging
 import math
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cache
 from itertools import takewhile
 from typing import TYPE_CHECKING
 
@@ -72,16 +73,21 @@ class GrammarGuides(NoGuides):
     """Guides the guesses of all requests with a grammar.
 
     Args:
-        vocabulary: of the model's tokenizer.
+        open_vocabulary: reads that of the model's tokenizer, which may take seconds in which no other thread
+            runs; called with the first grammar, unless `open` was called before.
         vocab_size: ids that the model has; a tokenizer may have more.
     """
 
-    def __init__(self, vocabulary: Vocabulary, vocab_size: int) -> None:
+    def __init__(self, open_vocabulary: Callable[[], Vocabulary], vocab_size: int) -> None:
         self._building = ThreadPoolExecutor(1, thread_name_prefix="draft-grammar")
-        self._vocabulary = vocabulary
+        self._open_vocabulary = cache(open_vocabulary)
         self._vocab_size = vocab_size
         self._built: OrderedDict[bytes, Future[Matcher]] = OrderedDict()  # to be copied
         self._guides: dict[int, _Guide] = {}
+
+    def open(self) -> None:
+        """Read the vocabulary now."""
+        self._open_vocabulary()
 
     def guided(
         self,
@@ -127,7 +133,7 @@ class GrammarGuides(NoGuides):
     def _build(self, structured: StructuredOutputs) -> Matcher:
         from penstock.grammar.matcher import Matcher
 
-        return Matcher(self._vocabulary, structured)
+        return Matcher(self._open_vocabulary(), structured)
 
     def forget(self, request: int) -> None:
         self._guides.pop(request, None)

@@ -36,7 +36,7 @@ class Guided:
     """One request of some guides, and what a stage would allow."""
 
     def __init__(self, vocabulary: Vocabulary, structured: StructuredOutputs = NAMES) -> None:
-        self.guides = GrammarGuides(vocabulary, 1024)
+        self.guides = GrammarGuides(lambda: vocabulary, 1024)
         self.structured = structured
         self.oracle = Matcher(vocabulary, structured)
         self.tokens = list(PROMPT)
@@ -116,7 +116,7 @@ def test_a_token_that_the_model_has_not_is_not_guessed(vocabulary: Vocabulary) -
 
 
 def test_until_it_is_built_nothing_is_guessed(vocabulary: Vocabulary) -> None:
-    guides = GrammarGuides(vocabulary, 1024)
+    guides = GrammarGuides(lambda: vocabulary, 1024)
     gate = threading.Event()
     held = guides._building.submit(gate.wait, 20.0)
     assert guides.guided(1, NAMES, 2, PROMPT, Draft([5], 0.9), 4) == NO_DRAFT
@@ -136,7 +136,7 @@ def test_behind_the_end_nothing_is_guessed(vocabulary: Vocabulary) -> None:
 
 
 def test_what_cannot_be_built_is_left_alone(vocabulary: Vocabulary) -> None:
-    guides = GrammarGuides(vocabulary, 1024)
+    guides = GrammarGuides(lambda: vocabulary, 1024)
     bad = StructuredOutputs(grammar="start: nothing of the kind")
     assert guides.guided(1, bad, 2, PROMPT, Draft([5], 0.9), 4) == NO_DRAFT
     next(iter(guides._built.values())).exception(20.0)
@@ -145,7 +145,7 @@ def test_what_cannot_be_built_is_left_alone(vocabulary: Vocabulary) -> None:
 
 
 def test_grammars_are_shared_and_few_are_kept(vocabulary: Vocabulary) -> None:
-    guides = GrammarGuides(vocabulary, 1024)
+    guides = GrammarGuides(lambda: vocabulary, 1024)
     for number in range(MOST_KEPT + 5):
         guides.guided(number, StructuredOutputs(choice=[f"cat{number % 3}"]), 2, PROMPT, NO_DRAFT, 4)
     assert len(guides._built) == 3

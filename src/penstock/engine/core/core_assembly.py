@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from penstock.batch import RankLoaded
 from penstock.config.engine import ParallelConfig
@@ -45,6 +46,9 @@ from penstock.speculation.guard import GuardedDrafter
 from penstock.speculation.mtp import MTPDrafter
 from penstock.speculation.suffix import SuffixDrafter
 
+if TYPE_CHECKING:
+    from penstock.grammar.matcher import Vocabulary
+
 CATALOGUE_BYTES = 1 << 20  # beside the entries of the blocks
 
 _logger = logging.getLogger(__name__)
@@ -60,18 +64,20 @@ def build_core(
     epoch: int = 0,
     restarts: Restarts = NO_RESTARTS,
     drafting: DrafterChild | None = None,
+    guides: NoGuides | None = None,
 ) -> tuple[EngineCore, Scheduler]:
     """Scheduler and core over an executor that has been started; measures the stages.
 
     Args:
         drafting: the process of the draft model where its owner has started it before; it need not be ready.
             Otherwise it is started here, and is the core's.
+        guides: of requests with a grammar; None: they are opened here (`open_guides`).
     """
     with ExitStack() as undone:
         if drafting is None and (drafting := start_drafting(config)) is not None:
             undone.callback(drafting.close)
             drafting.await_ready(config.parallel.load_timeout_s)
-        guides = _guides(config) if config.speculation.is_on and config.model_path else NO_GUIDES
+        guides = guides or open_guides(config)
         calibration = calibrate(executor, config, kv_plan, clock, epoch=epoch)
         depth, wire = depth_and_wire(config.parallel, calibration.costs.model, num_links=config.num_links)
         allocator = BlockAllocator(_pool(config, kv_plan.num_blocks), config.cache.block_size)
@@ -144,6 +150,32 @@ def depth_and_wire(
     return depth, WireTimes(depth, num_stages, num_links)
 
 
+def open_guides(config: CoreConfig, *, at_once: bool = True) -> NoGuides:
+    """What guides the guesses of requests with a grammar.
+
+    Args:
+        at_once: open the vocabulary, which holds up everything in this process, maybe for seconds; else the
+            first request with a grammar does.
+    """
+    if not (config.speculation.is_on and config.model_path):
+        return NO_GUIDES
+
+    def open_vocabulary() -> Vocabulary:
+        from penstock.grammar.matcher import (
+            load_vocabulary,  # here: nobody else in the core needs the library
+        )
+
+        return load_vocabulary(Path(config.model_path), config.eos_token_ids)
+
+    guides = GrammarGuides(open_vocabulary, config.vocab_size)
+    try:
+        if at_once:
+            guides.open()
+    except PenstockError:  # a request with a grammar is refused before it comes here
+        return NO_GUIDES
+    return guides
+
+
 def _windows(
     config: CoreConfig,
     allocator: BlockAllocator,
@@ -157,6 +189,8 @@ def _windows(
     if not config.speculation.is_on:
         return NoWindows()
     others = sorted({rank.stage for rank in ranks if not rank.is_invariant})
+    if others and config.speculation.method == "auto":
+        return NoWindows()
     if others:
         _logger.warning(
             "speculation may change tokens: stages %s compute without our CPU kernels, and there a number "
@@ -176,17 +210,6 @@ def _windows(
         guides=guides,
         is_exact=not others,
     )
-
-
-def _guides(config: CoreConfig) -> NoGuides:
-    """Opens the vocabulary now: that may take seconds, and holds up everything in this process."""
-    from penstock.grammar.matcher import load_vocabulary  # here: nobody else in the core needs the library
-
-    try:
-        vocabulary = load_vocabulary(Path(config.model_path), config.eos_token_ids)
-    except PenstockError:  # a request with a grammar is refused before it comes here
-        return NO_GUIDES
-    return GrammarGuides(vocabulary, config.vocab_size)
 
 
 def _stall_limit(config: CoreConfig, recovers: bool) -> StallLimit:

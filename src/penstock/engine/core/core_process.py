@@ -15,7 +15,7 @@ from contextlib import ExitStack
 
 from penstock.drafting.drafter_child import DrafterChild
 from penstock.engine.core.core import EngineCore
-from penstock.engine.core.core_assembly import build_core, prove_stages, start_drafting
+from penstock.engine.core.core_assembly import build_core, open_guides, prove_stages, start_drafting
 from penstock.engine.core.core_server import CoreServer
 from penstock.engine.ipc import CoreSocket, Welcome
 from penstock.errors import PeerError
@@ -35,6 +35,7 @@ from penstock.process.child import (
 from penstock.process.config import CoreConfig, CoreProcessConfig
 from penstock.process.control import CONTROL_OPTION, ControlReader, Stop
 from penstock.process.endpoints import CoreEndpoints
+from penstock.speculation.grammar_guides import NoGuides
 
 LOAD_GRACE_S = 60.0  # for the supervisor to end, and name, the stage that does not load
 
@@ -56,8 +57,10 @@ def _serve(
         # Before the ranks look how much memory is free. Who is started anew has endpoints, and does not wait.
         drafting.await_ready(config.core.parallel.load_timeout_s, control.has_news)
         status.write(DrafterLoaded())
+    # While the ranks load, too. A core whose ranks are waiting leaves it to the first request with a grammar.
+    guides = open_guides(config.core, at_once=not control.has_news())
     stopping = closing.enter_context(ExitStack())
-    joined = _join_first(config.core, control, status.write, stopping, drafting)
+    joined = _join_first(config.core, control, status.write, stopping, drafting, guides)
     if joined is None:
         return 0
     executor, core, welcome = joined
@@ -77,6 +80,7 @@ def _join_first(
     report: Callable[[StatusEvent], None],
     stopping: ExitStack,
     drafting: DrafterChild | None,
+    guides: NoGuides,
 ) -> tuple[Executor, EngineCore, Welcome] | None:
     """Join the first epoch to which all ranks come; its executor ends with `stopping`. None: it is to stop.
 
@@ -88,7 +92,7 @@ def _join_first(
         executor = MpExecutor(ends, load_timeout_s=config.parallel.load_timeout_s + LOAD_GRACE_S)
         stopping.callback(executor.shutdown)
         try:
-            return executor, *_start(config, executor, ends, control, drafting)
+            return executor, *_start(config, executor, ends, control, drafting, guides)
         except PeerError as error:
             if ends.epoch == 0 and not control.has_news():
                 raise
@@ -104,6 +108,7 @@ def _start(
     ends: CoreEndpoints,
     control: ControlReader,
     drafting: DrafterChild | None,
+    guides: NoGuides,
 ) -> tuple[EngineCore, Welcome]:
     """A core over ranks that have come and have proved to work, and what its clients are told."""
     kv_plan = executor.start(control.has_news)
@@ -116,6 +121,7 @@ def _start(
         epoch=ends.epoch,
         restarts=ends.restarts,
         drafting=drafting,
+        guides=guides,
     )
     prove_stages(core)
     return core, Welcome(

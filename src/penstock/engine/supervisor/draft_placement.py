@@ -13,6 +13,7 @@ from pathlib import Path
 import msgspec
 
 from penstock.config.engine import CacheConfig, EngineConfig, ModelConfig, ParallelConfig, SchedulerConfig
+from penstock.config.speculation import SpeculationConfig
 from penstock.errors import PenstockError, UsageError, error_from_info
 from penstock.families.registry import load_spec
 from penstock.families.spec import ModelSpec
@@ -106,6 +107,7 @@ def _engine_config(config: EngineConfig, model: str, first: RankConfig, num_idle
         ),
         scheduler=scheduler,
         cache=CacheConfig(block_size=config.cache.block_size),
+        speculation=SpeculationConfig(speculative_method="off"),
     )
 
 

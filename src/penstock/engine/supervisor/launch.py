@@ -18,6 +18,7 @@ from typing import Literal
 import msgspec
 
 from penstock.config.engine import CacheConfig, EngineConfig, ModelConfig, ParallelConfig, Quantization
+from penstock.config.speculation import SpeculationConfig
 from penstock.engine.supervisor.class_choice import require_class
 from penstock.engine.supervisor.draft_placement import drafter_config, notes_on_drafter
 from penstock.engine.supervisor.flight_room import (
@@ -42,7 +43,7 @@ from penstock.families.spec import ModelSpec
 from penstock.families.transformers_fields import implementation_notes, require_plain
 from penstock.faults import Fault
 from penstock.hosts.resources import HostResources
-from penstock.kernels.cpu.library import parse_kernels
+from penstock.kernels.cpu.library import KERNEL_NAMES, parse_kernels
 from penstock.kvstore.description import Description, encoded
 from penstock.kvstore.names import model_identity, namespace
 from penstock.kvstore.store import keeps_quota, open_store
@@ -153,6 +154,7 @@ def resolve_replicas(
     given, parallel = parallel, with_plans_in_flight(parallel, homes)
     config = msgspec.structs.replace(config, parallel=parallel)
     form = _weight_form(config.model, parallel, spec, homes)
+    config = msgspec.structs.replace(config, speculation=_speculation(config, spec, form))
     _check_tensor_parallel(parallel, spec, form)
     require_class(parallel, spec, form.dtype, form.devices, hosts)
     max_model_len = _max_model_len(config.model.max_model_len, spec)
@@ -163,9 +165,7 @@ def resolve_replicas(
     wait_timeout_s = _step_timeout_s(config) * stages
     ranks = _rank_configs(config, str(directory), form, ranges, max_model_len, wait_timeout_s, homes)
     core = _core_config(config, spec, str(directory), max_model_len, cpus_of_core(ranks, hosts[0]))
-    kind = f"{spec.implementation}, {form.quantization} weights"
-    if form.quantization != "none":
-        kind += _widths(ranges, parallel.tp_sizes)
+    kind = f"{spec.implementation}, {form.quantization} weights{_widths(form, ranges, parallel.tp_sizes)}"
     num_host_blocks = host_blocks(config.cache.kv_host_bytes, spec, ranks, ITEM_SIZES[form.dtype])
     store = _store_config(config, directory, kind, form.dtype, num_host_blocks)
     core = msgspec.structs.replace(core, store=store)
@@ -342,9 +342,26 @@ def _core_config(
     )
 
 
-def _widths(ranges: Sequence[tuple[int, int]], sizes: Sequence[int]) -> str:
+def _speculation(config: EngineConfig, spec: ModelSpec, form: _WeightForm) -> SpeculationConfig:
+    """Who guesses; nobody by default where guesses could change tokens, for all computes without our kernels
+    or some of it."""
+    speculation = config.speculation
+    is_invariant = (
+        all(device == "cpu" for device in form.devices)
+        and form.dtype != "float16"
+        and spec.implementation == "penstock"
+        and parse_kernels(config.parallel.kernels).enabled == frozenset(KERNEL_NAMES)
+    )
+    if speculation.method != "auto" or is_invariant:
+        return speculation
+    return msgspec.structs.replace(speculation, speculative_method="off")
+
+
+def _widths(form: _WeightForm, ranges: Sequence[tuple[int, int]], sizes: Sequence[int]) -> str:
     """Which layers several ranks share: with quantised weights each rank rounds its own part of the
-    activations, so that numbers depend on how many there are. Empty if none do."""
+    activations, so that numbers depend on how many there are. Empty if none do, or that is no matter."""
+    if form.quantization == "none":
+        return ""
     shared: list[tuple[int, int, int]] = []
     for (start, end), size in zip(ranges, sizes, strict=True):
         if shared and shared[-1][2] == size:
