@@ -266,7 +266,8 @@ class DraftWindows(NoWindows):
     # --- when a result has come -----------------------------------------------------------------
 
     def hear(self, request: RequestState, accepted: Sequence[int], guessed: Sequence[int]) -> None:
-        self._drafter.hear(request.arrival, len(request.token_ids) + len(accepted), guessed)
+        if guessed:
+            self._drafter.hear(request.arrival, len(request.token_ids) + len(accepted), guessed)
 
     def follow(
         self, request: RequestState, token_ids: Sequence[int], size: int, step_id: int
