@@ -21,7 +21,7 @@ from mtp_reference import MTPReference
 from pairwise import Case, drawn
 from penstock import LLM, SamplingParams
 from penstock.engine.core import core_assembly
-from penstock.errors import CheckpointError, UsageError
+from penstock.errors import UsageError
 from penstock.scheduler.stats import SpeculationStats
 from penstock.speculation.drafter import Draft, Question
 from penstock.speculation.mtp import MTPDrafter
@@ -99,7 +99,7 @@ def bold(monkeypatch: pytest.MonkeyPatch) -> None:
         draft = propose(drafter, question)
         return dataclasses.replace(draft, chance=max(draft.chance, 0.6))
 
-    monkeypatch.setattr(MTPDrafter, "wants", lambda drafter, question: min(question.most, 4))
+    monkeypatch.setattr(MTPDrafter, "wants", lambda drafter, question, num_busy: min(question.most, 4))
     monkeypatch.setattr(MTPDrafter, "propose", proposing)
     monkeypatch.setattr(core_assembly, "DraftWindows", without_costs)
 
@@ -154,7 +154,7 @@ def test_guesses_are_those_of_the_layer_over_the_whole_text(
         sampling = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
         llm.generate([{"prompt_token_ids": prompt} for prompt in PROMPTS], sampling, use_tqdm=False)
         stats = told(llm)
-    assert heard.check(MTPReference(models[is_right])) > 300
+    assert heard.check(MTPReference(models[is_right])) > 200
     assert stats.drafter == "mtp"
     if is_right:
         assert stats.num_accepted > 0.6 * stats.num_drafted > 0
@@ -228,5 +228,6 @@ def test_a_checkpoint_that_lacks_what_its_config_names(tmp_path: Path) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | {"num_nextn_predict_layers": 1}))
     with engine(model) as llm:
         assert llm.generate([{"prompt_token_ids": PROMPTS[0]}], use_tqdm=False)
-    with pytest.raises(CheckpointError, match=r"model\.layers\.3\."):
+    with pytest.raises(UsageError, match="no tensors of a layer 3") as caught:
         engine(model, speculative_method="mtp")
+    assert caught.value.param == "speculative_method"

@@ -205,7 +205,7 @@ def tokens_of_replica(
     feature: Feature, model: Path, layout: Mapping[str, Any], prompts: Sequence[Prompt]
 ) -> list[list[int]]:
     """Of one pipeline, its ranks as threads. Of vectors: numbers in steps of `STEP`."""
-    settings = {"dtype": "float32", "threads_per_rank": 1, "async_depth": 0, **feature.settings, **layout}
+    settings = {"dtype": "float32", "threads_per_rank": 1, "async_depth": 0, **layout, **feature.settings}
     if feature.is_stored:
         return tokens_from_store(model, settings, layout, prompts)
     with LLM(str(model), distributed_executor_backend="inprocess", num_blocks=64, **settings) as llm:

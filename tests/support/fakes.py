@@ -226,7 +226,8 @@ class RankReplica:
     def _guess(self, plan: ScheduledBatch, sampled: list[int]) -> dict[int, list[int]]:
         """What the MTP layer guesses: right tokens, each made wrong by `guess_error`."""
         assert all(0 <= index < len(plan.rows) for index in plan.mtp)
-        assert not plan.mtp or not (plan.scored or plan.pooled), "the head has other work"
+        pooled = {index for index, row in enumerate(plan.rows) if self.rows[row].pooling is not None}
+        assert pooled.isdisjoint(plan.mtp), "a row without samples needs no guess"
         guesses = {}
         for index, count in plan.mtp.items():
             row = plan.rows[index]

@@ -168,6 +168,12 @@ class ModelSpec:
             "head": (is_last and not self.tie_word_embeddings) * self.embedding_parameters(),
         }
 
+    @property
+    def mtp_copies(self) -> frozenset[str]:
+        """Tensors of the MTP layer that are copies of the model's own, which nobody reads."""
+        names = ("embed_tokens.weight", "shared_head.head.weight")
+        return frozenset(f"model.layers.{self.num_layers}.{name}" for name in names)
+
     def mtp_parameters(self, *, with_embedding: bool) -> int:
         """Of the MTP layer, and of the embedding where the last stage has none without it."""
         inputs = self.hidden_size * (2 * self.hidden_size + 3)  # projection and norms

@@ -40,7 +40,7 @@ from penstock.models.intermediate import (
     StreamStart,
     make_empty_intermediate_tensors_factory,
 )
-from penstock.models.mtp_layer import MTPLayer, copies_of_mtp_layer
+from penstock.models.mtp_layer import MTPLayer
 from penstock.models.recorded import RecordedForward, StageParts
 
 EMBEDDING, HEAD = "model.embed_tokens", "lm_head"
@@ -141,7 +141,7 @@ class Decoder(nn.Module):
         self._is_last = self.end_layer == spec.num_layers
         has_mtp = with_mtp and self._is_last
         self.unused_layers = range(spec.num_layers + has_mtp, spec.num_layers + spec.num_unused_layers)
-        self.unused_tensors = copies_of_mtp_layer(spec.num_layers) if has_mtp else frozenset()
+        self.unused_tensors = spec.mtp_copies if has_mtp else frozenset()
         self.attention = _attention(spec, compute, block_size)
         self.model = Backbone(
             spec, self.start_layer, self.end_layer, self.attention, compute, has_mtp=has_mtp

@@ -30,12 +30,6 @@ from penstock.models.attention import Angles, LayerSite
 from penstock.models.decoder_layer import DecoderLayer
 
 
-def copies_of_mtp_layer(layer: int) -> frozenset[str]:
-    """Tensors of the MTP layer, which has this number, that are copies of the model's own."""
-    names = ("embed_tokens.weight", "shared_head.head.weight")
-    return frozenset(f"model.layers.{layer}.{name}" for name in names)
-
-
 class MTPLayer(DecoderLayer):
     """A layer as the model's others, behind a projection of two vectors to one."""
 

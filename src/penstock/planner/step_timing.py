@@ -109,7 +109,8 @@ class TimedRank:
         rows = list(range(len(lengths)))
         num_tokens = [1 if is_decode else length for length in lengths]
         per_row = [-(-length // self._rank.block_size) for length in lengths]
-        ids = [index * 7919 % self._loaded.spec.vocab_size for index in range(max(lengths))]
+        ids = [index * 7919 % self._loaded.spec.vocab_size for index in range(max(lengths) + 1)]
+        known = [length + (not is_decode) for length in lengths]  # behind a chunk there is another token
         return ScheduledBatch(
             step_id=0,
             rows=rows,
@@ -121,9 +122,10 @@ class TimedRank:
             ],
             need_sampled=[is_decode] * len(rows),
             token_from=[KNOWN] * len(rows),
+            mtp=dict.fromkeys(rows, int(is_decode)) if self._rank.has_mtp else {},
             new_rows=[
                 NewRow(row, 0, str(row), length, ids[:length], GREEDY)
-                for row, length in zip(rows, lengths, strict=True)
+                for row, length in zip(rows, known, strict=True)
             ],
         )
 
@@ -148,7 +150,7 @@ class TimedRank:
         rank = self._rank
         return StepCosts(
             num_tokens=plan.total_tokens,
-            layer_s=layers / (rank.end_layer - rank.start_layer),
+            layer_s=layers / rank.num_layers,
             fixed_s=fixed,
             embed_s=embed if rank.is_first else 0.0,
             head_s=head if rank.is_last else 0.0,
@@ -171,7 +173,9 @@ class TimedRank:
         self._link.carry(tensors)
         instants.append(self._now())
         if rank.is_last:
-            runner.sample(tensors, batch)
+            result = runner.sample(tensors, batch)
+            if running.mtp:
+                runner.with_guesses(result, tensors, batch)
         instants.append(self._now())
         return tuple(after - before for before, after in pairwise(instants))
 

@@ -23,7 +23,7 @@ from penstock.models.interfaces import BeforeLayer, SupportsPP
 from penstock.models.intermediate import IntermediateTensors
 from penstock.runner.buffers import BufferPool
 from penstock.runner.forward_batch import ForwardBatch, begin_batch, complete_batch, input_ids
-from penstock.runner.mtp_guesser import NO_GUESSER, NoGuesser
+from penstock.runner.mtp_guesser import NO_GUESSER, NoGuesser, states_of
 from penstock.runner.request_rows import RequestRows
 from penstock.sample.grammar_rows import NoGrammars
 from penstock.sample.logit_changes import TokenHistory
@@ -123,6 +123,7 @@ class ModelRunner:
         plan = batch.plan
         if batch.is_void:
             return self._void(batch)
+        self.guesser.prepare(plan, tensors)
         pooled = self._pooling.step(plan, lambda indices: self._final_states(tensors, indices))
         if not len(batch.sampled):
             return StepResult(step_id=plan.step_id, epoch=plan.epoch, digest=plan.digest, pooled=pooled)
@@ -132,7 +133,7 @@ class ModelRunner:
         if head is not params.head:
             params = replace(params, head=head)
         indices = self._buffers.for_step(plan.step_id).sample_indices.publish(samples.indices)
-        head_output = self.guesser.head(self._model, plan, tensors, indices, head)
+        head_output = self._candidates(tensors, indices, head)
         drawn = self._sampler.sample(head_output, params, samples.output_index)
         reach = self.grammars.reach(rows, list(map(len, samples.drafts)))
         accepted = accept_drafts(drawn, samples.drafts, reach)
@@ -179,7 +180,7 @@ class ModelRunner:
         """
 
         def head(indices: Tensor, request: HeadRequest) -> HeadOutput:
-            return self._model.compute_candidates(tensors, indices, request)
+            return self._candidates(tensors, indices, request)
 
         parts = [self._scored_rows(scored, batch) for scored in batch.plan.scored]
         return msgspec.structs.replace(result, scores=score(parts, head, batch.positions.device))
@@ -204,6 +205,14 @@ class ModelRunner:
 
     def _final_states(self, tensors: IntermediateTensors, indices: NDArray[np.int64]) -> NDArray[np.float32]:
         """[len(indices), hidden] on the host, until the next call."""
-        at = torch.from_numpy(indices).to(tensors["hidden_states"].device)
-        states: NDArray[np.float32] = self._model.final_states(tensors, at).float().cpu().numpy()
+        at, normed = torch.from_numpy(indices).to(tensors["hidden_states"].device), states_of(tensors)
+        found = self._model.final_states(tensors, at) if normed is None else normed[at]
+        states: NDArray[np.float32] = found.float().cpu().numpy()
         return states
+
+    def _candidates(self, tensors: IntermediateTensors, indices: Tensor, request: HeadRequest) -> HeadOutput:
+        """What `request` asks of the logits after the tokens `indices` of the step."""
+        normed = states_of(tensors)
+        if normed is None:
+            return self._model.compute_candidates(tensors, indices, request)
+        return self.guesser.candidates(normed[indices], request)

@@ -57,16 +57,12 @@ class NoGuesser:
     def begin(self, batch: ForwardBatch) -> None:
         """A step is about to run."""
 
-    def head(
-        self,
-        model: SupportsPP,
-        plan: ScheduledBatch,
-        tensors: IntermediateTensors,
-        indices: Tensor,
-        request: HeadRequest,
-    ) -> HeadOutput:
-        """What `request` asks of the logits after the tokens `indices` of the step."""
-        return model.compute_candidates(tensors, indices, request)
+    def prepare(self, plan: ScheduledBatch, tensors: IntermediateTensors) -> None:
+        """The layers have run, and nobody has asked for a state of theirs: add what `states_of` returns."""
+
+    def candidates(self, states: Tensor, request: HeadRequest) -> HeadOutput:
+        """What `request` asks of the logits behind some of these states."""
+        raise AssertionError("nothing was prepared")
 
     def guesses(
         self, tensors: IntermediateTensors, batch: ForwardBatch, result: StepResult
@@ -76,6 +72,12 @@ class NoGuesser:
 
 
 NO_GUESSER = NoGuesser()
+_NORMED = "normed"
+
+
+def states_of(tensors: IntermediateTensors) -> Tensor | None:
+    """[num_tokens, hidden] of a step whose tokens the layer reads, behind the final norm; else None."""
+    return tensors.tensors.get(_NORMED)
 
 
 class _Reading(NamedTuple):
@@ -99,9 +101,10 @@ class _Reading(NamedTuple):
 
 
 class MTPGuesser(NoGuesser):
-    """With the layer of a model.
+    """Guesses with the layer of a model.
 
     Args:
+        model: has the layer.
         kv: the layer's storage.
         num_blocks: of that.
         rows: of the rank; they keep token ids.
@@ -115,11 +118,9 @@ class MTPGuesser(NoGuesser):
         self._rows, self._sampling = rows, sampling
         self._context = MTPContext(num_blocks, rows.tables)
         self._sampler = Sampler()
-        self._states: Tensor | None = None  # of all tokens of the step
 
     def reset(self) -> None:
         self._context.reset()
-        self._states = None
 
     def admit(self, plan: ScheduledBatch) -> None:
         for order in plan.orders:
@@ -136,27 +137,22 @@ class MTPGuesser(NoGuesser):
             if index not in batch.plan.mtp:
                 self._context.leave_out(row, batch.starts[index], ends[index])
 
-    def head(
-        self,
-        model: SupportsPP,
-        plan: ScheduledBatch,
-        tensors: IntermediateTensors,
-        indices: Tensor,
-        request: HeadRequest,
-    ) -> HeadOutput:
-        if not plan.mtp:
-            return super().head(model, plan, tensors, indices, request)
-        self._states = self._all_states(tensors)
-        return self._model.candidates(self._states[indices], request)
+    def prepare(self, plan: ScheduledBatch, tensors: IntermediateTensors) -> None:
+        if plan.mtp:
+            hidden = tensors["hidden_states"]
+            every = torch.arange(len(hidden), device=hidden.device)
+            tensors[_NORMED] = self._model.final_states(tensors, every)
+
+    def candidates(self, states: Tensor, request: HeadRequest) -> HeadOutput:
+        return self._model.candidates(states, request)
 
     def guesses(
         self, tensors: IntermediateTensors, batch: ForwardBatch, result: StepResult
     ) -> dict[int, list[int]]:
-        states, self._states = self._states, None
-        readings = self._readings(batch, result)
+        states, readings = states_of(tensors), self._readings(batch, result)
         if not readings:
             return {}
-        states = self._all_states(tensors) if states is None else states
+        assert states is not None, "prepared before it was sampled"
         indices = [
             index
             for reading in readings
@@ -167,11 +163,6 @@ class MTPGuesser(NoGuesser):
         asked = [place for place, reading in enumerate(readings) if reading.wanted]
         guessed = self._guess_on([readings[place] for place in asked], read[self._tensor(lasts[asked])])
         return {readings[place].sample: ids for place, ids in zip(asked, guessed, strict=True) if ids}
-
-    def _all_states(self, tensors: IntermediateTensors) -> Tensor:
-        """[num_tokens, hidden] behind the final norm, to keep."""
-        hidden = tensors["hidden_states"]
-        return self._model.final_states(tensors, torch.arange(len(hidden), device=hidden.device)).clone()
 
     def _readings(self, batch: ForwardBatch, result: StepResult) -> list[_Reading]:
         """The rows that are read. What behind a wrong guess was computed is not, nor a row whose next token
@@ -270,13 +261,11 @@ class MTPGuesser(NoGuesser):
         """Rows whose contexts begin with the first block of each."""
         tables, size = self._rows.tables, self._rows.tables.block_size
         seq_lens = [reading.end - reading.first_block * size for reading in readings]
-        longest = -(-max(seq_lens) // size)
-        blocks, slots = [], list[int]()
-        query_starts = [0]
-        for reading, seq_len in zip(readings, seq_lens, strict=True):
-            num_blocks = reading.first_block - (-seq_len // size)
-            own = list(tables.first(reading.row, num_blocks))[reading.first_block :]
-            blocks.append(own + own[:1] * (longest - len(own)))
+        blocks = np.zeros((len(readings), -(-max(seq_lens) // size)), dtype=np.int64)
+        query_starts, slots = [0], list[int]()
+        for place, (reading, seq_len) in enumerate(zip(readings, seq_lens, strict=True)):
+            first, count = reading.first_block, -(-seq_len // size)
+            blocks[place, :count] = tables.by_row[reading.row, first : first + count]
             for run in tables.slots(reading.row, reading.start, reading.end):
                 slots.extend(run)
             query_starts.append(len(slots))

@@ -276,7 +276,7 @@ class Scheduler:
             self.windows.go_ahead(draft, running, is_full=len(self._issued) >= self._depth.number)
 
     def _issue(self, draft: PlanBuilder) -> ScheduledBatch:
-        mtp = self.windows.wanted_guesses(draft)
+        mtp = self.windows.wanted_guesses(draft, len(self._queues.running))
         rewound = self.windows.take_rewound()
         moved = [*draft.requests, *draft.entering, *(request for request, _ in rewound)]
         orders, residency = self.prefixes.issued(moved)

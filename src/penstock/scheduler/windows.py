@@ -29,7 +29,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from penstock.batch import RewoundRow
+from penstock.batch import KNOWN, RewoundRow
 from penstock.kvcache.allocator import BlockAllocator
 from penstock.scheduler.cost_model import CostModel, StageCost, StepShape
 from penstock.scheduler.pacing import PlanDepth
@@ -80,8 +80,12 @@ class NoWindows:
             is_full: as many plans are in flight as fill the pipe; it would wait at the first stage.
         """
 
-    def wanted_guesses(self, plan: PlanBuilder) -> dict[int, int]:
-        """The rows of a plan are placed: what the last stage is to guess of them, as `ScheduledBatch.mtp`."""
+    def wanted_guesses(self, plan: PlanBuilder, num_running: int) -> dict[int, int]:
+        """The rows of a plan are placed: what the last stage is to guess of them, as `ScheduledBatch.mtp`.
+
+        Args:
+            num_running: requests that have a row.
+        """
         return {}
 
     def hear(self, request: RequestState, accepted: Sequence[int], guessed: Sequence[int]) -> None:
@@ -237,22 +241,36 @@ class DraftWindows(NoWindows):
         size = min(self._streamed[request.arrival], self._max_tokens, room)
         return draft.token_ids[ahead : ahead + size]
 
-    def wanted_guesses(self, plan: PlanBuilder) -> dict[int, int]:
-        is_pooled = any(request.pooling is not None for request in plan.ending)
-        if not self._drafter.is_at_tail or plan.scoring or is_pooled:  # the head has other work
+    def wanted_guesses(self, plan: PlanBuilder, num_running: int) -> dict[int, int]:
+        if not self._drafter.is_at_tail:
             return {}
-        counts = {}
+        counts, has_prompts = {}, plan.prefill_tokens > 0
         for index, request in enumerate(plan.requests):
             question = self._question(request)
-            wanted = None if question is None else self._drafter.wants(question)
-            if wanted is not None:
-                counts[index] = self._with_blocks(plan, index, wanted) if plan.need_sampled[index] else 0
+            room = request.max_len - len(request.token_ids) - request.num_awaited - 1
+            if question is None or room <= 0:
+                continue
+            least_chance = question.least_chance
+            if request.num_awaited > plan.num_tokens[index]:  # only a good guess makes it wait for results
+                least_chance = max(least_chance, _WORTH_WAITING)
+            question = question._replace(most=min(question.most, room), least_chance=least_chance)
+            wanted = self._drafter.wants(question, self._prices.num_busy)
+            if wanted is None:
+                continue
+            is_decode = plan.token_from[index] != KNOWN
+            if not plan.need_sampled[index] or (is_decode and has_prompts):
+                counts[index] = 0
+                continue
+            if is_decode and not self._prices.has_gaps:  # one more than was worth sending now
+                wanted = min(wanted, 1 + len(plan.drafts.get(index, ())))
+            counts[index] = self._with_blocks(plan, index, wanted, num_running)
         return counts
 
-    def _with_blocks(self, plan: PlanBuilder, index: int, wanted: int) -> int:
+    def _with_blocks(self, plan: PlanBuilder, index: int, wanted: int, num_running: int) -> int:
         """How many tokens the last stage may guess of a row: it keeps something of each but the last."""
-        wanted = min(wanted, self._prices.most)
-        blocks = self._spare_blocks(plan.requests[index], wanted - 1)
+        wanted, request = min(wanted, self._prices.most), plan.requests[index]
+        num_tokens = request.num_scheduled + wanted - 1
+        blocks = self._allocator.grow(request.arrival, num_tokens, num_spare=num_running)
         plan.add_blocks(index, blocks or ())
         return 1 if blocks is None else wanted
 
@@ -403,6 +421,7 @@ class _Prices:
         most: as given.
         num_running: requests that have a row.
         has_gaps: stages wait while each request has one plan in the pipe.
+        num_busy: stages that compute at once.
         reach: tokens that may be guessed: of one window, and, where stages wait, of those that follow it.
         least_chance: of a draft that is worth its time beside a plan such as the last one.
     """
@@ -422,6 +441,7 @@ class _Prices:
         """So many requests have a row now."""
         self.num_running = num_running
         self.has_gaps = num_running < self._depth.number
+        self.num_busy = 1 if self.has_gaps else self._depth.number
         self.reach = self.most if not self.has_gaps else (self.most + 1) * (self._depth.number + 1)
 
     @property

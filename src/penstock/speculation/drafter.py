@@ -76,9 +76,15 @@ class Drafter(Protocol):
         """Guess what follows. Does not wait."""
         ...
 
-    def wants(self, question: Question) -> int | None:
-        """How many tokens the last stage is to guess of a request in the plan that is made, at most
-        `question.most`; 0: it should read the request's tokens, to guess later; None: it need not."""
+    def wants(self, question: Question, num_busy: int) -> int | None:
+        """How many tokens the last stage is to guess of a request in the plan that is made.
+
+        Args:
+            num_busy: stages that compute at once, so that each has as large a share of the time.
+
+        Returns:
+            `question.most` at most; None: the stage need not even read the request's tokens.
+        """
         ...
 
     def hear(self, request: int, num_known: int, token_ids: Sequence[int]) -> None:
@@ -115,11 +121,11 @@ class OwnGuesses:
     def is_at_tail(self) -> bool:
         return False
 
-    def wants(self, question: Question) -> int | None:
+    def wants(self, question: Question, num_busy: int) -> int | None:
         return None
 
     def hear(self, request: int, num_known: int, token_ids: Sequence[int]) -> None:
-        """Nobody was asked."""
+        """The last stage was not asked."""
 
 
 class LocalDrafter(OwnGuesses):

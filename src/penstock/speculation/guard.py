@@ -34,6 +34,7 @@ class GuardedDrafter:
     def __init__(self, drafter: Drafter, vocab_size: int, clock: Callable[[], float]) -> None:
         self.name = drafter.name
         self._drafter: Drafter | None = drafter
+        self._is_at_tail = drafter.is_at_tail
         self._vocab_size = vocab_size
         self._clock = clock
         self._promised: set[int] = set()  # requests that were told of more to come
@@ -55,10 +56,14 @@ class GuardedDrafter:
 
     @property
     def is_at_tail(self) -> bool:
-        return self._drafter is not None and self._drafter.is_at_tail
+        return self._is_at_tail and self._drafter is not None
 
-    def wants(self, question: Question) -> int | None:
-        return self._call(lambda drafter: drafter.wants(question))
+    def wants(self, question: Question, num_busy: int) -> int | None:
+        wanted = self._call(lambda drafter: drafter.wants(question, num_busy))
+        if wanted is not None and not 1 <= wanted <= question.most:
+            self._switch_off(f"it wanted {wanted} of {question.most} tokens")
+            return None
+        return wanted
 
     def hear(self, request: int, num_known: int, token_ids: Sequence[int]) -> None:
         self._call(lambda drafter: drafter.hear(request, num_known, token_ids))

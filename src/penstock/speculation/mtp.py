@@ -2,7 +2,7 @@
 
 Plans say of which rows the layer reads the tokens, and how many it guesses (`wants`); results bring what it
 has guessed (`hear`). Where its guesses are too seldom right to be of use it is left out, and read and asked
-for a stretch of the text now and then, to see whether that has changed.
+for a stretch of some texts, to see whether that has changed.
 """
 
 from __future__ import annotations
@@ -13,12 +13,14 @@ from penstock.speculation.drafter import NO_DRAFT, Draft, LocalDrafter, Question
 from penstock.speculation.guessed_text import LEAST_CHANCE, LEAST_USE, Chance, GuessedText, useful
 
 _FIRST_CHANCE = 0.7  # until something is measured
-_TRIAL_EVERY = 256  # tokens of a text, where guesses are of no use:
-_TRIAL_TOKENS = 24  # of so many the first is guessed then
+# Where guesses are of no use, one token is guessed behind each of so many tokens
+_TRIAL_TOKENS = 24
+_TRIAL_REQUESTS = 8  # of one in so many requests, of which the layer reads the prompt as well,
+_TRIAL_EVERY = 256  # and of every request after so many tokens of its answer, and again
 
 
 class MTPDrafter(LocalDrafter):
-    """Asks the last stage.
+    """Lets the last stage guess.
 
     Args:
         guess_share: what a guess costs, as a share of a step of the whole model.
@@ -27,7 +29,7 @@ class MTPDrafter(LocalDrafter):
     name = "mtp"
 
     def __init__(self, guess_share: float) -> None:
-        self._least_use = max(LEAST_USE, guess_share)
+        self._guess_share = guess_share
         self._texts: dict[int, _Text] = {}
         self._chance = Chance(_FIRST_CHANCE)  # of all requests
 
@@ -35,12 +37,12 @@ class MTPDrafter(LocalDrafter):
     def is_at_tail(self) -> bool:
         return True
 
-    def wants(self, question: Question) -> int | None:
+    def wants(self, question: Question, num_busy: int) -> int | None:
         chance = self._text(question.request).chance.value
-        if chance >= max(question.least_chance, LEAST_CHANCE, self._least_use):
-            return min(question.most, useful(chance, self._least_use))
-        is_trial = len(question.token_ids) % _TRIAL_EVERY < _TRIAL_TOKENS
-        return 1 if is_trial else None
+        least_use = max(LEAST_USE, self._guess_share * num_busy)
+        if chance >= max(question.least_chance, LEAST_CHANCE, least_use):
+            return min(question.most, useful(chance, least_use))
+        return 1 if _is_tried(question) else None
 
     def hear(self, request: int, num_known: int, token_ids: Sequence[int]) -> None:
         self._text(request).heard = num_known, token_ids
@@ -80,3 +82,9 @@ class _Text(GuessedText):
         if self.heard is not None:
             self.hear(*self.heard)
             self.heard = None
+
+
+def _is_tried(question: Question) -> bool:
+    num_outputs = len(question.token_ids) - question.prompt_len
+    is_begun = num_outputs >= _TRIAL_EVERY or question.request % _TRIAL_REQUESTS == 0
+    return is_begun and num_outputs % _TRIAL_EVERY < _TRIAL_TOKENS

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from fakes import CoreRig
-from penstock.batch import ScheduledBatch
+from penstock.batch import KNOWN, ScheduledBatch
 from penstock.config.engine import SchedulerConfig
 from penstock.speculation.mtp import MTPDrafter
 
@@ -54,16 +54,17 @@ def test_a_prompt_in_chunks_is_read_and_guessed_behind() -> None:
     assert len(rig.plans[0].rows) == 1
 
 
-def test_the_last_token_needs_no_guess() -> None:
+@pytest.mark.parametrize("max_tokens", [1, 2])
+def test_the_last_token_needs_no_guess(max_tokens: int) -> None:
     rig = rig_of()
-    rig.add("r", 3, max_tokens=1)
+    rig.add("r", 3, max_tokens=max_tokens)
     rig.run_until_idle()
     assert not any(plan.mtp for plan in rig.plans)
 
 
 def test_no_more_is_guessed_than_a_request_may_still_say() -> None:
     rig = rig_of()
-    rig.add("r", 3, max_tokens=3)
+    rig.add("r", 3, max_tokens=4)
     rig.run_until_idle()
     assert asked(rig.plans)[0] == {0: 2}
 
@@ -78,13 +79,37 @@ def test_a_request_that_does_without_is_left_out() -> None:
     assert rig.result("without") == rig.expected("without")
 
 
-def test_where_the_head_has_other_work_nobody_guesses() -> None:
+def test_beside_scored_prompts_and_vectors_rows_are_read() -> None:
     rig = rig_of()
-    rig.add("scored", 5, max_tokens=4, prompt_logprobs=1)
+    rig.add("scored", 5, max_tokens=9, prompt_logprobs=1)
     rig.embed("vector", 6)
     rig.run_until_idle()
     assert rig.plans[0].scored
-    assert not rig.plans[0].mtp
+    assert rig.plans[0].mtp == {0: 3}
+    assert rig.result("scored") == rig.expected("scored")
+
+
+def test_beside_prompts_decodes_are_read_and_nothing_is_guessed_of_them() -> None:
+    rig = rig_of(scheduler=SchedulerConfig(max_num_batched_tokens=8, prefill_chunk=4))
+    rig.add("first", 3, max_tokens=30)
+    while not rig.updates["first"]:
+        rig.step()
+    rig.add("second", 30, max_tokens=3)
+    rig.run_until_idle()
+    mixed = [plan for plan in rig.plans if len(plan.rows) == 2 and plan.num_tokens[1] == 4]
+    assert len(mixed) > 3
+    assert all(plan.mtp[0] == 0 for plan in mixed[1:])
+
+
+def test_no_more_is_guessed_than_one_more_than_is_sent() -> None:
+    """Where each request has its plan, and steps of several tokens are dear."""
+    rig = rig_of(num_blocks=256)
+    for index in range(16):
+        rig.add(f"r{index}", 4, max_tokens=20)
+    rig.run_until_idle()
+    for plan in rig.plans:
+        if plan.rows and KNOWN not in plan.token_from:
+            assert all(count <= 1 + len(plan.drafts.get(index, ())) for index, count in plan.mtp.items())
 
 
 def test_wrong_guesses_are_asked_for_now_and_then() -> None:

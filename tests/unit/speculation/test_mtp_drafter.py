@@ -43,24 +43,29 @@ def test_a_guess_behind_other_tokens_is_none(drafter: MTPDrafter) -> None:
 
 
 def test_good_guesses_are_asked_for_in_numbers(drafter: MTPDrafter) -> None:
-    assert drafter.wants(asked([1, 2], 8)) == 5  # 0.7 to the fifth is 0.17
-    assert drafter.wants(asked([1, 2], 2)) == 2
+    assert drafter.wants(asked([1, 2], 8), 1) == 5  # 0.7 to the fifth is 0.17
+    assert drafter.wants(asked([1, 2], 2), 1) == 2
     text = [1]
     for token in range(2, 80):
         drafter.hear(0, len(text), [token])
         drafter.propose(asked(text, 8))
         text.append(token)
     drafter.propose(asked(text, 8))
-    assert drafter.wants(asked(text, 8)) == 8
+    assert drafter.wants(asked(text, 8), 1) == 8
 
 
 def test_dear_guesses_are_asked_for_in_smaller_numbers() -> None:
-    assert MTPDrafter(0.4).wants(asked([1, 2], 8)) == 2  # 0.7 squared is 0.49
-    assert MTPDrafter(0.8).wants(asked(list(range(100)), 8)) is None
+    assert MTPDrafter(0.4).wants(asked([1, 2], 8), 1) == 2  # 0.7 squared is 0.49
+    assert MTPDrafter(0.8).wants(asked(list(range(100)), 8, prompt_len=10), 1) is None
+
+
+def test_a_guess_costs_more_where_all_stages_compute() -> None:
+    drafter = MTPDrafter(0.1)
+    assert [drafter.wants(asked([1, 2], 8, request=1), num_busy) for num_busy in (1, 4, 8)] == [5, 2, None]
 
 
 def test_what_is_of_no_use_now_is_not_asked_for(drafter: MTPDrafter) -> None:
-    assert drafter.wants(asked(list(range(100)), 8, least_chance=0.9)) is None
+    assert drafter.wants(asked(list(range(100)), 8, least_chance=0.9, prompt_len=10), 1) is None
 
 
 def test_bad_guesses_are_asked_for_in_a_stretch_now_and_then(drafter: MTPDrafter) -> None:
@@ -70,13 +75,16 @@ def test_bad_guesses_are_asked_for_in_a_stretch_now_and_then(drafter: MTPDrafter
         drafter.propose(asked(text, 8))
         text.append(1)
     drafter.propose(asked(text, 8))
-    wanted = {length: drafter.wants(asked([1] * length, 8)) for length in range(64, 600)}
-    assert {length for length, count in wanted.items() if count == 1} == {
-        *range(256, 280),
-        *range(512, 536),
-    }
-    assert set(wanted.values()) == {1, None}
-    assert drafter.wants(asked([1] * 100, 8, request=7)) is None, "the next request knows of it"
+
+    def tried(request: int) -> set[int]:
+        questions = {count: asked([1] * (50 + count), 8, request, prompt_len=50) for count in range(600)}
+        wanted = {count: drafter.wants(question, 1) for count, question in questions.items()}
+        assert set(wanted.values()) == {1, None}
+        return {count for count, each in wanted.items() if each == 1}
+
+    later = {*range(256, 280), *range(512, 536)}
+    assert tried(0) == tried(8) == later | {*range(24)}
+    assert tried(7) == later, "the next request knows of it"
 
 
 def test_nothing_is_kept_of_a_request_that_has_ended(drafter: MTPDrafter) -> None:

@@ -87,7 +87,7 @@ class CostLearner:
         # What waits for the store, or scores prompts, says nothing of other plans.
         if not plan.rows or plan.awaited or plan.scored:
             return
-        samples_only = self._special_rows.isdisjoint(plan.rows)
+        samples_only = not plan.mtp and self._special_rows.isdisjoint(plan.rows)
         self._steps[plan.step_id] = _Told(StepShape.of(plan), alone, samples_only)
         if len(self._steps) > _MAX_SHAPES:
             del self._steps[next(iter(self._steps))]

@@ -20,6 +20,7 @@ from penstock.families.spec import ModelSpec
 from penstock.hosts.resources import HostResources
 from penstock.process.config import DrafterConfig, RankConfig
 from penstock.tokenizer.vocabularies import vocabulary_difference
+from penstock.weights.checkpoint import Checkpoint
 
 CHUNK_TOKENS = 256  # of a text that it computes at once; a guess for another request waits for that
 _PARAM = "speculative_model"
@@ -44,13 +45,10 @@ def drafter_config(
         decide: everything about the only rank of an engine.
 
     Raises:
-        UsageError: it has another vocabulary, or a setting cannot be met; or the MTP layer of the served
-            model is to guess, and it has none.
+        UsageError: it has another vocabulary, or a setting cannot be met.
         ModelError: it cannot be read.
         NotEnoughMemoryError: it does not fit beside the ranks.
     """
-    if config.speculation.method == "mtp":
-        _require_mtp(spec)
     model = config.speculation.speculative_model
     if model is None:
         return None
@@ -72,8 +70,28 @@ def drafter_config(
     return DrafterConfig(rank=rank, vocab_size=spec.vocab_size)
 
 
-def notes_on_drafter(drafter: DrafterConfig | None) -> list[str]:
-    """Return a sentence on the model that drafts, if one does."""
+def require_mtp(config: EngineConfig, spec: ModelSpec, directory: Path) -> None:
+    """Raise `UsageError` if the MTP layer of the served model is to guess, and it has none."""
+    if config.speculation.method != "mtp":
+        return
+    own = "" if spec.implementation == "penstock" else ", with the layers of transformers"
+    missing = f"{spec.architecture}{own} has no layer that guesses further tokens"
+    if spec.has_mtp:
+        if f"model.layers.{spec.num_layers}.eh_proj.weight" in Checkpoint(directory).names:
+            return
+        missing = f"the checkpoint has no tensors of a layer {spec.num_layers}, which would guess"
+    raise UsageError(
+        f"speculative_method is mtp, and {missing}.",
+        remedy="Use --speculative-method suffix, or name a small model with --speculative-model.",
+        param="speculative_method",
+        code="unsupported",
+    )
+
+
+def notes_on_drafter(drafter: DrafterConfig | None, ranks: Sequence[RankConfig]) -> list[str]:
+    """Return a sentence on the model, or the layer, that drafts, if one does."""
+    if ranks[-1].has_mtp:
+        return [f"layer {ranks[-1].end_layer} drafts, on the last stage (--speculative-method mtp)."]
     if drafter is None:
         return []
     rank = drafter.rank
@@ -115,19 +133,6 @@ def _num_idle_cpus(ranks: Sequence[RankConfig], head: HostResources) -> int:
     """Cores of the head that no rank computes on. Where there is none the draft model takes one thread: it
     computes while a stage does as well, and of two threads that wait for each other one would be held up."""
     return head.num_cpus - sum(rank.threads for rank in ranks if rank.host == head.name)
-
-
-def _require_mtp(spec: ModelSpec) -> None:
-    if spec.has_mtp:
-        return
-    own = "" if spec.implementation == "penstock" else ", with the layers of transformers"
-    raise UsageError(
-        f"speculative_method is mtp, and {spec.architecture}{own} has no layer that guesses further tokens "
-        "(num_nextn_predict_layers in config.json).",
-        remedy="Use --speculative-method suffix, or name a small model with --speculative-model.",
-        param="speculative_method",
-        code="unsupported",
-    )
 
 
 def _require_same_vocabulary(

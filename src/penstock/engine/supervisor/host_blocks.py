@@ -26,7 +26,7 @@ def rank_block_bytes(spec: ModelSpec, rank: RankConfig, itemsize: int) -> int:
     """
     record_bytes = rank.block_size * spec.kv_bytes_per_token(1, itemsize) // spec.num_kv_heads
     num_heads = head_share(spec.num_kv_heads, rank.tp_rank, rank.tp_size).size
-    return block_bytes((rank.end_layer - rank.start_layer) * num_heads, record_bytes)
+    return block_bytes(rank.num_layers * num_heads, record_bytes)
 
 
 def host_blocks(host_bytes: int, spec: ModelSpec, ranks: Sequence[RankConfig], itemsize: int) -> int:

@@ -20,7 +20,7 @@ import msgspec
 from penstock.config.engine import CacheConfig, EngineConfig, ModelConfig, ParallelConfig, Quantization
 from penstock.config.speculation import SpeculationConfig
 from penstock.engine.supervisor.class_choice import require_class
-from penstock.engine.supervisor.draft_placement import drafter_config, notes_on_drafter
+from penstock.engine.supervisor.draft_placement import drafter_config, notes_on_drafter, require_mtp
 from penstock.engine.supervisor.flight_room import (
     notes_on_frames,
     num_links_between_hosts,
@@ -147,6 +147,7 @@ def resolve_replicas(
     directory = resolve_model_directory(config.model.model)
     spec = load_spec(directory, config.model.model_impl)
     require_plain(spec, config.model.quantization, parallel)
+    require_mtp(config, spec, directory)
     layout = RankLayout(tp_sizes=tuple(parallel.tp_sizes), data_parallel_size=parallel.data_parallel_size)
     homes = hosts_of_ranks(layout, hosts)
     if of_stages is not None:
@@ -165,7 +166,7 @@ def resolve_replicas(
     wait_timeout_s = _step_timeout_s(config) * stages
     ranks = _rank_configs(config, str(directory), form, ranges, max_model_len, wait_timeout_s, homes)
     core = _core_config(config, spec, str(directory), max_model_len, cpus_of_core(ranks, hosts[0]))
-    kind = f"{spec.implementation}, {form.quantization} weights{_widths(form, ranges, parallel.tp_sizes)}"
+    kind = _kind(spec, form, ranges, parallel.tp_sizes)
     num_host_blocks = host_blocks(config.cache.kv_host_bytes, spec, ranks, ITEM_SIZES[form.dtype])
     store = _store_config(config, directory, kind, form.dtype, num_host_blocks)
     core = msgspec.structs.replace(core, store=store)
@@ -184,7 +185,7 @@ def resolve_replicas(
     drafter = drafter_config(config, spec, directory, ranks, head, _only_rank)
     notes = (
         *form.notes,
-        *notes_on_drafter(drafter),
+        *notes_on_drafter(drafter, ranks),
         *implementation_notes(spec),
         *_notes_of_unused(config, spec),
     )
@@ -357,11 +358,15 @@ def _speculation(config: EngineConfig, spec: ModelSpec, form: _WeightForm) -> Sp
     return msgspec.structs.replace(speculation, speculative_method="off")
 
 
-def _widths(form: _WeightForm, ranges: Sequence[tuple[int, int]], sizes: Sequence[int]) -> str:
+def _kind(spec: ModelSpec, form: _WeightForm, ranges: Sequence[tuple[int, int]], sizes: Sequence[int]) -> str:
+    """Whatever decides the numbers of KV blocks besides the model and its dtype."""
+    widths = "" if form.quantization == "none" else _widths(ranges, sizes)
+    return f"{spec.implementation}, {form.quantization} weights{widths}"
+
+
+def _widths(ranges: Sequence[tuple[int, int]], sizes: Sequence[int]) -> str:
     """Which layers several ranks share: with quantised weights each rank rounds its own part of the
-    activations, so that numbers depend on how many there are. Empty if none do, or that is no matter."""
-    if form.quantization == "none":
-        return ""
+    activations, so that numbers depend on how many there are. Empty if none do."""
     shared: list[tuple[int, int, int]] = []
     for (start, end), size in zip(ranges, sizes, strict=True):
         if shared and shared[-1][2] == size:

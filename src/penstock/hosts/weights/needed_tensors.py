@@ -91,7 +91,9 @@ def tensor_groups(tensors: Iterable[TensorShape], spec: ModelSpec, rank: RankCon
     for name, tensor in described.items():
         if name in layer_of:
             prefix, layer = layer_of[name]
-            if rank.start_layer <= layer < rank.end_layer:
+            is_own = rank.start_layer <= layer < rank.end_layer
+            is_mtp = rank.has_mtp and layer == spec.num_layers and name not in spec.mtp_copies
+            if is_own or is_mtp:
                 groups.setdefault(f"{prefix}{layer}", []).append(tensor)
         elif _is_of_end(name, spec, rank):
             groups.setdefault(name.rpartition(".")[0] or name, []).append(tensor)
@@ -146,7 +148,7 @@ def _is_of_end(name: str, spec: ModelSpec, rank: RankConfig) -> bool:
     module = name.rpartition(".")[0]
     if module == _EMBEDDING:
         loads_tied_head = spec.tie_word_embeddings and rank.tied_head == "load"
-        return rank.is_first or (rank.is_last and loads_tied_head)
+        return rank.is_first or rank.has_mtp or (rank.is_last and loads_tied_head)
     if module in (_NORM, _HEAD):
         return rank.is_last
     return rank.is_first or rank.is_last
