@@ -161,9 +161,11 @@ class RequestRows:
         return self._ids.by_row
 
     def reset(self) -> None:
-        """No row is held, as at the start."""
+        """No row is held, as at the start. Steps may be counted anew: another core does not know how many
+        there were."""
         for row in range(len(self.generation)):
             self.generation[row] = _FREE
+            self._live_from[row] = 0
         self._has_rejected = False
         self._strayed.clear()
         self._changes_hands()

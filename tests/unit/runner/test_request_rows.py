@@ -252,6 +252,19 @@ def test_a_rewound_row_goes_on_from_the_core_and_drops_late_samples() -> None:
     assert_equal(rows, {0: OracleRow([1, 2, 3, 7, 30, 31], computed=5)})
 
 
+def test_r4_steps_are_counted_anew_after_a_reset() -> None:
+    """Another core has taken the place of the one that had rewound the row at its step 900."""
+    rows = started([1, 2, 3])
+    rows.apply(rewinding(900, step=0, num_tokens=4, newest_ids=[7]))
+    rows.reset()
+    plan = make_plan(5, [Part(row=0, num_tokens=3, start=0, blocks=[0, 1])], new_rows=[new_row(0, [1, 2, 3])])
+    schedule(rows, plan)
+    sampled = addressed(rows, 0)
+    rows.apply(make_plan(6, new_rows=[new_row(1, [4])]))  # so that holders are compared one by one
+    rows.post_update(5, sampled, [[8]], [0])
+    assert (rows.total_len[0], rows.sampled_step[0]) == (4, 5)
+
+
 def test_a_stage_that_keeps_no_ids_drops_late_counts() -> None:
     rows = RequestRows(4, 64, BLOCK, 3, ids=NoIds)
     plan = make_plan(0, [Part(row=0, num_tokens=3, start=0, blocks=[0, 1])], new_rows=[new_row(0, [1, 2, 3])])

@@ -9,6 +9,7 @@ import msgspec
 import pytest
 
 from checkpoints import make_checkpoint
+from deepseek_models import make_with_mtp
 from penstock.errors import ProtocolError
 from penstock.families.registry import load_spec
 from penstock.hosts.weights.needed_tensors import TensorGroup, tensor_groups
@@ -112,3 +113,16 @@ def test_r15_two_tensors_of_one_name_are_refused(tmp_path: Path) -> None:
     model = make_checkpoint(tmp_path, layers=3)
     with pytest.raises(ProtocolError):
         tensor_groups(described(model) * 2, load_spec(model), make_rank_configs(model, 3)[0])
+
+
+def test_a_rank_with_an_mtp_layer_needs_it_and_the_embedding(tmp_path: Path) -> None:
+    """All that it loads, and not the copies of what the model has."""
+    model = make_with_mtp(tmp_path)
+    spec, found = load_spec(model), described(model)
+    plain = make_rank_configs(model, 2)[1]
+    rank = msgspec.structs.replace(plain, mtp=True)
+    names = {tensor.name for group in tensor_groups(found, spec, rank) for tensor in group.tensors}
+    before = {tensor.name for group in tensor_groups(found, spec, plain) for tensor in group.tensors}
+    layer = {tensor.name for tensor in found if tensor.name.startswith("model.layers.3.")}
+    assert names - before == {"model.embed_tokens.weight", *layer - spec.mtp_copies}
+    assert spec.mtp_copies < layer
