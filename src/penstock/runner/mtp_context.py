@@ -1,4 +1,4 @@
-"""Which entries of the MTP layer's KV cache mean something.
+"""Says which entries of the MTP layer's KV cache mean something.
 
 The layer does not read every token: nobody asks it to while guesses are worth nothing, and blocks that come
 from a store bring nothing for it. Its entries there are somebody else's, or old. So each block counts how
@@ -8,7 +8,8 @@ many of its first entries are good, and a row is attended to from the first bloc
                                    ^ first block of its context
 
 Positions stay those of the text: rotary embedding sees differences alone. A guess may be wrong without harm,
-so the context may be shorter than the text; but it never has entries of another request. A part of
+so the context may be shorter than the text; but it has no entries that are left of another text. (The last
+entry of a prefix that requests share was made with the token that followed it first.) A part of
 `runner.mtp_guesser`.
 """
 
@@ -34,7 +35,7 @@ class Begin(NamedTuple):
 
 
 class MTPContext:
-    """Of all blocks and rows.
+    """Keeps account of all blocks and rows.
 
     Args:
         num_blocks: of the KV cache.

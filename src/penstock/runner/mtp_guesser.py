@@ -81,7 +81,7 @@ def states_of(tensors: IntermediateTensors) -> Tensor | None:
 
 
 class _Reading(NamedTuple):
-    """Tokens of a row that the layer reads.
+    """Names tokens of a row that the layer reads.
 
     Attributes:
         start, end: their positions.

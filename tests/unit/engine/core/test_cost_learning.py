@@ -121,6 +121,14 @@ def test_of_steps_of_such_rows_alone_the_layers_are_learnt() -> None:
     assert (cost.read, cost.head_read, cost.per_sample) == pytest.approx((0.020, 0.0, 0.0))
 
 
+def test_what_an_mtp_layer_reads_and_guesses_is_no_cost_of_the_head() -> None:
+    costs = CostLearner(CostModel(1))
+    costs.submitted(msgspec.structs.replace(decode(0, 2), mtp={0: 0, 1: 4}), alone=False)
+    costs.learn([report(0, 1, (0, 2, LAST))])
+    (cost,) = costs.model.costs() or []
+    assert (cost.read, cost.head_read, cost.per_sample) == pytest.approx((0.020, 0.0, 0.0))
+
+
 def test_steps_alone_and_shared_are_kept_apart() -> None:
     costs = CostLearner(CostModel(2))
     for step in range(2):
