@@ -90,15 +90,20 @@ def trace_events(spans: Iterable[Span]) -> Iterator[dict[str, Any]]:
 
 
 def bubble_report(reports: Sequence[StageSpans]) -> list[str]:
-    """A line per stage: how much of the time it computed, its bubbles by cause, and its own overhead."""
+    """A line per stage: how much of the time it computed, its bubbles by cause, its own overhead, and the
+    steps that it left out because a guess before them was wrong."""
     return bubbles_of(spans_of(reports))
 
 
 def bubbles_of(spans: Iterable[Span]) -> list[str]:
     """That report of these spans."""
     by_stage: dict[StageTrack, Counter[Phase]] = defaultdict(Counter)
+    is_computed: dict[StageTrack, dict[int, bool]] = defaultdict(dict)  # by step with tokens
     for span in spans:
         by_stage[span.stage][span.phase] += span.end_ns - span.start_ns
+        if span.num_tokens:
+            steps = is_computed[span.stage]
+            steps[span.step] = steps.get(span.step, False) or span.phase is Phase.FORWARD
     lines, texts = [], _texts(by_stage)
     for stage, spent in sorted(by_stage.items()):
         wall = sum(spent.values()) or 1
@@ -108,7 +113,10 @@ def bubbles_of(spans: Iterable[Span]) -> list[str]:
         causes = ", ".join(f"{name} {share:.1%}" for share, name in sorted(bubbles, reverse=True))
         text = f"{texts[stage]}: {wall / 1e9:.1f} s, computing {computing:.1%}, bubble {bubble:.1%}"
         text += f" ({causes})" if causes else ""
-        lines.append(f"{text}, overhead {max(0.0, 1 - computing - bubble):.1%}")
+        text += f", overhead {max(0.0, 1 - computing - bubble):.1%}"
+        whole = list(is_computed[stage].values())[1:-1]  # of the first and the last there may be more
+        num_void = whole.count(False)
+        lines.append(text + (f", {num_void} of {len(whole)} steps void" if num_void else ""))
     return lines
 
 

@@ -59,6 +59,23 @@ def test_spans_have_no_gaps_and_know_their_step() -> None:
     assert [span.num_tokens for span in spans] == [0, 32, 32, 32, 32, 32, 32, 1]
 
 
+def test_the_report_counts_the_steps_that_a_wrong_guess_has_made_void() -> None:
+    """Of the first and the last step there may be more than what is told."""
+    computed = [(Phase.TAKE, 10), (Phase.FORWARD, 50), (Phase.PUT, 10)]
+    void = [(Phase.TAKE, 10), (Phase.PUT, 10)]
+    spans = [*void, *computed, *void, *void, *computed, *void]
+    steps = [(0, 7, 1), (2, 8, 1), (5, 9, 2), (7, 10, 2), (9, 11, 1), (12, 12, 1)]
+    (line,) = bubble_report([report(0, 0, spans, *steps)])
+    assert line.endswith(", 2 of 4 steps void")
+    (line,) = bubble_report(
+        [report(0, 0, [*computed, *computed, *computed], (0, 7, 1), (3, 8, 1), (6, 9, 1))]
+    )
+    assert "void" not in line
+    probes = [(0, 7, 1), (3, 8, 0), (5, 9, 1), (8, 10, 1)]  # plans without tokens are no windows
+    (line,) = bubble_report([report(0, 0, [*computed, *void, *computed, *computed], *probes)])
+    assert "void" not in line
+
+
 def test_d6_the_trace_has_a_process_a_stage_and_arrows_between_them() -> None:
     trace = json.loads(json.dumps(chrome_trace([EARLY, LAST])))
     events = trace["traceEvents"]
