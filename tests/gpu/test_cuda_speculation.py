@@ -1,6 +1,6 @@
 """Who guesses where a stage runs on a CUDA device. Needs a GPU; makes its own checkpoints.
 
-In float32 the likeliest tokens of these models are far enough apart for the tokens to be those without guesses.
+In float32 the likeliest tokens of these models are far enough apart for them to be those without guesses.
 """
 
 from __future__ import annotations
