@@ -5,7 +5,6 @@ In float32 the likeliest tokens of these models are far enough apart for them to
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
