@@ -30,7 +30,12 @@ def main() -> int:
     options = parser.parse_args()
     sampling = SamplingParams(temperature=0.0, max_tokens=options.tokens, ignore_eos=True)
     # Fixed, not measured at the start: two engines of one checkout may choose differently.
-    fixed = {"threads_per_rank": 1, "async_depth": 0, "micro_batches": options.stages}
+    fixed = {
+        "threads_per_rank": 1,
+        "async_depth": 0,
+        "micro_batches": options.stages,
+        "speculative_method": "off",
+    }
     with LLM(options.model, pipeline_parallel_size=options.stages, **fixed) as llm:
         engine = psutil.Process()
         pids = [process.pid for process in (engine, *engine.children(recursive=True))]

@@ -40,6 +40,7 @@ from penstock.config.engine import (
     ParallelConfig,
     SchedulerConfig,
 )
+from penstock.config.speculation import SpeculationConfig
 from penstock.engine.core.core import EngineCore
 from penstock.engine.core.core_assembly import build_core, prove_stages
 from penstock.engine.supervisor.launch import resolve
@@ -181,6 +182,7 @@ def engine(options: argparse.Namespace, delay_s: float, kind: str) -> Iterator[E
             max_plans_in_flight=MOST if kind == FOLLOWS else "auto",
         ),
         scheduler=SchedulerConfig(max_num_seqs=batches, inter_token_target_ms=1e9),
+        speculation=SpeculationConfig(speculative_method="off"),
         cache=CacheConfig(
             enable_prefix_caching=False, num_blocks=batches * (options.max_model_len // 32 + 1)
         ),

@@ -105,6 +105,7 @@ def compared_with_off(
         "num_blocks": 400,
         "max_model_len": 1024,
         "enable_prefix_caching": False,
+        "speculative_method": "off",
     }
     prompts = [
         {"prompt_token_ids": [(7919 * place + 31 * number) % 30_000 for place in range(64)]}

@@ -123,7 +123,7 @@ class Bed:
             "--kv-cache-bytes": 1 << 29,
         }
         flags = [str(word) for pair in words.items() for word in pair]
-        return [*flags, "--no-enable-prefix-caching", *more]
+        return [*flags, "--no-enable-prefix-caching", "--speculative-method", "off", *more]
 
     def pair(
         self, hosts: Sequence[Host[Any]], *flags: str, number: int = 0, worker_flags: Sequence[str] = ()

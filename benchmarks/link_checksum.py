@@ -114,6 +114,7 @@ def step_seconds(model: str, loads: list[Load], rounds: int) -> list[float]:
         micro_batches=STAGES,
         enable_prefix_caching=False,
         max_num_seqs=64,
+        speculative_method="off",
     ) as llm:
         engine = psutil.Process()
         pids = [process.pid for process in (engine, *engine.children(recursive=True))]

@@ -82,7 +82,12 @@ def throttle(core: int, stack: ExitStack) -> None:
 
 
 def engines(options: argparse.Namespace, max_num_seqs: int) -> list[tuple[str, LLM]]:
-    common = {"dtype": "bfloat16", "max_model_len": INPUT + options.output + 1, "max_num_seqs": max_num_seqs}
+    common = {
+        "dtype": "bfloat16",
+        "max_model_len": INPUT + options.output + 1,
+        "max_num_seqs": max_num_seqs,
+        "speculative_method": "off",
+    }
     found = [
         (f"P = 1, {threads} threads", LLM(options.model, threads_per_rank=int(threads), **common))
         for threads in filter(None, options.one_stage.split(","))

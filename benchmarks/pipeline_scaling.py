@@ -100,6 +100,7 @@ def load_engines(options: argparse.Namespace, rows: Sequence[int], stack: ExitSt
         "dtype": "bfloat16",
         "max_model_len": options.context + options.output,
         "max_num_seqs": max(2 * max(rows), THREADS_BATCH),
+        "speculative_method": "off",
     }
     shapes = {
         "one": {"threads_per_rank": 1},

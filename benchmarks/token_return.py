@@ -48,6 +48,7 @@ def main() -> None:
         micro_batches=2,
         max_num_seqs=max(batches),
         max_model_len=INPUT + OUTPUT + 1,
+        speculative_method="off",
         distributed_executor_backend="inprocess",
     ) as llm:
         generate(llm, 2, 4)
