@@ -160,6 +160,56 @@ def test_guesses_are_those_of_the_layer_over_the_whole_text(
         assert stats.num_accepted > 0.6 * stats.num_drafted > 0
 
 
+@pytest.mark.usefixtures("bold")
+@pytest.mark.parametrize("shape", [{"tensor_parallel_size": 2}, {"prefill_chunk": 8}], ids=str)
+def test_guesses_are_the_same_by_several_ranks_and_behind_a_prefix_that_is_found(
+    shape: dict[str, Any], models: dict[bool, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heard = Heard(monkeypatch)
+    sampling = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True)
+    prompts = [{"prompt_token_ids": prompt + [3, 4] * 8} for prompt in PROMPTS[:3]]
+    with engine(
+        models[False], block_size=4, speculative_method="mtp", num_speculative_tokens=3, **shape
+    ) as llm:
+        rounds = [llm.generate(prompts, sampling, use_tqdm=False) for _ in range(2)]
+    found = [[output.outputs[0].token_ids for output in outputs] for outputs in rounds]
+    assert found[0] == found[1]
+    assert all(output.num_cached_tokens for output in rounds[1])
+    assert heard.check(MTPReference(models[False])) > 200
+
+
+@pytest.mark.usefixtures("bold")
+def test_requests_that_lose_their_place_go_on_with_the_same_tokens(models: dict[bool, Path]) -> None:
+    with engine(models[True], block_size=4) as llm:
+        expected = generate(llm)
+    with engine(models[True], speculative_method="mtp", num_blocks=34, block_size=4, max_model_len=96) as llm:
+        assert generate(llm) == expected
+        stats = llm.stats()
+    assert stats is not None
+    assert stats.scheduler.num_preemptions > 0
+    assert stats.scheduler.speculation.num_accepted > 0
+
+
+@pytest.mark.usefixtures("bold")
+def test_blocks_that_come_from_a_store_bring_nothing_for_the_layer(
+    models: dict[bool, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tokens are the same, and what is guessed behind them is guessed from what the layer has read since."""
+    kept = {"kv_store": str(tmp_path), "block_size": 4, "kv_store_patience_s": 60.0}
+    prompt = {"prompt_token_ids": list(range(1, 41))}
+    sampling = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True)
+    texts = []
+    for _ in range(2):
+        with engine(models[True], speculative_method="mtp", **kept) as llm:
+            (output,) = llm.generate([prompt], sampling, use_tqdm=False)
+            texts.append(output.outputs[0].token_ids)
+            stats = llm.stats()
+    assert texts[0] == texts[1]
+    assert stats is not None
+    assert stats.store.loaded_blocks > 0
+    assert stats.scheduler.speculation.num_accepted > 0, "the guess follows from the next token alone"
+
+
 @pytest.mark.deep
 @pytest.mark.usefixtures("bold")
 @pytest.mark.parametrize("case", sampled(CASES, 8), ids=str)

@@ -247,18 +247,20 @@ class DraftWindows(NoWindows):
         counts, has_prompts = {}, plan.prefill_tokens > 0
         for index, request in enumerate(plan.requests):
             question = self._question(request)
-            room = request.max_len - len(request.token_ids) - request.num_awaited - 1
-            if question is None or room <= 0:
+            left = request.max_len - len(request.token_ids) - 1  # tokens that may be guessed, and one behind
+            if question is None or left < 2:
                 continue
+            room = left - request.num_awaited  # if all drafts in flight are right
             least_chance = question.least_chance
             if request.num_awaited > plan.num_tokens[index]:  # only a good guess makes it wait for results
                 least_chance = max(least_chance, _WORTH_WAITING)
-            question = question._replace(most=min(question.most, room), least_chance=least_chance)
+            most = min(question.most, max(1, room))
+            question = question._replace(most=most, least_chance=least_chance)
             wanted = self._drafter.wants(question, self._prices.num_busy)
             if wanted is None:
                 continue
             is_decode = plan.token_from[index] != KNOWN
-            if not plan.need_sampled[index] or (is_decode and has_prompts):
+            if not plan.need_sampled[index] or (is_decode and has_prompts) or room < 1:
                 counts[index] = 0
                 continue
             if is_decode and not self._prices.has_gaps:  # one more than was worth sending now

@@ -48,7 +48,7 @@ def test_whatever_is_guessed_the_tokens_are_right(num_stages: int, error: int) -
 
 def test_a_prompt_in_chunks_is_read_and_guessed_behind() -> None:
     rig = rig_of(scheduler=SchedulerConfig(max_num_batched_tokens=8, prefill_chunk=8))
-    rig.add("r", 20, max_tokens=2)
+    rig.add("r", 20, max_tokens=4)
     rig.run_until_idle()
     assert asked(rig.plans)[:2] == [{0: 0}, {0: 0}]
     assert len(rig.plans[0].rows) == 1
