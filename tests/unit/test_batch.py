@@ -114,6 +114,7 @@ def test_dr1_the_digest_covers_every_field() -> None:
         "need_sampled": [True, False, False],
         "token_from": [7, 7, -1],
         "drafts": {0: [5, 6]},
+        "mtp": {0: 2},
         "pooled": [2],
         "consume_through": 7,
         "freed_rows": [],
