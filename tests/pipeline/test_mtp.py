@@ -239,7 +239,7 @@ def test_d5_d7_the_layer_changes_no_token(case: Case, models: dict[bool, Path]) 
     assert all(outputs == expected for outputs in rounds)
     assert stats.num_drafted > 0 or given["chunk"] == 1, "nobody drafted: the case shows nothing"
     if given["is_right"]:
-        assert stats.num_accepted > 0.3 * stats.num_drafted
+        assert stats.num_accepted > 0.05 * stats.num_drafted, "of sampled and penalised texts, too"
 
 
 def test_it_stops_where_guesses_are_wrong_and_looks_again(
