@@ -67,15 +67,10 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("model", type=Path)
-    parser.add_argument("--stages", default="1,2")
-    parser.add_argument("--threads", type=int, default=2, help="of all stages together")
     parser.add_argument("--layers", type=int, default=2, help="of the draft model")
     parser.add_argument("--weight", type=float, default=0.03, help="of what later layers add")
     parser.add_argument("--quantization", default="int4", choices=["none", "int8", "int4"])
-    parser.add_argument("--guesses", type=int, default=8, help="of a step at most")
-    parser.add_argument("--tokens", type=int, default=96)
-    parser.add_argument("--streams", type=int, default=1)
-    parser.add_argument("--rounds", type=int, default=5)
+    add_run_arguments(parser, guesses=8)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     with tempfile.TemporaryDirectory() as directory:
@@ -83,6 +78,16 @@ def main() -> None:
         rows = [compared(options, *models, stages) for stages in map(int, options.stages.split(","))]
     header = ["stages", "streams", "off, tokens/s", "draft model", "draft/off", "control", "accepted/drafted"]
     print(markdown(header, rows))
+
+
+def add_run_arguments(parser: argparse.ArgumentParser, *, guesses: int) -> None:
+    """What `compared_with_off` wants to know, and over which numbers of stages."""
+    parser.add_argument("--stages", default="1,2")
+    parser.add_argument("--threads", type=int, default=2, help="of all stages together")
+    parser.add_argument("--guesses", type=int, default=guesses, help="of a step at most")
+    parser.add_argument("--tokens", type=int, default=96)
+    parser.add_argument("--streams", type=int, default=1)
+    parser.add_argument("--rounds", type=int, default=5)
 
 
 def compared(options: argparse.Namespace, served: Path, draft: Path, stages: int) -> list[str]:

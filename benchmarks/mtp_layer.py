@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from draft_model import compared_with_off
+from draft_model import add_run_arguments, compared_with_off
 from peers.report import markdown
 from safetensors.torch import save_file
 from torch import Tensor
@@ -129,16 +129,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--stages", default="1,2")
-    parser.add_argument("--threads", type=int, default=2, help="of all stages together")
     parser.add_argument("--width", type=int, default=1024)
     parser.add_argument("--layers", type=int, default=16)
     parser.add_argument("--experts", type=int, default=8, help="of a layer; two are chosen")
     parser.add_argument("--weight", type=float, default=0.03, help="of what layers add")
-    parser.add_argument("--guesses", type=int, default=4, help="of a step at most")
-    parser.add_argument("--tokens", type=int, default=96)
-    parser.add_argument("--streams", type=int, default=1)
-    parser.add_argument("--rounds", type=int, default=5)
+    add_run_arguments(parser, guesses=4)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     with tempfile.TemporaryDirectory() as directory:

@@ -255,9 +255,7 @@ class StepResult(msgspec.Struct, frozen=True, tag="result", kw_only=True, omit_d
     logprobs: list[list[TokenLogprobs] | None] = []
     failed: list[int] = []  # indices into the lists above where nothing could be sampled
     unmet: dict[int, str] = {}  # of these: why no id was allowed; of the others the logits were not finite
-    guesses: dict[
-        int, list[TokenId]
-    ] = {}  # index into `token_ids` -> what the MTP layer guesses behind these
+    guesses: dict[int, list[TokenId]] = {}  # index into `token_ids` -> what the MTP layer guesses behind it
     scores: list[list[TokenLogprobs]] = []  # of each token; of none where a logit was NaN or infinite
     pooled: list[bytes] = []  # float32 [hidden_size] each; empty: not finite
 

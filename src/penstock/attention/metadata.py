@@ -7,7 +7,7 @@ block_size + p % block_size`. Decode rows (one token each) come first in a step,
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 
 import numpy as np
@@ -67,6 +67,11 @@ class LatentKV:
 
 
 AnyKV = LayerKV | BlockKV | LatentKV
+
+
+def kv_tensors(kv: AnyKV) -> list[Tensor]:
+    """The memory of one layer's storage; each tensor has all blocks, one behind the other."""
+    return [getattr(kv, field.name) for field in fields(kv)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

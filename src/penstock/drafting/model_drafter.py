@@ -33,10 +33,9 @@ from penstock.drafting.draft_wire import (
 )
 from penstock.errors import LinkClosedError, PenstockError, WaitTimeoutError
 from penstock.speculation.drafter import NO_DRAFT, Draft, OwnGuesses, Question
-from penstock.speculation.guessed_text import LEAST_CHANCE, Chance, GuessedText, useful
+from penstock.speculation.guessed_text import FIRST_CHANCE, LEAST_CHANCE, Chance, GuessedText, useful
 
 SILENCE_S = 60.0  # of the process, while it has work; a step of a small model takes far less
-_FIRST_CHANCE = 0.7  # until something is measured
 _TRIAL_EVERY = 24  # tokens, where they are not
 _MOST_BEHIND = 64  # tokens of a text: it takes about as long as one to compute them
 _SAMPLING_AS_IDS = MOST_SAMPLING_BYTES // 5  # as many as take so many bytes
@@ -74,7 +73,7 @@ class ModelDrafter(OwnGuesses):
         self._texts: dict[int, _Text] = {}
         self._asks: list[Ask] = []  # to be sent
         self._forgotten: list[int] = []
-        self._chance = Chance(_FIRST_CHANCE)  # of all requests
+        self._chance = Chance(FIRST_CHANCE)  # of all requests
         self._token_s = math.inf
         self._silent_since: float | None = None  # while it has work
         with contextlib.suppress(LinkClosedError):  # `poll` says so

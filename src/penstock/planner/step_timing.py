@@ -10,13 +10,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import fields
 from itertools import pairwise
 
 import msgspec
 import torch
 
-from penstock.attention.metadata import AnyKV
+from penstock.attention.metadata import AnyKV, kv_tensors
 from penstock.batch import GREEDY, KNOWN, NewRow, ScheduledBatch
 from penstock.models.intermediate import IntermediateTensors, StreamStart
 from penstock.pipeline.links.frame import FrameHeader, FrameKind, frame_bytes
@@ -227,5 +226,5 @@ class _Loop:
 def _make_resident(kv: Sequence[AnyKV]) -> None:
     """Pages that were never written are all the same page of zeros, which is faster to read."""
     for layer in kv:
-        for field in fields(layer):
-            getattr(layer, field.name).zero_()
+        for memory in kv_tensors(layer):
+            memory.zero_()

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from penstock.attention.metadata import AnyKV
+from penstock.attention.metadata import AnyKV, kv_tensors
 from penstock.distributed.group import SOLO, MemoryGroup, TensorGroup
 from penstock.distributed.torch_group import TorchGroup
 from penstock.errors import UsageError
@@ -42,7 +42,7 @@ from penstock.rank.compute_choice import (
 )
 from penstock.rank.model_samples import ModelSamples, sample_model
 from penstock.runner.buffers import BufferPool
-from penstock.runner.device_kv import DeviceKV, nbytes
+from penstock.runner.device_kv import DeviceKV
 from penstock.runner.kv_transfer import KVTransfer
 from penstock.runner.model_runner import ModelRunner
 from penstock.runner.mtp_guesser import MTPGuesser
@@ -206,7 +206,8 @@ def build_runner(
     runner = ModelRunner(model, kv[:num_layers], rows, buffers, loaded.spec.vocab_size, grammars)
     if config.has_mtp:
         assert isinstance(model, Decoder), "refused at the start"
-        num_blocks = nbytes(kv[-1]) // model.attention.block_bytes(config.block_size)
+        num_bytes = sum(tensor.nbytes for tensor in kv_tensors(kv[-1]))
+        num_blocks = num_bytes // model.attention.block_bytes(config.block_size)
         runner.guesser = MTPGuesser(model, kv[-1], num_blocks, rows, runner.sampling)
     return runner
 

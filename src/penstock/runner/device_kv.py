@@ -7,8 +7,6 @@ decided in the core.
 
 from __future__ import annotations
 
-from dataclasses import fields
-
 import torch
 from torch import Tensor
 
@@ -16,12 +14,6 @@ from penstock.attention.backend import AttentionBackend
 from penstock.attention.metadata import AnyKV
 from penstock.kernels.pages import shared_pages
 from penstock.runner.kv_demand import KVDemand
-
-
-def nbytes(kv: AnyKV) -> int:
-    """Memory of the storage of one layer."""
-    tensors: list[Tensor] = [getattr(kv, field.name) for field in fields(kv)]
-    return sum(tensor.nbytes for tensor in tensors)
 
 
 class DeviceKV:

@@ -16,14 +16,13 @@ that share it all make the same guesses.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import fields
 from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from penstock.attention.metadata import AnyKV, AttentionMetadata
+from penstock.attention.metadata import AnyKV, AttentionMetadata, kv_tensors
 from penstock.batch import ScheduledBatch, StepResult
 from penstock.kernels.candidates import HeadOutput, HeadRequest
 from penstock.models.interfaces import SupportsPP
@@ -116,6 +115,7 @@ class MTPGuesser(NoGuesser):
     ) -> None:
         self._model, self._kv, self._num_blocks = model, kv, num_blocks
         self._rows, self._sampling = rows, sampling
+        self._device = kv_tensors(kv)[0].device
         self._context = MTPContext(num_blocks, rows.tables)
         self._sampler = Sampler()
 
@@ -194,8 +194,7 @@ class MTPGuesser(NoGuesser):
         return readings
 
     def _clear(self, block: int) -> None:
-        for field in fields(self._kv):
-            memory: Tensor = getattr(self._kv, field.name)
+        for memory in kv_tensors(self._kv):
             memory.view(self._num_blocks, -1)[block].zero_()
 
     def _following(self, readings: Sequence[_Reading]) -> list[int]:
@@ -282,8 +281,3 @@ class MTPGuesser(NoGuesser):
     def _tensor(self, values: object) -> Tensor:
         """Whole numbers on the device."""
         return torch.as_tensor(values, dtype=torch.int64, device=self._device)
-
-    @property
-    def _device(self) -> torch.device:
-        memory: Tensor = getattr(self._kv, fields(self._kv)[0].name)
-        return memory.device

@@ -204,23 +204,25 @@ class DraftWindows(NoWindows):
 
     def _add(self, plan: PlanBuilder, index: int, draft_ids: Sequence[int]) -> bool:
         """Whether there were blocks to spare for the drafts of a row, which takes them then."""
-        blocks = self._spare_blocks(plan.requests[index], len(draft_ids))
+        blocks = self._spare_blocks(plan.requests[index], len(draft_ids), self._prices.num_running)
         if blocks is None:
             return False
         plan.add_drafts(index, draft_ids, blocks)
         return True
 
-    def _spare_blocks(self, request: RequestState, num_drafts: int) -> list[int] | None:
-        """What a draft takes must not be what another row's next token needs."""
-        num_tokens = request.num_scheduled + num_drafts
-        return self._allocator.grow(request.arrival, num_tokens, num_spare=self._prices.num_running)
+    def _spare_blocks(self, request: RequestState, num_guesses: int, num_running: int) -> list[int] | None:
+        """What guesses take must not be what another row's next token needs."""
+        num_tokens = request.num_scheduled + num_guesses
+        return self._allocator.grow(request.arrival, num_tokens, num_spare=num_running)
 
     def go_ahead(self, plan: PlanBuilder, running: Sequence[RequestState], *, is_full: bool) -> None:
         least = LEAST_CHANCE_QUEUED if is_full else LEAST_CHANCE_AHEAD
         ready = [request for request in running if request.arrival in self._streamed]
         for request in sorted(ready, key=lambda request: request.last_sampled_step):
             draft_ids = self._next_ids(request, least)
-            blocks = self._spare_blocks(request, len(draft_ids)) if draft_ids else None
+            if not draft_ids:
+                continue
+            blocks = self._spare_blocks(request, len(draft_ids), self._prices.num_running)
             if blocks is not None:
                 plan.add_guessed_window(request, draft_ids, blocks)
                 self._note_source(request, self._drafts[request.arrival])
@@ -270,9 +272,8 @@ class DraftWindows(NoWindows):
 
     def _with_blocks(self, plan: PlanBuilder, index: int, wanted: int, num_running: int) -> int:
         """How many tokens the last stage may guess of a row: it keeps something of each but the last."""
-        wanted, request = min(wanted, self._prices.most), plan.requests[index]
-        num_tokens = request.num_scheduled + wanted - 1
-        blocks = self._allocator.grow(request.arrival, num_tokens, num_spare=num_running)
+        wanted = min(wanted, self._prices.most)
+        blocks = self._spare_blocks(plan.requests[index], wanted - 1, num_running)
         plan.add_blocks(index, blocks or ())
         return 1 if blocks is None else wanted
 

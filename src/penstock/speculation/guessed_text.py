@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+FIRST_CHANCE = 0.7  # of a guess, until something is measured
 _NEWEST_WEIGHT = 0.05  # of a token in the measured chance,
 _FIRST_COUNTS_AS = 4  # and what is assumed of it at first weighs as much as so many tokens
 LEAST_USE = 0.15  # chance of the last guess that is still asked for

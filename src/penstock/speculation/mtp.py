@@ -10,9 +10,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from penstock.speculation.drafter import NO_DRAFT, Draft, LocalDrafter, Question
-from penstock.speculation.guessed_text import LEAST_CHANCE, LEAST_USE, Chance, GuessedText, useful
+from penstock.speculation.guessed_text import (
+    FIRST_CHANCE,
+    LEAST_CHANCE,
+    LEAST_USE,
+    Chance,
+    GuessedText,
+    useful,
+)
 
-_FIRST_CHANCE = 0.7  # until something is measured
 # Where guesses are of no use, one token is guessed behind each of so many tokens
 _TRIAL_TOKENS = 24
 _TRIAL_REQUESTS = 8  # of one in so many requests, of which the layer reads the prompt as well,
@@ -31,7 +37,7 @@ class MTPDrafter(LocalDrafter):
     def __init__(self, guess_share: float) -> None:
         self._guess_share = guess_share
         self._texts: dict[int, _Text] = {}
-        self._chance = Chance(_FIRST_CHANCE)  # of all requests
+        self._chance = Chance(FIRST_CHANCE)  # of all requests
 
     @property
     def is_at_tail(self) -> bool:
