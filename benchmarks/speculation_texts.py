@@ -90,9 +90,22 @@ hopeful, for "the librarian asked that the reading room be opened on Saturdays a
 assistant." In the end "the committee decided to wait with the gymnasium until the engineer had been heard,
 to open the reading room from the first of March, and to write to the quarry about the stone."
 """
+EXCERPT = """
+The letter says: "The second came from the school board: the number of pupils had risen for the fourth
+year in a row, and the old gymnasium could no longer be heated for less than it would cost to replace its
+roof. The third report was about the library. Its hours had been cut in the autumn, and the number of
+readers had fallen by a third; the librarian asked that the reading room be opened on Saturdays again, at
+the cost of one assistant." And of the decision: "The committee decided to wait with the gymnasium until the
+engineer had been heard, to open the reading room from the first of March, and to write to the quarry about
+the stone."
+"""
 TEXTS = {
     "code edit": ("Use medians in place of means, and give the separator a default.\n" + CODE, EDITED),
-    "quotation": (LETTER + "\nWhat has gone wrong, and what was decided? Quote the letter.\n", ANSWER),
+    "quotation": (LETTER + "\nWhat does it say of school and library? Word for word, please.\n", EXCERPT),
+    "answer that quotes": (
+        LETTER + "\nWhat has gone wrong, and what was decided? Quote the letter.\n",
+        ANSWER,
+    ),
 }
 VOCAB_SIZE = 151_000
 

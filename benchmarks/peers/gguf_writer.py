@@ -1,7 +1,8 @@
 """Writes the checkpoint of `checkpoint` as a GGUF file in bfloat16, for llama.cpp.
 
 Called by `llama_peer`, in whose environment the `gguf` package is. Vectors are float32, as llama.cpp's own
-converter has them. The vocabulary is made up: prompts are token ids.
+converter has them. The vocabulary is made up, as prompts are token ids: a program that takes text finds the
+token 7 wherever there stands `<t7>` (`token_text`).
 """
 
 from __future__ import annotations
@@ -26,6 +27,11 @@ _PER_LAYER = {
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
 }
+
+
+def token_text(index: int) -> str:
+    """What stands for a token in a text."""
+    return f"<t{index}>"
 
 
 def gguf_name(name: str) -> str:
@@ -77,8 +83,8 @@ def _add_config(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     vocab_size = config["vocab_size"]
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("qwen2")
-    writer.add_token_list([f"t{index}" for index in range(vocab_size)])
-    writer.add_token_types([gguf.TokenType.NORMAL] * vocab_size)
+    writer.add_token_list([token_text(index) for index in range(vocab_size)])
+    writer.add_token_types([gguf.TokenType.USER_DEFINED] * vocab_size)
     writer.add_token_merges(["t 1"])
     writer.add_bos_token_id(0)
     writer.add_eos_token_id(0)

@@ -5,13 +5,14 @@
                                   ^ cursor                  so "fox" is the guess
 
 Code that is edited, answers that quote and lists whose items look alike repeat long pieces. The drafter
-keeps, for each request, where every sequence of three tokens was seen last, and where every sequence of
-eight. While the text goes on as it did before, the cursor moves with it, and a guess costs no search. Where
-the text leaves the old one, a new place is looked up: the longer sequence first, as it is right more often.
+keeps, for each request, where every token was seen last, every sequence of three and every one of eight.
+While the text goes on as it did before, the cursor moves with it, and a guess costs no search. Where the text
+leaves the old one, a new place is looked up: the longest sequence first, as it is right most often. A single
+token is right so seldom that its guess is worth sending only where it costs next to nothing.
 
 Each token that comes also says whether the cursor had it right, whether or not the guess was sent. So the
-chance of a draft is measured at no cost, by how long the text has followed the cursor: for this request, and,
-while little is known of it, for all of them.
+chance of a draft is measured at no cost, by how many tokens agree before it: for this request, and, while
+little is known of it, for all of them.
 
 Prompt lookup is the idea of Saxena (2023); suffix trees over more texts are arXiv 2411.04975. Memory is
 linear in the text, and time is linear in the tokens that came since the last call, of which each call takes a
@@ -20,17 +21,18 @@ bounded number. Plain Python on one thread: the core's.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from itertools import cycle, islice
 
 from penstock.speculation.drafter import NO_DRAFT, Draft, LocalDrafter, Question
 
-SHORT, LONG = 3, 8  # tokens of a sequence that is looked up
+LENGTHS = (8, 3, 1)  # tokens of a sequence that is looked up
 MOST_READ = 4096  # tokens that one call takes in; the rest of a long prompt follows with the next
 _FEW = 128  # tokens that are followed one by one, more than a window has; others are a prompt
-_RUN_BOUNDS = (4, 16)  # tokens that the text has followed the cursor: below, between and above
+_RUN_BOUNDS = (2, 3, 8, 20)  # tokens in a row that are the same before the cursor: below, between and above
 _NEWEST_WEIGHT = 0.1  # of a token in the measured chance
-_FIRST_CHANCES = (0.4, 0.7, 0.9)  # until something is measured
+_FIRST_CHANCES = (0.2, 0.4, 0.4, 0.7, 0.9)  # until something is measured
 _NOWHERE = -1
 
 
@@ -49,12 +51,13 @@ class SuffixDrafter(LocalDrafter):
         if text is None:
             text = self._texts[question.request] = _Text(list(self._chances))
         text.read(token_ids, self._chances)
-        if text.cursor == _NOWHERE or text.num_read < len(token_ids):
+        chance = text.chances[text.run_class]
+        if text.cursor == _NOWHERE or text.num_read < len(token_ids) or chance < question.least_chance:
             return NO_DRAFT
         found = list(token_ids[text.cursor : text.cursor + most])
         if len(found) < most:  # the old text reaches up to the newest token: what follows repeats it
             found = list(islice(cycle(found), most))
-        return Draft(found, text.chances[text.run_class])
+        return Draft(found, chance)
 
     def accept(self, request: int, num_drafted: int, num_accepted: int) -> None:
         """The tokens themselves will tell, when they are read."""
@@ -78,15 +81,15 @@ class _Text:
         self.chances = chances
         self.num_read = 0
         self.cursor = _NOWHERE
-        self._run = 0  # tokens that the text has followed the cursor
+        self._run = 0  # tokens in a row that are the same before the cursor and at the end of the text
         # Hash of a sequence -> position behind it, where it was seen last. Where two have one hash, a guess
         # is wrong.
         self._ends: dict[int, int] = {}
 
     @property
     def run_class(self) -> int:
-        low, high = _RUN_BOUNDS
-        return (self._run >= low) + (self._run >= high)
+        """Which of the chances holds for the next token."""
+        return bisect_right(_RUN_BOUNDS, self._run)
 
     def read(self, token_ids: Sequence[int], all_chances: list[float]) -> None:
         """Take in the tokens that are new, in order."""
@@ -103,7 +106,7 @@ class _Text:
 
     def _skip(self, token_ids: Sequence[int], end: int) -> None:
         """Note the sequences that end up to `end`, all at once: nobody has guessed these tokens."""
-        for length in (LONG, SHORT):
+        for length in LENGTHS:
             first = max(0, self.num_read - length + 1)  # where the first new sequence begins
             shifted = (token_ids[first + offset : end] for offset in range(length))
             keys = map(hash, zip(*shifted, strict=False))
@@ -116,15 +119,14 @@ class _Text:
         if self.cursor != _NOWHERE:
             is_right = token_ids[self.cursor] == token_ids[position]
             self._note(is_right, all_chances)
-            found = self.cursor + 1 if is_right else _NOWHERE
-        self._run = self._run + 1 if found != _NOWHERE else 0
+            found, self._run = (self.cursor + 1, self._run + 1) if is_right else (_NOWHERE, 0)
         ends = self._ends
-        for length in (LONG, SHORT):
+        for length in LENGTHS:
             if end < length:
                 continue
             key = hash(tuple(token_ids[end - length : end]))
             if found == _NOWHERE:
-                found = ends.get(key, _NOWHERE)
+                found, self._run = ends.get(key, _NOWHERE), length
             ends[key] = end
         self.cursor = found
 

@@ -9,7 +9,7 @@ import pytest
 
 from drafters import asked
 from penstock.speculation.drafter import NO_DRAFT
-from penstock.speculation.suffix import LONG, MOST_READ, SHORT, SuffixDrafter
+from penstock.speculation.suffix import LENGTHS, MOST_READ, SuffixDrafter
 
 
 class Oracle:
@@ -24,7 +24,7 @@ class Oracle:
             self.cursor += 1
             return
         self.cursor = None
-        for length in (LONG, SHORT):
+        for length in LENGTHS:
             places = [end for end in range(length, len(text)) if text[end - length : end] == text[-length:]]
             if places and len(text) >= length:
                 self.cursor = places[-1]
@@ -61,7 +61,7 @@ def test_a_prompt_that_comes_at_once_is_known_as_well_as_one_that_came_token_by_
     at_once.propose(asked(text, 4, 1))
     assert at_once._texts[1]._ends == slowly._texts[1]._ends
     found = at_once.propose(asked(text, 4, 1)).token_ids
-    known = [text[end:] for end in range(SHORT, len(text))]
+    known = [text[end:] for end in range(min(LENGTHS), len(text))]
     if found:  # what followed one of the places where the text said the same
         assert any(repeated(rest, len(found)) == list(found) for rest in known if rest)
 
@@ -72,7 +72,7 @@ def test_a_repeated_text_is_drafted_with_a_growing_chance() -> None:
     for end in range(1, 150):
         text = (piece * 3)[:end]
         draft = drafter.propose(asked(text, 5))
-        if end > 50 + SHORT:
+        if end > 50:
             assert list(draft.token_ids) == (piece * 4)[end : end + 5]
             chances.append(draft.chance)
     assert chances[0] < 0.5 < 0.9 < chances[-1]
@@ -82,25 +82,40 @@ def test_the_chance_falls_where_the_cursor_is_wrong() -> None:
     """Three tokens come again and again, and something else follows each time."""
     drafter, text = SuffixDrafter(), [1, 2, 3, 100]
     drafter.propose(asked(text, 3))
-    first = None
+    chances = []
     for other in range(101, 140):
         for token in (1, 2, 3):
             text.append(token)
             draft = drafter.propose(asked(text, 3))
-        first = first if first is not None else draft.chance
+        chances.append(draft.chance)
         text.append(other)
         drafter.propose(asked(text, 3))
-    assert draft.chance < first / 4
+    assert chances[-1] < chances[0] / 4
+
+
+def test_a_guess_from_one_token_is_thought_less_likely_than_one_from_three() -> None:
+    text = [1, 2, 3, 4, 5, 6, 7, 8, 9, 3]
+    from_one = SuffixDrafter().propose(asked(text, 2))
+    from_three = SuffixDrafter().propose(asked([*text[:-1], 1, 2, 3], 2))
+    assert (list(from_one.token_ids), list(from_three.token_ids)) == ([4, 5], [4, 5])
+    assert from_one.chance < from_three.chance
+
+
+def test_a_guess_that_is_too_unlikely_is_not_made() -> None:
+    drafter, question = SuffixDrafter(), asked([1, 2, 3, 4, 1, 2, 3], 2)
+    chance = drafter.propose(question).chance
+    assert drafter.propose(question._replace(least_chance=chance)).token_ids
+    assert drafter.propose(question._replace(least_chance=chance + 0.01)) is NO_DRAFT
 
 
 def test_what_others_taught_is_where_a_new_request_begins() -> None:
     drafter, piece = SuffixDrafter(), list(range(30))
     for end in range(1, 200):
         drafter.propose(asked((piece * 8)[:end], 2))
-    text = [*piece, *piece[:SHORT]]
+    text = [*piece, *piece[:3]]
     fresh = SuffixDrafter().propose(asked(text, 2, 1))
     assert drafter.propose(asked(text, 2, 1)).token_ids == fresh.token_ids
-    assert drafter._texts[1].chances[2] > SuffixDrafter()._chances[2]
+    assert drafter._texts[1].chances[3] > SuffixDrafter()._chances[3]
 
 
 def test_a_long_prompt_is_read_in_parts() -> None:
