@@ -149,6 +149,7 @@ def main() -> None:
     )
     parser.add_argument("model", type=Path)
     parser.add_argument("--stages", default="1,2")
+    parser.add_argument("--texts", default=",".join(TEXTS))
     parser.add_argument("--threads", type=int, default=2, help="of all stages together")
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
@@ -186,7 +187,8 @@ def compared(options: argparse.Namespace, stages: int) -> list[list[str]]:
             stack.enter_context(LLM(str(options.model), speculative_method=method, **given))
             for method in methods
         ]
-        for name, (prompt, answer) in TEXTS.items():
+        for name in options.texts.split(","):
+            prompt, answer = TEXTS[name]
             prompt_ids, Script.ids = ids_of(prompt), ids_of(answer)
             sampling = SamplingParams(temperature=0.0, max_tokens=len(Script.ids), ignore_eos=True)
 

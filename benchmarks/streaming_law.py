@@ -29,10 +29,9 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from random import Random
-from unittest import mock
 
 from delayed_links import running
+from knowing_drafter import KnowingDrafter
 from peers.checkpoint import TINY_SHAPE, make_checkpoint
 from peers.report import markdown
 from sleeping_rank import let_layers_sleep
@@ -46,10 +45,8 @@ from penstock.config.engine import (
     SchedulerConfig,
 )
 from penstock.config.speculation import SpeculationConfig
-from penstock.engine.core import core_assembly
 from penstock.engine.core.core import EngineCore
 from penstock.request import GenerationRequest, SamplingParams
-from penstock.speculation.drafter import Draft, LocalDrafter, Question
 from penstock.trace.chrome import chrome_trace
 
 PROMPT = [5, 6, 7]
@@ -71,32 +68,6 @@ class Sleep:
     def of_step(cls, num_tokens: int) -> float:
         """Seconds of a step with so many tokens."""
         return cls.seconds * (num_tokens if cls.per_token else 1)
-
-
-class KnowingDrafter(LocalDrafter):
-    """Guesses a text that it knows, each token right with the same chance."""
-
-    name = "knowing"
-
-    def __init__(self) -> None:
-        self.text: list[int] = []
-        self.chance = 0.0
-        self.seed = 0
-
-    def propose(self, question: Question) -> Draft:
-        known = len(question.token_ids)
-        positions = range(known, min(known + question.most, len(self.text)))
-        return Draft([self._guess(position) for position in positions], self.chance)
-
-    def _guess(self, position: int) -> int:
-        is_right = Random(f"{self.seed} {position}").random() < self.chance
-        return self.text[position] if is_right else (self.text[position] + 1) % TINY_SHAPE["vocab_size"]
-
-    def accept(self, request: int, num_drafted: int, num_accepted: int) -> None:
-        """It knows."""
-
-    def forget(self, request: int) -> None:
-        """Nothing is kept."""
 
 
 @contextmanager
@@ -171,7 +142,7 @@ class Bench:
             drafting = stack.enter_context(engine(self._model, self._stages, "suffix"))
             Sleep.seconds = 0.0
             text, _ = generate(plain, "text", options.tokens)
-            self._drafter.text = [*PROMPT, *text]
+            self._drafter.texts = {PROMPT[0]: [*PROMPT, *text]}
             Sleep.seconds = tau
             for chance in options.chances:
                 self._drafter.chance = chance
@@ -187,7 +158,7 @@ class Bench:
             plain_rates.append(generate(plain, name, options.plain_tokens)[1])
             before = drafting.stats().scheduler.speculation
             tokens, rate = generate(drafting, name, options.tokens)
-            assert tokens == self._drafter.text[len(PROMPT) :], "speculation has changed tokens"
+            assert tokens == self._drafter.texts[PROMPT[0]][len(PROMPT) :], "speculation has changed tokens"
             after = drafting.stats().scheduler.speculation
             wrong = after.num_drafted - before.num_drafted - (after.num_accepted - before.num_accepted) + 1
             rates.append(rate)
@@ -256,14 +227,14 @@ def main() -> None:
     options.chances = [float(chance) for chance in options.chances.split(",")]
     stages = [int(count) for count in options.stages.split(",")]
     let_layers_sleep(Sleep.of_step)
-    kinds, drafter = set(options.kinds.split(",")), KnowingDrafter()
+    kinds, drafter = set(options.kinds.split(",")), KnowingDrafter(TINY_SHAPE["vocab_size"])
     rows: list[list[str]] = []
     with tempfile.TemporaryDirectory() as folder:
         models = {}
         for count in {*stages, WIRED_STAGES}:
             models[count] = Path(folder) / f"{count}"
             make_checkpoint(models[count], TINY_SHAPE | {"num_hidden_layers": count})
-        with mock.patch.object(core_assembly, "SuffixDrafter", return_value=drafter):
+        with drafter.in_place_of_suffixes():
             for kind, count in itertools.product(sorted(kinds - {"wires"}), stages):
                 rows += Bench(options, models[count], count, drafter).rows(kind)
         wired_rows = list(wired(options, models[WIRED_STAGES])) if "wires" in kinds else []
