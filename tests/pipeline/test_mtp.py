@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from pairwise import Case, drawn
 from penstock import LLM, SamplingParams
 from penstock.engine.core import core_assembly
 from penstock.errors import UsageError
+from penstock.models.mtp_layer import MTPLayer
 from penstock.scheduler.stats import SpeculationStats
 from penstock.speculation.drafter import Draft, Question
 from penstock.speculation.mtp import MTPDrafter
@@ -255,6 +257,36 @@ def test_it_stops_where_guesses_are_wrong_and_looks_again(
     assert stats.num_drafted < 100, "of 720 tokens"
     asked = [num_known for _, num_known, guesses in heard.guesses if guesses]
     assert max(asked) < 200
+
+
+@pytest.mark.usefixtures("bold")
+@pytest.mark.parametrize("num_stages", [1, 2])
+def test_a_layer_that_fails_is_switched_off_and_no_request_is_touched(
+    num_stages: int,
+    models: dict[bool, Path],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with engine(models[True]) as llm:
+        expected = generate(llm)
+    guess, num_calls = MTPLayer.guess, 0
+
+    def failing(layer: MTPLayer, *given: Any, **named: Any) -> Any:
+        nonlocal num_calls
+        num_calls += 1
+        if num_calls == 40:
+            raise RuntimeError("no memory for the guess")
+        return guess(layer, *given, **named)
+
+    monkeypatch.setattr(MTPLayer, "guess", failing)
+    shape = {"pipeline_parallel_size": num_stages, "speculative_method": "mtp"}
+    with engine(models[True], **shape) as llm, caplog.at_level(logging.WARNING):
+        assert [generate(llm) for _ in range(2)] == [expected, expected]
+        assert told(llm).num_accepted > 0, "before it failed"
+    lines = [record.message for record in caplog.records if "MTP layer" in record.message]
+    why = "RuntimeError: no memory for the guess"
+    assert lines == [f"the MTP layer is switched off until the engine starts again: {why}."]
+    assert num_calls == 40
 
 
 def test_a_request_may_do_without(models: dict[bool, Path]) -> None:

@@ -208,7 +208,9 @@ def build_runner(
         assert isinstance(model, Decoder), "refused at the start"
         num_bytes = sum(tensor.nbytes for tensor in kv_tensors(kv[-1]))
         num_blocks = num_bytes // model.attention.block_bytes(config.block_size)
-        runner.guesser = MTPGuesser(model, kv[-1], num_blocks, rows, runner.sampling)
+        runner.guesser = MTPGuesser(
+            model, kv[-1], num_blocks, rows, runner.sampling, is_shared=config.tp_size > 1
+        )
     return runner
 
 

@@ -10,11 +10,14 @@ first guess. Further guesses follow from its own, one step of the layer each:
 
 Guesses are drawn as the row's tokens are, with its temperature and dice, but without what depends on the
 text: penalties, forbidden words, grammars. Called by `runner.model_runner` on ranks of the last stage; those
-that share it all make the same guesses.
+that share it all make the same guesses. Guesses are never worth a stage: if the layer fails it is switched
+off until the engine starts again, with one line in the log. (Ranks that share a stage compute the layer
+together, and would wait for the one that failed: there the stage is lost, as by any other error.)
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
@@ -70,6 +73,8 @@ class NoGuesser:
         return {}
 
 
+_logger = logging.getLogger(__name__)
+
 NO_GUESSER = NoGuesser()
 _NORMED = "normed"
 
@@ -108,16 +113,26 @@ class MTPGuesser(NoGuesser):
         num_blocks: of that.
         rows: of the rank; they keep token ids.
         sampling: of the rows.
+        is_shared: other ranks compute the layer with this one.
     """
 
     def __init__(
-        self, model: GuessingModel, kv: AnyKV, num_blocks: int, rows: RequestRows, sampling: SamplingRows
+        self,
+        model: GuessingModel,
+        kv: AnyKV,
+        num_blocks: int,
+        rows: RequestRows,
+        sampling: SamplingRows,
+        *,
+        is_shared: bool,
     ) -> None:
         self._model, self._kv, self._num_blocks = model, kv, num_blocks
         self._rows, self._sampling = rows, sampling
         self._device = kv_tensors(kv)[0].device
         self._context = MTPContext(num_blocks, rows.tables)
         self._sampler = Sampler()
+        self._is_shared = is_shared
+        self._has_failed = False
 
     def reset(self) -> None:
         self._context.reset()
@@ -138,7 +153,7 @@ class MTPGuesser(NoGuesser):
                 self._context.leave_out(row, batch.starts[index], ends[index])
 
     def prepare(self, plan: ScheduledBatch, tensors: IntermediateTensors) -> None:
-        if plan.mtp:
+        if plan.mtp and not self._has_failed:
             hidden = tensors["hidden_states"]
             every = torch.arange(len(hidden), device=hidden.device)
             tensors[_NORMED] = self._model.final_states(tensors, every)
@@ -149,10 +164,23 @@ class MTPGuesser(NoGuesser):
     def guesses(
         self, tensors: IntermediateTensors, batch: ForwardBatch, result: StepResult
     ) -> dict[int, list[int]]:
-        states, readings = states_of(tensors), self._readings(batch, result)
+        states = states_of(tensors)
+        if states is None:
+            return {}
+        try:
+            return self._guessed(states, batch, result)
+        except Exception as error:
+            if self._is_shared:
+                raise
+            self._has_failed = True
+            why = f"{type(error).__name__}: {error}"
+            _logger.warning("the MTP layer is switched off until the engine starts again: %s.", why)
+            return {}
+
+    def _guessed(self, states: Tensor, batch: ForwardBatch, result: StepResult) -> dict[int, list[int]]:
+        readings = self._readings(batch, result)
         if not readings:
             return {}
-        assert states is not None, "prepared before it was sampled"
         indices = [
             index
             for reading in readings
