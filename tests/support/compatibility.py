@@ -189,12 +189,13 @@ def refusal(feature: Feature, model: Path, layout: Mapping[str, Any]) -> str:
 
 
 def tokens(feature: Feature, model: Path, layout: Mapping[str, Any]) -> list[list[int]]:
-    """All that came for each prompt, in a row. Replicas run at the same time and take the prompts in turn."""
+    """All that came for each prompt, in a row. Replicas take the prompts in turn, and run at the same time
+    unless they share a store, which a process opens once."""
     layout = dict(layout)
     num_replicas = layout.pop("data_parallel_size", 1)
     parts = [PROMPTS[replica::num_replicas] for replica in range(num_replicas)]
     found: list[list[int]] = [[] for _ in PROMPTS]
-    with ThreadPoolExecutor(num_replicas) as pool:
+    with ThreadPoolExecutor(1 if feature.is_stored else num_replicas) as pool:
         of_replicas = pool.map(lambda prompts: tokens_of_replica(feature, model, layout, prompts), parts)
         for replica, answers in enumerate(of_replicas):
             found[replica::num_replicas] = answers
@@ -289,8 +290,8 @@ where two are almost as likely. A number: refused before anything starts, with t
 
 `pp`: stages, `tp`: ranks that share a stage, `depth`: plans issued ahead of the pipe (none where nothing is
 said), `dp`: pipelines side by side, `speculation`: by the text's own suffixes. Ranks are threads here, and of
-replicas both are run at the same time and take the prompts in turn; one server before both is what
-`tests/pipeline/test_replicated.py` is about.
+replicas both are run at the same time (one after the other where they share a store) and take the prompts in
+turn; one server before both is what `tests/pipeline/test_replicated.py` is about.
 
 What ranks do not see is left out, since it goes with every layout: streams, stop strings, tools and
 reasoning, `/v1/responses`, `echo`, sessions, priorities and the operations of administrators.
