@@ -53,6 +53,8 @@ _LEAST_PATIENCE_S = 0.005  # and so much longer
 _MOST_VAIN = 3  # times that it waits in vain, until it hears of guesses again
 _NEWEST_WEIGHT = 0.2  # of a plan, in the time that plans take
 _LEAST_STAGE_S = 1e-6
+_CHANCE_STEPS = 50  # in which chances are told apart where the answer is kept,
+_KEPT_PLANS = 32  # for so many plans at most
 _FREE_TOKENS = 8  # of a step whose cost is not known: so many cost little more than one on most devices
 
 
@@ -437,6 +439,7 @@ class _Prices:
         self._made_at: dict[int, float] = {}  # by step, where costs are not known
         self._trip_s = float(_FREE_TOKENS * depth.number)  # of a plan there; anything, to begin with
         self._has_trips = False
+        self._streamed_sizes: dict[tuple[int, int, int], int] = {}  # by chance, most and requests
         self.least_chance = 0.0
         self.note_running(1)
 
@@ -455,6 +458,8 @@ class _Prices:
     def planned(self, shape: _Shape, step_id: int, now: float) -> None:
         """A plan is made, so far without drafts."""
         self._shape = shape
+        if step_id % _KEPT_PLANS == 0:
+            self._streamed_sizes.clear()
         if self._costs is None:
             self._made_at[step_id] = now
         self.least_chance = least_chance(shape.num_rows, self._step_seconds())
@@ -485,18 +490,27 @@ class _Prices:
         return lambda tokens: combine(stages(tokens))
 
     def streamed_size(self, draft: Draft) -> int:
+        """Tokens of each window of a request that streams; 0: it should not."""
         if not self.has_gaps:
             return 0
-        has_more = math.isfinite(draft.more_s)
-        times = PipeTimes(
+        if math.isfinite(draft.more_s):
+            return streamed_size(draft.chance, self.most + 1, self._pipe_times(draft.more_s))
+        # Nearly every token of a text brings a guess, and this takes 100 us and more.
+        chance, most = round(draft.chance * _CHANCE_STEPS), min(self.most + 1, len(draft.token_ids))
+        size = self._streamed_sizes.get((chance, most, self.num_running))
+        if size is None:
+            size = streamed_size(chance / _CHANCE_STEPS, most, self._pipe_times(0.0))
+            self._streamed_sizes[chance, most, self.num_running] = size
+        return size
+
+    def _pipe_times(self, guess_s: float) -> PipeTimes:
+        return PipeTimes(
             self._stage_seconds(alone=True),
             self._stage_seconds(alone=False),
             self._depth.wire.latency,
             self.num_running,
-            guess=draft.more_s if has_more else 0.0,
+            guess=guess_s,
         )
-        most = self.most + 1
-        return streamed_size(draft.chance, most if has_more else min(most, len(draft.token_ids)), times)
 
     def _stage_seconds(self, *, alone: bool) -> Callable[[int], list[float]]:
         """Of each stage for a step of so many tokens, with contexts as in the last plan."""
