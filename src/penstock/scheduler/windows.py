@@ -440,6 +440,7 @@ class _Prices:
         self._trip_s = float(_FREE_TOKENS * depth.number)  # of a plan there; anything, to begin with
         self._has_trips = False
         self._streamed_sizes: dict[tuple[int, int, int], int] = {}  # by chance, most and requests
+        self._kept_from = 0  # the plan since which these are kept
         self.least_chance = 0.0
         self.note_running(1)
 
@@ -458,7 +459,8 @@ class _Prices:
     def planned(self, shape: _Shape, step_id: int, now: float) -> None:
         """A plan is made, so far without drafts."""
         self._shape = shape
-        if step_id % _KEPT_PLANS == 0:
+        if not self._kept_from <= step_id < self._kept_from + _KEPT_PLANS:
+            self._kept_from = step_id
             self._streamed_sizes.clear()
         if self._costs is None:
             self._made_at[step_id] = now

@@ -12,9 +12,12 @@ from drafters import KnowingDrafter
 from fakes import CoreRig, FakeExecutor, next_token
 from penstock.batch import ScheduledBatch
 from penstock.config.engine import SchedulerConfig
+from penstock.scheduler import windows
 from penstock.scheduler.cost_model import StageCost
+from penstock.scheduler.pacing import FixedDepth
 from penstock.scheduler.queues import RequestState
 from penstock.speculation.drafter import Draft, Question
+from penstock.speculation.streaming import PipeTimes
 
 
 class Always(KnowingDrafter):
@@ -167,6 +170,26 @@ def test_a_request_that_has_a_draft_waits_for_its_result() -> None:
         assert rig.result("r") == rig.expected("r")
         assert any(drafts_of(rig)) == drafts
     assert max(drafts_of(rig)) == 3
+
+
+def test_whether_a_stream_pays_is_worked_out_once_for_a_chance_and_anew_some_plans_later(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[tuple[float, int]] = []
+
+    def size(chance: float, most: int, times: PipeTimes) -> int:
+        asked.append((chance, most))
+        return 1
+
+    monkeypatch.setattr(windows, "streamed_size", size)
+    prices = windows._Prices(None, FixedDepth(4), 8)
+    for step in range(3, 3 + 2 * windows._KEPT_PLANS):
+        prices.planned(windows._Shape(1, 10, is_alone=True), step, float(step))
+        assert prices.streamed_size(Draft(range(20), 0.503)) == 1
+    assert asked == [(0.5, 9)] * 3, "for the first plans, and twice anew"
+    prices.note_running(2)
+    prices.streamed_size(Draft(range(2), 0.9))
+    assert asked[3:] == [(0.9, 2)]
 
 
 def test_e5_a_plan_may_follow_a_window_whose_outcome_is_not_known() -> None:
