@@ -63,9 +63,10 @@ class IkLookup:
         (prompt,) = prompts
         cells = -(-(len(prompt) + num_tokens + LAST_GUESSES) // CELL_MULTIPLE) * CELL_MULTIPLE
         sizes = {"-n": num_tokens, "-c": cells, "-t": self._threads, "--temp": 0}
-        sizes |= {"-b": BATCH_TOKENS, "-ub": MICRO_BATCH_TOKENS, "-p": "".join(map(token_text, prompt))}
+        sizes |= {"-b": BATCH_TOKENS, "-ub": MICRO_BATCH_TOKENS}
         words = [str(word) for pair in sizes.items() for word in pair]
-        command = [self._program, "-m", str(self._gguf), *words, "-rtr", "-fa", "on", "--ignore-eos"]
+        words += ["-rtr", "-fa", "on", "--ignore-eos", "-p", "".join(map(token_text, prompt))]
+        command = [self._program, "-m", str(self._gguf), *words]
         done = subprocess.run(command, cwd=self._gguf.parent, capture_output=True, text=True, check=False)
         printed = done.stdout + done.stderr
         read, written = READ.search(printed), WRITTEN.search(printed)
