@@ -51,8 +51,10 @@ class SuffixDrafter(LocalDrafter):
         if text is None:
             text = self._texts[question.request] = _Text(list(self._chances))
         text.read(token_ids, self._chances)
+        if text.cursor == _NOWHERE or text.num_read < len(token_ids):
+            return NO_DRAFT
         chance = text.chances[text.run_class]
-        if text.cursor == _NOWHERE or text.num_read < len(token_ids) or chance < question.least_chance:
+        if chance < question.least_chance:
             return NO_DRAFT
         found = list(token_ids[text.cursor : text.cursor + most])
         if len(found) < most:  # the old text reaches up to the newest token: what follows repeats it
