@@ -22,6 +22,7 @@ PARTS = {  # of others, without a command line
     "host_stages.py",
     "host_trace.py",
     "host_wire.py",
+    "knowing_drafter.py",
     "measured_rank.py",
     "observed.py",
     "prefix_trace.py",
