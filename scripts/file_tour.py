@@ -58,6 +58,7 @@ ROOMS = {
     "weights": "from checkpoint files to parameters",
     "layers": "the parts of a model",
     "attention": "attention over paged keys and values",
+    "gguf": "files of llama.cpp's format: what is in them, and where",
     "families": "what a model is, in numbers (torch-free)",
     "families/known": "one file for each family of models",
     "kernels": "what all kernels share",

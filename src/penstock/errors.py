@@ -6,7 +6,7 @@
     ├── ModelError                 the model cannot be served                  exit 3
     │   ├── ModelConfigError       config.json (or a sibling) is bad
     │   │   └── UnsupportedModelError   an architecture that we do not know
-    │   └── CheckpointError        a safetensors file is bad: file, tensor, expected, found
+    │   └── CheckpointError        a file of weights is bad: file, tensor, expected, found
     │       └── ModelChangedError  a stage that starts again finds other weights   HTTP 503
     ├── NotEnoughMemoryError       weights or KV cache do not fit              exit 4
     ├── PeerError                  a port, process or link                     exit 5, HTTP 503
@@ -132,20 +132,24 @@ class UnsupportedModelError(ModelConfigError):
 
 
 class CheckpointError(ModelError):
-    """A safetensors file is not what its header or the model says.
+    """A file of weights is not what its header or the model says.
 
     Args:
         file: name of the file.
         tensor: name of the tensor, or "" when the file as a whole is bad.
+        key: of the metadata of a GGUF file, or "".
         expected, found: the two things that differ, as text.
     """
 
-    def __init__(self, *, file: str, tensor: str = "", expected: str, found: str, remedy: str = "") -> None:
-        where = f"{file}: tensor {tensor}" if tensor else file
+    def __init__(
+        self, *, file: str, tensor: str = "", key: str = "", expected: str, found: str, remedy: str = ""
+    ) -> None:
+        where = f"{file}: tensor {tensor}" if tensor else f"{file}: key {key}" if key else file
         remedy = remedy or "Download the checkpoint again or convert it anew."
         super().__init__(f"{where}: expected {expected}, found {found}.", remedy=remedy)
         self.file = file
         self.tensor = tensor
+        self.key = key
         self.expected = expected
         self.found = found
 

@@ -1,0 +1,129 @@
+"""A model in GGUF as a whole: one file, or the parts that it was split into.
+
+Parts are called `NAME-00001-of-0000N.gguf`. Each says in its metadata which one it is, and the first has the
+metadata of the model. Whichever part is named, all are opened, and their tensors are one index. Called by
+whoever loads weights, a vocabulary or a configuration from GGUF. Torch-free; reads no tensor data.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from penstock.errors import CheckpointError
+from penstock.gguf.header_bytes import printable
+from penstock.gguf.metadata import GgufMetadata
+from penstock.gguf.part import GgufPart, GgufTensor, read_part
+
+MAX_PARTS = 4096
+_PART_NAME = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf", re.IGNORECASE)
+_NUMBER, _COUNT, _NUM_TENSORS = "split.no", "split.count", "split.tensors.count"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GgufFile:
+    """A model in GGUF, in one file or several.
+
+    Attributes:
+        path: of the file that has the metadata: the only one, or the first part.
+        parts: all files, in order.
+        version: of the format.
+        metadata: of the model.
+        tensors: of all files, by name, in the order of the files.
+        header_bytes: that were read of all files.
+    """
+
+    path: Path
+    parts: tuple[Path, ...]
+    version: int
+    metadata: GgufMetadata
+    tensors: Mapping[str, GgufTensor]
+    header_bytes: int
+
+    @classmethod
+    def open(cls, path: Path) -> GgufFile:
+        """Return the model that this file, which may be any part of several, belongs to.
+
+        Raises:
+            CheckpointError: a file is missing or cannot be read, a header is not sound, or the parts are not
+                those of one model.
+        """
+        paths = part_paths(path)
+        parts = [read_part(each) for each in paths]
+        _require_one_model(parts)
+        return cls(
+            path=paths[0],
+            parts=tuple(paths),
+            version=parts[0].version,
+            metadata=parts[0].metadata,
+            tensors=_joined(parts),
+            header_bytes=sum(part.header_bytes for part in parts),
+        )
+
+
+def part_paths(path: Path) -> list[Path]:
+    """Return the files of a model, in order, given one of them.
+
+    Raises:
+        CheckpointError: one of them is missing; it is named.
+    """
+    name = _PART_NAME.fullmatch(path.name)
+    if name is None:
+        return [path]
+    count = int(name["count"])
+    if not 1 <= int(name["number"]) <= count <= MAX_PARTS:
+        raise CheckpointError(
+            file=printable(path.name),
+            expected=f"a name with a part of 1 to N, N at most {MAX_PARTS}",
+            found="another",
+        )
+    stem, suffix = name["stem"], path.suffix
+    paths = [path.with_name(f"{stem}-{number:05}-of-{count:05}{suffix}") for number in range(1, count + 1)]
+    missing = [each.name for each in paths if not each.exists()]
+    if missing:
+        raise CheckpointError(
+            file=printable(missing[0]),
+            expected=f"all {count} parts of {printable(stem)} in one directory",
+            found=f"{count - len(missing)} of them",
+            remedy="Put the missing parts beside the others.",
+        )
+    return paths
+
+
+def _require_one_model(parts: Sequence[GgufPart]) -> None:
+    for index, part in enumerate(parts):
+        metadata = part.metadata
+        if len(parts) > 1 or _COUNT in metadata:
+            _require(metadata, _COUNT, len(parts))
+            _require(metadata, _NUMBER, index)
+    if _NUM_TENSORS in parts[0].metadata:
+        _require(parts[0].metadata, _NUM_TENSORS, sum(len(part.tensors) for part in parts))
+
+
+def _require(metadata: GgufMetadata, key: str, expected: int) -> None:
+    found = metadata.integer(key)
+    if found != expected:
+        raise CheckpointError(
+            file=metadata.file,
+            key=key,
+            expected=f"{expected}, as the names of the files and their tensors say",
+            found=str(found),
+            remedy="Keep all parts of one model in one directory, under their published names.",
+        )
+
+
+def _joined(parts: Sequence[GgufPart]) -> dict[str, GgufTensor]:
+    tensors: dict[str, GgufTensor] = {}
+    for part in parts:
+        for name, tensor in part.tensors.items():
+            if name in tensors:
+                raise CheckpointError(
+                    file=part.path.name,
+                    tensor=printable(name),
+                    expected="each tensor in one part",
+                    found=f"it in {tensors[name].path.name} too",
+                )
+            tensors[name] = tensor
+    return tensors
