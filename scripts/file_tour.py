@@ -27,6 +27,7 @@ ROOMS = {
     "trust": "who belongs to a cluster of hosts, and how a connection proves it",
     "cli": "the command line",
     "cli/bench": "the benchmarks of `penstock bench`",
+    "local_models": "models on this machine, found by their names",
     "server": "HTTP: the app and its process",
     "server/http": "what every connection passes",
     "server/openai": "what may be asked, and in which shape",

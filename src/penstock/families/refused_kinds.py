@@ -119,6 +119,19 @@ def file_refusal(path: Path, shown: str) -> ModelConfigError:
     )
 
 
+def gguf_refusal(path: Path, shown: str) -> ModelConfigError:
+    """Return the error for a model that was found by its name, and is a GGUF file.
+
+    Args:
+        shown: what means this model and no other.
+    """
+    return UnsupportedModelError(
+        f"{shown} is a model as GGUF ({kind_of(path.name)}), a format of llama.cpp that is not read.",
+        remedy=_GGUF_REMEDY,
+        param="model",
+    )
+
+
 def refuse_other_format(directory: Path) -> None:
     """Raise `UnsupportedModelError` for a directory without `config.json` that holds another known format."""
     if (directory / "config.json").exists() or not directory.is_dir():

@@ -2,7 +2,8 @@
 
 `resolve_model_directory` turns what the user typed into a directory; `load_spec` turns the directory into a
 `ModelSpec`. Supervisor, core and ranks call both. Torch-free, and nothing here opens a connection: a model of
-the hub must have been downloaded before. Code that a checkpoint brings along (`auto_map`) is never run.
+the hub must have been downloaded before (`local_models`). Code that a checkpoint brings along (`auto_map`) is
+never run.
 """
 
 from __future__ import annotations
@@ -10,12 +11,11 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
-import string
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from penstock.config.engine import ModelImpl
-from penstock.errors import ModelConfigError, UnsupportedModelError
+from penstock.errors import UnsupportedModelError
 from penstock.families.config_fields import ConfigFields, kind_of, read_config
 from penstock.families.known.deepseek import deepseek_v2_spec, deepseek_v3_spec
 from penstock.families.known.gemma import gemma2_spec, gemma3_spec
@@ -27,9 +27,15 @@ from penstock.families.known.olmo import olmo2_spec, olmo3_spec
 from penstock.families.known.phi import phi3_spec
 from penstock.families.known.qwen import qwen2_spec, qwen3_spec
 from penstock.families.known.qwen_moe import qwen2_moe_spec, qwen3_moe_spec
-from penstock.families.refused_kinds import file_refusal, refuse_other_format, require_known_kind
+from penstock.families.refused_kinds import (
+    file_refusal,
+    gguf_refusal,
+    refuse_other_format,
+    require_known_kind,
+)
 from penstock.families.spec import ModelSpec
 from penstock.families.transformers_fields import EXTRA, has_transformers, knows, transformers_spec
+from penstock.local_models.locating import locate_model
 from penstock.request import VectorShape
 
 DEMO_MODEL = "demo"
@@ -168,10 +174,9 @@ def _generation_defaults(fields: ConfigFields, vocab_size: int) -> dict[str, flo
 
 
 def resolve_model_directory(name: str) -> Path:
-    """The directory of a model: `demo`, a path, or a hub name `org/name` that is already in the cache.
+    """The directory of a model: `demo`, a path, or the name of a model that is on this machine.
 
-    The cache layout is that of huggingface_hub: `models--org--name/refs/main` names a commit, and
-    `snapshots/<commit>` holds its files. A path that exists wins over a hub name.
+    A path that exists wins over a name. `local_models.locating` finds names.
 
     Raises:
         ModelConfigError: there is no such directory; says where it was looked for and how to download it.
@@ -184,13 +189,10 @@ def resolve_model_directory(name: str) -> Path:
         return Path(path).resolve()
     if os.path.exists(path):
         raise file_refusal(Path(path), kind_of(name))
-    if _is_hub_name(name):
-        return _cached_snapshot(name)
-    raise ModelConfigError(
-        f"model {kind_of(name)} is neither a directory nor a hub name such as Qwen/Qwen2.5-0.5B-Instruct.",
-        remedy="Give the directory of a Hugging Face style checkpoint, or `demo`.",
-        param="model",
-    )
+    located = locate_model(name)
+    if located.is_gguf:
+        raise gguf_refusal(located.path, located.name)
+    return located.path
 
 
 def served_names(model: str, given: Sequence[str]) -> list[str]:
@@ -204,40 +206,3 @@ def served_names(model: str, given: Sequence[str]) -> list[str]:
         return list(dict.fromkeys(given))
     directory = os.path.expanduser(model)
     return [Path(directory).resolve().name if os.path.isdir(directory) else model]
-
-
-def _is_hub_name(name: str) -> bool:
-    allowed = set(string.ascii_letters + string.digits + "-_.")
-    parts = name.split("/")
-    return len(parts) == 2 and all(part and set(part) <= allowed and part.strip(".") for part in parts)
-
-
-def _cached_snapshot(name: str) -> Path:
-    repository = hub_cache_directory() / f"models--{name.replace('/', '--')}"
-    snapshot = repository / "snapshots" / _main_commit(repository)
-    if snapshot.is_dir() and (snapshot / "config.json").exists():
-        return snapshot
-    refuse_other_format(snapshot)
-    raise ModelConfigError(
-        f"model {name} is neither a directory here nor in the Hugging Face cache {hub_cache_directory()}.",
-        remedy=f"Download it first: `hf download {name}`. Or give the directory of a checkpoint.",
-        param="model",
-    )
-
-
-def _main_commit(repository: Path) -> str:
-    """Name of the snapshot that `main` points to, or a name that does not exist."""
-    try:
-        commit = (repository / "refs" / "main").read_text(encoding="ascii").strip()
-    except (OSError, UnicodeDecodeError):
-        return "no-main"
-    return commit if commit.isalnum() else "no-main"
-
-
-def hub_cache_directory() -> Path:
-    """Where huggingface_hub keeps models: `HF_HUB_CACHE`, else `hub` in `HF_HOME` or the user's cache."""
-    if explicit := os.environ.get("HF_HUB_CACHE"):
-        return Path(explicit).expanduser()
-    user_cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    home = os.environ.get("HF_HOME") or f"{user_cache}/huggingface"
-    return Path(home).expanduser() / "hub"

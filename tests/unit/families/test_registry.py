@@ -456,14 +456,14 @@ class TestResolve:
         assert resolve_model_directory("org/name") == snapshot
 
     def test_a_model_that_is_not_there_tells_how_to_get_it(self) -> None:
-        with pytest.raises(ModelConfigError, match="hf download org/name") as caught:
+        with pytest.raises(ModelConfigError, match="penstock pull org/name") as caught:
             resolve_model_directory("org/name")
         assert caught.value.param == "model"
 
     def test_a_snapshot_that_is_not_complete_is_not_there(self, tmp_path: Path) -> None:
         cache = tmp_path / "home" / ".cache" / "huggingface" / "hub"
         (hub_snapshot(cache, "org/name") / "config.json").unlink()
-        with pytest.raises(ModelConfigError, match="hf download org/name"):
+        with pytest.raises(ModelConfigError, match="penstock pull org/name"):
             resolve_model_directory("org/name")
 
     @pytest.mark.parametrize("commit", ["../../..", "a/b", "", "\udcff"])

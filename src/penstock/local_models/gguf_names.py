@@ -1,0 +1,96 @@
+"""GGUF files by their names: which are parts of one model, which quantisation they have, which one is meant.
+
+Used for files on disk and for those of a repository on the hub; looks at names alone and opens nothing.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import PurePosixPath
+
+SUFFIX = ".gguf"
+_PART = re.compile(r"(?P<stem>.+)-(?P<part>\d{5})-of-(?P<count>\d{5})", re.DOTALL)
+_QUANTISATION = re.compile(
+    r"(?:^|[-._])(?P<label>(?:UD-)?(?:I?Q\d|TQ\d|BF16|FP?16|FP?32|MXFP4)(?:_\w+)?)$", re.IGNORECASE
+)
+_BESIDE_A_MODEL = ("mmproj", "imatrix")  # projectors of pictures, and what quantisers have measured
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GgufModel:
+    """One model as GGUF: a file, or the parts of a split in their order.
+
+    Attributes:
+        parts: paths with slashes, below the repository or folder that holds them; at least one.
+        num_missing: parts that the names speak of and that are not there.
+    """
+
+    parts: tuple[str, ...]
+    num_missing: int = 0
+
+    @property
+    def first(self) -> str:
+        return self.parts[0]
+
+    @property
+    def stem(self) -> str:
+        """The file's name without `.gguf`, and without the number of a part."""
+        stem = PurePosixPath(self.first).name[: -len(SUFFIX)]
+        split = _PART.fullmatch(stem)
+        return split["stem"] if split else stem
+
+    @property
+    def quantisation(self) -> str:
+        """The quantisation that the name ends with, in capitals; "" where it names none."""
+        found = _QUANTISATION.search(self.stem)
+        return found["label"].upper() if found else ""
+
+    def is_meant_by(self, asked: str) -> bool:
+        """Return whether a user means this model by a quantisation, a file's name or its path."""
+        word = asked.casefold()
+        names = {self.quantisation, self.quantisation.removeprefix("UD-"), self.stem}
+        for part in self.parts:
+            names |= {part, PurePosixPath(part).name}
+        return bool(word) and word in {name.casefold() for name in names}
+
+
+def gguf_models(paths: Iterable[str]) -> list[GgufModel]:
+    """Return the models among some files, the parts of a split together, in the order of their names."""
+    splits: dict[tuple[str, int], dict[int, str]] = {}
+    for path in sorted(paths):
+        name = PurePosixPath(path).name
+        if not name.lower().endswith(SUFFIX) or name.lower().startswith(_BESIDE_A_MODEL):
+            continue
+        stem = path[: -len(SUFFIX)]
+        split = _PART.fullmatch(stem)
+        stem, number, count = (
+            (split["stem"], int(split["part"]), int(split["count"])) if split else (stem, 1, 1)
+        )
+        splits.setdefault((stem, count), {})[number] = path
+    return [
+        GgufModel(
+            parts=tuple(parts[number] for number in sorted(parts)), num_missing=max(0, count - len(parts))
+        )
+        for (_, count), parts in splits.items()
+    ]
+
+
+def meant(models: Sequence[GgufModel], asked: str) -> list[GgufModel]:
+    """Return the models that a user may mean; all of them where nothing is asked for.
+
+    One whose quantisation is exactly the word goes before those that only contain it, such as `UD-Q4_K_M`.
+    """
+    if not asked:
+        return list(models)
+    exact = [model for model in models if model.quantisation.casefold() == asked.casefold()]
+    return exact or [model for model in models if model.is_meant_by(asked)]
+
+
+def shortest_name(model: GgufModel, models: Sequence[GgufModel]) -> str:
+    """Return the shortest word that means this model and no other: its quantisation, else its file."""
+    if model.quantisation and meant(models, model.quantisation) == [model]:
+        return model.quantisation
+    name = PurePosixPath(model.first).name
+    return name if meant(models, name) == [model] else model.first

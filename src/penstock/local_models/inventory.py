@@ -1,0 +1,109 @@
+"""The models of this machine, one entry for each that could be served: for `penstock ls`.
+
+Reads the hub's cache, Ollama's store and LM Studio's folder by names, sizes and times. What kind of model a
+directory or file holds is found out by others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from penstock.errors import ModelConfigError
+from penstock.local_models.gguf_names import gguf_models, shortest_name
+from penstock.local_models.hub_cache import MAIN, CachedRepository, cached_repositories, files_below
+from penstock.local_models.lm_studio import LmStudioModel, lm_studio_models
+from penstock.local_models.locating import Place
+from penstock.local_models.ollama import OllamaModel, ollama_models
+
+Kind = Literal["safetensors", "GGUF", "incomplete", "other"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """One model of this machine.
+
+    Attributes:
+        name: what `penstock serve` takes for it; for an old revision, the path.
+        revision: of the hub's cache: branches and tags, or the commit where there is none; else "".
+        path: a directory, a GGUF file, or a folder with parts of a download.
+        size: bytes of its files together.
+        last_used: seconds since 1970 when one of its files was last read, as far as the disk notes it.
+    """
+
+    name: str
+    place: Place
+    revision: str
+    commit: str
+    kind: Kind
+    path: Path
+    size: int
+    last_used: float
+
+
+def entries() -> Iterator[Entry | ModelConfigError]:
+    """Yield the models of this machine, and an error for each that is damaged."""
+    for repository in cached_repositories():
+        yield from _of_repository(repository)
+    for model in ollama_models():
+        yield model if isinstance(model, ModelConfigError) else _of_ollama(model)
+    yield from map(_of_lm_studio, lm_studio_models())
+
+
+def _of_repository(repository: CachedRepository) -> Iterator[Entry]:
+    for snapshot in repository.snapshots():
+        revisions = repository.revisions_of(snapshot.name)
+        yield from _of_snapshot(repository.name, revisions, snapshot)
+    if partial := repository.incomplete_files():
+        yield _entry(repository.name, "", "", "incomplete", repository.directory, partial)
+
+
+def _of_snapshot(name: str, revisions: list[str], snapshot: Path) -> Iterator[Entry]:
+    files, is_main = files_below(snapshot), MAIN in revisions
+    revision, commit = ", ".join(revisions), snapshot.name
+    models = gguf_models(files)
+    for model in models:
+        shown = f"{name}:{shortest_name(model, models)}" if is_main else str(snapshot / model.first)
+        parts = [snapshot / part for part in model.parts]
+        kind: Kind = "incomplete" if model.num_missing else "GGUF"
+        yield _entry(shown, revision, commit, kind, snapshot / model.first, parts)
+    others = [snapshot / file for file in files if not file.endswith(".gguf")]
+    has_weights = any(file.suffix == ".safetensors" for file in others)
+    if others and (has_weights or not models):
+        shown = name if is_main else str(snapshot)
+        yield _entry(shown, revision, commit, "safetensors" if has_weights else "other", snapshot, others)
+
+
+def _entry(
+    name: str,
+    revision: str,
+    commit: str,
+    kind: Kind,
+    path: Path,
+    files: Iterable[Path],
+    place: Place = "hub cache",
+) -> Entry:
+    numbers = [file.stat() for file in files]
+    return Entry(
+        name=name,
+        place=place,
+        revision=revision,
+        commit=commit,
+        kind=kind,
+        path=path,
+        size=sum(number.st_size for number in numbers),
+        last_used=max((number.st_atime for number in numbers), default=0.0),
+    )
+
+
+def _of_ollama(model: OllamaModel) -> Entry:
+    return _entry(model.name, "", "", "GGUF", model.path, [model.path], "Ollama")
+
+
+def _of_lm_studio(model: LmStudioModel) -> Entry:
+    parts = [model.directory / part for part in model.gguf.parts]
+    kind: Kind = "incomplete" if model.gguf.num_missing else "GGUF"
+    name = f"{model.publisher}/{model.repository}:{model.gguf.first}"
+    return _entry(name, "", "", kind, model.path, parts, "LM Studio")

@@ -1,0 +1,92 @@
+"""LM Studio's folder of models: PUBLISHER/REPOSITORY/FILE.gguf.
+
+Looks at names alone; nothing in the folder is changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from penstock.local_models.gguf_names import GgufModel, gguf_models
+from penstock.local_models.model_name import ModelName
+
+_MAX_SETTINGS_BYTES = 1 << 20
+
+
+class _Settings(msgspec.Struct):
+    downloadsFolder: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LmStudioModel:
+    """One model of the folder: a GGUF file, or the parts of a split."""
+
+    publisher: str
+    repository: str
+    directory: Path
+    gguf: GgufModel
+
+    @property
+    def path(self) -> Path:
+        """The file, or the first part of a split."""
+        return self.directory / self.gguf.first
+
+    def is_meant_by(self, name: ModelName) -> bool:
+        """Return whether a user means this model; capitals do not count, nor `-GGUF` at the end.
+
+        `publisher/repository` and `repository` mean all its files, `:Q4_K_M` and the like one of them, and
+        the name of a file that file.
+        """
+        asked = [part.casefold() for part in name.repository]
+        if len(asked) == 1 and not name.file and self.gguf.is_meant_by(asked[0]):
+            return True
+        if len(asked) > 2 or (len(asked) == 2 and asked[0] != self.publisher.casefold()):
+            return False
+        known = self.repository.casefold()
+        return asked[-1] in (known, known.removesuffix("-gguf")) and (
+            not name.file or self.gguf.is_meant_by(name.file)
+        )
+
+
+def lm_studio_directories() -> list[Path]:
+    """Return where LM Studio keeps models: the chosen or its own folder, and that of old versions."""
+    home = _home()
+    chosen = _chosen_folder(home / "settings.json")
+    own = [Path(chosen).expanduser()] if chosen else [home / "models"]
+    return [*own, Path("~/.cache/lm-studio/models").expanduser()]
+
+
+def lm_studio_models() -> Iterator[LmStudioModel]:
+    """Yield every GGUF model of the folders."""
+    for folder in lm_studio_directories():
+        for directory in sorted(folder.glob("*/*")):
+            if not directory.is_dir():
+                continue
+            for gguf in gguf_models(path.name for path in directory.iterdir() if path.is_file()):
+                yield LmStudioModel(
+                    publisher=directory.parent.name,
+                    repository=directory.name,
+                    directory=directory,
+                    gguf=gguf,
+                )
+
+
+def _home() -> Path:
+    """LM Studio's own folder; a file in the user's home says where it was moved to."""
+    try:
+        moved = Path("~/.lmstudio-home-pointer").expanduser().read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError):
+        moved = ""
+    return Path(moved or "~/.lmstudio").expanduser()
+
+
+def _chosen_folder(settings: Path) -> str:
+    try:
+        with settings.open("rb") as file:
+            return msgspec.json.decode(file.read(_MAX_SETTINGS_BYTES), type=_Settings).downloadsFolder
+    except (OSError, msgspec.MsgspecError, UnicodeDecodeError):
+        return ""
