@@ -27,6 +27,8 @@ ROOMS = {
     "trust": "who belongs to a cluster of hosts, and how a connection proves it",
     "cli": "the command line",
     "cli/bench": "the benchmarks of `penstock bench`",
+    "cli/models": "the models of this machine: downloaded, listed, removed",
+    "hub": "the hub, from which models are downloaded when somebody asks for it",
     "local_models": "models on this machine, found by their names",
     "server": "HTTP: the app and its process",
     "server/http": "what every connection passes",

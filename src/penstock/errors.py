@@ -9,6 +9,12 @@
     │   └── CheckpointError        a file of weights is bad: file, tensor, expected, found
     │       └── ModelChangedError  a stage that starts again finds other weights   HTTP 503
     ├── NotEnoughMemoryError       weights or KV cache do not fit              exit 4
+    ├── DiskSpaceError             a download does not fit on the disk         exit 4
+    ├── HubError                   the hub does not give a model               exit 5
+    │   ├── HubMissingError        it has no such model, revision or file      exit 3
+    │   ├── HubAccessError         it asks for a token, or for another one
+    │   ├── HubUnreachableError    no connection, no answer in time, or none wanted
+    │   └── HubContentError        what came is not what the hub has announced
     ├── PeerError                  a port, process or link                     exit 5, HTTP 503
     │   ├── PortInUseError
     │   ├── StageLostError         a rank died, hung or failed: stage and first cause
@@ -179,6 +185,46 @@ class ModelChangedError(CheckpointError):
 
 class NotEnoughMemoryError(PenstockError):
     exit_code = 4
+
+
+class DiskSpaceError(PenstockError):
+    """A download needs more bytes than are free on the disk."""
+
+    exit_code = 4
+    default_code = "disk_full"
+
+
+class HubError(PenstockError):
+    """The hub, or what stands for it, does not give a model that was asked for."""
+
+    exit_code = 5
+    http_status = 503
+    default_code = "hub_failed"
+
+
+class HubMissingError(HubError):
+    """The hub has no such model, revision or file, or none that can be used."""
+
+    exit_code = 3
+    default_code = "hub_missing"
+
+
+class HubAccessError(HubError):
+    """The hub gives this model only to accounts that may have it."""
+
+    default_code = "hub_access"
+
+
+class HubUnreachableError(HubError):
+    """The hub cannot be reached, does not answer in time, or is not to be reached."""
+
+    default_code = "hub_unreachable"
+
+
+class HubContentError(HubError):
+    """What the hub has sent is not what it has announced: another hash, another size, or not its protocol."""
+
+    default_code = "hub_content"
 
 
 class PeerError(PenstockError):

@@ -38,7 +38,11 @@ DOCUMENTS = [
 ]
 
 # The distribution that brings a module, where the two names differ.
-DISTRIBUTION_OF = {"zmq": "pyzmq", "prometheus_client": "prometheus-client"}
+DISTRIBUTION_OF = {
+    "zmq": "pyzmq",
+    "prometheus_client": "prometheus-client",
+    "huggingface_hub": "huggingface-hub",
+}
 # Declared though another dependency imports it: uvicorn's protocol on which ours builds needs it.
 IMPORTED_BY_OTHERS = {"httptools"}
 

@@ -25,7 +25,9 @@ Usage: penstock COMMAND ...     serves large language models through a pipeline
 
   penstock serve demo --pp 2    serve the model in the package through two stages
 
-  serve MODEL           start the server: a model directory, or demo
+  serve MODEL           start the server: a model directory, the name of a model that is here, or demo
+  pull ORG/NAME[:FILE]  download a model of the hub
+  ls                    which models are here, and which would run; rm NAME: remove one
   worker                let this host serve stages of a model whose head is elsewhere
   plan MODEL            measure, and show the best split of the layers over the stages
   chat                  talk to a running server
@@ -34,12 +36,10 @@ Usage: penstock COMMAND ...     serves large language models through a pipeline
   bench throughput      offline: how many tokens a second
   bench latency         offline: how long one batch takes
   cache ls STORE        whose KV blocks are in a store
-  cache stat STORE      how much that is, and whether it is whole
-  cache clear STORE     remove KV blocks from a store
+  cache stat STORE      how much that is, and whether it is whole; cache clear: remove KV blocks
   hosts ls              which hosts have joined a head; hosts new-token: let hosts join later
   hosts revoke NAME     shut a host out; hosts revoke-tokens: let nobody join with an old token
-  kernels build         compile the CPU kernels for this machine ahead of time
-  kernels clear         remove what was compiled
+  kernels build         compile the CPU kernels for this machine ahead of time; kernels clear: remove them
   trace                 save what a running server's stages did in the last seconds
   doctor [MODEL]        check this machine, and a model directory
   version               print the version
@@ -153,6 +153,21 @@ COMMANDS: Mapping[tuple[str, ...], CommandHelp] = {
             "--max-model-len",
             "--max-num-seqs",
         ),
+    ),
+    ("pull",): CommandHelp(
+        "penstock pull ORG/NAME[:FILE] [flags]",
+        "Download what Penstock can use of a model of the hub; FILE is a GGUF file or a quantisation.",
+        "penstock pull Qwen/Qwen2.5-0.5B-Instruct",
+    ),
+    ("ls",): CommandHelp(
+        "penstock ls [flags]",
+        "Show the models of the hub's cache, of Ollama and of LM Studio, and which of them would run.",
+        "penstock ls",
+    ),
+    ("rm",): CommandHelp(
+        "penstock rm ORG/NAME[:FILE]... [flags]",
+        "Remove models from the hub's cache.",
+        "penstock rm Qwen/Qwen2.5-0.5B-Instruct",
     ),
     ("chat",): CommandHelp(
         "penstock chat [flags]", "Talk to a running server; /exit leaves.", "penstock chat --max-tokens 200"

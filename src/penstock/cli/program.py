@@ -1,8 +1,8 @@
 """The `penstock` program: finds the command, reads its settings, runs it, and ends with an exit code.
 
 Called by the console script. Commands live in modules of their own, which are imported when they run, so that
-`penstock --help` is quick. Exit codes: 0 done, 1 a check failed, 2 usage, 3 model, 4 memory, 5 peer, port or
-store, 70 bug, 130 interrupted. Never imports torch.
+`penstock --help` is quick. Exit codes: 0 done, 1 a check failed, 2 usage, 3 model, 4 memory or disk, 5 peer,
+port, store or hub, 70 bug, 130 interrupted. Never imports torch.
 """
 
 from __future__ import annotations
@@ -51,6 +51,9 @@ def build_app(invocation: Invocation) -> App:
     app.command("penstock.cli.serve:serve", name="serve")
     app.command("penstock.cli.worker:worker", name="worker")
     app.command("penstock.cli.plan:plan", name="plan")
+    app.command("penstock.cli.models.pull:pull", name="pull")
+    app.command("penstock.cli.models.listing:ls", name="ls")
+    app.command("penstock.cli.models.removing:rm", name="rm")
     app.command("penstock.cli.chat:chat", name="chat")
     app.command("penstock.cli.chat:complete", name="complete")
     app.command("penstock.cli.trace:trace", name="trace")

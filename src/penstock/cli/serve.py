@@ -43,6 +43,10 @@ def serve(
     if given.get("print_config"):
         invocation.stdout.write(config_as_toml(given, model, invocation.origins, __version__))
         return 0
+    if model and given.get("download"):
+        from penstock.cli.models.pull import download_if_absent
+
+        download_if_absent(model, invocation)
     return start(model, given, invocation, run_supervisor)
 
 

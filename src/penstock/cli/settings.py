@@ -24,10 +24,12 @@ class ProgramConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         config: TOML file of settings.
+        download: fetch the model first if it is one of the hub and not on this machine.
         print_config: print every setting and its source, and stop.
     """
 
     config: Annotated[Path | None, Setting("program", "TOML file of settings")] = None
+    download: Annotated[bool, Setting("program", "fetch a model of the hub that is not here first")] = False
     print_config: Annotated[bool, Setting("program", "print every setting and its source, and stop")] = False
 
 

@@ -15,7 +15,7 @@ VLLM, SGLANG, LLAMA_CPP = "vLLM", "SGLang", "llama.cpp"
 
 _BYTES = "bytes, and not a share of the memory"
 _FIRST_WORD = "the model is the first word: penstock serve MODEL"
-_DOWNLOAD = "a model is downloaded before, and given as a directory or by its hub name"
+_DOWNLOAD = "`penstock pull` downloads a model of the hub, or `penstock serve ORG/NAME --download` first"
 _IN_DIRECTORY = "it is read from the model's directory"
 _NO_CODE = "code that a checkpoint brings is never run"
 _IN_REQUESTS = "requests say it; their defaults come from the model's generation_config.json"

@@ -1,0 +1,87 @@
+"""Shows how a download goes: one line that changes on a terminal, a line for each file elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TextIO
+
+from penstock.cli.models.sizes import size_text
+from penstock.cli.terminal import one_line
+from penstock.hub.repository import HubFile
+from penstock.hub.transfer import Progress
+
+_EVERY_S = 0.2
+_NAME_WIDTH = 48
+_WIDTH = 100
+
+
+class LinesProgress:
+    """Writes a line where a file goes on from an earlier download, and one when it is here."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self._file = HubFile(path="", size=0, blob="")
+
+    def begin(self, file: HubFile, num_bytes: int) -> None:
+        self._file = file
+        if num_bytes:
+            self._write(f"{_name(file)} goes on at {size_text(num_bytes)} of {size_text(file.size)}")
+
+    def advance(self, num_bytes: int) -> None:
+        pass
+
+    def end(self) -> None:
+        self._write(f"{_name(self._file)} is here, {size_text(self._file.size)}")
+
+    def _write(self, text: str) -> None:
+        self._stream.write(f"{text}\n")
+        self._stream.flush()
+
+
+class BarProgress:
+    """Rewrites one line of a terminal: the file, how much of it is here, and how fast it comes.
+
+    Args:
+        now: seconds of a clock that only goes forward.
+    """
+
+    def __init__(self, stream: TextIO, now: Callable[[], float]) -> None:
+        self._stream = stream
+        self._now = now
+        self._file = HubFile(path="", size=0, blob="")
+        self._begun_at = self._shown_at = 0.0
+        self._here = self._came = 0
+
+    def begin(self, file: HubFile, num_bytes: int) -> None:
+        self._file, self._here, self._came = file, num_bytes, 0
+        self._begun_at = self._now()
+        self._show()
+
+    def advance(self, num_bytes: int) -> None:
+        self._here += num_bytes
+        self._came += max(0, num_bytes)
+        if self._now() - self._shown_at >= _EVERY_S:
+            self._show()
+
+    def end(self) -> None:
+        self._show()
+        self._stream.write("\n")
+        self._stream.flush()
+
+    def _show(self) -> None:
+        self._shown_at = self._now()
+        seconds = self._shown_at - self._begun_at
+        rate = f", {size_text(int(self._came / seconds))}/s" if seconds > 0 else ""
+        text = f"{_name(self._file)}  {size_text(self._here)} of {size_text(self._file.size)}{rate}"
+        self._stream.write(f"\r{text:<{_WIDTH}}"[: _WIDTH + 1])
+        self._stream.flush()
+
+
+def progress_on(stream: TextIO, now: Callable[[], float]) -> Progress:
+    """Return the progress that suits a stream."""
+    return BarProgress(stream, now) if stream.isatty() else LinesProgress(stream)
+
+
+def _name(file: HubFile) -> str:
+    name = one_line(file.path)
+    return name if len(name) <= _NAME_WIDTH else f"…{name[-_NAME_WIDTH + 1 :]}"

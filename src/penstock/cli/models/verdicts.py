@@ -1,0 +1,65 @@
+"""Would a model of this machine run here? Found out from its configuration and its size, in milliseconds.
+
+Opens no weights. `penstock doctor MODEL` looks closer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from penstock.errors import PenstockError
+from penstock.families.config_fields import read_config
+from penstock.families.refused_kinds import gguf_refusal
+from penstock.families.registry import load_spec
+from penstock.local_models.inventory import Entry
+
+Runs = Literal["yes", "no", "too large"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """What is known of a model without opening it.
+
+    Attributes:
+        architecture: as its configuration names it; "" where it names none.
+        reason: why it would not run; "" where it would.
+    """
+
+    architecture: str
+    runs: Runs
+    reason: str = ""
+
+
+def verdict_of(entry: Entry, free_bytes: int) -> Verdict:
+    """Return whether Penstock's own layers know the family, and whether the weights fit into memory.
+
+    Args:
+        free_bytes: of memory that weights may take.
+    """
+    if entry.kind == "incomplete":
+        return Verdict(architecture="", runs="no", reason="its download is not complete; pull it again")
+    try:
+        architecture = _architecture(entry)
+    except PenstockError as error:
+        return Verdict(architecture=_declared(entry.path), runs="no", reason=error.message)
+    if entry.size > free_bytes:
+        text = f"{entry.size / 1e9:.1f} GB of files, and {free_bytes / 1e9:.1f} GB of memory are free here"
+        return Verdict(architecture=architecture, runs="too large", reason=text)
+    return Verdict(architecture=architecture, runs="yes")
+
+
+def _architecture(entry: Entry) -> str:
+    """Return the architecture of a model that we have. Raises `ModelError` for every other one."""
+    if entry.kind == "GGUF":
+        raise gguf_refusal(entry.path, entry.name)
+    return load_spec(entry.path, "penstock").architecture
+
+
+def _declared(path: Path) -> str:
+    try:
+        names = read_config(path / "config.json").text_list("architectures")
+    except PenstockError:
+        return ""
+    return names[0] if names else ""

@@ -1,0 +1,215 @@
+"""Brings one file of the hub into the cache: from where an earlier transfer stopped, and checked by its hash.
+
+What has come lies in `blobs/<hash>.incomplete`. It becomes `blobs/<hash>` when it is whole and has the hash
+that the hub has announced; bytes with another hash are removed. Programs that download the same file into the
+same cache exclude each other by a lock. Called by `hub.pulling`.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO, Protocol
+
+from penstock.errors import DiskSpaceError, HubContentError, HubError, HubUnreachableError
+from penstock.hub.client import HubClient, TransferCutError
+from penstock.hub.repository import HubFile
+from penstock.local_models.hub_cache import INCOMPLETE, CachedRepository
+
+MAX_FRUITLESS = 5  # attempts in a row that bring no byte
+PAUSE_S = 1.0
+_READ_BYTES = 1 << 20
+
+
+class Progress(Protocol):
+    """Is told how a transfer goes."""
+
+    def begin(self, file: HubFile, num_bytes: int) -> None:
+        """A transfer begins of which so many bytes are here already."""
+
+    def advance(self, num_bytes: int) -> None:
+        """So many more bytes are here; less than 0 where a server has begun again."""
+
+    def end(self) -> None:
+        """The file is here and checked."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """Where the files of one pull come from, and where they go.
+
+    Attributes:
+        name: of the model on the hub.
+        pause: waits that many seconds before a transfer that was cut is tried again.
+    """
+
+    client: HubClient
+    name: str
+    commit: str
+    cache: CachedRepository
+    pause: Callable[[float], None]
+
+
+def bytes_here(cache: CachedRepository, file: HubFile) -> int:
+    """Return how many bytes of a file need not come any more."""
+    if is_here(cache, file):
+        return file.size
+    try:
+        return min(_partial(cache, file).stat().st_size, file.size)
+    except OSError:
+        return 0
+
+
+def is_here(cache: CachedRepository, file: HubFile) -> bool:
+    """Return whether the cache has the whole file."""
+    try:
+        return (cache.blobs / file.blob).stat().st_size == file.size
+    except OSError:
+        return False
+
+
+def transfer(source: Source, file: HubFile, progress: Progress) -> None:
+    """Bring a file into the cache, unless it is there.
+
+    Raises:
+        HubContentError: its size or hash is not what the hub has announced; what came is removed.
+        HubUnreachableError: no byte came in several attempts; what came before stays for the next time.
+        HubError: the hub does not give the file, or another program is fetching it.
+        DiskSpaceError: the disk is full.
+    """
+    with _locked(source.cache, file):
+        if is_here(source.cache, file):
+            return
+        partial = _partial(source.cache, file)
+        partial.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            with partial.open("a+b") as target:
+                _Transfer(source, file, target, progress).run()
+        except HubContentError:
+            partial.unlink()
+            raise
+        except OSError as error:
+            raise _not_written(partial, error) from error
+        os.replace(partial, source.cache.blobs / file.blob)
+        progress.end()
+
+
+class _Transfer:
+    """One file on its way. The hash grows with what is written, so that nothing is read twice."""
+
+    def __init__(self, source: Source, file: HubFile, target: BinaryIO, progress: Progress) -> None:
+        self._source = source
+        self._file = file
+        self._target = target
+        self._progress = progress
+        self._hash = _new_hash(file)
+        self._num_bytes = 0
+
+    def run(self) -> None:
+        self._take_up()
+        self._progress.begin(self._file, self._num_bytes)
+        num_fruitless = 0
+        while self._num_bytes < self._file.size:
+            before = self._num_bytes
+            try:
+                self._receive()
+            except TransferCutError as error:
+                num_fruitless = 0 if self._num_bytes > before else num_fruitless + 1
+                if num_fruitless == MAX_FRUITLESS:
+                    raise _no_bytes(self._source.name, self._file, error) from error
+                self._source.pause(PAUSE_S)
+        self._check()
+
+    def _take_up(self) -> None:
+        """Hash what an earlier transfer has left; more than the file has can only be wrong."""
+        self._target.seek(0)
+        for chunk in iter(lambda: self._target.read(_READ_BYTES), b""):
+            self._hash.update(chunk)
+            self._num_bytes += len(chunk)
+        if self._num_bytes > self._file.size:
+            self._begin_again()
+
+    def _begin_again(self) -> None:
+        self._target.truncate(0)
+        self._progress.advance(-self._num_bytes)
+        self._hash, self._num_bytes = _new_hash(self._file), 0
+
+    def _receive(self) -> None:
+        source = self._source
+        with source.client.content(source.name, source.commit, self._file, self._num_bytes) as (
+            begin,
+            chunks,
+        ):
+            if begin != self._num_bytes:
+                self._begin_again()
+            for chunk in chunks:
+                self._write(chunk)
+        if self._num_bytes < self._file.size:
+            raise TransferCutError(f"{self._num_bytes} of {self._file.size} bytes came")
+
+    def _write(self, chunk: bytes) -> None:
+        if self._num_bytes + len(chunk) > self._file.size:
+            raise _differs(self._source.name, self._file, f"{self._file.size} bytes", "more")
+        self._target.write(chunk)
+        self._hash.update(chunk)
+        self._num_bytes += len(chunk)
+        self._progress.advance(len(chunk))
+
+    def _check(self) -> None:
+        if self._hash.hexdigest() != self._file.blob:
+            raise _differs(self._source.name, self._file, self._file.blob, self._hash.hexdigest())
+
+
+def _new_hash(file: HubFile) -> hashlib._Hash:
+    """SHA-256 of the bytes, or SHA-1 as Git has it: of a header with the size, and the bytes."""
+    if file.is_large:
+        return hashlib.sha256()
+    return hashlib.sha1(b"blob %d\0" % file.size, usedforsecurity=False)
+
+
+def _partial(cache: CachedRepository, file: HubFile) -> Path:
+    return cache.blobs / (file.blob + INCOMPLETE)
+
+
+@contextmanager
+def _locked(cache: CachedRepository, file: HubFile) -> Iterator[None]:
+    """Hold the lock that huggingface_hub takes as well."""
+    cache.lock_directory.mkdir(parents=True, exist_ok=True)
+    with (cache.lock_directory / f"{file.blob}.lock").open("wb") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise HubError(
+                f"another program is downloading {file.path} of {cache.name} at present.",
+                remedy="Wait until it is done, and run the command again.",
+                code="hub_busy",
+            ) from error
+        yield
+
+
+def _differs(name: str, file: HubFile, expected: str, found: str) -> HubContentError:
+    return HubContentError(
+        f"{name}: {file.path}: expected {expected}, found {found}; what came was removed.",
+        remedy="Run the command again. If it happens again, a mirror or something on the way changes files.",
+    )
+
+
+def _no_bytes(name: str, file: HubFile, cut: TransferCutError) -> HubUnreachableError:
+    return HubUnreachableError(
+        f"{file.path} of {name} did not come in {MAX_FRUITLESS} attempts: {cut}.",
+        remedy="Check the network. The same command goes on where it stopped.",
+    )
+
+
+def _not_written(partial: Path, error: OSError) -> DiskSpaceError:
+    return DiskSpaceError(
+        f"{partial} cannot be written: {error.strerror or error}.",
+        remedy="Make room, or name another folder by HF_HUB_CACHE. The same command goes on where it "
+        "stopped.",
+        code="disk_failed",
+    )
