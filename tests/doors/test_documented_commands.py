@@ -53,7 +53,7 @@ def test_the_python_client_of_the_readme_prints_an_answer(
         return real(**options | {"base_url": f"{server.url}/v1"})
 
     monkeypatch.setattr(openai, "OpenAI", client)
-    exec(program.replace("Qwen2.5-0.5B-Instruct", "demo"), {})
+    exec(program.replace("Qwen/Qwen2.5-0.5B-Instruct", "demo"), {})
     assert capsys.readouterr().out.strip()
 
 

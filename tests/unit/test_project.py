@@ -30,6 +30,7 @@ DOCUMENTS = [
     "docs/clusters.md",
     "docs/embeddings.md",
     "docs/flags.md",
+    "docs/getting-models.md",
     "docs/perf-log.md",
     "docs/python.md",
     "docs/several-machines.md",
