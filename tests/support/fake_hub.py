@@ -215,7 +215,8 @@ def own_model_folders(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
 
 
 def _plain_client() -> object:
-    return _http.httpx2.Client(
+    http = getattr(_http, "httpx2", None) or getattr(_http, "httpx")  # noqa: B009 - as its version has it
+    return http.Client(
         verify=False,
         follow_redirects=True,
         timeout=None,
