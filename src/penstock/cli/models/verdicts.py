@@ -1,18 +1,18 @@
 """Would a model of this machine run here? Found out from its configuration and its size, in milliseconds.
 
-Opens no weights. `penstock doctor MODEL` looks closer.
+Opens no weights, and of a GGUF file the header alone. `penstock doctor MODEL` looks closer.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
 from penstock.errors import PenstockError
 from penstock.families.config_fields import read_config
 from penstock.families.refused_kinds import gguf_refusal
 from penstock.families.registry import load_spec
+from penstock.gguf.file import GgufFile
 from penstock.local_models.inventory import Entry
 
 Runs = Literal["yes", "no", "too large"]
@@ -23,7 +23,7 @@ class Verdict:
     """What is known of a model without opening it.
 
     Attributes:
-        architecture: as its configuration names it; "" where it names none.
+        architecture: as its configuration, or the header of a GGUF file, names it; "" where it names none.
         reason: why it would not run; "" where it would.
     """
 
@@ -43,7 +43,7 @@ def verdict_of(entry: Entry, free_bytes: int) -> Verdict:
     try:
         architecture = _architecture(entry)
     except PenstockError as error:
-        return Verdict(architecture=_declared(entry.path), runs="no", reason=error.message)
+        return Verdict(architecture=_declared(entry), runs="no", reason=error.message)
     if entry.size > free_bytes:
         text = f"{entry.size / 1e9:.1f} GB of files, and {free_bytes / 1e9:.1f} GB of memory are free here"
         return Verdict(architecture=architecture, runs="too large", reason=text)
@@ -53,13 +53,17 @@ def verdict_of(entry: Entry, free_bytes: int) -> Verdict:
 def _architecture(entry: Entry) -> str:
     """Return the architecture of a model that we have. Raises `ModelError` for every other one."""
     if entry.kind == "GGUF":
+        GgufFile.open(entry.path)  # a damaged one is called so
         raise gguf_refusal(entry.path, entry.name)
     return load_spec(entry.path, "penstock").architecture
 
 
-def _declared(path: Path) -> str:
+def _declared(entry: Entry) -> str:
+    """Return what a model calls itself; "" where that cannot be read."""
     try:
-        names = read_config(path / "config.json").text_list("architectures")
+        if entry.kind == "GGUF":
+            return GgufFile.open(entry.path).metadata.text("general.architecture", "")
+        names = read_config(entry.path / "config.json").text_list("architectures")
     except PenstockError:
         return ""
     return names[0] if names else ""

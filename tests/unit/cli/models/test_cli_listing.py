@@ -12,6 +12,7 @@ import pytest
 
 import checkpoints
 from fake_hub import own_model_folders
+from gguf_files import write_gguf
 from model_stores import COMMIT, in_hub_cache, in_lm_studio, in_ollama
 from penstock.cli.models import listing
 from penstock.cli.program import run
@@ -109,6 +110,15 @@ def test_ls_as_json(cache: Path) -> None:
         ("org/quantised:Q4_0", "GGUF"),
         ("org/quantised:Q8_0", "GGUF"),
     ]
+
+
+def test_ls_tells_a_gguf_file_by_its_header(cache: Path) -> None:
+    snapshot = in_hub_cache(cache, "org/quantised", {"a-Q8_0.gguf": b"no GGUF", "b-Q8_0.gguf": b"x"})
+    write_gguf(snapshot / "b-Q8_0.gguf", {"general.architecture": "qwen3"}, {})
+    damaged, sound = json.loads(penstock("ls", "--json")[1])
+    assert (damaged["architecture"], damaged["runs"]) == ("", "no")
+    assert damaged["reason"].startswith("a-Q8_0.gguf: expected ")
+    assert sound["architecture"] == "qwen3"
 
 
 def test_a_model_that_memory_does_not_hold_is_said_to_be_too_large(
