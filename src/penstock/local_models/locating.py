@@ -45,6 +45,7 @@ def locate_model(text: str) -> LocatedModel:
     """Return the model that a name means.
 
     A directory of the hub's cache with `config.json` goes before all; among GGUF files there must be one.
+    One that lacks files counts only where no other is meant.
 
     Raises:
         ModelConfigError: no model of this name is here, several are, or files of it are missing. The
@@ -56,10 +57,13 @@ def locate_model(text: str) -> LocatedModel:
     directory = _directory_of(name)
     if directory is not None:
         return directory
-    candidates = [*_in_hub_cache(name), *_in_ollama(name), *_in_lm_studio(name)]
+    meant_by_it = [*_in_hub_cache(name), *_in_ollama(name), *_in_lm_studio(name)]
+    candidates = [each for each in meant_by_it if isinstance(each, LocatedModel)]
     if len(candidates) == 1:
         return candidates[0]
-    raise _ambiguous(name, candidates) if candidates else _absent(name)
+    if candidates:
+        raise _ambiguous(name, candidates)
+    raise next((each for each in meant_by_it if isinstance(each, ModelConfigError)), _absent(name))
 
 
 def _directory_of(name: ModelName) -> LocatedModel | None:
@@ -72,35 +76,37 @@ def _directory_of(name: ModelName) -> LocatedModel | None:
     return LocatedModel(path=snapshot, name=str(name), place="hub cache", is_gguf=False)
 
 
-def _in_hub_cache(name: ModelName) -> Iterator[LocatedModel]:
+def _in_hub_cache(name: ModelName) -> Iterator[LocatedModel | ModelConfigError]:
     snapshot = CachedRepository.of(name).main_snapshot() if name.is_of_hub else None
     if snapshot is None:
         return
     models = gguf_models(files_below(snapshot))
     for model in meant(models, name.file):
+        shown = f"{name.path}:{shortest_name(model, models)}"
         if model.num_missing:
-            raise _incomplete(f"{name.path}:{shortest_name(model, models)}", snapshot, model)
-        yield LocatedModel(
-            path=snapshot / model.first,
-            name=f"{name.path}:{shortest_name(model, models)}",
-            place="hub cache",
-            is_gguf=True,
-        )
+            yield _incomplete(shown, snapshot, model)
+        else:
+            yield LocatedModel(path=snapshot / model.first, name=shown, place="hub cache", is_gguf=True)
 
 
-def _in_ollama(name: ModelName) -> Iterator[LocatedModel]:
-    model = ollama_model(name)
+def _in_ollama(name: ModelName) -> Iterator[LocatedModel | ModelConfigError]:
+    try:
+        model = ollama_model(name)
+    except ModelConfigError as error:
+        yield error
+        return
     if model is not None:
         yield LocatedModel(path=model.path, name=model.name, place="Ollama", is_gguf=True)
 
 
-def _in_lm_studio(name: ModelName) -> Iterator[LocatedModel]:
+def _in_lm_studio(name: ModelName) -> Iterator[LocatedModel | ModelConfigError]:
     for model in lm_studio_models():
         if model.is_meant_by(name):
             shown = f"{model.publisher}/{model.repository}:{model.gguf.first}"
             if model.gguf.num_missing:
-                raise _incomplete(shown, model.directory, model.gguf)
-            yield LocatedModel(path=model.path, name=shown, place="LM Studio", is_gguf=True)
+                yield _incomplete(shown, model.directory, model.gguf)
+            else:
+                yield LocatedModel(path=model.path, name=shown, place="LM Studio", is_gguf=True)
 
 
 def _not_a_name(text: str) -> ModelConfigError:

@@ -123,6 +123,15 @@ def test_a_split_that_lacks_a_part_is_not_opened(cache: Path, studio: Path) -> N
         locate_model("pub/repo")
 
 
+def test_what_lacks_files_does_not_stand_before_what_is_whole(
+    cache: Path, studio: Path, ollama: Path
+) -> None:
+    in_ollama(ollama, "registry.ollama.ai/org/n/Q8_0", {"model": b"x"})["model"].unlink()
+    in_lm_studio(studio, "org/n/n-Q8_0-00001-of-00002.gguf")
+    snapshot = in_hub_cache(cache, "org/n", {"n-Q8_0.gguf": b"x"})
+    assert locate_model("org/n:Q8_0").path == snapshot / "n-Q8_0.gguf"
+
+
 # --- Ollama -----------------------------------------------------------------------------------------
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from fake_hub import FakeHub, fake_hub, own_model_folders
+from model_stores import in_hub_cache
 from penstock.cli import serve as cli_serve
 from penstock.cli.models.progress import BarProgress, LinesProgress, progress_on
 from penstock.cli.program import run
@@ -210,6 +211,14 @@ def test_serve_asks_the_hub_for_nothing_else(hub: FakeHub, served: list[str], wo
     assert penstock(*words, HF_ENDPOINT=hub.url)[0] == 0
     assert served == [words[1]]
     assert hub.asked == []
+
+
+def test_serve_does_not_ask_the_hub_which_of_several_files_is_meant(
+    hub: FakeHub, served: list[str], tmp_path: Path
+) -> None:
+    in_hub_cache(tmp_path / "cache", NAME, {"a-Q4_0.gguf": b"x", "a-Q8_0.gguf": b"x"})
+    assert penstock("serve", NAME, "--download", HF_ENDPOINT=hub.url)[0] == 0
+    assert (served, hub.asked) == ([NAME], [])
 
 
 def test_serve_ends_where_the_download_fails(hub: FakeHub, served: list[str]) -> None:
