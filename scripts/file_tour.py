@@ -69,6 +69,7 @@ ROOMS = {
     "distributed": "what the ranks of one stage do together",
     "grammar": "which texts a request may get",
     "tokenizer": "text to tokens and back",
+    "tokenizer/sources": "vocabularies in other forms than `tokenizer.json`",
     "trace": "where the time goes",
     "kvstore": "the storage tier of the KV cache",
 }

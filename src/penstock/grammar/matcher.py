@@ -17,13 +17,13 @@ from pathlib import Path
 import msgspec
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
-from penstock.errors import InvalidRequestError
+from penstock.errors import InvalidRequestError, ModelError
 from penstock.grammar.schema_text import json_schema, lark_grammar
 from penstock.grammar.special_tokens import name_by_id, set_apart
 from penstock.request import StructuredOutputs
+from penstock.tokenizer.sources.model_files import tokenizer_content
 
 WORD_BITS = 32
-MAX_TOKENIZER_BYTES = 256 << 20
 _QUIET = 0  # nothing of a request goes to standard error
 
 # Work of one mask and of a build, and states that a lexer may have (1 to 2 kB each), by llguidance's counts.
@@ -86,11 +86,16 @@ def _opened(tokenizer: str, ends: list[int]) -> LLTokenizer:
 
 
 def load_vocabulary(directory: Path, eos_token_ids: Sequence[int]) -> Vocabulary:
-    """Of a model directory. Raises `InvalidRequestError` where structured output cannot be had."""
-    path = directory / "tokenizer.json"
-    if not path.is_file() or path.stat().st_size > MAX_TOKENIZER_BYTES:
-        raise _unusable("it has no tokenizer.json")
-    return Vocabulary(path.read_text(encoding="utf-8"), eos_token_ids)
+    """Return the vocabulary of a model directory or GGUF file.
+
+    Raises `InvalidRequestError` where structured output cannot be had."""
+    try:
+        content = tokenizer_content(directory)
+    except ModelError as error:
+        raise _unusable(f"its tokenizer cannot be read ({error.message.rstrip('.')})") from error
+    if content is None:
+        raise _unusable("it has no tokenizer")
+    return Vocabulary(content.decode(errors="replace"), eos_token_ids)
 
 
 class Matcher:

@@ -222,7 +222,7 @@ class GrammarProver:
         """The proof to wait for; None if it is known to be usable. Raises what is known to be wrong."""
         if self._model is None:
             raise InvalidRequestError(
-                "this model cannot give structured output: it has no tokenizer.json.",
+                "this model cannot give structured output: it has no tokenizer.",
                 param="structured_outputs",
                 code="unsupported_by_model",
             )

@@ -9,6 +9,9 @@ from __future__ import annotations
 
 import json
 import re
+from typing import Any
+
+from penstock.tokenizer.detokenizer import byte_level_alphabet
 
 _MARK = "\ufdd0"  # a code point that Unicode keeps free of characters
 # Literals, expressions and comments, in which `<...>` is text; elsewhere in a grammar it names a token.
@@ -27,10 +30,11 @@ def set_apart(tokenizer: str) -> tuple[str, dict[str, int]]:
         special = [token for token in document.get("added_tokens") or [] if token["special"]]
         ids = {token["content"]: token["id"] for token in special}
         new_names = {name: f"{_MARK}{token_id}{_MARK}" for name, token_id in ids.items()}
-        for token in special:
-            token["content"] = new_names[token["content"]]
         model = document["model"]
         vocab = model["vocab"]
+        new_names |= _spelled(document, vocab)
+        for token in document.get("added_tokens") or []:
+            token["content"] = new_names.get(token["content"], token["content"])
         if isinstance(vocab, dict):
             model["vocab"] = {new_names.get(name, name): token_id for name, token_id in vocab.items()}
         else:  # names and their scores
@@ -41,6 +45,21 @@ def set_apart(tokenizer: str) -> tuple[str, dict[str, int]]:
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ValueError("its tokenizer.json is not one that can be read") from error
     return json.dumps(document), ids
+
+
+def _spelled(document: dict[str, Any], vocab: Any) -> dict[str, str]:
+    """Return new names for added tokens that are text and look like the spelling of other bytes.
+
+    llguidance takes every name that can be one for a spelling, as `ü` for the byte 0xFC.
+    """
+    if (document.get("decoder") or {}).get("type") != "ByteLevel" or not isinstance(vocab, dict):
+        return {}
+    alphabet = byte_level_alphabet()
+    letters = {byte: letter for letter, byte in alphabet.items()}
+    texts = [token["content"] for token in document.get("added_tokens") or [] if not token["special"]]
+    misread = [text for text in texts if not text.isascii() and alphabet.keys() >= set(text)]
+    spellings = {text: text.encode().decode("latin-1").translate(letters) for text in misread}
+    return {text: spelling for text, spelling in spellings.items() if spelling not in vocab}
 
 
 def name_by_id(grammar: str, ids: dict[str, int]) -> str:

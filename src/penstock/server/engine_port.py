@@ -158,7 +158,7 @@ class ModelCodec:
     def decode(self, token_ids: list[int]) -> str:
         if isinstance(self._tokenizer, AbsentTokenizer):
             raise InvalidRequestError(
-                "this model has no tokenizer.json, so ids cannot be turned into text.", param="tokens"
+                "this model has no tokenizer, so ids cannot be turned into text.", param="tokens"
             )
         return self._tokenizer.decode(token_ids, skip_special_tokens=False)
 

@@ -1,8 +1,9 @@
 """Text to token ids, and the makings of the way back.
 
-`load_tokenizer(directory)` reads `tokenizer.json` by the tokenizers library. A directory without one gives a
-`Tokenizer` that takes token ids only. Special tokens in text that a user wrote are encoded as text; only
-`encode_trusted` (for text that a chat template or the program's author wrote) recognises them.
+`load_tokenizer(model)` reads `tokenizer.json`, or what `sources.model_files` makes of another vocabulary, by
+the tokenizers library. A directory without a vocabulary gives a `Tokenizer` that takes token ids only.
+Special tokens in text that a user wrote are encoded as text; only `encode_trusted` (for text that a chat
+template or the program's author wrote) recognises them.
 
 Called by `tokenizer.chat_template`, `llm`, `engine.client.async_engine` and the server. Streaming text is
 `detokenizer`'s, chat templates are `chat_template`'s.
@@ -31,8 +32,8 @@ from penstock.tokenizer.detokenizer import (
     byte_level_alphabet,
     byte_level_piece,
 )
+from penstock.tokenizer.sources.model_files import tokenizer_content, vocabulary_file
 
-MAX_TOKENIZER_BYTES = 256 * 2**20
 _NONE: frozenset[int] = frozenset()
 _CONTEXT_TOKENS = 6  # ids of the prompt that a window detokenizer looks at
 
@@ -101,14 +102,14 @@ class Tokenizer(Protocol):
 
 
 class AbsentTokenizer:
-    """A model directory without `tokenizer.json`: prompts are token ids, texts are empty."""
+    """A model directory without a vocabulary: prompts are token ids, texts are empty."""
 
     special_tokens: list[str] = []
     added_token_ids: dict[str, int] = {}
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         raise InvalidRequestError(
-            "this model has no tokenizer.json, so text cannot be encoded.",
+            "this model has no tokenizer, so text cannot be encoded.",
             remedy="Give the prompt as token ids.",
             param="prompt",
         )
@@ -193,6 +194,7 @@ class _Decoding:
         self._strip_spaces = _leading_strip(file.decoder)
         self._alphabet = byte_level_alphabet() if kinds == ["ByteLevel"] else {}
         self._special = {token.content: token.id for token in file.added_tokens if token.special}
+        self._added = {token.id: token.content for token in file.added_tokens}
         self._all_pieces = PieceTable(self._piece)
         self._skipping: dict[tuple[str, ...], tuple[frozenset[int], PieceTable]] = {}  # by what is shown
 
@@ -226,7 +228,8 @@ class _Decoding:
         if token is None:
             return b""  # models may pad their vocabulary beyond the tokenizer's
         if self._alphabet:
-            return byte_level_piece(token, self._alphabet)
+            added = self._added.get(token_id)  # which is text, though its letters may be in the alphabet
+            return byte_level_piece(token, self._alphabet) if added is None else added.encode()
         if self._is_byte_join:
             return byte_fallback_piece(token)
         return self._tokenizer.decode([token_id], skip_special_tokens=False).encode()
@@ -269,12 +272,13 @@ def special_pattern(tokenizer: Tokenizer) -> re.Pattern[str]:
     return re.compile("|".join(map(re.escape, tokens)) or r"(?!)")
 
 
-def load_tokenizer(directory: Path) -> Tokenizer:
-    """The tokenizer of a model directory; raises `ModelConfigError` when its file is bad."""
-    path = directory / "tokenizer.json"
-    if not path.is_file():
+def load_tokenizer(model: Path) -> Tokenizer:
+    """Return the tokenizer of a model; raises `ModelError` when its file is bad.
+
+    Args:
+        model: its directory, or a GGUF file.
+    """
+    content = tokenizer_content(model)
+    if content is None:
         return AbsentTokenizer()
-    size = path.stat().st_size
-    if size > MAX_TOKENIZER_BYTES:
-        raise ModelConfigError(f"{path} has {size} bytes, more than {MAX_TOKENIZER_BYTES}.")
-    return JsonTokenizer(path.read_bytes(), str(path))
+    return JsonTokenizer(content, str(vocabulary_file(model)))

@@ -10,19 +10,17 @@ import json
 from pathlib import Path
 from typing import Any
 
-_FILE = "tokenizer.json"
+from penstock.errors import ModelError
+from penstock.tokenizer.sources.model_files import tokenizer_content
 
 
 def vocabulary_difference(directory: Path, other: Path) -> str:
     """Return how the vocabularies of two models differ, as part of a sentence; "" if they do not.
 
-    Without a `tokenizer.json` in both directories nothing is known of them, and nothing is said.
+    Where one has none that can be read, nothing is known of them, and nothing is said.
     """
-    file, other_file = directory / _FILE, other / _FILE
-    if not (file.is_file() and other_file.is_file()):
-        return ""
-    content, other_content = file.read_bytes(), other_file.read_bytes()
-    if content == other_content:
+    content, other_content = _content(directory), _content(other)
+    if content is None or other_content is None or content == other_content:
         return ""
     pieces, other_pieces = _pieces(content), _pieces(other_content)
     for token_id in sorted(pieces.keys() | other_pieces.keys()):
@@ -30,6 +28,13 @@ def vocabulary_difference(directory: Path, other: Path) -> str:
         if piece != other_piece:
             return f"token {token_id} is {_quoted(piece)} in the one and {_quoted(other_piece)} in the other"
     return ""
+
+
+def _content(model: Path) -> bytes | None:
+    try:
+        return tokenizer_content(model)
+    except ModelError:
+        return None
 
 
 def _pieces(content: bytes) -> dict[int, str]:

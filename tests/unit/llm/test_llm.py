@@ -401,5 +401,5 @@ def test_bad_words_that_leave_no_token_end_the_request_with_an_error(stories: LL
 
 
 def test_bad_words_need_a_tokenizer(without_tokenizer: LLM) -> None:
-    with pytest.raises(InvalidRequestError, match=r"prompts\[0\]: bad_words: .*tokenizer\.json"):
+    with pytest.raises(InvalidRequestError, match=r"prompts\[0\]: bad_words: .*no tokenizer"):
         without_tokenizer.generate({"prompt_token_ids": [1]}, SamplingParams(bad_words=["a"]))

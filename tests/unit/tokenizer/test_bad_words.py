@@ -66,7 +66,7 @@ def test_a_word_of_too_many_tokens_is_refused() -> None:
 
 def test_a_model_without_a_tokenizer_takes_ids_alone() -> None:
     sampling = SamplingParams(bad_words=["a"])
-    with pytest.raises(InvalidRequestError, match=r"tokenizer\.json") as raised:
+    with pytest.raises(InvalidRequestError, match="no tokenizer") as raised:
         with_bad_words(sampling, AbsentTokenizer().encode_trusted, 100)
     assert raised.value.param == "bad_words"
     same = SamplingParams(bad_word_ids=[[1, 2]])

@@ -10,7 +10,7 @@ import tokenizers
 
 from paths import shared_data
 from penstock.errors import InvalidRequestError, ModelConfigError
-from penstock.tokenizer import tokenizer as tokenizer_module
+from penstock.tokenizer.sources import model_files
 from penstock.tokenizer.tokenizer import AbsentTokenizer, JsonTokenizer, load_tokenizer, special_pattern
 
 
@@ -77,7 +77,7 @@ def test_a_bad_file_is_named(tmp_path: Path, content: bytes) -> None:
 
 
 def test_a_huge_file_is_refused_unread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tokenizer_module, "MAX_TOKENIZER_BYTES", 10)
+    monkeypatch.setattr(model_files, "MAX_TOKENIZER_BYTES", 10)
     (tmp_path / "tokenizer.json").write_bytes(b" " * 11)
     with pytest.raises(ModelConfigError, match="11 bytes"):
         load_tokenizer(tmp_path)

@@ -19,6 +19,7 @@ from penstock.families.registry import load_spec
 from penstock.families.spec import ModelSpec
 from penstock.hosts.resources import HostResources
 from penstock.process.config import DrafterConfig, RankConfig
+from penstock.tokenizer.sources.model_files import vocabulary_file
 from penstock.tokenizer.vocabularies import vocabulary_difference
 from penstock.weights.checkpoint import Checkpoint
 
@@ -139,7 +140,7 @@ def _require_same_vocabulary(
     spec: ModelSpec, directory: Path, draft_spec: ModelSpec, draft_directory: Path, model: str
 ) -> None:
     difference = vocabulary_difference(directory, draft_directory)
-    has_both = all((each / "tokenizer.json").is_file() for each in (directory, draft_directory))
+    has_both = all(vocabulary_file(each) is not None for each in (directory, draft_directory))
     if not difference and not has_both and spec.vocab_size != draft_spec.vocab_size:
         difference = f"{spec.vocab_size} tokens in the one and {draft_spec.vocab_size} in the other"
     if difference:

@@ -15,12 +15,14 @@ from penstock.errors import CheckpointError, ModelError, ProtocolError
 from penstock.hosts.weights.tensor_digests import TensorDigests
 from penstock.hosts.weights.weight_wire import Description, SmallFile, TensorShape
 from penstock.kvstore.names import model_identity
+from penstock.tokenizer.sources.model_files import tokenizer_content
 from penstock.weights.checkpoint import Checkpoint, TensorEntry
 
+TOKENIZER = "tokenizer.json"
 SMALL_FILES = (
     "config.json",
     "generation_config.json",
-    "tokenizer.json",
+    TOKENIZER,
 )  # all that ranks read beside weights
 MAX_SMALL_BYTES = 256 << 20  # as `grammar.matcher` takes of a tokenizer
 
@@ -67,6 +69,8 @@ class ServedModel:
     def _content(self, name: str) -> bytes | None:
         """Return the content of a small file; None where there is none, or one that no rank would read."""
         path = self._directory / name
+        if name == TOKENIZER and not path.is_file():
+            return self._other_vocabulary()
         try:
             if not path.is_file() or path.stat().st_size > MAX_SMALL_BYTES:
                 return None
@@ -75,6 +79,13 @@ class ServedModel:
             raise CheckpointError(
                 file=name, expected="a readable file", found=error.strerror or "an error"
             ) from error
+
+    def _other_vocabulary(self) -> bytes | None:
+        """Return what ranks read of a vocabulary that is in another file than `tokenizer.json`."""
+        try:
+            return tokenizer_content(self._directory)
+        except ModelError:
+            return None
 
 
 class ServedModels:
