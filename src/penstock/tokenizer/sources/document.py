@@ -14,6 +14,8 @@ from typing import Any
 
 import msgspec
 
+from penstock.tokenizer.detokenizer import byte_level_alphabet
+
 SPACE = "\u2581"  # what stands for a space in SentencePiece's pieces
 
 Document = dict[str, Any]
@@ -102,6 +104,12 @@ class Pieces:
     merges: Sequence[tuple[str, str]] = ()
     scores: Sequence[float] = ()
     isolated: Sequence[str] = ()
+
+
+def byte_level_names(ranks: Mapping[bytes, int]) -> dict[str, int]:
+    """Return tokens that are bytes as byte-level vocabularies spell them."""
+    letters = {byte: letter for letter, byte in byte_level_alphabet().items()}
+    return {token.decode("latin-1").translate(letters): rank for token, rank in ranks.items()}
 
 
 def byte_level_document(tokens: Tokens, how: ByteLevel) -> bytes:

@@ -14,13 +14,14 @@ from penstock.errors import ModelConfigError
 from penstock.gguf.file import GgufFile
 from penstock.tokenizer.sources.gguf_vocabulary import gguf_tokenizer, gguf_tokenizer_config
 from penstock.tokenizer.sources.sentencepiece_vocabulary import sentencepiece_tokenizer
+from penstock.tokenizer.sources.tekken_vocabulary import tekken_tokenizer
 from penstock.tokenizer.sources.tiktoken_vocabulary import is_tiktoken, tiktoken_tokenizer
 from penstock.tokenizer.sources.tokenizer_settings import read_settings
 
 MAX_TOKENIZER_BYTES = 256 * 2**20
 _JSON, _CONFIG = "tokenizer.json", "tokenizer_config.json"
-_OTHERS = ("tokenizer.model", "tiktoken.model", "*.tiktoken")  # in the order of preference
-SOURCES = f"{_JSON}, {', '.join(_OTHERS)}"
+_TEKKEN = "tekken.json"
+_OTHERS = (_TEKKEN, "tokenizer.model", "tiktoken.model", "*.tiktoken")  # in the order of preference
 
 
 def vocabulary_file(model: Path) -> Path | None:
@@ -55,6 +56,8 @@ def tokenizer_content(model: Path) -> bytes | None:
     if file.name == _JSON:
         return content
     settings = read_settings(model)
+    if file.name == _TEKKEN:
+        return tekken_tokenizer(content, str(file), settings)
     if is_tiktoken(content):
         return tiktoken_tokenizer(content, str(file), settings)
     return sentencepiece_tokenizer(content, str(file), settings)

@@ -12,8 +12,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from penstock.errors import ModelConfigError, UnsupportedModelError
-from penstock.tokenizer.detokenizer import byte_level_alphabet
-from penstock.tokenizer.sources.document import Added, ByteLevel, Tokens, byte_level_document
+from penstock.tokenizer.sources.document import (
+    Added,
+    ByteLevel,
+    Tokens,
+    byte_level_document,
+    byte_level_names,
+)
 from penstock.tokenizer.sources.merges import ranked_merges
 from penstock.tokenizer.sources.split_patterns import KIMI, LLAMA3, QWEN2
 from penstock.tokenizer.sources.tokenizer_settings import TokenizerSettings
@@ -85,7 +90,7 @@ def tiktoken_tokenizer(content: bytes, name: str, settings: TokenizerSettings) -
     """
     ranks = _ranks(content, name)
     family = _family(name, len(ranks), settings)
-    ids = _spelled(ranks)
+    ids = byte_level_names(ranks)
     merges = ranked_merges(sorted(ids, key=ids.__getitem__), ids)
     added = _added(ids, family, settings)
     named = {token.content: token.id for token in added}
@@ -127,12 +132,6 @@ def _bad_line(name: str, number: int, expected: str) -> ModelConfigError:
         f"{name} is not a tiktoken file that can be read: line {number} is not {expected}.",
         remedy="Download the model's tokenizer again.",
     )
-
-
-def _spelled(ranks: Mapping[bytes, int]) -> dict[str, int]:
-    """Return the tokens as byte-level vocabularies spell them."""
-    letters = {byte: letter for letter, byte in byte_level_alphabet().items()}
-    return {token.decode("latin-1").translate(letters): rank for token, rank in ranks.items()}
 
 
 def _family(name: str, num_ranks: int, settings: TokenizerSettings) -> _Family:

@@ -13,10 +13,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from penstock.errors import ModelConfigError, ModelError, UnsupportedModelError
-from penstock.gguf.file import GgufFile
 from penstock.tokenizer.sources.sentencepiece_file import read_sentencepiece
 from penstock.tokenizer.tokenizer import JsonTokenizer, load_tokenizer
-from published_vocabularies import published, vectors
 from vocabulary_files import (
     BYTE,
     CONTROL,
@@ -49,18 +47,6 @@ def directory(path: Path, content: bytes, **files: Any) -> Path:
     for name, value in files.items():
         (path / f"{name}.json").write_text(json.dumps(value))
     return path
-
-
-def test_published_pieces_give_the_published_ids(tmp_path: Path) -> None:
-    metadata = GgufFile.open(published("llama-spm")).metadata
-    columns = (metadata.texts("tokenizer.ggml.tokens"), *map(metadata.numbers, SCORES_AND_KINDS))
-    pieces = [(name, float(score), int(kind)) for name, score, kind in zip(*columns, strict=True)]
-    tokenizer = load_tokenizer(directory(tmp_path / "m", sentencepiece_bytes(pieces)))
-    for text, expected in vectors("llama-spm"):
-        assert tokenizer.encode(text) == [1, *expected], repr(text)
-
-
-SCORES_AND_KINDS = ("tokenizer.ggml.scores", "tokenizer.ggml.token_type")
 
 
 SHAPES: dict[str, Callable[[], bytes]] = {
