@@ -199,7 +199,7 @@ def _sentencepiece(metadata: GgufMetadata, vocabulary: _Vocabulary) -> bytes:
     scores = _numbers(metadata, _SCORES, len(names))
     normal = vocabulary.of_kind(_NORMAL)
     ranked = sorted(normal, key=lambda token_id: (-float(scores[token_id]), token_id))
-    parts = {names[token_id]: token_id for token_id in normal}
+    parts = {names[token_id] for token_id in normal}
     prefix = metadata.flag("tokenizer.ggml.add_space_prefix", True)
     return pieces_document(
         _tokens(metadata, vocabulary, add_bos=True),

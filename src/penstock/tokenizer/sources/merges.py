@@ -6,23 +6,21 @@ the tokens; the leftmost of equals. A list of merges in the order of what they m
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable
 
 
-def ranked_merges(ranked: Iterable[str], parts: Mapping[str, int]) -> list[tuple[str, str]]:
+def ranked_merges(ranked: Iterable[str], parts: Container[str]) -> list[tuple[str, str]]:
     """Return every pair of `parts` that makes a token, in the order of the tokens.
+
+    Several pairs can make one token. Their order says nothing: the text of a token is joined in one way.
 
     Args:
         ranked: tokens that merges make, the first to be made first.
-        parts: tokens that merges join, by whatever number; of equal unions the lower numbers come first.
+        parts: tokens that merges join.
     """
-    merges: list[tuple[str, str]] = []
-    for token in ranked:
-        pairs = [
-            (parts[token[:cut]], parts[token[cut:]], cut)
-            for cut in range(1, len(token))
-            if token[:cut] in parts and token[cut:] in parts
-        ]
-        pairs.sort()
-        merges.extend((token[:cut], token[cut:]) for _, _, cut in pairs)
-    return merges
+    return [
+        (token[:cut], token[cut:])
+        for token in ranked
+        for cut in range(1, len(token))
+        if token[:cut] in parts and token[cut:] in parts
+    ]

@@ -125,7 +125,7 @@ def _spaces(file: SentencePieceFile, settings: TokenizerSettings) -> Spaces:
 def _way(file: SentencePieceFile, vocabulary: _Vocabulary, spaces: Spaces) -> Pieces:
     pieces = vocabulary.pieces
     normal = [(-piece.score, token_id) for token_id, piece in enumerate(pieces) if piece.kind == NORMAL]
-    parts = {pieces[token_id].name: token_id for _, token_id in normal}
+    parts = {pieces[token_id].name for _, token_id in normal}
     is_unigram = file.algorithm == UNIGRAM
     ranked = (pieces[token_id].name for _, token_id in sorted(normal))
     return Pieces(
