@@ -21,6 +21,11 @@ def test_keys_compare_whole_and_in_any_case_of_the_scheme() -> None:
     keys = ApiKeys(["abc"])
     for value in (b"Bearer abc", b"bearer abc ", b"BEARER  abc"):
         keys.check("/metrics", [(b"authorization", value)])
+    keys.check("/metrics", [(b"x-api-key", b"abc")])
+    keys.check("/metrics", [(b"authorization", b"Bearer other"), (b"x-api-key", b"abc")])
+    for value in (b"", b"ab", b"Bearer abc", b"abcd"):
+        with pytest.raises(AuthenticationError):
+            keys.check("/metrics", [(b"x-api-key", value)])
     for value in (b"", b"abc", b"Bearer ab", b"Bearer abcd", b"Bearer ABC", b"Bearer \xff"):
         with pytest.raises(AuthenticationError):
             keys.check("/metrics", [(b"authorization", value)])

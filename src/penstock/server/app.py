@@ -15,7 +15,6 @@ from typing import Any
 
 import msgspec
 from starlette.applications import Starlette
-from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
@@ -26,17 +25,23 @@ from penstock.errors import PenstockError
 from penstock.grammar.proving import GrammarProver
 from penstock.server import openapi
 from penstock.server.answers.generation import GenerationContext
+from penstock.server.anthropic.error_form import MessagesErrorBody, MessagesErrors
+from penstock.server.anthropic.messages_types import (
+    CountTokensRequest,
+    MessageObject,
+    MessagesRequest,
+    TokenCount,
+)
 from penstock.server.engine_port import EngineLike, ServedModel
 from penstock.server.http.access import OPEN_PATHS, ApiKeys, HostPolicy
 from penstock.server.http.cross_origin import CrossOrigin
-from penstock.server.http.errors import answer_http_exception, error_response, json_response
+from penstock.server.http.errors import ErrorAnswers, json_response
 from penstock.server.http.gate import Gate
 from penstock.server.http.keep_alive import Clock, KeepAlive
 from penstock.server.http.lifecycle import Lifecycle
 from penstock.server.http.memory_guard import MemoryGuard
 from penstock.server.http.metrics import Metrics
 from penstock.server.http.request_log import RequestLog
-from penstock.server.http.request_record import record_of
 from penstock.server.http.text_workers import TextWorkers
 from penstock.server.openai.openai_types import (
     ChatRequest,
@@ -68,6 +73,7 @@ from penstock.server.routes.embeddings import EmbeddingsRoute
 from penstock.server.routes.grammar_checks import GrammarChecks
 from penstock.server.routes.health import HealthRoute
 from penstock.server.routes.intake import Intake
+from penstock.server.routes.messages import MESSAGES, MessagesRoute
 from penstock.server.routes.models import ModelsRoute
 from penstock.server.routes.pipeline_view import PipelineRoute
 from penstock.server.routes.profile_folder import ProfileFolder
@@ -152,15 +158,18 @@ def create_app(
         profiler = Profiler(engine, folder, config.limits, num_stages=model.num_stages, clock=clock)
         described += _admin_routes(AdminRoute(engine, context.lifecycle, profiler, config.limits))
     document = openapi.document_of(described, model, config)
+    errors = ErrorAnswers({MESSAGES: MessagesErrors()})
     routes = _starlette(
         [*described, *_unlisted_routes(described, document)],
         _lifespan(context, workers, grammars, on_ready, hold_s),
+        errors,
     )
     gate = Gate(
         routes,
         keys=ApiKeys(config.api_keys, config.admin_keys),
         hosts=HostPolicy(config.host, config.allowed_origins, config.allowed_hosts),
         pages=CrossOrigin(config.allowed_origins),
+        errors=errors,
         log=log,
         metrics=metrics,
         lifecycle=context.lifecycle,
@@ -169,32 +178,10 @@ def create_app(
     return App(routes, gate, context)
 
 
-def _starlette(routes: list[BaseRoute], lifespan: Callable[[Any], Any]) -> Starlette:
-    made = Starlette(
-        routes=routes,
-        lifespan=lifespan,
-        exception_handlers={
-            PenstockError: _answer_penstock_error,
-            HTTPException: answer_http_exception,
-            Exception: _answer_bug,
-        },
-    )
+def _starlette(routes: list[BaseRoute], lifespan: Callable[[Any], Any], errors: ErrorAnswers) -> Starlette:
+    made = Starlette(routes=routes, lifespan=lifespan, exception_handlers=errors.handlers)
     made.router.redirect_slashes = False
     return made
-
-
-async def _answer_penstock_error(request: Request, error: Exception) -> Response:
-    record = record_of(request.scope)
-    assert isinstance(error, PenstockError)
-    record.error_code = error.code or type(error).__name__
-    return error_response(error, record.request_id)
-
-
-async def _answer_bug(request: Request, error: Exception) -> Response:
-    """The gate writes the trace into the log; the client gets the id to ask for."""
-    record = record_of(request.scope)
-    record.error_code = "bug"
-    return error_response(error, record.request_id)
 
 
 def _generation_routes(intake: Intake, grammars: GrammarChecks, responder: Responder) -> list[DescribedRoute]:
@@ -202,6 +189,7 @@ def _generation_routes(intake: Intake, grammars: GrammarChecks, responder: Respo
     chat, text = ChatRoute(intake, chats, responder), TextRoute(intake)
     completions = CompletionsRoute(intake, grammars, responder)
     responses = ResponsesRoute(intake, chats, responder)
+    messages = MessagesRoute(intake, chats, responder)
     generates, converts = openapi.generation_route, openapi.text_route
     served = (
         ("/v1/chat/completions", chat.create, "create_chat_completion", generates(ChatRequest, ChatResponse)),
@@ -212,6 +200,18 @@ def _generation_routes(intake: Intake, grammars: GrammarChecks, responder: Respo
             generates(CompletionRequest, CompletionResponse),
         ),
         ("/v1/responses", responses.create, "create_response", generates(ResponsesRequest, ResponseObject)),
+        (
+            MESSAGES,
+            messages.create,
+            "create_message",
+            generates(MessagesRequest, MessageObject, MessagesErrorBody),
+        ),
+        (
+            f"{MESSAGES}/count_tokens",
+            messages.count_tokens,
+            "count_message_tokens",
+            converts(TokenCount, CountTokensRequest, error=MessagesErrorBody),
+        ),
         (
             "/v1/chat/completions/render",
             chat.render,

@@ -21,6 +21,14 @@ from penstock.config.limits import Limits
 from penstock.config.server import ServerConfig
 from penstock.operations import SESSION_ID
 from penstock.request import VectorShape
+from penstock.server.anthropic.error_form import MessagesErrorBody
+from penstock.server.anthropic.messages_types import (
+    CountTokensRequest,
+    MessageObject,
+    MessagesRequest,
+    TokenCount,
+)
+from penstock.server.anthropic.turns import BLOCKS
 from penstock.server.engine_port import ServedModel
 from penstock.server.http.access import ADMIN_PATHS, OPEN_PATHS
 from penstock.server.http.errors import ErrorBody
@@ -74,8 +82,12 @@ _TYPES = (
     CompletionResponse,
     EmbeddingRequest,
     EmbeddingResponse,
+    CountTokensRequest,
     ErrorBody,
     Health,
+    MessageObject,
+    MessagesErrorBody,
+    MessagesRequest,
     ModelCard,
     ModelList,
     PauseState,
@@ -86,6 +98,7 @@ _TYPES = (
     SessionClosed,
     SessionOpened,
     Slowed,
+    TokenCount,
     TokenizeChatRequest,
     TokenizeTextRequest,
     TokenizeResponse,
@@ -99,12 +112,15 @@ _TYPES = (
 _REQUESTS = (
     ChatRequest,
     CompletionRequest,
+    CountTokensRequest,
     EmbeddingRequest,
+    MessagesRequest,
     ResponsesRequest,
     TokenizeChatRequest,
     TokenizeTextRequest,
     DetokenizeRequest,
 )
+_MESSAGES = ("CountTokensRequest", "MessagesRequest")
 _ANY_ROUTE = (401, 403, 500)
 _GENERATION = (400, 404, 413, 429, 503)
 _TEXT = (400, 404, 413, 429)
@@ -118,7 +134,8 @@ _REASONS = {
     500: "Failed by a fault of the server; the log has more under the request's id.",
     503: "The pipe is not ready, or the server shuts down; try again after Retry-After seconds.",
 }
-_SCHEME = "key"
+_SCHEME, _HEADER = "key", "key_header"
+_ANY_KEY: list[dict[str, list[str]]] = [{_SCHEME: []}, {_HEADER: []}]
 
 Schema = dict[str, Any]
 
@@ -186,35 +203,47 @@ def _reference(of: type[msgspec.Struct]) -> Schema:
     return {"$ref": f"#/components/schemas/{of.__name__}"}
 
 
-def _answers(ok: Schema, errors: Iterable[int]) -> dict[int, Schema]:
+def _answers(ok: Schema, errors: Iterable[int], error: type[msgspec.Struct] = ErrorBody) -> dict[int, Schema]:
     refused = {
-        status: {"description": _REASONS[status], **_content("application/json", _reference(ErrorBody))}
+        status: {"description": _REASONS[status], **_content("application/json", _reference(error))}
         for status in (*_ANY_ROUTE, *errors)
     }
     return {200: {"description": "Done.", **ok}} | refused
 
 
-def generation_route(request: type[msgspec.Struct], answer: type[msgspec.Struct]) -> Description:
-    """Describe a route that streams its answer where the request asks for it."""
-    described = whole_route(request, answer)
+def generation_route(
+    request: type[msgspec.Struct], answer: type[msgspec.Struct], error: type[msgspec.Struct] = ErrorBody
+) -> Description:
+    """Describe a route that streams its answer where the request asks for it.
+
+    Args:
+        error: the shape of its errors.
+    """
+    described = whole_route(request, answer, error)
     described.responses[200]["content"]["text/event-stream"] = {}
     return described
 
 
-def whole_route(request: type[msgspec.Struct], answer: type[msgspec.Struct]) -> Description:
+def whole_route(
+    request: type[msgspec.Struct], answer: type[msgspec.Struct], error: type[msgspec.Struct] = ErrorBody
+) -> Description:
     """Describe a route that runs the model and never streams."""
     ok = _content("application/json", _reference(answer))
     body = {"required": True, **_content("application/json", _reference(request))}
-    return Description(responses=_answers(ok, _GENERATION), body=body)
+    return Description(responses=_answers(ok, _GENERATION, error), body=body)
 
 
 def text_route(
-    answer: type[msgspec.Struct], *requests: type[msgspec.Struct], is_list: bool = False
+    answer: type[msgspec.Struct],
+    *requests: type[msgspec.Struct],
+    is_list: bool = False,
+    error: type[msgspec.Struct] = ErrorBody,
 ) -> Description:
     """Describe a route from text to ids or back.
 
     Args:
         requests: any of these.
+        error: the shape of its errors.
     """
     shape = {"type": "array", "items": _reference(answer)} if is_list else _reference(answer)
     bodies = [_reference(request) for request in requests]
@@ -222,7 +251,7 @@ def text_route(
         "required": True,
         **_content("application/json", bodies[0] if len(bodies) == 1 else {"anyOf": bodies}),
     }
-    return Description(responses=_answers(_content("application/json", shape), _TEXT), body=body)
+    return Description(responses=_answers(_content("application/json", shape), _TEXT, error), body=body)
 
 
 def plain_route(path: str, query: type[msgspec.Struct] = NoQuery) -> Description:
@@ -275,7 +304,7 @@ def document_of(routes: Iterable[DescribedRoute], model: ServedModel, config: Se
         paths.setdefault(path, {})[method] = operation
     for path in ADMIN_PATHS & paths.keys():
         for operation in paths[path].values():
-            operation["security"] = [{_SCHEME: []}]
+            operation["security"] = _ANY_KEY
     document: Schema = {
         "openapi": "3.1.0",
         "info": {"title": "Penstock", "version": __version__},
@@ -283,9 +312,12 @@ def document_of(routes: Iterable[DescribedRoute], model: ServedModel, config: Se
         "components": {"schemas": _schemas(model, config.limits)},
     }
     if config.api_keys or config.admin_keys:
-        document["components"]["securitySchemes"] = {_SCHEME: {"type": "http", "scheme": "bearer"}}
+        document["components"]["securitySchemes"] = {
+            _SCHEME: {"type": "http", "scheme": "bearer"},
+            _HEADER: {"type": "apiKey", "in": "header", "name": "x-api-key"},
+        }
     if config.api_keys:
-        document["security"] = [{_SCHEME: []}]
+        document["security"] = _ANY_KEY
         for path in OPEN_PATHS:
             paths[path]["get"]["security"] = []
     return document
@@ -293,6 +325,8 @@ def document_of(routes: Iterable[DescribedRoute], model: ServedModel, config: Se
 
 def _schemas(model: ServedModel, limits: Limits) -> dict[str, Schema]:
     _, definitions = msgspec.json.schema_components(_TYPES, ref_template="#/components/schemas/{name}")
+    for name in _MESSAGES:
+        del definitions[name]["properties"]["stop"]  # which is refused there
     for name, bounds in _bounds(model, limits).items():
         _bound(definitions[name]["properties"], bounds)
     for request in _REQUESTS:
@@ -339,6 +373,11 @@ def _bounds(model: ServedModel, limits: Limits) -> dict[str, dict[str, dict[str,
         "max_tokens": tokens,
         "prompt_logprobs": logprobs,
     }
+    conversation = {name: bounds for name, bounds in sampled.items() if name != "stop"} | {
+        "messages": {"array": {"minItems": 1, "maxItems": limits.max_messages}},
+        "stop_sequences": {"array": sampled["stop"]["array"]},
+        "tools": {"array": {"maxItems": limits.max_tools}},
+    }
     prompts = {"minItems": 1, "items": _prompt_item(ids)}
     messages = {"minItems": 1, "maxItems": limits.max_messages}
     return {
@@ -360,6 +399,14 @@ def _bounds(model: ServedModel, limits: Limits) -> dict[str, dict[str, dict[str,
             "metadata": {"object": {"maxProperties": MAX_METADATA}},
             "chat_template_kwargs": {"object": {"maxProperties": limits.max_template_kwargs}},
         },
+        "MessagesRequest": {**conversation, "max_tokens": {"integer": {"minimum": 0}}},
+        "CountTokensRequest": {
+            name: bounds
+            for name, bounds in conversation.items()
+            if name != "min_tokens"  # of no answer
+        },
+        "ContentBlock": {"type": {"string": {"enum": list(BLOCKS)}}},
+        "TextBlock": {"type": {"string": {"enum": ["text"]}}},
         "TokenizeChatRequest": {"messages": {"array": messages}},
         "DetokenizeRequest": {
             "tokens": {

@@ -22,7 +22,7 @@ from penstock.engine.client.outputs import TextDelta, merge_deltas, total_drafts
 from penstock.errors import AbortedError, PenstockError, StageLostError, UnavailableError
 from penstock.request import SamplingParams
 from penstock.server.answers.echo import Echo
-from penstock.server.answers.sse import PING, STREAM_HEADERS
+from penstock.server.answers.sse import STREAM_HEADERS
 from penstock.server.engine_port import EngineLike, RequestStream
 from penstock.server.http.errors import json_response
 from penstock.server.http.half_closed import PROBE_KEY
@@ -91,8 +91,14 @@ class EventWriter(Protocol):
 
 
 class EventText(Protocol):
-    """The bytes of one event stream, in the shape of its route."""
+    """The bytes of one event stream, in the shape of its route.
 
+    Attributes:
+        ping: what stands there while nothing else has come for long.
+    """
+
+    @property
+    def ping(self) -> bytes: ...
     @property
     def writers(self) -> list[EventWriter]:
         """One for each choice."""
@@ -309,7 +315,7 @@ class StreamedResponse(GenerationResponse):
         async with self._sending:
             if self._is_followed:
                 opening = b"" if self._is_started else b"".join(writer.opening() for writer in self._writers)
-                await self._write_alone(opening + PING)
+                await self._write_alone(opening + self._text.ping)
 
     async def _fail(self, error: Exception, send: Send) -> None:
         if not self._is_started:

@@ -15,7 +15,15 @@ import msgspec
 
 from penstock.engine.client.outputs import TextDelta
 from penstock.server.answers.generation import EventWriter
-from penstock.server.answers.sse import DONE, ChunkWriter, ShownPrompt, StreamForm, error_event, usage_chunk
+from penstock.server.answers.sse import (
+    DONE,
+    PING,
+    ChunkWriter,
+    ShownPrompt,
+    StreamForm,
+    error_event,
+    usage_chunk,
+)
 from penstock.server.http.errors import error_bytes
 from penstock.server.openai.message_reader import MessageReader
 from penstock.server.openai.openai_types import Usage
@@ -76,6 +84,8 @@ class ChunkText:
         form: what all of its choices share.
         prompts: what each choice goes on from.
     """
+
+    ping = PING
 
     def __init__(self, form: StreamForm, prompts: Iterable[ShownPrompt]) -> None:
         self._form = form

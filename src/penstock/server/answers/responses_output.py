@@ -23,7 +23,7 @@ from penstock.engine.client.outputs import TextDelta
 from penstock.request import FinishReason
 from penstock.server.answers.encoding import EncodedList, EncodedLists, encode
 from penstock.server.answers.generation import EventWriter
-from penstock.server.answers.sse import DONE
+from penstock.server.answers.sse import DONE, PING
 from penstock.server.answers.text_logprobs import TextLogprobs
 from penstock.server.http.errors import error_object
 from penstock.server.openai.message_reader import MessageReader
@@ -299,6 +299,8 @@ class ResponseText:
     Args:
         response: the response as it stands at the beginning.
     """
+
+    ping = PING
 
     def __init__(self, response: ResponseObject, output: Output) -> None:
         self._asked = response

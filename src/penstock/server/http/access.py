@@ -57,12 +57,13 @@ class ApiKeys:
         if path in OPEN_PATHS or not (self._keys or is_admin_path):
             return
         fitting = self._admin_keys if is_admin_path else [*self._keys, *self._admin_keys]
-        given = _bearer(header_value(headers, b"authorization"))
-        matches = [hmac.compare_digest(given, key) for key in fitting]
+        sent = (_bearer(header_value(headers, b"authorization")), header_value(headers, b"x-api-key").strip())
+        matches = [hmac.compare_digest(given, key) for given in sent if given for key in fitting]
         if not any(matches):
             kind = "admin key" if is_admin_path else "API key"
             raise AuthenticationError(
-                f"The {kind} is missing or wrong.", remedy="Send it as `Authorization: Bearer KEY`."
+                f"The {kind} is missing or wrong.",
+                remedy="Send it as `Authorization: Bearer KEY` or as `x-api-key: KEY`.",
             )
 
 

@@ -1,14 +1,15 @@
-"""Errors as OpenAI error objects: `{"error": {"message", "type", "param", "code"}}`, on every route.
+"""Errors as OpenAI error objects: `{"error": {"message", "type", "param", "code"}}`, on every route but those
+of another API, which writes them in a form of its own.
 
-`app` gives Starlette `answer_http_exception`, and handlers of its own. Those and the gate use
-`error_response`; streams that have begun use `error_bytes`. A bug becomes a 500 that carries the request's id
-and no trace.
+`app` makes one `ErrorAnswers`, which Starlette's handlers and the gate use; streams that have begun use
+`error_bytes`. A bug becomes a 500 that carries the request's id and no trace.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from http import HTTPStatus
+from typing import Any, Protocol
 
 import msgspec
 from starlette.exceptions import HTTPException
@@ -16,6 +17,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from penstock.errors import PenstockError
+from penstock.server.http.request_record import record_of
 
 RETRY_AFTER_S = 1
 _RETRYABLE = frozenset({429, 503})
@@ -77,24 +79,97 @@ def error_headers(status: int) -> dict[str, str]:
     return {"retry-after": str(RETRY_AFTER_S)} if status in _RETRYABLE else {}
 
 
-def error_response(error: BaseException, request_id: str = "") -> Response:
-    status = status_of(error)
-    return json_response(error_bytes(error, request_id), status=status, headers=error_headers(status))
-
-
 def json_response(body: bytes, *, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
     return Response(body, status_code=status, headers=headers, media_type="application/json")
 
 
-async def answer_http_exception(request: Request, error: Exception) -> Response:
-    """404, 405 and their like, which the router raises."""
-    assert isinstance(error, HTTPException)
-    status = error.status_code
-    body = ErrorBody(
-        error=ErrorObject(
-            message=f"{HTTPStatus(status).phrase}: {request.method} {printable(request.url.path)}",
+class ErrorForm(Protocol):
+    """How one API writes errors.
+
+    Attributes:
+        id_header: in which its clients look for a request's id, beside `x-request-id`; empty: in no other.
+    """
+
+    @property
+    def id_header(self) -> bytes: ...
+
+    def encode(self, error: ErrorObject, status: int, request_id: str) -> bytes:
+        """Return the body of an answer that is this error."""
+
+
+class OpenAIErrors:
+    """The form of the OpenAI API, and of what no other API has."""
+
+    id_header = b""
+
+    def encode(self, error: ErrorObject, status: int, request_id: str) -> bytes:
+        return msgspec.json.encode(ErrorBody(error=error))
+
+
+class ErrorAnswers:
+    """Answers requests that fail, each in the form of the API that its path belongs to; one for the server.
+
+    Args:
+        forms: of a path and all paths below it.
+    """
+
+    def __init__(self, forms: Mapping[str, ErrorForm]) -> None:
+        self._forms = forms
+        self._default = OpenAIErrors()
+
+    def form_of(self, path: str) -> ErrorForm:
+        """Return the form of the API that has `path`."""
+        for beginning, form in self._forms.items():
+            if path == beginning or path.startswith(beginning + "/"):
+                return form
+        return self._default
+
+    def response(self, path: str, error: BaseException, request_id: str) -> Response:
+        """Return the answer to a request for `path` that has failed."""
+        return self._response(path, status_of(error), error_object(error, request_id), request_id)
+
+    @property
+    def handlers(self) -> dict[Any, Callable[[Request, Exception], Awaitable[Response]]]:
+        """By kind of exception, for the framework."""
+        return {
+            PenstockError: self._answer_penstock_error,
+            HTTPException: self._answer_http_exception,
+            Exception: self._answer_bug,
+        }
+
+    async def _answer_penstock_error(self, request: Request, error: Exception) -> Response:
+        assert isinstance(error, PenstockError)
+        return self._failed(request, error, error.code or type(error).__name__)
+
+    async def _answer_bug(self, request: Request, error: Exception) -> Response:
+        """The gate writes the trace into the log; the client gets the id to ask for."""
+        return self._failed(request, error, "bug")
+
+    def _failed(self, request: Request, error: Exception, code: str) -> Response:
+        record = record_of(request.scope)
+        record.error_code = code
+        return self.response(request.url.path, error, record.request_id)
+
+    async def _answer_http_exception(self, request: Request, error: Exception) -> Response:
+        """404, 405 and their like, which the router raises."""
+        assert isinstance(error, HTTPException)
+        status, path = error.status_code, request.url.path
+        shown = ErrorObject(
+            message=f"{HTTPStatus(status).phrase}: {request.method} {printable(path)}",
             type=_TYPE_BY_STATUS.get(status, "invalid_request_error"),
             code=_CODE_BY_STATUS.get(status),
         )
-    )
-    return json_response(msgspec.json.encode(body), status=status, headers=error.headers)
+        return self._response(path, status, shown, record_of(request.scope).request_id, error.headers)
+
+    def _response(
+        self,
+        path: str,
+        status: int,
+        error: ErrorObject,
+        request_id: str,
+        headers: Mapping[str, str] | None = None,
+    ) -> Response:
+        body = self.form_of(path).encode(error, status, request_id)
+        return json_response(
+            body, status=status, headers=error_headers(status) if headers is None else headers
+        )

@@ -12,7 +12,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from penstock.errors import PenstockError
 from penstock.server.http.access import ApiKeys, HostPolicy, refuse_odd_path
 from penstock.server.http.cross_origin import CrossOrigin
-from penstock.server.http.errors import error_response
+from penstock.server.http.errors import ErrorAnswers, ErrorForm
 from penstock.server.http.keep_alive import Clock
 from penstock.server.http.lifecycle import Lifecycle
 from penstock.server.http.metrics import Metrics
@@ -36,6 +36,7 @@ class Gate:
         keys: ApiKeys,
         hosts: HostPolicy,
         pages: CrossOrigin,
+        errors: ErrorAnswers,
         log: RequestLog,
         metrics: Metrics,
         lifecycle: Lifecycle,
@@ -45,6 +46,7 @@ class Gate:
         self._keys = keys
         self._hosts = hosts
         self._pages = pages
+        self._errors = errors
         self._log = log
         self._metrics = metrics
         self._lifecycle = lifecycle
@@ -63,9 +65,11 @@ class Gate:
             self._log.request_end(record, now)
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send, record: RequestRecord) -> None:
+        form = self._errors.form_of(record.path)
+
         async def send_named(message: Message) -> None:
             if message["type"] == "http.response.start":
-                _complete_head(message, record)
+                _complete_head(message, record, form)
                 message["headers"] += self._pages.headers(scope["headers"])
                 if self._lifecycle.is_draining:  # the next request may find another server
                     message["headers"].append((b"connection", b"close"))
@@ -84,15 +88,17 @@ class Gate:
             if isinstance(error, PenstockError):
                 record.error_code = record.error_code or error.code
             if record.status == 0:
-                await error_response(error, record.request_id)(scope, receive, send_named)
+                answer = self._errors.response(record.path, error, record.request_id)
+                await answer(scope, receive, send_named)
             if not isinstance(error, PenstockError):
                 self._log.bug(record, error)
 
 
-def _complete_head(message: Message, record: RequestRecord) -> None:
+def _complete_head(message: Message, record: RequestRecord, form: ErrorForm) -> None:
     record.status = message["status"]
     headers = list(message.get("headers", ()))
     present = {name for name, _ in headers}
     headers += [pair for pair in _SAFETY_HEADERS if pair[0] not in present]
-    headers.append((REQUEST_ID_HEADER, record.request_id.encode()))
+    names = (REQUEST_ID_HEADER, form.id_header)
+    headers += [(name, record.request_id.encode()) for name in names if name]
     message["headers"] = headers

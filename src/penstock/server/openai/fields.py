@@ -7,7 +7,7 @@ unless its value asks for nothing. A field that nobody knows is ignored; its nam
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import msgspec
@@ -122,6 +122,25 @@ def convert(body: dict[str, Any], request_type: type[R]) -> R:
         raise refused_field(str(error), request_type) from None
 
 
+def refuse_asked(
+    names: Mapping[str, tuple[tuple[object, ...], str]], value_of: Callable[[str], object]
+) -> None:
+    """Raise `InvalidRequestError` for the first field that asks for what this server does not do.
+
+    Args:
+        names: by field, the values that ask for nothing, and what to do in place of others.
+        value_of: the value of a field; None where it is not given.
+    """
+    for name, (neutral, remedy) in names.items():
+        if value_of(name) not in neutral:
+            raise InvalidRequestError(
+                f"{name} is not supported by this version of Penstock.",
+                remedy=remedy,
+                param=name,
+                code="unsupported_parameter",
+            )
+
+
 def _refuse_unsupported(body: dict[str, Any], request_type: type[R]) -> None:
     known = request_type.__struct_fields__
     elsewhere = OF_OTHER_ROUTES.get(request_type, {})
@@ -216,17 +235,21 @@ def _unknown_options(body: Mapping[str, Any], request_type: type[msgspec.Struct]
     return [f"stream_options.{name}" for name in options if name not in of.__struct_fields__]
 
 
-def warning_headers(unknown: Sequence[str], unused: Sequence[str] = ()) -> dict[str, str]:
+def warning_headers(
+    unknown: Sequence[str], unused: Sequence[str] = (), skipped: Sequence[str] = ()
+) -> dict[str, str]:
     """Return the header that names ignored fields; untrusted characters become `?`, long lists are cut.
 
     Args:
         unused: those that have no effect on this model.
+        skipped: tools that the API would run itself, and this server does not have.
     """
     parts = [
         f"{what}: {_listed(names)}"
         for what, names in (
             ("ignored unknown field(s)", unknown),
             ("without effect on this model", unused),
+            ("skipped tool(s) that this server does not run", skipped),
         )
         if names
     ]

@@ -1,18 +1,17 @@
 """From a request to `/v1/responses` to the chat request that asks for the same.
 
-What the two APIs have in common is checked once, as a chat's fields: `own_names` turns the names of those in
+What the two APIs have in common is checked once, as a chat's fields; `own_names` turns the names of those in
 an error back into the ones that the client has sent. Called by `responses`.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Mapping
-from typing import Any, Literal, NamedTuple
+from collections.abc import Mapping
+from typing import Any, Literal
 
 from penstock.config.limits import Limits
-from penstock.errors import InvalidRequestError, RequestError
-from penstock.server.openai.fields import REASONING_BUDGETS, unknown_fields
+from penstock.errors import InvalidRequestError
+from penstock.server.openai.fields import REASONING_BUDGETS, refuse_asked, unknown_fields
 from penstock.server.openai.openai_types import (
     ChatMessage,
     ChatRequest,
@@ -26,6 +25,7 @@ from penstock.server.openai.openai_types import (
     Tool,
     ToolCall,
 )
+from penstock.server.openai.own_names import MessageOrigin, OwnNames, OwnWords
 from penstock.server.openai.prompts import joined_text
 from penstock.server.openai.responses_types import (
     LOGPROBS,
@@ -81,12 +81,20 @@ MAX_METADATA = 16
 _MAX_METADATA_KEY, _MAX_METADATA_VALUE, _MAX_NOTE = 64, 512, 512
 
 
-class _Origin(NamedTuple):
-    """Of a message: the item of the input that it began with, None where it is not of the input; and the item
-    that is its first call, if it has any."""
-
-    item: int | None
-    call: int | None = None
+_WORDS = OwnWords(
+    fields={
+        "messages": "input",
+        "max_completion_tokens": "max_output_tokens",
+        "max_tokens": "max_output_tokens",
+        "response_format.json_schema": "text.format",
+        "response_format": "text.format",
+        "reasoning_effort": "reasoning.effort",
+        "logprobs": "top_logprobs",
+    },
+    params={},
+    call="function_call",
+    parameters="parameters",
+)
 
 
 class ChatOfResponse:
@@ -94,13 +102,14 @@ class ChatOfResponse:
 
     Attributes:
         request: the same as a chat.
+        names: the request's own names, in place of the chat's.
         unused: fields of the request that change nothing here.
     """
 
     def __init__(self, request: ResponsesRequest, limits: Limits) -> None:
-        _refuse(_REFUSED, lambda name: getattr(request, name))
+        refuse_asked(_REFUSED, lambda name: getattr(request, name))
         _check_notes(request)
-        messages, self._origins = _messages(request, limits)
+        messages, origins = _messages(request, limits)
         wants_logprobs = LOGPROBS in (request.include or ())
         if request.top_logprobs and not wants_logprobs:
             raise _wrong(
@@ -124,49 +133,9 @@ class ChatOfResponse:
             include_reasoning=request.include_reasoning,
             chat_template_kwargs=request.chat_template_kwargs,
         )
+        tools = [f"tools[{index}]" for index in range(len(request.tools or ()))]
+        self.names = OwnNames(_WORDS, origins, tools)
         self.unused = _unused(request)
-
-    def own_names(self, text: str) -> str:
-        """The text with the names of the request's own fields in place of a chat's."""
-        return _CHAT_NAME.sub(self._own_name, text)
-
-    def _own_name(self, match: re.Match[str]) -> str:
-        if match["message"] is not None:
-            index = int(match["message"])
-            if index >= len(self._origins):  # the client's own words
-                return match[0]
-            item, call = self._origins[index]
-            if match["calls"] and call is not None:
-                return f"input[{call}]" + _OF_CALLS[match["calls"]]
-            return ("instructions" if item is None else f"input[{item}]") + (match["calls"] or "")
-        if match["tool"] is not None:
-            return f"tools[{match['tool']}]"
-        return _OWN_NAMES[match[0]]
-
-    def renamed(self, error: RequestError) -> RequestError:
-        """An error of the chat, with the names of the request's own fields."""
-        return type(error)(
-            self.own_names(error.message),
-            remedy=self.own_names(error.remedy),
-            param=None if error.param is None else self.own_names(error.param),
-            code=error.code,
-        )
-
-
-_OWN_NAMES: Mapping[str, str] = {
-    "messages": "input",
-    "max_completion_tokens": "max_output_tokens",
-    "max_tokens": "max_output_tokens",
-    "response_format.json_schema": "text.format",
-    "response_format": "text.format",
-    "reasoning_effort": "reasoning.effort",
-    "logprobs": "top_logprobs",
-}
-_OF_CALLS = {".tool_calls": "", " has tool_calls": " is a function_call"}
-_CHAT_NAME = re.compile(  # behind a quote are the client's own words
-    r"(?<!['\"])\bmessages\[(?P<message>\d{1,9})\](?P<calls>(?:\.| has )tool_calls\b)?"
-    r"|\btools\[(?P<tool>\d+)\]\.function|(?<!['\"])\b(?:" + "|".join(map(re.escape, _OWN_NAMES)) + r")\b"
-)
 
 
 def _wrong(message: str, param: str, *, remedy: str = "", code: str | None = None) -> InvalidRequestError:
@@ -176,26 +145,15 @@ def _wrong(message: str, param: str, *, remedy: str = "", code: str | None = Non
 def refuse_fields_of_chats(body: Mapping[str, Any]) -> None:
     """Raise `InvalidRequestError` for a field that is another one here, or a bound on reasoning, before it is
     ignored as unknown."""
-    _refuse(_OF_CHATS, body.get)
+    refuse_asked(_OF_CHATS, body.get)
     reasoning = body.get("reasoning")
     if isinstance(reasoning, dict):
-        _refuse(_OF_REASONING, lambda name: reasoning.get(name.removeprefix("reasoning.")))
+        refuse_asked(_OF_REASONING, lambda name: reasoning.get(name.removeprefix("reasoning.")))
 
 
 def unknown_here(body: Mapping[str, Any]) -> list[str]:
     """`fields.unknown_fields`, but for those of a chat that ask for nothing."""
     return [name for name in unknown_fields(body, ResponsesRequest) if name not in _OF_CHATS]
-
-
-def _refuse(names: Mapping[str, tuple[tuple[object, ...], str]], value_of: Callable[[str], object]) -> None:
-    for name, (neutral, remedy) in names.items():
-        if value_of(name) not in neutral:
-            raise _wrong(
-                f"{name} is not supported by this version of Penstock.",
-                name,
-                remedy=remedy,
-                code="unsupported_parameter",
-            )
 
 
 def _check_notes(request: ResponsesRequest) -> None:
@@ -225,23 +183,22 @@ def _unused(request: ResponsesRequest) -> list[str]:
     return names
 
 
-def _messages(request: ResponsesRequest, limits: Limits) -> tuple[list[ChatMessage], list[_Origin]]:
+def _messages(request: ResponsesRequest, limits: Limits) -> tuple[list[ChatMessage], list[MessageOrigin]]:
     """Return the conversation, and the origin of each message in the input."""
     messages: list[ChatMessage | _Turn] = []
-    origins: list[_Origin] = []
+    origins: list[MessageOrigin] = []
     if request.instructions:
         messages.append(ChatMessage(role="system", content=request.instructions))
-        origins.append(_Origin(None))
+        origins.append(MessageOrigin("instructions"))
     for index, item in enumerate(_items(request.input, limits.max_messages - len(messages))):
-        last = messages[-1] if messages else None
-        call = index if item.kind == "function_call" else None
+        last, where = messages[-1] if messages else None, f"input[{index}]"
+        call = where if item.kind == "function_call" else ""
         if isinstance(last, _Turn) and last.takes(item):
-            last.take(item, f"input[{index}]")
-            if origins[-1].call is None:
-                origins[-1] = _Origin(origins[-1].item, call)
+            last.take(item, where)
+            origins[-1] = MessageOrigin(origins[-1].where, origins[-1].call or call)
             continue
-        messages.append(_begun(item, f"input[{index}]"))
-        origins.append(_Origin(index, call))
+        messages.append(_begun(item, where))
+        origins.append(MessageOrigin(where, call))
     return [message.message() if isinstance(message, _Turn) else message for message in messages], origins
 
 

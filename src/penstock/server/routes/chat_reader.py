@@ -1,6 +1,7 @@
 """From a chat request to the sequence that answers it, and to how its answers are read.
 
-Called by the routes that take conversations: `chat`, and `responses`, which makes chat requests of its own.
+Called by the routes that take conversations: `chat`, and `responses` and `messages`, which make chat requests
+of their own.
 """
 
 from __future__ import annotations
@@ -83,6 +84,13 @@ class ChatReader:
         prompt = await prompts.chat(request.messages, use, options)
         sequence = self._sequence(request, prompt, sampling)
         return await prompts.chat_text(request.messages, use, options), sequence, unused
+
+    async def prompt(self, request: ChatRequest) -> tuple[list[int], list[str]]:
+        """Return the ids of the prompt, however many, and fields without effect; sampling is checked too."""
+        intake = self._intake
+        chat_sampling(request, intake.model, intake.limits, open_objects=intake.open_objects)
+        use, options, unused = self._beside_messages(request)
+        return await intake.prompts.chat(request.messages, use, options), unused
 
     def _beside_messages(self, request: ChatRequest) -> tuple[ToolUse, dict[str, Any], list[str]]:
         """Return tools and options for the chat template, and the fields that have no effect on it."""

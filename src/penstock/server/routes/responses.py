@@ -58,7 +58,7 @@ class ResponsesRoute:
         try:
             read = await self._chats.read(chat.request)
         except RequestError as error:
-            raise chat.renamed(error) from None
+            raise chat.names.renamed(error) from None
         unique = record_of(request.scope).unique_id
         response = _begun(fields, f"resp_{unique}", intake.model.name, read.sequence.sampling)
         logprobs = _logprobs_of(read.sequence, intake.model.codec)
@@ -69,7 +69,7 @@ class ResponsesRoute:
             counted = with_reasoning_tokens(usage, [output.reasoning_tokens])
             return output.lists.encode(finished(response, output, counted))
 
-        unused = chat.unused + [chat.own_names(name) for name in read.unused]
+        unused = chat.unused + [chat.names.of(name) for name in read.unused]
         headers = warning_headers(unknown_here(body), unused)
         text = ResponseText(response, output) if fields.stream else None
         return self._responder.start(request, [read.sequence], headers, make_body, text)

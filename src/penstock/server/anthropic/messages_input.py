@@ -1,0 +1,208 @@
+"""From a request to `/v1/messages` to the chat request that asks for the same.
+
+What the two APIs have in common is checked once, as a chat's fields; `own_names` turns the names of those in
+an error back into the ones that the client has sent. Called by `messages`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, TypeVar
+
+from penstock.config.limits import Limits
+from penstock.errors import InvalidRequestError
+from penstock.server.anthropic.messages_types import (
+    ConversationRequest,
+    OutputFormat,
+    Thinking,
+    ToolChoice,
+    ToolParam,
+)
+from penstock.server.anthropic.turns import chat_messages
+from penstock.server.openai.fields import convert, refuse_asked, unknown_fields
+from penstock.server.openai.openai_types import (
+    ChatMessage,
+    ChatRequest,
+    Function,
+    JsonSchemaFormat,
+    NamedFunction,
+    NamedTool,
+    ResponseFormat,
+    SampledRequest,
+    Tool,
+)
+from penstock.server.openai.own_names import OwnNames, OwnWords
+from penstock.tokenizer.tool_formats import ModelSyntax
+
+C = TypeVar("C", bound=ConversationRequest)
+
+# Fields of the OpenAI routes that would change the answer: the values that ask for nothing, and what to do in
+# place of others.
+_OF_CHATS: Mapping[str, tuple[tuple[object, ...], str]] = {
+    "stop": ((None,), "It is stop_sequences here."),
+    "n": ((None, 1), "Send several requests."),
+    "input": ((None,), "Send it in messages."),
+    "instructions": ((None,), "It is system here."),
+    "max_completion_tokens": ((None,), "It is max_tokens here."),
+    "max_output_tokens": ((None,), "It is max_tokens here."),
+    "response_format": ((None,), "It is output_config.format here."),
+    "logprobs": ((None, False), "Ask for them by /v1/chat/completions."),
+    "top_logprobs": ((None, 0), "Ask for them by /v1/chat/completions."),
+    "prompt_logprobs": ((None,), "Ask for them by /v1/chat/completions."),
+    "return_token_ids": ((None, False), "Ask for them by /v1/chat/completions."),
+    "add_special_tokens": ((None, False), "The chat template writes the special tokens."),
+}
+_WORDS = OwnWords(
+    fields={
+        "max_completion_tokens": "max_tokens",
+        "response_format.json_schema": "output_config.format",
+        "response_format": "output_config.format",
+        "reasoning_effort": "output_config.effort",
+    },
+    params={"stop": "stop_sequences"},
+    call="tool_use block",
+    parameters="input_schema",
+)
+_CHOICES: Mapping[str, Literal["none", "auto", "required"]] = {
+    "auto": "auto",
+    "any": "required",
+    "none": "none",
+}
+# Variables by which templates are told whether the model should think.
+_SWITCHES = ("enable_thinking", "thinking")
+# Tools that clients run, which the API describes to its models itself: by the beginning of their type.
+_DESCRIBED = ("bash_", "text_editor_", "computer_", "memory_", "browser_")
+
+
+def read_fields(body: dict[str, Any], kind: type[C]) -> C:
+    """Return the request in `body`. Raises `InvalidRequestError` naming the field at fault."""
+    refuse_asked(_OF_CHATS, body.get)
+    return convert(body, kind)
+
+
+def unknown_here(body: Mapping[str, Any], kind: type[ConversationRequest]) -> list[str]:
+    """`fields.unknown_fields`, but for those of a chat that ask for nothing."""
+    return [name for name in unknown_fields(body, kind) if name not in _OF_CHATS]
+
+
+class ChatOfMessages:
+    """The chat request that a message request comes to; `max_tokens` apart, which it has not.
+
+    Args:
+        syntax: of the model.
+
+    Attributes:
+        request: the same as a chat.
+        names: the request's own names, in place of the chat's.
+        unused: fields of the request that change nothing on this model.
+        skipped: tools that the API would run itself.
+    """
+
+    def __init__(self, request: ConversationRequest, syntax: ModelSyntax, limits: Limits) -> None:
+        made = chat_messages(request, limits)
+        messages = [message for message, _ in made]
+        tools = _Tools(request.tools or ())
+        thinking = request.thinking or Thinking(type="disabled")
+        thinks = thinking.type != "disabled"
+        choice = request.tool_choice
+        shared = {name: getattr(request, name) for name in SampledRequest.__struct_fields__}
+        self.request = ChatRequest(
+            **shared | {"stop": request.stop_sequences},
+            messages=messages,
+            tools=tools.made or None,
+            tool_choice=None if choice is None else _choice(choice),
+            parallel_tool_calls=not choice.disable_parallel_tool_use if choice is not None else None,
+            response_format=_format(request),
+            reasoning_effort=None if request.output_config is None else request.output_config.effort,
+            include_reasoning=thinks and thinking.display != "omitted",
+            chat_template_kwargs={name: thinks for name in _SWITCHES if name in syntax.reads},
+            continue_final_message=_goes_on(messages),
+        )
+        self.names = OwnNames(_WORDS, [origin for _, origin in made], tools.names)
+        self.unused = _unused(thinking, syntax)
+        self.skipped = tools.skipped
+
+    def refuse_open_calls(self) -> None:
+        """Raise `InvalidRequestError` if the last message has calls of tools, whose results are missing."""
+        messages = self.request.messages
+        if messages and messages[-1].role == "assistant" and messages[-1].tool_calls:
+            where = self.names.of(f"messages[{len(messages) - 1}].tool_calls")
+            raise InvalidRequestError(
+                f"{where} is a tool_use block of the last message, whose result is missing.",
+                remedy="Send a tool_result for each in a message of the user.",
+                param=where,
+            )
+
+
+def _goes_on(messages: Sequence[ChatMessage]) -> bool:
+    """Return whether the answer continues the last message, which is the beginning of it then."""
+    return bool(messages) and messages[-1].role == "assistant" and not messages[-1].tool_calls
+
+
+def _unused(thinking: Thinking, syntax: ModelSyntax) -> list[str]:
+    unused = []
+    if thinking.type != "disabled" and syntax.reasoning is None:
+        unused.append("thinking")
+    elif thinking.budget_tokens is not None:
+        unused.append("thinking.budget_tokens")
+    return unused
+
+
+def _format(request: ConversationRequest) -> ResponseFormat | None:
+    of_config: OutputFormat | None = None if request.output_config is None else request.output_config.format
+    chosen = of_config or request.output_format
+    if chosen is None:
+        return None
+    return ResponseFormat(type="json_schema", json_schema=JsonSchemaFormat(schema=chosen.schema))
+
+
+def _choice(choice: ToolChoice) -> Literal["none", "auto", "required"] | NamedTool:
+    if choice.type != "tool":
+        return _CHOICES[choice.type]
+    if choice.name is None:
+        raise _missing("tool_choice.name")
+    return NamedTool(type="function", function=NamedFunction(name=choice.name))
+
+
+class _Tools:
+    """The tools of a request.
+
+    Attributes:
+        made: those that the client runs, as a chat has them.
+        names: of each of these in errors.
+        skipped: the others.
+    """
+
+    def __init__(self, tools: Sequence[ToolParam]) -> None:
+        self.made: list[Tool] = []
+        self.names: list[str] = []
+        self.skipped: list[str] = []
+        for index, tool in enumerate(tools):
+            where, kind = f"tools[{index}]", tool.type or "custom"
+            if kind == "custom":
+                self.made.append(_tool(tool, where))
+                self.names.append(where)
+            elif kind.startswith(_DESCRIBED):
+                raise InvalidRequestError(
+                    f"{where}.type is {kind[:64]!r}, a tool that this server has no description of.",
+                    remedy="Describe it as a tool with name, description and input_schema.",
+                    param=f"{where}.type",
+                    code="unsupported_parameter",
+                )
+            else:
+                self.skipped.append(f"{where}:{kind}")
+
+
+def _tool(tool: ToolParam, where: str) -> Tool:
+    if tool.name is None:
+        raise _missing(f"{where}.name")
+    if tool.input_schema is None:
+        raise _missing(f"{where}.input_schema")
+    function = Function(
+        name=tool.name, description=tool.description, parameters=tool.input_schema, strict=tool.strict
+    )
+    return Tool(type="function", function=function)
+
+
+def _missing(where: str) -> InvalidRequestError:
+    return InvalidRequestError(f"{where} is required.", param=where, code="missing_required_parameter")

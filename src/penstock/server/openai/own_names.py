@@ -1,0 +1,94 @@
+"""The names of a request's own fields, in place of those of the chat that it comes to.
+
+What several APIs have in common is checked once, as a chat's fields. Used by those whose requests become chat
+requests (`responses_input`, and Anthropic's), for errors and warnings.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from penstock.errors import RequestError
+
+
+class MessageOrigin(NamedTuple):
+    """What a message of the chat was made of, by the request's own names.
+
+    Attributes:
+        where: what the message begins with.
+        call: its first call of a tool; empty where it has none.
+    """
+
+    where: str
+    call: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OwnWords:
+    """How an API names what a chat has too.
+
+    Attributes:
+        fields: by the chat's name, which is translated wherever it stands.
+        params: the same for names that are plain words too, which are translated as an error's `param` alone.
+        call: what a call is called.
+        parameters: what the schema of a tool's arguments is called.
+    """
+
+    fields: Mapping[str, str]
+    params: Mapping[str, str]
+    call: str
+    parameters: str
+
+
+class OwnNames:
+    """Translates what is said of a chat.
+
+    Args:
+        words: of the API.
+        messages: the origin of each message of the chat.
+        tools: the request's own name of each tool of the chat.
+    """
+
+    def __init__(self, words: OwnWords, messages: Sequence[MessageOrigin], tools: Sequence[str]) -> None:
+        self._words = words
+        self._messages = messages
+        self._tools = tools
+        names = "|".join(map(re.escape, sorted(words.fields, key=len, reverse=True)))
+        self._pattern = re.compile(  # behind a quote are the client's own words
+            r"(?<!['\"])\bmessages\[(?P<message>\d{1,9})\](?P<calls>(?:\.| has )tool_calls\b)?"
+            r"|\btools\[(?P<tool>\d{1,9})\]\.function(?P<parameters>\.parameters\b)?"
+            rf"|(?<!['\"])\b(?:{names})\b"
+        )
+
+    def of(self, text: str) -> str:
+        """Return the text with the request's own names."""
+        return self._pattern.sub(self._own_name, text)
+
+    def renamed(self, error: RequestError) -> RequestError:
+        """Return an error of the chat with the request's own names."""
+        param = error.param
+        if param is not None:
+            param = self._words.params.get(param) or self.of(param)
+        return type(error)(self.of(error.message), remedy=self.of(error.remedy), param=param, code=error.code)
+
+    def _own_name(self, match: re.Match[str]) -> str:
+        if match["message"] is not None:
+            return self._own_message(match)
+        if match["tool"] is not None:
+            index = int(match["tool"])
+            if index >= len(self._tools):  # the client's own words
+                return match[0]
+            return self._tools[index] + (f".{self._words.parameters}" if match["parameters"] else "")
+        return self._words.fields[match[0]]
+
+    def _own_message(self, match: re.Match[str]) -> str:
+        index = int(match["message"])
+        if index >= len(self._messages):  # the client's own words
+            return match[0]
+        origin, calls = self._messages[index], match["calls"] or ""
+        if not (calls and origin.call):
+            return origin.where + calls
+        return origin.call if calls.startswith(".") else f"{origin.call} is a {self._words.call}"
