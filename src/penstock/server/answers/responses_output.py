@@ -1,6 +1,6 @@
 """What an answer of `/v1/responses` consists of, as it comes: items, and the events that tell of them.
 
-An item is a message, what the model thought, or a call of a function. Grammar of a stream:
+An item is a message, what the model thought, or a call of a function or custom tool. Grammar of a stream:
 `response.created`, `response.in_progress`; for each item `response.output_item.added`, its parts and deltas,
 `response.output_item.done`; then `response.completed` or `response.incomplete`, and `[DONE]`. After a failure
 `error` and `response.failed`, without `[DONE]`. Every event has a `sequence_number`; `: ping` may stand
@@ -26,12 +26,14 @@ from penstock.server.answers.generation import EventWriter
 from penstock.server.answers.sse import DONE, PING
 from penstock.server.answers.text_logprobs import TextLogprobs
 from penstock.server.http.errors import error_object
+from penstock.server.openai.custom_tools import input_of
 from penstock.server.openai.message_reader import MessageReader
 from penstock.server.openai.openai_types import ChatTokenLogprob, Usage
 from penstock.server.openai.responses_types import (
     IncompleteDetails,
     InputTokensDetails,
     OutputCall,
+    OutputCustomCall,
     OutputItem,
     OutputMessage,
     OutputReasoning,
@@ -68,10 +70,10 @@ class _OpenItem:
         """All that was added."""
         return "".join(self._texts)
 
-    def add(self, text: str, logprobs: list[ChatTokenLogprob]) -> Event:
-        """The event of some more text."""
+    def add(self, text: str, logprobs: list[ChatTokenLogprob]) -> list[Event]:
+        """The events of some more text."""
         self._texts.append(text)
-        return {"type": f"{self._events}.delta", "delta": text}
+        return [{"type": f"{self._events}.delta", "delta": text}]
 
     def begin(self) -> list[Event]:
         """The events behind its `output_item.added`."""
@@ -95,10 +97,11 @@ class _OpenMessage(_OpenItem):
         super().__init__(unique)
         self._logprobs = logprobs
 
-    def add(self, text: str, logprobs: list[ChatTokenLogprob]) -> Event:
+    def add(self, text: str, logprobs: list[ChatTokenLogprob]) -> list[Event]:
         encoded = encode(logprobs)
         self._logprobs.extend(encoded)
-        return super().add(text, logprobs) | {"content_index": 0, "logprobs": msgspec.Raw(encoded)}
+        beside = {"content_index": 0, "logprobs": msgspec.Raw(encoded)}
+        return [event | beside for event in super().add(text, logprobs)]
 
     def begin(self) -> list[Event]:
         return [_part_event("added", OutputText(text=""))]
@@ -123,8 +126,8 @@ class _OpenReasoning(_OpenItem):
     _prefix = "rs"
     _events = "response.reasoning_text"
 
-    def add(self, text: str, logprobs: list[ChatTokenLogprob]) -> Event:
-        return super().add(text, logprobs) | {"content_index": 0}
+    def add(self, text: str, logprobs: list[ChatTokenLogprob]) -> list[Event]:
+        return [event | {"content_index": 0} for event in super().add(text, logprobs)]
 
     def begin(self) -> list[Event]:
         return [_part_event("added", ReasoningText(text=""))]
@@ -151,9 +154,32 @@ class _OpenCall(_OpenItem):
     def end(self) -> list[Event]:
         return [{"type": f"{self._events}.done", "name": self._name, "arguments": self.text}]
 
-    def item(self, status: Status) -> OutputCall:
+    def item(self, status: Status) -> OutputCall | OutputCustomCall:
         return OutputCall(
             id=self.id, status=status, call_id=self._call_id, name=self._name, arguments=self.text
+        )
+
+
+class _OpenCustomCall(_OpenCall):
+    """A call of a custom tool. Its text stands within arguments, and goes out when these are complete."""
+
+    _prefix = "ctc"
+    _events = "response.custom_tool_call_input"
+
+    def add(self, text: str, logprobs: list[ChatTokenLogprob]) -> list[Event]:
+        super().add(text, logprobs)
+        return []
+
+    def end(self) -> list[Event]:
+        text = input_of(self.text)
+        return [
+            {"type": f"{self._events}.delta", "delta": text},
+            {"type": f"{self._events}.done", "input": text},
+        ]
+
+    def item(self, status: Status) -> OutputCustomCall:
+        return OutputCustomCall(
+            id=self.id, status=status, call_id=self._call_id, name=self._name, input=input_of(self.text)
         )
 
 
@@ -167,19 +193,27 @@ class Output:
     Args:
         unique: what its id ends with; those of its items have it too.
         logprobs: of its tokens.
+        customs: names of the custom tools.
 
     Attributes:
         items: those that are complete.
         lists: log-probabilities of messages; events and items have placeholders for them.
     """
 
-    def __init__(self, unique: str, reader: MessageReader, logprobs: TextLogprobs) -> None:
+    def __init__(
+        self,
+        unique: str,
+        reader: MessageReader,
+        logprobs: TextLogprobs,
+        customs: frozenset[str] = frozenset(),
+    ) -> None:
         self.items: list[OutputItem] = []
         self.lists = EncodedLists()
         self.finish_reason: FinishReason | None = None
         self._unique = unique
         self._reader = reader
         self._logprobs = logprobs
+        self._customs = customs
         self._open: _OpenItem | None = None
 
     @property
@@ -218,7 +252,8 @@ class Output:
 
     def _call(self, name: str) -> list[Event]:
         closed = self._close()
-        return closed + self._begin(_OpenCall(self._name(), self._reader.new_call_id(), name))
+        kind = _OpenCustomCall if name in self._customs else _OpenCall
+        return closed + self._begin(kind(self._name(), self._reader.new_call_id(), name))
 
     def _finish(self, reason: FinishReason) -> list[Event]:
         self.finish_reason = reason
@@ -250,7 +285,7 @@ class Output:
 
     def _add(self, text: str, logprobs: list[ChatTokenLogprob]) -> list[Event]:
         assert self._open is not None
-        return [self._placed(self._open.add(text, logprobs))]
+        return [self._placed(event) for event in self._open.add(text, logprobs)]
 
     def _close(self, status: Status = "completed") -> list[Event]:
         opened = self._open

@@ -6,11 +6,12 @@ an error back into the ones that the client has sent. Called by `responses`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from penstock.config.limits import Limits
 from penstock.errors import InvalidRequestError
+from penstock.server.openai.custom_tools import InputGrammar, arguments_of, custom_tool, input_grammar
 from penstock.server.openai.fields import REASONING_BUDGETS, refuse_asked, unknown_fields
 from penstock.server.openai.openai_types import (
     ChatMessage,
@@ -77,6 +78,10 @@ _UNUSED: Mapping[str, tuple[object, ...]] = {
     "prompt_cache_retention": (None, "in_memory"),
 }
 
+# Tools that the API runs itself: by the beginning of their type.
+_HOSTED = ("web_search", "file_search", "code_interpreter", "image_generation", "mcp", "tool_search")
+_CALLS = ("function_call", "custom_tool_call")
+
 MAX_METADATA = 16
 _MAX_METADATA_KEY, _MAX_METADATA_VALUE, _MAX_NOTE = 64, 512, 512
 
@@ -104,12 +109,16 @@ class ChatOfResponse:
         request: the same as a chat.
         names: the request's own names, in place of the chat's.
         unused: fields of the request that change nothing here.
+        inputs: grammars of the texts of custom tools, by tool.
+        customs: names of the custom tools.
+        skipped: tools that the API would run itself.
     """
 
     def __init__(self, request: ResponsesRequest, limits: Limits) -> None:
         refuse_asked(_REFUSED, lambda name: getattr(request, name))
         _check_notes(request)
         messages, origins = _messages(request, limits)
+        tools = _Tools(request.tools or ())
         wants_logprobs = LOGPROBS in (request.include or ())
         if request.top_logprobs and not wants_logprobs:
             raise _wrong(
@@ -125,7 +134,7 @@ class ChatOfResponse:
             max_completion_tokens=request.max_output_tokens,
             logprobs=wants_logprobs,
             top_logprobs=request.top_logprobs,
-            tools=[_tool(index, tool) for index, tool in enumerate(request.tools or ())] or None,
+            tools=tools.made or None,
             tool_choice=_choice(request),
             parallel_tool_calls=request.parallel_tool_calls,
             response_format=None if text_format is None else _format(text_format),
@@ -133,9 +142,9 @@ class ChatOfResponse:
             include_reasoning=request.include_reasoning,
             chat_template_kwargs=request.chat_template_kwargs,
         )
-        tools = [f"tools[{index}]" for index in range(len(request.tools or ()))]
-        self.names = OwnNames(_WORDS, origins, tools)
+        self.names = OwnNames(_WORDS, origins, tools.names)
         self.unused = _unused(request)
+        self.inputs, self.customs, self.skipped = tools.inputs, frozenset(tools.customs), tools.skipped
 
 
 def _wrong(message: str, param: str, *, remedy: str = "", code: str | None = None) -> InvalidRequestError:
@@ -192,7 +201,7 @@ def _messages(request: ResponsesRequest, limits: Limits) -> tuple[list[ChatMessa
         origins.append(MessageOrigin("instructions"))
     for index, item in enumerate(_items(request.input, limits.max_messages - len(messages))):
         last, where = messages[-1] if messages else None, f"input[{index}]"
-        call = where if item.kind == "function_call" else ""
+        call = where if item.kind in _CALLS else ""
         if isinstance(last, _Turn) and last.takes(item):
             last.take(item, where)
             origins[-1] = MessageOrigin(origins[-1].where, origins[-1].call or call)
@@ -217,7 +226,7 @@ def _items(given: str | list[InputItem], most: int) -> list[InputItem]:
 
 def _begun(item: InputItem, where: str) -> ChatMessage | _Turn:
     """The message that begins with this item."""
-    if item.kind == "function_call_output":
+    if item.kind in ("function_call_output", "custom_tool_call_output"):
         return _result(item, where)
     if item.kind == "message" and item.role != "assistant":
         return _message(item, where)
@@ -237,7 +246,7 @@ class _Turn:
 
     def takes(self, item: InputItem) -> bool:
         """Whether the item goes on with this turn."""
-        if item.kind == "function_call":
+        if item.kind in _CALLS:
             return True
         is_text = item.kind == "message" and item.role == "assistant"
         return is_text and (self._text is None or bool(self._calls))
@@ -248,13 +257,13 @@ class _Turn:
             self._text = (self._text or "") + joined_text(item.content, f"{where}.content", _part_text)
         elif item.kind == "reasoning":
             self._reasoning = joined_text(item.content or item.summary, f"{where}.content", _part_text)
-        elif item.kind == "function_call":
+        elif item.kind in _CALLS:
             self._calls.append(_call(item, where))
         else:
             raise _wrong(
                 f"{where}.type is {item.kind[:64]!r}, which this server does not take.",
                 f"{where}.type",
-                remedy="It takes message, reasoning, function_call and function_call_output.",
+                remedy="It takes message, reasoning, function_call, custom_tool_call, and outputs of calls.",
                 code="unsupported_content",
             )
 
@@ -287,9 +296,11 @@ def _result(item: InputItem, where: str) -> ChatMessage:
 
 def _call(item: InputItem, where: str) -> ToolCall:
     name = _required(item.name, f"{where}.name")
+    arguments: str | dict[str, Any] = item.arguments or "{}"
+    if item.kind == "custom_tool_call":
+        arguments = arguments_of(_required(item.input, f"{where}.input"))
     return ToolCall(
-        id=_required(item.call_id, f"{where}.call_id"),
-        function=FunctionCall(name=name, arguments=item.arguments or "{}"),
+        id=_required(item.call_id, f"{where}.call_id"), function=FunctionCall(name=name, arguments=arguments)
     )
 
 
@@ -307,13 +318,49 @@ def _part_text(part: InputPart) -> str | None:
     return part.refusal if part.type == "refusal" else part.text if part.type in _TEXT_PARTS else None
 
 
-def _tool(index: int, tool: FunctionTool) -> Tool:
-    where = f"tools[{index}]"
+def is_hosted(tool: FunctionTool) -> bool:
+    """Return whether a tool is one that the API runs itself; this server does not have it."""
+    return tool.type.startswith(_HOSTED)
+
+
+class _Tools:
+    """The tools of a request.
+
+    Attributes:
+        made: those that the client runs, as a chat has them.
+        names: of each of these in errors.
+        inputs, customs, skipped: as those of `ChatOfResponse`.
+    """
+
+    def __init__(self, tools: Sequence[FunctionTool]) -> None:
+        self.made: list[Tool] = []
+        self.names: list[str] = []
+        self.inputs: dict[str, InputGrammar] = {}
+        self.customs: list[str] = []
+        self.skipped: list[str] = []
+        for index, tool in enumerate(tools):
+            where = f"tools[{index}]"
+            if is_hosted(tool):
+                self.skipped.append(f"{where}:{tool.type}")
+                continue
+            self.made.append(self._custom(tool, where) if tool.type == "custom" else _function(tool, where))
+            self.names.append(where)
+
+    def _custom(self, tool: FunctionTool, where: str) -> Tool:
+        name = _required(tool.name, f"{where}.name")
+        self.customs.append(name)
+        grammar = input_grammar(tool.format, f"{where}.format") if tool.format else None
+        if grammar is not None:
+            self.inputs[name] = grammar
+        return custom_tool(tool, name)
+
+
+def _function(tool: FunctionTool, where: str) -> Tool:
     if tool.type != "function":
         raise _wrong(
             f"{where}.type is {tool.type[:64]!r}, which this server does not have.",
             f"{where}.type",
-            remedy="It has tools of type function, which the client runs.",
+            remedy="It has tools of type function and custom, which the client runs.",
             code="unsupported_parameter",
         )
     function = Function(

@@ -53,6 +53,7 @@ class InputItem(msgspec.Struct, frozen=True, kw_only=True):
     name: str | None = None
     arguments: str | None = None
     output: str | list[InputPart] | None = None
+    input: str | None = None
 
     @property
     def kind(self) -> str:
@@ -60,18 +61,28 @@ class InputItem(msgspec.Struct, frozen=True, kw_only=True):
         return "message" if self.type is None else self.type
 
 
+class CustomFormat(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What the text for a custom tool is: free, or of a grammar."""
+
+    type: Literal["text", "grammar"]
+    syntax: Literal["lark", "regex"] | None = None
+    definition: str | None = None
+
+
 class FunctionTool(msgspec.Struct, frozen=True, kw_only=True):
-    """A function that may be called; what a chat has under `function` stands here beside the type."""
+    """A function that may be called, a custom tool, or one that the API runs itself; by `type`. What a chat
+    has under `function` stands here beside it; `format` is a custom tool's."""
 
     type: str
     name: str | None = None
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
+    format: CustomFormat | msgspec.UnsetType | None = msgspec.UNSET
 
 
 class NamedChoice(NamedFunction, frozen=True, kw_only=True):
-    type: Literal["function"]
+    type: Literal["function", "custom"]
 
 
 class TextFormat(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -162,7 +173,17 @@ class OutputCall(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", ta
     arguments: str
 
 
-OutputItem = OutputMessage | OutputReasoning | OutputCall
+class OutputCustomCall(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="custom_tool_call"):
+    """`input` of one that is incomplete is what the model has written so far, with what stands around it."""
+
+    id: str
+    status: Status
+    call_id: str
+    name: str
+    input: str
+
+
+OutputItem = OutputMessage | OutputReasoning | OutputCall | OutputCustomCall
 
 
 class ResponseError(msgspec.Struct, frozen=True, kw_only=True):

@@ -163,11 +163,10 @@ def grammar_of(
         return None
     if use.choice == "auto" and not use.strict and text is None:
         return None
-    schemas = {tool["function"]["name"]: tool["function"].get("parameters") for tool in use.tools}
-    if use.choice == "auto":
-        schemas = {name: schema if use.binds(name) else {} for name, schema in schemas.items()}
-    else:
-        schemas = {name: schema for name, schema in schemas.items() if use.binds(name)}
+    given = {tool["function"]["name"]: tool["function"].get("parameters") for tool in use.tools}
+    schemas = {
+        name: given[name] if use.choice != "auto" or use.binds(name) else {} for name in callable_names(use)
+    }
     thinks: Thinks = "no" if syntax.reasoning is None else "opened" if is_open else "maybe"
     task = CallTask(
         schemas=schemas,
@@ -177,6 +176,12 @@ def grammar_of(
         thinks=thinks,
     )
     return call_grammar(task, syntax)
+
+
+def callable_names(use: ToolUse) -> list[str]:
+    """Return the tools that an answer may call, in the order that they have in its grammar."""
+    names = [tool["function"]["name"] for tool in use.tools]
+    return [name for name in names if use.choice == "auto" or use.binds(name)]
 
 
 def bound_schemas(use: ToolUse) -> dict[str, str]:

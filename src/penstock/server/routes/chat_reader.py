@@ -6,7 +6,9 @@ of their own.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
@@ -15,6 +17,7 @@ from penstock.request import SamplingParams, StructuredOutputs
 from penstock.server.answers.generation import Sequence
 from penstock.server.engine_port import ServedModel
 from penstock.server.openai.chat_options import opens_reasoning, reading_of, shown_markers, template_options
+from penstock.server.openai.custom_tools import InputGrammar, with_inputs
 from penstock.server.openai.message_reader import Reading
 from penstock.server.openai.openai_types import ChatRequest
 from penstock.server.openai.sampling import chat_sampling, check_choices, fit_to_context, output_field
@@ -22,6 +25,8 @@ from penstock.server.openai.structured import behind_reasoning, in_place_of_call
 from penstock.server.openai.tools import ToolUse, bound_schemas, grammar_of, tool_use
 from penstock.server.routes.grammar_checks import GrammarChecks
 from penstock.server.routes.intake import Intake
+
+NO_INPUTS: Mapping[str, InputGrammar] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,8 +50,12 @@ class ChatReader:
         self._intake = intake
         self._grammars = grammars
 
-    async def read(self, request: ChatRequest) -> ReadChat:
-        """Return the request as read, with its grammar checked. An error names the field at fault."""
+    async def read(self, request: ChatRequest, inputs: Mapping[str, InputGrammar] = NO_INPUTS) -> ReadChat:
+        """Return the request as read, with its grammar checked. An error names the field at fault.
+
+        Args:
+            inputs: grammars of the texts of custom tools, by tool.
+        """
         intake, grammars = self._intake, self._grammars
         model = intake.model
         sampling = chat_sampling(request, model, intake.limits, open_objects=intake.open_objects)
@@ -60,6 +69,7 @@ class ChatReader:
         if use.choice in ("none", "auto"):  # else there are only calls
             await grammars.check_sampling(sampling, asked_by)
         grammar = grammar_of(use, model.syntax, is_open=is_open, text=text)
+        grammar, unbound = await self._with_inputs(grammar, use, inputs)
         if grammar is None:
             grammar = behind_reasoning(sampling, model.syntax, asked_by, is_open=is_open)
         else:
@@ -70,7 +80,16 @@ class ChatReader:
         sampling = _for_reading(sampling, reading, model, made)
         if made is not None:
             await grammars.check_made(made, asked_by)
-        return ReadChat(sequence=self._sequence(request, prompt, sampling), reading=reading, unused=unused)
+        return ReadChat(
+            sequence=self._sequence(request, prompt, sampling), reading=reading, unused=unused + unbound
+        )
+
+    async def _with_inputs(
+        self, grammar: str | None, use: ToolUse, inputs: Mapping[str, InputGrammar]
+    ) -> tuple[str | None, list[str]]:
+        for given in inputs.values():
+            await self._grammars.check_given(given.given, given.where)
+        return with_inputs(grammar, use, inputs)
 
     async def render(self, request: ChatRequest) -> tuple[str, Sequence, list[str]]:
         """Return the text that the template makes, its sequence, and fields without effect.

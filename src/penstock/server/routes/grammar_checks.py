@@ -33,6 +33,11 @@ class GrammarChecks:
             with _named(param):
                 await self._prover.prove(sampling.structured_outputs)
 
+    async def check_given(self, structured: StructuredOutputs, param: str) -> None:
+        """Check a grammar of a part of the text. Raises as above."""
+        with _named(param):
+            await self._prover.prove(structured)
+
     async def check_made(self, structured: StructuredOutputs, param: str) -> None:
         """Check a grammar that was made of parts, each of which is within its bounds. Raises as above."""
         with _named(param):

@@ -20,6 +20,7 @@ from penstock.server.openai.message_reader import Reading
 from penstock.server.openai.openai_types import Usage
 from penstock.server.openai.responses_input import (
     ChatOfResponse,
+    is_hosted,
     refuse_fields_of_chats,
     unknown_here,
 )
@@ -56,13 +57,14 @@ class ResponsesRoute:
         intake.check_model(fields.model)
         chat = ChatOfResponse(fields, intake.limits)
         try:
-            read = await self._chats.read(chat.request)
+            read = await self._chats.read(chat.request, chat.inputs)
         except RequestError as error:
             raise chat.names.renamed(error) from None
         unique = record_of(request.scope).unique_id
         response = _begun(fields, f"resp_{unique}", intake.model.name, read.sequence.sampling)
         logprobs = _logprobs_of(read.sequence, intake.model.codec)
-        output = Output(unique, (read.reading or Reading()).reader(response.id, 0), logprobs)
+        reader = (read.reading or Reading()).reader(response.id, 0)
+        output = Output(unique, reader, logprobs, chat.customs)
 
         def make_body(outcomes: list[TextDelta], usage: Usage) -> bytes:
             output.take(outcomes[0])
@@ -70,7 +72,7 @@ class ResponsesRoute:
             return output.lists.encode(finished(response, output, counted))
 
         unused = chat.unused + [chat.names.of(name) for name in read.unused]
-        headers = warning_headers(unknown_here(body), unused)
+        headers = warning_headers(unknown_here(body), unused, chat.skipped)
         text = ResponseText(response, output) if fields.stream else None
         return self._responder.start(request, [read.sequence], headers, make_body, text)
 
@@ -108,7 +110,7 @@ def _begun(fields: ResponsesRequest, id_: str, model: str, sampling: SamplingPar
         temperature=sampling.temperature,
         text=TextOptions(format=text.format or TextFormat(type="text"), verbosity=text.verbosity or "medium"),
         tool_choice=fields.tool_choice or "auto",
-        tools=fields.tools or [],
+        tools=[tool for tool in fields.tools or [] if not is_hosted(tool)],
         top_logprobs=fields.top_logprobs or 0,
         top_p=sampling.top_p,
         user=fields.user,
