@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -121,3 +122,56 @@ def test_a_strict_tool_that_is_not_called_leaves_text_alone(client: openai.OpenA
     assert not said(bound)
     assert bound.message.content
     assert (bound.message.content, bound.finish_reason) == (free.message.content, free.finish_reason)
+
+
+LARK = 'start: WORD (" " WORD)~1..2 LF\n%import common.LF\nWORD: /[a-z]{1,6}/'
+CUSTOM: Any = {
+    "type": "custom",
+    "name": "say",
+    "format": {"type": "grammar", "syntax": "lark", "definition": LARK},
+}
+
+
+@pytest.mark.parametrize("seed", sampled(range(4), 1))
+def test_a_custom_tools_text_follows_its_grammar_whole_and_streamed(client: openai.OpenAI, seed: int) -> None:
+    asked: dict[str, Any] = {
+        "model": "demo",
+        "input": "Who is there?",
+        "tools": [CUSTOM],
+        "tool_choice": "required",
+        "parallel_tool_calls": False,
+        "temperature": 1.0,
+        "extra_body": {"seed": seed},
+    }
+    (whole,) = client.responses.create(**asked).output
+    assert whole.type == "custom_tool_call"
+    assert re.fullmatch(r"[a-z]{1,6}( [a-z]{1,6}){1,2}\n", whole.input)
+    got = list(client.responses.create(**asked, stream=True))
+    (text,) = (event.delta for event in got if event.type == "response.custom_tool_call_input.delta")
+    assert text == whole.input
+
+
+@pytest.mark.parametrize("seed", sampled(range(4), 1))
+def test_calls_and_texts_of_messages_are_those_of_a_chat(demo_server: Server, seed: int) -> None:
+    user = [{"role": "user", "content": "How is Rome?"}]
+    common: dict[str, Any] = {"messages": user, "temperature": 1.0, "seed": seed, "max_tokens": 300}
+    forced: dict[str, Any] = {"tools": TOOLS[:1], "tool_choice": "required", "parallel_tool_calls": False}
+    (choice,) = demo_server.post("/v1/chat/completions", **common, **forced)["choices"]
+    (call,) = choice["message"]["tool_calls"]
+    tools = [{"name": "look", "input_schema": SCHEMA}]
+    any_one = {"type": "any", "disable_parallel_tool_use": True}
+    answer = demo_server.post("/v1/messages", **common, tools=tools, tool_choice=any_one)
+    (block,) = answer["content"]
+    assert (block["name"], block["input"]) == ("look", json.loads(call["function"]["arguments"]))
+    assert answer["stop_reason"] == "tool_use"
+    common |= {"max_tokens": 12}
+    said = demo_server.post("/v1/chat/completions", **common)
+    answer = demo_server.post("/v1/messages", **common)
+    (block,) = answer["content"]
+    assert block["text"] == said["choices"][0]["message"]["content"]
+    usage, of_chat = answer["usage"], said["usage"]
+    cached = usage["cache_read_input_tokens"]
+    assert usage["input_tokens"] + cached == of_chat["prompt_tokens"]
+    assert cached >= of_chat["prompt_tokens_details"]["cached_tokens"]
+    counted = demo_server.post("/v1/messages/count_tokens", messages=user)
+    assert counted == {"input_tokens": of_chat["prompt_tokens"]}
