@@ -21,6 +21,7 @@ TABLES = [
     ("ChatRequest", [("api", "All three"), ("api", "Chat")]),
     ("ResponsesRequest", [("api", "All three"), ("api", "Responses")]),
     ("ChatRequest", [("sampling", "Sampling")]),
+    ("MessagesRequest", [("api", "All three"), ("clients", "The Messages API")]),
 ]
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
 import pytest
 
 from pages import page, rows, section, told_of, words, written
@@ -9,6 +11,9 @@ from paths import REPOSITORY
 from penstock.config.declared import declared
 from penstock.config.engine import SchedulerConfig
 from penstock.config.limits import ConnectionLimits, GrammarLimits, Limits
+from penstock.server.anthropic import messages_types
+from penstock.server.anthropic.messages_types import MessagesRequest
+from penstock.server.anthropic.turns import BLOCKS
 from penstock.server.http.limits import ByteLimits
 from penstock.server.openai import openai_types, responses_types
 from penstock.server.openai.fields import NEUTRAL_VALUES
@@ -79,6 +84,29 @@ def test_every_field_of_a_nested_type_or_an_answer_is_named_where_it_belongs(
     of: type, where: tuple[str, ...]
 ) -> None:
     assert set(of.__struct_fields__) - words(sections(*where)) == set()  # type: ignore[attr-defined]
+
+
+def test_every_field_of_the_messages_api_is_on_the_page_of_clients() -> None:
+    described = section("clients", "The Messages API")
+    named = rows(described).keys() | rows(section("api", "All three")).keys()
+    assert set(MessagesRequest.__struct_fields__) - named == set()
+    assert set(BLOCKS) - rows(described).keys() == set()
+    for of in (
+        messages_types.ContentBlock,
+        messages_types.InputMessage,
+        messages_types.ToolParam,
+        messages_types.ToolChoice,
+        messages_types.Thinking,
+        messages_types.OutputConfig,
+        messages_types.OutputFormat,
+        messages_types.TokenCount,
+    ):
+        assert set(of.__struct_fields__) - words(described) == set()
+    assert set(get_args(messages_types.StopReason)) - words(described) == set()
+    assert (
+        set(responses_types.CustomFormat.__struct_fields__) - words(section("clients", "Custom tools"))
+        == set()
+    )
 
 
 def test_everything_that_is_refused_is_on_the_page() -> None:
