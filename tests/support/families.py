@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -9,10 +10,16 @@ from typing import Any
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    Ernie4_5Config,
+    Exaone4Config,
     Gemma2Config,
     Gemma3TextConfig,
+    GemmaConfig,
+    Glm4Config,
+    GlmConfig,
     GraniteConfig,
     LlamaConfig,
+    Ministral3Config,
     MistralConfig,
     Olmo2Config,
     Olmo3Config,
@@ -20,7 +27,11 @@ from transformers import (
     PreTrainedConfig,
     Qwen2Config,
     Qwen3Config,
+    SeedOssConfig,
+    SmolLM3Config,
 )
+
+from depth import soaked
 
 SIZES = {
     "vocab_size": 150,
@@ -152,4 +163,47 @@ FAMILIES = {
         embedding=0.15,
     ),
     "qwen3": Family(Qwen3Config, {"head_dim": 16, "tie_word_embeddings": True}),
+    # From here on what is special is in few of them (`IN_CI`).
+    "gemma": Family(GemmaConfig, {"head_dim": 16}, embedding=0.08),
+    # neighbouring dimensions, of half a head, are rotated; gate and up are one tensor, queries are not
+    "glm": Family(GlmConfig, {"head_dim": 16}, seed=2),
+    "glm4": Family(Glm4Config, {"head_dim": 16, "partial_rotary_factor": 0.75}),
+    "ernie4_5": Family(Ernie4_5Config, {"head_dim": 16, "use_bias": True, "tie_word_embeddings": False}),
+    "seed_oss": Family(SeedOssConfig, {"head_dim": 16, "attention_out_bias": True, "mlp_bias": True}),
+    "smollm3": Family(SmolLM3Config, {"no_rope_layers": [1, 0, 1], "tie_word_embeddings": False}),
+    "exaone4": Family(
+        Exaone4Config,
+        {
+            "head_dim": 16,
+            "sliding_window": 7,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        },
+    ),
+    # the prompt goes on to where queries are twice as large
+    "ministral3": Family(
+        Ministral3Config,
+        {
+            "head_dim": 16,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 1e4,
+                "factor": 16.0,
+                "original_max_position_embeddings": 16,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+                "llama_4_scaling_beta": 0.9,
+            },
+        },
+    ),
 }
+
+# Of the families at the end of the table: those that `./run test` compares with transformers, and those with
+# which it does all else; the soak does all with all.
+COMPARED = ("glm4", "ernie4_5", "smollm3", "exaone4", "ministral3")
+IN_CI = ("glm4", "ministral3")
+_LATER = ("gemma", "glm", "glm4", "ernie4_5", "seed_oss", "smollm3", "exaone4", "ministral3")
+
+
+def names(in_ci: Collection[str]) -> list[Any]:
+    """Return parameters: all families, of the later ones those that are not given in the soak alone."""
+    return [name if name not in _LATER or name in in_ci else soaked(name)[0] for name in FAMILIES]

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from penstock.attention.block_codec import LayerBlock, check_records
 from penstock.attention.metadata import AnyKV, AttentionMetadata, BlockKV
-from penstock.kernels.cpu.ops import DTYPES, CpuKernels, HeadShape, Sight
+from penstock.kernels.cpu.ops import DTYPES, HALVES, CpuKernels, HeadShape, Sight, Turning
 
 
 class CpuPagedAttention:
@@ -21,15 +21,24 @@ class CpuPagedAttention:
     number of threads or how its prompt was cut.
     """
 
-    def __init__(self, shape: HeadShape, dtype: torch.dtype, block_size: int, kernels: CpuKernels) -> None:
+    def __init__(
+        self,
+        shape: HeadShape,
+        dtype: torch.dtype,
+        block_size: int,
+        kernels: CpuKernels,
+        turning: Turning = HALVES,
+    ) -> None:
         self._shape, self._dtype, self._block_size, self._kernels = shape, dtype, block_size, kernels
+        self._turning = turning
 
     def attend(
         self, qkv: Tensor, angles: Tensor, kv: AnyKV, metadata: AttentionMetadata, sight: Sight
     ) -> Tensor:
         assert isinstance(kv, BlockKV)
         step = metadata.kernel_step or metadata.step.struct
-        self._kernels.rope_store(qkv, angles, kv.blocks, self._shape, self._block_size, step)
+        size, turning = self._block_size, self._turning
+        self._kernels.rope_store(qkv, angles, kv.blocks, self._shape, size, step, turning)
         return self._kernels.attention(qkv, kv.blocks, self._shape, sight, self._block_size, step)
 
     def block_bytes(self, block_size: int) -> int:

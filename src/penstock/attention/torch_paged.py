@@ -33,7 +33,7 @@ class TorchPagedAttention:
         num_heads, num_kv_heads = self._shape.num_heads, self._shape.num_kv_heads
         heads = qkv.view(len(qkv), num_heads + 2 * num_kv_heads, self._shape.head_dim)
         rotated, value = torch.split(heads, [num_heads + num_kv_heads, num_kv_heads], dim=1)
-        query, key = torch.split(angles.rotate(rotated), [num_heads, num_kv_heads], dim=1)
+        query, key = angles.rotate_both(rotated, num_heads)
         return attend(query, key, value, kv, metadata, sight).flatten(1)
 
     def block_bytes(self, block_size: int) -> int:

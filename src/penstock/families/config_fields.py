@@ -190,6 +190,10 @@ class ConfigFields:
         present = {name: value for name, value in self._values.items() if value is not None}
         return ConfigFields({**values, **present}, file=self._file, prefix=self._prefix)
 
+    def with_values(self, **values: Any) -> ConfigFields:
+        """The same object with other values for some fields."""
+        return ConfigFields({**self._values, **values}, file=self._file, prefix=self._prefix)
+
     def error(self, name: str, expected: str, value: object) -> ModelConfigError:
         """Return the error for a field, ready to raise."""
         field = self._field(name)

@@ -47,11 +47,12 @@ _FIELDS: Mapping[str, str] = {
 _MORE_THAN_TEXT = ("text_config", "vision_config", "audio_config")
 
 
-def require_known_kind(config: ConfigFields, architectures: Sequence[str]) -> None:
+def require_known_kind(config: ConfigFields, architectures: Sequence[str], served: Sequence[str]) -> None:
     """Raise `UnsupportedModelError` for a model whose kind or format is known, and is not served.
 
     Args:
         architectures: as `config.json` names them.
+        served: architectures of more than text whose text models are served.
     """
     fields = config.values()
     _refuse_mlx(fields)
@@ -61,7 +62,8 @@ def require_known_kind(config: ConfigFields, architectures: Sequence[str]) -> No
             remedy="Use a model with a decoder only.",
             param="is_encoder_decoder",
         )
-    if architectures and all(name.endswith("ForConditionalGeneration") for name in architectures):
+    is_served = any(name in served for name in architectures)
+    if not is_served and architectures and all(map(_is_more_than_text, architectures)):
         _refuse_more_than_text(architectures[0], fields)
     reason = _MODEL_TYPES.get(str(fields.get("model_type")).removesuffix("_text"))
     reason = reason or next((why for field, why in _FIELDS.items() if _is_set(fields.get(field))), None)
@@ -70,6 +72,10 @@ def require_known_kind(config: ConfigFields, architectures: Sequence[str]) -> No
         raise UnsupportedModelError(
             f"{named} is not supported: {reason}.", remedy=_ANOTHER, param="architectures"
         )
+
+
+def _is_more_than_text(architecture: str) -> bool:
+    return architecture.endswith("ForConditionalGeneration")
 
 
 def _is_set(value: Any) -> bool:

@@ -18,15 +18,21 @@ from penstock.config.engine import ModelImpl
 from penstock.errors import UnsupportedModelError
 from penstock.families.config_fields import ConfigFields, kind_of, read_config
 from penstock.families.known.deepseek import deepseek_v2_spec, deepseek_v3_spec
-from penstock.families.known.gemma import gemma2_spec, gemma3_spec
+from penstock.families.known.dots import dots1_spec
+from penstock.families.known.ernie import ernie4_5_spec
+from penstock.families.known.exaone import exaone4_spec
+from penstock.families.known.gemma import gemma2_spec, gemma3_spec, gemma_spec
+from penstock.families.known.glm import glm4_moe_lite_spec, glm4_moe_spec, glm4_spec, glm_spec
 from penstock.families.known.granite import granite_spec
 from penstock.families.known.llama import llama_spec
-from penstock.families.known.mistral import mistral_spec
+from penstock.families.known.mistral import ministral3_spec, mistral_spec
 from penstock.families.known.mixtral import mixtral_spec
-from penstock.families.known.olmo import olmo2_spec, olmo3_spec
+from penstock.families.known.olmo import olmo2_spec, olmo3_spec, olmoe_spec
 from penstock.families.known.phi import phi3_spec
 from penstock.families.known.qwen import qwen2_spec, qwen3_spec
 from penstock.families.known.qwen_moe import qwen2_moe_spec, qwen3_moe_spec
+from penstock.families.known.seed import seed_oss_spec
+from penstock.families.known.smollm import smollm3_spec
 from penstock.families.refused_kinds import (
     file_refusal,
     gguf_refusal,
@@ -35,6 +41,7 @@ from penstock.families.refused_kinds import (
 )
 from penstock.families.spec import ModelSpec
 from penstock.families.transformers_fields import EXTRA, has_transformers, knows, transformers_spec
+from penstock.families.wrappers import WRAPPERS, wrapper_spec
 from penstock.local_models.locating import locate_model
 from penstock.request import VectorShape
 
@@ -48,19 +55,33 @@ _Read = Callable[[ConfigFields, str], ModelSpec]
 _FAMILIES: dict[str, _Read] = {
     "DeepseekV2ForCausalLM": deepseek_v2_spec,
     "DeepseekV3ForCausalLM": deepseek_v3_spec,
+    "Dots1ForCausalLM": dots1_spec,
+    "Ernie4_5ForCausalLM": ernie4_5_spec,
+    "Exaone4ForCausalLM": exaone4_spec,
     "Gemma2ForCausalLM": gemma2_spec,
     "Gemma3ForCausalLM": gemma3_spec,
+    "GemmaForCausalLM": gemma_spec,
+    "Glm4ForCausalLM": glm4_spec,
+    "Glm4MoeForCausalLM": glm4_moe_spec,
+    "Glm4MoeLiteForCausalLM": glm4_moe_lite_spec,
+    "GlmForCausalLM": glm_spec,
     "GraniteForCausalLM": granite_spec,
     "LlamaForCausalLM": llama_spec,
+    "MiMoForCausalLM": qwen2_spec,
+    "Ministral3ForCausalLM": ministral3_spec,
     "MistralForCausalLM": mistral_spec,
     "MixtralForCausalLM": mixtral_spec,
     "Olmo2ForCausalLM": olmo2_spec,
     "Olmo3ForCausalLM": olmo3_spec,
+    "OlmoeForCausalLM": olmoe_spec,
     "Phi3ForCausalLM": phi3_spec,
     "Qwen2ForCausalLM": qwen2_spec,
     "Qwen2MoeForCausalLM": qwen2_moe_spec,
     "Qwen3ForCausalLM": qwen3_spec,
     "Qwen3MoeForCausalLM": qwen3_moe_spec,
+    "SeedOssForCausalLM": seed_oss_spec,
+    "SmolLM3ForCausalLM": smollm3_spec,
+    **dict.fromkeys(WRAPPERS, wrapper_spec),
 }
 SUPPORTED_ARCHITECTURES = tuple(_FAMILIES)
 
@@ -98,7 +119,7 @@ def load_spec(directory: Path, model_impl: ModelImpl = "auto") -> ModelSpec:
 def _architecture(config: ConfigFields, model_impl: ModelImpl) -> tuple[str, _Read]:
     """Return the first known architecture, and the function that reads its config."""
     names = config.text_list("architectures")
-    require_known_kind(config, names)
+    require_known_kind(config, names, WRAPPERS if model_impl != "transformers" else ())
     if model_impl != "transformers":
         for name in names:
             if name in _FAMILIES:

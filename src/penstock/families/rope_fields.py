@@ -14,7 +14,8 @@ from collections.abc import Sequence
 from penstock.families.config_fields import ConfigFields
 from penstock.families.rope_spec import RopeSpec
 
-_KINDS = ("default", "linear", "llama3", "yarn")
+# "mrope": the parts of a head have positions of their own, which are all the same in a text.
+_KINDS = ("default", "linear", "llama3", "yarn", "mrope")
 _MAX_FACTOR = 65_536.0
 MAX_POSITIONS = 1 << 27
 
@@ -24,6 +25,27 @@ _logger = logging.getLogger(__name__)
 def read_rope(config: ConfigFields, max_positions: int) -> RopeSpec:
     """The `RopeSpec` of a configuration whose `max_position_embeddings` is `max_positions`."""
     return rope_of(config, scaling_section(config), max_positions)
+
+
+def read_partial_rope(config: ConfigFields, max_positions: int, *, fraction: float) -> RopeSpec:
+    """The same for families whose heads may be rotated in part.
+
+    Args:
+        fraction: of a head's dimensions, where the configuration does not say it.
+    """
+    scaling, name = scaling_section(config), "partial_rotary_factor"
+    fraction = (scaling if scaling.has(name) else config).number(name, 0.0, 1.0, fraction)
+    without = (fields.with_values(partial_rotary_factor=None) for fields in (config, scaling))
+    rope = rope_of(*without, max_positions)
+    return dataclasses.replace(rope, rotary_fraction=fraction)
+
+
+def require_whole_pairs(config: ConfigFields, rope: RopeSpec, head_dim: int) -> None:
+    """Raise `ModelConfigError` if the part of a head that is rotated is none, or not of pairs."""
+    rotary_dim = rope.rotary_dim(head_dim)
+    if rotary_dim < 2 or rotary_dim % 2:
+        expected = f"such that an even part of head_dim ({head_dim}) is rotated"
+        raise config.error("partial_rotary_factor", expected, rope.rotary_fraction)
 
 
 def scaling_section(config: ConfigFields) -> ConfigFields:

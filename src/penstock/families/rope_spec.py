@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-RopeKind = Literal["default", "linear", "llama3", "yarn", "longrope"]
+RopeKind = Literal["default", "linear", "llama3", "yarn", "longrope", "none"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -13,10 +13,10 @@ class RopeSpec:
     """Rotary position embedding, with every default filled in. `layers.rope` holds the formulas.
 
     Attributes:
-        kind: which formula turns `theta` into frequencies.
+        kind: which formula turns `theta` into frequencies; "none": all of them are 0, and nothing is rotated.
         theta: base of the wavelengths.
         factor: how far the context is stretched (linear, llama3, yarn).
-        original_max_position_embeddings: context of the pre-training (llama3, yarn).
+        original_max_position_embeddings: context of the pre-training (llama3, yarn, growth).
         low_freq_factor, high_freq_factor: bounds of llama3's blend, in turns over the original context.
         beta_fast, beta_slow: bounds of yarn's ramp, in turns over the original context.
         truncate: round yarn's bounds to whole dimensions.
@@ -24,7 +24,8 @@ class RopeSpec:
         short_factors: of each pair of dimensions, how far its wavelength is stretched (longrope).
         rotary_fraction: of a head's dimensions, the first that are rotated.
         rounds_angles: cosines and sines are rounded to the dtype of the computation.
-        interleaved: pairs of dimensions are neighbours, not half a head apart.
+        interleaved: pairs of dimensions are neighbours, not half of the rotated ones apart.
+        query_growth: queries are multiplied by 1 + query_growth * ln(1 + floor(position / original context)).
     """
 
     kind: RopeKind = "default"
@@ -41,7 +42,11 @@ class RopeSpec:
     rotary_fraction: float = 1.0
     rounds_angles: bool = True
     interleaved: bool = False
+    query_growth: float = 0.0
 
     def rotary_dim(self, head_dim: int) -> int:
         """How many dimensions of a head are rotated."""
         return int(head_dim * self.rotary_fraction)
+
+
+NO_ROTATION = RopeSpec(kind="none")

@@ -16,7 +16,7 @@ from penstock.families.experts_spec import ExpertsSpec
 from penstock.families.kinds import Activation, NormKind
 from penstock.families.latent_spec import LatentSpec
 from penstock.families.quantization_spec import QuantizationSpec
-from penstock.families.rope_spec import RopeSpec
+from penstock.families.rope_spec import NO_ROTATION, RopeSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,18 +42,21 @@ class ModelSpec:
         layer_windows: of each layer, how many tokens one sees, itself included; 0: all before it. Empty: all
             layers see all.
         local_rope: of the layers with a window; None: as the others.
+        unrotated_layers: those whose queries and keys are not rotated at all.
         attention_scale: of the scores; 0: 1 / sqrt(head_dim).
         attention_soft_cap, logit_soft_cap: cap * tanh(x / cap) of scores and of logits; 0: none.
         qk_norm: whether queries and keys are normalised, each head on its own or all heads together.
         norm_kind: what all norms do with their weights.
         norm_places: norms stand before attention and MLP, after them, or both.
+        norm_names: what the checkpoint calls them, before and after attention, before and after the MLP; None:
+            as most families do (`models.decoder_layer`).
         activation: of the gate of the MLP.
         embedding_multiplier: of the vectors that tokens become.
         rounds_embedding_multiplier: it is rounded to the dtype of the computation first.
         residual_multiplier: of what attention and MLP add to the residual stream.
         logit_multiplier: of the logits, before their cap.
-        stored_together: the checkpoint has query, key and value as one tensor `qkv_proj`, gate and up as one
-            `gate_up_proj`.
+        stored_together: the checkpoint has gate and up as one tensor `gate_up_proj` ("mlp"), and query, key
+            and value as one `qkv_proj` too ("all").
         gated_mlp: the MLP has a gate; without one, an estimate of its size is on the low side.
         implementation: whose layers run: ours, or transformers', of which the numbers above that need no
             mention here say little (`families.transformers_fields`).
@@ -85,24 +88,38 @@ class ModelSpec:
     experts: ExpertsSpec | None = None
     layer_windows: tuple[int, ...] = ()
     local_rope: RopeSpec | None = None
+    unrotated_layers: frozenset[int] = frozenset()
     attention_scale: float = 0.0
     attention_soft_cap: float = 0.0
     logit_soft_cap: float = 0.0
     qk_norm: Literal["none", "each_head", "all_heads"] = "none"
     norm_kind: NormKind = "plain"
     norm_places: Literal["before", "after", "both"] = "before"
+    norm_names: tuple[str, str, str, str] | None = None
     activation: Activation = "silu"
     embedding_multiplier: float = 1.0
     rounds_embedding_multiplier: bool = False
     residual_multiplier: float = 1.0
     logit_multiplier: float = 1.0
-    stored_together: bool = False
+    stored_together: Literal["nothing", "mlp", "all"] = "nothing"
     gated_mlp: bool = True
     implementation: Literal["penstock", "transformers"] = "penstock"
 
     def window(self, layer: int) -> int:
         """How many tokens a token of this layer sees; 0: all."""
         return self.layer_windows[layer] if self.layer_windows else 0
+
+    @property
+    def ropes(self) -> tuple[RopeSpec, ...]:
+        """All rotary embeddings of the layers, each once."""
+        local = () if self.local_rope is None else (self.local_rope,)
+        return (self.rope, *local, *((NO_ROTATION,) if self.unrotated_layers else ()))
+
+    def rope_index(self, layer: int) -> int:
+        """Which of `ropes` a layer has."""
+        if layer in self.unrotated_layers:
+            return len(self.ropes) - 1
+        return int(self.local_rope is not None and self.window(layer) > 0)
 
     @property
     def query_size(self) -> int:

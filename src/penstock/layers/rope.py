@@ -26,21 +26,37 @@ class RotaryAngles:
     sin: Tensor  # [num_tokens, 1, rotary_dim], first half negated
     interleaved: bool = False
 
+    def rotate_both(self, heads: Tensor, num_queries: int) -> tuple[Tensor, Tensor]:
+        """Rotate heads of queries and, behind them, of keys: [num_tokens, num_heads, head_dim]."""
+        rotated = self.rotate(heads)
+        return rotated[:, :num_queries], rotated[:, num_queries:]
+
     def rotate(self, heads: Tensor) -> Tensor:
         """Turn each pair (i, i + rotary_dim / 2) of [num_tokens, num_heads, head_dim] by its angle.
 
         Of interleaved ones each pair (2 i, 2 i + 1), of which the result has the first numbers before the
         second ones: queries and keys may be in any order that is the same.
         """
-        if self.interleaved:
-            heads = heads.view(*heads.shape[:-1], heads.shape[-1] // 2, 2).transpose(-1, -2).flatten(-2)
         rotary_dim = self.cos.shape[-1]
         if rotary_dim < heads.shape[-1]:
             rotated = self.rotate(heads[..., :rotary_dim])
             return torch.cat((rotated, heads[..., rotary_dim:]), dim=-1)
+        if self.interleaved:
+            heads = heads.unflatten(-1, (rotary_dim // 2, 2)).transpose(-1, -2).flatten(-2)
         wide, half = heads.to(self.cos.dtype), rotary_dim // 2
         swapped = torch.cat((wide[..., half:], wide[..., :half]), dim=-1)
         return (wide * self.cos).add_(swapped.mul_(self.sin)).to(heads.dtype)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GrowingAngles(RotaryAngles):
+    """The same where queries are larger at later positions."""
+
+    growth: Tensor  # [num_tokens, 1, 1] float32
+
+    def rotate_both(self, heads: Tensor, num_queries: int) -> tuple[Tensor, Tensor]:
+        query, key = RotaryAngles.rotate_both(self, heads, num_queries)
+        return (query * self.growth).to(query.dtype), key
 
 
 class RotaryEmbedding:
@@ -53,31 +69,36 @@ class RotaryEmbedding:
         self._attention_factor = rope.attention_factor
         self._dtype = compute.dtype if rope.rounds_angles else torch.float32
         self._interleaved = rope.interleaved
+        self._growth = rope.query_growth, rope.original_max_position_embeddings
         self._kernels = compute.kernels_for("attention")
-        assert self._kernels is None or not rope.interleaved, "our kernels rotate halves"
 
     def angles(self, positions: Tensor) -> RotaryAngles | Tensor:
         """[num_tokens] int64 -> the angles, computed in float32 and rounded once, if at all.
 
-        For our attention kernels: [num_tokens, rotary_dim] float32, cosines and sines.
+        For our attention kernels: [num_tokens, rotary_dim] float32, cosines and sines; and a column more if
+        queries grow.
         """
         if self._kernels is not None:
             factor = self._attention_factor
             return self._kernels.rope_angles(
-                positions, self._frequencies, factor, self._rotary_dim, self._dtype
+                positions, self._frequencies, factor, self._rotary_dim, self._dtype, self._growth
             )
         turns = positions[:, None].float() * self._frequencies
         cos = (turns.cos() * self._attention_factor).to(self._dtype)
         sin = (turns.sin() * self._attention_factor).to(self._dtype)
-        return RotaryAngles(
-            cos=torch.cat((cos, cos), dim=-1)[:, None],
-            sin=torch.cat((-sin, sin), dim=-1)[:, None],
-            interleaved=self._interleaved,
-        )
+        cos = torch.cat((cos, cos), dim=-1)[:, None]
+        sin = torch.cat((-sin, sin), dim=-1)[:, None]
+        beta, start = self._growth
+        if not beta:
+            return RotaryAngles(cos=cos, sin=sin, interleaved=self._interleaved)
+        growth = (1 + beta * torch.log(1 + torch.floor(positions / start)))[:, None, None]
+        return GrowingAngles(cos=cos, sin=sin, interleaved=self._interleaved, growth=growth)
 
 
 def inverse_frequencies(rope: RopeSpec, rotary_dim: int) -> Tensor:
     """Radians per position for each pair of dimensions: [rotary_dim / 2] float32."""
+    if rope.kind == "none":
+        return torch.zeros(rotary_dim // 2)
     wavelengths = rope.theta ** (torch.arange(0, rotary_dim, 2, dtype=torch.float32) / rotary_dim)
     match rope.kind:
         case "linear":

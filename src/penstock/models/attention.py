@@ -19,7 +19,7 @@ from penstock.layers.norm import HeadNorms, RMSNorm, SharedHeadNorms
 from penstock.layers.rope import RotaryAngles, RotaryEmbedding
 from penstock.layers.scale import unchanged
 
-Angles = Sequence[RotaryAngles | Tensor]  # by kind of layer: without a window, and with one where they differ
+Angles = Sequence[RotaryAngles | Tensor]  # of each of `ModelSpec.ropes`
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class Attention(nn.Module):
             bias=spec.qkv_bias,
             compute=compute,
             parent=parent,
-            stored_as="qkv_proj" if spec.stored_together else "",
+            stored_as="qkv_proj" if spec.stored_together == "all" else "",
         )
         if spec.qk_norm != "none":
             self.q_norm, self.k_norm = (_head_norm(spec, rows, compute) for rows in (queries, keys))
@@ -57,7 +57,7 @@ class Attention(nn.Module):
         self.backend = backend
         self._norm_heads = self._head_norms(spec, (queries.size, keys.size), compute)
         self._sight = sight_of(spec, site.layer)
-        self._rope = int(spec.local_rope is not None and self._sight.window > 0)
+        self._rope = spec.rope_index(site.layer)
 
     def forward(
         self, hidden_states: Tensor, angles: Angles, kv: AnyKV, metadata: AttentionMetadata
@@ -92,14 +92,13 @@ def sight_of(spec: ModelSpec, layer: int) -> Sight:
 
 
 class Rotation:
-    """The rotary embeddings of a model's layers: one, or one more for those with a window."""
+    """The rotary embeddings of a model's layers: one, or more where layers differ."""
 
     def __init__(self, spec: ModelSpec, compute: Compute) -> None:
-        ropes = [spec.rope] if spec.local_rope is None else [spec.rope, spec.local_rope]
         head_dim = spec.head_dim
         if spec.latent is not None:  # whose attention is by torch
             head_dim, compute = spec.latent.rotary_dim, replace(compute, kernels=None)
-        self._embeddings = [RotaryEmbedding(rope, head_dim, compute=compute) for rope in ropes]
+        self._embeddings = [RotaryEmbedding(rope, head_dim, compute=compute) for rope in spec.ropes]
 
     def angles(self, positions: Tensor) -> Angles:
         """[num_tokens] int64 -> what each kind of layer rotates by."""

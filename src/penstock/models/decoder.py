@@ -26,7 +26,7 @@ from penstock.distributed.share import Share, vocab_share
 from penstock.families.sharding import HeadShares
 from penstock.families.spec import ModelSpec
 from penstock.kernels.candidates import HeadOutput, HeadRequest, LogitCurve
-from penstock.kernels.cpu.ops import CpuKernels, HeadShape
+from penstock.kernels.cpu.ops import CpuKernels, HeadShape, Turning
 from penstock.layers.compute import Compute, FormatOf, never_quantized
 from penstock.layers.embedding import OutputHead, VocabEmbedding, Vocabulary
 from penstock.layers.experts import RoutedExperts
@@ -315,7 +315,9 @@ def _attention(spec: ModelSpec, compute: Compute, block_size: int) -> AttentionB
         return LatentPagedAttention(heads.queries.size, spec.latent, compute.dtype)
     shape = HeadShape(num_heads=heads.queries.size, num_kv_heads=heads.keys.size, head_dim=spec.head_dim)
     if kernels is not None:
-        return CpuPagedAttention(shape, compute.dtype, block_size, kernels)
+        assert not spec.rope.query_growth or len(spec.ropes) == 1, "no family has both"
+        turning = Turning(interleaved=spec.rope.interleaved, grows=spec.rope.query_growth != 0)
+        return CpuPagedAttention(shape, compute.dtype, block_size, kernels, turning)
     return TorchPagedAttention(shape, compute.dtype)
 
 

@@ -44,7 +44,7 @@ class GatedMLP(nn.Module):
             bias=bias,
             compute=compute,
             parent=parent,
-            stored_as="gate_up_proj" if spec.stored_together else "",
+            stored_as="" if spec.stored_together == "nothing" else "gate_up_proj",
             activation=spec.activation,
         )
         self.down_proj = Linear(
@@ -72,7 +72,7 @@ class DecoderLayer(nn.Module):
         self._before = _before(spec, compute), _before(spec, compute)
         self._after = _after(spec, compute), _after(spec, compute)
         around = self._before[0], self._after[0], self._before[1], self._after[1]
-        for name, norm in zip(_NORM_NAMES[spec.norm_places], around, strict=True):
+        for name, norm in zip(spec.norm_names or _NORM_NAMES[spec.norm_places], around, strict=True):
             if isinstance(norm, nn.Module):
                 self.add_module(name, norm)
         attention = Attention if spec.latent is None else LatentAttention

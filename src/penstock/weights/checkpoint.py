@@ -11,9 +11,11 @@ start.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import os
 import stat
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,7 @@ from typing import Any
 import msgspec
 
 from penstock.errors import CheckpointError
+from penstock.families.text_names import text_name
 from penstock.weights.read_digests import ReadDigests
 
 SINGLE_FILE = "model.safetensors"
@@ -54,7 +57,11 @@ DTYPE_BYTES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorEntry:
-    """A tensor's place: bytes `[begin, end)` of `path`."""
+    """A tensor's place: bytes `[begin, end)` of `path`.
+
+    Attributes:
+        name: in the text model, which may be a part of the checkpoint's.
+    """
 
     name: str
     path: Path
@@ -78,7 +85,8 @@ class Checkpoint:
     """The tensors of a directory, in one safetensors file or in several with an index.
 
     Headers of shards are read when a tensor of theirs is first asked for, so a stage opens only its own
-    files.
+    files. Of a text model among other parts there are its own tensors alone, by the names that they would
+    have without these parts (`families.text_names`).
 
     Args:
         digests: of the tensor bytes that readers of this checkpoint read; by default they are compared with
@@ -114,7 +122,8 @@ class Checkpoint:
         if (self._directory / SINGLE_FILE).exists():
             return dict.fromkeys(self._header(SINGLE_FILE), SINGLE_FILE)
         if (self._directory / INDEX_FILE).exists():
-            return _read_index(self._directory / INDEX_FILE)
+            index = _read_index(self._directory / INDEX_FILE)
+            return {name: index[stored] for name, stored in _text_names(index, INDEX_FILE).items()}
         raise CheckpointError(
             file=str(self._directory),
             expected=f"{SINGLE_FILE} or {INDEX_FILE}",
@@ -124,8 +133,30 @@ class Checkpoint:
 
     def _header(self, file: str) -> dict[str, TensorEntry]:
         if file not in self._headers:
-            self._headers[file] = read_header(self._directory / file)
+            stored = read_header(self._directory / file)
+            self._headers[file] = {
+                name: dataclasses.replace(stored[stored_name], name=name)
+                for name, stored_name in _text_names(stored, file).items()
+            }
         return self._headers[file]
+
+
+def _text_names(stored: Iterable[str], file: str) -> dict[str, str]:
+    """Return the name of each tensor of the text model -> its name in the checkpoint."""
+    names: dict[str, str] = {}
+    for stored_name in stored:
+        name = text_name(stored_name)
+        if name is None:
+            continue
+        if name in names:
+            raise CheckpointError(
+                file=file,
+                tensor=_safe(stored_name),
+                expected="one tensor of a name of the text model",
+                found=f"{_safe(names[name])} as well",
+            )
+        names[name] = stored_name
+    return names
 
 
 def _read_index(path: Path) -> dict[str, str]:

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from depth import soaked
-from families import FAMILIES
+from families import COMPARED, FAMILIES, IN_CI, names
 from head_requests import request as head_request
 from hf_reference import MIN_MARGIN, reference
 from kernel_builds import built
@@ -39,9 +39,14 @@ def one_thread() -> None:
     torch.set_num_threads(1)
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=names(IN_CI))
 def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return FAMILIES[request.param].make(tmp_path_factory.mktemp("checkpoint"))
+
+
+@pytest.fixture(scope="module", params=names(COMPARED))
+def compared(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return FAMILIES[request.param].make(tmp_path_factory.mktemp("compared"))
 
 
 def kernels(*switched_off: str) -> CpuKernels:
@@ -58,17 +63,17 @@ def expected(directory: Path) -> tuple[list[int], Tensor]:
 
 
 @pytest.mark.parametrize("with_kernels", [True, *soaked(False)])
-def test_a18_logits_and_greedy_tokens_of_every_family(checkpoint: Path, with_kernels: bool) -> None:
+def test_a18_logits_and_greedy_tokens_of_every_family(compared: Path, with_kernels: bool) -> None:
     """The prompt is longer than any window; steps of one token, of a few, and the whole prompt at once."""
     own_kernels = kernels() if with_kernels else None
-    ids, logits = expected(checkpoint)
+    ids, logits = expected(compared)
     top = logits[len(PROMPT) - 1 : -1].topk(2).values
     assert (top[:, 0] - top[:, 1]).min() > MIN_MARGIN
     assert len(set(ids[len(PROMPT) :])) > 5
-    driver = StageDriver(checkpoint, (1,), kernels=own_kernels)
+    driver = StageDriver(compared, (1,), kernels=own_kernels)
     assert driver.greedy(0, PROMPT, NUM_TOKENS, chunk=9) == ids[len(PROMPT) :]
     for chunk in (7, 64):
-        found = StageDriver(checkpoint, (1,), kernels=own_kernels).prefill(0, ids, chunk)
+        found = StageDriver(compared, (1,), kernels=own_kernels).prefill(0, ids, chunk)
         torch.testing.assert_close(found, logits, atol=1e-4, rtol=0)
 
 
@@ -155,6 +160,8 @@ def held_again(stage: Decoder, spec: ModelSpec, size: int) -> int:
             more += 2 * copies * spec.kv_size * inputs
         elif spec.qk_norm == "all_heads" and "k_norm" in name:
             more += copies * spec.kv_size
+        elif name.endswith(("o_proj.bias", "down_proj.bias")):
+            more += (size - 1) * parameter.numel()
         elif "norm" in name and not (spec.qk_norm == "all_heads" and "q_norm" in name):
             more += (size - 1) * parameter.numel()
     return more

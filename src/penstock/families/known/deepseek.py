@@ -8,7 +8,8 @@ from dataclasses import replace
 
 from penstock.errors import ModelConfigError
 from penstock.families.config_fields import ConfigFields
-from penstock.families.experts_spec import MAX_EXPERTS, ExpertNames, ExpertsSpec, RoutingSpec
+from penstock.families.experts_spec import RoutingSpec
+from penstock.families.known.grouped_experts import corrected, grouped, read_experts, with_experts, with_mtp
 from penstock.families.known.llama import read_decoder
 from penstock.families.latent_spec import LatentSpec
 from penstock.families.rope_fields import scaling_section, sharpening
@@ -16,23 +17,20 @@ from penstock.families.spec import ModelSpec
 
 _MAX_WIDTH = 1 << 20
 _MAX_DIM = 4096
-_MAX_SHARED = 1024
-_MAX_LAYERS = 1 << 20
-_NAMES = ExpertNames(shared="shared_experts")
 
 
 def deepseek_v2_spec(config: ConfigFields, architecture: str) -> ModelSpec:
     """`DeepseekV2ForCausalLM`: experts by a softmax, of all groups or of the best."""
     if config.flag("mlp_bias", False):
         raise config.error("mlp_bias", "false (biases of experts are not supported)", True)
-    spec = _decoder(config, architecture, max_positions=2048)
+    spec = latent_decoder(config, architecture, max_positions=2048)
     spec = replace(spec, rope=replace(spec.rope, interleaved=True, rounds_angles=False))
     config.choice("scoring_func", ("softmax",), "softmax")
     method = config.choice("topk_method", ("greedy", "group_limited_greedy"), "greedy")
-    experts = _experts(config, spec, (64, None), inner_size=1407, num_shared=2, first=0)
+    experts = read_experts(config, spec, (64, None), inner_size=1407, num_shared=2, first=0)
     routing = RoutingSpec(factor=config.number("routed_scaling_factor", 0.0, 1e6, 1.0), in_float32=True)
     if method == "group_limited_greedy":
-        routing = _grouped(config, routing, experts, (None, None))
+        routing = grouped(config, routing, experts, (None, None))
     if config.flag("norm_topk_prob", False):
         # As in DeepSeek's own code, which does not scale normalised weights; others do, and transformers 5
         # does not normalise. No published model asks for it.
@@ -40,27 +38,24 @@ def deepseek_v2_spec(config: ConfigFields, architecture: str) -> ModelSpec:
             expected = "1 where norm_topk_prob is true (both together are not supported)"
             raise config.error("routed_scaling_factor", expected, routing.factor)
         experts = replace(experts, normalized=True)
-    return _with_experts(spec, experts, routing)
+    return with_experts(spec, replace(experts, routing=routing))
 
 
 def deepseek_v3_spec(config: ConfigFields, architecture: str) -> ModelSpec:
     """`DeepseekV3ForCausalLM`; of the layers that guess further tokens (`num_nextn_predict_layers`) the first
     is used, if it is wanted."""
-    spec = _decoder(config, architecture, max_positions=4096)
-    rope = replace(spec.rope, interleaved=config.flag("rope_interleave", True))
-    num_unused = config.integer("num_nextn_predict_layers", 0, _MAX_LAYERS, 1)
-    spec = replace(spec, rope=rope, num_unused_layers=num_unused, has_mtp=num_unused > 0)
-    config.choice("scoring_func", ("sigmoid",), "sigmoid")
-    config.choice("topk_method", ("noaux_tc",), "noaux_tc")
-    experts = _experts(config, spec, (256, 8), inner_size=2048, num_shared=1, first=3)
-    experts = replace(experts, normalized=config.flag("norm_topk_prob", True))
-    factor = config.number("routed_scaling_factor", 0.0, 1e6, 2.5)
-    routing = RoutingSpec(scoring="sigmoid", factor=factor, in_float32=True)
-    return _with_experts(spec, experts, _grouped(config, routing, experts, (8, 4)))
+    spec = latent_decoder(config, architecture, max_positions=4096)
+    spec = with_mtp(spec, config, 1)
+    experts = read_experts(config, spec, (256, 8), inner_size=2048, num_shared=1, first=3)
+    return with_experts(spec, corrected(config, experts, factor=2.5, groups=(8, 4)))
 
 
-def _decoder(config: ConfigFields, architecture: str, *, max_positions: int) -> ModelSpec:
-    """All but the experts."""
+def latent_decoder(config: ConfigFields, architecture: str, *, max_positions: int) -> ModelSpec:
+    """Return all but the experts.
+
+    Args:
+        max_positions: of a configuration that does not say.
+    """
     _refuse_quantized(config)
     latent = _latent(config)
     bias = config.flag("attention_bias", False)
@@ -78,7 +73,10 @@ def _decoder(config: ConfigFields, architecture: str, *, max_positions: int) -> 
         expected = f"num_attention_heads ({spec.num_heads}), as for latent attention"
         raise config.error("num_key_value_heads", expected, spec.num_kv_heads)
     scale = latent.head_dim**-0.5 * _sharpened(config, spec) ** 2
-    return replace(spec, latent=latent, num_kv_heads=1, head_dim=latent.head_dim, attention_scale=scale)
+    rope = replace(spec.rope, interleaved=config.flag("rope_interleave", True))
+    return replace(
+        spec, latent=latent, num_kv_heads=1, head_dim=latent.head_dim, attention_scale=scale, rope=rope
+    )
 
 
 def _refuse_quantized(config: ConfigFields) -> None:
@@ -116,63 +114,3 @@ def _sharpened(config: ConfigFields, spec: ModelSpec) -> float:
     mscale = scaling_section(config).number("mscale_all_dim", 0.0, 1e3, 0.0)
     is_stretched = spec.rope.kind != "default" and mscale > 0.0
     return sharpening(spec.rope.factor, mscale) if is_stretched else 1.0
-
-
-def _experts(
-    config: ConfigFields,
-    spec: ModelSpec,
-    counts: tuple[int, int | None],
-    *,
-    inner_size: int,
-    num_shared: int,
-    first: int,
-) -> ExpertsSpec:
-    """The experts without their routing.
-
-    Args:
-        counts: experts, and those of a token, of a configuration that does not say; the other numbers too.
-    """
-    num_experts = config.integer("n_routed_experts", 1, MAX_EXPERTS, counts[0])
-    inner_size = config.integer("moe_intermediate_size", 1, _MAX_WIDTH, inner_size)
-    if config.is_null("n_shared_experts"):
-        num_shared = 0
-    return ExpertsSpec(
-        num_experts=num_experts,
-        num_chosen=config.integer("num_experts_per_tok", 1, num_experts, counts[1]),
-        inner_size=inner_size,
-        normalized=False,
-        shared_size=inner_size * config.integer("n_shared_experts", 0, _MAX_SHARED, num_shared),
-        is_shared_gated=False,
-        dense_layers=_dense_layers(config, spec.num_layers, first),
-        names=_NAMES,
-    )
-
-
-def _dense_layers(config: ConfigFields, num_layers: int, first: int) -> frozenset[int]:
-    """Layers with a plain MLP: the first, and those that are not at a multiple of the step."""
-    first = config.integer("first_k_dense_replace", 0, _MAX_LAYERS, first)
-    step = config.integer("moe_layer_freq", 1, _MAX_LAYERS, 1)
-    return frozenset(layer for layer in range(num_layers) if layer < first or layer % step)
-
-
-def _grouped(
-    config: ConfigFields, routing: RoutingSpec, experts: ExpertsSpec, defaults: tuple[int | None, int | None]
-) -> RoutingSpec:
-    """With the groups of the configuration, or these."""
-    num_groups = config.integer("n_group", 1, experts.num_experts, defaults[0])
-    size, rest = divmod(experts.num_experts, num_groups)
-    if rest or (size < 2 and routing.is_corrected):
-        expected = f"such that it divides n_routed_experts ({experts.num_experts})"
-        expected += " into groups of two or more" if routing.is_corrected else ""
-        raise config.error("n_group", expected, num_groups)
-    num_chosen = config.integer("topk_group", 1, num_groups, defaults[1])
-    if num_chosen * size < experts.num_chosen:
-        expected = f"groups enough for num_experts_per_tok ({experts.num_chosen}) of {size} experts each"
-        raise config.error("topk_group", expected, num_chosen)
-    return replace(routing, num_groups=num_groups, num_chosen_groups=num_chosen)
-
-
-def _with_experts(spec: ModelSpec, experts: ExpertsSpec, routing: RoutingSpec) -> ModelSpec:
-    if len(experts.dense_layers) == spec.num_layers:
-        return replace(spec, has_mtp=False)  # that layer would have the only experts
-    return replace(spec, experts=replace(experts, routing=routing))

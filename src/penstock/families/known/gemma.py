@@ -1,5 +1,5 @@
-"""Gemma 2 and the text model of Gemma 3: norms on both sides, windows in most layers. Called by
-`families.registry`.
+"""Gemma: scaled embeddings. From Gemma 2 on norms on both sides and windows in most layers; of Gemma 3 the
+text model. Called by `families.registry`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,14 @@ from penstock.families.known.llama import MAX_LAYERS, read_decoder
 from penstock.families.rope_fields import read_rope, rope_of_layers
 from penstock.families.rope_spec import RopeSpec
 from penstock.families.spec import ModelSpec
-from penstock.families.window_fields import WindowRule, read_window
+from penstock.families.window_fields import NO_WINDOWS, WindowRule, read_window
+
+
+def gemma_spec(config: ConfigFields, architecture: str) -> ModelSpec:
+    """`GemmaForCausalLM`; its "gelu" has always been the approximation by tanh."""
+    config = config.with_values(hidden_activation="gelu_pytorch_tanh", query_pre_attn_scalar=None)
+    spec = _gemma_spec(config, architecture, NO_WINDOWS, max_positions=8192)
+    return dataclasses.replace(spec, attention_scale=0.0, norm_places="before")
 
 
 def gemma2_spec(config: ConfigFields, architecture: str) -> ModelSpec:

@@ -1,5 +1,5 @@
 """OLMo 2 and 3: norms after attention and MLP instead of before, and over all heads of queries and keys.
-Called by `families.registry`.
+OLMoE: such norms of queries and keys, and experts. Called by `families.registry`.
 """
 
 from __future__ import annotations
@@ -8,7 +8,8 @@ import dataclasses
 from collections.abc import Callable
 
 from penstock.families.config_fields import ConfigFields
-from penstock.families.known.llama import read_decoder
+from penstock.families.known.llama import llama_spec, read_decoder
+from penstock.families.known.qwen_moe import with_experts
 from penstock.families.rope_fields import read_rope, rope_of_layers
 from penstock.families.rope_spec import RopeSpec
 from penstock.families.spec import ModelSpec
@@ -18,6 +19,18 @@ from penstock.families.window_fields import NO_WINDOWS, WindowRule, read_window
 def olmo2_spec(config: ConfigFields, architecture: str) -> ModelSpec:
     """`Olmo2ForCausalLM`."""
     return _olmo_spec(config, architecture, NO_WINDOWS, read_rope)
+
+
+def olmoe_spec(config: ConfigFields, architecture: str) -> ModelSpec:
+    """`OlmoeForCausalLM`."""
+    if config.has("clip_qkv"):
+        raise config.error("clip_qkv", "null (clipping is not supported)", config.number("clip_qkv", 0, 1e9))
+    config = config.with_defaults(max_position_embeddings=4096, rms_norm_eps=1e-5)
+    # An expert is as wide as other families' MLPs.
+    width = config.integer("intermediate_size", 1, 1 << 20, 2048)
+    fields = config.with_values(moe_intermediate_size=width)
+    spec = dataclasses.replace(llama_spec(config, architecture), qk_norm="all_heads")
+    return with_experts(spec, fields, num_experts=64, num_chosen=8, inner_size=width)
 
 
 def olmo3_spec(config: ConfigFields, architecture: str) -> ModelSpec:

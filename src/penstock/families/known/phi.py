@@ -6,7 +6,7 @@ import dataclasses
 
 from penstock.families.config_fields import ConfigFields
 from penstock.families.known.llama import read_decoder
-from penstock.families.rope_fields import read_longrope, scaling_section
+from penstock.families.rope_fields import read_longrope, require_whole_pairs, scaling_section
 from penstock.families.spec import ModelSpec
 from penstock.families.window_fields import WindowRule, read_window
 
@@ -18,14 +18,12 @@ def phi3_spec(config: ConfigFields, architecture: str) -> ModelSpec:
         config, architecture, windows=windows, read_rope=read_longrope, max_positions=4096, eps=1e-5
     )
     _check_rotation(config, spec)
-    return dataclasses.replace(spec, stored_together=True)
+    return dataclasses.replace(spec, stored_together="all")
 
 
 def _check_rotation(config: ConfigFields, spec: ModelSpec) -> None:
-    fraction, rotary_dim = spec.rope.rotary_fraction, spec.rope.rotary_dim(spec.head_dim)
-    if rotary_dim < 2 or rotary_dim % 2:
-        expected = f"such that an even part of head_dim ({spec.head_dim}) is rotated"
-        raise config.error("partial_rotary_factor", expected, fraction)
+    require_whole_pairs(config, spec.rope, spec.head_dim)
+    rotary_dim = spec.rope.rotary_dim(spec.head_dim)
     factors = spec.rope.short_factors
     if factors and len(factors) != rotary_dim // 2:
         expected = f"a list of {rotary_dim // 2} numbers, one for each rotated pair"

@@ -199,6 +199,9 @@ class RopeAnglesArgs(ctypes.Structure):
         ("rotary_dim", c_int64),
         ("factor", c_float),
         ("dtype", c_int32),
+        ("growth", c_float),
+        ("reserved", c_int32),
+        ("growth_start", c_int64),
     ]
 
 
@@ -213,6 +216,8 @@ class RopeStoreArgs(ctypes.Structure):
         ("block_size", c_int64),
         ("dtype", c_int32),
         ("rotary_dim", c_int32),
+        ("interleaved", c_int32),
+        ("grows", c_int32),
     ]
 
 

@@ -40,6 +40,22 @@ class HeadShape:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Turning:
+    """How queries and keys are turned by the angles of their positions.
+
+    Attributes:
+        interleaved: the pairs that are turned are neighbours, not half of the rotated dimensions apart.
+        grows: queries are multiplied by the number behind the angles of their token.
+    """
+
+    interleaved: bool = False
+    grows: bool = False
+
+
+HALVES = Turning()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Sight:
     """How a layer's queries look at the keys.
 
@@ -338,23 +354,42 @@ class CpuKernels:
         return y
 
     def rope_angles(
-        self, positions: Tensor, frequencies: Tensor, factor: float, rotary_dim: int, dtype: torch.dtype
+        self,
+        positions: Tensor,
+        frequencies: Tensor,
+        factor: float,
+        rotary_dim: int,
+        dtype: torch.dtype,
+        growth: tuple[float, int] = (0.0, 0),
     ) -> Tensor:
-        """[num_tokens, rotary_dim] float32: cosines, then sines, of positions times frequencies."""
-        angles = self._output(positions, rotary_dim, torch.float32)
+        """[num_tokens, rotary_dim] float32: cosines, then sines, of positions times frequencies.
+
+        Args:
+            growth: of queries, and the context from which on they grow; with one there is a column more.
+        """
+        angles = self._output(positions, rotary_dim + (growth[0] != 0), torch.float32)
         args = abi.RopeAnglesArgs(
             frequencies=frequencies.data_ptr(),
             angles=angles.data_ptr(),
             rotary_dim=rotary_dim,
             factor=factor,
             dtype=DTYPES[dtype],
+            growth=growth[0],
+            growth_start=growth[1],
         )
         step = abi.Step(num_tokens=len(positions), positions=positions.data_ptr())
         self._call("penstock_rope_angles", args, len(positions), step)
         return angles
 
     def rope_store(
-        self, qkv: Tensor, angles: Tensor, kv: Tensor, shape: HeadShape, block_size: int, step: abi.Step
+        self,
+        qkv: Tensor,
+        angles: Tensor,
+        kv: Tensor,
+        shape: HeadShape,
+        block_size: int,
+        step: abi.Step,
+        turning: Turning = HALVES,
     ) -> None:
         """Rotate the queries of `qkv` in place; keys, rotated, and values go to their slots in `kv`."""
         args = abi.RopeStoreArgs(
@@ -366,7 +401,9 @@ class CpuKernels:
             head_dim=shape.head_dim,
             block_size=block_size,
             dtype=DTYPES[qkv.dtype],
-            rotary_dim=angles.shape[1],
+            rotary_dim=angles.shape[1] - turning.grows,
+            interleaved=turning.interleaved,
+            grows=turning.grows,
         )
         self._call("penstock_rope_store", args, len(qkv), step)
 

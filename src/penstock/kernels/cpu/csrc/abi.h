@@ -192,13 +192,17 @@ struct ScaleArgs {
     int32_t dtype;
 };
 
-// cosines and sines of the step's positions: [num_tokens, 2, rotary_dim / 2] float32, rounded to `dtype`.
+// cosines and sines of the step's positions: [num_tokens, 2, rotary_dim / 2] float32, rounded to `dtype`. With growth
+// one more number behind those of each token: by how much its queries are larger, which is not rounded.
 struct RopeAnglesArgs {
     const float* frequencies;  // [rotary_dim / 2] radians per position
     float* angles;
     int64_t rotary_dim;
     float factor;  // cosines and sines are multiplied by it
     int32_t dtype;
+    float growth;  // queries are 1 + growth ln(1 + floor(position / growth_start)) times as large; 0 = all are the same
+    int32_t reserved;
+    int64_t growth_start;
 };
 
 // Rotates queries in place and keys on their way into the KV blocks. The blocks' layout: attention.h.
@@ -212,6 +216,8 @@ struct RopeStoreArgs {
     int64_t block_size;
     int32_t dtype;
     int32_t rotary_dim;  // of a head, its first dims; the others are left as they are. 0 = all
+    int32_t interleaved;  // pairs are neighbours in qkv; once rotated they are half a rotary_dim apart, as all others
+    int32_t grows;        // angles have the queries' growth behind them
 };
 
 constexpr int64_t kSegmentTokens = 1024;

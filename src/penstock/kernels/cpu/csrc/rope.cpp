@@ -1,7 +1,8 @@
 // Rotary position embedding (arXiv 2104.09864, halves rotated as in transformers), on the way into the KV blocks.
 #include "attention.h"
 
-constexpr int64_t kManyTokens = 32;  // from here on the tokens are cut among the threads
+constexpr int64_t kManyTokens = 32;   // from here on the tokens are cut among the threads
+constexpr int64_t kMaxHeadDim = 4096;  // as `families` allow
 
 template <class T>
 static void angles_of(float position, const RopeAnglesArgs& args, float* angles) {
@@ -17,13 +18,15 @@ static void angles_of(float position, const RopeAnglesArgs& args, float* angles)
         store(rounded, load_some(angles + i, count));
         store_some(angles + i, load(rounded), count);
     }
+    if (args.growth) angles[2 * half] = 1 + args.growth * logf(1 + floorf(position / (float)args.growth_start));
 }
 
 template <class T>
 static void all_angles(const RopeAnglesArgs& args, const Step& step) {
+    int64_t width = args.rotary_dim + (args.growth != 0);
 #pragma omp parallel for schedule(static) if (step.num_tokens >= kManyTokens)
     for (int64_t t = 0; t < step.num_tokens; t++)
-        angles_of<T>((float)step.positions[t], args, args.angles + t * args.rotary_dim);
+        angles_of<T>((float)step.positions[t], args, args.angles + t * width);
 }
 
 PENSTOCK_EXPORT void penstock_rope_angles(const void* args, const Step* step) {
@@ -59,7 +62,7 @@ struct RopeStore {
     void token(int64_t index, int64_t slot) const {
         int64_t size = args.head_dim, block = slot / args.block_size, offset = slot % args.block_size;
         T* head = (T*)args.qkv + index * (args.num_heads + 2 * args.num_kv_heads) * size;
-        const float* angles = args.angles + index * 2 * half;
+        const float* angles = args.angles + index * (2 * half + (args.grows != 0));
         for (int64_t h = 0; h < args.num_heads; h++, head += size) rotate_query(head, angles);
         for (int64_t h = 0; h < args.num_kv_heads; h++, head += size) {
             T* tile = (T*)args.kv + layout.tile_at(block, offset, h);
@@ -69,14 +72,27 @@ struct RopeStore {
     }
 
     void rotate_query(T* head, const float* angles) const {
-        rotate(head, angles, half, [&](int64_t i, int64_t count, f32x16 first, f32x16 second) {
-            store_some(head + i, first, count);
-            store_some(head + half + i, second, count);
+        T apart[kMaxHeadDim];
+        f32x16 growth = f32x16{} + (args.grows ? angles[2 * half] : 1.0f);
+        rotate(halves_of(head, apart), angles, half, [&](int64_t i, int64_t count, f32x16 first, f32x16 second) {
+            store_some(head + i, first * growth, count);
+            store_some(head + half + i, second * growth, count);
         });
     }
 
+    // The dims of a head that are rotated, each pair half of them apart.
+    const T* halves_of(const T* head, T* apart) const {
+        if (!args.interleaved) return head;
+        for (int64_t i = 0; i < half; i++) {
+            apart[i] = head[2 * i];
+            apart[half + i] = head[2 * i + 1];
+        }
+        return apart;
+    }
+
     void put_key(const T* key, const float* angles, T* keys, int64_t lane) const {
-        rotate(key, angles, half, [&](int64_t i, int64_t count, f32x16 first, f32x16 second) {
+        T apart[kMaxHeadDim];
+        rotate(halves_of(key, apart), angles, half, [&](int64_t i, int64_t count, f32x16 first, f32x16 second) {
             T low[kLanes], high[kLanes];
             store(low, first);
             store(high, second);
