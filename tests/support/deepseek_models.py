@@ -14,7 +14,13 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import AutoModelForCausalLM, DeepseekV2Config, DeepseekV3Config, PreTrainedConfig
+from transformers import (
+    AutoModelForCausalLM,
+    DeepseekV2Config,
+    DeepseekV3Config,
+    Glm4MoeLiteConfig,
+    PreTrainedConfig,
+)
 
 SIZES = {
     "vocab_size": 150,
@@ -148,4 +154,8 @@ MODELS = {
         seed=2,
     ),
     "v3 halves": DeepseekModel(DeepseekV3Config, GROUPS | {"rope_interleave": False}),
+    # GLM-4.7-Flash, which lists its layers with a plain MLP
+    "glm": DeepseekModel(
+        Glm4MoeLiteConfig, {"mlp_layer_types": ["sparse", "dense", "sparse"], "n_shared_experts": 1}
+    ),
 }

@@ -13,15 +13,15 @@ from transformers import (
     AutoModelForCausalLM,
     CohereConfig,
     CTRLConfig,
-    GemmaConfig,
+    FlexOlmoConfig,
     GPT2Config,
     GPTNeoXConfig,
-    OlmoeConfig,
     OPTConfig,
     PhiConfig,
     PreTrainedConfig,
     StableLmConfig,
     Starcoder2Config,
+    VaultGemmaConfig,
 )
 
 from families import SIZES
@@ -68,7 +68,7 @@ FOREIGN = {
     "opt": Foreign(OPTConfig, {"word_embed_proj_dim": 16, "ffn_dim": 48}, seed=1, embedding=1.0),
     "phi": Foreign(PhiConfig, seed=1, embedding=0.15),
     # vectors that are multiplied, and a head as wide as asked
-    "gemma": Foreign(GemmaConfig, {"head_dim": 16}, embedding=0.15),
+    "vaultgemma": Foreign(VaultGemmaConfig, {"head_dim": 16, "sliding_window": 7}, embedding=0.15),
     # the head multiplies the logits
     "cohere": Foreign(CohereConfig, {"logit_scale": 0.5}),
     "stablelm": Foreign(StableLmConfig, {"use_qkv_bias": True}),
@@ -76,7 +76,7 @@ FOREIGN = {
     # writes over what it gets before the layers; numbers that are worked out, not loaded
     "ctrl": Foreign(CTRLConfig, {"dff": 48, "tie_word_embeddings": True}, seed=1, embedding=0.15),
     # the checkpoint has each expert by itself, the model has all in one
-    "olmoe": Foreign(OlmoeConfig, {"num_experts": 4, "num_experts_per_tok": 2}),
+    "flex_olmo": Foreign(FlexOlmoConfig, {"num_experts": 4, "num_experts_per_tok": 2}),
 }
 
 

@@ -30,15 +30,31 @@ _UNLIKE_HEADS = (
     "its layers have heads of two shapes, and in some sizes inputs of their own or keys of other layers"
 )
 _SINKS = "its attention has sinks, which are not built"
+_STATES = "some of its layers keep a state beside keys and values, which is not built"
 
 _MODEL_TYPES: Mapping[str, str] = {
+    "bamba": _STATES,
     "deepseek_v32": _SPARSE,
+    "falcon_h1": _STATES,
+    "falcon_mamba": _STATES,
     "gemma3n": _OTHER_INPUTS,
     "gemma4": _UNLIKE_HEADS,
     "gemma4_unified": _UNLIKE_HEADS,
     "glm_moe_dsa": _SPARSE,
     "gpt_oss": _SINKS,
+    "jamba": _STATES,
+    "kimi_linear": _STATES,
+    "lfm2": _STATES,
+    "lfm2_moe": _STATES,
+    "mamba": _STATES,
+    "mamba2": _STATES,
+    "nemotron_h": _STATES,
+    "qwen3_5": _STATES,
+    "qwen3_5_moe": _STATES,
+    "qwen3_next": _STATES,
+    "zamba2": _STATES,
 }
+_STATEFUL_LAYERS = frozenset(("conv", "linear_attention", "mamba", "recurrent"))
 _FIELDS: Mapping[str, str] = {
     "index_topk": _SPARSE,
     "hidden_size_per_layer_input": _OTHER_INPUTS,
@@ -66,12 +82,18 @@ def require_known_kind(config: ConfigFields, architectures: Sequence[str], serve
     if not is_served and architectures and all(map(_is_more_than_text, architectures)):
         _refuse_more_than_text(architectures[0], fields)
     reason = _MODEL_TYPES.get(str(fields.get("model_type")).removesuffix("_text"))
+    reason = reason or (_STATES if _has_stateful_layers(fields.get("layer_types")) else None)
     reason = reason or next((why for field, why in _FIELDS.items() if _is_set(fields.get(field))), None)
     if reason is not None:
         named = kind_of(architectures[0]).strip('"') if architectures else "the model"
         raise UnsupportedModelError(
             f"{named} is not supported: {reason}.", remedy=_ANOTHER, param="architectures"
         )
+
+
+def _has_stateful_layers(kinds: Any) -> bool:
+    """Return whether a list of kinds of layers has one that keeps a state."""
+    return isinstance(kinds, list) and any(isinstance(kind, str) and kind in _STATEFUL_LAYERS for kind in kinds)
 
 
 def _is_more_than_text(architecture: str) -> bool:

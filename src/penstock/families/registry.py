@@ -130,7 +130,7 @@ def _architecture(config: ConfigFields, model_impl: ModelImpl) -> tuple[str, _Re
                 return name, transformers_spec
     declared = ", ".join(kind_of(name).strip('"') for name in names[:4]) or "none"
     raise UnsupportedModelError(
-        f"config.json asks for architecture {declared}; supported: {', '.join(SUPPORTED_ARCHITECTURES)}.",
+        f"config.json asks for architecture {declared}; supported: those of docs/models.md.",
         remedy=_remedy(model_impl),
         param="architectures",
     )

@@ -34,10 +34,10 @@ def said(error: UnsupportedModelError) -> str:
 @pytest.mark.parametrize(
     ("architecture", "model_type", "sections"),
     [
-        ("Qwen2_5_VLForConditionalGeneration", "qwen2_5_vl", ("text_config", "vision_config")),
-        ("Gemma3ForConditionalGeneration", "gemma3", ("text_config", "vision_config")),
+        ("LlavaForConditionalGeneration", "llava", ("text_config", "vision_config")),
+        ("Gemma3nForConditionalGeneration", "gemma3n", ("text_config", "vision_config")),
         ("Gemma4ForConditionalGeneration", "gemma4", ("text_config", "vision_config", "audio_config")),
-        ("Mistral3ForConditionalGeneration", "mistral3", ("text_config",)),
+        ("Qwen3_5ForConditionalGeneration", "qwen3_5", ("text_config",)),
     ],
 )
 def test_a_model_of_more_than_text_is_called_so(
@@ -72,6 +72,8 @@ FP8 = {"quantization_config": {"quant_method": "fp8"}}
         ("GlmMoeDsaForCausalLM", {"model_type": "glm_moe_dsa", "index_topk": 2048}, "sparse attention"),
         ("NextForCausalLM", {"model_type": "next", "index_topk": 64}, "sparse attention"),
         ("Gemma4ForCausalLM", {"model_type": "gemma4_text"}, "heads of two shapes"),
+        ("Qwen3NextForCausalLM", {"model_type": "qwen3_next"}, "a state beside keys and values"),
+        ("GraniteMoeHybridForCausalLM", {"layer_types": ["mamba", "attention"]}, "a state beside keys"),
         (
             "Gemma3nForCausalLM",
             {"model_type": "gemma3n_text", "hidden_size_per_layer_input": 256},

@@ -168,11 +168,11 @@ def test_auto_map_is_ignored_with_a_warning(tmp_path: Path, caplog: pytest.LogCa
 
 
 @pytest.mark.parametrize("names", [["MambaForCausalLM"], [], ["X" * 500]])
-def test_unknown_architecture_lists_the_supported_ones(tmp_path: Path, names: list[str]) -> None:
+def test_unknown_architecture_names_the_list_of_supported_ones(tmp_path: Path, names: list[str]) -> None:
     error = refusal(tmp_path, architectures=names)
     assert isinstance(error, UnsupportedModelError)
     assert error.exit_code == 3
-    assert all(name in error.message for name in SUPPORTED_ARCHITECTURES)
+    assert "docs/models.md" in error.message
     assert len(error.message) < 500
 
 

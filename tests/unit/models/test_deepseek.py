@@ -29,7 +29,8 @@ def one_thread() -> None:
     torch.set_num_threads(1)
 
 
-@pytest.fixture(scope="module", params=MODELS)
+# GLM-4.7-Flash has nothing that the others have not; its logits: `test_expert_families`.
+@pytest.fixture(scope="module", params=[*(name for name in MODELS if name != "glm"), *soaked("glm")])
 def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return MODELS[request.param].make(tmp_path_factory.mktemp("checkpoint"))
 

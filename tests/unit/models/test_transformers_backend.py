@@ -369,7 +369,7 @@ def test_a_missing_tensor_and_one_layer_too_many_are_named(neox: Path, tmp_path:
 
 
 def test_experts_are_read_one_by_one_into_their_places(tmp_path: Path) -> None:
-    (config,) = make_rank_configs(FOREIGN["olmoe"].make(tmp_path), 1)
+    (config,) = make_rank_configs(FOREIGN["flex_olmo"].make(tmp_path), 1)
     loaded = load_rank(config, nothing)
     names = {name for name, _ in loaded.model.named_parameters()}
     assert "model.layers.1.mlp.experts.3.up_proj.weight" in names
@@ -380,7 +380,7 @@ def test_experts_are_read_one_by_one_into_their_places(tmp_path: Path) -> None:
 
 
 def test_a_rule_that_is_not_built_is_refused(tmp_path: Path) -> None:
-    directory = FOREIGN["olmoe"].make(tmp_path)
+    directory = FOREIGN["flex_olmo"].make(tmp_path)
     seen = survey(directory, load_spec(directory), torch.float32, 64)
     name = "model.layers.0.mlp.experts.down_proj"
     weights = {name: nn.Parameter(torch.zeros(4, 32, 48))}
@@ -406,7 +406,7 @@ def test_buffers_that_checkpoints_store_are_loaded_and_some_weights_stay_float32
     model = AutoModelForCausalLM.from_config(Glm4MoeConfig(**SIZES, **fields, head_dim=8))
     model.model.layers[2].mlp.gate.e_score_correction_bias.copy_(torch.tensor([0.1, 0.2, 0.3, 0.4]))
     model.save_pretrained(tmp_path)
-    (config,) = make_rank_configs(tmp_path, 1, dtype="bfloat16")
+    (config,) = make_rank_configs(tmp_path, 1, dtype="bfloat16", model_impl="transformers")
     layer = load_rank(config, nothing).model.layers[2]
     # Whether the weights of the gate stay float32 differs between versions of transformers.
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16).model.layers[2]
