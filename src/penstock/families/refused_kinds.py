@@ -93,7 +93,9 @@ def require_known_kind(config: ConfigFields, architectures: Sequence[str], serve
 
 def _has_stateful_layers(kinds: Any) -> bool:
     """Return whether a list of kinds of layers has one that keeps a state."""
-    return isinstance(kinds, list) and any(isinstance(kind, str) and kind in _STATEFUL_LAYERS for kind in kinds)
+    return isinstance(kinds, list) and any(
+        isinstance(kind, str) and kind in _STATEFUL_LAYERS for kind in kinds
+    )
 
 
 def _is_more_than_text(architecture: str) -> bool:
