@@ -3,8 +3,8 @@
     python scripts/models_page.py            writes it
     python scripts/models_page.py --check    exits with 1 where the page is not what it would write
 
-The models are in `scripts/models.toml`. What the page says of each is what the registry of families makes of its
-configuration. Transformers must be installed.
+The models are in `scripts/models.toml`. What the page says of each is what the registry of families makes of
+its configuration. Transformers must be installed.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ INTRODUCTION = """\
 {runs} of the {count} models below run: {own} on layers of our own, {foreign} on those of transformers
 (`pip install penstock[hf]`). The others are refused at start, with the reason that stands here.
 
-This page is written by `scripts/models_page.py`, and a test compares it: each row is what our reader makes of a
-configuration with the model's fields (`scripts/models.toml`). These fields come from what is publicly known of a
-model, not from its files. An architecture that the tested version of transformers does not have is *unverified* and
-is not counted.
+This page is written by `scripts/models_page.py`, and a test compares it: each row is what our reader makes of
+a configuration with the model's fields (`scripts/models.toml`). These fields come from what is publicly known
+of a model, not from its files. An architecture that the tested version of transformers does not have is
+*unverified* and is not counted.
 
-On our own layers a model runs in any number of stages, with as many ranks as can share its heads, and quantised by
-`--quantization`. Transformers' layers run in stages of one rank, unquantised
-([adding a model](adding-a-model.md)). Numbers in float8 or MXFP4 are not read yet:
-of a model that is published so, another checkpoint in BF16 runs where its architecture does.
+On our own layers a model runs in any number of stages, with as many ranks as can share its heads, and
+quantised by `--quantization`. Transformers' layers run in stages of one rank, unquantised
+([adding a model](adding-a-model.md)). Numbers in float8 or MXFP4 are not read yet: of a model that is
+published so, another checkpoint in BF16 runs where its architecture does.
 
 ## The most used models
 
@@ -54,13 +54,13 @@ of a model that is published so, another checkpoint in BF16 runs where its archi
 ARCHITECTURES = """
 ## Architectures
 
-These have layers of our own. A checkpoint whose `config.json` names one of them runs, fine-tunes included, unless
-the file asks for something that is not built; then the field is named:
+These have layers of our own. A checkpoint whose `config.json` names one of them runs, fine-tunes included,
+unless the file asks for something that is not built; then the field is named:
 
 {listed}.
 
-These read pictures too. Their text models run, the rest of a checkpoint is neither read nor sent to another host,
-and a request with a picture is refused:
+These read pictures too. Their text models run, the rest of a checkpoint is neither read nor sent to another
+host, and a request with a picture is refused:
 
 {wrapped}.
 

@@ -86,7 +86,7 @@ def test_a10_b1_layouts_of_a_text_model_within_another(
 
 
 def spoil_other_parts(file: Path) -> int:
-    """Write NaN over all that is not the text model's, and return how many bytes of the text model there are."""
+    """Write NaN over all that is not the text model's, and return how many bytes that has."""
     header = read_header(file)
     with file.open("r+b") as opened:
         for name, entry in header.items():

@@ -22,6 +22,8 @@ from transformers import (
     PreTrainedConfig,
 )
 
+from expert_families import EXPERT_FAMILIES
+
 SIZES = {
     "vocab_size": 150,
     "hidden_size": 32,
@@ -90,7 +92,7 @@ def make_with_mtp(directory: Path, *, is_right: bool = False, name: str = "v3", 
         is_right: its guesses are right as a rule: all layers add little to what a token says by itself, and
             it looks at the token that follows alone. Else its weights are random.
     """
-    MODELS[name].make(directory, **changes)
+    (MODELS | EXPERT_FAMILIES)[name].make(directory, **changes)
     path, config_path = directory / "model.safetensors", directory / "config.json"
     config = json.loads(config_path.read_text())
     config_path.write_text(json.dumps(config | {"num_nextn_predict_layers": 1}))

@@ -1,6 +1,6 @@
-"""Seeded random checkpoints of families with many small experts and plain attention, written by transformers.
+"""Seeded random checkpoints of families with many small experts and plain attention, by transformers.
 
-Corrections are as large as the scores that they correct; heads are rotated in part where the family allows it.
+Corrections are as large as the scores that they correct; heads are rotated in part where a family does so.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _EXPERTS = {
 
 @dataclass(frozen=True)
 class ExpertFamily:
-    """A configuration beside the sizes of all families, and a seed that keeps the likeliest two tokens apart."""
+    """A configuration beside `families.SIZES`, and a seed that keeps the likeliest two apart."""
 
     config: type[PreTrainedConfig]
     fields: dict[str, Any] = field(default_factory=dict)

@@ -8,9 +8,8 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import load_file
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
-from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3DecoderLayer, DeepseekV3RMSNorm
 
 
 class MTPReference:
@@ -28,14 +27,14 @@ class MTPReference:
         }
         for copied in ("embed_tokens.weight", "shared_head.head.weight"):
             del own[copied]
-        self._layer = DeepseekV3DecoderLayer(config, number)
+        self._layer = type(self._model.model.layers[-1])(config, number)
         experts = {key: own.pop(key) for key in list(own) if ".experts." in key}
         own |= _stacked(experts)
         self._layer.load_state_dict(own)
         self._layer.eval()
 
-    def _norm(self, weight: Tensor) -> DeepseekV3RMSNorm:
-        norm = DeepseekV3RMSNorm(len(weight), self._model.config.rms_norm_eps)
+    def _norm(self, weight: Tensor) -> nn.Module:
+        norm: nn.Module = type(self._model.model.norm)(len(weight), self._model.config.rms_norm_eps)
         norm.weight.data = weight
         return norm
 

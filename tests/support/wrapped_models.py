@@ -1,4 +1,4 @@
-"""Seeded random checkpoints of models of more than text, written by transformers, whose text models we serve."""
+"""Seeded random checkpoints of models of more than text, by transformers, whose text models we serve."""
 
 from __future__ import annotations
 

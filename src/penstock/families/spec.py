@@ -48,8 +48,8 @@ class ModelSpec:
         qk_norm: whether queries and keys are normalised, each head on its own or all heads together.
         norm_kind: what all norms do with their weights.
         norm_places: norms stand before attention and MLP, after them, or both.
-        norm_names: what the checkpoint calls them, before and after attention, before and after the MLP; None:
-            as most families do (`models.decoder_layer`).
+        norm_names: what the checkpoint calls them, before and after attention, before and after the MLP;
+            None: as most families do (`models.decoder_layer`).
         activation: of the gate of the MLP.
         embedding_multiplier: of the vectors that tokens become.
         rounds_embedding_multiplier: it is rounded to the dtype of the computation first.

@@ -1,4 +1,4 @@
-"""The configuration of a text model within a model of more than text, and those of families that came with it."""
+"""The configuration of a text model within a model of more than text, and of families that came with it."""
 
 from __future__ import annotations
 
@@ -57,8 +57,12 @@ def test_a_published_gemma_3_says_only_what_differs_from_its_class(tmp_path: Pat
 
 @pytest.mark.parametrize(
     ("outer", "inner", "is_tied"),
-    [({}, {}, False), ({}, {"tie_word_embeddings": True}, True), ({"tie_word_embeddings": True}, {}, True)]
-    + [({"tie_word_embeddings": False}, {"tie_word_embeddings": True}, False)],
+    [
+        ({}, {}, False),
+        ({}, {"tie_word_embeddings": True}, True),
+        ({"tie_word_embeddings": True}, {}, True),
+        ({"tie_word_embeddings": False}, {"tie_word_embeddings": True}, False),
+    ],
 )
 def test_the_file_says_before_the_section_whether_the_head_is_tied(
     tmp_path: Path, outer: dict[str, Any], inner: dict[str, Any], is_tied: bool

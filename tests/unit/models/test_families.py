@@ -160,9 +160,9 @@ def held_again(stage: Decoder, spec: ModelSpec, size: int) -> int:
             more += 2 * copies * spec.kv_size * inputs
         elif spec.qk_norm == "all_heads" and "k_norm" in name:
             more += copies * spec.kv_size
-        elif name.endswith(("o_proj.bias", "down_proj.bias")):
-            more += (size - 1) * parameter.numel()
-        elif "norm" in name and not (spec.qk_norm == "all_heads" and "q_norm" in name):
+        elif spec.qk_norm == "all_heads" and "q_norm" in name:
+            pass  # of its heads alone
+        elif "norm" in name or name.endswith(("o_proj.bias", "down_proj.bias")):
             more += (size - 1) * parameter.numel()
     return more
 

@@ -29,9 +29,9 @@ def one_thread() -> None:
     torch.set_num_threads(1)
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_with_mtp(tmp_path_factory.mktemp("mtp"))
+@pytest.fixture(scope="module", params=["v3", "glm4_moe"])
+def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_with_mtp(tmp_path_factory.mktemp("mtp"), name=request.param)
 
 
 def kernels(*, are_used: bool) -> CpuKernels | None:

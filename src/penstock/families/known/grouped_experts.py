@@ -1,4 +1,4 @@
-"""Many small experts beside shared ones, as DeepSeek introduced them, and read by families that took them over.
+"""Many small experts beside shared ones, as DeepSeek has them and other families took them over.
 
 Called by the families' modules (`families.known.deepseek`, `families.known.glm`, `families.known.dots`).
 """
@@ -96,7 +96,7 @@ def with_experts(spec: ModelSpec, experts: ExpertsSpec) -> ModelSpec:
 
 
 def with_mtp(spec: ModelSpec, config: ConfigFields, num_layers: int) -> ModelSpec:
-    """Return the decoder with the layers that guess further tokens; the first of them is used, if it is wanted.
+    """Return the decoder with layers that guess further tokens; the first is used, if it is wanted.
 
     Args:
         num_layers: of a configuration that does not say.

@@ -1,5 +1,5 @@
-"""Qwen2, Qwen2.5 and Qwen3, and MiMo, which is a Qwen2: Llama with a window in the upper layers where it is switched on, and biases on
-query, key and value, or norms on queries and keys. Called by `families.registry`.
+"""Qwen2, Qwen2.5 and Qwen3, and MiMo, which is a Qwen2: Llama with a window in the upper layers where it is
+switched on, and biases on query, key and value, or norms on queries and keys. Called by `families.registry`.
 """
 
 from __future__ import annotations
