@@ -35,8 +35,8 @@ def read_partial_rope(config: ConfigFields, max_positions: int, *, fraction: flo
     """
     scaling, name = scaling_section(config), "partial_rotary_factor"
     fraction = (scaling if scaling.has(name) else config).number(name, 0.0, 1.0, fraction)
-    without = (fields.with_values(partial_rotary_factor=None) for fields in (config, scaling))
-    rope = rope_of(*without, max_positions)
+    config, scaling = (fields.with_values(partial_rotary_factor=None) for fields in (config, scaling))
+    rope = rope_of(config, scaling, max_positions)
     return dataclasses.replace(rope, rotary_fraction=fraction)
 
 

@@ -42,7 +42,7 @@ class RotaryAngles:
             rotated = self.rotate(heads[..., :rotary_dim])
             return torch.cat((rotated, heads[..., rotary_dim:]), dim=-1)
         if self.interleaved:
-            heads = heads.unflatten(-1, (rotary_dim // 2, 2)).transpose(-1, -2).flatten(-2)
+            heads = heads.reshape(*heads.shape[:-1], rotary_dim // 2, 2).transpose(-1, -2).flatten(-2)
         wide, half = heads.to(self.cos.dtype), rotary_dim // 2
         swapped = torch.cat((wide[..., half:], wide[..., :half]), dim=-1)
         return (wide * self.cos).add_(swapped.mul_(self.sin)).to(heads.dtype)
