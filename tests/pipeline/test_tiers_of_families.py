@@ -78,7 +78,7 @@ CASES: dict[str, Case] = {
 # Differ from others in what a cache does not see: how weights lie in files, how they are routed and rotated.
 SOAK_ONLY = {
     *("gptq 8", "awq 4", "packed 4", "deepseek v2", "deepseek v3 yarn", "deepseek v3 halves", "qwen3_moe"),
-    *("deepseek glm", "gemma", "glm", "ernie4_5", "seed_oss", "smollm3", "exaone4"),
+    *("deepseek glm", "gemma", "glm", "glm4", "ernie4_5", "seed_oss", "smollm3", "exaone4", "ministral3"),
     *(f"transformers {name}" for name in ("gpt_neox", "phi", "cohere", "stablelm", "ctrl")),
 }
 

@@ -76,7 +76,7 @@ FOREIGN = {
     # writes over what it gets before the layers; numbers that are worked out, not loaded
     "ctrl": Foreign(CTRLConfig, {"dff": 48, "tie_word_embeddings": True}, seed=1, embedding=0.15),
     # the checkpoint has each expert by itself, the model has all in one
-    "flex_olmo": Foreign(FlexOlmoConfig, {"num_experts": 4, "num_experts_per_tok": 2}),
+    "flex_olmo": Foreign(FlexOlmoConfig, {"num_experts": 4, "num_experts_per_tok": 2}, seed=1),
 }
 
 
