@@ -31,9 +31,8 @@ from penstock.process.config import RankConfig
 from penstock.rank.compute_choice import load_kernels
 from penstock.rank.loading import LoadedRank, build_model, build_runner
 from penstock.rank.model_samples import ModelSamples
+from penstock.rank.stored_weights import open_weights
 from penstock.runner.device_kv import DeviceKV
-from penstock.weights.checkpoint import Checkpoint
-from penstock.weights.loader import load_weights
 
 
 class TimedLibrary:
@@ -132,8 +131,9 @@ def rank_config(model: Path, batch: int, options: argparse.Namespace) -> RankCon
 
 def build_stage(config: RankConfig, kernels: CpuKernels) -> tuple[Stage, SampleSink]:
     spec, device = load_spec(Path(config.model_path)), torch.device("cpu")
-    model = build_model(config, spec, kernels, None)
-    report = load_weights(model, Checkpoint(Path(config.model_path)), lambda done, total: None)
+    weights = open_weights(Path(config.model_path), spec, b"")
+    model = build_model(config, spec, kernels, weights)
+    report = weights.load(model, lambda done, total: None, frozenset())
     storage = DeviceKV(
         model.attention, num_layers=spec.num_layers, block_size=config.block_size, device=device
     )

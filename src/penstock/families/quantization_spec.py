@@ -8,8 +8,12 @@ only after `quantization_fields` has found them harmless.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Literal
+
+from penstock.kernels.block_formats import BLOCK_FORMATS
+from penstock.kernels.quantized_groups import inputs_together
 
 Layout = Literal["gptq", "awq", "packed", "int8"]
 
@@ -90,9 +94,18 @@ class QuantizationSpec:
         return "int4" if bit_widths == {4} else "int8"
 
     @property
-    def min_bits(self) -> int:
-        """Of a quantised weight at least."""
+    def mean_bits(self) -> float:
+        """Return the bits of a quantised weight, at least."""
         return min(scheme.bits for scheme in self.schemes)
+
+    def inputs_of_unit(self, projection: str, width: int) -> int | None:
+        """Return how many inputs of a projection belong together; None: it is not quantised.
+
+        Args:
+            width: of all its inputs.
+        """
+        scheme = self.scheme(projection)
+        return None if scheme is None else inputs_together(scheme.group_size or width, width)
 
     def scheme(self, projection: str) -> WeightScheme | None:
         """Return the scheme of a projection such as `model.layers.0.mlp.up_proj`, or None if not quantised.
@@ -113,3 +126,35 @@ class QuantizationSpec:
     def describe(self) -> str:
         """Such as "gptq: int4 in groups of 128"."""
         return f"{self.method}: {'; '.join(dict.fromkeys(scheme.describe() for scheme in self.schemes))}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockQuantization:
+    """Weights in the block formats of a GGUF file.
+
+    Attributes:
+        formats: of the projections that are quantised, by names such as `model.layers.0.mlp.up_proj`.
+        num_tensors: of the file in each format, the most frequent first.
+        mean_bits: of a weight of the file, with its share of scales and offsets.
+    """
+
+    formats: Mapping[str, str] = field(repr=False)
+    num_tensors: tuple[tuple[str, int], ...]
+    mean_bits: float
+    method: str = "gguf"
+
+    @property
+    def kind(self) -> str:
+        """Return what no quantisation at load is called."""
+        return "gguf"
+
+    def inputs_of_unit(self, projection: str, width: int) -> int | None:
+        """Return how many inputs of a projection belong together; None: it is not quantised."""
+        name = self.formats.get(projection)
+        return None if name is None else BLOCK_FORMATS[name].inputs
+
+    def describe(self) -> str:
+        """Such as "gguf: Q4_K (112 tensors), Q6_K (13), 4.8 bits a weight"."""
+        (first, count), *others = self.num_tensors
+        names = [f"{first} ({count} tensors)", *(f"{name} ({number})" for name, number in others)]
+        return f"gguf: {', '.join(names)}, {self.mean_bits:.1f} bits a weight"

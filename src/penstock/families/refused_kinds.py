@@ -14,10 +14,6 @@ from penstock.errors import ModelConfigError, UnsupportedModelError
 from penstock.families.config_fields import ConfigFields, kind_of
 
 _GGUF_MAGIC = b"GGUF"
-_GGUF_REMEDY = (
-    "Give the Hugging Face directory (config.json, tokenizer.json, *.safetensors) of the model that it was "
-    "made from, if wanted with --quantization int8 or int4."
-)
 _TEXT_ALONE = "Use a model for text alone; many families have one, whose architecture ends in ForCausalLM."
 _ANOTHER = "Use another model; no other checkpoint or setting helps for this one."
 
@@ -136,28 +132,9 @@ def file_refusal(path: Path, shown: str) -> ModelConfigError:
     Args:
         shown: as the user typed it, safe to print.
     """
-    if is_gguf(path):
-        return UnsupportedModelError(
-            f"model {shown} is a GGUF file, a format of llama.cpp that is not read.",
-            remedy=_GGUF_REMEDY,
-            param="model",
-        )
     return ModelConfigError(
         f"model {shown} is a file, not a directory.",
-        remedy="Give the directory that holds config.json.",
-        param="model",
-    )
-
-
-def gguf_refusal(path: Path, shown: str) -> ModelConfigError:
-    """Return the error for a model that was found by its name, and is a GGUF file.
-
-    Args:
-        shown: what means this model and no other.
-    """
-    return UnsupportedModelError(
-        f"{shown} is a model as GGUF ({kind_of(path.name)}), a format of llama.cpp that is not read.",
-        remedy=_GGUF_REMEDY,
+        remedy="Give the directory that holds config.json, or a GGUF file.",
         param="model",
     )
 
@@ -170,13 +147,6 @@ def refuse_other_format(directory: Path) -> None:
         raise UnsupportedModelError(
             f"{directory} holds an adapter (LoRA), and adapters are not supported.",
             remedy="Merge it into the model that it was made for, and give the directory of the result.",
-            param="model",
-        )
-    gguf = next((path.name for path in sorted(directory.glob("*.gguf"))), "")
-    if gguf:
-        raise UnsupportedModelError(
-            f"{directory} holds a model as GGUF ({kind_of(gguf)}), a format of llama.cpp that is not read.",
-            remedy=_GGUF_REMEDY,
             param="model",
         )
 

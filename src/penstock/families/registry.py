@@ -15,8 +15,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from penstock.config.engine import ModelImpl
-from penstock.errors import UnsupportedModelError
+from penstock.errors import ModelConfigError, UnsupportedModelError
 from penstock.families.config_fields import ConfigFields, kind_of, read_config
+from penstock.families.gguf_config import gguf_spec
 from penstock.families.known.deepseek import deepseek_v2_spec, deepseek_v3_spec
 from penstock.families.known.dots import dots1_spec
 from penstock.families.known.ernie import ernie4_5_spec
@@ -35,13 +36,14 @@ from penstock.families.known.seed import seed_oss_spec
 from penstock.families.known.smollm import smollm3_spec
 from penstock.families.refused_kinds import (
     file_refusal,
-    gguf_refusal,
+    is_gguf,
     refuse_other_format,
     require_known_kind,
 )
 from penstock.families.spec import ModelSpec
 from penstock.families.transformers_fields import EXTRA, has_transformers, knows, transformers_spec
 from penstock.families.wrappers import WRAPPERS, wrapper_spec
+from penstock.gguf.file import part_paths
 from penstock.local_models.locating import locate_model
 from penstock.request import VectorShape
 
@@ -106,6 +108,8 @@ def load_spec(directory: Path, model_impl: ModelImpl = "auto") -> ModelSpec:
             installed or cannot.
         ModelConfigError: a file is unreadable, or a field missing, of the wrong type or out of range.
     """
+    if not directory.is_dir():
+        return gguf_spec(directory, _FAMILIES)
     refuse_other_format(directory)
     config = read_config(directory / "config.json")
     if config.has("auto_map"):
@@ -159,7 +163,7 @@ def load_generation_defaults(directory: Path, vocab_size: int) -> dict[str, floa
     Raises:
         ModelConfigError: `generation_config.json` is unreadable, or a field of it is bad.
     """
-    path = directory / GENERATION_FILE
+    path = directory / GENERATION_FILE  # a GGUF file has none
     return _generation_defaults(read_config(path), vocab_size) if path.exists() else {}
 
 
@@ -171,6 +175,8 @@ def load_vector_shape(directory: Path, hidden_size: int) -> VectorShape:
     Raises:
         ModelConfigError: `config.json` is unreadable, or one of these fields bad.
     """
+    if not directory.is_dir():
+        return VectorShape(size=hidden_size, cuts=(), any_cut=False)
     fields = read_config(directory / "config.json")
     cuts = tuple(fields.integer_list("matryoshka_dimensions", 1, hidden_size))
     is_trained = fields.flag("is_matryoshka", False)
@@ -197,7 +203,8 @@ def _generation_defaults(fields: ConfigFields, vocab_size: int) -> dict[str, flo
 def resolve_model_directory(name: str) -> Path:
     """The directory of a model: `demo`, a path, or the name of a model that is on this machine.
 
-    A path that exists wins over a name. `local_models.locating` finds names.
+    A GGUF file stands for itself, also where it is alone in a directory without `config.json`. A path that
+    exists wins over a name; `local_models.locating` finds names.
 
     Raises:
         ModelConfigError: there is no such directory; says where it was looked for and how to download it.
@@ -207,23 +214,44 @@ def resolve_model_directory(name: str) -> Path:
         return Path(__file__).resolve().parent.parent / "assets" / DEMO_MODEL
     path = os.path.expanduser(name)  # os.path, because it calls an impossible name absent instead of raising
     if os.path.isdir(path):
-        return Path(path).resolve()
+        return gguf_in_directory(Path(path).resolve())
     if os.path.exists(path):
+        if is_gguf(Path(path)):
+            return Path(path).resolve()
         raise file_refusal(Path(path), kind_of(name))
-    located = locate_model(name)
-    if located.is_gguf:
-        raise gguf_refusal(located.path, located.name)
-    return located.path
+    return locate_model(name).path
+
+
+def gguf_in_directory(directory: Path) -> Path:
+    """Return the GGUF model of a directory that holds nothing else, or the directory.
+
+    Raises:
+        ModelConfigError: it holds several.
+    """
+    if (directory / "config.json").exists():
+        return directory
+    firsts = {part_paths(path)[0] for path in directory.glob("*.gguf")}
+    if len(firsts) > 1:
+        names = ", ".join(sorted(path.name for path in firsts))
+        raise ModelConfigError(
+            f"{directory} holds several models as GGUF: {names}.",
+            remedy="Give the path of one of these files.",
+            param="model",
+        )
+    return firsts.pop() if firsts else directory
 
 
 def served_names(model: str, given: Sequence[str]) -> list[str]:
     """Return the names under which clients may ask for a model; the first is the one in answers.
 
     Args:
-        model: as the user typed it: a directory goes by its last part, all else by itself.
+        model: as the user typed it: a directory goes by its last part, a GGUF file by its name without the
+            suffix, all else by itself.
         given: the names that the user chose in its place; may be empty.
     """
     if given:
         return list(dict.fromkeys(given))
-    directory = os.path.expanduser(model)
-    return [Path(directory).resolve().name if os.path.isdir(directory) else model]
+    path = Path(os.path.expanduser(model))
+    if is_gguf(path):
+        return [path.name.removesuffix(path.suffix)]
+    return [path.resolve().name if os.path.isdir(path) else model]

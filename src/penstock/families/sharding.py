@@ -108,8 +108,9 @@ def _groups_of(spec: ModelSpec, name: str, width: int, load_bits: int | None) ->
         return {inputs_together(default_group_size(load_bits, width), width)}
     if spec.quantization is None:
         return set()
-    schemes = [spec.quantization.scheme(f"model.layers.{layer}.{name}") for layer in range(spec.num_layers)]
-    return {inputs_together(scheme.group_size or width, width) for scheme in schemes if scheme is not None}
+    names = [f"model.layers.{layer}.{name}" for layer in range(spec.num_layers)]
+    units = [spec.quantization.inputs_of_unit(projection, width) for projection in names]
+    return {unit for unit in units if unit is not None}
 
 
 def mlp_cuts(spec: ModelSpec, *, expert_parallel: bool) -> list[tuple[str, str, int]]:

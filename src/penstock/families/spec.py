@@ -15,7 +15,7 @@ from typing import Literal
 from penstock.families.experts_spec import ExpertsSpec
 from penstock.families.kinds import Activation, NormKind
 from penstock.families.latent_spec import LatentSpec
-from penstock.families.quantization_spec import QuantizationSpec
+from penstock.families.quantization_spec import BlockQuantization, QuantizationSpec
 from penstock.families.rope_spec import NO_ROTATION, RopeSpec
 
 
@@ -81,7 +81,7 @@ class ModelSpec:
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     generation_defaults: Mapping[str, float] = field(default_factory=dict)
-    quantization: QuantizationSpec | None = None
+    quantization: QuantizationSpec | BlockQuantization | None = None
     latent: LatentSpec | None = None
     num_unused_layers: int = 0
     has_mtp: bool = False

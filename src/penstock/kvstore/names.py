@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import BinaryIO, Protocol
 
 from penstock.errors import CheckpointError, ModelConfigError
+from penstock.gguf.file import part_paths
 
 MIN_KEY_BYTES = 32  # of every key in a store
 MAX_KEY_BYTES = 64
@@ -35,6 +36,8 @@ _MAX_HEADER_BYTES = 100 << 20  # as `weights.checkpoint` allows
 _LENGTH_BYTES = 8
 SAMPLE_BYTES = 64 << 10
 _CONFIG_FILE = "config.json"
+_GGUF_MAGIC = b"GGUF"
+GGUF_SAMPLE_BYTES = 1 << 20  # from its start: metadata, and in most files the vocabulary's beginning
 
 
 class _Hash(Protocol):
@@ -77,8 +80,8 @@ def model_identity(directory: Path) -> bytes:
     """32 bytes that say which model this is.
 
     A hash of the content of config.json and, for each `*.safetensors` file in order of names, of its name,
-    size and header, and of 64 KiB each from the start, the middle and the end of its data. Not of all data:
-    that would read every byte of a checkpoint at every start.
+    size and header (of a GGUF file, its first MiB), and of 64 KiB each from the start, the middle and the end
+    of its data. Not of all data: that would read every byte of a checkpoint at every start.
 
     Told apart: other architectures, shapes, dtypes, quantisations, shardings into files, and trainings of the
     same shapes, for those change numbers everywhere. Not told apart: two checkpoints of equal headers that
@@ -90,7 +93,8 @@ def model_identity(directory: Path) -> bytes:
         CheckpointError: there is no safetensors file, or one that is none.
     """
     state = hashlib.sha256(b"penstock model\0")
-    _add_config(state, directory)
+    if directory.is_dir():
+        _add_config(state, directory)
     for path in _weight_files(directory):
         _add(state, path.name.encode("utf-8", "surrogateescape"))
         _add_file(state, path)
@@ -102,8 +106,10 @@ def file_identities(directory: Path) -> dict[str, bytes]:
 
     Raises what `model_identity` raises.
     """
-    states = {_CONFIG_FILE: hashlib.sha256()}
-    _add_config(states[_CONFIG_FILE], directory)
+    states = {}
+    if directory.is_dir():
+        states[_CONFIG_FILE] = hashlib.sha256()
+        _add_config(states[_CONFIG_FILE], directory)
     for path in _weight_files(directory):
         states[path.name] = hashlib.sha256()
         _add_file(states[path.name], path)
@@ -121,6 +127,9 @@ def _add_config(state: _Hash, directory: Path) -> None:
 
 
 def _weight_files(directory: Path) -> list[Path]:
+    """Return the files with weights in a directory; of a GGUF model all its parts."""
+    if not directory.is_dir():
+        return part_paths(directory)
     files = sorted(directory.glob("*.safetensors"), key=lambda path: path.name)
     if not files:
         raise CheckpointError(
@@ -149,6 +158,10 @@ def _add_content(state: _Hash, path: Path) -> None:
     _add(state, str(size).encode())
     with path.open("rb") as file:
         length = file.read(_LENGTH_BYTES)
+        if length.startswith(_GGUF_MAGIC):
+            _add(state, length + file.read(GGUF_SAMPLE_BYTES))
+            _add_samples(state, file, _LENGTH_BYTES, size)
+            return
         num_header_bytes = int.from_bytes(length, "little")
         if len(length) < _LENGTH_BYTES or num_header_bytes > min(size - _LENGTH_BYTES, _MAX_HEADER_BYTES):
             raise CheckpointError(

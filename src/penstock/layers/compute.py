@@ -4,6 +4,7 @@ One `Compute` per rank, made by `rank.rank` and given to every layer. The forms:
 
     our kernels, float32 or bfloat16     packed panels
     quantised                            integer panels; rounded floats without our kernels
+    quantised in blocks of GGUF          panels of blocks; rounded floats without our kernels
     no kernels, bfloat16 on a CPU        prepacked by oneDNN
     anything else, and any GPU           a plain parameter
 """
@@ -22,6 +23,7 @@ from penstock.distributed.group import SOLO, TensorGroup
 from penstock.errors import NotEnoughMemoryError
 from penstock.families.kinds import Activation
 from penstock.kernels.cpu.ops import DTYPES, CpuKernels
+from penstock.layers.block_matrix import BlockForms, BlockMatrix, RoundedBlocks
 from penstock.layers.matrix import (
     Matrix,
     OnednnMatrix,
@@ -37,7 +39,8 @@ class _Gate(TypedDict):
     activation: Activation
 
 
-FormatOf = Callable[[Mapping[str, int], int], QuantizedFormat | None]
+HeldForm = QuantizedFormat | BlockForms
+FormatOf = Callable[[Mapping[str, int], int], HeldForm | None]
 
 
 def never_quantized(parts: Mapping[str, int], in_size: int) -> None:
@@ -89,6 +92,10 @@ class Compute:
         quantized = self.format_of(parts, whole_in_size or in_size)
         kernels = self.kernels_for("linear")
         gate = _Gate(gated=gated, activation=activation)
+        if isinstance(quantized, BlockForms):
+            if quantized.may_share(parts, self.group.size, gated=gated):
+                return self._blocks(out_size, in_size, quantized, gate)
+            quantized = None
         if quantized is not None and kernels is not None:
             return QuantizedMatrix(out_size, in_size, self.dtype, quantized, kernels, **gate)
         if quantized is not None:
@@ -98,6 +105,12 @@ class Compute:
         if self.device.type == "cpu" and self.dtype == torch.bfloat16 and _has_onednn():
             return OnednnMatrix(out_size, in_size, self.dtype, **gate)
         return self.parameter(out_size, in_size)
+
+    def _blocks(self, out_size: int, in_size: int, forms: BlockForms, gate: _Gate) -> Matrix:
+        kernels = self.kernels_for("linear")
+        if kernels is None:
+            return RoundedBlocks(out_size, in_size, self.dtype, forms, **gate)
+        return BlockMatrix(out_size, in_size, self.dtype, forms, kernels, **gate)
 
     def table(
         self, parts: Mapping[str, int], num_ids: int, size: int, *, multiplied: bool

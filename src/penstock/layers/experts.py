@@ -19,6 +19,7 @@ from penstock.distributed.share import Share
 from penstock.families.experts_spec import ExpertNames, ExpertShares, ExpertsSpec, RoutingSpec
 from penstock.kernels.cpu.experts import ExpertsShape, ExpertTables, have_one_form
 from penstock.kernels.cpu.ops import DTYPES
+from penstock.layers.block_matrix import BlockMatrix
 from penstock.layers.compute import Compute, never_quantized
 from penstock.layers.elementwise import steady
 from penstock.layers.linear import FusedLinear, GatedLinear, Linear
@@ -127,7 +128,11 @@ class RoutedExperts(nn.Module):
         held = (*self.experts, self.shared)  # those of other ranks are placeholders
         own = [expert for expert in held if isinstance(expert, Expert)]
         weights = [(expert.gate_up_proj.weight, expert.down.weight) for expert in own]
-        if not all(isinstance(each, PackedMatrix | QuantizedMatrix) for pair in weights for each in pair):
+        if not all(
+            isinstance(each, PackedMatrix | QuantizedMatrix | BlockMatrix)
+            for pair in weights
+            for each in pair
+        ):
             return None
         gate_up, down = ([weight.product() for weight in part] for part in zip(*weights, strict=True))
         if not have_one_form(gate_up, down):

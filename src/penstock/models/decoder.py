@@ -23,6 +23,7 @@ from penstock.attention.metadata import AnyKV, AttentionMetadata
 from penstock.attention.torch_paged import TorchPagedAttention
 from penstock.distributed.group import SOLO, TensorGroup
 from penstock.distributed.share import Share, vocab_share
+from penstock.families.quantization_spec import BlockQuantization
 from penstock.families.sharding import HeadShares
 from penstock.families.spec import ModelSpec
 from penstock.kernels.candidates import HeadOutput, HeadRequest, LogitCurve
@@ -64,8 +65,10 @@ class Backbone(nn.Module):
         is_head = is_last and spec.tie_word_embeddings
         self.embed_tokens: VocabEmbedding | MissingLayer = MissingLayer()
         if is_first or is_head or has_mtp:
-            # An embedding apart from the head is never quantised: its rows are looked up, not read.
-            names = (EMBEDDING, HEAD) if spec.tie_word_embeddings else ()
+            # An embedding apart from the head is not quantised at load: its rows are looked up, not read.
+            is_stored_quantized = isinstance(spec.quantization, BlockQuantization)
+            own = (EMBEDDING,) if is_stored_quantized else ()
+            names = (EMBEDDING, HEAD) if spec.tie_word_embeddings else own
             parts = dict.fromkeys(names, spec.vocab_size)
             self.embed_tokens = VocabEmbedding(
                 _ids(spec, compute),

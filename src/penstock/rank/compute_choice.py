@@ -21,8 +21,7 @@ from penstock.kernels.quantized_groups import default_group_size
 from penstock.layers.compute import FormatOf, never_quantized
 from penstock.layers.matrix import QuantizedFormat
 from penstock.process.config import RankConfig
-from penstock.weights.checkpoint import Checkpoint
-from penstock.weights.quantized_formats import QuantizedCheckpoint
+from penstock.rank.stored_weights import StoredWeights
 
 _BITS = {"int8": 8, "int4": 4}
 
@@ -129,15 +128,10 @@ def pin_threads(config: RankConfig, kernels: CpuKernels | None) -> None:
     kernels.library.penstock_pin_threads(cpus, len(cpus))
 
 
-def quantized_checkpoint(checkpoint: Checkpoint, spec: ModelSpec) -> QuantizedCheckpoint | None:
-    """The quantised projections of the checkpoint, if it has any."""
-    return None if spec.quantization is None else QuantizedCheckpoint(checkpoint, spec.quantization)
-
-
-def format_of(config: RankConfig, quantized: QuantizedCheckpoint | None) -> FormatOf:
+def format_of(config: RankConfig, weights: StoredWeights) -> FormatOf:
     """How each matrix is to be held; raises `CheckpointError` for shapes that config.json denies."""
-    if quantized is not None:
-        return lambda parts, in_size: _checkpoints_format(quantized, parts, in_size)
+    if weights.is_quantized:
+        return weights.form_of
     if config.quantization == "none":
         return never_quantized
     bits = _BITS[config.quantization]
@@ -149,23 +143,3 @@ def format_of(config: RankConfig, quantized: QuantizedCheckpoint | None) -> Form
         return QuantizedFormat(bits=bits, group_size=group_size, scale_dtype=torch.bfloat16, has_zeros=False)
 
     return at_load
-
-
-def _checkpoints_format(
-    quantized: QuantizedCheckpoint, parts: Mapping[str, int], in_size: int
-) -> QuantizedFormat | None:
-    """The one format that all parts share; where they do not, the matrix is held as floats."""
-    formats = set()
-    for projection, out_size in parts.items():
-        if not quantized.holds(projection) or quantized.is_dense(projection, out_size, in_size):
-            return None
-        scheme = quantized.scheme(projection)
-        formats.add(
-            QuantizedFormat(
-                bits=scheme.bits,
-                group_size=min(scheme.group_size or in_size, in_size),
-                scale_dtype=quantized.scale_dtype(projection),
-                has_zeros=not scheme.symmetric,
-            )
-        )
-    return formats.pop() if len(formats) == 1 else None

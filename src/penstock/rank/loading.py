@@ -38,9 +38,9 @@ from penstock.rank.compute_choice import (
     load_kernels,
     numeric_class,
     pin_threads,
-    quantized_checkpoint,
 )
 from penstock.rank.model_samples import ModelSamples, sample_model
+from penstock.rank.stored_weights import StoredWeights, open_weights
 from penstock.runner.buffers import BufferPool
 from penstock.runner.device_kv import DeviceKV
 from penstock.runner.kv_transfer import KVTransfer
@@ -48,10 +48,7 @@ from penstock.runner.model_runner import ModelRunner
 from penstock.runner.mtp_guesser import MTPGuesser
 from penstock.runner.request_rows import KeptIds, NoIds, RequestRows
 from penstock.sample.grammar_rows import GrammarRows, NoGrammars
-from penstock.weights.checkpoint import Checkpoint
-from penstock.weights.loader import LoadReport, load_weights
-from penstock.weights.quantized_formats import QuantizedCheckpoint
-from penstock.weights.read_digests import ReadDigests
+from penstock.weights.loader import LoadReport
 
 if TYPE_CHECKING:
     from penstock.grammar.matcher import Vocabulary
@@ -108,17 +105,16 @@ def load_rank(config: RankConfig, progress: Callable[[int, int], None]) -> Loade
     kernels = chosen.kernels
     pin_threads(config, kernels)
     require_pp(Decoder if is_ours else TransformersModel)
-    checkpoint = Checkpoint(directory, ReadDigests(first.digests))
-    quantized = quantized_checkpoint(checkpoint, spec)
+    weights = open_weights(directory, spec, first.digests)
     group = tensor_group(config, kernels)
     model = (
-        build_model(config, spec, kernels, quantized, group)
+        build_model(config, spec, kernels, weights, group)
         if is_ours
-        else build_transformers(config, spec, checkpoint)
+        else build_transformers(config, spec, weights.names)
     )
     is_sent_head = config.is_last and transfers_head(config, spec)
     left_out = frozenset({f"{EMBEDDING}.weight"} if is_sent_head else ())
-    report = load_weights(model, checkpoint, progress, left_out=left_out, quantized=quantized)
+    report = weights.load(model, progress, left_out)
     num_layers = config.num_layers + config.has_mtp
     storage = DeviceKV(model.attention, num_layers=num_layers, block_size=config.block_size, device=device)
     return LoadedRank(
@@ -155,7 +151,7 @@ def build_model(
     config: RankConfig,
     spec: ModelSpec,
     kernels: CpuKernels | None,
-    quantized: QuantizedCheckpoint | None,
+    weights: StoredWeights,
     group: TensorGroup = SOLO,
 ) -> Decoder:
     """The rank's layers, not filled."""
@@ -165,7 +161,7 @@ def build_model(
         dtype=dtype_of(config),
         device=device_of(config),
         kernels=kernels,
-        format_of=format_of(config, quantized),
+        format_of=format_of(config, weights),
         block_size=config.block_size,
         group=group,
         expert_parallel=config.expert_parallel,
@@ -173,13 +169,17 @@ def build_model(
     )
 
 
-def build_transformers(config: RankConfig, spec: ModelSpec, checkpoint: Checkpoint) -> TransformersModel:
-    """The rank's layers as transformers has them, not filled."""
+def build_transformers(config: RankConfig, spec: ModelSpec, stored: frozenset[str]) -> TransformersModel:
+    """The rank's layers as transformers has them, not filled.
+
+    Args:
+        stored: names of the checkpoint's tensors.
+    """
     return TransformersModel(
         spec,
         (config.start_layer, config.end_layer),
         directory=Path(config.model_path),
-        stored=checkpoint.names,
+        stored=stored,
         compute=Compute(dtype=dtype_of(config), device=device_of(config)),
         max_model_len=config.max_model_len,
     )

@@ -130,7 +130,7 @@ def test_the_closest_target_counts_and_ignore_counts_most() -> None:
     section = changed(section, "ignore", ["model.layers.0.mlp.down_proj", r"re:.*layers\.1\."])
     spec = understood(section)
     assert spec.kind == "mixed"
-    assert spec.min_bits == 4
+    assert spec.mean_bits == 4
     bits = {
         name: None if (scheme := spec.scheme(name)) is None else scheme.bits
         for name in (

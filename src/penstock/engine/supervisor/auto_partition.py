@@ -149,7 +149,7 @@ def _num_timed_layers(plan: LaunchPlan, rank: RankConfig, hosts: Sequence[HostRe
 def _item_size(spec: ModelSpec, rank: RankConfig) -> float:
     """Bytes of a parameter, about."""
     if spec.quantization is not None:
-        return spec.quantization.min_bits / 8
+        return spec.quantization.mean_bits / 8
     return _QUANTIZED_ITEM_SIZES.get(rank.quantization, ITEM_SIZES[rank.dtype])
 
 

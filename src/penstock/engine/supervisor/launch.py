@@ -77,7 +77,7 @@ class _WeightForm:
     devices: list[str]  # of each rank of all replicas: "cpu" or "cuda:N"
     dtype: FloatType
     quantization: Quantization
-    bits: int
+    bits: float
     notes: tuple[str, ...]
 
 
@@ -454,7 +454,7 @@ def _weight_form(
             "numbers are bfloat16 instead of the checkpoint's float16: the kernels for quantised weights "
             "have no float16; --dtype float32 loses nothing and is slower."
         )
-    bits = spec.quantization.min_bits if spec.quantization else _QUANTIZATION_BITS[quantization]
+    bits = spec.quantization.mean_bits if spec.quantization else _QUANTIZATION_BITS[quantization]
     if "linear" not in parse_kernels(parallel.kernels).enabled:
         bits = 32
         notes.append("without the kernel for linear layers, quantised weights are held as float32.")
@@ -574,7 +574,7 @@ def _weight_bytes(
     on_host: Counter[str] = Counter()
     for parameters, device, home in zip(of_ranks, form.devices, homes, strict=True):
         on_host[home.name] += parameters if device == "cpu" else 0
-    return Counter({name: parameters * form.bits // 8 for name, parameters in on_host.items()})
+    return Counter({name: int(parameters * form.bits / 8) for name, parameters in on_host.items()})
 
 
 def _with_weights(host: HostResources, weight_bytes: Counter[str]) -> HostResources:

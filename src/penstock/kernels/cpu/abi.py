@@ -11,6 +11,7 @@ from ctypes import c_float, c_int32, c_int64, c_void_p
 FLOAT32 = 0
 BFLOAT16 = 1
 FLOAT16 = 2  # only of scales
+BLOCKS = 0  # in place of a number of bits
 
 SILU, GELU_TANH = 1, 2  # gates; 0: none
 PLAIN_NORM, WIDE_NORM, ONE_PLUS_NORM = 0, 1, 2
@@ -116,6 +117,28 @@ class QuantizedPackArgs(ctypes.Structure):
         ("bits", c_int32),
         ("role", c_int32),
         ("scale_dtype", c_int32),
+        ("reserved", c_int32),
+    ]
+
+
+class BlockPanel(ctypes.Structure):
+    """Where the records of a panel lie, and in which format (csrc/blocks.h)."""
+
+    _fields_ = [("records", c_void_p), ("type", c_int64)]
+
+
+class BlockPackArgs(ctypes.Structure):
+    _fields_ = [
+        ("q", c_void_p),
+        ("d", c_void_p),
+        ("m", c_void_p),
+        ("scales", c_void_p),
+        ("offsets", c_void_p),
+        ("panels", c_void_p),
+        ("first_row", c_int64),
+        ("num_rows", c_int64),
+        ("in_size", c_int64),
+        ("role", c_int32),
         ("reserved", c_int32),
     ]
 

@@ -212,12 +212,21 @@ class CpuKernels:
             product: everything about weight and bias; x, y and scratch are filled in here.
             token_bytes: of scratch (`penstock_quantized_sizes`).
         """
+        return self._rounding_linear("penstock_quantized_linear", x, product, token_bytes)
+
+    def block_linear(self, x: Tensor, product: abi.QuantizedLinearArgs, token_bytes: int) -> Tensor:
+        """The same over a weight in block formats; `token_bytes` by `penstock_block_token_bytes`."""
+        return self._rounding_linear("penstock_block_linear", x, product, token_bytes)
+
+    def _rounding_linear(
+        self, kernel: str, x: Tensor, product: abi.QuantizedLinearArgs, token_bytes: int
+    ) -> Tensor:
         assert _has_contiguous_rows(x)
         y = self._output(x, product.out_size // 2 if product.gated else product.out_size)
         scratch = self._scratch(len(x), token_bytes)
         product.x, product.x_stride, product.dtype = x.data_ptr(), x.stride(0), DTYPES[x.dtype]
         product.y, product.y_stride, product.scratch = y.data_ptr(), y.shape[1], scratch.data_ptr()
-        self._call("penstock_quantized_linear", product, len(x))
+        self._call(kernel, product, len(x))
         return y
 
     def experts(
@@ -499,9 +508,18 @@ class CpuKernels:
 
     def gather_quantized(self, ids: Tensor, args: abi.QuantizedGatherArgs, dtype: torch.dtype) -> Tensor:
         """The same of a quantised matrix, dequantised; `args` says everything but y."""
+        return self._gather_numbers("penstock_gather_quantized", ids, args, dtype)
+
+    def gather_blocks(self, ids: Tensor, args: abi.QuantizedGatherArgs, dtype: torch.dtype) -> Tensor:
+        """The same of a matrix in block formats."""
+        return self._gather_numbers("penstock_gather_blocks", ids, args, dtype)
+
+    def _gather_numbers(
+        self, kernel: str, ids: Tensor, args: abi.QuantizedGatherArgs, dtype: torch.dtype
+    ) -> Tensor:
         y = self._output(ids, args.in_size, dtype)
         args.y, args.dtype = y.data_ptr(), DTYPES[dtype]
-        self._call("penstock_gather_quantized", args, len(ids), _looking_up(ids))
+        self._call(kernel, args, len(ids), _looking_up(ids))
         return y
 
     def all_reduce(self, x: Tensor, group: abi.GroupState) -> None:

@@ -69,6 +69,8 @@ struct HeadLinearArgs {
     int32_t reserved;
 };
 
+constexpr int32_t kBlocks = 0;  // in place of a number of bits
+
 // Panels of unsigned 8- or 4-bit weights: w = scale * (q - zero), per output and group of `group_size` inputs.
 // Activations are rounded to int8 per row and group, so a row depends on nothing but itself.
 struct QuantizedLinearArgs {
@@ -84,7 +86,7 @@ struct QuantizedLinearArgs {
     int64_t out_size;
     int64_t group_size;  // a multiple of 8, or >= in_size: one group
     void* scratch;       // rounded activations of the step: token_bytes of QuantizedSizes for each token
-    int32_t bits;   // 8 or 4
+    int32_t bits;   // 8 or 4; kBlocks: block formats (blocks.h), `weight` is the table of panels, scales are not used
     int32_t dtype;  // of x, bias and y
     int32_t gated;  // as above
     int32_t scale_dtype;  // kFloat32, kBFloat16 or kFloat16
@@ -113,6 +115,21 @@ struct QuantizedPackArgs {
     int32_t bits;
     int32_t role;  // of packed_column: 0 = plain, 1 = gate, 2 = up
     int32_t scale_dtype;
+    int32_t reserved;
+};
+
+// Rows [first_row, first_row + num_rows) of a matrix in block formats on their way into its panels (blocks.h).
+struct BlockPackArgs {
+    const uint8_t* q;        // [num_rows, in_size], a value a byte
+    const uint16_t* d;       // [num_rows, records] float16
+    const uint16_t* m;       // the same, or null
+    const uint8_t* scales;   // [num_rows, groups], or null
+    const uint8_t* offsets;  // the same, or null
+    const void* panels;      // BlockPanel[panels]; their memory starts out as zero
+    int64_t first_row;
+    int64_t num_rows;
+    int64_t in_size;
+    int32_t role;  // of packed_column
     int32_t reserved;
 };
 

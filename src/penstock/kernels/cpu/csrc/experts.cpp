@@ -8,6 +8,7 @@
 // A thread has all experts' products for a panel of the output, and adds them in float32 in the order of the
 // experts, the shared one last. So a token's sum has one order, whatever its company, and is rounded once.
 #include "abi.h"
+#include "blocks.h"
 #include "panels.h"
 #include "quantized.h"
 
@@ -49,6 +50,29 @@ struct QuantizedForm {
 
     static Panels panels(const Product& product, uint8_t* rows, int64_t) {
         return {rounded(product, rows), QuantizedWeight(product)};
+    }
+
+    static void round(const T* x, int64_t x_stride, int64_t num_rows, const Product& product, uint8_t* rows) {
+        round_rows(x, x_stride, num_rows, rounded(product, rows));
+    }
+};
+
+// ... or over block formats.
+template <class T>
+struct BlockFormats {
+    using Value = T;
+    using Product = QuantizedLinearArgs;
+    using Panels = BlockPanels;
+    static constexpr bool kRounds = true;
+
+    static RoundedRows rounded(const Product& product, uint8_t* rows) {
+        return rounded_for_blocks(rows, product.in_size, product.group_size);
+    }
+
+    static int64_t row_bytes(const Product& product) { return rounded(product, nullptr).stride; }
+
+    static Panels panels(const Product& product, uint8_t* rows, int64_t) {
+        return {rounded(product, rows), (const BlockPanel*)product.weight, product.in_size};
     }
 
     static void round(const T* x, int64_t x_stride, int64_t num_rows, const Product& product, uint8_t* rows) {
@@ -315,6 +339,7 @@ static int64_t run(const ExpertsArgs& args, int64_t num_tokens, bool only_size) 
 template <class T>
 static int64_t run_form(const ExpertsArgs& args, int64_t num_tokens, bool only_size) {
     if (args.gate_up) return run<DenseForm<T>>(args, num_tokens, only_size);
+    if (args.quantized_gate_up->bits == kBlocks) return run<BlockFormats<T>>(args, num_tokens, only_size);
     if (args.quantized_gate_up->bits == 8) return run<QuantizedForm<T, 8>>(args, num_tokens, only_size);
     return run<QuantizedForm<T, 4>>(args, num_tokens, only_size);
 }

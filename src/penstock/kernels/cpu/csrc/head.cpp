@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "abi.h"
+#include "blocks.h"
 #include "panels.h"
 #include "quantized.h"
 
@@ -223,8 +224,11 @@ static void dense_head(const HeadArgs& args, const LinearArgs& product) {
 }
 
 static void quantized_head(const HeadArgs& args, const QuantizedLinearArgs& product) {
-    with_quantized_panels(product, args.num_rows,
-                          [&](const auto& panels) { Head(args, product.out_size).run(panels); });
+    auto run = [&](const auto& panels) { Head(args, product.out_size).run(panels); };
+    if (product.bits == kBlocks)
+        with_block_panels(product, args.num_rows, run);
+    else
+        with_quantized_panels(product, args.num_rows, run);
 }
 
 PENSTOCK_EXPORT void penstock_head(const void* args, const Step*) {

@@ -1,0 +1,252 @@
+"""What a GGUF file says of its model, as a `ModelSpec`.
+
+The metadata become the fields of a `config.json`, which the family of the same model reads
+(`families.known`), so that there is one description of a family for both formats. Called by
+`families.registry`. Torch-free; of the tensors' data, the factors of the rotation alone are read.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import numpy as np
+
+from penstock.errors import CheckpointError, UnsupportedModelError
+from penstock.families.config_fields import ConfigFields
+from penstock.families.experts_spec import ExpertNames
+from penstock.families.gguf_kinds import (
+    Fields,
+    GgufKind,
+    architecture_name,
+    has,
+    kind_of_file,
+    known_architectures,
+    number,
+    whole_number,
+)
+from penstock.families.gguf_names import StoredTensor, stored_tensors
+from penstock.families.quantization_spec import BlockQuantization
+from penstock.families.rope_spec import RopeSpec
+from penstock.families.spec import ModelSpec
+from penstock.gguf.file import GgufFile
+from penstock.gguf.part import GgufTensor
+from penstock.kernels.block_formats import BLOCK_FORMATS
+
+FLOAT_TYPES: Mapping[str, str] = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+_EMBEDDING = "token_embd.weight"
+_LLAMA_3_FACTORS = "rope_freqs.weight"
+_SHORT_FACTORS = "rope_factors_short.weight"
+_EOS_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
+_LARGEST_FACTOR = 1e6
+
+_Read = Callable[[ConfigFields, str], ModelSpec]
+
+
+def gguf_spec(path: Path, families: Mapping[str, _Read]) -> ModelSpec:
+    """Return the model of a GGUF file.
+
+    Args:
+        path: of the file, or of any part of a split one.
+        families: what reads the configuration of each architecture.
+
+    Raises:
+        UnsupportedModelError: the architecture, or the type of a tensor, is not served.
+        CheckpointError: the file is damaged, or a number of it is missing.
+        ModelConfigError: a number is out of range.
+    """
+    file = GgufFile.open(path)
+    kind = kind_of_file(file)
+    if kind is None or kind.architecture not in families:
+        raise UnsupportedModelError(
+            f"{file.path.name} is of architecture {architecture_name(file)!r}; of GGUF files these are read: "
+            f"{', '.join(known_architectures())}.",
+            remedy="Use a model of these, or the Hugging Face checkpoint that the file was made from.",
+            param="model",
+        )
+    _require_known_types(file)
+    fields = ConfigFields(_fields(file, kind), file=file.path.name)
+    spec = families[kind.architecture](fields, kind.architecture)
+    return dataclasses.replace(spec, rope=_with_factors(file, spec), quantization=_quantization(file, spec))
+
+
+def gguf_tensors(file: GgufFile, spec: ModelSpec) -> dict[str, StoredTensor]:
+    """Return the tensors of the file of a model, by the names that our layers have for them."""
+    return stored_tensors(file, ExpertNames() if spec.experts is None else spec.experts.names)
+
+
+def _fields(file: GgufFile, kind: GgufKind) -> Fields:
+    """Return `config.json` as the metadata say it."""
+    fields: Fields = {
+        "hidden_size": whole_number(file, "embedding_length"),
+        "num_hidden_layers": whole_number(file, "block_count"),
+        "num_attention_heads": whole_number(file, "attention.head_count"),
+        "max_position_embeddings": whole_number(file, "context_length"),
+        "rms_norm_eps": number(file, "attention.layer_norm_rms_epsilon"),
+        "rope_theta": number(file, "rope.freq_base", 10_000.0),
+        "vocab_size": _embedding(file).shape[0],
+        "tie_word_embeddings": "output.weight" not in file.tensors,
+        "dtype": _dtype(file),
+        "rope_scaling": _rope_scaling(file),
+    }
+    optional = {
+        "intermediate_size": "feed_forward_length",
+        "num_key_value_heads": "attention.head_count_kv",
+        "head_dim": "attention.key_length",
+    }
+    fields |= {name: whole_number(file, key) for name, key in optional.items() if has(file, key)}
+    _require_equal_heads(file, fields)
+    return fields | _token_ids(file) | _rotated_part(file, fields) | kind.fields(file)
+
+
+def _embedding(file: GgufFile) -> GgufTensor:
+    tensor = file.tensors.get(_EMBEDDING)
+    if tensor is None or len(tensor.shape) != 2:
+        found = "no such name" if tensor is None else f"shape {list(tensor.shape)}"
+        raise CheckpointError(
+            file=file.path.name, tensor=_EMBEDDING, expected="a tensor of two dimensions", found=found
+        )
+    return tensor
+
+
+def _require_equal_heads(file: GgufFile, fields: Fields) -> None:
+    key = "attention.value_length"
+    if not (has(file, key) and "head_dim" in fields):
+        return
+    keys, values = fields["head_dim"], whole_number(file, key)
+    if values != keys:
+        raise UnsupportedModelError(
+            f"{file.path.name}: heads have {keys} numbers of keys and {values} of values; heads of two sizes "
+            "are not built.",
+            remedy="Use another model.",
+            param="model",
+        )
+
+
+def _token_ids(file: GgufFile) -> Fields:
+    metadata, prefix = file.metadata, "tokenizer.ggml"
+    eos = [metadata.integer(f"{prefix}.{name}") for name in _EOS_KEYS if f"{prefix}.{name}" in metadata]
+    ids: Fields = {"eos_token_id": list(dict.fromkeys(eos))}
+    if f"{prefix}.bos_token_id" in metadata:
+        ids["bos_token_id"] = metadata.integer(f"{prefix}.bos_token_id")
+    return ids
+
+
+def _rotated_part(file: GgufFile, fields: Fields) -> Fields:
+    head_dim = fields.get("head_dim") or fields["hidden_size"] // max(fields["num_attention_heads"], 1)
+    rotated = whole_number(file, "rope.dimension_count", head_dim)
+    return {} if rotated == head_dim else {"partial_rotary_factor": rotated / head_dim}
+
+
+def _rope_scaling(file: GgufFile) -> Fields | None:
+    """Return the stretching of positions that the metadata name; factors by tensor come later."""
+    key = "rope.scaling.type"
+    kind = file.metadata.text(f"{architecture_name(file)}.{key}", "none")
+    if _SHORT_FACTORS in file.tensors:
+        return _longrope(file)
+    if kind in ("none", ""):
+        return None
+    scaling: Fields = {"rope_type": kind, "factor": number(file, "rope.scaling.factor", 1.0)}
+    if has(file, "rope.scaling.original_context_length"):
+        name = "original_max_position_embeddings"
+        scaling[name] = whole_number(file, "rope.scaling.original_context_length")
+    if has(file, "rope.scaling.attn_factor"):
+        scaling["attention_factor"] = number(file, "rope.scaling.attn_factor")
+    return scaling
+
+
+def _longrope(file: GgufFile) -> Fields:
+    short = _factors(file, file.tensors[_SHORT_FACTORS])
+    scaling: Fields = {
+        "rope_type": "longrope",
+        "short_factor": list(short),
+        "long_factor": list(short),  # not used
+        "original_max_position_embeddings": whole_number(
+            file, "rope.scaling.original_context_length", whole_number(file, "context_length")
+        ),
+    }
+    if has(file, "rope.scaling.attn_factor"):
+        scaling["attention_factor"] = number(file, "rope.scaling.attn_factor")
+    return scaling
+
+
+def _with_factors(file: GgufFile, spec: ModelSpec) -> RopeSpec:
+    """Return the rotation with the factors of Llama 3.1 and later, which the file keeps as a tensor."""
+    tensor = file.tensors.get(_LLAMA_3_FACTORS)
+    if tensor is None:
+        return spec.rope
+    factors = _factors(file, tensor)
+    if len(factors) != spec.rope.rotary_dim(spec.head_dim) // 2:
+        raise CheckpointError(
+            file=file.path.name,
+            tensor=tensor.name,
+            expected=f"{spec.rope.rotary_dim(spec.head_dim) // 2} factors, one for each rotated pair",
+            found=str(len(factors)),
+        )
+    return dataclasses.replace(spec.rope, kind="longrope", short_factors=factors, attention_factor=1.0)
+
+
+def _factors(file: GgufFile, tensor: GgufTensor) -> tuple[float, ...]:
+    """Read the wavelengths' factors; float32."""
+    if tensor.type.name != "F32" or len(tensor.shape) != 1:
+        raise CheckpointError(
+            file=file.path.name,
+            tensor=tensor.name,
+            expected="F32 of one dimension",
+            found=f"{tensor.type.name} of {list(tensor.shape)}",
+        )
+    with tensor.path.open("rb") as stream:
+        stream.seek(tensor.start)
+        values = np.frombuffer(stream.read(tensor.num_bytes), "<f4")
+    if len(values) != tensor.shape[0] or not ((values > 0) & (values <= _LARGEST_FACTOR)).all():
+        raise CheckpointError(
+            file=file.path.name,
+            tensor=tensor.name,
+            expected=f"{tensor.shape[0]} factors above 0, at most {_LARGEST_FACTOR:g}",
+            found="others",
+        )
+    return tuple(values.tolist())
+
+
+def _dtype(file: GgufFile) -> str:
+    """Return the dtype to compute in: that of the embedding where it is stored in floats, else bfloat16."""
+    return FLOAT_TYPES.get(_embedding(file).type.name, "bfloat16")
+
+
+def _require_known_types(file: GgufFile) -> None:
+    unknown = Counter(
+        tensor.type.name
+        for tensor in file.tensors.values()
+        if tensor.type.name not in BLOCK_FORMATS and tensor.type.name not in FLOAT_TYPES
+    )
+    if unknown:
+        counts = ", ".join(f"{count} of {name}" for name, count in unknown.most_common())
+        known = ", ".join((*FLOAT_TYPES, *BLOCK_FORMATS))
+        raise UnsupportedModelError(
+            f"{file.path.name} has tensors of types that are not computed with: {counts}. Known: {known}.",
+            remedy="Use a file of the same model in one of the known types, such as Q4_K_M or Q8_0.",
+            param="model",
+        )
+
+
+def _quantization(file: GgufFile, spec: ModelSpec) -> BlockQuantization | None:
+    """Return how the weights are quantised; None: all of them are floats."""
+    stored = gguf_tensors(file, spec)
+    formats = {
+        name.removesuffix(".weight"): each.tensor.type.name
+        for name, each in stored.items()
+        if each.tensor.type.name in BLOCK_FORMATS
+    }
+    if not formats:
+        return None
+    tensors = file.tensors.values()
+    num_values = sum(math.prod(tensor.shape) for tensor in tensors)
+    counts = Counter(tensor.type.name for tensor in tensors if tensor.type.name in BLOCK_FORMATS)
+    return BlockQuantization(
+        formats=formats,
+        num_tensors=tuple(counts.most_common()),
+        mean_bits=8 * sum(tensor.num_bytes for tensor in tensors) / num_values,
+    )

@@ -1,0 +1,137 @@
+"""A model's weights as its files hold them: safetensors, or blocks of a GGUF file.
+
+`open_weights` chooses by the model's path. Called by `rank.loading`, which knows no format: it asks in which
+form each matrix is to be held, and has the model filled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Protocol
+
+from torch import nn
+
+from penstock.families.gguf_config import gguf_tensors
+from penstock.families.quantization_spec import QuantizationSpec
+from penstock.families.spec import ModelSpec
+from penstock.gguf.file import GgufFile
+from penstock.kernels.block_formats import BLOCK_FORMATS
+from penstock.layers.block_matrix import BlockForms
+from penstock.layers.compute import HeldForm
+from penstock.layers.matrix import QuantizedFormat
+from penstock.weights.checkpoint import Checkpoint
+from penstock.weights.gguf_loader import load_gguf
+from penstock.weights.loader import LoadReport, load_weights
+from penstock.weights.quantized_formats import QuantizedCheckpoint
+from penstock.weights.read_digests import ReadDigests
+
+
+class StoredWeights(Protocol):
+    """The weights of a model."""
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether any of them is quantised in the files."""
+        ...
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Names of all tensors."""
+        ...
+
+    def form_of(self, parts: Mapping[str, int], in_size: int) -> HeldForm | None:
+        """Return how a matrix is to be held (`layers.compute.FormatOf`); None: in floats."""
+        ...
+
+    def load(
+        self, model: nn.Module, progress: Callable[[int, int], None], left_out: frozenset[str]
+    ) -> LoadReport:
+        """Fill every weight of a model but those left out (`weights.loader.load_weights`)."""
+        ...
+
+
+def open_weights(path: Path, spec: ModelSpec, digests: bytes) -> StoredWeights:
+    """Open the weights of a model.
+
+    Args:
+        path: of the model: a directory with safetensors, or a GGUF file.
+        digests: of the first load; empty while there is none.
+    """
+    if path.is_dir():
+        return SafetensorsWeights(Checkpoint(path, ReadDigests(digests)), spec)
+    return GgufWeights(GgufFile.open(path), spec, digests)
+
+
+class SafetensorsWeights:
+    """Weights in safetensors, some of them perhaps quantised."""
+
+    def __init__(self, checkpoint: Checkpoint, spec: ModelSpec) -> None:
+        self._checkpoint = checkpoint
+        quantization = spec.quantization
+        self._quantized: QuantizedCheckpoint | None = None
+        if isinstance(quantization, QuantizationSpec):
+            self._quantized = QuantizedCheckpoint(checkpoint, quantization)
+
+    @property
+    def is_quantized(self) -> bool:
+        return self._quantized is not None
+
+    @property
+    def names(self) -> frozenset[str]:
+        return self._checkpoint.names
+
+    def form_of(self, parts: Mapping[str, int], in_size: int) -> QuantizedFormat | None:
+        """Return the one format that all parts share; where they do not, the matrix is held as floats."""
+        formats = set()
+        quantized = self._quantized
+        for projection, out_size in parts.items():
+            if quantized is None or not quantized.holds(projection):
+                return None
+            if quantized.is_dense(projection, out_size, in_size):
+                return None
+            scheme = quantized.scheme(projection)
+            formats.add(
+                QuantizedFormat(
+                    bits=scheme.bits,
+                    group_size=min(scheme.group_size or in_size, in_size),
+                    scale_dtype=quantized.scale_dtype(projection),
+                    has_zeros=not scheme.symmetric,
+                )
+            )
+        return formats.pop() if len(formats) == 1 else None
+
+    def load(
+        self, model: nn.Module, progress: Callable[[int, int], None], left_out: frozenset[str]
+    ) -> LoadReport:
+        return load_weights(model, self._checkpoint, progress, left_out=left_out, quantized=self._quantized)
+
+
+class GgufWeights:
+    """Weights in a GGUF file."""
+
+    def __init__(self, file: GgufFile, spec: ModelSpec, digests: bytes) -> None:
+        self._stored = gguf_tensors(file, spec)
+        self._is_quantized = spec.quantization is not None
+        self._digests = ReadDigests(digests)
+
+    @property
+    def is_quantized(self) -> bool:
+        return self._is_quantized
+
+    @property
+    def names(self) -> frozenset[str]:
+        return frozenset(self._stored)
+
+    def form_of(self, parts: Mapping[str, int], in_size: int) -> BlockForms | None:
+        """Return the formats of all parts that are stored; None where one is stored in floats."""
+        stored = (self._stored.get(f"{projection}.weight") for projection in parts)
+        names = [each.tensor.type.name for each in stored if each is not None]
+        if not names or not all(name in BLOCK_FORMATS for name in names):
+            return None
+        return BlockForms(tuple(BLOCK_FORMATS[name] for name in dict.fromkeys(names)))
+
+    def load(
+        self, model: nn.Module, progress: Callable[[int, int], None], left_out: frozenset[str]
+    ) -> LoadReport:
+        return load_gguf(model, self._stored, progress, digests=self._digests, left_out=left_out)

@@ -1,0 +1,273 @@
+"""Reads a model's weights from GGUF files into the memory of its parameters.
+
+Called by a rank once, in place of `weights.loader`, with the same promises: only the bytes of the rank's own
+tensors are read, nothing is mapped or kept, numbers that are not finite are refused. Weights in block formats
+stay as the file quantised them where the layer can hold them so (`layers.block_matrix`), else they are
+dequantised; rows that a converter reordered for ggml's rotation are put back into the order of the
+checkpoint.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+
+from penstock.errors import CheckpointError
+from penstock.families.gguf_names import StoredTensor
+from penstock.kernels.block_formats import BLOCK_FORMATS, BlockFormat
+from penstock.kernels.block_rows import BlockRows, dequantize
+from penstock.weights.checkpoint import TensorEntry
+from penstock.weights.gguf_blocks import decode_rows
+from penstock.weights.loader import PANEL_ROWS, LoadReport, held_bytes
+from penstock.weights.mapping import (
+    RowSink,
+    RowSlot,
+    Slot,
+    projections_elsewhere,
+    tensor_slots,
+    unexpected_names,
+    unused_names,
+)
+from penstock.weights.read_digests import ReadDigests
+from penstock.weights.tensor_bytes import TORCH_DTYPES, opened, read_exactly
+
+PIECE_VALUES = 1 << 20  # of a piece that is read and decoded at once, about: it stays in a cache
+
+
+@runtime_checkable
+class BlockSink(RowSink, Protocol):
+    """A weight that takes rows in block formats."""
+
+    def put_blocks(self, first_row: int, rows: BlockRows, role: int) -> None: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Load:
+    """One tensor to read, or a share of it, and where to."""
+
+    stored: StoredTensor
+    slot: Slot
+
+    @property
+    def block_format(self) -> BlockFormat | None:
+        """The format of its blocks; None: it is stored in floats."""
+        return BLOCK_FORMATS.get(self.stored.tensor.type.name)
+
+    @property
+    def first_column(self) -> int:
+        return 0 if self.slot.read_columns is None else self.slot.read_columns.start
+
+    @property
+    def columns(self) -> int:
+        """Numbers of a row of the share."""
+        return self.stored.columns if self.slot.read_columns is None else self.slot.read_columns.size
+
+    def bytes_of(self, num_values: int) -> int:
+        """Return the bytes of values of a row, which are whole blocks."""
+        return self.stored.tensor.type.num_bytes(num_values)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the share."""
+        return self.slot.rows.size * self.bytes_of(self.columns)
+
+    @property
+    def entry(self) -> TensorEntry:
+        """The tensor's place, as other readers have it."""
+        tensor = self.stored.tensor
+        return TensorEntry(
+            name=tensor.name,
+            path=tensor.path,
+            dtype=tensor.type.name,
+            shape=tensor.shape,
+            begin=tensor.start,
+            end=tensor.end,
+        )
+
+    @property
+    def rows_at_once(self) -> int:
+        """Rows of a piece: whole panels, and whole heads where rows are reordered."""
+        unit = math.lcm(PANEL_ROWS, self.stored.head_rows or 1)
+        return max(1, PIECE_VALUES // max(self.columns, 1) // unit) * unit
+
+
+def load_gguf(
+    model: nn.Module,
+    stored: Mapping[str, StoredTensor],
+    progress: Callable[[int, int], None],
+    *,
+    digests: ReadDigests,
+    left_out: frozenset[str] = frozenset(),
+) -> LoadReport:
+    """Fill every weight of `model`.
+
+    Args:
+        stored: the tensors of the file, by the names of the model's weights.
+        progress: called with (bytes done, bytes in all) after each tensor.
+        digests: of the bytes read.
+        left_out: names of tensors that somebody else fills.
+
+    Raises:
+        CheckpointError: a tensor is missing, surplus, of another shape, cut short, or not finite.
+        ModelChangedError: a tensor is not that of the first load.
+    """
+    started = time.perf_counter()
+    slots = tensor_slots(model)
+    _check_surplus(model, slots, stored)
+    absent = left_out - stored.keys()
+    loads = [_checked(slot, stored) for slot in slots if slot.name not in absent]
+    loads = [load for load in loads if load.slot.name not in left_out]
+    loads.sort(key=lambda load: (load.stored.tensor.path, load.stored.tensor.start, load.stored.first_row))
+    total, done = sum(load.num_bytes for load in loads), 0
+    missing = Counter(id(load.slot.sink) for load in loads if isinstance(load.slot, RowSlot))
+    for load in loads:
+        _fill(load, digests)
+        if isinstance(load.slot, RowSlot):
+            missing[id(load.slot.sink)] -= 1
+            if not missing[id(load.slot.sink)]:
+                load.slot.sink.finish()
+        done += load.num_bytes
+        progress(done, total)
+    return LoadReport(
+        bytes_read=done,
+        tensor_bytes=held_bytes(model),
+        seconds=time.perf_counter() - started,
+        digests=digests.finish(),
+    )
+
+
+def _check_surplus(model: nn.Module, slots: list[Slot], stored: Mapping[str, StoredTensor]) -> None:
+    known = unused_names(model, stored) | {f"{name}.weight" for name in projections_elsewhere(model)}
+    surplus = unexpected_names(slots, [name for name in stored if name not in known])
+    surplus += [name for name in stored if not name.startswith(("model.", "lm_head."))]  # of an unknown name
+    if surplus:
+        tensor = stored[surplus[0]].tensor
+        raise CheckpointError(
+            file=tensor.path.name,
+            tensor=tensor.name,
+            expected="no such tensor in a model of this architecture",
+            found=f"{tensor.type.name} of {list(tensor.shape)}",
+            remedy="Use the Hugging Face checkpoint that the file was made from.",
+        )
+
+
+def _checked(slot: Slot, stored: Mapping[str, StoredTensor]) -> _Load:
+    found = stored.get(slot.name)
+    if found is None:
+        file = next(iter(stored.values())).tensor.path.name if stored else "the GGUF file"
+        raise CheckpointError(
+            file=file, tensor=slot.name, expected="this tensor", found="no tensor of its kind"
+        )
+    if found.shape != slot.shape:
+        raise CheckpointError(
+            file=found.tensor.path.name,
+            tensor=found.tensor.name,
+            expected=f"{list(slot.shape)} by the file's metadata",
+            found=f"{list(found.shape)}",
+        )
+    load = _Load(stored=found, slot=slot)
+    inputs = found.tensor.type.block_values
+    if load.first_column % inputs or load.columns % inputs:
+        raise CheckpointError(
+            file=found.tensor.path.name,
+            tensor=found.tensor.name,
+            expected=f"shares of whole blocks of {inputs} inputs",
+            found=f"{load.columns} from {load.first_column} on",
+            remedy="Use fewer ranks per stage and more stages (--pp).",
+        )
+    return load
+
+
+def _fill(load: _Load, digests: ReadDigests) -> None:
+    """Read one tensor piece by piece, and put its rows where they belong."""
+    with opened(load.stored.tensor.path) as descriptor:
+        for first, raw in _pieces(load, descriptor, digests):
+            _put(load, first, raw)
+
+
+def _put(load: _Load, first: int, raw: Tensor) -> None:
+    """Put rows from `first` of the share on. raw: uint8 [n, bytes of a row]."""
+    slot, block_format, head_rows = load.slot, load.block_format, load.stored.head_rows
+    if block_format is None:
+        numbers = raw.view(TORCH_DTYPES[load.stored.tensor.type.name])
+    else:
+        rows = decode_rows(block_format, raw, load.columns)
+        _check_finite(load, rows.d, first)
+        if rows.m is not None:
+            _check_finite(load, rows.m, first)
+        if isinstance(slot, RowSlot) and isinstance(slot.sink, BlockSink):
+            own = rows.cut(_checkpoint_order(len(rows), head_rows), None) if head_rows else rows
+            slot.sink.put_blocks(slot.first_row + first, own, slot.role)
+            return
+        numbers = dequantize(rows)
+    _check_finite(load, numbers, first)
+    if load.stored.is_one_plus:
+        numbers = numbers.float() - 1.0
+    if head_rows:
+        numbers = numbers[_checkpoint_order(len(numbers), head_rows)]
+    converted = numbers.to(slot.sink.dtype if isinstance(slot, RowSlot) else slot.target.dtype)
+    _check_finite(load, converted, first, "numbers within the range of the model's dtype")
+    shape = (
+        (slot.sink.in_size if slot.columns is None else load.columns,)
+        if isinstance(slot, RowSlot)
+        else slot.target.shape[1:]
+    )
+    slot.put(first, converted.view(len(converted), *shape))
+
+
+def _pieces(load: _Load, descriptor: int, digests: ReadDigests) -> Iterator[tuple[int, Tensor]]:
+    """Read the share's rows: number of the first, uint8 [n, bytes of a row]."""
+    entry, row_bytes = load.entry, load.bytes_of(load.columns)
+    whole_row_bytes = load.bytes_of(load.stored.columns)
+    start = load.bytes_of(load.first_column)
+    first_row = load.stored.first_row + load.slot.rows.start
+    band = (
+        ""
+        if load.slot.read_columns is None
+        else f"{load.slot.read_columns.start}:{load.slot.read_columns.end}"
+    )
+    for first in range(0, load.slot.rows.size, load.rows_at_once):
+        count = min(load.rows_at_once, load.slot.rows.size - first)
+        raw = torch.empty(count, row_bytes, dtype=torch.uint8)
+        memory = memoryview(raw.view(-1).numpy())  # type: ignore[arg-type]
+        if row_bytes == whole_row_bytes:
+            read_exactly(memory, descriptor, entry, (first_row + first) * whole_row_bytes)
+        else:
+            for row in range(count):
+                own = memory[row * row_bytes : (row + 1) * row_bytes]
+                read_exactly(own, descriptor, entry, (first_row + first + row) * whole_row_bytes + start)
+        digests.add(entry.path.name, entry.name, (first_row + first) * row_bytes, memory, band)
+        yield first, raw
+
+
+def _checkpoint_order(count: int, head_rows: int) -> Tensor:
+    """Return which stored row each row of the checkpoint is, in groups of `head_rows`."""
+    assert count % head_rows == 0, "shares are whole heads"
+    order = torch.arange(count).view(-1, head_rows // 2, 2)
+    return order.transpose(1, 2).reshape(-1)
+
+
+def _check_finite(load: _Load, numbers: Tensor, first: int, expected: str = "finite numbers") -> None:
+    """Raise `CheckpointError` at the first NaN or infinity.
+
+    Args:
+        first: row of the share that `numbers` begin at.
+    """
+    low, high = numbers.aminmax()  # both propagate NaN
+    if torch.isfinite(low) and torch.isfinite(high):
+        return
+    bad = torch.isfinite(numbers).logical_not().nonzero()[0].tolist()
+    row = load.stored.first_row + load.slot.rows.start + first + bad[0]
+    raise CheckpointError(
+        file=load.stored.tensor.path.name,
+        tensor=load.stored.tensor.name,
+        expected=expected,
+        found=f"{numbers[tuple(bad)].item()} in row {row}",
+    )

@@ -1,0 +1,90 @@
+"""GGUF files through whole ranks: the same tokens from any layout, and their failures."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from checkpoints import make_checkpoint
+from gguf_models import as_gguf
+from hand_core import Wanted, small_core
+from penstock.errors import ModelChangedError, UsageError
+from penstock.executor.inprocess import InprocessExecutor
+from penstock.families.registry import load_spec, resolve_model_directory, served_names
+from penstock.families.sharding import require_whole_groups
+from penstock.kvstore import names
+from penstock.process.config import FirstLoad
+from penstock.rank.loading import load_rank
+from rank_configs import make_rank_configs
+
+SIZES = {"layers": 3, "hidden_size": 256, "intermediate_size": 512, "vocab_size": 96}
+PROMPTS = [[(7 * i + 3 * j) % 90 for j in range(5 + 11 * i)] for i in range(3)]
+MIXED = {"attn_v": "Q6_K", "ffn_down": "Q5_K", "token_embd": "Q6_K", "attn_output": "Q5_0"}
+
+
+@pytest.fixture(scope="module")
+def mixed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A file of as many formats as published ones have."""
+    directory = tmp_path_factory.mktemp("mixed")
+    checkpoint = make_checkpoint(directory / "checkpoint", tied=True, **SIZES)  # type: ignore[arg-type]
+
+    def block_of(name: str) -> str | None:
+        return None if "norm" in name else MIXED.get(name.split(".")[-2], "Q4_K")
+
+    return as_gguf(checkpoint, directory / "gguf", block_of).path
+
+
+def outputs(model: Path, num_stages: int, **changes: object) -> list[list[int]]:
+    executor = InprocessExecutor(make_rank_configs(model, num_stages, **changes))  # type: ignore[arg-type]
+    executor.start()
+    wanted = [Wanted(list(prompt), 12) for prompt in PROMPTS]
+    small_core(num_stages, 0, 8).generate(executor, wanted)
+    executor.shutdown()
+    return [request.output for request in wanted]
+
+
+def test_any_layout_gives_the_same_tokens(mixed: Path) -> None:
+    one = outputs(mixed, 1)
+    assert all(len(output) == 12 for output in one)
+    assert len({tuple(output) for output in one}) == 3
+    for num_stages, tp in ((2, ()), (3, ()), (1, (2,)), (2, (2, 1)), (3, (1, 2, 2))):
+        assert outputs(mixed, num_stages, tp=tp) == one, (num_stages, tp)
+
+
+def test_without_kernels_the_numbers_are_nearly_the_same(mixed: Path) -> None:
+    assert outputs(mixed, 2, kernels="off")[0][:4] == outputs(mixed, 2)[0][:4]
+
+
+def test_more_ranks_than_blocks_allow_are_refused_by_name(mixed: Path) -> None:
+    spec = load_spec(mixed)
+    require_whole_groups(spec, 2, None)
+    with pytest.raises(UsageError, match=r"mlp.down_proj is quantised in groups: 4 ranks get 128 of its 512"):
+        require_whole_groups(spec, 4, None)
+
+
+def test_r3_a_changed_file_is_refused_in_a_later_load(
+    mixed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(names, "SAMPLE_BYTES", 16)
+    monkeypatch.setattr(names, "GGUF_SAMPLE_BYTES", 64)
+    path = tmp_path / "model.gguf"
+    content = bytearray(mixed.read_bytes())
+    path.write_bytes(content)
+    (config,) = make_rank_configs(path, 1)
+    first = load_rank(config, lambda done, total: None)
+    table = FirstLoad(identity=first.samples.identity, digests=first.samples.table + first.report.digests)
+    again = msgspec.structs.replace(config, first_load=table)
+    assert load_rank(again, lambda done, total: None).report.digests == first.report.digests
+    content[len(content) // 3] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(ModelChangedError, match=r"model.gguf: tensor \S+.weight"):
+        load_rank(again, lambda done, total: None)
+
+
+def test_a_file_or_a_directory_with_one_is_a_model(mixed: Path, tmp_path: Path) -> None:
+    assert resolve_model_directory(str(mixed)) == mixed.resolve()
+    (tmp_path / "Tiny-Q4_K_M.gguf").symlink_to(mixed)
+    assert resolve_model_directory(str(tmp_path)).name == "Tiny-Q4_K_M.gguf"
+    assert served_names(str(tmp_path / "Tiny-Q4_K_M.gguf"), []) == ["Tiny-Q4_K_M"]

@@ -1,0 +1,249 @@
+"""Makes GGUF files of checkpoints, as llama.cpp's converter would, and of random blocks.
+
+Names, metadata and the order of rows follow the converter's description, and nothing here calls what reads
+them. Weights that are to be in blocks are replaced by random blocks; `plain` checkpoints get their values.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from checkpoints import write_weights
+from gguf_files import Stored, write_gguf
+from penstock.kernels.block_formats import BLOCK_FORMATS, BlockFormat
+from penstock.kernels.block_rows import dequantize
+from penstock.weights.gguf_blocks import decode_rows
+
+ARCHITECTURES = {
+    "LlamaForCausalLM": "llama",
+    "MistralForCausalLM": "llama",
+    "MixtralForCausalLM": "llama",
+    "Qwen2ForCausalLM": "qwen2",
+    "Qwen2MoeForCausalLM": "qwen2moe",
+    "Qwen3ForCausalLM": "qwen3",
+    "Qwen3MoeForCausalLM": "qwen3moe",
+    "Gemma2ForCausalLM": "gemma2",
+    "Gemma3ForCausalLM": "gemma3",
+    "Phi3ForCausalLM": "phi3",
+    "GraniteForCausalLM": "granite",
+    "Olmo2ForCausalLM": "olmo2",
+}
+_REORDERED = ("llama", "granite")
+_NAMES = [  # the first that fits
+    (r"model\.embed_tokens", "token_embd"),
+    (r"model\.norm", "output_norm"),
+    (r"lm_head", "output"),
+    (r"self_attn\.([qkv])_proj", r"attn_\1"),
+    (r"self_attn\.qkv_proj", "attn_qkv"),
+    (r"self_attn\.o_proj", "attn_output"),
+    (r"self_attn\.([qk])_norm", r"attn_\1_norm"),
+    (r"mlp\.gate_up_proj", "ffn_up"),
+    (r"mlp\.(gate|up|down)_proj", r"ffn_\1"),
+    (r"mlp\.shared_expert\.(gate|up|down)_proj", r"ffn_\1_shexp"),
+    (r"mlp\.shared_expert_gate", "ffn_gate_inp_shexp"),
+    (r"(mlp|block_sparse_moe)\.gate", "ffn_gate_inp"),
+    (r"input_layernorm", "attn_norm"),
+    (r"pre_feedforward_layernorm", "ffn_norm"),
+    (r"post_feedforward_layernorm", "post_ffw_norm"),
+]
+_EXPERT = re.compile(r"model\.layers\.(\d+)\.(?:mlp|block_sparse_moe)\.experts\.(\d+)\.(\w+)\.weight")
+_EXPERT_PARTS = {
+    "gate_proj": "gate",
+    "up_proj": "up",
+    "down_proj": "down",
+    "w1": "gate",
+    "w3": "up",
+    "w2": "down",
+}
+_D_AT = {"Q2_K": (80, 82), "Q3_K": (108,), "Q6_K": (208,)}  # where a block has its float16
+
+FormatOf = Callable[[str], str | None]
+
+
+@dataclass(frozen=True, slots=True)
+class GgufModel:
+    """A GGUF file, and a checkpoint in float32 with the same numbers."""
+
+    path: Path
+    plain: Path
+
+
+def random_blocks(
+    block_format: BlockFormat, rows: int, columns: int, seed: int, size: float = 0.05
+) -> np.ndarray:
+    """Return blocks whose weights are about so large: uint8 [rows, bytes of a row]."""
+    rng = np.random.default_rng(seed)
+    raw = rng.integers(0, 256, (rows, block_format.row_bytes(columns)), dtype=np.uint8)
+    blocks = raw.reshape(-1, block_format.block_bytes)
+    scales = rng.normal(0, 1, (len(blocks), 2)).astype(np.float16)
+    places = _D_AT.get(block_format.name, (0, 2) if block_format.has_offsets else (0,))
+    for index, at in enumerate(places):
+        blocks[:, at : at + 2] = scales[:, index : index + 1].view(np.uint8)
+    values = dequantize(decode_rows(block_format, torch.from_numpy(raw), columns))
+    factor = size / float(values.std())
+    for index, at in enumerate(places):
+        small = (scales[:, index : index + 1] * np.float16(factor)).astype(np.float16)
+        blocks[:, at : at + 2] = small.view(np.uint8)
+    return raw
+
+
+def as_gguf(
+    checkpoint: Path,
+    directory: Path,
+    format_of: FormatOf = lambda name: None,
+    extra: Mapping[str, np.ndarray] = MappingProxyType({}),
+) -> GgufModel:
+    """Write the model of a checkpoint as GGUF.
+
+    Args:
+        format_of: the block format of a tensor, by its name in the file; None: float32, as it is.
+        extra: further tensors of floats.
+    """
+    config = json.loads((checkpoint / "config.json").read_text())
+    name = ARCHITECTURES[config["architectures"][0]]
+    tensors: dict[str, Tensor] = {}
+    for path in sorted(checkpoint.glob("*.safetensors")):
+        tensors |= {key: value.float() for key, value in load_file(path).items()}
+    if config.get("tie_word_embeddings"):
+        tensors.pop("lm_head.weight", None)
+    directory.mkdir(parents=True, exist_ok=True)
+    stored: dict[str, Stored] = {}
+    plain = dict(tensors)
+    for gguf_name, members in _grouped(tensors).items():
+        values = (
+            torch.stack([tensors[member] for member in members])
+            if ".experts." in members[0]
+            else tensors[members[0]]
+        )
+        heads = _heads(name, gguf_name, config)
+        if values.dim() == 2 and "ffn_gate_inp_shexp" in gguf_name:
+            values = values[0]
+        if "_norm." in gguf_name and name.startswith("gemma"):
+            values = values + 1
+        block = format_of(gguf_name)
+        if block is None:
+            stored[gguf_name] = Stored.of(_reordered(values, heads).numpy())
+            continue
+        form = BLOCK_FORMATS[block]
+        rows = values.numel() // values.shape[-1]
+        raw = random_blocks(
+            form, rows, values.shape[-1], seed=sum(gguf_name.encode()), size=float(values.std())
+        )
+        stored[gguf_name] = Stored(shape=tuple(values.shape), kind=form.number, content=raw.tobytes())
+        numbers = dequantize(decode_rows(form, torch.from_numpy(raw), values.shape[-1])).view(values.shape)
+        for member, own in zip(members, numbers if len(members) > 1 else [numbers], strict=True):
+            plain[member] = _in_order(own, heads).contiguous()
+    stored |= {key: Stored.of(values) for key, values in extra.items()}
+    path = write_gguf(directory / "model.gguf", _metadata(name, config), stored)
+    (directory / "plain").mkdir(exist_ok=True)
+    (directory / "plain" / "config.json").write_text(json.dumps(config))
+    write_weights(directory / "plain", plain)
+    return GgufModel(path, directory / "plain")
+
+
+def _grouped(tensors: Mapping[str, Tensor]) -> dict[str, list[str]]:
+    """Name in the file -> names in the checkpoint, several for experts."""
+    groups: dict[str, list[str]] = {}
+    for name in tensors:
+        if match := _EXPERT.fullmatch(name):
+            group = f"blk.{match[1]}.ffn_{_EXPERT_PARTS[match[3]]}_exps.weight"
+            groups.setdefault(group, []).append(name)
+        else:
+            groups[_name(name, tensors)] = [name]
+    for members in groups.values():
+        members.sort(key=lambda member: int(match[2]) if (match := _EXPERT.fullmatch(member)) else 0)
+    return groups
+
+
+def _name(name: str, tensors: Mapping[str, Tensor]) -> str:
+    layer = re.match(r"model\.layers\.(\d+)\.", name)
+    start = f"blk.{layer[1]}." if layer else ""
+    rest = name[layer.end() :] if layer else name
+    has_both = any("pre_feedforward" in each for each in tensors)
+    is_behind = any("post_feedforward" in each for each in tensors)
+    if rest.startswith("post_attention_layernorm"):
+        return f"{start}{'post_attention_norm' if has_both or is_behind else 'ffn_norm'}.weight"
+    for pattern, other in _NAMES:
+        if match := re.match(pattern, rest):
+            return start + match.expand(other) + rest[match.end() :]
+    raise AssertionError(name)
+
+
+def _heads(name: str, tensor: str, config: Mapping[str, Any]) -> int:
+    """Heads whose rows the converter reorders; 0: none."""
+    if name not in _REORDERED:
+        return 0
+    if ".attn_q." in tensor:
+        return int(config["num_attention_heads"])
+    return int(config["num_key_value_heads"]) if ".attn_k." in tensor else 0
+
+
+def _reordered(values: Tensor, heads: int) -> Tensor:
+    if not heads:
+        return values.contiguous()
+    by_half = values.reshape(heads, 2, values.shape[0] // heads // 2, *values.shape[1:])
+    return by_half.swapaxes(1, 2).reshape(values.shape).contiguous()
+
+
+def _in_order(values: Tensor, heads: int) -> Tensor:
+    if not heads:
+        return values
+    by_pair = values.reshape(heads, values.shape[0] // heads // 2, 2, *values.shape[1:])
+    return by_pair.swapaxes(1, 2).reshape(values.shape)
+
+
+def _metadata(name: str, config: Mapping[str, Any]) -> dict[str, Any]:
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    far = rope.get("full_attention", rope)
+    theta = far.get("rope_theta") or config.get("rope_theta", 10_000.0)
+    own: dict[str, Any] = {
+        "block_count": config["num_hidden_layers"],
+        "context_length": config["max_position_embeddings"],
+        "embedding_length": config["hidden_size"],
+        "feed_forward_length": config["intermediate_size"],
+        "attention.head_count": config["num_attention_heads"],
+        "attention.head_count_kv": config["num_key_value_heads"],
+        "attention.layer_norm_rms_epsilon": float(config["rms_norm_eps"]),
+        "rope.freq_base": float(theta),
+    }
+    optional = {
+        "head_dim": ("attention.key_length", int),
+        "sliding_window": ("attention.sliding_window", int),
+        "attn_logit_softcapping": ("attn_logit_softcapping", float),
+        "final_logit_softcapping": ("final_logit_softcapping", float),
+        "embedding_multiplier": ("embedding_scale", float),
+        "residual_multiplier": ("residual_scale", float),
+        "attention_multiplier": ("attention.scale", float),
+        "logits_scaling": ("logit_scale", float),
+        "num_experts": ("expert_count", int),
+        "num_local_experts": ("expert_count", int),
+        "num_experts_per_tok": ("expert_used_count", int),
+        "moe_intermediate_size": ("expert_feed_forward_length", int),
+        "shared_expert_intermediate_size": ("expert_shared_feed_forward_length", int),
+    }
+    for field, (key, kind) in optional.items():
+        if config.get(field) is not None:
+            own[key] = kind(config[field])
+    if far.get("rope_type") in ("linear", "yarn"):
+        own |= {"rope.scaling.type": far["rope_type"], "rope.scaling.factor": float(far["factor"])}
+    if far.get("rope_type") == "yarn":
+        own["rope.scaling.original_context_length"] = far["original_max_position_embeddings"]
+    if far.get("partial_rotary_factor"):
+        own["rope.dimension_count"] = int(config["head_dim"] * far["partial_rotary_factor"])
+    return {
+        "general.architecture": name,
+        "tokenizer.ggml.bos_token_id": config["bos_token_id"],
+        "tokenizer.ggml.eos_token_id": config["eos_token_id"],
+        **{f"{name}.{key}": value for key, value in own.items()},
+    }

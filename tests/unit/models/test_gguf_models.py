@@ -1,0 +1,226 @@
+"""A model in GGUF computes what the checkpoint computes that it was made from, in every family and format."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from checkpoints import LLAMA3_ROPE, make_checkpoint, write_weights
+from families import FAMILIES
+from gguf_files import Stored, write_gguf
+from gguf_models import GgufModel, as_gguf
+from kernel_builds import built
+from penstock.distributed.group import SOLO, TensorGroup
+from penstock.errors import CheckpointError, UnsupportedModelError
+from penstock.families.registry import load_spec
+from penstock.kernels.block_formats import BLOCK_FORMATS
+from penstock.kernels.cpu.library import KERNEL_NAMES
+from penstock.kernels.cpu.ops import CpuKernels
+from penstock.layers.block_matrix import BlockMatrix
+from penstock.layers.compute import never_quantized
+from penstock.layers.rope import inverse_frequencies
+from penstock.models.decoder import Decoder
+from penstock.rank.stored_weights import open_weights
+from stage_driver import StageDriver
+
+PROMPT = [(7 * index + 3) % 90 for index in range(20)]
+WIDE = {"hidden_size": 256, "intermediate_size": 512, "layers": 2, "vocab_size": 96}
+OF_FAMILIES = {
+    "small tied llama": {},
+    "qwen2 window": {"use_sliding_window": False},
+    "gemma2": {"query_pre_attn_scalar": 16},
+    "gemma3": {"query_pre_attn_scalar": 16, "num_hidden_layers": 7, "layer_types": None},
+    "phi3": {},
+    "olmo2": {},
+    "granite": {"residual_multiplier": 0.75, "attention_multiplier": 0.25, "logits_scaling": 1.75},
+}
+
+
+def kernels() -> CpuKernels:
+    return CpuKernels(built(), frozenset(KERNEL_NAMES))
+
+
+def stages(
+    path: Path,
+    cuts: Sequence[int] = (),
+    *,
+    dtype: torch.dtype = torch.float32,
+    own_kernels: CpuKernels | None = None,
+    group: TensorGroup = SOLO,
+) -> list[Decoder]:
+    """The stages of a model, loaded as a rank loads them."""
+    spec = load_spec(path)
+    built = []
+    for start, end in pairwise([0, *cuts, spec.num_layers]):
+        weights = open_weights(path, spec, b"")
+        stage = Decoder(
+            spec,
+            (start, end),
+            dtype=dtype,
+            device="cpu",
+            kernels=own_kernels,
+            format_of=weights.form_of if weights.is_quantized else never_quantized,
+            block_size=4,
+            group=group,
+        )
+        weights.load(stage, lambda done, total: None, frozenset())
+        built.append(stage)
+    return built
+
+
+def logits(path: Path, cuts: Sequence[int] = (), chunk: int = 16, **how: object) -> torch.Tensor:
+    built = stages(path, cuts, **how)  # type: ignore[arg-type]
+    return StageDriver(path, cuts, stages=built).prefill(0, PROMPT, chunk)
+
+
+@pytest.mark.parametrize("family", OF_FAMILIES)
+def test_floats_of_every_family_give_the_checkpoints_logits_to_the_bit(tmp_path: Path, family: str) -> None:
+    checkpoint = FAMILIES[family].make(tmp_path / "checkpoint", **OF_FAMILIES[family])
+    made = as_gguf(checkpoint, tmp_path / "gguf")
+    assert load_spec(made.path).quantization is None
+    expected = logits(checkpoint, own_kernels=kernels())
+    assert torch.equal(logits(made.path, (1,), own_kernels=kernels()), expected)
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen2_moe", "qwen3_moe"])
+def test_experts_that_share_a_tensor_are_found(tmp_path: Path, family: str) -> None:
+    checkpoint = make_checkpoint(tmp_path / "checkpoint", family=family)  # type: ignore[arg-type]
+    made = as_gguf(checkpoint, tmp_path / "gguf")
+    assert torch.equal(logits(made.path, (2,)), logits(checkpoint))
+
+
+def make_blocks(directory: Path, block: str, **config: object) -> GgufModel:
+    checkpoint = make_checkpoint(directory / "checkpoint", **(WIDE | config))  # type: ignore[arg-type]
+    return as_gguf(checkpoint, directory / "gguf", lambda name: None if "norm" in name else block)
+
+
+@pytest.mark.parametrize("with_kernels", [True, False])
+@pytest.mark.parametrize("block", BLOCK_FORMATS)
+def test_blocks_compute_like_their_dequantised_weights(
+    tmp_path: Path, block: str, with_kernels: bool
+) -> None:
+    made = make_blocks(tmp_path, block)
+    found = logits(made.path, own_kernels=kernels() if with_kernels else None)
+    expected = logits(made.plain)
+    # Activations are rounded to 8 bits, weights are the same.
+    assert (found - expected).square().mean().sqrt() < 0.06 * expected.square().mean().sqrt()
+
+
+def test_stages_chunks_and_company_do_not_change_a_bit_of_mixed_formats(tmp_path: Path) -> None:
+    """As in published files: values and down projections have more bits than queries, keys and gates."""
+    checkpoint = make_checkpoint(tmp_path / "checkpoint", **WIDE)
+    wide = ("attn_v", "ffn_down", "token_embd")
+
+    def block_of(name: str) -> str | None:
+        if "norm" in name:
+            return None
+        return "Q6_K" if any(part in name for part in wide) else "Q4_K"
+
+    path = as_gguf(checkpoint, tmp_path / "gguf", block_of).path
+    spec = load_spec(path)
+    assert spec.quantization is not None
+    assert spec.quantization.describe().startswith("gguf: Q4_K (11 tensors), Q6_K (5), ")
+    whole = stages(path, own_kernels=kernels())
+    assert isinstance(whole[0].layers[0].self_attn.qkv_proj.weight, BlockMatrix)
+    for dtype in (torch.float32, torch.bfloat16):
+        expected = logits(path, own_kernels=kernels(), dtype=dtype, chunk=64)
+        for cuts, chunk in (((1,), 7), ((1,), 1), ((), 5)):
+            assert torch.equal(logits(path, cuts, chunk, own_kernels=kernels(), dtype=dtype), expected)
+
+
+def test_gate_and_up_in_two_formats_are_held_as_floats(tmp_path: Path) -> None:
+    checkpoint = make_checkpoint(tmp_path / "checkpoint", **WIDE)
+    formats = {"ffn_gate": "Q4_K", "ffn_up": "Q5_K"}
+    made = as_gguf(checkpoint, tmp_path / "gguf", lambda name: formats.get(name.split(".")[-2]))
+    torch.testing.assert_close(
+        logits(made.path, own_kernels=kernels()), logits(made.plain), atol=1e-4, rtol=0
+    )
+
+
+def test_experts_in_blocks_are_taken_by_the_grouped_kernel(tmp_path: Path) -> None:
+    made = make_blocks(tmp_path, "Q4_K", family="qwen3_moe", moe_intermediate_size=256)
+    (stage,) = stages(made.path, own_kernels=kernels())
+    assert stage.layers[0].mlp.is_grouped
+    found = StageDriver(made.path, stages=[stage]).prefill(0, PROMPT, 16)
+    expected = logits(made.plain)
+    assert (found - expected).square().mean().sqrt() < 0.1 * expected.square().mean().sqrt()
+
+
+def test_only_the_own_bytes_are_read_and_little_more_is_held(tmp_path: Path) -> None:
+    made = make_blocks(tmp_path, "Q4_K")
+    spec = load_spec(made.path)
+    weights = open_weights(made.path, spec, b"")
+    seen: list[tuple[int, int]] = []
+    stage = Decoder(
+        spec,
+        (1, 2),
+        dtype=torch.float32,
+        device="cpu",
+        kernels=kernels(),
+        format_of=weights.form_of,
+        block_size=4,
+    )
+    report = weights.load(stage, lambda done, total: seen.append((done, total)), frozenset())
+    layer = 144 * (4 * 256 + 3 * 512) + 4 * 2 * 256  # q, k, v and o, the MLP, two norms
+    layer -= 144 * 2 * (256 - 128)  # two heads of keys and values
+    head = 144 * 96 + 4 * 256
+    assert report.bytes_read == layer + head
+    assert seen[-1] == (report.bytes_read, report.bytes_read)
+    assert report.bytes_read <= report.tensor_bytes < 1.04 * report.bytes_read
+
+
+def test_factors_of_the_rotation_come_from_their_tensor(tmp_path: Path) -> None:
+    """Llama 3.1 and later: the file has no other trace of the scaling."""
+    rope = LLAMA3_ROPE | {"original_max_position_embeddings": 256}
+    checkpoint = make_checkpoint(tmp_path / "checkpoint", rope_scaling=rope)
+    rotation = load_spec(checkpoint).rope
+    plain = inverse_frequencies(replace(rotation, kind="default"), 8)
+    factors = (plain / inverse_frequencies(rotation, 8)).numpy()
+    path = as_gguf(checkpoint, tmp_path / "gguf", extra={"rope_freqs.weight": factors}).path
+    assert load_spec(path).max_position_embeddings == 256
+    torch.testing.assert_close(logits(path), logits(checkpoint), atol=1e-4, rtol=0)
+    for bad in (factors - factors, factors[:0], factors.astype("f2")):
+        path = as_gguf(checkpoint, tmp_path / "gguf", extra={"rope_freqs.weight": bad}).path
+        with pytest.raises(CheckpointError, match=r"rope_freqs.weight: expected"):
+            load_spec(path)
+
+
+def test_what_is_not_served_is_refused_by_name(tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "m.gguf", {"general.architecture": "mamba"}, {})
+    with pytest.raises(
+        UnsupportedModelError, match=r"architecture 'mamba'; of GGUF files these are read: llama, q"
+    ):
+        load_spec(path)
+    blocks = Stored(shape=(1, 256), kind=19, content=bytes(50))
+    path = write_gguf(tmp_path / "m.gguf", {"general.architecture": "llama"}, {"token_embd.weight": blocks})
+    with pytest.raises(UnsupportedModelError, match=r"not computed with: 1 of IQ1_S. Known: F32, .*Q4_K"):
+        load_spec(path)
+
+
+def test_a_missing_a_surplus_and_a_misshapen_tensor_are_named(tmp_path: Path) -> None:
+    checkpoint = make_checkpoint(tmp_path / "checkpoint")
+    tensors = load_file(checkpoint / "model.safetensors")
+
+    def broken(**changes: torch.Tensor) -> Path:
+        write_weights(checkpoint, {**tensors, **changes})
+        return as_gguf(checkpoint, tmp_path / "gguf").path
+
+    name = "model.layers.1.mlp.up_proj.weight"
+    with pytest.raises(CheckpointError, match=r"blk.1.ffn_up.weight: expected \[48, 32\] .*found \[47, 32\]"):
+        stages(broken(**{name: tensors[name][:47]}))
+    with pytest.raises(CheckpointError, match=r"blk.1.attn_q.bias: expected no such tensor"):
+        stages(broken(**{"model.layers.1.self_attn.q_proj.bias": torch.zeros(32)}))
+    damaged = tensors[name].clone()
+    damaged[3, 5] = torch.nan
+    path = broken(**{name: damaged})
+    with pytest.raises(CheckpointError, match=r"ffn_up.weight: expected finite numbers, found nan in row 3"):
+        stages(path)
+    del tensors[name]
+    with pytest.raises(CheckpointError, match=r"model.layers.1.mlp.up_proj.weight: expected this tensor"):
+        stages(broken())
