@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from penstock.errors import UnsupportedModelError
+from penstock.errors import CheckpointError, ModelConfigError, UnsupportedModelError
 from penstock.families.refused_kinds import is_gguf
 from penstock.families.registry import load_spec, resolve_model_directory
 
@@ -104,21 +104,27 @@ def test_weights_in_the_format_of_mlx_are_called_so(tmp_path: Path, name: str) -
     assert error.param == name
 
 
-def test_a_gguf_file_is_called_so(tmp_path: Path) -> None:
+def test_a_gguf_file_is_known_by_its_name_or_its_first_bytes(tmp_path: Path) -> None:
     (tmp_path / "model.gguf").touch()
     (tmp_path / "renamed").write_bytes(b"GGUF\3\0\0\0")
     (tmp_path / "other").write_bytes(b"GG")
     assert not is_gguf(tmp_path / "other")
     for name in ("model.gguf", "renamed"):
-        with pytest.raises(UnsupportedModelError, match="is a GGUF file") as caught:
-            resolve_model_directory(str(tmp_path / name))
-        assert "config.json" in caught.value.remedy
+        assert resolve_model_directory(str(tmp_path / name)) == (tmp_path / name).resolve()
+        with pytest.raises(CheckpointError, match=name):
+            load_spec(tmp_path / name)
 
 
-@pytest.mark.parametrize(
-    ("file", "what"), [("model-Q8_0.gguf", "as GGUF"), ("adapter_config.json", "an adapter")]
-)
-def test_a_directory_of_another_format_is_called_so(tmp_path: Path, file: str, what: str) -> None:
-    (tmp_path / file).touch()
-    with pytest.raises(UnsupportedModelError, match=what):
+def test_a_directory_with_an_adapter_is_called_so(tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").touch()
+    with pytest.raises(UnsupportedModelError, match="an adapter"):
         load_spec(tmp_path)
+
+
+def test_a_directory_with_several_gguf_models_needs_a_choice(tmp_path: Path) -> None:
+    for name in ("a-Q4_0.gguf", "b-00001-of-00002.gguf", "b-00002-of-00002.gguf"):
+        (tmp_path / name).touch()
+    with pytest.raises(
+        ModelConfigError, match=r"several models as GGUF: a-Q4_0.gguf, b-00001-of-00002.gguf\."
+    ):
+        resolve_model_directory(str(tmp_path))

@@ -489,13 +489,11 @@ class TestResolve:
         with pytest.raises(ModelConfigError, match="is a file, not a directory"):
             resolve_model_directory("model.safetensors")
 
-    def test_a_download_of_another_format_is_named_and_not_asked_for_again(self, tmp_path: Path) -> None:
-        """Issue 25, point 12."""
+    def test_a_download_of_a_gguf_file_is_found(self, tmp_path: Path) -> None:
         snapshot = hub_snapshot(tmp_path / "home" / ".cache" / "huggingface" / "hub", "org/name-GGUF")
         (snapshot / "config.json").unlink()
         (snapshot / "name-Q4_K_M.gguf").touch()
-        with pytest.raises(UnsupportedModelError, match=r'as GGUF \("name-Q4_K_M.gguf"\)'):
-            resolve_model_directory("org/name-GGUF")
+        assert resolve_model_directory("org/name-GGUF") == snapshot / "name-Q4_K_M.gguf"
 
 
 @pytest.mark.parametrize("trail", ["", "/", "/."])

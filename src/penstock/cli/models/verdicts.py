@@ -10,7 +10,6 @@ from typing import Literal
 
 from penstock.errors import PenstockError
 from penstock.families.config_fields import read_config
-from penstock.families.refused_kinds import gguf_refusal
 from penstock.families.registry import load_spec
 from penstock.gguf.file import GgufFile
 from penstock.local_models.inventory import Entry
@@ -52,9 +51,6 @@ def verdict_of(entry: Entry, free_bytes: int) -> Verdict:
 
 def _architecture(entry: Entry) -> str:
     """Return the architecture of a model that we have. Raises `ModelError` for every other one."""
-    if entry.kind == "GGUF":
-        GgufFile.open(entry.path)  # a damaged one is called so
-        raise gguf_refusal(entry.path, entry.name)
     return load_spec(entry.path, "penstock").architecture
 
 

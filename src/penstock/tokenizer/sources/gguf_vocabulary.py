@@ -36,6 +36,7 @@ _MODEL, _PRE = "tokenizer.ggml.model", "tokenizer.ggml.pre"
 _TOKENS, _SCORES, _TYPES = "tokenizer.ggml.tokens", "tokenizer.ggml.scores", "tokenizer.ggml.token_type"
 _MERGES = "tokenizer.ggml.merges"
 _CHARSMAP = "tokenizer.ggml.precompiled_charsmap"
+_NO_VOCABULARY = "none"
 _TEMPLATE, _TEMPLATE_NAMES = "tokenizer.chat_template", "tokenizer.chat_templates"
 _EMBEDDING = "token_embd.weight"
 
@@ -50,6 +51,11 @@ _ENDS = frozenset(
         "<\uff5cend\u2581of\u2581sentence\uff5c>",
     ]
 )
+
+
+def has_vocabulary(file: GgufFile) -> bool:
+    """Return whether the file has a vocabulary at all; models that take ids alone have none."""
+    return file.metadata.text(_MODEL, _NO_VOCABULARY) not in (_NO_VOCABULARY, "no_vocab")
 
 
 def gguf_tokenizer(file: GgufFile) -> bytes:

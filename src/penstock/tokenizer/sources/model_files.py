@@ -12,7 +12,7 @@ from pathlib import Path
 
 from penstock.errors import ModelConfigError
 from penstock.gguf.file import GgufFile
-from penstock.tokenizer.sources.gguf_vocabulary import gguf_tokenizer, gguf_tokenizer_config
+from penstock.tokenizer.sources.gguf_vocabulary import gguf_tokenizer, gguf_tokenizer_config, has_vocabulary
 from penstock.tokenizer.sources.sentencepiece_vocabulary import sentencepiece_tokenizer
 from penstock.tokenizer.sources.tekken_vocabulary import tekken_tokenizer
 from penstock.tokenizer.sources.tiktoken_vocabulary import is_tiktoken, tiktoken_tokenizer
@@ -51,7 +51,8 @@ def tokenizer_content(model: Path) -> bytes | None:
     if file is None:
         return None
     if file == model:
-        return gguf_tokenizer(GgufFile.open(file))
+        opened = GgufFile.open(file)
+        return gguf_tokenizer(opened) if has_vocabulary(opened) else None
     content = _bounded(file)
     if file.name == _JSON:
         return content
