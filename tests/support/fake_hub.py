@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import re
@@ -42,6 +43,7 @@ class FakeHub:
         needs_token: the only token that a model is given to; others are refused as for a gated model.
         refusals: part of a path -> status and error code, for every request with it.
         cuts: for each content in turn, after how many bytes the connection ends; None sends all.
+        held: a connection that is cut stays open until this is set; None ends it at once.
         sends_other: path -> bytes that are sent in place of those that were announced.
         knows_ranges: answers a range with that part, and else with all.
         stalled: contents wait for this before they are sent; None sends at once.
@@ -54,6 +56,7 @@ class FakeHub:
     needs_token: dict[str, str] = field(default_factory=dict)
     refusals: dict[str, tuple[int, str]] = field(default_factory=dict)
     cuts: list[int | None] = field(default_factory=list)
+    held: threading.Event | None = None
     sends_other: dict[str, bytes] = field(default_factory=dict)
     knows_ranges: bool = True
     stalled: threading.Event | None = None
@@ -89,6 +92,10 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         self._serve()
+
+    def handle(self) -> None:
+        with contextlib.suppress(ConnectionError):  # a client that was interrupted
+            super().handle()
 
     def do_HEAD(self) -> None:
         self._serve()
@@ -172,7 +179,7 @@ class _Handler(BaseHTTPRequestHandler):
         if self.hub.stalled is not None:
             self.hub.stalled.wait()
         end = self.hub.cuts.pop(0) if self.hub.cuts and self.command == "GET" else None
-        self._send(status, content[first:], headers, None if end is None else end)
+        self._send(status, content[first:], headers, end)
 
     def _refuse(self, status: int, code: str) -> None:
         self._send(status, b'{"error":"no"}', {"X-Error-Code": code} if code else {})
@@ -187,6 +194,8 @@ class _Handler(BaseHTTPRequestHandler):
             return
         self.wfile.write(body[:cut])
         if cut is not None:
+            if self.hub.held is not None:
+                self.hub.held.wait()
             self.close_connection = True
 
 
@@ -237,8 +246,9 @@ def fake_hub() -> Iterator[FakeHub]:
     try:
         yield hub
     finally:
-        if hub.stalled is not None:
-            hub.stalled.set()
+        for waited_for in (hub.stalled, hub.held):
+            if waited_for is not None:
+                waited_for.set()
         server.shutdown()
         thread.join()
         server.server_close()

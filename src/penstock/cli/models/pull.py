@@ -56,8 +56,9 @@ def pull(
         invocation.say(json.dumps(_as_values(pulled), ensure_ascii=False))
         return 0
     came = size_text(pulled.downloaded) if pulled.downloaded else "nothing"
+    files = f"{len(pulled.files)} file{'s' * (len(pulled.files) > 1)}"
     invocation.say(
-        f"{pulled.name} {one_line(revision)} {pulled.commit[:_SHOWN_DIGITS]}: {len(pulled.files)} files, "
+        f"{pulled.name} {one_line(revision)} {pulled.commit[:_SHOWN_DIGITS]}: {files}, "
         f"{size_text(pulled.size)}, of which {came} came now",
         f"in {one_line(str(pulled.path))}",
         f"penstock serve {one_line(pulled.to_serve)}",
