@@ -37,6 +37,7 @@ from penstock.kernels.cpu.library import LoadedKernels, load
 from penstock.pipeline.partition import AUTO_POLICY
 from penstock.process.config import RankConfig
 from penstock.process.listening import listen
+from penstock.tokenizer.sources.model_files import vocabulary_file
 from penstock.weights.checkpoint import Checkpoint
 
 OLDEST_PYTHON = (3, 11)
@@ -249,8 +250,9 @@ def describe_spec(spec: ModelSpec) -> str:
 def check_files(directory: Path) -> list[Finding]:
     """The files beside the weights."""
     findings = []
-    if (directory / "tokenizer.json").is_file():
-        findings.append(Finding("ok", "tokenizer.json", "there"))
+    vocabulary = vocabulary_file(directory)
+    if vocabulary is not None:
+        findings.append(Finding("ok", vocabulary.name, "there"))
     else:
         remedy = "Download it; without it only token ids can be served."
         findings.append(Finding("fail", "tokenizer.json", "missing", remedy))

@@ -17,7 +17,7 @@ from penstock.tokenizer.sources.model_files import tokenizer_content
 def vocabulary_difference(directory: Path, other: Path) -> str:
     """Return how the vocabularies of two models differ, as part of a sentence; "" if they do not.
 
-    Where one has none that can be read, nothing is known of them, and nothing is said.
+    Where one of them has none, nothing is known of it, and nothing is said.
     """
     content, other_content = _content(directory), _content(other)
     if content is None or other_content is None or content == other_content:
@@ -34,7 +34,7 @@ def _content(model: Path) -> bytes | None:
     try:
         return tokenizer_content(model)
     except ModelError:
-        return None
+        return b""
 
 
 def _pieces(content: bytes) -> dict[int, str]:

@@ -12,6 +12,7 @@ from masks import DEMO, EOS, TOKENIZER, allowed, text_of, walk
 from penstock.grammar.matcher import Matcher, Vocabulary, load_vocabulary
 from penstock.grammar.special_tokens import name_by_id, set_apart
 from penstock.request import StructuredOutputs
+from penstock.tokenizer.detokenizer import byte_level_alphabet
 
 TEXT = '<|end|> and "<|begin|>"'
 
@@ -88,3 +89,13 @@ def test_ids_and_other_tokens_stay_as_they_are() -> None:
     changed = {i for i in range(before.get_vocab_size()) if before.id_to_token(i) != after.id_to_token(i)}
     assert changed == set(ids.values())
     assert after.decode(after.encode("<|end|> é", add_special_tokens=False).ids) == "<|end|> é"
+
+
+def test_added_text_that_looks_like_spelt_bytes_is_itself() -> None:
+    alphabet = {letter: index for index, letter in enumerate(byte_level_alphabet())}
+    tokenizer = Tokenizer(models.BPE(alphabet, []))
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_tokens(["üü", "日本"])
+    tokenizer.add_special_tokens([AddedToken("</s>", special=True)])
+    matcher = Matcher(Vocabulary(tokenizer.to_str(), [258]), StructuredOutputs(choice=["日本üü"]))
+    assert matcher.num_allowed([257, 256, 258]) == 3

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from gguf_files import write_gguf
 from penstock.tokenizer.vocabularies import vocabulary_difference
 
 PIECES = {"a": 0, "b": 1, "ab": 2}
@@ -57,3 +58,19 @@ def test_without_both_files_nothing_is_said(write: Any, tmp_path: Path) -> None:
 def test_what_cannot_be_read_is_another_vocabulary(write: Any, tmp_path: Path, content: bytes) -> None:
     (tmp_path / "tokenizer.json").write_bytes(content)
     assert vocabulary_difference(write("one", PIECES), tmp_path).startswith("token 0 is 'a' in the one")
+
+
+def test_another_form_of_the_file_is_no_difference(write: Any, tmp_path: Path) -> None:
+    metadata = {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "gpt-2",
+        "tokenizer.ggml.tokens": list(PIECES),
+        "tokenizer.ggml.merges": ["a b"],
+    }
+    file = write_gguf(tmp_path / "m.gguf", metadata, {})
+    assert vocabulary_difference(write("one", PIECES), file) == ""
+    assert "token 1 is 'b' in the one" in vocabulary_difference(file, write("two", {"a": 0, "ab": 2}))
+    write_gguf(file, metadata | {"tokenizer.ggml.tokens": ["a", "a"]}, {})
+    assert "token 0 is none in the one" in vocabulary_difference(file, tmp_path / "one"), (
+        "as of another bad file"
+    )

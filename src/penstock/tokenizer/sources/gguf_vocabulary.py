@@ -204,6 +204,7 @@ def _sentencepiece(metadata: GgufMetadata, vocabulary: _Vocabulary) -> bytes:
     names, ids = vocabulary.names, vocabulary.ids
     scores = _numbers(metadata, _SCORES, len(names))
     normal = vocabulary.of_kind(_NORMAL)
+    # Some converters wrote one score for all: then the order of the ids is that of the merges.
     ranked = sorted(normal, key=lambda token_id: (-float(scores[token_id]), token_id))
     parts = {names[token_id] for token_id in normal}
     prefix = metadata.flag("tokenizer.ggml.add_space_prefix", True)
