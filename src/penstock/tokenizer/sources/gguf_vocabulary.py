@@ -20,6 +20,7 @@ from penstock.gguf.file import GgufFile
 from penstock.gguf.header_bytes import printable
 from penstock.gguf.metadata import GgufMetadata
 from penstock.tokenizer.detokenizer import byte_level_alphabet
+from penstock.tokenizer.sources.charsmap import require_sound_charsmap
 from penstock.tokenizer.sources.document import (
     Added,
     ByteLevel,
@@ -222,6 +223,10 @@ def _sentencepiece(metadata: GgufMetadata, vocabulary: _Vocabulary) -> bytes:
 def _unigram(metadata: GgufMetadata, vocabulary: _Vocabulary) -> bytes:
     scores = _numbers(metadata, _SCORES, len(vocabulary.names))
     charsmap = metadata.numbers(_CHARSMAP).tobytes() if _CHARSMAP in metadata else b""
+    try:
+        require_sound_charsmap(charsmap)
+    except ValueError as error:
+        _refuse(metadata, _CHARSMAP, "a sound table of characters", f"{error}")
     return pieces_document(
         _tokens(metadata, vocabulary, add_eos=True),
         Pieces(

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from penstock.errors import ModelConfigError
+from penstock.tokenizer.sources.charsmap import require_sound_charsmap
 
 UNIGRAM, BPE = 1, 2
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
@@ -85,6 +86,7 @@ def _read_model(content: bytes) -> SentencePieceFile:
             settings |= {names[inner]: held for inner, held in _fields(_bytes(value)) if inner in names}
     if not pieces:
         raise ValueError("it has no pieces")
+    require_sound_charsmap(_bytes(settings.get("charsmap", b"")))
     fields = {name: _typed(name, value) for name, value in settings.items()}
     return SentencePieceFile(pieces=pieces, **fields)  # type: ignore[arg-type]
 

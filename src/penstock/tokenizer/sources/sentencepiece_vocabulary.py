@@ -49,6 +49,10 @@ def sentencepiece_tokenizer(content: bytes, name: str, settings: TokenizerSettin
             remedy="Convert it into a tokenizer.json.",
             param="model",
         )
+    if file.algorithm == UNIGRAM and not 0 <= file.unknown < len(file.pieces):
+        raise ModelConfigError(
+            f"{name} has {len(file.pieces)} pieces, and its unknown one has the id {file.unknown}."
+        )
     vocabulary = _Vocabulary.of(file, name, settings)
     settings.require_room(name, len(vocabulary.pieces))
     tokens = Tokens(
