@@ -17,7 +17,7 @@ from penstock.kernels.candidates import LogitCurve, head_output_of
 from penstock.kernels.cpu import abi
 from penstock.kernels.cpu.head import Head, dense_product
 from penstock.kernels.cpu.library import KERNEL_NAMES
-from penstock.kernels.cpu.ops import CpuKernels, HeadShape
+from penstock.kernels.cpu.ops import HALVES, CpuKernels, HeadShape, Turning
 from penstock.layers.matrix import GATE, UP, PackedMatrix
 
 KINDS = [abi.PLAIN_NORM, abi.WIDE_NORM, abi.ONE_PLUS_NORM]
@@ -163,6 +163,35 @@ def test_heads_are_rotated_in_part(kernels: CpuKernels, rotary_dim: int, dtype: 
     stored = kv.view(dtype)[: 40 * 16].view(40 // group_of(dtype), 16, group_of(dtype))
     keys = before[:, shape.query_size :][:, :40]
     assert torch.equal(stored.transpose(0, 1)[:3].flatten(1)[:, rotary_dim:], keys[:, rotary_dim:])
+
+
+@EACH_DTYPE
+@pytest.mark.parametrize("rotary_dim", [6, 40])
+def test_neighbours_are_rotated_as_halves_are_and_queries_grow(
+    kernels: CpuKernels, rotary_dim: int, dtype: torch.dtype
+) -> None:
+    shape, positions = HeadShape(num_heads=4, num_kv_heads=2, head_dim=40), torch.tensor([5, 0, 77])
+    halves = noise(3, shape.qkv_size, dtype=dtype)
+    pairs = halves.view(3, 8, 40).clone()
+    pairs[:, :6, 0:rotary_dim:2], pairs[:, :6, 1:rotary_dim:2] = halves.view(3, 8, 40)[
+        :, :6, :rotary_dim
+    ].chunk(2, dim=-1)
+    frequencies = 1.0 / 100.0 ** (torch.arange(rotary_dim // 2) / rotary_dim)
+    size = kernels.library.penstock_kv_block_bytes(2, 40, 16, abi.BFLOAT16 if dtype != torch.float32 else 0)
+    slots = torch.arange(3)
+    step = abi.Step(num_tokens=3, positions=positions.data_ptr(), slot_mapping=slots.data_ptr())
+    stored = []
+    for qkv, turning in ((halves, HALVES), (pairs.flatten(1), Turning(interleaved=True, grows=True))):
+        growth = (0.5, 16) if turning.grows else (0.0, 0)
+        angles = kernels.rope_angles(positions, frequencies, 1.0, rotary_dim, dtype, growth)
+        stored.append(torch.zeros(size, dtype=torch.uint8))
+        kernels.rope_store(qkv, angles, stored[-1], shape, 16, step, turning)
+        found = qkv[:, : shape.query_size].view(3, 4, 40)[..., :rotary_dim].float()
+        if not turning.grows:
+            expected = found.clone()
+    assert torch.equal(*stored)  # keys do not grow
+    larger = 1 + 0.5 * torch.log(1 + torch.floor(positions / 16))
+    assert_near(found.to(dtype), (expected * larger[:, None, None]).to(dtype))
 
 
 def group_of(dtype: torch.dtype) -> int:

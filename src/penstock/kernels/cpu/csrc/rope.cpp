@@ -73,7 +73,7 @@ struct RopeStore {
 
     void rotate_query(T* head, const float* angles) const {
         T apart[kMaxHeadDim];
-        f32x16 growth = f32x16{} + (args.grows ? angles[2 * half] : 1.0f);
+        float growth = args.grows ? angles[2 * half] : 1.0f;
         rotate(halves_of(head, apart), angles, half, [&](int64_t i, int64_t count, f32x16 first, f32x16 second) {
             store_some(head + i, first * growth, count);
             store_some(head + half + i, second * growth, count);
