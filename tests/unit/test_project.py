@@ -31,6 +31,7 @@ DOCUMENTS = [
     "docs/clusters.md",
     "docs/embeddings.md",
     "docs/flags.md",
+    "docs/formats.md",
     "docs/getting-models.md",
     "docs/perf-log.md",
     "docs/python.md",

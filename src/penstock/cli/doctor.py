@@ -7,6 +7,7 @@ from the installed metadata.
 
 from __future__ import annotations
 
+import math
 import mmap
 import os
 import platform
@@ -32,12 +33,13 @@ from penstock.engine.supervisor.launch import ITEM_SIZES, resolve_replicas
 from penstock.errors import PenstockError
 from penstock.families.registry import load_spec, resolve_model_directory
 from penstock.families.spec import ModelSpec
+from penstock.gguf.file import GgufFile
 from penstock.hosts.resources import HostResources
 from penstock.kernels.cpu.library import LoadedKernels, load
 from penstock.pipeline.partition import AUTO_POLICY
 from penstock.process.config import RankConfig
 from penstock.process.listening import listen
-from penstock.tokenizer.sources.model_files import vocabulary_file
+from penstock.tokenizer.sources.model_files import tokenizer_config_content, vocabulary_file
 from penstock.weights.checkpoint import Checkpoint
 
 OLDEST_PYTHON = (3, 11)
@@ -230,7 +232,8 @@ def check_model(config: EngineConfig) -> list[Finding]:
         directory = resolve_model_directory(config.model.model)
         findings.append(Finding("ok", "model", str(directory)))
         spec = load_spec(directory, config.model.model_impl)
-        findings.append(Finding("ok", "config.json", describe_spec(spec)))
+        described = "config.json" if directory.is_dir() else "metadata"
+        findings.append(Finding("ok", described, describe_spec(spec)))
         findings += check_files(directory)
         findings.append(check_weights(directory, spec))
         findings += check_stages(config)
@@ -262,32 +265,28 @@ def check_files(directory: Path) -> list[Finding]:
     return findings
 
 
-def _has_chat_template(directory: Path) -> bool:
-    if (directory / "chat_template.jinja").is_file():
-        return True
-    try:
-        return '"chat_template"' in (directory / "tokenizer_config.json").read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError):
-        return False
+def _has_chat_template(model: Path) -> bool:
+    return (model / "chat_template.jinja").is_file() or b'"chat_template"' in tokenizer_config_content(model)
 
 
-def check_weights(directory: Path, spec: ModelSpec) -> Finding:
-    """Headers of all safetensors files. Raises `CheckpointError`; reads no tensor data."""
-    checkpoint = Checkpoint(directory)
-    entries = [checkpoint.entry(name) for name in checkpoint.names]
-    total = sum(entry.end - entry.begin for entry in entries)
-    files = len({entry.path for entry in entries})
-    text = f"{len(entries)} tensors, {total / 1e6:.1f} MB in {files} file{'s' * (files > 1)}"
-    if sum(_elements(entry.shape) for entry in entries) >= spec.stage_parameters(0, spec.num_layers):
+def check_weights(model: Path, spec: ModelSpec) -> Finding:
+    """Headers of all files with weights. Raises `CheckpointError`; reads no tensor data."""
+    if not model.is_dir():
+        file = GgufFile.open(model)
+        tensors = file.tensors.values()
+        shapes, sizes = [each.shape for each in tensors], [each.num_bytes for each in tensors]
+        num_files = len(file.parts)
+    else:
+        checkpoint = Checkpoint(model)
+        entries = [checkpoint.entry(name) for name in checkpoint.names]
+        shapes, sizes = [entry.shape for entry in entries], [entry.end - entry.begin for entry in entries]
+        num_files = len({entry.path for entry in entries})
+    text = f"{len(shapes)} tensors, {sum(sizes) / 1e6:.1f} MB in {num_files} file{'s' * (num_files > 1)}"
+    if spec.quantization is not None:
+        text = f"{text}, {spec.quantization.describe()}"
+    if sum(map(math.prod, shapes)) >= spec.stage_parameters(0, spec.num_layers):
         return Finding("ok", "weights", text)
     return Finding("fail", "weights", f"{text}: fewer than config.json asks for", "Download the model again.")
-
-
-def _elements(shape: Sequence[int]) -> int:
-    count = 1
-    for size in shape:
-        count *= size
-    return count
 
 
 def check_stages(config: EngineConfig) -> list[Finding]:
@@ -319,7 +318,8 @@ def check_gpus(devices: Iterable[str], num_gpus: int) -> list[Finding]:
 
 def _describe_stage(ranks: Sequence[RankConfig], spec: ModelSpec) -> str:
     first, devices = ranks[0], ", ".join(dict.fromkeys(rank.device for rank in ranks))
-    size = spec.stage_parameters(first.start_layer, first.end_layer) * ITEM_SIZES[first.dtype]
+    item_size = ITEM_SIZES[first.dtype] if spec.quantization is None else spec.quantization.mean_bits / 8
+    size = spec.stage_parameters(first.start_layer, first.end_layer) * item_size
     quantised = "" if first.quantization == "none" else f" before they are {first.quantization}"
     shared = f" shared by {len(ranks)} ranks" if len(ranks) > 1 else ""
     layers = f"layers {first.start_layer}-{first.end_layer - 1}"

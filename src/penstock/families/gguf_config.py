@@ -35,12 +35,12 @@ from penstock.families.spec import ModelSpec
 from penstock.gguf.file import GgufFile
 from penstock.gguf.part import GgufTensor
 from penstock.kernels.block_formats import BLOCK_FORMATS
+from penstock.tokenizer.sources.gguf_vocabulary import gguf_end_ids, has_vocabulary
 
 FLOAT_TYPES: Mapping[str, str] = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 _EMBEDDING = "token_embd.weight"
 _LLAMA_3_FACTORS = "rope_freqs.weight"
 _SHORT_FACTORS = "rope_factors_short.weight"
-_EOS_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
 _LARGEST_FACTOR = 1e6
 
 _Read = Callable[[ConfigFields, str], ModelSpec]
@@ -127,11 +127,13 @@ def _require_equal_heads(file: GgufFile, fields: Fields) -> None:
 
 
 def _token_ids(file: GgufFile) -> Fields:
-    metadata, prefix = file.metadata, "tokenizer.ggml"
-    eos = [metadata.integer(f"{prefix}.{name}") for name in _EOS_KEYS if f"{prefix}.{name}" in metadata]
-    ids: Fields = {"eos_token_id": list(dict.fromkeys(eos))}
-    if f"{prefix}.bos_token_id" in metadata:
-        ids["bos_token_id"] = metadata.integer(f"{prefix}.bos_token_id")
+    ids: Fields = {
+        name: file.metadata.integer(f"tokenizer.ggml.{name}")
+        for name in ("bos_token_id", "eos_token_id")
+        if f"tokenizer.ggml.{name}" in file.metadata
+    }
+    if has_vocabulary(file):
+        ids["eos_token_id"] = gguf_end_ids(file.metadata)
     return ids
 
 

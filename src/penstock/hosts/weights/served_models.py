@@ -11,7 +11,7 @@ from pathlib import Path
 
 import xxhash
 
-from penstock.errors import CheckpointError, ModelError, ProtocolError
+from penstock.errors import CheckpointError, ModelError, ProtocolError, UnsupportedModelError
 from penstock.hosts.weights.tensor_digests import TensorDigests
 from penstock.hosts.weights.weight_wire import Description, SmallFile, TensorShape
 from penstock.kvstore.names import model_identity
@@ -28,9 +28,19 @@ MAX_SMALL_BYTES = 256 << 20  # as `grammar.matcher` takes of a tokenizer
 
 
 class ServedModel:
-    """One checkpoint."""
+    """One checkpoint.
+
+    Raises:
+        UnsupportedModelError: the model is in a format that is not sent to other hosts.
+    """
 
     def __init__(self, directory: Path) -> None:
+        if not directory.is_dir():
+            raise UnsupportedModelError(
+                f"{directory.name} is a GGUF file, and their weights are not sent to other hosts so far.",
+                remedy="Keep all stages on this machine, or serve the model's Hugging Face checkpoint.",
+                param="model",
+            )
         self._directory = directory
         self._checkpoint = Checkpoint(directory)
 

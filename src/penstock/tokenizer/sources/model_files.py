@@ -71,7 +71,8 @@ def tokenizer_config_content(model: Path) -> bytes:
         model: its directory, or a GGUF file.
     """
     if model.is_file():
-        return gguf_tokenizer_config(GgufFile.open(model).metadata)
+        opened = GgufFile.open(model)
+        return gguf_tokenizer_config(opened.metadata) if has_vocabulary(opened) else b""
     path = model / _CONFIG
     return _bounded(path) if path.is_file() else b""
 
