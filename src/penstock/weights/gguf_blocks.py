@@ -73,10 +73,13 @@ def _q4_1(blocks: Tensor) -> _Parts:
     return _Parts(_halves(blocks[:, 4:]), blocks[:, :2], blocks[:, 2:4])
 
 
+# By byte: its bits from the lowest on, each where a fifth bit belongs.
+_FIFTH_BITS = (torch.arange(256)[:, None] >> torch.arange(8) & 1).to(torch.uint8) << 4
+
+
 def _fifth_bits(packed: Tensor) -> Tensor:
     """[blocks, 4] -> [blocks, 32]: bit i of the word, where it belongs in q."""
-    bits = _bits(packed, 1).transpose(-1, -2)
-    return bits.reshape(len(packed), 32) << 4
+    return _FIFTH_BITS[packed.int()].reshape(len(packed), 32)
 
 
 def _q5_0(blocks: Tensor) -> _Parts:

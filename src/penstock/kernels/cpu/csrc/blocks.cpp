@@ -125,10 +125,17 @@ PENSTOCK_EXPORT int64_t penstock_block_token_bytes(int64_t in_size, int64_t grou
     return rounded_for_blocks(nullptr, in_size, group_size).stride;
 }
 
-// Puts `value` of `bits` bits for input `input` of a unit into the column of an output.
-static void put_bits(uint8_t* column, int bits, int64_t input, unsigned value) {
-    const int64_t quad = input / kQuad, at_once = 8 / bits;
-    column[quad / at_once * kQuadLine + input % kQuad] |= (uint8_t)(value << (quad % at_once * bits));
+// The bits of four bytes from the lowest on.
+static uint32_t low_bits_of(uint32_t quad, int bits) { return quad & ((1u << bits) - 1) * 0x01010101u; }
+
+// Puts the low `bits` bits of the four bytes of a quad, of which a unit has eight, into the column of an output.
+static void put_quad(uint8_t* column, int bits, int64_t quad, uint32_t bytes) {
+    const int64_t at_once = 8 / bits;
+    uint8_t* to = column + quad / at_once * kQuadLine;
+    uint32_t line;
+    memcpy(&line, to, kQuad);
+    line |= low_bits_of(bytes, bits) << (quad % at_once * bits);
+    memcpy(to, &line, kQuad);
 }
 
 static unsigned take_bits(const uint8_t* column, int bits, int64_t input) {
@@ -152,11 +159,15 @@ static void pack_record(const BlockForm& form, const BlockPackArgs& pack, int64_
         if (form.has_offsets && !form.is_halved) record[form.offsets_at() + g * kPanel + column] = offset;
     }
     const uint8_t* q = pack.q + row * pack.in_size + index * form.inputs;
-    for (int64_t k = 0; k < form.inputs; k++) {
+    for (int64_t k = 0; k < form.inputs; k += kQuad) {
         uint8_t* planes = values_of(form, record, column, k);
-        put_bits(planes, form.low_bits, k % kUnitInputs, q[k] & ((1u << form.low_bits) - 1));
+        const int64_t quad = k % kUnitInputs / kQuad;
+        uint32_t bytes;
+        memcpy(&bytes, q + k, kQuad);
+        put_quad(planes, form.low_bits, quad, bytes);
         if (form.high_bits)
-            put_bits(planes + form.low_bits * kQuadLine, form.high_bits, k % kUnitInputs, q[k] >> form.low_bits);
+            put_quad(planes + form.low_bits * kQuadLine, form.high_bits, quad,
+                     low_bits_of(bytes >> form.low_bits, form.high_bits));
     }
 }
 
