@@ -16,8 +16,41 @@ from penstock.config.limits import ConnectionLimits, GrammarLimits, Limits
 from penstock.config.setting import Setting
 from penstock.errors import UsageError
 
-ToolParser = Literal["auto", "none", "llama3_json", "hermes", "mistral", "mistral_args", "json"]
-ReasoningParser = Literal["auto", "none", "qwen3", "deepseek_r1", "mistral"]
+ToolParser = Literal[
+    "auto",
+    "none",
+    "mistral_args",
+    "mistral",
+    "hermes",
+    "qwen3_coder",
+    "seed_oss",
+    "glm45",
+    "minimax_m2",
+    "deepseek_v32",
+    "deepseek_v3",
+    "deepseek_v31",
+    "kimi_k2",
+    "harmony",
+    "gemma4",
+    "function_gemma",
+    "lfm2",
+    "olmo3",
+    "functionary_v3",
+    "cohere",
+    "command_r",
+    "phi4_mini",
+    "granite",
+    "firefunction",
+    "gigachat",
+    "nemotron_json",
+    "tool_calls",
+    "internlm",
+    "llama3_json",
+    "json",
+]
+ReasoningParser = Literal[
+    "auto", "none", "mistral", "harmony", "granite", "seed_oss", "gemma4", "cohere", "qwen3", "deepseek_r1"
+]
 
 
 def _existing_directory(path: Path) -> str:

@@ -20,12 +20,12 @@ SPACES = " \t\r\n"
 _SEPARATORS = ";,"  # between calls without markers
 _MAX_NAME = 64
 _ARGUMENTS = ("arguments", "parameters")
-_BESIDE = ("id", "type")  # keys that some models write into a call
+_BESIDE = ("id", "type", "tool_call_id")  # keys that some models write into a call
 
-_Reading = Generator[None, None, None]
+Reading = Generator[None, None, None]
 
 
-class _NotACall(Exception):
+class NotACall(Exception):
     """What was read since the last call is content."""
 
 
@@ -96,7 +96,7 @@ class CallReader:
                     self.broken = "".join(raw[: self._broken_end])
                     self.rest = "".join(raw[self._broken_end : -1])
                 return index
-            except _NotACall:
+            except NotACall:
                 raw.pop()
                 self._give_broken(self._broken_end)
                 self._text = "".join(raw)
@@ -113,7 +113,7 @@ class CallReader:
         elif not self._is_sound or raw.strip(SPACES + _SEPARATORS + "]"):
             self._text = raw
 
-    def _calls(self) -> _Reading:
+    def _calls(self) -> Reading:
         yield from self._spaces()
         if self._char == "[" and not self._form.is_named:
             yield from self._list()
@@ -123,9 +123,9 @@ class CallReader:
         elif self._is_marked and self._form.has_short_ids:
             yield from self._named()
         else:
-            raise _NotACall
+            raise NotACall
 
-    def _list(self) -> _Reading:
+    def _list(self) -> Reading:
         while True:
             yield  # the bracket, or the comma
             yield from self._spaces()
@@ -137,7 +137,7 @@ class CallReader:
             yield
             self._note_broken()
 
-    def _more_objects(self) -> _Reading:
+    def _more_objects(self) -> Reading:
         """Further ones, where a call needs no marker."""
         while self._form.is_bare:
             yield from self._spaces()
@@ -148,11 +148,11 @@ class CallReader:
             if self._char == "{":
                 yield from self._object()
             elif is_separated:
-                raise _NotACall  # it is a part of the text
+                raise NotACall  # it is a part of the text
             else:
                 return
 
-    def _object(self) -> _Reading:
+    def _object(self) -> Reading:
         """A call as an object, its keys in any order."""
         self._expect("{")
         self._give_broken(len(self._raw) - 1)  # whatever stood between the two is no part of this one
@@ -160,7 +160,7 @@ class CallReader:
         while True:
             yield  # the bracket, or the comma
             key = yield from self._key()
-            if key == "name":
+            if key in ("name", self._form.name_key):
                 name = self._checked((yield from self._string()))
             elif key in _ARGUMENTS and name and self._char == "{":
                 yield from self._streamed(name)
@@ -171,7 +171,7 @@ class CallReader:
             elif key in _BESIDE:
                 yield from self._string()
             else:
-                raise _NotACall
+                raise NotACall
             yield from self._spaces()
             if self._char != ",":
                 break
@@ -181,7 +181,7 @@ class CallReader:
         self._note_end(is_sound=True)
         yield
 
-    def _end_of_object(self) -> _Reading:
+    def _end_of_object(self) -> Reading:
         """What stands behind the arguments; a bracket that is missing is forgiven."""
         yield from self._spaces()
         while self._char == ",":
@@ -195,7 +195,7 @@ class CallReader:
             yield
             self._note_broken()
 
-    def _named(self) -> _Reading:
+    def _named(self) -> Reading:
         name = ""
         while self._char not in "[{" + SPACES and len(name) <= _MAX_NAME:
             name += self._char
@@ -216,11 +216,11 @@ class CallReader:
     def _checked(self, name: str) -> str:
         if NAME.fullmatch(name) and (self._is_marked or name in self._names):
             return name
-        raise _NotACall
+        raise NotACall
 
-    def _streamed(self, name: str) -> _Reading:
+    def _streamed(self, name: str, id_: str = "") -> Reading:
         """The arguments, from their first bracket to their last, as they come."""
-        self._pieces.give("call", name)
+        self._pieces.give("call", name, id_)
         self._arguments_at, self._num_given = len(self._raw) - 1, 0
         yield from self._balanced()
         arguments = "".join(self._raw[self._arguments_at :])
@@ -259,13 +259,13 @@ class CallReader:
 
     def _expect(self, character: str) -> None:
         if self._char != character:
-            raise _NotACall
+            raise NotACall
 
-    def _spaces(self) -> _Reading:
+    def _spaces(self) -> Reading:
         while self._char in SPACES:
             yield
 
-    def _literal(self, word: str) -> _Reading:
+    def _literal(self, word: str) -> Reading:
         for character in word:
             self._expect(character)
             yield
@@ -291,7 +291,7 @@ class CallReader:
         try:
             return msgspec.json.decode(text.encode(), type=str)
         except (msgspec.DecodeError, UnicodeError):
-            raise _NotACall from None
+            raise NotACall from None
 
     def _value(self) -> Generator[None, None, str]:
         """Arguments that are not given as they come: before the name, or in a string that holds them."""
@@ -305,9 +305,9 @@ class CallReader:
             yield
         if is_json_object(text):
             return text
-        raise _NotACall
+        raise NotACall
 
-    def _balanced(self) -> _Reading:
+    def _balanced(self) -> Reading:
         """From a bracket to the one that closes it; that one is still to be read."""
         depth, in_string, escaped = 0, False, False
         while True:

@@ -10,7 +10,8 @@ special tokens that remain, which are the template's own, and the marks are remo
 tools and all else that a client may hand to the template.
 
 Templates differ in how they take the arguments of former calls of tools: as an object or as JSON text. Which
-one a template takes is found out by trying (`CallForm`).
+one a template takes is found out by trying (`CallForm`). In which form the model itself writes calls and
+thoughts is found in the same way: a call is rendered, and `form_detection` sees who can read it.
 
 Called by `llm` and by the server's routes that take conversations.
 """
@@ -20,7 +21,7 @@ from __future__ import annotations
 import datetime
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
@@ -29,9 +30,12 @@ import minijinja
 import msgspec
 
 from penstock.errors import InvalidRequestError, ModelConfigError
+from penstock.tokenizer.call_writer import written_calls, written_tools
+from penstock.tokenizer.form_detection import PROBE_SIGN, Probe, shown_reasoning_format, shown_tool_format
+from penstock.tokenizer.jinja_environment import Clock, TemplateRefusal, adapted_source, jinja_environment
 from penstock.tokenizer.tokenizer import Tokenizer, special_pattern
+from penstock.tokenizer.tool_formats import TOOL_FORMATS, ToolFormat, format_by_signs
 
-FUEL = 5_000_000  # template instructions
 MAX_RENDERED_CHARACTERS = 16 * 2**20
 MAX_FILE_BYTES = 4 * 2**20
 _PRIVATE_USE = range(0xE000, 0xF900)
@@ -39,13 +43,10 @@ _TAG = re.compile(r"\{[{%].*?[%}]\}", re.DOTALL)
 _COMMENT = re.compile(r"\{#.*?#\}", re.DOTALL)
 _TEXT_IN_TAG = re.compile(r"'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\"", re.DOTALL)
 _VARIABLE = re.compile(r"(?<![.\w])[A-Za-z_]\w*")
-_GENERATION_TAG = re.compile(r"\{%(-?)\s*(end)?generation\s*(-?)%\}")
+_TOOLS_IN_MESSAGE = re.compile(r"['\"]tools['\"] in message|message\[['\"]tools['\"]\]|message\.tools\b")
+_REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 
 Message = Mapping[str, Any]
-
-
-class TemplateRefusal(Exception):
-    """The template called `raise_exception`."""
 
 
 class CallForm(msgspec.Struct, frozen=True, kw_only=True):
@@ -74,7 +75,17 @@ class ChatTemplate(Protocol):
 
     @property
     def reads(self) -> frozenset[str]:
-        """Variables that it looks at."""
+        """Variables that it looks at; `tools` among them where it takes tools in any way."""
+        ...
+
+    @property
+    def tool_format(self) -> str:
+        """The row of `tool_formats` that reads the calls which it shows; "" where no row does."""
+        ...
+
+    @property
+    def reasoning_format(self) -> str:
+        """The row by which it shows reasoning; "" where it shows none."""
         ...
 
     def render(
@@ -105,6 +116,8 @@ class AbsentChatTemplate:
 
     source = ""
     reads: frozenset[str] = frozenset()
+    tool_format = ""
+    reasoning_format = ""
 
     def render(self, messages: Sequence[Message], **options: Any) -> str:
         raise InvalidRequestError(
@@ -119,27 +132,43 @@ class AbsentChatTemplate:
 
 
 class JinjaChatTemplate:
-    """Args:
-    source: the template.
-    special_tokens: names that templates use: `bos_token`, `eos_token`, ...
-    tokenizer: encodes the rendered text.
-    tool_source: another template, for requests with tools; "" where there is none.
+    """Renders one Jinja template.
+
+    Args:
+        source: the template.
+        special_tokens: names that templates use: `bos_token`, `eos_token`, ...
+        tokenizer: encodes the rendered text.
+        tool_source: another template, for requests with tools; "" where there is none.
+        name: what errors call the template: its file.
+        clock: gives templates that ask for it the time.
     """
 
     def __init__(
-        self, source: str, special_tokens: Mapping[str, str], tokenizer: Tokenizer, tool_source: str = ""
+        self,
+        source: str,
+        special_tokens: Mapping[str, str],
+        tokenizer: Tokenizer,
+        tool_source: str = "",
+        *,
+        name: str = "the chat template",
+        clock: Clock = datetime.datetime.now,
     ) -> None:
         self.source = source + tool_source
-        self.reads = _variables(self.source)
+        self._variables = _variables(self.source)
+        self._tools_as: _ToolsAs = _tools_as(self.source, self._variables)
+        self._clock = clock
         self._special_tokens = dict(special_tokens)
         self._tokenizer = tokenizer
         self._special = special_pattern(tokenizer)
-        self._environment = _environment()
+        self._environment = jinja_environment(clock)
         try:
-            self._environment.add_template("chat", _without_generation_tags(source))
-            self._environment.add_template("tools", _without_generation_tags(tool_source or source))
+            self._environment.add_template("chat", adapted_source(source))
+            self._environment.add_template("tools", adapted_source(tool_source or source))
         except minijinja.TemplateError as error:
-            raise ModelConfigError(f"the chat template cannot be parsed: {_first_line(error)}.") from error
+            raise ModelConfigError(
+                f"{name} cannot be parsed: {_first_line(error)}.",
+                remedy="Correct it, or give another file by --chat-template.",
+            ) from error
 
     def render(
         self,
@@ -152,7 +181,7 @@ class JinjaChatTemplate:
         plain = [self._plain(message) for message in messages]
         if continue_final_message:
             return self._run_to_end(plain, extra, _unused_characters([*plain, extra])[1])
-        return self._run(plain, add_generation_prompt, extra)
+        return self._run(self._told(plain, extra), add_generation_prompt, extra)
 
     def encode(
         self,
@@ -168,7 +197,7 @@ class JinjaChatTemplate:
         if continue_final_message:
             rendered = self._run_to_end(marked, marked_extra, end)
         else:
-            rendered = self._run(marked, add_generation_prompt, marked_extra)
+            rendered = self._run(self._told(marked, marked_extra), add_generation_prompt, marked_extra)
         rendered = rendered.replace(f"\\u{ord(mark):04x}", mark)  # a template may have escaped it
         if mark not in rendered:
             return self._tokenizer.encode_trusted(rendered, add_special_tokens=False)
@@ -176,26 +205,71 @@ class JinjaChatTemplate:
 
     @cached_property
     def call_form(self) -> CallForm:
-        """The way in which the template shows a call with its arguments as JSON."""
-        for is_text in (True, False):
-            shown = self._try(CallForm(is_text=is_text, content=""))
-            shown_alone = self._try(CallForm(is_text=is_text, content=None))
-            if shown_alone and (
-                not shown or len(shown_alone) < len(shown)
-            ):  # the text of no text is left out
-                return CallForm(is_text=is_text, content=None)
-            if shown:
-                return CallForm(is_text=is_text, content="")
-        return CallForm()
+        """The way in which the template shows a call: arguments that are text keep their spelling in JSON; a
+        template that writes them in a way of its own is given an object."""
+        text, text_form = self._shown_with(is_text=True)
+        shown, form = self._shown_with(is_text=False)
+        is_own_way = bool(shown) and not _ARGUMENTS_AS_JSON.search(shown)
+        return text_form if text and not is_own_way else form
+
+    def _shown_with(self, *, is_text: bool) -> tuple[str, CallForm]:
+        """Return a conversation with a call, and the form in which the call is in it; "" where it is not."""
+        form, form_alone = (CallForm(is_text=is_text, content=content) for content in ("", None))
+        shown, shown_alone = self._try(form), self._try(form_alone)
+        if shown_alone and (not shown or len(shown_alone) < len(shown)):  # the text of no text is left out
+            return shown_alone, form_alone
+        return shown, form if shown else CallForm()
 
     def _try(self, form: CallForm) -> str:
         """A conversation with a call in this form; "" where its arguments are not in it."""
-        messages = [_with_call_form(message, form) for message in _TRIAL]
+        messages = [_with_call_form(message, form) for message in Probe.conversation()]
         try:
-            rendered = self._run(messages, True, {"tools": _TRIAL_TOOLS})
+            rendered = self._run(messages, True, {"tools": Probe.tools()})
         except InvalidRequestError:
             return ""
-        return rendered if _TRIAL_SIGN in rendered else ""
+        return rendered if PROBE_SIGN.search(rendered) else ""
+
+    @cached_property
+    def reads(self) -> frozenset[str]:
+        is_told = self._tools_as is not _no_change or bool(self._told_form)
+        return self._variables | {"tools"} if is_told else self._variables
+
+    @cached_property
+    def _told_form(self) -> ToolFormat | None:
+        """The form in which tools are described by us, to a model whose template shows calls and no tools."""
+        is_shown = "tools" in self._variables or self._tools_as is not _no_change
+        return None if is_shown else _row_named(self.tool_format)
+
+    @cached_property
+    def _written_form(self) -> ToolFormat | None:
+        """The form in which former calls are written by us, for a template that shows tools and no calls."""
+        return None if "tool_calls" in self.source else format_by_signs(self.source)
+
+    def _told(self, messages: list[dict[str, Any]], extra: dict[str, Any]) -> list[dict[str, Any]]:
+        """Messages in which the model finds the tools and the calls that the template does not show."""
+        if self._written_form is not None:
+            messages = [_with_written_calls(message, self._written_form) for message in messages]
+        if not extra.get("tools") or self._told_form is None:
+            return messages
+        text = written_tools(self._told_form, extra["tools"])
+        if messages and messages[0].get("role") == "system":
+            return [messages[0] | {"content": f"{messages[0]['content']}\n\n{text}"}, *messages[1:]]
+        return [{"role": "system", "content": text}, *messages]
+
+    @cached_property
+    def tool_format(self) -> str:
+        return shown_tool_format(self._probed)
+
+    @cached_property
+    def reasoning_format(self) -> str:
+        return shown_reasoning_format(self._probed)
+
+    def _probed(self, messages: list[dict[str, Any]], *, add_generation_prompt: bool, **extra: Any) -> str:
+        """What the template makes of a conversation; "" where it refuses or fails."""
+        try:
+            return self._run([self._plain(message) for message in messages], add_generation_prompt, extra)
+        except InvalidRequestError:
+            return ""
 
     def _plain(self, message: Message) -> dict[str, Any]:
         plain = _plain(message)
@@ -203,6 +277,8 @@ class JinjaChatTemplate:
             plain["role"] = (
                 "system"  # which is what it was called; templates leave out roles that they do not know
             )
+        if "thinking" in self.source:
+            plain = _with_reasoning_names(plain)
         return _with_call_form(plain, self.call_form) if plain.get("tool_calls") else plain
 
     def _run_to_end(self, messages: list[dict[str, Any]], extra: dict[str, Any], end: str) -> str:
@@ -212,7 +288,8 @@ class JinjaChatTemplate:
         if not isinstance(content, str):
             raise _not_continued("has no text")
         # A space behind the mark shows whether the template trims texts; if so, this one is trimmed too.
-        rendered = self._run([*others, last | {"content": f"{content}{end} "}], False, extra)
+        whole = self._told([*others, last | {"content": f"{content}{end} "}], extra)
+        rendered = self._run(whole, False, extra)
         before, separator, after = rendered.rpartition(end)
         if not separator:
             raise _not_continued("is not shown by the chat template as it is")
@@ -221,6 +298,7 @@ class JinjaChatTemplate:
     def _run(self, messages: list[dict[str, Any]], add_generation_prompt: bool, extra: dict[str, Any]) -> str:
         variables = {"tools": None, "documents": None} | self._special_tokens | extra
         variables |= {"messages": messages, "add_generation_prompt": add_generation_prompt}
+        variables = self._tools_as(variables, self._clock)
         try:
             rendered = self._environment.render_template(
                 "tools" if extra.get("tools") else "chat", **variables
@@ -291,6 +369,23 @@ def _with_call_form(message: Message, form: CallForm) -> dict[str, Any]:
     return {**message, "content": message.get("content") or form.content, "tool_calls": calls}
 
 
+def _with_written_calls(message: dict[str, Any], form: ToolFormat) -> dict[str, Any]:
+    """A message whose calls stand in its text, as far as they are calls."""
+    calls = []
+    for call in message.get("tool_calls") or []:
+        function = call.get("function") if isinstance(call, Mapping) else None
+        if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), Mapping):
+            return message
+        calls.append((str(function.get("name")), function["arguments"]))
+    if not calls:
+        return message
+    return message | {"content": (message.get("content") or "") + written_calls(form, calls)}
+
+
+def _row_named(name: str) -> ToolFormat | None:
+    return next((form for form in TOOL_FORMATS if form.name == name), None)
+
+
 def _with_arguments(call: Any, form: CallForm) -> Any:
     """A call whose arguments are an object, or text. What is not JSON stays as it is."""
     if not isinstance(call, Mapping) or not isinstance(call.get("function"), Mapping):
@@ -323,25 +418,54 @@ def _is_deep(value: Any) -> bool:
     return True
 
 
+def _with_reasoning_names(message: dict[str, Any]) -> dict[str, Any]:
+    """A message with its reasoning under the names that templates read.
+
+    Templates that read `thinking` refuse it beside text and calls.
+    """
+    reasoning = next((message[key] for key in _REASONING_FIELDS if message.get(key) is not None), None)
+    if reasoning is None:
+        return message
+    named = message | {"reasoning_content": reasoning}
+    return named if message.get("content") and message.get("tool_calls") else {"thinking": reasoning} | named
+
+
+_ToolsAs = Callable[[dict[str, Any], Clock], dict[str, Any]]
+
+
+def _tools_as(source: str, variables: frozenset[str]) -> _ToolsAs:
+    """Return what changes the variables for a template that takes tools in another way than as `tools`."""
+    if "tools" in variables:
+        return _no_change
+    if "functions" in variables:
+        return _as_functions
+    return _in_system_message if _TOOLS_IN_MESSAGE.search(source) else _no_change
+
+
+def _no_change(variables: dict[str, Any], clock: Clock) -> dict[str, Any]:
+    return variables
+
+
+def _as_functions(variables: dict[str, Any], clock: Clock) -> dict[str, Any]:
+    """Tools as text in `functions`, and the time as text in `datetime`."""
+    functions = [tool["function"] for tool in variables["tools"] or []]
+    now = clock().strftime("%Y-%m-%d %H:%M:%S")
+    return {"functions": json.dumps(functions, indent=4, ensure_ascii=False), "datetime": now} | variables
+
+
+def _in_system_message(variables: dict[str, Any], clock: Clock) -> dict[str, Any]:
+    """Tools as text in the message of the system."""
+    if not variables["tools"]:
+        return variables
+    tools = json.dumps([tool["function"] for tool in variables["tools"]], ensure_ascii=False)
+    messages = list(variables["messages"])
+    if not messages or messages[0].get("role") != "system":
+        messages.insert(0, {"role": "system", "content": "You are a helpful assistant with some tools."})
+    return variables | {"messages": [messages[0] | {"tools": tools}, *messages[1:]]}
+
+
 _MAX_DEPTH = 64  # of arguments that are handed on as an object
-_TRIAL_SIGN = '"where": "there"'
-_TRIAL: list[dict[str, Any]] = [
-    {"role": "user", "content": "x"},
-    {
-        "role": "assistant",
-        "tool_calls": [
-            {
-                "id": "a1b2c3d4e",
-                "type": "function",
-                "function": {"name": "go", "arguments": {"where": "there"}},
-            }
-        ],
-    },
-    {"role": "tool", "tool_call_id": "a1b2c3d4e", "content": "y"},
-]
-_TRIAL_TOOLS = [
-    {"type": "function", "function": {"name": "go", "parameters": {"type": "object", "properties": {}}}}
-]
+_ARGUMENTS_AS_JSON = re.compile(r"""['"]where['"]\s*:\s*['"]there""")
 
 
 def _not_continued(why: str) -> InvalidRequestError:
@@ -367,42 +491,6 @@ def _unused_characters(values: list[Any]) -> tuple[str, str]:
             if len(characters) == 2:
                 return characters[0], characters[1]
     raise InvalidRequestError("the messages use every private-use character.", param="messages")
-
-
-def _environment() -> minijinja.Environment:
-    return minijinja.Environment(
-        trim_blocks=True,
-        lstrip_blocks=True,
-        fuel=FUEL,
-        auto_escape_callback=lambda name: False,
-        filters={"tojson": _to_json},
-        globals={"raise_exception": _raise_exception, "strftime_now": _strftime_now},
-    )
-
-
-def _to_json(value: Any, indent: int | None = None, **options: Any) -> str:
-    """JSON without HTML escapes, spaced as `json.dumps` does it."""
-
-    allowed = {"separators", "sort_keys", "ensure_ascii"} & set(options)
-    arguments = {"ensure_ascii": False} | {name: options[name] for name in allowed}
-    return json.dumps(value, indent=indent, **arguments)
-
-
-def _raise_exception(message: str) -> None:
-    raise TemplateRefusal(message)
-
-
-def _strftime_now(pattern: str) -> str:
-    return datetime.datetime.now().strftime(pattern)
-
-
-def _without_generation_tags(source: str) -> str:
-    """`{% generation %}` blocks, which only mark assistant text for training, as blocks that always run."""
-
-    def always(match: re.Match[str]) -> str:
-        return f"{{%{match[1]} {'endif' if match[2] else 'if true'} {match[3]}%}}"
-
-    return _GENERATION_TAG.sub(always, source)
 
 
 def _first_line(error: Exception) -> str:

@@ -19,11 +19,13 @@ class Piece(msgspec.Struct, frozen=True, gc=False):
         kind: "content" and "reasoning": text. "call": a call begins; the text is its name. "arguments": more
             of its arguments. "broken": it is not sound; the text is all of it, its markers included.
         begin: of content: characters of the text that was looked through for calls which stand before it.
+        id: of a call: the id that the model gave it; "" where it gave none.
     """
 
     kind: PieceKind
     text: str
     begin: int = 0
+    id: str = ""
 
 
 class PieceList:
@@ -34,11 +36,11 @@ class PieceList:
         self._content: list[str] = []  # behind them
         self._content_end = 0  # in the text that it is from
 
-    def give(self, kind: PieceKind, text: str) -> None:
+    def give(self, kind: PieceKind, text: str, id_: str = "") -> None:
         """Add a piece other than content, unless it is empty."""
         if text:
             self._end_content()
-            self._pieces.append(Piece(kind, text))
+            self._pieces.append(Piece(kind, text, id=id_))
 
     def give_content(self, text: str, end: int) -> None:
         """Add content, unless it is empty.

@@ -7,10 +7,108 @@ on how the text was cut. Called by `server.openai.message_reader`, before calls 
 
 from __future__ import annotations
 
+from typing import Protocol
+
+from penstock.tokenizer.harmony import HarmonySplitter
 from penstock.tokenizer.pieces import Piece, partial_marker
 from penstock.tokenizer.tool_formats import ReasoningFormat
 
 _LINE_ENDS = "\r\n"
+
+
+class Splitter(Protocol):
+    """Splits one answer into what the model thinks and what it says."""
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether there was reasoning, and it has ended."""
+        ...
+
+    @property
+    def is_thinking(self) -> bool:
+        """Whether what comes now is reasoning."""
+        ...
+
+    def feed(self, text: str) -> list[Piece]:
+        """What these characters bring: reasoning, then content."""
+        ...
+
+    def finish(self) -> list[Piece]:
+        """What was held back, when no more text comes."""
+        ...
+
+
+def reasoning_splitter(form: ReasoningFormat, *, is_open: bool) -> Splitter:
+    """Return the splitter for answers of this form.
+
+    Args:
+        is_open: the answer begins inside of the reasoning, since the prompt has opened it.
+    """
+    if form.has_channels:
+        return HarmonySplitter(is_open=is_open)
+    splitter = ReasoningSplitter(form, is_open=is_open)
+    return AroundAnswer(splitter, form.around) if form.around[0] else splitter
+
+
+class AroundAnswer:
+    """Leaves out what a model writes around the text of its answer.
+
+    Args:
+        inner: splits the answer.
+        marks: before and behind the text; an answer without the first one is left as it is.
+    """
+
+    def __init__(self, inner: Splitter, marks: tuple[str, str]) -> None:
+        self._inner = inner
+        self._opening, self._closing = marks
+        self._state = "start"  # then "inside", or "plain" for what is given as it is
+        self._held = ""
+
+    @property
+    def is_closed(self) -> bool:
+        return self._inner.is_closed
+
+    @property
+    def is_thinking(self) -> bool:
+        return self._inner.is_thinking
+
+    def feed(self, text: str) -> list[Piece]:
+        return [shown for piece in self._inner.feed(text) for shown in self._without_marks(piece)]
+
+    def finish(self) -> list[Piece]:
+        pieces = [shown for piece in self._inner.finish() for shown in self._without_marks(piece)]
+        held, self._held = self._held, ""
+        return [*pieces, Piece("content", held)] if held else pieces
+
+    def _without_marks(self, piece: Piece) -> list[Piece]:
+        if piece.kind != "content" or self._state == "plain":
+            return [piece]
+        text, self._held = self._held + piece.text, ""
+        if self._state == "start":
+            text = self._behind_opening(text)
+        if self._state == "inside":
+            text = self._before_closing(text)
+        return [Piece("content", text)] if text else []
+
+    def _behind_opening(self, text: str) -> str:
+        shown = text.lstrip()
+        if shown.startswith(self._opening):
+            self._state = "inside"
+            return shown[len(self._opening) :]
+        if self._opening.startswith(shown):
+            self._held = text
+            return ""
+        self._state = "plain"
+        return text
+
+    def _before_closing(self, text: str) -> str:
+        before, closing, behind = text.partition(self._closing)
+        if closing:
+            self._state = "plain"
+            return before + behind
+        shown = text[: partial_marker(text, self._closing)]
+        self._held = text[len(shown) :]
+        return shown
 
 
 class ReasoningSplitter:

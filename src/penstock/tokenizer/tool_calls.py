@@ -26,6 +26,7 @@ import re
 from collections.abc import Sequence, Set
 
 from penstock.tokenizer.call_reader import SPACES, CallReader
+from penstock.tokenizer.framed_calls import FramedCallReader, Schemas
 from penstock.tokenizer.pieces import Piece, PieceList, partial_marker
 from penstock.tokenizer.tool_formats import ToolFormat
 
@@ -66,15 +67,18 @@ class ToolCallParser:
     Args:
         form: of the model's calls.
         names: tools of the request.
+        schemas: of the arguments of each, by its name: text without quotes is typed by them.
 
     Attributes:
         num_sound: calls that are whole, with arguments that are a JSON object.
     """
 
-    def __init__(self, form: ToolFormat, names: Set[str]) -> None:
+    def __init__(self, form: ToolFormat, names: Set[str], schemas: Schemas | None = None) -> None:
         self.num_sound = 0
         self._form = form
+        self._markers = tuple(marker for marker in (*form.openings, form.closing) if marker)
         self._names = names
+        self._schemas = schemas or {}
         self._num_fed = 0  # characters
         self._base = 0  # characters before the text in hand
         self._pieces = PieceList()
@@ -118,7 +122,7 @@ class ToolCallParser:
         return self._pieces.taken()
 
     def _markers_in(self, text: str) -> MarkerFinder:
-        return MarkerFinder(text, [marker for marker in (self._form.opening, self._form.closing) if marker])
+        return MarkerFinder(text, self._markers)
 
     def _read(self, reader: CallReader, text: str, pos: int) -> int:
         """Let calls be read; where the text behind them begins."""
@@ -143,13 +147,18 @@ class ToolCallParser:
             if text[first : first + 1] in ("{", "["):
                 return self._begin(text, pos, first, "")
         at, marker = markers.first(pos)
-        if not marker:
+        if not marker or (marker == self._form.closing and self._may_be_opening(text, pos, at)):
             self._hold_back(text, pos)
             return len(text)
-        if marker == self._form.opening:
+        if marker != self._form.closing:
             return self._begin(text, pos, at, marker)
         self._closing(self._led(text[pos:at]), marker, self._base + at)
         return at + len(marker)
+
+    def _may_be_opening(self, text: str, pos: int, at: int) -> bool:
+        """Whether the closing marker at `at` may be the inside of an opening one that is still to come."""
+        closing, openings = self._form.closing, self._form.openings
+        return any(closing in opening and partial_marker(text, opening, pos) < at for opening in openings)
 
     def _begin(self, text: str, pos: int, at: int, marker: str) -> int:
         """Start reading calls whose marker, or first bracket, stands at `at`."""
@@ -160,8 +169,21 @@ class ToolCallParser:
         self._pieces.give_content(kept, self._base + at - len(before))
         before += marker
         self._at_start = self._after_call = self._closing_is_due = False
-        self._reader = CallReader(self._form, self._names, self._pieces, before, is_marked=bool(marker))
+        self._reader = self._reader_of(before, marker)
         return at + len(marker)
+
+    def _reader_of(self, before: str, marker: str) -> CallReader:
+        frame = self._form.frame
+        if frame is None:
+            return CallReader(self._form, self._names, self._pieces, before, is_marked=bool(marker))
+        return FramedCallReader(
+            self._form,
+            self._names,
+            self._pieces,
+            before,
+            schemas=self._schemas,
+            is_begun=marker == frame.call_open,
+        )
 
     def _closing(self, before: str, marker: str, at: int) -> None:
         """A closing marker is content only where it closes no call.
@@ -183,7 +205,7 @@ class ToolCallParser:
         self._after_call = belongs
 
     def _hold_back(self, text: str, pos: int) -> None:
-        keep = min(partial_marker(text, marker, pos) for marker in (self._form.opening, self._form.closing))
+        keep = min((partial_marker(text, marker, pos) for marker in self._markers), default=len(text))
         behind, self._partial = text[pos:keep], text[keep:]
         shown = behind.rstrip(SPACES)
         if shown:

@@ -10,13 +10,21 @@ lets through. Spaces are those of the chat templates (`", "` and `": "`). Called
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping
 from typing import Any, Literal
 
 import msgspec
 
 from penstock.request import StructuredOutputs
+from penstock.tokenizer.framed_grammar import (
+    arguments_rules,
+    framed_call,
+    framed_calls,
+    gemma_rules,
+    in_regex,
+    joined,
+    written,
+)
 from penstock.tokenizer.tool_formats import NAME_END, ModelSyntax, ReasoningFormat, ToolFormat
 
 _NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
@@ -25,6 +33,8 @@ _COMPACT = {"whitespace_flexible": False}
 _SPACED = {"whitespace_flexible": True, "whitespace_pattern": r"[ \t\n\r]{1,32}"}  # as grammar.matcher has it
 _SPACE = f"/{_SPACED['whitespace_pattern']}/"
 _ANY = "/(?s:.*)/"
+_LINE_END = "\n"
+_LIST_SPACE = "/[ \\n]{0,16}/"  # beside the brackets and commas of a list
 
 Thinks = Literal["no", "maybe", "opened"]
 
@@ -51,17 +61,29 @@ def call_grammar(task: CallTask, syntax: ModelSyntax) -> str:
     """The grammar of an answer; `syntax.tools` is not None."""
     form, ids = syntax.tools, syntax.marker_ids
     assert form is not None
-    rules = [_start(task, form, ids)]
+    channels = syntax.reasoning if syntax.reasoning is not None and syntax.reasoning.has_channels else None
+    if channels is not None:
+        rules = [_channels_start(task, form, channels, ids)]
+    else:
+        rules = [_start(task, form, ids)]
     if task.text is not None:
         rules.append(f"text: {answer_rule(task.text)}")
-    if task.thinks != "no" and syntax.reasoning is not None:
+    if task.thinks != "no" and syntax.reasoning is not None and channels is None:
         rules[0] = rules[0].replace("start:", "answer:", 1)
         rules.append(_thinking(syntax.reasoning, ids, is_open=task.thinks == "opened"))
     rules.append("call: " + " | ".join(f"call_{index}" for index in range(len(task.schemas))))
     for index, (name, schema) in enumerate(task.schemas.items()):
-        rules.append(f"call_{index}: {_call(form, ids, name, index, text=task.text)}")
+        if form.frame is not None:
+            rules.append(f"call_{index}: {framed_call(form.frame, ids, name, index)}")
+        else:
+            rules.append(f"call_{index}: {_call(form, ids, name, index, text=task.text)}")
+        if form.frame is not None and form.frame.body != "json":
+            rules += arguments_rules(form.frame, ids, schema, index)
+            continue
         spacing = _SPACING if task.text is None or not form.is_bare else _spacing_of(task.text)
         rules.append(f"arguments_{index}: %json {json.dumps(_object_schema(schema, spacing))}")
+    if form.frame is not None and form.frame.body == "gemma":
+        rules += gemma_rules(form.frame.quote, ids)
     return "\n".join(rules) + "\n"
 
 
@@ -77,6 +99,9 @@ def reasoned_grammar(
     answer = answer_rule(structured)
     if answer is None:
         return None
+    if reasoning.has_channels:
+        start = _channels(reasoning, ids, is_open=is_open)
+        return f"{start}\nanswer: {_marker(reasoning.answers, ids)} text\ntext: {answer}\n"
     return f"{_thinking(reasoning, ids, is_open=is_open)}\nanswer: {answer}\n"
 
 
@@ -109,9 +134,9 @@ def _start(task: CallTask, form: ToolFormat, ids: Mapping[str, int]) -> str:
         return f"start: {calls} | text"
     if form.is_bare:  # what begins like a call is one
         return f"start: {calls} | OTHER\nOTHER: /(\\s*[^\\s{{\\[](?s:.*))?/"
-    opening = _marker(form.opening, ids)
+    opening = _marker(form.opening.rstrip("\n"), ids)
     if not opening.startswith("<["):
-        head = f"head[lazy]: /(?s:.*){_in_regex(form.opening)}/"
+        head = f"head[lazy]: /(?s:.*){in_regex(form.opening.rstrip(_LINE_END))}/"
         item = _calls(form, ids, is_single=True).replace(opening, "head", 1)
         return f"start: ({item}){_times(task.is_single)} TEXT\nTEXT: {_ANY}\n{head}"
     item = _calls(form, ids, is_single=True)
@@ -124,12 +149,17 @@ def _times(is_single: bool) -> str:
 
 def _calls(form: ToolFormat, ids: Mapping[str, int], *, is_single: bool) -> str:
     """Return the expression for a single call, or for one or more calls, with their markers."""
+    if form.frame is not None:
+        return framed_calls(form, form.frame, ids, is_single=is_single)
     if form.is_bare:  # the marker is not needed
         return "call" if is_single else 'call | "[" call (", " call)* "]"'
     opening, closing = _marker(form.opening, ids), _marker(form.closing, ids)
     if form.is_list:
-        more = "" if is_single else ' (", " call)*'
-        return f'{opening} " "? "[" call{more} "]"'
+        is_spaced = form.name_key != "name"  # templates of these families break the lines of a list
+        space = _LIST_SPACE if is_spaced else ""
+        comma = f'{space} "," {space}' if is_spaced else '", "'
+        more = "" if is_single else f"({comma} call)*"
+        return joined(opening, '" "?', '"["', space, "call", more, space, '"]"', closing)
     padding = _text(form.padding)
     marked = " ".join(part for part in (opening, padding, "call", padding, closing) if part)
     return marked if is_single else " ".join(part for part in (f"{marked} (", padding, marked, ")*") if part)
@@ -142,8 +172,11 @@ def _call(
         return _call_as_json(form, name, index, text)
     if form.is_named:
         return f"{_text(name)} {_marker(NAME_END, ids)} arguments_{index}"
-    head = f'{{"name": {json.dumps(name)}, "{form.arguments}": '
-    return f'{_text(head)} arguments_{index} "}}"'
+    head = f'"{form.name_key}": {json.dumps(name)}, "{form.arguments}": '
+    if form.index_key:
+        number = f'{{"{form.index_key}": "'
+        return f'{_text(number)} /[0-9]{{1,4}}/ {_text(chr(34) + ", " + head)} arguments_{index} "}}"'
+    return f'{_text("{" + head)} arguments_{index} "}}"'
 
 
 def _call_as_json(form: ToolFormat, name: str, index: int, text: StructuredOutputs) -> str:
@@ -179,22 +212,39 @@ def _thinking(form: ReasoningFormat, ids: Mapping[str, int], *, is_open: bool) -
     if closing.startswith("<["):
         thought = f"thought: {_ANY} {closing}"
     else:
-        thought = f"thought[lazy]: /(?s:.*){_in_regex(form.closing)}/"
+        thought = f"thought[lazy]: /(?s:.*){in_regex(form.closing)}/"
     begin = "" if is_open or form.is_open else _marker(form.opening, ids) + " "
     optional = "" if is_open or form.is_open else "?"
     return f"start: ({begin}thought /\\n{{0,32}}/){optional} answer\n{thought}"
 
 
+def _channels(form: ReasoningFormat, ids: Mapping[str, int], *, is_open: bool) -> str:
+    """The rule `start`: thoughts, each a message of its own, and the answer behind them."""
+    begin, end = _marker(form.opening, ids), _marker(form.closing + form.resumes, ids)
+    first = f"{_ANY} {end} " if is_open else ""
+    return f"start: {first}({begin} {_ANY} {end})* answer"
+
+
+def _channels_start(
+    task: CallTask, form: ToolFormat, channels: ReasoningFormat, ids: Mapping[str, int]
+) -> str:
+    """The rules of an answer that is a row of messages: thoughts, then a call, or a text where it may be."""
+    # Two words, for the library goes on with the longer one of two that begin alike.
+    call = _calls(form, ids, is_single=True).replace('"commentary to="', '"commentary" " to="')
+    start = _channels(channels, ids, is_open=task.thinks == "opened")
+    if task.is_forced:
+        return f"{start}\nanswer: {call}"
+    answers, end = _marker(channels.answers, ids), _marker(channels.closing + channels.resumes, ids)
+    if task.text is not None:
+        return f"{start}\nanswer: {call} | {answers} text"
+    before = _marker("<|channel|>commentary<|message|>", ids)
+    return f"{start}\nanswer: ({before} {_ANY} {end})* ({call} | {answers} {_ANY})"
+
+
 def _marker(marker: str, ids: Mapping[str, int]) -> str:
-    """A marker as one token, or as text where it is none; "" for no marker."""
-    if marker in ids:
-        return f"<[{ids[marker]}]>"
-    return _text(marker)
+    """A marker, with its tokens by id and what else it is as text; "" for no marker."""
+    return written(marker, ids)
 
 
 def _text(text: str) -> str:
     return json.dumps(text) if text else ""
-
-
-def _in_regex(text: str) -> str:
-    return re.sub(r"[^A-Za-z0-9_<>]", lambda match: "\\" + match[0], text)

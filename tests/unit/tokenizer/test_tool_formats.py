@@ -26,6 +26,8 @@ from penstock.tokenizer.tool_formats import (
 class Template:
     source: str
     reads: frozenset[str] = field(default_factory=lambda: frozenset({"messages", "tools"}))
+    tool_format: str = ""
+    reasoning_format: str = ""
 
 
 def syntax(source: str, **settings: object) -> ModelSyntax:
@@ -42,8 +44,10 @@ def test_settings_name_the_rows_of_the_table() -> None:
     [
         ("{{ 'within <tool_call></tool_call> tags' }}", "hermes", None),
         ("{{ '<tool_call>' }}{{ '</tool_call>' }}{{ '</think>' }}", "hermes", "qwen3"),
-        ("{{ '<tool_call>\\n<function=' + name }}</tool_call>", None, None),
-        ("{{ '<tool_call>' + name + '<arg_key>' }}</tool_call>", None, None),
+        ("{{ '<tool_call>\\n<function=' + name + '<parameter=' }}</tool_call>", "qwen3_coder", None),
+        ("{{ '<tool_call>' + name + '<arg_key>' }}</tool_call>", "glm45", None),
+        ("{{ '<|tool_list_start|>' }}", "lfm2", None),
+        ("{{ 'a|tool_call|b<calls>' }}", None, None),
         ("{{ '[TOOL_CALLS][' }}", "mistral", None),
         ("{{ '[TOOL_CALLS]' + name + '[ARGS]' }}{{ '[THINK]' }}", "mistral_args", "mistral"),
         ("""{{ '<|start_header_id|>' }}{{ '{"name": f, "parameters": p}' }}""", "llama3_json", None),
@@ -60,6 +64,21 @@ def test_the_template_shows_how_the_model_writes(
     assert (found.reasoning.name if found.reasoning else None) == reasoning
 
 
+def test_what_a_template_shows_overrules_its_signs() -> None:
+    source = "{{ '<tool_call></tool_call></think>' }}"
+    shown = Template(source, tool_format="glm45", reasoning_format="granite")
+    for settings, tools, reasoning in (
+        ({}, "glm45", "granite"),
+        ({"tool_parser": "hermes", "reasoning_parser": "qwen3"}, "hermes", "qwen3"),
+        ({"tool_parser": "none", "reasoning_parser": "none"}, None, None),
+    ):
+        found = model_syntax(shown, {}, **settings)  # type: ignore[arg-type]
+        assert (found.tools and found.tools.name, found.reasoning and found.reasoning.name) == (
+            tools,
+            reasoning,
+        )
+
+
 def test_settings_overrule_the_template() -> None:
     source = "{{ '<tool_call></tool_call></think>' }}"
     found = syntax(source, tool_parser="json", reasoning_parser="deepseek_r1")
@@ -74,7 +93,7 @@ def test_settings_overrule_the_template() -> None:
 
 def test_a_template_that_takes_tools_in_a_form_that_is_not_known_is_warned_of() -> None:
     """Issue 25, point 13."""
-    xml = "{{ '<tool_call>\\n<function=' + name }}</tool_call>"
+    xml = "{{ '<calls><call name=' + name }}</calls>"
     caution = tool_form_caution(syntax(xml))
     assert "answered 400" in caution
     for form in TOOL_FORMATS:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from functools import cache
 from typing import Any
 
@@ -12,14 +13,24 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from penstock.request import StructuredOutputs
+from penstock.tokenizer.call_writer import written_calls
 from penstock.tokenizer.detokenizer import byte_level_alphabet
+from penstock.tokenizer.pieces import Piece
 from penstock.tokenizer.reasoning import ReasoningSplitter
 from penstock.tokenizer.tool_calls import ToolCallParser
 from penstock.tokenizer.tool_formats import REASONING_FORMATS, TOOL_FORMATS, ModelSyntax
 from penstock.tokenizer.tool_grammar import CallTask, call_grammar
 
-EOS = "<|end|>"
-MARKERS = ("[TOOL_CALLS]", "[ARGS]", "<tool_call>", "</tool_call>", "<|python_tag|>", "<think>", "</think>")
+EOS = "<|eos|>"
+TOKEN = re.compile(r"<[^<>\s=]+>|\[[A-Z_]+\]|｜DSML｜")
+MARKERS = tuple(
+    dict.fromkeys(
+        marker
+        for form in (*TOOL_FORMATS, *REASONING_FORMATS)
+        for marker in form.markers
+        if TOKEN.fullmatch(marker) and marker not in ("</parameter>", "</function>", "</invoke>")
+    )
+)
 SCHEMAS: dict[str, dict[str, Any] | None] = {
     "look": {
         "type": "object",
@@ -30,7 +41,22 @@ SCHEMAS: dict[str, dict[str, Any] | None] = {
     },
     "now": None,
 }
+# What stands before a text, and before and behind one that a call follows.
+SAID = {"harmony": "<|channel|>final<|message|>"}
+BEFORE = {"harmony": ("<|channel|>commentary<|message|>", "<|end|><|start|>assistant")}
+# The vocabulary has the markers as tokens, or not; that of harmony has them always.
+WITH_AND_WITHOUT = [
+    (form.name, with_markers)
+    for form in TOOL_FORMATS
+    for with_markers in (True, False)
+    if with_markers or form.name != "harmony"
+]
 FORMS = {form.name: form for form in TOOL_FORMATS}
+QWEN = next(form for form in REASONING_FORMATS if form.name == "qwen3")
+# One form of each kind, for what takes long.
+KINDS = ["mistral_args", "mistral", "hermes", "llama3_json", "json", "qwen3_coder", "kimi_k2", "gemma4"]
+BOUND = ["mistral", "hermes", "llama3_json", "json", "qwen3_coder"]
+DRAWN = ["mistral_args", "llama3_json", "json", "qwen3_coder", "glm45", "kimi_k2", "gemma4", "lfm2"]
 
 
 @cache
@@ -53,6 +79,7 @@ class Model:
         self.tokenizer = byte_tokenizer(with_markers)
         self.inner = llguidance.LLTokenizer(self.tokenizer.to_str(), eos_token=256)
         added = {token.content: at for at, token in self.tokenizer.get_added_tokens_decoder().items()}
+        reasoning = "harmony" if tools == "harmony" else reasoning
         self.syntax = ModelSyntax(
             tools=FORMS[tools],
             reasoning=next((form for form in REASONING_FORMATS if form.name == reasoning), None),
@@ -102,23 +129,23 @@ def task(**changes: Any) -> CallTask:
 
 def written(form: str, *calls: tuple[str, str]) -> str:
     """Calls as the family writes them."""
-    key = FORMS[form].arguments
-    objects = [f'{{"name": "{name}", "{key}": {arguments}}}' for name, arguments in calls]
-    if form == "hermes":
-        return "\n".join(f"<tool_call>\n{one}\n</tool_call>" for one in objects)
+    text = written_calls(FORMS[form], [(name, json.loads(arguments)) for name, arguments in calls])
     if form == "mistral":
-        return f"[TOOL_CALLS] [{', '.join(objects)}]"
-    if form == "mistral_args":
-        return "".join(f"[TOOL_CALLS]{name}[ARGS]{arguments}" for name, arguments in calls)
-    return objects[0] if len(objects) == 1 else f"[{', '.join(objects)}]"
+        return text.replace("[TOOL_CALLS]", "[TOOL_CALLS] ")
+    return text.replace("<|message|>", " <|constrain|>json<|message|>") if form == "harmony" else text
+
+
+def has_bare_text(form: str) -> bool:
+    """Whether a string looks like any other value, so that each text is one."""
+    frame = FORMS[form].frame
+    return frame is not None and frame.tags is not None and not frame.tags.says_type
 
 
 ONE = ("look", '{"city": "Rome", "days": 3}')
 TWO = ("now", "{}")
 
 
-@pytest.mark.parametrize("with_markers", [True, False])
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(("form", "with_markers"), WITH_AND_WITHOUT)
 def test_forced_calls_are_those_of_the_tools_and_fit_their_schemas(form: str, with_markers: bool) -> None:
     model = Model(form, with_markers=with_markers)
     assert model.accepts(task(), written(form, ONE))
@@ -131,7 +158,7 @@ def test_forced_calls_are_those_of_the_tools_and_fit_their_schemas(form: str, wi
         written(form, ONE)[:-1],
         written(form, ("look", "{}")),
         written(form, ("look", '{"city": "Rome", "days": 10}')),
-        written(form, ("look", '{"city": 7}')),
+        *([] if has_bare_text(form) else [written(form, ("look", '{"city": 7}'))]),
         written(form, ("now", '{"city": "Rome"}')),
         written(form, ("other", "{}")),
     ):
@@ -147,16 +174,17 @@ def test_several_calls_where_the_family_and_the_request_have_them(form: str) -> 
     assert not model.accepts(task(schemas={"now": None}), written(form, ONE))
 
 
-@pytest.mark.parametrize("with_markers", [True, False])
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(("form", "with_markers"), WITH_AND_WITHOUT)
 def test_calls_that_are_not_forced_leave_text_as_it_is(form: str, with_markers: bool) -> None:
     model = Model(form, with_markers=with_markers)
     free = task(is_forced=False)
-    for text in ("", "Let me see.\nRome?", written(form, ONE)):
-        assert model.accepts(free, text), text
+    for text in ("", "Let me see.\nRome?"):
+        assert model.accepts(free, SAID.get(form, "") + text), text
+    assert model.accepts(free, written(form, ONE))
     assert not model.accepts(free, written(form, ("look", "{}")))
     if not FORMS[form].is_bare:
-        assert model.accepts(free, "Let me see. " + written(form, ONE))
+        before, behind = BEFORE.get(form, ("", ""))
+        assert model.accepts(free, f"{before}Let me see. {behind}{written(form, ONE)}")
 
 
 @pytest.mark.parametrize("with_markers", [True, False])
@@ -205,7 +233,7 @@ def with_spaces_of(text: StructuredOutputs, form: str, calls: str) -> str:
 
 @pytest.mark.parametrize("with_markers", [True, False])
 @pytest.mark.parametrize(("text", "fitting", "others"), ANSWERS)
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", KINDS)
 def test_d12_an_answer_is_calls_or_what_was_asked_for(
     form: str, text: StructuredOutputs, fitting: list[str], others: list[str], with_markers: bool
 ) -> None:
@@ -224,7 +252,7 @@ def test_d12_an_answer_is_calls_or_what_was_asked_for(
 
 
 @pytest.mark.parametrize("with_markers", [True, False])
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", KINDS)
 def test_d12_reasoning_may_come_before_either(form: str, with_markers: bool) -> None:
     model = Model(form, "qwen3", with_markers=with_markers)
     either = task(is_forced=False, text=PERSON, thinks="maybe")
@@ -238,15 +266,15 @@ def test_d12_reasoning_may_come_before_either(form: str, with_markers: bool) -> 
     assert not model.accepts(either, "<think>\nSo.\n</think>\n\nRome")
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", BOUND)
 def test_d12_the_parser_reads_calls_or_gives_the_answer_whole(form: str) -> None:
     names = {"type": "object", "properties": {"name": {"enum": ["a", "e"]}}, "required": ["name"]}
     text_of_names = StructuredOutputs(json=json.dumps(names | {"additionalProperties": False}))
     model, seen, tools = Model(form), set(), {"a": SCHEMAS["look"], "b": None}
     either = task(is_forced=False, text=text_of_names, schemas=tools)
-    for seed in range(30):
+    for seed in range(20):
         text = model.sample(either, seed)
-        parser = ToolCallParser(FORMS[form], frozenset(tools))
+        parser = ToolCallParser(FORMS[form], frozenset(tools), tools)
         found = parser.feed(text) + parser.finish()
         kinds = {piece.kind for piece in found}
         if parser.num_sound and kinds == {"call", "arguments"}:
@@ -258,24 +286,35 @@ def test_d12_the_parser_reads_calls_or_gives_the_answer_whole(form: str) -> None
     assert seen == {"calls", "answer"}
 
 
-@pytest.mark.parametrize("form", FORMS)
+def arguments_in(pieces: list[Piece]) -> list[str]:
+    """The arguments of each call."""
+    calls: list[str] = []
+    for piece in pieces:
+        if piece.kind == "call":
+            calls.append("")
+        elif piece.kind == "arguments":
+            calls[-1] += piece.text
+    return calls
+
+
+@pytest.mark.parametrize("form", DRAWN)
 def test_whatever_the_grammar_lets_through_the_parser_reads_as_calls(form: str) -> None:
     model = Model(form, "qwen3")
     wanted = task(schemas=SCHEMAS | {"free": {}}, thinks="maybe")
     num_whole = 0
-    for seed in range(25):
+    for seed in range(15):
         text = model.sample(wanted, seed)
-        splitter = ReasoningSplitter(REASONING_FORMATS[1], is_open=False)
+        splitter = ReasoningSplitter(QWEN, is_open=False)
         pieces = splitter.feed(text) + splitter.finish()
         answer = "".join(piece.text for piece in pieces if piece.kind == "content")
-        parser = ToolCallParser(FORMS[form], frozenset(wanted.schemas))
+        parser = ToolCallParser(FORMS[form], frozenset(wanted.schemas), wanted.schemas)
         found = parser.feed(answer) + parser.finish()
         kinds = {piece.kind for piece in found}
         if kinds == {"call", "arguments"}:
             num_whole += 1
             assert parser.num_sound == sum(piece.kind == "call" for piece in found)
             assert {piece.text for piece in found if piece.kind == "call"} <= set(wanted.schemas)
-            assert all(json.loads(piece.text) is not None for piece in found if piece.kind == "arguments")
+            assert all(isinstance(json.loads(arguments), dict) for arguments in arguments_in(found))
         else:  # it was cut at its longest
             assert "broken" in kinds or not kinds or "<think>" in text, text
-    assert num_whole >= 8
+    assert num_whole >= 4

@@ -71,7 +71,7 @@ class MessageWriter:
         if piece.kind == "arguments":
             index = self._reader.num_calls - 1
             return {"tool_calls": [{"index": index, "function": {"arguments": piece.text}}]}
-        index, id_ = self._reader.num_calls, self._reader.new_call_id()
+        index, id_ = self._reader.num_calls, self._reader.new_call_id(piece.id)
         function = {"name": piece.text, "arguments": ""}
         call = {"index": index, "id": id_, "type": "function", "function": function}
         return {"tool_calls": [call]}

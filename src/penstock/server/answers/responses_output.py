@@ -236,7 +236,7 @@ class Output:
         if piece.kind == "broken":
             return self._close("incomplete")
         if piece.kind == "call":
-            return self._call(piece.text)
+            return self._call(piece)
         events: list[Event] = []
         if self._open is None or self._open.kind != piece.kind:
             events += self._close() + self._begin(
@@ -250,10 +250,10 @@ class Output:
         begin = self._reader.num_before_content + piece.begin
         return self._logprobs.take(begin, begin + len(piece.text))
 
-    def _call(self, name: str) -> list[Event]:
+    def _call(self, piece: Piece) -> list[Event]:
         closed = self._close()
-        kind = _OpenCustomCall if name in self._customs else _OpenCall
-        return closed + self._begin(kind(self._name(), self._reader.new_call_id(), name))
+        kind = _OpenCustomCall if piece.text in self._customs else _OpenCall
+        return closed + self._begin(kind(self._name(), self._reader.new_call_id(piece.id), piece.text))
 
     def _finish(self, reason: FinishReason) -> list[Event]:
         self.finish_reason = reason

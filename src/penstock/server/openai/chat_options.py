@@ -104,6 +104,7 @@ def reading_of(request: ChatRequest, use: ToolUse, syntax: ModelSyntax, *, is_op
     return Reading(
         tools=tools,
         names=use.names,
+        schemas={tool["function"]["name"]: tool["function"].get("parameters") for tool in use.tools},
         is_parallel=use.is_parallel,
         reasoning=reasoning,
         is_open=is_open,

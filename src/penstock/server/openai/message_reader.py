@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import hashlib
 import string
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import msgspec
 
@@ -23,7 +23,7 @@ from penstock.server.openai.openai_types import (
     MadeToolCall,
 )
 from penstock.tokenizer.pieces import Piece
-from penstock.tokenizer.reasoning import ReasoningSplitter
+from penstock.tokenizer.reasoning import reasoning_splitter
 from penstock.tokenizer.tool_calls import ToolCallParser
 from penstock.tokenizer.tool_formats import ReasoningFormat, ToolFormat
 
@@ -66,6 +66,7 @@ class Reading:
     Attributes:
         tools: how the model calls tools; None: calls are not looked for.
         names: tools of the request.
+        schemas: of their arguments, by name.
         is_parallel: an answer may have several calls; else those behind the first are left out.
         reasoning: where the model thinks aloud; None: that is not looked for.
         is_open: the prompt has opened the reasoning.
@@ -75,6 +76,7 @@ class Reading:
 
     tools: ToolFormat | None = None
     names: frozenset[str] = frozenset()
+    schemas: Mapping[str, Mapping[str, Any] | None] = field(default_factory=dict)
     is_parallel: bool = True
     reasoning: ReasoningFormat | None = None
     is_open: bool = False
@@ -103,9 +105,9 @@ class MessageReader:
         self._splitter: _Splitter = _AllContent()
         self._calls: ToolCallParser | _AllContent = _AllContent()
         if reading.reasoning is not None:
-            self._splitter = ReasoningSplitter(reading.reasoning, is_open=reading.is_open)
+            self._splitter = reasoning_splitter(reading.reasoning, is_open=reading.is_open)
         if reading.tools is not None:
-            self._calls = ToolCallParser(reading.tools, reading.names)
+            self._calls = ToolCallParser(reading.tools, reading.names, reading.schemas)
         self._num_read = 0  # calls, sound or not
         self._is_first_broken = False
         self._num_tokens = 0
@@ -168,10 +170,12 @@ class MessageReader:
         is_given = self._reading.is_parallel or not self._is_first_broken
         return "tool_calls" if reason == "stop" and self._calls.num_sound and is_given else reason
 
-    def new_call_id(self) -> str:
-        """Of the choice's next call, in the form that the model's templates take."""
+    def new_call_id(self, given: str = "") -> str:
+        """Of the choice's next call: the one that the model has given, or one that its templates take."""
         digest = hashlib.sha256(f"{self._name}:{self.num_calls}".encode()).digest()
         self.num_calls += 1
+        if given:
+            return given
         letters = "".join(_LETTERS[byte % len(_LETTERS)] for byte in digest)
         form = self._reading.tools
         if form is not None and form.has_short_ids:
@@ -182,14 +186,14 @@ class MessageReader:
 def whole_message(reader: MessageReader, text: str) -> AssistantMessage:
     """The message that all of an answer's text is. A call that is not sound is content."""
     content, reasoning = "", ""
-    calls: list[tuple[str, list[str]]] = []
+    calls: list[tuple[Piece, list[str]]] = []
     for piece in reader.read(text, is_last=True):
         if piece.kind == "content":
             content += piece.text
         elif piece.kind == "reasoning":
             reasoning += piece.text
         elif piece.kind == "call":
-            calls.append((piece.text, []))
+            calls.append((piece, []))
         elif piece.kind == "arguments":
             calls[-1][1].append(piece.text)
         else:
@@ -197,9 +201,10 @@ def whole_message(reader: MessageReader, text: str) -> AssistantMessage:
             content += piece.text
     made = [
         MadeToolCall(
-            id=reader.new_call_id(), function=MadeFunctionCall(name=name, arguments="".join(arguments))
+            id=reader.new_call_id(call.id),
+            function=MadeFunctionCall(name=call.text, arguments="".join(arguments)),
         )
-        for name, arguments in calls
+        for call, arguments in calls
     ]
     return AssistantMessage(
         content=content or (None if made else ""),

@@ -1,0 +1,119 @@
+"""Types of a tool's arguments, and the JSON of an argument that a model wrote as bare text.
+
+In the XML forms of calls a value has no quotes: whether `5` is a number or a string only the tool's JSON
+schema says. A string stays the text that it is. Called by `framed_calls`; `framed_grammar` asks for the same
+types.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from penstock.tokenizer.literals import json_number, json_of_literal
+
+Schema = Mapping[str, Any]
+
+_MAX_REFERENCES = 8
+_NUMBERS = frozenset({"integer", "number"})
+_WORDS = {"true": "true", "false": "false", "null": "null", "none": "null"}
+_NAME_OF = {bool: "boolean", int: "integer", float: "number", str: "string", dict: "object", list: "array"}
+
+
+def argument_types(schema: Any, root: Schema) -> frozenset[str]:
+    """Return the names of the JSON types that a value may have; none of them: the schema does not say.
+
+    Args:
+        schema: of the value.
+        root: of all arguments, whose definitions a `$ref` names.
+    """
+    return _types(schema, root, _MAX_REFERENCES)
+
+
+def json_argument(text: str, types: frozenset[str]) -> str:
+    """Return the JSON of a value that was written as bare text.
+
+    What fits none of its types is a string: the client sees what the model has written.
+    """
+    if types == {"string"}:
+        return _quoted(text)
+    plain = text.strip()
+    value = _other_than_string(plain) or (json_number(plain) if types & _NUMBERS else "")
+    if value and (not types or _type_of(value) in _widened(types)):
+        return value
+    return _quoted(text)
+
+
+def _other_than_string(text: str) -> str:
+    """Return the text as JSON of another type than a string, if it means one in JSON or Python; else ""."""
+    word = _WORDS.get(text.lower())
+    if word is not None:
+        return word
+    if text[:1] in ("{", "["):
+        return text if _is_json(text) else json_of_literal(text)
+    return text if _is_json(text) and not text.startswith('"') else ""
+
+
+def _type_of(value: str) -> str:
+    decoded = msgspec.json.decode(value.encode())
+    return "null" if decoded is None else _NAME_OF[type(decoded)]
+
+
+def _widened(types: frozenset[str]) -> frozenset[str]:
+    """The types, and those that are written in place of them: `3` for a number, and `3.0` for an integer."""
+    return types | _NUMBERS if types & _NUMBERS else types
+
+
+def _types(schema: Any, root: Schema, num_references: int) -> frozenset[str]:
+    if not isinstance(schema, Mapping) or not num_references:
+        return frozenset()
+    if "$ref" in schema:
+        return _types(_referred(schema["$ref"], root), root, num_references - 1)
+    declared = schema.get("type")
+    if isinstance(declared, str):
+        return frozenset({declared}) | ({"null"} if schema.get("nullable") else frozenset())
+    if isinstance(declared, list):
+        return frozenset(filter(lambda name: isinstance(name, str), declared))
+    for key in ("anyOf", "oneOf"):
+        if isinstance(schema.get(key), list):
+            parts = [_types(part, root, num_references - 1) for part in schema[key]]
+            return frozenset().union(*parts) if all(parts) else frozenset()
+    if isinstance(schema.get("allOf"), list):
+        parts = [types for part in schema["allOf"] if (types := _types(part, root, num_references - 1))]
+        return parts[0] if parts else frozenset()
+    return _types_of_values(schema)
+
+
+def _types_of_values(schema: Schema) -> frozenset[str]:
+    """Types of the values that a schema lists."""
+    listed = schema.get("enum")
+    values = listed if isinstance(listed, list) else [schema[key] for key in ("const",) if key in schema]
+    return frozenset("null" if value is None else _NAME_OF.get(type(value), "object") for value in values)
+
+
+def _referred(reference: Any, root: Schema) -> Any:
+    """Return the definition within `root` that a local reference names; None where there is none."""
+    if not isinstance(reference, str) or not reference.startswith("#"):
+        return None
+    found: Any = root
+    for part in reference[1:].strip("/").split("/"):
+        if part and not isinstance(found, Mapping):
+            return None
+        if part:
+            found = found.get(part.replace("~1", "/").replace("~0", "~"))
+    return found
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _is_json(text: str) -> bool:
+    try:
+        msgspec.json.decode(text.encode())
+    except (msgspec.DecodeError, UnicodeError, RecursionError):
+        return False
+    return True

@@ -1,0 +1,300 @@
+"""Calls whose arguments stand between marks: each form, typed by schemas, whole and in any pieces."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock.tokenizer.argument_types import argument_types, json_argument
+from penstock.tokenizer.call_writer import written_calls
+from penstock.tokenizer.literals import json_of_literal
+from penstock.tokenizer.pieces import Piece
+from penstock.tokenizer.tool_calls import ToolCallParser
+from penstock.tokenizer.tool_formats import TOOL_FORMATS
+
+FORMS = {form.name: form for form in TOOL_FORMATS}
+FRAMED = [form.name for form in TOOL_FORMATS if form.frame is not None]
+SCHEMAS: dict[str, Any] = {
+    "look": {
+        "type": "object",
+        "properties": {
+            "s": {"type": "string"},
+            "n": {"type": "integer"},
+            "x": {"type": "number"},
+            "b": {"type": "boolean"},
+            "o": {"type": "object"},
+            "l": {"type": "array"},
+            "m": {"type": ["string", "null"]},
+            "r": {"$ref": "#/$defs/kind"},
+        },
+        "$defs": {"kind": {"enum": ["1", "2"]}},
+    },
+    "now": None,
+}
+
+Found = tuple[str, list[tuple[str, str, str]], list[str]]
+
+
+def parse(form: str, chunks: Sequence[str]) -> Found:
+    """The content, each call's name, arguments and id, and what is broken."""
+    parser = ToolCallParser(FORMS[form], frozenset(SCHEMAS), SCHEMAS)
+    pieces: list[Piece] = [piece for chunk in chunks for piece in parser.feed(chunk)] + parser.finish()
+    content, calls, broken = "", [], []
+    for piece in pieces:
+        if piece.kind == "content":
+            content += piece.text
+        elif piece.kind == "call":
+            calls.append((piece.text, "", piece.id))
+        elif piece.kind == "arguments":
+            name, arguments, id_ = calls[-1]
+            calls[-1] = (name, arguments + piece.text, id_)
+        else:
+            broken.append(piece.text)
+    assert parser.num_sound == len(calls) - len(broken)
+    return content, calls, broken
+
+
+def arguments_in(form: str, text: str) -> list[Any]:
+    content, calls, broken = parse(form, [text])
+    assert (content, broken) == ("", []), text
+    return [json.loads(arguments) for _, arguments, _ in calls]
+
+
+XML = "<tool_call>\n<function=look>\n{}</function>\n</tool_call>"
+TEXTS = [
+    ("qwen3_coder", XML.format("<parameter=s>\n5\n</parameter>\n<parameter=n>\n5\n</parameter>\n")),
+    ("qwen3_coder", "<function=look>\n<parameter=s>\n<a></para\n\n</parameter>\n</function>"),
+    (
+        "qwen3_coder",
+        "So.\n" + XML.format("") + "\n<tool_call>\n<function=now>\n</function>\n</tool_call> then",
+    ),
+    ("qwen3_coder", XML.format("<parameter=s>\nno end")),
+    ("qwen3_coder", XML.format("<parameter=s>\nx\n</parameter>\n but text")),
+    ("seed_oss", "<seed:tool_call><function=look><parameter=s>\n5\n</parameter></function></seed:tool_call>"),
+    (
+        "glm45",
+        "<tool_call>look<arg_key>s</arg_key><arg_value>a</arg_value></tool_call><tool_call>now</tool_call>",
+    ),
+    ("glm45", "<tool_call>look at this</tool_call>"),
+    (
+        "minimax_m2",
+        '<minimax:tool_call>\n<invoke name="look">\n<parameter name="b">True</parameter>\n</invoke>\n'
+        '<invoke name="now">\n</invoke>\n</minimax:tool_call>',
+    ),
+    (
+        "deepseek_v32",
+        '<｜DSML｜function_calls><｜DSML｜invoke name="look">'
+        '<｜DSML｜parameter name="z" string="true">5</｜DSML｜parameter>'
+        '<｜DSML｜parameter name="y" string="false">5</｜DSML｜parameter></｜DSML｜invoke>'
+        "</｜DSML｜function_calls>",
+    ),
+    (
+        "deepseek_v3",
+        '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>look\n```json\n{"s": "`"}\n```\n'
+        "<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+    ),
+    (
+        "deepseek_v31",
+        '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>look<｜tool▁sep｜>{"s": oops}<｜tool▁call▁end｜>',
+    ),
+    (
+        "kimi_k2",
+        "I.<|tool_calls_section_begin|><|tool_call_begin|>functions.look:3<|tool_call_argument_begin|>{}"
+        "<|tool_call_end|><|tool_call_begin|>now<|tool_call_argument_begin|>{}<|tool_call_end|>"
+        "<|tool_calls_section_end|>",
+    ),
+    ("kimi_k2", "<|tool_calls_section_begin|><|tool_call_begin|>look<|tool_call_argument_begin|>{}<|tool_c"),
+    ("harmony", '<|channel|>commentary to=functions.look<|message|>{"s": "<"}<|call|>'),
+    ("gemma4", '<|tool_call>call:look{s:<|"|>"<|<|"|>,o:{k:[1,-2.5,null,<|"|><|"|>]},b:true}<tool_call|>'),
+    ("gemma4", "<|tool_call>call:look{s:<|x"),
+    ("lfm2", """<|tool_call_start|>[look(s='it\\'s', o={"a":0}), now()]<|tool_call_end|>"""),
+    ("lfm2", "<|tool_call_start|>[look(s=oops)]<|tool_call_end|>"),
+    ("olmo3", '<function_calls>\nlook(s="\\u00e9\\n", l=[True, (1, 2)])\nnow()\n</function_calls>'),
+    ("functionary_v3", '<function=look>{"s": "x"}</function><function=now>{}</function>'),
+]
+
+
+@pytest.mark.parametrize(("form", "text"), TEXTS)
+def test_no_cut_changes_what_is_found(form: str, text: str) -> None:
+    whole = parse(form, [text])
+    assert parse(form, list(text)) == whole
+    for at in range(len(text)):
+        assert parse(form, [text[:at], text[at:]]) == whole
+
+
+@pytest.mark.parametrize("form", FRAMED)
+def test_what_is_written_is_read(form: str) -> None:
+    arguments = {
+        "s": ' a\n"b" \\ <c> é',
+        "n": 3,
+        "x": 0.5,
+        "b": False,
+        "o": {"k": [1, None]},
+        "l": [],
+        "r": "2",
+    }
+    calls = [("look", arguments), ("now", {})]
+    text = written_calls(FORMS[form], calls)
+    content, found, broken = parse(form, list(f"Well. {text}\nThen."))
+    assert [(name, json.loads(given)) for name, given, _ in found] == calls
+    assert (content, broken) == ("Well.Then.", [])
+
+
+@pytest.mark.parametrize(
+    ("value", "types", "expected"),
+    [
+        ("5", {"string"}, "5"),
+        ("5", {"integer"}, 5),
+        ("5.0", {"integer"}, 5.0),
+        (" 5 ", {"number"}, 5),
+        ("five", {"integer"}, "five"),
+        ("True", {"boolean"}, True),
+        ("1", {"boolean"}, "1"),
+        ("None", {"string", "null"}, None),
+        ("no", {"string", "null"}, "no"),
+        ("5", {"string", "null"}, "5"),
+        ('{"a": 1}', {"object"}, {"a": 1}),
+        ("{'a': [1, True]}", {"object"}, {"a": [1, True]}),
+        ("{'a': oops}", {"object"}, "{'a': oops}"),
+        ("[1", {"array"}, "[1"),
+        ('{"a": 1}', {"string"}, '{"a": 1}'),
+        ("[1]", set(), [1]),
+        ("00501", set(), "00501"),
+        ("", {"integer"}, ""),
+        ('"x"', set(), '"x"'),
+    ],
+)
+def test_text_becomes_what_its_schema_says(value: str, types: set[str], expected: Any) -> None:
+    assert json.loads(json_argument(value, frozenset(types))) == expected
+    assert type(json.loads(json_argument(value, frozenset(types)))) is type(expected)
+
+
+@pytest.mark.parametrize(
+    ("schema", "types"),
+    [
+        ({"type": "string"}, {"string"}),
+        ({"type": "string", "nullable": True}, {"string", "null"}),
+        ({"type": ["integer", "null"]}, {"integer", "null"}),
+        ({"anyOf": [{"type": "string"}, {"$ref": "#/$defs/n"}]}, {"string", "integer"}),
+        ({"anyOf": [{"type": "string"}, {}]}, set()),
+        ({"allOf": [{"description": "x"}, {"type": "array"}]}, {"array"}),
+        ({"enum": ["a", 1, None]}, {"string", "integer", "null"}),
+        ({"const": True}, {"boolean"}),
+        ({"$ref": "#/$defs/loop"}, set()),
+        ({"$ref": "#/$defs/none"}, set()),
+        ({"$ref": "elsewhere.json"}, set()),
+        (True, set()),
+        (None, set()),
+    ],
+)
+def test_types_are_those_that_a_schema_declares(schema: Any, types: set[str]) -> None:
+    root = {"$defs": {"n": {"type": "integer"}, "loop": {"$ref": "#/$defs/loop"}}}
+    assert argument_types(schema, root) == types
+
+
+def test_arguments_between_tags_are_typed() -> None:
+    text = "<tool_call>look" + "".join(
+        f"<arg_key>{key}</arg_key><arg_value>{value}</arg_value>"
+        for key, value in (("s", "7"), ("n", "7"), ("m", "null"), ("r", "1"), ("b", "true"), ("else", "7"))
+    )
+    assert arguments_in("glm45", text + "</tool_call>") == [
+        {"s": "7", "n": 7, "m": None, "r": "1", "b": True, "else": 7}
+    ]
+    by_tag = dict(TEXTS)["deepseek_v32"]
+    assert arguments_in("deepseek_v32", by_tag) == [{"z": "5", "y": 5}]
+
+
+def test_ends_that_are_missing_are_forgiven() -> None:
+    for form in FRAMED:
+        frame = FORMS[form].frame
+        assert frame is not None
+        end = frame.section_end or (frame.call_end if frame.body == "json" else "")
+        text = written_calls(FORMS[form], [("look", {"n": 1})]).removesuffix(end)
+        assert arguments_in(form, text) == [{"n": 1}]
+        content, calls, broken = parse(form, [f"{text}Then." if end else text])
+        assert (content, len(calls), broken) == ("Then." if end else "", 1, [])
+
+
+def test_a_call_that_breaks_off_is_broken_and_what_is_none_is_content() -> None:
+    assert parse("glm45", ["<tool_call>look at this</tool_call>"])[0] == "<tool_call>look at this</tool_call>"
+    text = XML.format("<parameter=s>\nx\n</parameter>\n but text")
+    content, calls, broken = parse("qwen3_coder", [text])
+    assert broken == [text[: text.index("but")].rstrip()] or broken == [text[: text.index("but")]]
+    assert len(calls) == 1
+    assert content.startswith("but text")
+    for form, cut in (
+        ("gemma4", "<|tool_call>call:look{s:<|x"),
+        ("qwen3_coder", XML.split("{", maxsplit=1)[0]),
+    ):
+        content, calls, broken = parse(form, [cut])
+        assert "".join([*broken, content]) == cut
+
+
+def test_strings_are_given_as_they_come() -> None:
+    parser = ToolCallParser(FORMS["qwen3_coder"], frozenset(SCHEMAS), SCHEMAS)
+    assert parser.feed("<tool_call>\n<function=look>\n<parameter=s") == [Piece("call", "look")]
+    assert parser.feed(">\nline") == [Piece("arguments", '{"s": "line')]
+    assert parser.feed("\n</par") == []
+    assert parser.feed("ty\n") == [Piece("arguments", "\\n</party")]
+    assert parser.feed("</parameter>\n</function>\n</tool_call>") == [Piece("arguments", '"}')]
+
+
+WORDS = st.sampled_from(
+    [
+        *("<tool_call>", "</tool_call>", "<function=", "look", ">", "<parameter=", "s", "n", "</parameter>"),
+        *("</function>", "\n", "5", "{", "}", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", " "),
+        *(
+            "<|tool_call_start|>[",
+            "(",
+            ")",
+            "=",
+            "'",
+            '"',
+            ",",
+            "]<|tool_call_end|>",
+            "<|tool_call>call:",
+            ":",
+        ),
+        *(
+            '<|"|>',
+            "<tool_call|>",
+            "<|tool_calls_section_begin|>",
+            "<|tool_call_begin|>",
+            "<|tool_call_end|>",
+        ),
+        *("<|tool_call_argument_begin|>", "{}", "\\", "[", "é", "\0"),
+    ]
+)
+DRAWN = ["qwen3_coder", "glm45", "kimi_k2", "gemma4", "lfm2"]
+
+
+@settings(max_examples=120, deadline=None, derandomize=True)
+@given(st.sampled_from(DRAWN), st.lists(WORDS, max_size=16), st.data())
+def test_any_text_in_any_pieces_is_the_same_and_nothing_of_it_is_lost(
+    form: str, words: list[str], data: st.DataObject
+) -> None:
+    text = FORMS[form].opening + "".join(words)
+    whole = parse(form, [text])
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=6)))
+    assert parse(form, [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]) == whole
+    if not whole[1]:
+        assert whole[0] == text
+
+
+@pytest.mark.parametrize(
+    "value", [1, -2.5, 'it\'s "x" \\ \n é \x01', [1, [None, True]], {"a": {"b": [""]}}, []]
+)
+def test_literals_of_python_become_json(value: Any) -> None:
+    assert json.loads(json_of_literal(repr(value))) == value
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{", "oops", "[1", "[1] 2", "{'a'}", "'x", "[1,,2]", "[" * 100, "nan", "'\\xzz'"]
+)
+def test_what_is_no_literal_is_none(text: str) -> None:
+    assert json_of_literal(text) == ""
