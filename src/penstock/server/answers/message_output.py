@@ -107,6 +107,7 @@ class MessageOutput:
         self._fills_context = fills_context
         self._open: _OpenText | None = None
         self._call: list[str] = []  # its name and arguments, until it is complete
+        self._given_id = ""  # that the model gave it
 
     @property
     def reasoning_tokens(self) -> int | None:
@@ -133,6 +134,7 @@ class MessageOutput:
         if piece.kind == "call":
             events = self._whole_call()
             self._call.append(piece.text)
+            self._given_id = piece.id
             return events
         return self._whole_call() + self._text(_KINDS[piece.kind], piece.text)
 
@@ -151,7 +153,8 @@ class MessageOutput:
         (name, *parts), self._call = self._call, []
         arguments = "".join(parts) or "{}"
         events = self._close()
-        call = AnswerToolUse(id=self._reader.new_call_id(), name=name, input=msgspec.Raw(arguments.encode()))
+        call_id = self._reader.new_call_id(self._given_id)
+        call = AnswerToolUse(id=call_id, name=name, input=msgspec.Raw(arguments.encode()))
         begun = {"type": "tool_use", "id": call.id, "name": name, "input": {}}
         delta = {"type": "input_json_delta", "partial_json": arguments}
         events += [self._started(begun), self._delta(delta), self._stopped()]
