@@ -60,6 +60,17 @@ def _whole_numbers(name: str, given: int | str | list[int], of_what: str) -> lis
     return numbers
 
 
+def _template_file(path: Path) -> str:
+    """Return the path of a file that is there, as child processes can use it."""
+    if not path.is_file():
+        raise UsageError(
+            f"--chat-template {path} is not a file.",
+            remedy="Name a .jinja file, or a JSON file with chat_template.",
+            param="--chat-template",
+        )
+    return str(path.absolute())
+
+
 def _require_known_class(name: str) -> None:
     """Raise `UsageError` unless it names a numeric class, or `auto`."""
     if name not in ("auto", *NUMERIC_CLASSES):
@@ -81,6 +92,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
             groups (CPU). A checkpoint that is quantised already takes `none` or the form that it has.
         model_impl: whose layers run: `penstock`, `transformers` (extra `hf`), or `auto`: ours where it can.
         pooling: default token states for embeddings: the `last`, the `mean` of all, or `cls`, the first.
+        chat_template: file of the chat template, Jinja or JSON with `chat_template`; None takes the model's.
     """
 
     model: str
@@ -93,6 +105,10 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     pooling: Annotated[
         Pooling, Setting("model", "token states that embeddings are made of: last, mean, cls")
     ] = "last"
+    chat_template: Annotated[
+        str | None,
+        Setting("model", "file of the chat template", text_type=Path | None, read=_template_file),
+    ] = None
 
 
 class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True):

@@ -310,7 +310,7 @@ class _Running:
 async def _start(config: EngineConfig) -> _Running:
     """Start processes and wait for them, off the loop. After an error none of them is left."""
     config, plan = await asyncio.to_thread(settled, config)
-    text = await asyncio.to_thread(PromptPreparer.of, plan, config.model.pooling)
+    text = await asyncio.to_thread(PromptPreparer.of, plan, config.model)
     supervisor = SupervisorProcess(config, LogReporter())
     try:
         address = await asyncio.to_thread(supervisor.wait_until_ready)

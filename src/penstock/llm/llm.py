@@ -84,6 +84,7 @@ class LLM:
             groups (CPU). A checkpoint that is quantised already takes `none` or the form that it has.
         model_impl: whose layers run: `penstock`, `transformers` (extra `hf`), or `auto`: ours where it can.
         pooling: default token states for embeddings: the `last`, the `mean` of all, or `cls`, the first.
+        chat_template: file of the chat template, Jinja or JSON with `chat_template`; None takes the model's.
         seed: seed of requests that bring none.
         pipeline_parallel_size: number of stages P.
         tensor_parallel_size: ranks that share a stage's layers, or of each stage: "2,1". Or a list: [2, 1].
@@ -150,6 +151,7 @@ class LLM:
         quantization: Quantization = "none",
         model_impl: ModelImpl = "auto",
         pooling: Pooling = "last",
+        chat_template: str | None = None,
         seed: int = 0,
         pipeline_parallel_size: int = 1,
         tensor_parallel_size: int | str | Sequence[int] = 1,
@@ -200,11 +202,10 @@ class LLM:
         **unknown: Any,
     ) -> None:
         given = {**locals()}
-        known = inspect.signature(LLM.__init__).parameters
-        refuse_unknown(unknown, [name for name in known if name != "unknown"])
+        refuse_unknown(unknown, [n for n in inspect.signature(LLM.__init__).parameters if n != "unknown"])
         backend, make_executor = _executor_backend(distributed_executor_backend)
         config, plan = settled(engine_config(given, backend, topology))
-        self._text = PromptPreparer.of(plan, config.model.pooling)
+        self._text = PromptPreparer.of(plan, config.model)
         self._client = _make_client(config, plan, self._text, make_executor)
         self._requests = OfflineRequests(self._text, self._text.limits(self._client.max_model_len))
         self._grammars = GrammarProver(self._text.grammar_model, GrammarLimits())
@@ -250,8 +251,7 @@ class LLM:
         Args:
             add_generation_prompt: end the prompt with what begins an answer.
             continue_final_message: go on with the last message, an assistant's, instead.
-            tools: functions that the model is told of, in OpenAI's form; its calls are in the text, as it
-                writes them.
+            tools: functions that the model is told of, in OpenAI's form; its calls are in the text.
             chat_template_kwargs: further variables of the template.
 
         Raises what `generate` does; also when the template refuses the messages, or knows no tools.

@@ -15,7 +15,7 @@ from typing import Any, NotRequired, TypedDict, TypeVar
 
 import msgspec
 
-from penstock.config.engine import Pooling
+from penstock.config.engine import ModelConfig, Pooling
 from penstock.engine.client.request_check import RequestLimits
 from penstock.engine.supervisor.launch import LaunchPlan
 from penstock.errors import InvalidRequestError
@@ -93,17 +93,17 @@ class PromptPreparer:
         return with_bad_words(sampling, self.tokenizer.encode_trusted, self.vocab_size)
 
     @classmethod
-    def of(cls, plan: LaunchPlan, pooling: Pooling) -> PromptPreparer:
+    def of(cls, plan: LaunchPlan, model: ModelConfig) -> PromptPreparer:
         """Return the preparer of this model. Raises `ModelConfigError` when one of its files is bad."""
         directory = Path(plan.model_path)
         tokenizer = load_tokenizer(directory)
         return cls(
             tokenizer=tokenizer,
-            chat_template=load_chat_template(directory, tokenizer),
+            chat_template=load_chat_template(directory, tokenizer, model.chat_template),
             default_sampling=default_sampling(plan.spec.generation_defaults),
             vocab_size=plan.spec.vocab_size,
             vector=load_vector_shape(directory, plan.spec.hidden_size),
-            pooling=pooling,
+            pooling=model.pooling,
             grammar_model=GrammarModel(directory=directory, eos_token_ids=plan.spec.eos_token_ids),
         )
 

@@ -357,7 +357,7 @@ class ApiProcessConfig(msgspec.Struct, frozen=True, kw_only=True):
         hold_s: connections wait this long for the engine, where one is there, before they are answered 503.
         has_prefix_cache: whether each replica keeps what it has computed.
         hidden_size: numbers of a token's hidden state, and of a whole vector.
-        pooling: as in `ModelConfig`.
+        pooling, chat_template: as in `ModelConfig`.
     """
 
     server: ServerConfig
@@ -379,3 +379,4 @@ class ApiProcessConfig(msgspec.Struct, frozen=True, kw_only=True):
     hold_s: float = 0.0
     hidden_size: int = 0
     pooling: Pooling = "last"
+    chat_template: str | None = None

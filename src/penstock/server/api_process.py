@@ -241,7 +241,7 @@ async def serve(config: ApiProcessConfig, status: StatusWriter, pulse: Pulse) ->
     """Serve on the inherited socket until told to stop."""
     beating = asyncio.create_task(_keep_beating(pulse))
     tokenizer = load_tokenizer(Path(config.model_path))
-    template = load_chat_template(Path(config.model_path), tokenizer)
+    template = load_chat_template(Path(config.model_path), tokenizer, config.chat_template)
     model = served_model(config, tokenizer, template)
     caution = tool_form_caution(model.syntax)
     status.write(

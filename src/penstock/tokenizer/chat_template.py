@@ -514,18 +514,27 @@ class _TokenizerConfig(msgspec.Struct, frozen=True):
     pad_token: str | _SpecialToken | None = None
 
 
-def load_chat_template(directory: Path, tokenizer: Tokenizer) -> ChatTemplate:
-    """The chat template of a model directory; raises `ModelConfigError` when a file of it is bad."""
+def load_chat_template(directory: Path, tokenizer: Tokenizer, file: str | None = None) -> ChatTemplate:
+    """The chat template of a model directory, or of `file` where that is given.
+
+    Raises:
+        ModelConfigError: a file is bad, or `file` is missing or has no template.
+    """
     config = _read_config(directory / "tokenizer_config.json")
-    source = _read_bounded(directory / "chat_template.jinja").decode(errors="replace")
-    tool_source = ""
-    if not source:
-        source, tool_source = _sources(config)
+    path, tool_source = directory / "chat_template.jinja", ""
+    if file is None:
+        source = _read_bounded(path).decode(errors="replace")
+        if not source:
+            path = directory / "tokenizer_config.json"
+            source, tool_source = _sources(config)
+    else:
+        path = Path(file)
+        source, tool_source = _given_sources(path)
     if not source:
         return AbsentChatTemplate()
     names = ("bos_token", "eos_token", "unk_token", "pad_token")
     special = {name: _content(getattr(config, name)) for name in names}
-    return JinjaChatTemplate(source, special, tokenizer, tool_source)
+    return JinjaChatTemplate(source, special, tokenizer, tool_source, name=f"the chat template of {path}")
 
 
 def _content(token: str | _SpecialToken | None) -> str:
@@ -539,6 +548,28 @@ def _sources(config: _TokenizerConfig) -> tuple[str, str]:
         named = {entry.name: entry.template for entry in template}
         return named.get("default", ""), named.get("tool_use", "")
     return template or "", ""
+
+
+def _given_sources(path: Path) -> tuple[str, str]:
+    """The templates of a file that the user names: Jinja, or JSON with a `chat_template`."""
+    try:
+        data = path.read_bytes() if path.stat().st_size <= MAX_FILE_BYTES else _read_bounded(path)
+    except OSError as error:
+        raise ModelConfigError(
+            f"{path} cannot be read: {error.strerror}.", param="--chat-template"
+        ) from error
+    if path.suffix == ".json" and data:
+        sources = _sources(_read_config(path))
+        expected = "a chat_template"
+    else:
+        sources, expected = (data.decode(errors="replace"), ""), "a template"
+    if not sources[0].strip():
+        raise ModelConfigError(
+            f"{path} was expected to have {expected}, and has none.",
+            remedy="Name a .jinja file, or a JSON file with chat_template.",
+            param="--chat-template",
+        )
+    return sources
 
 
 def _read_config(path: Path) -> _TokenizerConfig:

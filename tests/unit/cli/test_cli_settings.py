@@ -171,6 +171,7 @@ m --served-model-name s --dtype float16 --max-model-len 11 --seed 12 --pp 2 --tp
 --device cpu,cuda:1
 --tied-head transfer --heartbeat-limit 9 --load-timeout 45 --step-timeout 24 --quantization int8
 --kernels -attention,-head --numeric-class avx512 --pin-threads off --model-impl penstock --pooling cls
+--chat-template THIS_FILE
 --block-size 13 --num-blocks 14 --kv-cache-bytes 15 --eviction-policy lfu
 --kv-store /blocks --kv-store-bytes 2097152 --kv-store-when-found 1 --kv-store-patience 46
 --kv-prefetch-policy wait-all
@@ -201,7 +202,7 @@ m --served-model-name s --dtype float16 --max-model-len 11 --seed 12 --pp 2 --tp
 --header-timeout 39 --body-timeout 40 --keep-alive-timeout 41 --write-timeout 42 --min-body-rate 43
 --min-free-bytes 44
 --max-tools 9 --max-tool-bytes 50 --max-template-kwargs 0 --tool-parser hermes --reasoning-parser qwen3
-"""
+""".replace("THIS_FILE", __file__)
 
 
 def test_every_flag_reaches_its_config(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -218,6 +219,7 @@ def test_every_flag_reaches_its_config(monkeypatch: pytest.MonkeyPatch, tmp_path
             "quantization": "int8",
             "model_impl": "penstock",
             "pooling": "cls",
+            "chat_template": __file__,
         },
         "parallel": {
             "pipeline_parallel_size": 2,

@@ -253,6 +253,26 @@ def test_a_model_without_template_says_so(tmp_path: Path) -> None:
         chat.encode([])
 
 
+def test_a_file_that_is_named_takes_the_place_of_the_models_template(tmp_path: Path) -> None:
+    write(tmp_path, chat_template__jinja="own")
+    (tmp_path / "other.jinja").write_text("other {{ eos_token }}")
+    (tmp_path / "other.json").write_text(json.dumps({"chat_template": "json"}))
+    for name, expected in (("other.jinja", "other "), ("other.json", "json")):
+        chat = load_chat_template(tmp_path, tokenizer(), str(tmp_path / name))
+        assert chat.render([]) == expected
+    for name, content, what in (
+        ("none.jinja", None, "none.jinja cannot be read: No such file"),
+        ("empty.jinja", " ", "expected to have a template"),
+        ("empty.json", "{}", "expected to have a chat_template"),
+        ("bad.jinja", "{% if %}", "bad.jinja cannot be parsed"),
+        ("bad.json", "{", "bad.json cannot be read"),
+    ):
+        if content is not None:
+            (tmp_path / name).write_text(content)
+        with pytest.raises(ModelConfigError, match=what):
+            load_chat_template(tmp_path, tokenizer(), str(tmp_path / name))
+
+
 @pytest.mark.parametrize("content", ["{", '{"chat_template": 7}', "[" * 100_000])
 def test_a_bad_tokenizer_config_is_named(tmp_path: Path, content: str) -> None:
     write(tmp_path, tokenizer_config__json=content)

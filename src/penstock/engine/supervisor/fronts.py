@@ -95,6 +95,7 @@ class ApiProcessFront:
             hold_s=self._hold_s,
             hidden_size=plan.spec.hidden_size,
             pooling=self._engine.model.pooling,
+            chat_template=self._engine.model.chat_template,
         )
         self._hold_s = max(HOLD_S, self._hold_s)
         inherit = [config.listen_fd, *(client.handle_fd for client in clients)]
