@@ -33,11 +33,13 @@ from penstock.errors import InvalidRequestError, ModelConfigError
 from penstock.tokenizer.call_writer import written_calls, written_tools
 from penstock.tokenizer.form_detection import PROBE_SIGN, Probe, shown_reasoning_format, shown_tool_format
 from penstock.tokenizer.jinja_environment import Clock, TemplateRefusal, adapted_source, jinja_environment
+from penstock.tokenizer.sources.model_files import tokenizer_config_content
 from penstock.tokenizer.tokenizer import Tokenizer, special_pattern
 from penstock.tokenizer.tool_formats import TOOL_FORMATS, ToolFormat, format_by_signs
 
 MAX_RENDERED_CHARACTERS = 16 * 2**20
 MAX_FILE_BYTES = 4 * 2**20
+_CONFIG_FILE = "tokenizer_config.json"
 _PRIVATE_USE = range(0xE000, 0xF900)
 _TAG = re.compile(r"\{[{%].*?[%}]\}", re.DOTALL)
 _COMMENT = re.compile(r"\{#.*?#\}", re.DOTALL)
@@ -514,19 +516,18 @@ class _TokenizerConfig(msgspec.Struct, frozen=True):
     pad_token: str | _SpecialToken | None = None
 
 
-def load_chat_template(directory: Path, tokenizer: Tokenizer, file: str | None = None) -> ChatTemplate:
-    """The chat template of a model directory, or of `file` where that is given.
+def load_chat_template(model: Path, tokenizer: Tokenizer, file: str | None = None) -> ChatTemplate:
+    """The chat template of a model, or of `file` where that is given.
+
+    Args:
+        model: its directory, or a GGUF file.
 
     Raises:
         ModelConfigError: a file is bad, or `file` is missing or has no template.
     """
-    config = _read_config(directory / "tokenizer_config.json")
-    path, tool_source = directory / "chat_template.jinja", ""
+    config = _parse_config(tokenizer_config_content(model), model / _CONFIG_FILE if model.is_dir() else model)
     if file is None:
-        source = _read_bounded(path).decode(errors="replace")
-        if not source:
-            path = directory / "tokenizer_config.json"
-            source, tool_source = _sources(config)
+        path, source, tool_source = _own_template(model, config)
     else:
         path = Path(file)
         source, tool_source = _given_sources(path)
@@ -535,6 +536,17 @@ def load_chat_template(directory: Path, tokenizer: Tokenizer, file: str | None =
     names = ("bos_token", "eos_token", "unk_token", "pad_token")
     special = {name: _content(getattr(config, name)) for name in names}
     return JinjaChatTemplate(source, special, tokenizer, tool_source, name=f"the chat template of {path}")
+
+
+def _own_template(model: Path, config: _TokenizerConfig) -> tuple[Path, str, str]:
+    """Where the model has its template, the template, and the one for requests with tools."""
+    path = model / "chat_template.jinja"
+    if source := _read_bounded(path).decode(errors="replace"):
+        return path, source, ""
+    path = model / "chat_template.json"  # of models that read more than text
+    if config.chat_template is None and path.is_file():
+        return path, *_given_sources(path)
+    return (model / _CONFIG_FILE if model.is_dir() else model), *_sources(config)
 
 
 def _content(token: str | _SpecialToken | None) -> str:
@@ -559,7 +571,7 @@ def _given_sources(path: Path) -> tuple[str, str]:
             f"{path} cannot be read: {error.strerror}.", param="--chat-template"
         ) from error
     if path.suffix == ".json" and data:
-        sources = _sources(_read_config(path))
+        sources = _sources(_parse_config(_read_bounded(path), path))
         expected = "a chat_template"
     else:
         sources, expected = (data.decode(errors="replace"), ""), "a template"
@@ -572,8 +584,7 @@ def _given_sources(path: Path) -> tuple[str, str]:
     return sources
 
 
-def _read_config(path: Path) -> _TokenizerConfig:
-    data = _read_bounded(path)
+def _parse_config(data: bytes, path: Path) -> _TokenizerConfig:
     try:
         return msgspec.json.decode(data, type=_TokenizerConfig) if data else _TokenizerConfig()
     except (msgspec.DecodeError, RecursionError) as error:
