@@ -23,7 +23,8 @@ from penstock.families.registry import load_vector_shape
 from penstock.grammar.proving import GrammarModel
 from penstock.request import PoolingParams, SamplingParams, VectorShape
 from penstock.tokenizer.bad_words import with_bad_words
-from penstock.tokenizer.chat_template import ChatTemplate, load_chat_template
+from penstock.tokenizer.chat_template import ChatTemplate
+from penstock.tokenizer.template_files import load_chat_template
 from penstock.tokenizer.tokenizer import Tokenizer, load_tokenizer
 
 G = TypeVar("G")

@@ -45,7 +45,8 @@ from penstock.server.app import App, create_app
 from penstock.server.engine_port import ModelCodec, ServedModel
 from penstock.server.http.http_protocol import with_limits
 from penstock.server.http.tls_listener import TlsListener
-from penstock.tokenizer.chat_template import AbsentChatTemplate, ChatTemplate, load_chat_template
+from penstock.tokenizer.chat_template import AbsentChatTemplate, ChatTemplate
+from penstock.tokenizer.template_files import load_chat_template
 from penstock.tokenizer.tokenizer import AbsentTokenizer, Tokenizer, load_tokenizer
 from penstock.tokenizer.tool_formats import model_syntax, tool_form_caution
 

@@ -16,7 +16,9 @@ import pytest
 from paths import shared_data
 from penstock.errors import InvalidRequestError, ModelConfigError
 from penstock.tokenizer import chat_template as chat_template_module
-from penstock.tokenizer.chat_template import AbsentChatTemplate, JinjaChatTemplate, load_chat_template
+from penstock.tokenizer import template_files
+from penstock.tokenizer.chat_template import AbsentChatTemplate, JinjaChatTemplate
+from penstock.tokenizer.template_files import load_chat_template
 from penstock.tokenizer.tokenizer import JsonTokenizer, load_tokenizer
 
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": ""}
@@ -281,7 +283,7 @@ def test_a_bad_tokenizer_config_is_named(tmp_path: Path, content: str) -> None:
 
 
 def test_a_huge_template_is_refused_unread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chat_template_module, "MAX_FILE_BYTES", 5)
+    monkeypatch.setattr(template_files, "MAX_FILE_BYTES", 5)
     write(tmp_path, chat_template__jinja="123456")
     with pytest.raises(ModelConfigError, match="6 bytes"):
         load_chat_template(tmp_path, tokenizer())

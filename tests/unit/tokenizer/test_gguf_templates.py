@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from gguf_files import write_gguf
-from penstock.tokenizer.chat_template import load_chat_template
+from penstock.tokenizer.template_files import load_chat_template
 from penstock.tokenizer.tokenizer import AbsentTokenizer
 
 TEMPLATE = "{{ bos_token }}{% for message in messages %}<{{ message.role }}>{{ message.content }}{% endfor %}"

@@ -12,7 +12,8 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from paths import shared_data
 from penstock.errors import InvalidRequestError
-from penstock.tokenizer.chat_template import CallForm, JinjaChatTemplate, load_chat_template
+from penstock.tokenizer.chat_template import CallForm, JinjaChatTemplate
+from penstock.tokenizer.template_files import load_chat_template
 from penstock.tokenizer.tokenizer import JsonTokenizer, load_tokenizer
 
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
