@@ -99,7 +99,8 @@ def compare(stacks: list[Stack], budget: float) -> None:
     ]
     for run in runs:
         run()
-    rounds, end = [], time.monotonic() + budget
+    rounds: list[list[float]] = []
+    end = time.monotonic() + budget
     while len(rounds) < 5 or time.monotonic() < end:
         rounds.append([run() for run in runs])
     for index, stack in enumerate(stacks):

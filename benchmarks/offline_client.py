@@ -130,7 +130,7 @@ class Engine:
             "enable_prefix_caching": False,
         }
         self.config, self.plan = settled(engine_config(given, "mp"))
-        self.text = PromptPreparer.of(self.plan, self.config.model.pooling)
+        self.text = PromptPreparer.of(self.plan, self.config.model)
         self.supervisor = SupervisorProcess(self.config, LogReporter())
         try:
             self.address = self.supervisor.wait_until_ready()
