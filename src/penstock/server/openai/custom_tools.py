@@ -49,6 +49,11 @@ class InputGrammar:
     where: str
     given: StructuredOutputs
 
+    @property
+    def size(self) -> int:
+        """Characters of the grammar."""
+        return len(self.given.grammar or self.given.regex or "")
+
     def quoted(self) -> str:
         """Return the grammar of the same texts in a string of JSON, in Lark's notation.
 

@@ -25,9 +25,9 @@ from penstock.errors import InvalidRequestError
 _ESCAPES = {'"': '"', "\\": "\\", "\b": "b", "\f": "f", "\n": "n", "\r": "r", "\t": "t"}  # behind a backslash
 _PLAIN = r'[^"\\\x00-\x1F]'  # characters that JSON writes as they are
 _WORD = re.compile(
-    r'(?P<string>"(?:\\.|[^"\\\n])*"i?)'
+    r'(?P<string>"(?:\\.|[^"\\\n])*+"?i?)'
     r"|(?P<comment>(?:#|//)[^\n]*)"
-    r"|(?P<regex>/(?:\\.|[^/\\\n])+/[a-z]*)"
+    r"|(?P<regex>/(?:\\.|[^/\\\n])++/?[a-z]*)"
     r"|(?P<library>%import[^\n]*)"
     r"|(?P<name>[A-Za-z_]\w*)"
     r"|(?P<kept>%ignore\b|->|\.-?\d+|~\s*\d+(?:\s*\.\.\s*\d+)?|\d+|[\s:|()\[\]{}?*+!,])"
@@ -50,7 +50,7 @@ _IMPORTS = {
 _ATOM = re.compile(
     r"(?P<code>\\x[0-9A-Fa-f]{2}|\\u[0-9A-Fa-f]{4}|\\[xu]\{[0-9A-Fa-f]{1,6}\})"
     r"|(?P<escape>\\.)"
-    r"|(?P<choice>\[\^?\]?(?:\\.|[^\]\\])*\])"
+    r"|(?P<choice>\[\^?\]?(?:\\.|[^\]\\])*+\]?)"
     r"|(?P<kept>\((?:\?:|(?!\?))|[)|*+?^$]|\{\d+(?:,\d*)?\})"
     r"|(?P<group>\(\?)"
     r"|(?P<character>.)",

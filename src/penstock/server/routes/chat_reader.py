@@ -89,7 +89,8 @@ class ChatReader:
     ) -> tuple[str | None, list[str]]:
         for given in inputs.values():
             await self._grammars.check_given(given.given, given.where)
-        return with_inputs(grammar, use, inputs)
+        size = sum(given.size for given in inputs.values())
+        return await self._intake.workers.run(size, with_inputs, grammar, use, inputs)
 
     async def render(self, request: ChatRequest) -> tuple[str, Sequence, list[str]]:
         """Return the text that the template makes, its sequence, and fields without effect.

@@ -48,6 +48,7 @@ class Intake:
     Attributes:
         prompts: reads the prompts in a body.
         open_objects: objects of JSON schemas stay open where a request does not say.
+        workers: do what takes long beside the event loop.
     """
 
     def __init__(
@@ -59,7 +60,7 @@ class Intake:
         self._bytes = ByteLimits.resolve(limits, model.max_model_len)
         self.prompts = PromptReader(model, limits, self._bytes.max_prompt, workers)
         self._context = context
-        self._workers = workers
+        self.workers = workers
 
     @property
     def max_model_len(self) -> int:
@@ -87,7 +88,7 @@ class Intake:
 
     async def read(self, request: Request) -> dict[str, Any]:
         """Return the body as a JSON object. Raises errors of `http.limits.read_json`."""
-        return await read_json(request, self._bytes.max_body, self.limits.max_json_depth, self._workers)
+        return await read_json(request, self._bytes.max_body, self.limits.max_json_depth, self.workers)
 
     async def read_generation(self, request: Request, kind: type[G]) -> ReadRequest[G]:
         """Return the body as a generating request, its common fields checked.
