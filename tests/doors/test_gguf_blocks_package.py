@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gguf
 import numpy as np
 import pytest
 import torch
@@ -17,6 +16,7 @@ pytestmark = pytest.mark.doors
 
 @pytest.mark.parametrize("name", BLOCK_FORMATS)
 def test_every_format_is_decoded_as_the_package_decodes_it(name: str) -> None:
+    gguf = pytest.importorskip("gguf", reason="needs gguf")
     block_format, kind = BLOCK_FORMATS[name], gguf.GGMLQuantizationType[name]
     assert (int(kind), *gguf.GGML_QUANT_SIZES[kind]) == (
         block_format.number,

@@ -55,7 +55,7 @@ def loaded_stages(model: Path, cuts: Sequence[int], dtype: str = "float32") -> l
     (config,) = make_rank_configs(model, 1, dtype=dtype)
     for start, end in pairwise([0, *cuts, spec.num_layers]):
         own = msgspec.structs.replace(config, start_layer=start, end_layer=end)
-        stage = build_transformers(own, spec, Checkpoint(model))
+        stage = build_transformers(own, spec, Checkpoint(model).names)
         load_weights(stage, Checkpoint(model), lambda done, total: None)
         stages.append(stage)
     return stages

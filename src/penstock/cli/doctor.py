@@ -33,7 +33,6 @@ from penstock.engine.supervisor.launch import ITEM_SIZES, resolve_replicas
 from penstock.errors import PenstockError
 from penstock.families.registry import load_spec, resolve_model_directory
 from penstock.families.spec import ModelSpec
-from penstock.gguf.file import GgufFile
 from penstock.hosts.resources import HostResources
 from penstock.kernels.cpu.library import LoadedKernels, load
 from penstock.pipeline.partition import AUTO_POLICY
@@ -272,6 +271,8 @@ def _has_chat_template(model: Path) -> bool:
 def check_weights(model: Path, spec: ModelSpec) -> Finding:
     """Headers of all files with weights. Raises `CheckpointError`; reads no tensor data."""
     if not model.is_dir():
+        from penstock.gguf.file import GgufFile  # here: numpy is slow to import
+
         file = GgufFile.open(model)
         tensors = file.tensors.values()
         shapes, sizes = [each.shape for each in tensors], [each.num_bytes for each in tensors]

@@ -17,7 +17,6 @@ from pathlib import Path
 from penstock.config.engine import ModelImpl
 from penstock.errors import ModelConfigError, UnsupportedModelError
 from penstock.families.config_fields import ConfigFields, kind_of, read_config
-from penstock.families.gguf_config import gguf_spec
 from penstock.families.known.deepseek import deepseek_v2_spec, deepseek_v3_spec
 from penstock.families.known.dots import dots1_spec
 from penstock.families.known.ernie import ernie4_5_spec
@@ -43,7 +42,7 @@ from penstock.families.refused_kinds import (
 from penstock.families.spec import ModelSpec
 from penstock.families.transformers_fields import EXTRA, has_transformers, knows, transformers_spec
 from penstock.families.wrappers import WRAPPERS, wrapper_spec
-from penstock.gguf.file import part_paths
+from penstock.gguf.part_names import part_paths
 from penstock.local_models.locating import locate_model
 from penstock.request import VectorShape
 
@@ -100,6 +99,7 @@ def load_spec(directory: Path, model_impl: ModelImpl = "auto") -> ModelSpec:
     """The model that `directory` holds.
 
     Args:
+        directory: of the model, or its GGUF file.
         model_impl: whose layers are to run it; "auto": ours where there are any, else transformers'.
 
     Raises:
@@ -109,6 +109,8 @@ def load_spec(directory: Path, model_impl: ModelImpl = "auto") -> ModelSpec:
         ModelConfigError: a file is unreadable, or a field missing, of the wrong type or out of range.
     """
     if not directory.is_dir():
+        from penstock.families.gguf_config import gguf_spec  # here: numpy is slow to import
+
         return gguf_spec(directory, _FAMILIES)
     refuse_other_format(directory)
     config = read_config(directory / "config.json")

@@ -7,7 +7,6 @@ whoever loads weights, a vocabulary or a configuration from GGUF. Torch-free; re
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,9 +15,8 @@ from penstock.errors import CheckpointError
 from penstock.gguf.header_bytes import printable
 from penstock.gguf.metadata import GgufMetadata
 from penstock.gguf.part import GgufPart, GgufTensor, read_part
+from penstock.gguf.part_names import part_paths
 
-MAX_PARTS = 4096
-_PART_NAME = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf", re.IGNORECASE)
 _NUMBER, _COUNT, _NUM_TENSORS = "split.no", "split.count", "split.tensors.count"
 
 
@@ -61,35 +59,6 @@ class GgufFile:
             tensors=_joined(parts),
             header_bytes=sum(part.header_bytes for part in parts),
         )
-
-
-def part_paths(path: Path) -> list[Path]:
-    """Return the files of a model, in order, given one of them.
-
-    Raises:
-        CheckpointError: one of them is missing; it is named.
-    """
-    name = _PART_NAME.fullmatch(path.name)
-    if name is None:
-        return [path]
-    count = int(name["count"])
-    if not 1 <= int(name["number"]) <= count <= MAX_PARTS:
-        raise CheckpointError(
-            file=printable(path.name),
-            expected=f"a name with a part of 1 to N, N at most {MAX_PARTS}",
-            found="another",
-        )
-    stem, suffix = name["stem"], path.suffix
-    paths = [path.with_name(f"{stem}-{number:05}-of-{count:05}{suffix}") for number in range(1, count + 1)]
-    missing = [each.name for each in paths if not each.exists()]
-    if missing:
-        raise CheckpointError(
-            file=printable(missing[0]),
-            expected=f"all {count} parts of {printable(stem)} in one directory",
-            found=f"{count - len(missing)} of them",
-            remedy="Put the missing parts beside the others.",
-        )
-    return paths
 
 
 def _require_one_model(parts: Sequence[GgufPart]) -> None:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import BinaryIO, Protocol
 
 from penstock.errors import CheckpointError, ModelConfigError
-from penstock.gguf.file import part_paths
+from penstock.gguf.part_names import part_paths
 
 MIN_KEY_BYTES = 32  # of every key in a store
 MAX_KEY_BYTES = 64

@@ -165,7 +165,6 @@ def test_s9_a_plan_says_which_of_two_lists_is_cut() -> None:
 DYNAMIC = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4, "partial_rotary_factor": 1.0}
 REFUSED = [
     ("diffllama", "DiffLlamaForCausalLM", {}, "attends twice"),
-    ("falcon_h1", "FalconH1ForCausalLM", {"head_dim": 8}, "Conv1d"),
     ("bert", "BertLMHeadModel", {}, "both directions"),
     (
         "gpt_neox",

@@ -3,7 +3,7 @@
 A model is a directory or a GGUF file. `tokenizer_content` returns a `tokenizer.json`, as it is or written
 from another source; `tokenizer_config_content` does the same for `tokenizer_config.json`. Called by
 `tokenizer.tokenizer`, `tokenizer.vocabularies`, `grammar.matcher` and whoever hands these files to other
-hosts.
+hosts. What reads GGUF and SentencePiece is imported where it is used, because numpy is slow to import.
 """
 
 from __future__ import annotations
@@ -11,9 +11,6 @@ from __future__ import annotations
 from pathlib import Path
 
 from penstock.errors import ModelConfigError
-from penstock.gguf.file import GgufFile
-from penstock.tokenizer.sources.gguf_vocabulary import gguf_tokenizer, gguf_tokenizer_config, has_vocabulary
-from penstock.tokenizer.sources.sentencepiece_vocabulary import sentencepiece_tokenizer
 from penstock.tokenizer.sources.tekken_vocabulary import tekken_tokenizer
 from penstock.tokenizer.sources.tiktoken_vocabulary import is_tiktoken, tiktoken_tokenizer
 from penstock.tokenizer.sources.tokenizer_settings import read_settings
@@ -51,6 +48,9 @@ def tokenizer_content(model: Path) -> bytes | None:
     if file is None:
         return None
     if file == model:
+        from penstock.gguf.file import GgufFile
+        from penstock.tokenizer.sources.gguf_vocabulary import gguf_tokenizer, has_vocabulary
+
         opened = GgufFile.open(file)
         return gguf_tokenizer(opened) if has_vocabulary(opened) else None
     content = _bounded(file)
@@ -61,6 +61,8 @@ def tokenizer_content(model: Path) -> bytes | None:
         return tekken_tokenizer(content, str(file), settings)
     if is_tiktoken(content):
         return tiktoken_tokenizer(content, str(file), settings)
+    from penstock.tokenizer.sources.sentencepiece_vocabulary import sentencepiece_tokenizer
+
     return sentencepiece_tokenizer(content, str(file), settings)
 
 
@@ -71,6 +73,9 @@ def tokenizer_config_content(model: Path) -> bytes:
         model: its directory, or a GGUF file.
     """
     if model.is_file():
+        from penstock.gguf.file import GgufFile
+        from penstock.tokenizer.sources.gguf_vocabulary import gguf_tokenizer_config, has_vocabulary
+
         opened = GgufFile.open(model)
         return gguf_tokenizer_config(opened.metadata) if has_vocabulary(opened) else b""
     path = model / _CONFIG

@@ -1,0 +1,41 @@
+"""Which files a split model in GGUF consists of, by their names: `NAME-00001-of-0000N.gguf`."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from penstock.errors import CheckpointError
+from penstock.gguf.header_bytes import printable
+
+MAX_PARTS = 4096
+_PART_NAME = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf", re.IGNORECASE)
+
+
+def part_paths(path: Path) -> list[Path]:
+    """Return the files of a model, in order, given one of them.
+
+    Raises:
+        CheckpointError: one of them is missing; it is named.
+    """
+    name = _PART_NAME.fullmatch(path.name)
+    if name is None:
+        return [path]
+    count = int(name["count"])
+    if not 1 <= int(name["number"]) <= count <= MAX_PARTS:
+        raise CheckpointError(
+            file=printable(path.name),
+            expected=f"a name with a part of 1 to N, N at most {MAX_PARTS}",
+            found="another",
+        )
+    stem, suffix = name["stem"], path.suffix
+    paths = [path.with_name(f"{stem}-{number:05}-of-{count:05}{suffix}") for number in range(1, count + 1)]
+    missing = [each.name for each in paths if not each.exists()]
+    if missing:
+        raise CheckpointError(
+            file=printable(missing[0]),
+            expected=f"all {count} parts of {printable(stem)} in one directory",
+            found=f"{count - len(missing)} of them",
+            remedy="Put the missing parts beside the others.",
+        )
+    return paths
