@@ -150,7 +150,7 @@ def test_it_goes_on_trying_with_pauses_and_running_requests_end_with_the_cause(t
         next(stream)
         weights.rename(tmp_path / "away")
         named(served, "penstock stage 0 tp 0").kill()
-        with pytest.raises(StreamFailedError, match="Only the safetensors format is read"):
+        with pytest.raises(StreamFailedError, match="Give a directory with safetensors, or a GGUF file"):
             list(stream)
         assert health(served)[0] == 503
         (tmp_path / "away").rename(weights)

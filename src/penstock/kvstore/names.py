@@ -136,7 +136,7 @@ def _weight_files(directory: Path) -> list[Path]:
             file=str(directory),
             expected="files *.safetensors",
             found="none",
-            remedy="Only the safetensors format is read; convert other formats first.",
+            remedy="Give a directory with safetensors, or a GGUF file; convert other formats first.",
         )
     return files
 

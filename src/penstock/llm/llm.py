@@ -77,7 +77,7 @@ class LLM:
     """A model, ready to generate. Ends its processes at `shutdown`, at the end of a `with`, or at exit.
 
     Args:
-        model: directory of a Hugging Face style checkpoint, `demo`, or the name of a model that is here.
+        model: directory of a Hugging Face style checkpoint, GGUF file, `demo`, or name of a model here.
         dtype: number format of weights and computation; `auto` takes the checkpoint's.
         max_model_len: longest prompt + output in tokens; None takes the model's own.
         quantization: form of the weights: `none` as the checkpoint has them, `int8` per channel, `int4` in

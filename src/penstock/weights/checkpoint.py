@@ -128,7 +128,7 @@ class Checkpoint:
             file=str(self._directory),
             expected=f"{SINGLE_FILE} or {INDEX_FILE}",
             found="neither",
-            remedy="Only the safetensors format is read; convert other formats first.",
+            remedy="Give a directory with safetensors, or a GGUF file; convert other formats first.",
         )
 
     def _header(self, file: str) -> dict[str, TensorEntry]:
