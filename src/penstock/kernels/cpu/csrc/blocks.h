@@ -247,16 +247,19 @@ private:
 #if defined(__AVX2__) && !defined(__AVX512VNNI__)
     [[gnu::always_inline]] void add_narrow(const uint8_t* w, const int8_t* x, int64_t x_stride) {
         __m256i halves[rows][kParts];
+#pragma GCC unroll 12
+        for (int r = 0; r < rows; r++)
 #pragma GCC unroll 8
-        for (int quad = 0; quad < kAtOnce; quad++)
+            for (int i = 0; i < kParts; i++) halves[r][i] = _mm256_setzero_si256();
+#pragma GCC unroll 1
+        for (int quad = 0; quad < kAtOnce; quad++, w += kQuadLine, x += kQuad)  // unrolled, it would run out of registers
 #pragma GCC unroll 12
             for (int r = 0; r < rows; r++) {
-                const __m256i own = _mm256_set1_epi32(quad_at(x + r * x_stride + quad * kQuad));
+                const __m256i own = _mm256_set1_epi32(quad_at(x + r * x_stride));
 #pragma GCC unroll 8
                 for (int i = 0; i < kParts; i++) {
-                    __m256i weights = _mm256_load_si256((const __m256i*)(w + quad * kQuadLine) + i);
-                    __m256i products = _mm256_maddubs_epi16(weights, own);
-                    halves[r][i] = quad ? _mm256_add_epi16(halves[r][i], products) : products;
+                    const __m256i weights = _mm256_load_si256((const __m256i*)w + i);
+                    halves[r][i] = _mm256_add_epi16(halves[r][i], _mm256_maddubs_epi16(weights, own));
                 }
             }
         const __m256i ones = _mm256_set1_epi16(1);
