@@ -21,11 +21,10 @@ from penstock.kernels.block_formats import BlockFormat
 from penstock.kernels.block_rows import BlockRows, dequantize
 from penstock.kernels.candidates import STRAIGHT, HeadOutput, HeadRequest, LogitCurve, head_output_of
 from penstock.kernels.cpu import abi
-from penstock.kernels.cpu.head import Head
-from penstock.kernels.cpu.ops import DTYPES, PANEL, CpuKernels
+from penstock.kernels.cpu.ops import PANEL, CpuKernels
 from penstock.kernels.pages import shared_pages
 from penstock.kernels.quantized_rows import round_activations
-from penstock.layers.matrix import PLAIN, UP, Matrix, padded_columns
+from penstock.layers.matrix import PLAIN, UP, Matrix, RoundingMatrix, padded_columns
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +51,7 @@ class BlockForms:
         return not gated and all(outputs % (PANEL * num_ranks) == 0 for outputs in parts.values())
 
 
-class BlockMatrix(Matrix):
+class BlockMatrix(RoundingMatrix):
     """Panels of block formats for our kernels (csrc/blocks.h)."""
 
     def __init__(
@@ -66,11 +65,11 @@ class BlockMatrix(Matrix):
         gated: bool = False,
         activation: Activation = "silu",
     ) -> None:
-        super().__init__(out_size, in_size, dtype, gated=gated, activation=activation)
-        self._kernels, self._forms, self._head = kernels, forms, Head(kernels.library)
+        token_bytes = kernels.library.penstock_block_token_bytes(in_size, forms.activation_group)
+        super().__init__(out_size, in_size, dtype, kernels, token_bytes, gated=gated, activation=activation)
+        self._forms = forms
         self._table = (abi.BlockPanel * (padded_columns(out_size, gated) // PANEL))()
         self._memory: list[Tensor] = []  # of the panels, as their rows came
-        self._token_bytes = kernels.library.penstock_block_token_bytes(in_size, forms.activation_group)
 
     @property
     def nbytes(self) -> int:
@@ -104,9 +103,6 @@ class BlockMatrix(Matrix):
         )
         self._kernels.library.penstock_pack_blocks(ctypes.addressof(args))
 
-    def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        return self._kernels.block_linear(x, self.product(bias), self._token_bytes)
-
     def gather(self, ids: Tensor) -> Tensor:
         args = abi.QuantizedGatherArgs(
             weight=ctypes.addressof(self._table),
@@ -116,16 +112,7 @@ class BlockMatrix(Matrix):
         )
         return self._kernels.gather_blocks(ids, args, self.dtype)
 
-    def head(self, x: Tensor, request: HeadRequest, curve: LogitCurve = STRAIGHT) -> HeadOutput:
-        if not self._kernels.has("head"):
-            return super().head(x, request, curve)
-        scratch = torch.empty(len(x), self._token_bytes, dtype=torch.uint8)
-        product = self.product()
-        product.dtype, product.scratch = DTYPES[x.dtype], scratch.data_ptr()
-        return self._head.answer(x, product, request, curve)
-
     def product(self, bias: Tensor | None = None) -> abi.QuantizedLinearArgs:
-        """This weight for a kernel that brings the rest itself."""
         return abi.QuantizedLinearArgs(
             weight=ctypes.addressof(self._table),
             bias=None if bias is None else bias.data_ptr(),

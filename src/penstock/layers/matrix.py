@@ -156,7 +156,44 @@ class PackedMatrix(Matrix):
         return dense_product(self._panels.data_ptr(), self.in_size, self.out_size, self.dtype)
 
 
-class QuantizedMatrix(Matrix):
+class RoundingMatrix(Matrix):
+    """A matrix of our kernels that is multiplied with activations rounded to 8 bits.
+
+    Args:
+        token_bytes: of scratch that a row of activations takes.
+    """
+
+    def __init__(
+        self,
+        out_size: int,
+        in_size: int,
+        dtype: torch.dtype,
+        kernels: CpuKernels,
+        token_bytes: int,
+        *,
+        gated: bool,
+        activation: Activation,
+    ) -> None:
+        super().__init__(out_size, in_size, dtype, gated=gated, activation=activation)
+        self._kernels, self._head, self._token_bytes = kernels, Head(kernels.library), token_bytes
+
+    @abstractmethod
+    def product(self, bias: Tensor | None = None) -> abi.QuantizedLinearArgs:
+        """This weight for a kernel that brings the rest itself."""
+
+    def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        return self._kernels.quantized_linear(x, self.product(bias), self._token_bytes)
+
+    def head(self, x: Tensor, request: HeadRequest, curve: LogitCurve = STRAIGHT) -> HeadOutput:
+        if not self._kernels.has("head"):
+            return super().head(x, request, curve)
+        scratch = torch.empty(len(x), self._token_bytes, dtype=torch.uint8)
+        product = self.product()
+        product.dtype, product.scratch = DTYPES[x.dtype], scratch.data_ptr()
+        return self._head.answer(x, product, request, curve)
+
+
+class QuantizedMatrix(RoundingMatrix):
     """Panels of 8- or 4-bit weights for our kernels (csrc/quantized.h)."""
 
     def __init__(
@@ -170,9 +207,7 @@ class QuantizedMatrix(Matrix):
         gated: bool = False,
         activation: Activation = "silu",
     ) -> None:
-        super().__init__(out_size, in_size, dtype, gated=gated, activation=activation)
-        self._kernels, self._format, self._head = kernels, quantized, Head(kernels.library)
-        self._scale_type = _SCALE_DTYPES[quantized.scale_dtype]
+        scale_type = _SCALE_DTYPES[quantized.scale_dtype]
         sizes = abi.QuantizedSizes()
         kernels.library.penstock_quantized_sizes(
             out_size,
@@ -180,13 +215,16 @@ class QuantizedMatrix(Matrix):
             quantized.group_size,
             quantized.bits,
             gated,
-            self._scale_type,
+            scale_type,
             ctypes.addressof(sizes),
         )
+        super().__init__(
+            out_size, in_size, dtype, kernels, sizes.token_bytes, gated=gated, activation=activation
+        )
+        self._format, self._scale_type = quantized, scale_type
         self._panels = _pages(sizes.weight_bytes, out_size, in_size)
         self._scales = _pages(sizes.scale_bytes, out_size, in_size)
         self._zeros = _pages(sizes.zero_bytes, out_size, in_size) if quantized.has_zeros else None
-        self._token_bytes = sizes.token_bytes
 
     @property
     def nbytes(self) -> int:
@@ -224,9 +262,6 @@ class QuantizedMatrix(Matrix):
         )
         self._kernels.library.penstock_pack_quantized(ctypes.addressof(args))
 
-    def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        return self._kernels.quantized_linear(x, self.product(bias), self._token_bytes)
-
     def gather(self, ids: Tensor) -> Tensor:
         args = abi.QuantizedGatherArgs(
             weight=self._panels.data_ptr(),
@@ -240,16 +275,7 @@ class QuantizedMatrix(Matrix):
         )
         return self._kernels.gather_quantized(ids, args, self.dtype)
 
-    def head(self, x: Tensor, request: HeadRequest, curve: LogitCurve = STRAIGHT) -> HeadOutput:
-        if not self._kernels.has("head"):
-            return super().head(x, request, curve)
-        scratch = torch.empty(len(x), self._token_bytes, dtype=torch.uint8)
-        product = self.product()
-        product.dtype, product.scratch = DTYPES[x.dtype], scratch.data_ptr()
-        return self._head.answer(x, product, request, curve)
-
     def product(self, bias: Tensor | None = None) -> abi.QuantizedLinearArgs:
-        """This weight for a kernel that brings the rest itself."""
         return abi.QuantizedLinearArgs(
             weight=self._panels.data_ptr(),
             scales=self._scales.data_ptr(),

@@ -210,23 +210,14 @@ class CpuKernels:
 
         Args:
             product: everything about weight and bias; x, y and scratch are filled in here.
-            token_bytes: of scratch (`penstock_quantized_sizes`).
+            token_bytes: of scratch (`penstock_quantized_sizes`, `penstock_block_token_bytes`).
         """
-        return self._rounding_linear("penstock_quantized_linear", x, product, token_bytes)
-
-    def block_linear(self, x: Tensor, product: abi.QuantizedLinearArgs, token_bytes: int) -> Tensor:
-        """The same over a weight in block formats; `token_bytes` by `penstock_block_token_bytes`."""
-        return self._rounding_linear("penstock_block_linear", x, product, token_bytes)
-
-    def _rounding_linear(
-        self, kernel: str, x: Tensor, product: abi.QuantizedLinearArgs, token_bytes: int
-    ) -> Tensor:
         assert _has_contiguous_rows(x)
         y = self._output(x, product.out_size // 2 if product.gated else product.out_size)
         scratch = self._scratch(len(x), token_bytes)
         product.x, product.x_stride, product.dtype = x.data_ptr(), x.stride(0), DTYPES[x.dtype]
         product.y, product.y_stride, product.scratch = y.data_ptr(), y.shape[1], scratch.data_ptr()
-        self._call(kernel, product, len(x))
+        self._call("penstock_quantized_linear", product, len(x))
         return y
 
     def experts(

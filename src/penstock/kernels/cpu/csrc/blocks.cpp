@@ -1,4 +1,4 @@
-// y = x W^T + bias over weights in block formats; how they are packed, and read back row by row.
+// Products of a panel of weights in block formats; how they are packed, and read back row by row.
 #include "blocks.h"
 
 #include "epilogue.h"
@@ -97,21 +97,6 @@ void BlockPanels::operator()(Shapes&, int64_t first_row, int rows, int64_t panel
     memset(tile, 0, rows * kPanel * sizeof(float));
     const BlockPanel& own = panels[panel];
     with_form(own.type, [&](auto type) { multiply_panel<type()>(x, own.records, in_size, first_row, rows, tile); });
-}
-
-template <class T>
-static void block_linear(const QuantizedLinearArgs& args, int64_t num_tokens) {
-    with_block_panels(args, num_tokens, [&](const auto& panels) {
-        write_product<T>(panels, num_tokens, args.out_size, (const T*)args.bias, (T*)args.y, args.y_stride, args.gated);
-    });
-}
-
-PENSTOCK_EXPORT void penstock_block_linear(const void* args, const Step* step) {
-    const QuantizedLinearArgs& linear_args = *(const QuantizedLinearArgs*)args;
-    if (linear_args.dtype == kBFloat16)
-        block_linear<bf16>(linear_args, step->num_tokens);
-    else
-        block_linear<float>(linear_args, step->num_tokens);
 }
 
 // Bytes of a panel of so many inputs.

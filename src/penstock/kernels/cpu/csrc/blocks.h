@@ -315,3 +315,12 @@ void with_block_panels(const QuantizedLinearArgs& args, int64_t num_rows, const 
         round_rows((const float*)args.x, args.x_stride, num_rows, rounded);
     use(BlockPanels{rounded, (const BlockPanel*)args.weight, args.in_size});
 }
+
+// The same over whichever form the weight has.
+template <class Use>
+void with_rounded_panels(const QuantizedLinearArgs& args, int64_t num_rows, const Use& use) {
+    if (args.bits == kBlocks)
+        with_block_panels(args, num_rows, use);
+    else
+        with_quantized_panels(args, num_rows, use);
+}

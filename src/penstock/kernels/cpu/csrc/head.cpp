@@ -224,11 +224,8 @@ static void dense_head(const HeadArgs& args, const LinearArgs& product) {
 }
 
 static void quantized_head(const HeadArgs& args, const QuantizedLinearArgs& product) {
-    auto run = [&](const auto& panels) { Head(args, product.out_size).run(panels); };
-    if (product.bits == kBlocks)
-        with_block_panels(product, args.num_rows, run);
-    else
-        with_quantized_panels(product, args.num_rows, run);
+    with_rounded_panels(product, args.num_rows,
+                        [&](const auto& panels) { Head(args, product.out_size).run(panels); });
 }
 
 PENSTOCK_EXPORT void penstock_head(const void* args, const Step*) {

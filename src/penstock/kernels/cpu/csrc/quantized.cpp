@@ -1,6 +1,7 @@
-// y = x W^T + bias over 8- or 4-bit weights; how they are packed, and read back row by row.
+// y = x W^T + bias over 8- or 4-bit weights and those in blocks; how the former are packed, and read back row by row.
 #include "quantized.h"
 
+#include "blocks.h"
 #include "epilogue.h"
 
 template struct QuantizedPanels<8>;
@@ -8,7 +9,7 @@ template struct QuantizedPanels<4>;
 
 template <class T>
 static void quantized_linear(const QuantizedLinearArgs& args, int64_t num_tokens) {
-    with_quantized_panels(args, num_tokens, [&](const auto& panels) {
+    with_rounded_panels(args, num_tokens, [&](const auto& panels) {
         write_product<T>(panels, num_tokens, args.out_size, (const T*)args.bias, (T*)args.y, args.y_stride, args.gated);
     });
 }
