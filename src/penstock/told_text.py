@@ -2,7 +2,7 @@
 
 Names, errors and descriptions of a worker are shown at the head in many places. All of them pass here once:
 when `hosts.remote_host` takes a message of its agent, and `executor.rank_sense` one of its ranks. Log lines
-have a way of their own (`hosts.logs.head_log`).
+have a way of their own (`hosts.logs.head_log`). Names in headers of weight files pass `printable`.
 """
 
 from __future__ import annotations
@@ -62,3 +62,9 @@ def shown_line(line: str, max_chars: int = MAX_LINE_CHARS) -> str:
         char if char.isprintable() else " " if char == "\t" else char.encode("unicode_escape").decode("ascii")
         for char in line
     )
+
+
+def printable(text: str) -> str:
+    """Return untrusted text of a file as it may be shown: printable, at most 120 characters."""
+    shown = text if text.isprintable() else ascii(text)[1:-1]
+    return shown if len(shown) <= 120 else f"{shown[:117]}..."

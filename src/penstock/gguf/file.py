@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from penstock.errors import CheckpointError
-from penstock.gguf.header_bytes import printable
 from penstock.gguf.metadata import GgufMetadata
 from penstock.gguf.part import GgufPart, GgufTensor, read_part
 from penstock.gguf.part_names import part_paths
+from penstock.told_text import printable
 
 _NUMBER, _COUNT, _NUM_TENSORS = "split.no", "split.count", "split.tensors.count"
 

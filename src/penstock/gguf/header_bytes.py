@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from penstock.errors import CheckpointError
+from penstock.told_text import printable
 
 MAX_HEADER_BYTES = 256 << 20
 _FIRST_READ = 1 << 20
@@ -143,9 +144,3 @@ class HeaderBytes:
             parts.append(part)
             size += len(part)
         self.content = b"".join(parts)
-
-
-def printable(text: str) -> str:
-    """Return untrusted text, made printable and short."""
-    shown = text if text.isprintable() else ascii(text)[1:-1]
-    return shown if len(shown) <= 120 else f"{shown[:117]}..."

@@ -14,7 +14,8 @@ from typing import NoReturn
 import numpy as np
 
 from penstock.errors import CheckpointError
-from penstock.gguf.header_bytes import MAX_HEADER_BYTES, HeaderBytes, printable
+from penstock.gguf.header_bytes import MAX_HEADER_BYTES, HeaderBytes
+from penstock.told_text import printable
 
 Scalar = int | float | bool | str
 Value = Scalar | np.ndarray | list[str] | list["Value"]

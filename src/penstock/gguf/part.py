@@ -19,8 +19,9 @@ from typing import NoReturn
 
 from penstock.errors import CheckpointError
 from penstock.gguf.block_types import TYPES, WITHDRAWN, GgufType
-from penstock.gguf.header_bytes import HeaderBytes, printable
+from penstock.gguf.header_bytes import HeaderBytes
 from penstock.gguf.metadata import GgufMetadata, metadata_room, read_metadata
+from penstock.told_text import printable
 
 MAGIC = b"GGUF"
 ALIGNMENT_KEY = "general.alignment"

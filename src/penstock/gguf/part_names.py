@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 from penstock.errors import CheckpointError
-from penstock.gguf.header_bytes import printable
+from penstock.told_text import printable
 
 MAX_PARTS = 4096
 _PART_NAME = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf", re.IGNORECASE)

@@ -24,6 +24,7 @@ import msgspec
 
 from penstock.errors import CheckpointError
 from penstock.families.text_names import text_name
+from penstock.told_text import printable
 from penstock.weights.read_digests import ReadDigests
 
 SINGLE_FILE = "model.safetensors"
@@ -151,9 +152,9 @@ def _text_names(stored: Iterable[str], file: str) -> dict[str, str]:
         if name in names:
             raise CheckpointError(
                 file=file,
-                tensor=_safe(stored_name),
+                tensor=printable(stored_name),
                 expected="one tensor of a name of the text model",
-                found=f"{_safe(names[name])} as well",
+                found=f"{printable(names[name])} as well",
             )
         names[name] = stored_name
     return names
@@ -173,9 +174,9 @@ def _read_index(path: Path) -> dict[str, str]:
         if Path(shard).name != shard or not shard.isprintable() or not shard.endswith(".safetensors"):
             raise CheckpointError(
                 file=path.name,
-                tensor=_safe(name),
+                tensor=printable(name),
                 expected="a *.safetensors file beside it",
-                found=_safe(shard),
+                found=printable(shard),
             )
     return index.weight_map
 
@@ -222,21 +223,21 @@ def _header_length(prefix: bytes, file_size: int, path: Path) -> int:
 
 
 def _entry(name: str, raw: msgspec.Raw, path: Path, start: int) -> TensorEntry:
-    shown = _safe(name)
+    shown = printable(name)
     fields = _decode(raw, _HeaderEntry, path, "dtype, shape and data_offsets", tensor=shown)
     if fields.dtype not in DTYPE_BYTES:
         raise CheckpointError(
             file=path.name,
             tensor=shown,
             expected=f"a dtype of {', '.join(DTYPE_BYTES)}",
-            found=_safe(fields.dtype),
+            found=printable(fields.dtype),
         )
     if len(fields.shape) > _MAX_DIMENSIONS or any(not 0 <= size <= _MAX_SIZE for size in fields.shape):
         raise CheckpointError(
             file=path.name,
             tensor=shown,
             expected=f"a shape of at most {_MAX_DIMENSIONS} sizes from 0 to {_MAX_SIZE}",
-            found=_safe(str(fields.shape)),
+            found=printable(str(fields.shape)),
         )
     begin, end = fields.data_offsets
     wanted = math.prod(fields.shape) * DTYPE_BYTES[fields.dtype]
@@ -245,7 +246,7 @@ def _entry(name: str, raw: msgspec.Raw, path: Path, start: int) -> TensorEntry:
             file=path.name,
             tensor=shown,
             expected=f"{wanted} bytes for {fields.dtype} of {fields.shape}",
-            found=_safe(f"offsets {begin} to {end}"),
+            found=printable(f"offsets {begin} to {end}"),
         )
     return TensorEntry(
         name=name,
@@ -265,14 +266,14 @@ def _check_coverage(entries: list[TensorEntry], path: Path, start: int, file_siz
             kind = "overlapping" if entry.begin < position else "after a gap"
             raise CheckpointError(
                 file=path.name,
-                tensor=_safe(entry.name),
+                tensor=printable(entry.name),
                 expected=f"data from offset {position - start}",
                 found=f"{entry.begin - start} ({kind})",
             )
         if entry.end > file_size:
             raise CheckpointError(
                 file=path.name,
-                tensor=_safe(entry.name),
+                tensor=printable(entry.name),
                 expected=f"a file of at least {entry.end} bytes",
                 found=f"{file_size} bytes (truncated)",
             )
@@ -288,15 +289,9 @@ def _decode(content: Any, kind: Any, path: Path, expected: str, tensor: str = ""
         return msgspec.json.decode(content, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise CheckpointError(
-            file=path.name, tensor=tensor, expected=expected, found=_safe(str(error))
+            file=path.name, tensor=tensor, expected=expected, found=printable(str(error))
         ) from error
 
 
 def _unreadable(path: Path, error: OSError) -> CheckpointError:
     return CheckpointError(file=path.name, expected="a readable file", found=error.strerror or "an error")
-
-
-def _safe(text: str) -> str:
-    """Untrusted text, made printable and short."""
-    printable = text if text.isprintable() else ascii(text)[1:-1]
-    return printable if len(printable) <= 120 else f"{printable[:117]}..."

@@ -17,7 +17,6 @@ import numpy as np
 
 from penstock.errors import CheckpointError, UnsupportedModelError
 from penstock.gguf.file import GgufFile
-from penstock.gguf.header_bytes import printable
 from penstock.gguf.metadata import GgufMetadata
 from penstock.tokenizer.detokenizer import byte_level_alphabet
 from penstock.tokenizer.sources.charsmap import require_sound_charsmap
@@ -32,6 +31,7 @@ from penstock.tokenizer.sources.document import (
 )
 from penstock.tokenizer.sources.merges import ranked_merges
 from penstock.tokenizer.sources.split_patterns import SPLIT_RULES, SplitRule
+from penstock.told_text import printable
 
 _MODEL, _PRE = "tokenizer.ggml.model", "tokenizer.ggml.pre"
 _TOKENS, _SCORES, _TYPES = "tokenizer.ggml.tokens", "tokenizer.ggml.scores", "tokenizer.ggml.token_type"
