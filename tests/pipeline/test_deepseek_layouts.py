@@ -10,23 +10,20 @@ from torch import Tensor
 
 from deepseek_models import MODELS
 from depth import soaked
-from hand_core import Wanted, small_core
 from hf_reference import MIN_MARGIN
 from kernel_builds import built
+from layout_tokens import PROMPTS, tokens
 from margins import smallest_margin
 from penstock.distributed.group import MemoryGroup
-from penstock.executor.inprocess import InprocessExecutor
 from penstock.families.sharding import require_shardable
 from penstock.kernels.cpu.collective import SharedGroup
 from penstock.kernels.cpu.library import KERNEL_NAMES
 from penstock.kernels.cpu.ops import CpuKernels
 from penstock.weights.checkpoint import Checkpoint
 from penstock.weights.loader import load_weights
-from rank_configs import make_rank_configs
 from stage_driver import StageDriver
 from tensor_ranks import joined, together
 
-PROMPTS = [[(7 * i + 3 * j) % 150 for j in range(5 + 14 * i)] for i in range(3)]
 LAYOUTS = [(1,), (4,), (1, 1), (2, 1)]
 MORE_LAYOUTS = [(2,), (2, 2, 2), (2, 2), (1, 1, 1), (4, 4), (4, 4, 4), (4, 2, 1), (1, 2, 4)]
 IN_CI = ["v3"]
@@ -41,16 +38,6 @@ def one_thread() -> None:
 @pytest.fixture(scope="module", params=NAMES)
 def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return MODELS[request.param].make(tmp_path_factory.mktemp("checkpoint"))
-
-
-def tokens(model: Path, tp: tuple[int, ...], **changes: object) -> list[list[int]]:
-    """What the prompts become, eight tokens of a prompt at a time."""
-    executor = InprocessExecutor(make_rank_configs(model, len(tp), tp=tp, **changes))
-    executor.start()
-    wanted = [Wanted(list(prompt), 12) for prompt in PROMPTS]
-    small_core(len(tp), 0, 8).generate(executor, wanted)
-    executor.shutdown()
-    return [request.output for request in wanted]
 
 
 def test_a10_b1_every_layout_gives_the_tokens_of_one_rank(checkpoint: Path) -> None:

@@ -10,19 +10,16 @@ import torch
 from deepseek_models import MODELS
 from depth import soaked
 from expert_families import EXPERT_FAMILIES
-from hand_core import Wanted, small_core
 from hf_reference import MIN_MARGIN, reference
 from kernel_builds import built
+from layout_tokens import PROMPTS, tokens
 from margins import smallest_margin
-from penstock.executor.inprocess import InprocessExecutor
 from penstock.families.registry import load_spec
 from penstock.kernels.cpu.library import KERNEL_NAMES
 from penstock.kernels.cpu.ops import CpuKernels
-from rank_configs import make_rank_configs
 from stage_driver import StageDriver
 
 PROMPT = torch.randint(0, 150, (40,), generator=torch.Generator().manual_seed(5)).tolist()
-PROMPTS = [[(7 * i + 3 * j) % 150 for j in range(5 + 14 * i)] for i in range(3)]
 NUM_TOKENS = 16
 LAYOUTS = [(2, 1), (1, 1, 1)]
 MORE_LAYOUTS = [(1, 1), (2,), (2, 2), (2, 2, 2), (1, 2, 1)]
@@ -72,16 +69,6 @@ def test_s5_stages_of_experts_hold_what_the_spec_counts(checkpoint: Path) -> Non
         for stage in StageDriver(checkpoint, cuts).stages:
             held = sum(parameter.numel() for parameter in stage.parameters())
             assert held == spec.stage_parameters(stage.start_layer, stage.end_layer)
-
-
-def tokens(model: Path, tp: tuple[int, ...], **changes: object) -> list[list[int]]:
-    """What the prompts become, eight tokens of a prompt at a time."""
-    executor = InprocessExecutor(make_rank_configs(model, len(tp), tp=tp, **changes))
-    executor.start()
-    wanted = [Wanted(list(prompt), 12) for prompt in PROMPTS]
-    small_core(len(tp), 0, 8).generate(executor, wanted)
-    executor.shutdown()
-    return [request.output for request in wanted]
 
 
 def test_a10_b1_every_layout_of_families_with_experts_gives_the_tokens_of_one_rank(checkpoint: Path) -> None:

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
-from torch import nn
 from transformers import (
     AutoModelForCausalLM,
     DeepseekV2Config,
@@ -22,7 +21,7 @@ from transformers import (
     PreTrainedConfig,
 )
 
-from expert_families import EXPERT_FAMILIES
+from expert_families import EXPERT_FAMILIES, seed_weights
 
 SIZES = {
     "vocab_size": 150,
@@ -72,15 +71,7 @@ class DeepseekModel:
         torch.manual_seed(self.seed)
         config = self.config(**(SIZES | self.fields | changes))
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-        generator = torch.Generator().manual_seed(self.seed)
-        for name, weight in (*sorted(model.named_parameters()), *_corrections(model)):
-            noise = torch.randn(weight.shape, generator=generator)
-            if "norm" in name:
-                weight.data += 0.3 * noise
-            elif weight.dim() == 1:
-                weight.data = 0.3 * noise
-            else:
-                weight.data = noise * (0.5 if "embed_tokens" in name else 1.5 * weight.shape[-1] ** -0.5)
+        seed_weights(model, self.seed)
         model.save_pretrained(directory)
         return directory
 
@@ -121,10 +112,6 @@ def make_with_mtp(directory: Path, *, is_right: bool = False, name: str = "v3", 
     tensors |= {prefix + key: value.contiguous() for key, value in own.items()}
     save_file(tensors, path, {"format": "pt"})
     return directory
-
-
-def _corrections(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
-    return [(name, each) for name, each in sorted(model.named_buffers()) if name.endswith("correction_bias")]
 
 
 MODELS = {

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import AutoModelForCausalLM, Dots1Config, Glm4MoeConfig, OlmoeConfig, PreTrainedConfig
 
 from families import SIZES
@@ -37,18 +38,26 @@ class ExpertFamily:
         config = self.config(**(SIZES | self.fields | changes))
         torch.manual_seed(self.seed)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-        generator = torch.Generator().manual_seed(self.seed)
-        corrections = [pair for pair in sorted(model.named_buffers()) if pair[0].endswith("correction_bias")]
-        for name, weight in (*sorted(model.named_parameters()), *corrections):
-            noise = torch.randn(weight.shape, generator=generator)
-            if "norm" in name:
-                weight.data += 0.3 * noise
-            elif weight.dim() == 1:
-                weight.data = 0.3 * noise
-            else:
-                weight.data = noise * (0.5 if "embed_tokens" in name else 1.5 * weight.shape[-1] ** -0.5)
+        seed_weights(model, self.seed)
         model.save_pretrained(directory)
         return directory
+
+
+def seed_weights(model: nn.Module, seed: int) -> None:
+    """Set all weights, and corrections of routers, to noise of a size at which everything counts."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, weight in (*sorted(model.named_parameters()), *corrections(model)):
+        noise = torch.randn(weight.shape, generator=generator)
+        if "norm" in name:
+            weight.data += 0.3 * noise
+        elif weight.dim() == 1:
+            weight.data = 0.3 * noise
+        else:
+            weight.data = noise * (0.5 if "embed_tokens" in name else 1.5 * weight.shape[-1] ** -0.5)
+
+
+def corrections(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    return [(name, each) for name, each in sorted(model.named_buffers()) if name.endswith("correction_bias")]
 
 
 EXPERT_FAMILIES = {
