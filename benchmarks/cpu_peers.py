@@ -12,9 +12,10 @@ sequences that start together: B * 127 tokens by the time of 128 tokens of outpu
 Markdown for docs/perf-log.md. Exit code 1 if an engine has failed or the run was cut short.
 
 An engine of `--engines` is NAME or NAME:FORM, where FORM is a form of the weights: `penstock:int8` and
-`penstock:int4`; `openvino:int8` and `openvino:int4` (without a form: fp16); `ik_llama:q8_0` and the other
-types of `llama-quantize`. Ratios compare engines whose weights have as many bits, and each form of Penstock
-with Penstock without a form.
+`penstock:int4`; `openvino:int8` and `openvino:int4` (without a form: fp16); `llama:q8_0`, `ik_llama:q8_0`
+and the other types of `llama-quantize`. `penstock:q8_0` serves the file that llama.cpp has made, so that
+`llama:q8_0` comes before it (in this run, or in one before it with the same `--model`). Ratios compare
+engines whose weights have as many bits, and each form of Penstock with Penstock without a form.
 
 Each engine may have a Python environment of its own. `transformers` is looked for in this one. The others:
 
@@ -64,7 +65,7 @@ from peers.report import Case, ratio_tables, results_table, versions_text
 PEERS = Path(__file__).resolve().parent / "peers"
 ENGINES = ("penstock", "transformers", "llama", "vllm", "openvino", "ik_llama")
 USUAL_ENGINES = ENGINES[:4]  # the others run by default if they are given an environment
-ENGINES_WITH_FORMS = ("penstock", "openvino", "ik_llama")
+ENGINES_WITH_FORMS = ("penstock", "llama", "openvino", "ik_llama")
 KINDS = ("prefill", "decode")
 START_S = 900.0  # vLLM compiles
 ANSWER_S = 1200.0

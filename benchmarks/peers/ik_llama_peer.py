@@ -98,7 +98,7 @@ def quantized(settings: Settings, gguf: Path) -> Path:
 
 
 def load(settings: Settings) -> Loaded:
-    gguf = settings.model / "gguf" / "model.gguf"
+    gguf = settings.gguf_file()
     if not gguf.exists():
         write_gguf(settings.model, gguf)
     if settings.weights:

@@ -2,7 +2,8 @@
 
 As in llama.cpp's own batched benchmark, the token that follows is drawn at random and not chosen from the
 logits: every step computes logits for each sequence, but sampling costs nothing here. Its pipeline is a model
-over RPC servers (`llama_rpc`), one for each stage.
+over RPC servers (`llama_rpc`), one for each stage. A form of the weights, such as `q4_k_m`, is a file of its
+own, which llama.cpp makes of the first one.
 """
 
 from __future__ import annotations
@@ -124,10 +125,26 @@ def decode(context: Any, tokens: Sequence[Token]) -> None:
         llama_cpp.llama_batch_free(batch)
 
 
+def quantize(source: Path, target: Path, form: str, threads: int) -> None:
+    """Write the file in another form, whole or not at all."""
+    partial = target.with_suffix(".partial")
+    params = llama_cpp.llama_model_quantize_default_params()
+    params.ftype = getattr(llama_cpp, f"LLAMA_FTYPE_MOSTLY_{form.upper()}")
+    params.nthread = threads
+    code = llama_cpp.llama_model_quantize(str(source).encode(), str(partial).encode(), ctypes.byref(params))
+    if code != 0:
+        raise RuntimeError(f"llama_model_quantize returned {code} for {form}")
+    partial.rename(target)
+
+
 def load(settings: Settings) -> Loaded:
-    gguf = settings.model / "gguf" / "model.gguf"
+    gguf = settings.gguf_file()
     if not gguf.exists():
         write_gguf(settings.model, gguf)
+    if settings.weights:
+        source, gguf = gguf, settings.gguf_file(settings.weights)
+        if not gguf.exists():
+            quantize(source, gguf, settings.weights, settings.threads)
     return Loaded(generator=LlamaCpp(settings, gguf), packages=("llama-cpp-python", "gguf"))
 
 

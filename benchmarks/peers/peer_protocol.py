@@ -52,6 +52,10 @@ class Settings:
     piece: int = 0  # tokens that a prompt repeats until it is long enough; 0: it repeats nothing
     rpc_servers: str = ""  # of the stages, where they are not to be started beside the engine
 
+    def gguf_file(self, form: str = "") -> Path:
+        """Where the GGUF file that is made of the checkpoint lies, and where llama.cpp's forms of it do."""
+        return self.model / "gguf" / f"{f'llama-{form}' if form else 'model'}.gguf"
+
 
 class Generator(Protocol):
     """An engine, loaded."""

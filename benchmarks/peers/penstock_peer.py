@@ -1,8 +1,13 @@
-"""Penstock through `LLM.generate`. Started by `cpu_peers.py`; see `peer_protocol`."""
+"""Penstock through `LLM.generate`. Started by `cpu_peers.py`; see `peer_protocol`.
+
+Forms of the weights are those of `--quantization`, or those of llama.cpp: then the file that `llama_peer` has
+made of the checkpoint is served.
+"""
 
 from __future__ import annotations
 
-from typing import cast
+from pathlib import Path
+from typing import cast, get_args
 
 from peer_protocol import Loaded, Settings, serve
 
@@ -17,10 +22,11 @@ class Penstock:
     """The engine with its defaults; its processes are children of this one."""
 
     def __init__(self, settings: Settings) -> None:
+        model, quantization = model_of(settings)
         self._llm = LLM(
-            str(settings.model),
+            str(model),
             dtype="bfloat16",
-            quantization=cast(Quantization, settings.weights or "none"),  # `LLM` refuses other words
+            quantization=quantization,
             threads_per_rank=settings.threads,
             pipeline_parallel_size=settings.stages,
             tensor_parallel_size=settings.ranks,
@@ -40,6 +46,17 @@ class Penstock:
 
     def close(self) -> None:
         self._llm.shutdown()
+
+
+def model_of(settings: Settings) -> tuple[Path, Quantization]:
+    """What is served, and what is done to its weights."""
+    form = settings.weights or "none"
+    if form in get_args(Quantization):
+        return settings.model, cast(Quantization, form)
+    file = settings.gguf_file(form)
+    if not file.exists():
+        raise SystemExit(f"penstock: {file} is not there; llama:{form} makes it")
+    return file, "none"
 
 
 def load(settings: Settings) -> Loaded:

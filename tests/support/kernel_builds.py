@@ -25,12 +25,15 @@ EMULATED_TILES = (
     f" -DEMULATION_{hashlib.sha256(_EMULATION.read_bytes()).hexdigest()[:8]}"
 )
 
+_V3 = ("avx2", "fma", "bmi1", "bmi2", "f16c", "movbe")
+
 # What a CPU must have to run code for a target, in the words of /proc/cpuinfo.
 _NEEDED = {
     "-march=native": (),
     "-march=native -mno-amx-tile": ("amx_tile",),
     "-march=x86-64-v4": ("avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"),
-    "-march=x86-64-v3": ("avx2", "fma", "bmi1", "bmi2", "f16c", "movbe"),
+    "-march=x86-64-v3": _V3,
+    "-march=x86-64-v3 -mavxvnni": (*_V3, "avx_vnni"),  # desktops without AVX-512
     "-march=x86-64": (),
 }
 
@@ -46,7 +49,8 @@ def cache_directory() -> Path:
     return Path(shared) / f"test-kernels-{os.getuid()}"
 
 
-SOAKED = ("-march=x86-64-v4", "-march=x86-64")  # native is the one or the other, and v3 what most people have
+# Native is the one or the other, and v3 what most people have.
+SOAKED = ("-march=x86-64-v4", "-march=x86-64-v3 -mavxvnni", "-march=x86-64")
 
 
 def targets(*, emulated: bool = False) -> list[Any]:

@@ -3,100 +3,219 @@
 
 #include "epilogue.h"
 
-// What the rows of a tile are multiplied with: a part, and where its inputs begin.
-struct PartProduct {
-    const RoundedRows& x;
-    const BlockPart& part;
-    int64_t first_input, inputs;
-    int64_t weight_group;
-    int32_t zero;
-    bool has_offsets;
+#if defined(__AVX2__) && !defined(__AVX512F__) && !defined(PENSTOCK_ADDS_QUADS)
+#define PENSTOCK_ADDS_IN_16_BITS
+#endif
 
-    // Adds the products of some rows to their results for 32 outputs.
-    template <int rows, int kAtOnce>
-    [[gnu::always_inline]] void add(int64_t first_row, float* results) const {
-        constexpr int kParts = kPanel / kRegister;
-        const int64_t groups = inputs / x.group;
-        for (int64_t g = 0; g < groups; g++) {
-            const int64_t start = first_input + g * x.group;
-            const RoundedGroup* rounded[rows];
-            QuadSums<rows, kAtOnce> sums;
-#pragma GCC unroll 12
-            for (int r = 0; r < rows; r++) {
-                rounded[r] = &x.groups(first_row + r)[start / x.group];
+// Rows that go over a panel at once, and registers of its 32 outputs that are summed at once: as many sums and results as
+// there are registers for.
+constexpr int kParts = kPanel / kRegister;
+#if defined(__AVX512F__)
+constexpr int kRowsAtOnce = 5, kPartsAtOnce = kParts;
+#elif defined(__AVX2__)
+constexpr int kRowsAtOnce = 4, kPartsAtOnce = 1;
+#else
+constexpr int kRowsAtOnce = 1, kPartsAtOnce = 1;
+#endif
+
+// Sums of products of bytes for some rows. `largest` is the largest q.
+template <int rows, int largest>
+struct QuadSums {
+    i32r of[rows][kPartsAtOnce];
+
+    // From minus `zero` times the sum of a row's activations on.
+    [[gnu::always_inline]] void begin(int r, const RoundedGroup& rounded, int32_t zero) {
+        const int32_t start = kTakesSigned ? 0 : rounded.start * zero;
+        for (int i = 0; i < kPartsAtOnce; i++) of[r][i] = start - i32r{};
+    }
+
+    // `weights(quad, i)` is register i of a quad.
+    template <int quads, class Weights>
+    [[gnu::always_inline]] void add(const Weights& weights, const int8_t* x, int64_t x_stride) {
+#if defined(PENSTOCK_ADDS_IN_16_BITS)
+        if constexpr (kTakesSigned)
+            add_signed<quads>(weights, x, x_stride);
+        else
+            add_narrow<quads>(weights, x, x_stride);
+#else
 #pragma GCC unroll 8
-                for (int i = 0; i < kParts; i++) sums.of[r][i] = rounded[r]->start * zero - i32r{};
+        for (int quad = 0; quad < quads; quad++)
+#pragma GCC unroll 8
+            for (int i = 0; i < kPartsAtOnce; i++) {
+                const i32r own = weights(quad, i);
+#pragma GCC unroll 12
+                for (int r = 0; r < rows; r++)
+                    of[r][i] = add_quads(of[r][i], own, spread(quad_at(x + r * x_stride + quad * kQuad)));
             }
-            sums.add(part.bytes + g * x.group * kPanel, x.values(first_row) + start, x.stride, (int)(x.group / kQuad));
-            const int64_t own = g * x.group / weight_group * kPanel;
-#pragma GCC unroll 12
-            for (int r = 0; r < rows; r++) {
-                const float scale = rounded[r]->scale, inputs_sum = scale * (float)-rounded[r]->start;
+#endif
+    }
+
+#if defined(PENSTOCK_ADDS_IN_16_BITS)
+private:
+    // Quads whose products with activations (at most 127 in magnitude) fit 16 bits when added up. A 16-bit lane takes
+    // two of a quad's four products.
+    static constexpr int kFitting = 32767 / (2 * 127 * largest);
+
+    // Not even one does: q - 128 is multiplied, as its magnitude, with activations that take its sign.
+    static constexpr bool kTakesSigned = kFitting == 0;
+
+    [[gnu::always_inline]] static __m256i row_quad(const int8_t* x, int quad) {
+        return _mm256_set1_epi32(quad_at(x + quad * kQuad));
+    }
+
+    template <int quads, class Weights>
+    [[gnu::always_inline]] void add_narrow(const Weights& weights, const int8_t* x, int64_t x_stride) {
+        constexpr int kAtOnce = kFitting < quads ? kFitting : quads;
+        const __m256i ones = _mm256_set1_epi16(1);
+        for (int first = 0; first < quads; first += kAtOnce) {
+            __m256i halves[rows];
 #pragma GCC unroll 8
-                for (int i = 0; i < kParts; i++) {
-                    float* to = results + r * kPanel + i * kRegister;
-                    f32r result = load_register(to), both = load_register(part.scales + own + i * kRegister) * scale;
-                    result = fma(__builtin_convertvector(sums.of[r][i], f32r), both, result);
-                    if (has_offsets)
-                        result = fma(load_register(part.offsets + own + i * kRegister), inputs_sum - f32r{}, result);
-                    store(to, result);
+            for (int quad = first; quad < first + kAtOnce; quad++) {
+                const __m256i own = (__m256i)weights(quad, 0);
+#pragma GCC unroll 12
+                for (int r = 0; r < rows; r++) {
+                    const __m256i products = _mm256_maddubs_epi16(own, row_quad(x + r * x_stride, quad));
+                    halves[r] = quad == first ? products : _mm256_add_epi16(halves[r], products);
+                    asm("" : "+x"(halves[r]));  // else GCC adds pairwise, and runs out of registers
                 }
             }
+#pragma GCC unroll 12
+            for (int r = 0; r < rows; r++) of[r][0] += (i32r)_mm256_madd_epi16(halves[r], ones);
         }
     }
 
-    template <int kAtOnce>
-    __attribute__((noinline)) void add_rows(int64_t first_row, int rows, float* results) const {
-        int row = 0;
-        for (; row + kMaxRows <= rows; row += kMaxRows) add<kMaxRows, kAtOnce>(first_row + row, results + row * kPanel);
-        if (row < rows) add_rest<kMaxRows - 1, kAtOnce>(first_row + row, rows - row, results + row * kPanel);
-    }
-
-    template <int most, int kAtOnce>
-    void add_rest(int64_t first_row, int rows, float* results) const {
-        if (rows == most) return add<most, kAtOnce>(first_row, results);
-        if constexpr (most > 1) add_rest<most - 1, kAtOnce>(first_row, rows, results);
-    }
-
-    void add_rows(int largest, int64_t first_row, int rows, float* results) const {
-#if defined(__AVX2__) && !defined(__AVX512VNNI__)
-        const int fitting = quads_in_16_bits(largest), quads = (int)(x.group / kQuad);
-        switch (fitting < quads ? fitting : quads) {
-            case 8: return add_rows<8>(first_row, rows, results);
-            case 4: return add_rows<4>(first_row, rows, results);
-            case 2: return add_rows<2>(first_row, rows, results);
+    template <int quads, class Weights>
+    [[gnu::always_inline]] void add_signed(const Weights& weights, const int8_t* x, int64_t x_stride) {
+        const __m256i ones = _mm256_set1_epi16(1);
+#pragma GCC unroll 8
+        for (int quad = 0; quad < quads; quad++) {
+            const __m256i own = (__m256i)(weights(quad, 0) ^ (int32_t)0x80808080), magnitude = _mm256_abs_epi8(own);
+#pragma GCC unroll 12
+            for (int r = 0; r < rows; r++) {
+                const __m256i with = _mm256_sign_epi8(row_quad(x + r * x_stride, quad), own);
+                of[r][0] += (i32r)_mm256_madd_epi16(_mm256_maddubs_epi16(magnitude, with), ones);
+            }
         }
+    }
+#else
+private:
+    static constexpr bool kTakesSigned = false;
 #endif
-        (void)largest;
-        add_rows<0>(first_row, rows, results);
+};
+
+// The product of a few rows with a panel. The weights go from their planes into it, and the results of one row stay in
+// registers.
+template <int64_t type, int rows>
+struct RowsProduct {
+    static constexpr BlockForm kForm = kFormOf<type>;
+
+    const RoundedRows& x;
+    int64_t first_row;
+    bool is_first;  // over this panel: its weights are still to be fetched
+    f32r results[rows][kParts] = {};
+
+    [[gnu::always_inline]] void add_record(const uint8_t* record, int64_t first_input) {
+        const uint8_t* unit = record + kForm.values_at();
+        const RecordScales<type> scales{record};
+        for (int64_t input = 0; input < kForm.inputs; input += kUnitInputs, unit += kForm.unit_bytes()) {
+            const int64_t start = first_input + input, group = input / kForm.group;
+            if (!kIsInOrder && is_first) fetch_ahead(record + input / kUnitInputs * kShare);
+            if (kForm.group == kUnitInputs && x.group == kUnitInputs) {
+                add_group<0, kUnitInputs / kQuad>(unit, scales, group, start);
+            } else {
+                constexpr int kHalf = kUnitInputs / kQuad / 2;
+                add_group<0, kHalf>(unit, scales, group, start);
+                add_group<kHalf, kHalf>(unit, scales, group + (kForm.group < kUnitInputs), start + kUnitInputs / 2);
+            }
+        }
+    }
+
+private:
+    static constexpr int64_t kShare = kForm.record_bytes() / (kForm.inputs / kUnitInputs);  // bytes of a record for a unit
+    static constexpr bool kIsInOrder = kForm.high_bits == 0 && !kForm.has_scales();
+    static constexpr int64_t kAhead = 8192;
+
+    // Fetches what is due later: of lines that are read in another order than they lie in, the processor fetches few by
+    // itself. How far ahead is measured (docs/perf-log.md): worth up to twice the speed.
+    [[gnu::always_inline]] static void fetch_ahead(const uint8_t* from) {
+#pragma GCC unroll 20
+        for (int64_t line = 0; line < kShare; line += kCacheLine) __builtin_prefetch(from + kAhead + line, 0, 2);
+    }
+
+    // Quads [first, first + quads) of a unit, which have one scale, of activations too; `start` is their first input.
+    template <int first, int quads>
+    [[gnu::always_inline]] void add_group(const uint8_t* unit, const RecordScales<type>& scales, int64_t group, int64_t start) {
+        const RoundedGroup* rounded[rows];
+#pragma GCC unroll 12
+        for (int r = 0; r < rows; r++) rounded[r] = &x.groups(first_row + r)[start / (quads * kQuad)];
+#pragma GCC unroll 4
+        for (int part = 0; part < kParts; part += kPartsAtOnce) {
+            QuadSums<rows, kForm.largest()> sums;
+#pragma GCC unroll 12
+            for (int r = 0; r < rows; r++) sums.begin(r, *rounded[r], kForm.zero);
+            const auto weights = [unit, part](int quad, int i) __attribute__((always_inline)) {
+                return (i32r)UnitOfType<type>::quad_of(unit + (part + i) * sizeof(u32r), first + quad);
+            };
+            sums.template add<quads>(weights, x.values(first_row) + start, x.stride);
+#pragma GCC unroll 4
+            for (int i = 0; i < kPartsAtOnce; i++) add_sums(sums.of, i, part + i, rounded, scales, group);
+        }
+    }
+
+    // Adds sums to the results for register `part` of the outputs: as floats, in one order everywhere.
+    [[gnu::always_inline]] void add_sums(const i32r (*sums)[kPartsAtOnce], int i, int part,
+                                         const RoundedGroup* const* rounded, const RecordScales<type>& scales,
+                                         int64_t group) {
+        const f32r scale = scales.scale(group, part * kRegister);
+#pragma GCC unroll 12
+        for (int r = 0; r < rows; r++)
+            results[r][part] = fma(__builtin_convertvector(sums[r][i], f32r), scale * rounded[r]->scale, results[r][part]);
+        if constexpr (kForm.has_offsets) {
+            const f32r offset = scales.offset(group, part * kRegister);
+#pragma GCC unroll 12
+            for (int r = 0; r < rows; r++) {
+                const float inputs_sum = rounded[r]->scale * (float)-rounded[r]->start;
+                results[r][part] = fma(offset, inputs_sum - f32r{}, results[r][part]);
+            }
+        }
     }
 };
 
-template <int64_t type>
-static void multiply_panel(const RoundedRows& x, const uint8_t* records, int64_t in_size, int64_t first_row, int rows,
-                           float* tile) {
-    constexpr BlockForm kForm = kFormOf<type>;
-    BlockPart part;
-    for (int64_t first = 0; first < in_size; first += kPartInputs) {
-        const int64_t inputs = in_size - first < kPartInputs ? in_size - first : kPartInputs;
-        const uint8_t* record = records + first / kForm.inputs * kForm.record_bytes();
-        if (kForm.has_scales()) {
-            unpack_units<type>(record, first % kForm.inputs / kUnitInputs, inputs / kUnitInputs, part.bytes, part.scales,
-                               part.offsets);
-        } else {
-            for (int64_t unit = 0; unit < inputs / kUnitInputs; unit++)
-                unpack_units<type>(record + unit * kForm.record_bytes(), 0, 1, part.bytes + unit * kUnitInputs * kPanel,
-                                   part.scales + unit * kPanel, part.offsets + unit * kPanel);
-        }
-        PartProduct{x, part, first, inputs, kForm.group, kForm.zero, kForm.has_offsets}.add_rows(kForm.largest(), first_row,
-                                                                                                rows, tile);
+// Where a product's rows and weights lie.
+struct PanelProduct {
+    const RoundedRows& x;
+    const uint8_t* records;
+    int64_t in_size;
+
+    // Adds rows [row, row + rows), at most `most`, of the tile that begins with row `first_row`.
+    template <int64_t type, int most = kRowsAtOnce>
+    void add(int64_t first_row, int row, int rows, float* tile) const {
+        if constexpr (most > 1)
+            if (rows < most) return add<type, most - 1>(first_row, row, rows, tile);
+        of_rows<type, most>(first_row + row, row == 0, tile + row * kPanel);
     }
-}
+
+    template <int64_t type, int rows>
+    __attribute__((noinline)) void of_rows(int64_t first_row, bool is_first, float* results) const {
+        constexpr BlockForm kForm = kFormOf<type>;
+        RowsProduct<type, rows> product{x, first_row, is_first};
+        const uint8_t* record = records;
+        for (int64_t first = 0; first < in_size; first += kForm.inputs, record += kForm.record_bytes())
+            product.add_record(record, first);
+        memcpy(results, product.results, sizeof(product.results));
+    }
+};
 
 void BlockPanels::operator()(Shapes&, int64_t first_row, int rows, int64_t panel, float* tile) const {
-    memset(tile, 0, rows * kPanel * sizeof(float));
     const BlockPanel& own = panels[panel];
-    with_form(own.type, [&](auto type) { multiply_panel<type()>(x, own.records, in_size, first_row, rows, tile); });
+    const PanelProduct product{x, own.records, in_size};
+    const int turns = (rows + kRowsAtOnce - 1) / kRowsAtOnce;
+    with_form(own.type, [&](auto type) {
+        for (int turn = 0; turn < turns; turn++) {
+            const int row = rows * turn / turns, end = rows * (turn + 1) / turns;
+            product.template add<type()>(first_row, row, end - row, tile);
+        }
+    });
 }
 
 // Bytes of a panel of so many inputs.

@@ -9,8 +9,8 @@
 //     offsets  [groups][32] bytes, in records of 256 inputs: offset = -m * o; in shorter ones offset = m
 //     values   for each 32 inputs a low plane, then a high plane (`UnitOf`): quads of inputs, as VPDPBUSD takes them
 //
-// All formats share one product. A part of a panel, at most 128 inputs, is unpacked once into bytes, scales and offsets
-// (BlockPart), and all rows of a tile are multiplied with it. Activations are rounded per row and group of inputs
+// All formats share one product (blocks.cpp): a few rows at a time go over a panel, whose weights are unpacked in registers
+// (`UnitOf`, `RecordScales`) and never lie in memory as bytes. Activations are rounded per row and group of inputs
 // (rounded_rows.h), the groups as short as the shortest of the matrix. The sum of q - zero times activations is exact in
 // integers; per group it becomes a float, is multiplied by both scales and added, then the offset times the sum of the
 // activations. So a row gives the same numbers whatever its company, and whatever the instruction set (up to the
@@ -35,7 +35,6 @@ enum BlockType : int64_t {
 };
 
 constexpr int64_t kUnitInputs = 32;  // whose planes lie together
-constexpr int64_t kPartInputs = 128;
 constexpr int64_t kQuadLine = kPanel * kQuad;  // bytes of a quad of inputs for all outputs
 
 // What a format is made of.
@@ -147,137 +146,59 @@ INLINE u32r look_up(u32r numbers) {
 // 2 l + 1, of 2 bits the quads 4 l to 4 l + 3, of 1 bit all eight, each in the bits of every byte from the lowest on.
 template <int low_bits, int high_bits, bool has_codebook>
 struct UnitOf {
-    static constexpr int kQuads = kUnitInputs / kQuad;
     static constexpr int64_t kLowBytes = low_bits * kQuadLine;
 
-    template <int bits>
+    // The bits of a quad, where bit `to` of each byte is the lowest of them.
+    template <int bits, int to>
     [[gnu::always_inline]] static u32r plane(const uint8_t* at, int quad) {
         constexpr int kAtOnce = 8 / bits;  // quads of a line
-        constexpr uint32_t kMask = ((1u << bits) - 1) * 0x01010101u;
-        u32r words = load_words(at + quad / kAtOnce * kQuadLine);
+        constexpr uint32_t kMask = ((1u << bits) - 1) * 0x01010101u << to;
+        const u32r words = load_words(at + quad / kAtOnce * kQuadLine);
         if constexpr (bits == 8) return words;
-        return words >> (quad % kAtOnce * bits) & kMask;
+        const int from = quad % kAtOnce * bits;
+        return (from >= to ? words >> (from - to) : words << (to - from)) & kMask;
     }
 
-    // bytes: [8 quads][32 outputs][4]
-    [[gnu::always_inline]] static void unpack(const uint8_t* unit, uint8_t* bytes) {
-        for (int64_t column = 0; column < kQuadLine; column += sizeof(u32r))
-#pragma GCC unroll 8
-            for (int quad = 0; quad < kQuads; quad++) {
-                u32r words = plane<low_bits>(unit + column, quad);
-                if constexpr (high_bits > 0) words |= plane<high_bits>(unit + kLowBytes + column, quad) << low_bits;
-                if constexpr (has_codebook) words = look_up(words);
-                memcpy(bytes + quad * kQuadLine + column, &words, sizeof(words));
-            }
+    // A quad of as many outputs as a register holds; `unit` begins with the first of them.
+    [[gnu::always_inline]] static u32r quad_of(const uint8_t* unit, int quad) {
+        u32r words = plane<low_bits, 0>(unit, quad);
+        if constexpr (high_bits > 0) words |= plane<high_bits, low_bits>(unit + kLowBytes, quad);
+        if constexpr (has_codebook) words = look_up(words);
+        return words;
     }
 };
 
-// At most 128 inputs of a panel, unpacked.
-struct BlockPart {
-    static constexpr int64_t kMostGroups = kPartInputs / 16;
-    alignas(64) uint8_t bytes[kPartInputs * kPanel];        // [inputs / 4][32][4]
-    alignas(64) float scales[kMostGroups * kPanel];   // [groups][32]
-    alignas(64) float offsets[kMostGroups * kPanel];  // the same, in formats that have them
-};
-
-INLINE f32x16 bytes_as_floats(const uint8_t* from, uint8_t mask, int shift, int32_t zero) {
-    return by_registers([=](int i) {
-        u8r narrow;
-        memcpy(&narrow, from + i, sizeof(narrow));
-        i32r wide = __builtin_convertvector(narrow, i32r);
-        return __builtin_convertvector((wide >> shift & mask) - zero, f32r);
-    });
-}
-
-// Unpacks `units` units of a record from unit `first` on; the groups go behind one another, as the bytes do.
 template <int64_t type>
-INLINE void unpack_units(const uint8_t* record, int64_t first, int64_t units, uint8_t* bytes, float* scales, float* offsets) {
-    constexpr BlockForm kForm = kFormOf<type>;
-    const uint8_t* values = record + kForm.values_at() + first * kForm.unit_bytes();
-    for (int64_t unit = 0; unit < units; unit++)
-        UnitOf<kForm.low_bits, kForm.high_bits, kForm.has_codebook>::unpack(values + unit * kForm.unit_bytes(),
-                                                                            bytes + unit * kUnitInputs * kPanel);
-    const uint16_t *d = (const uint16_t*)record, *m = d + kPanel;
-    constexpr int64_t kGroups = kUnitInputs / kForm.group;
-    for (int64_t half = 0; half < kPanel; half += kLanes) {
-        const f32x16 scale = load_float16(d + half);
-        if (!kForm.has_scales()) {
-            store(scales + half, scale);
-            if (kForm.has_offsets) store(offsets + half, load_float16(m + half));
-            continue;
-        }
-        f32x16 offset{};
-        if (kForm.has_offsets) offset = -load_float16(m + half);
-        for (int64_t group = 0; group < units * kGroups; group++) {
-            const int64_t to = group * kPanel + half, from = first * kGroups * kPanel + to;
-            constexpr uint8_t kMask = kForm.is_halved ? 15 : 255;
-            store(scales + to, bytes_as_floats(record + kForm.scales_at() + from, kMask, 0, kForm.scale_zero) * scale);
-            if (!kForm.has_offsets) continue;
-            const uint8_t* own = record + (kForm.is_halved ? kForm.scales_at() : kForm.offsets_at()) + from;
-            store(offsets + to, bytes_as_floats(own, kMask, kForm.is_halved ? 4 : 0, 0) * offset);
-        }
+using UnitOfType = UnitOf<kFormOf<type>.low_bits, kFormOf<type>.high_bits, kFormOf<type>.has_codebook>;
+
+// Scales and offsets of a record's groups, as many outputs as a register holds; `lane` is the first of them.
+template <int64_t type>
+struct RecordScales {
+    static constexpr BlockForm kForm = kFormOf<type>;
+    const uint8_t* record;
+
+    [[gnu::always_inline]] f32r scale(int64_t group, int64_t lane) const {
+        f32r scale = load_float16_register((const uint16_t*)record + lane);
+        if constexpr (!kForm.has_scales()) return scale;
+        constexpr uint8_t kMask = kForm.is_halved ? 15 : 255;
+        return bytes_at(kForm.scales_at(), group, lane, kMask, 0, kForm.scale_zero) * scale;
     }
-}
 
-// How products of bytes are added up: `kAtOnce` quads in 16 bits before they are widened to 32; 0: in 32 bits at once.
-template <int rows, int kAtOnce>
-struct QuadSums {
-    static constexpr int kParts = kPanel / kRegister;
-    i32r of[rows][kParts];
-
-    [[gnu::always_inline]] void add(const uint8_t* w, const int8_t* x, int64_t x_stride, int quads) {
-#if defined(__AVX2__) && !defined(__AVX512VNNI__)
-        if constexpr (kAtOnce > 0) {
-            for (int quad = 0; quad < quads; quad += kAtOnce, w += kAtOnce * kQuadLine, x += kAtOnce * kQuad)
-                add_narrow(w, x, x_stride);
-            return;
-        }
-#endif
-        for (int quad = 0; quad < quads; quad++, w += kQuadLine, x += kQuad)
-#pragma GCC unroll 8
-            for (int i = 0; i < kParts; i++) {
-                i32r weights;
-                memcpy(&weights, w + i * sizeof(i32r), sizeof(i32r));
-#pragma GCC unroll 12
-                for (int r = 0; r < rows; r++) of[r][i] = add_quads(of[r][i], weights, spread(quad_at(x + r * x_stride)));
-            }
+    [[gnu::always_inline]] f32r offset(int64_t group, int64_t lane) const {
+        f32r offset = load_float16_register((const uint16_t*)record + kPanel + lane);
+        if constexpr (!kForm.has_scales()) return offset;
+        if constexpr (kForm.is_halved) return bytes_at(kForm.scales_at(), group, lane, 15, 4, 0) * -offset;
+        return bytes_at(kForm.offsets_at(), group, lane, 255, 0, 0) * -offset;
     }
 
 private:
-#if defined(__AVX2__) && !defined(__AVX512VNNI__)
-    [[gnu::always_inline]] void add_narrow(const uint8_t* w, const int8_t* x, int64_t x_stride) {
-        __m256i halves[rows][kParts];
-#pragma GCC unroll 12
-        for (int r = 0; r < rows; r++)
-#pragma GCC unroll 8
-            for (int i = 0; i < kParts; i++) halves[r][i] = _mm256_setzero_si256();
-#pragma GCC unroll 1
-        for (int quad = 0; quad < kAtOnce; quad++, w += kQuadLine, x += kQuad)  // unrolled, it would run out of registers
-#pragma GCC unroll 12
-            for (int r = 0; r < rows; r++) {
-                const __m256i own = _mm256_set1_epi32(quad_at(x + r * x_stride));
-#pragma GCC unroll 8
-                for (int i = 0; i < kParts; i++) {
-                    const __m256i weights = _mm256_load_si256((const __m256i*)w + i);
-                    halves[r][i] = _mm256_add_epi16(halves[r][i], _mm256_maddubs_epi16(weights, own));
-                }
-            }
-        const __m256i ones = _mm256_set1_epi16(1);
-#pragma GCC unroll 12
-        for (int r = 0; r < rows; r++)
-#pragma GCC unroll 8
-            for (int i = 0; i < kParts; i++) of[r][i] += (i32r)_mm256_madd_epi16(halves[r][i], ones);
+    [[gnu::always_inline]] f32r bytes_at(int64_t at, int64_t group, int64_t lane, uint8_t mask, int shift,
+                                         int32_t zero) const {
+        i32r wide = load_register(record + at + group * kPanel + lane);
+        if (mask != 255) wide = wide >> shift & mask;
+        return __builtin_convertvector(wide - zero, f32r);
     }
-#endif
 };
-
-// Quads whose products with activations (at most 127 in magnitude) fit 16 bits when added up: a power of 2 up to 8, or
-// 0. A 16-bit lane takes two of a quad's four products.
-INLINE constexpr int quads_in_16_bits(int largest) {
-    for (int quads = 8; quads >= 2; quads /= 2)
-        if (2 * 127 * largest * quads <= 32767) return quads;
-    return 0;
-}
 
 // Where the weights of a panel lie, and in which format.
 struct BlockPanel {
@@ -289,7 +210,7 @@ struct BlockPanel {
 struct BlockPanels {
     using Shapes = NoShapes;
     static constexpr bool kTakesMany = false;
-    static constexpr int kMostRows = 48;
+    static constexpr int kMostRows = 50;
     static int rows_at_once() { return kMostRows; }
 
     RoundedRows x;

@@ -27,14 +27,22 @@ INLINE int64_t quantized_panel_bytes(int64_t in_size, int bits) {
     return divide_up(in_size, 32 / bits) * kPanel * kQuad;
 }
 
-#if defined(__AVX512VNNI__)
+#if defined(__AVX512VNNI__) || (defined(__AVXVNNI__) && !defined(__AVX512F__))
+#define PENSTOCK_ADDS_QUADS
+#endif
+
+#if defined(PENSTOCK_ADDS_QUADS)
 using Quads = i32r;
 
 INLINE Quads spread(int32_t quad) { return quad - i32r{}; }
 
 // total += the 4 products of unsigned weights and signed activations, lane by lane, in 32 bits
 INLINE i32r add_quads(i32r total, i32r weights, const Quads& x) {
+#if defined(__AVX512F__)
     return (i32r)_mm512_dpbusd_epi32((__m512i)total, (__m512i)weights, (__m512i)x);
+#else
+    return (i32r)_mm256_dpbusd_avx_epi32((__m256i)total, (__m256i)weights, (__m256i)x);
+#endif
 }
 #else
 using i16r = int16_t __attribute__((vector_size(4 * kRegister)));
@@ -119,18 +127,23 @@ INLINE void add_group(GroupSums<rows>& sums, const uint8_t* w, const int8_t* x, 
     }
 }
 
-INLINE f32x16 load_float16(const uint16_t* from) {
+// As many as a register holds.
+INLINE f32r load_float16_register(const uint16_t* from) {
 #if defined(__AVX512F__)
-    return (f32x16)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)from));
+    return (f32r)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)from));
+#elif defined(__AVX__) && defined(__F16C__)
+    return (f32r)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)from));
 #else
-    return by_registers([=](int i) {
-        u16r narrow;
-        memcpy(&narrow, from + i, sizeof(narrow));
-        u32r bits = __builtin_convertvector(narrow, u32r);
-        f32r magnitude = (f32r)((bits & 0x7fffu) << 13) * 0x1p112f;  // exponent bias 15 becomes 127
-        return (f32r)((u32r)magnitude | (bits & 0x8000u) << 16);
-    });
+    u16r narrow;
+    memcpy(&narrow, from, sizeof(narrow));
+    u32r bits = __builtin_convertvector(narrow, u32r);
+    f32r magnitude = (f32r)((bits & 0x7fffu) << 13) * 0x1p112f;  // exponent bias 15 becomes 127
+    return (f32r)((u32r)magnitude | (bits & 0x8000u) << 16);
 #endif
+}
+
+INLINE f32x16 load_float16(const uint16_t* from) {
+    return by_registers([=](int i) { return load_float16_register(from + i); });
 }
 
 // Where the packed matrix lies.
@@ -158,11 +171,7 @@ struct QuantizedWeight {
     }
 
     i32x16 zeros_at(int64_t at) const {
-        return by_registers([=](int i) {
-            u8r narrow;
-            memcpy(&narrow, zeros + at + i, sizeof(narrow));
-            return __builtin_convertvector(narrow, i32r);
-        });
+        return by_registers([=](int i) { return load_register(zeros + at + i); });
     }
 };
 
