@@ -103,6 +103,17 @@ private:
 #endif
 };
 
+// What is due later, fetched piece by piece beside a product.
+struct Fetching {
+    const uint8_t* from;
+    int64_t piece;  // bytes, for each unit
+
+    [[gnu::always_inline]] void go_on() {
+        for (int64_t line = 0; line < piece; line += kCacheLine) __builtin_prefetch(from + line, 0, 2);
+        from += piece;
+    }
+};
+
 // The product of a few rows with a panel. The weights go from their planes into it, and the results of one row stay in
 // registers.
 template <int64_t type, int rows>
@@ -111,7 +122,7 @@ struct RowsProduct {
 
     const RoundedRows& x;
     int64_t first_row;
-    bool is_first;  // over this panel: its weights are still to be fetched
+    Fetching fetching;
     f32r results[rows][kParts] = {};
 
     [[gnu::always_inline]] void add_record(const uint8_t* record, int64_t first_input) {
@@ -119,7 +130,7 @@ struct RowsProduct {
         const RecordScales<type> scales{record};
         for (int64_t input = 0; input < kForm.inputs; input += kUnitInputs, unit += kForm.unit_bytes()) {
             const int64_t start = first_input + input, group = input / kForm.group;
-            if (!kIsInOrder && is_first) fetch_ahead(record + input / kUnitInputs * kShare);
+            fetching.go_on();
             if (kForm.group == kUnitInputs && x.group == kUnitInputs) {
                 add_group<0, kUnitInputs / kQuad>(unit, scales, group, start);
             } else {
@@ -131,17 +142,6 @@ struct RowsProduct {
     }
 
 private:
-    static constexpr int64_t kShare = kForm.record_bytes() / (kForm.inputs / kUnitInputs);  // bytes of a record for a unit
-    static constexpr bool kIsInOrder = kForm.high_bits == 0 && !kForm.has_scales();
-    static constexpr int64_t kAhead = 8192;
-
-    // Fetches what is due later: of lines that are read in another order than they lie in, the processor fetches few by
-    // itself. How far ahead is measured (docs/perf-log.md): worth up to twice the speed.
-    [[gnu::always_inline]] static void fetch_ahead(const uint8_t* from) {
-#pragma GCC unroll 20
-        for (int64_t line = 0; line < kShare; line += kCacheLine) __builtin_prefetch(from + kAhead + line, 0, 2);
-    }
-
     // Quads [first, first + quads) of a unit, which have one scale, of activations too; `start` is their first input.
     template <int first, int quads>
     [[gnu::always_inline]] void add_group(const uint8_t* unit, const RecordScales<type>& scales, int64_t group, int64_t start) {
@@ -181,24 +181,45 @@ private:
     }
 };
 
-// Where a product's rows and weights lie.
+// Some rows of a tile over a panel of one format, a few at a time.
+template <int64_t type>
 struct PanelProduct {
+    static constexpr BlockForm kForm = kFormOf<type>;
+
     const RoundedRows& x;
     const uint8_t* records;
     int64_t in_size;
 
-    // Adds rows [row, row + rows), at most `most`, of the tile that begins with row `first_row`.
-    template <int64_t type, int most = kRowsAtOnce>
-    void add(int64_t first_row, int row, int rows, float* tile) const {
-        if constexpr (most > 1)
-            if (rows < most) return add<type, most - 1>(first_row, row, rows, tile);
-        of_rows<type, most>(first_row + row, row == 0, tile + row * kPanel);
+    void multiply(int64_t first_row, int rows, float* tile) const {
+        const int turns = (rows + kRowsAtOnce - 1) / kRowsAtOnce;
+        for (int turn = 0; turn < turns; turn++) {
+            const int row = rows * turn / turns, end = rows * (turn + 1) / turns;
+            add<kRowsAtOnce>(first_row + row, end - row, fetching(turn, turns), tile + row * kPanel);
+        }
     }
 
-    template <int64_t type, int rows>
-    __attribute__((noinline)) void of_rows(int64_t first_row, bool is_first, float* results) const {
-        constexpr BlockForm kForm = kFormOf<type>;
-        RowsProduct<type, rows> product{x, first_row, is_first};
+private:
+    // With one turn, lines that are read in another order than they lie in are fetched as far ahead as was measured to be
+    // best (docs/perf-log.md): of these, the processor fetches few by itself. With more, each fetches its part of the next
+    // panel, so that memory does not wait while this one is gone over again.
+    Fetching fetching(int turn, int turns) const {
+        constexpr bool kIsInOrder = kForm.high_bits == 0 && !kForm.has_scales();
+        constexpr int64_t kAhead = 8192, kUnits = kForm.inputs / kUnitInputs, kShare = kForm.record_bytes() / kUnits;
+        if (turns == 1) return {records + kAhead, kIsInOrder ? 0 : kShare};
+        const int64_t bytes = in_size / kForm.inputs * kForm.record_bytes();
+        return {records + bytes + bytes * turn / turns, kShare / turns};
+    }
+
+    template <int most>
+    void add(int64_t first_row, int rows, Fetching fetching, float* results) const {
+        if constexpr (most > 1)
+            if (rows < most) return add<most - 1>(first_row, rows, fetching, results);
+        of_rows<most>(first_row, fetching, results);
+    }
+
+    template <int rows>
+    __attribute__((noinline)) void of_rows(int64_t first_row, Fetching fetching, float* results) const {
+        RowsProduct<type, rows> product{x, first_row, fetching};
         const uint8_t* record = records;
         for (int64_t first = 0; first < in_size; first += kForm.inputs, record += kForm.record_bytes())
             product.add_record(record, first);
@@ -208,13 +229,8 @@ struct PanelProduct {
 
 void BlockPanels::operator()(Shapes&, int64_t first_row, int rows, int64_t panel, float* tile) const {
     const BlockPanel& own = panels[panel];
-    const PanelProduct product{x, own.records, in_size};
-    const int turns = (rows + kRowsAtOnce - 1) / kRowsAtOnce;
     with_form(own.type, [&](auto type) {
-        for (int turn = 0; turn < turns; turn++) {
-            const int row = rows * turn / turns, end = rows * (turn + 1) / turns;
-            product.template add<type()>(first_row, row, end - row, tile);
-        }
+        PanelProduct<type()>{x, own.records, in_size}.multiply(first_row, rows, tile);
     });
 }
 
