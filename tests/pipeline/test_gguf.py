@@ -15,9 +15,10 @@ from penstock.executor.inprocess import InprocessExecutor
 from penstock.families.registry import load_spec, resolve_model_directory, served_names
 from penstock.families.sharding import require_whole_groups
 from penstock.kvstore import names
-from penstock.process.config import FirstLoad
+from penstock.process.config import FirstLoad, RankConfig
 from penstock.rank.loading import load_rank
 from rank_configs import make_rank_configs
+from weight_heads import WeightHead, WeightWorker, at
 
 SIZES = {"layers": 3, "hidden_size": 256, "intermediate_size": 512, "vocab_size": 96}
 PROMPTS = [[(7 * i + 3 * j) % 90 for j in range(5 + 11 * i)] for i in range(3)]
@@ -29,15 +30,19 @@ def mixed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A file of as many formats as published ones have."""
     directory = tmp_path_factory.mktemp("mixed")
     checkpoint = make_checkpoint(directory / "checkpoint", tied=True, **SIZES)  # type: ignore[arg-type]
+    return as_gguf(checkpoint, directory / "gguf", mixed_blocks).path
 
-    def block_of(name: str) -> str | None:
-        return None if "norm" in name else MIXED.get(name.split(".")[-2], "Q4_K")
 
-    return as_gguf(checkpoint, directory / "gguf", block_of).path
+def mixed_blocks(name: str) -> str | None:
+    return None if "norm" in name else MIXED.get(name.split(".")[-2], "Q4_K")
 
 
 def outputs(model: Path, num_stages: int, **changes: object) -> list[list[int]]:
-    executor = InprocessExecutor(make_rank_configs(model, num_stages, **changes))  # type: ignore[arg-type]
+    return generated(make_rank_configs(model, num_stages, **changes), num_stages)  # type: ignore[arg-type]
+
+
+def generated(ranks: list[RankConfig], num_stages: int) -> list[list[int]]:
+    executor = InprocessExecutor(ranks)
     executor.start()
     wanted = [Wanted(list(prompt), 12) for prompt in PROMPTS]
     small_core(num_stages, 0, 8).generate(executor, wanted)
@@ -51,6 +56,26 @@ def test_any_layout_gives_the_same_tokens(mixed: Path) -> None:
     assert len({tuple(output) for output in one}) == 3
     for num_stages, tp in ((2, ()), (3, ()), (1, (2,)), (2, (2, 1)), (3, (1, 2, 2))):
         assert outputs(mixed, num_stages, tp=tp) == one, (num_stages, tp)
+
+
+@pytest.mark.parametrize("form", ["floats", "blocks", "blocks in three files"])
+def test_g1_a_stage_on_another_host_gives_the_same_tokens(mixed: Path, tmp_path: Path, form: str) -> None:
+    """The host fetches headers and the tensors of its stage, which two ranks share."""
+    model = mixed
+    if form != "blocks":
+        checkpoint = make_checkpoint(tmp_path / "checkpoint", tied=True, **SIZES)  # type: ignore[arg-type]
+        block_of = (lambda name: None) if form == "floats" else mixed_blocks
+        model = as_gguf(checkpoint, tmp_path / "gguf", block_of, num_parts=3).path
+    head = WeightHead(tmp_path / "head", model)
+    desk = WeightWorker(tmp_path / "desk", head)
+    try:
+        ranks = make_rank_configs(model, 2, tp=(1, 2))
+        placed = [ranks[0], *(at(desk.find(rank), rank, head.identity) for rank in ranks[1:])]
+        assert [rank.model_path == str(model) for rank in placed] == [True, False, False]
+        assert generated(placed, 2) == outputs(model, 1)
+    finally:
+        desk.close()
+        head.close()
 
 
 def test_without_kernels_the_numbers_are_nearly_the_same(mixed: Path) -> None:

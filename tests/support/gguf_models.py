@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from checkpoints import write_weights
-from gguf_files import Stored, write_gguf
+from gguf_files import Stored, write_gguf, write_parts
 from penstock.kernels.block_formats import BLOCK_FORMATS, BlockFormat
 from penstock.kernels.block_rows import dequantize
 from penstock.weights.gguf_blocks import decode_rows
@@ -103,12 +103,14 @@ def as_gguf(
     directory: Path,
     format_of: FormatOf = lambda name: None,
     extra: Mapping[str, np.ndarray] = MappingProxyType({}),
+    num_parts: int = 1,
 ) -> GgufModel:
     """Write the model of a checkpoint as GGUF.
 
     Args:
         format_of: the block format of a tensor, by its name in the file; None: float32, as it is.
         extra: further tensors of floats.
+        num_parts: files that the model is split into.
     """
     config = json.loads((checkpoint / "config.json").read_text())
     name = ARCHITECTURES[config["architectures"][0]]
@@ -145,11 +147,21 @@ def as_gguf(
         for member, own in zip(members, numbers if len(members) > 1 else [numbers], strict=True):
             plain[member] = _in_order(own, heads).contiguous()
     stored |= {key: Stored.of(values) for key, values in extra.items()}
-    path = write_gguf(directory / "model.gguf", _metadata(name, config), stored)
+    path = _write(directory, _metadata(name, config), stored, num_parts)
     (directory / "plain").mkdir(exist_ok=True)
     (directory / "plain" / "config.json").write_text(json.dumps(config))
     write_weights(directory / "plain", plain)
     return GgufModel(path, directory / "plain")
+
+
+def _write(
+    directory: Path, metadata: Mapping[str, Any], stored: Mapping[str, Stored], num_parts: int
+) -> Path:
+    if num_parts == 1:
+        return write_gguf(directory / "model.gguf", metadata, stored)
+    names = list(stored)
+    parts = [{name: stored[name] for name in names[part::num_parts]} for part in range(num_parts)]
+    return write_parts(directory, "model", metadata, parts)[0]
 
 
 def _grouped(tensors: Mapping[str, Tensor]) -> dict[str, list[str]]:

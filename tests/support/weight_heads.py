@@ -5,6 +5,10 @@ from __future__ import annotations
 import socket
 import threading
 from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
 
 from penstock.hosts.model_shelf import ModelShelf
 from penstock.hosts.weights.model_finder import ModelFinder
@@ -13,7 +17,11 @@ from penstock.hosts.weights.tensor_digests import TensorDigests
 from penstock.hosts.weights.weight_cache import WeightCache
 from penstock.hosts.weights.weight_server import WeightServer
 from penstock.process.config import RankConfig
+from penstock.rank.loading import load_rank
 from penstock.trust.cancellation import Cancellation
+from penstock.weights.loader import LoadReport
+from penstock.weights.read_digests import parse_table
+from rank_configs import make_rank_configs
 
 
 class CountedSocket(socket.socket):
@@ -127,3 +135,35 @@ class WeightWorker:
 
     def close(self) -> None:
         self.cache.close()
+
+
+def loaded(rank: RankConfig) -> LoadReport:
+    """What a rank says of its load."""
+    threads = torch.get_num_threads()
+    try:
+        return load_rank(rank, lambda done, total: None).report
+    finally:
+        torch.set_num_threads(threads)
+
+
+def what_was_read(rank: RankConfig) -> dict[bytes, bytes]:
+    """Digests of all that the rank reads when it loads, by what it is."""
+    return parse_table(loaded(rank).digests)
+
+
+def at(path: Path, rank: RankConfig, identity: bytes) -> RankConfig:
+    """The rank, on a host where its model is in this path."""
+    return msgspec.structs.replace(rank, model_path=str(path), model_identity=identity)
+
+
+def assert_loads_alike(tmp_path: Path, model: Path, layout: dict[str, Any]) -> None:
+    """All ranks read the same bytes from the model and from what a worker fetches for them."""
+    head = WeightHead(tmp_path / "head", model)
+    worker = WeightWorker(tmp_path / "cache", head)
+    try:
+        for rank in make_rank_configs(model, 2, are_threads=True, kernels="off", **layout):
+            found = at(worker.find(rank), rank, head.identity)
+            assert what_was_read(found) == what_was_read(rank)
+    finally:
+        worker.close()
+        head.close()

@@ -1,8 +1,10 @@
 """A model in GGUF as a whole: one file, or the parts that it was split into.
 
 Parts are called `NAME-00001-of-0000N.gguf`. Each says in its metadata which one it is, and the first has the
-metadata of the model. Whichever part is named, all are opened, and their tensors are one index. Called by
-whoever loads weights, a vocabulary or a configuration from GGUF. Torch-free; reads no tensor data.
+metadata of the model. Whichever part is named, all are opened, and their tensors are one index. On a host
+that has only some tensors of the model, the files are headers alone, and an index says where these tensors
+are (`gguf.tensor_places`). Called by whoever loads weights, a vocabulary or a configuration from GGUF.
+Torch-free; reads no tensor data.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from penstock.errors import CheckpointError
 from penstock.gguf.metadata import GgufMetadata
 from penstock.gguf.part import GgufPart, GgufTensor, read_part
 from penstock.gguf.part_names import part_paths
+from penstock.gguf.tensor_places import at_places, read_places
 from penstock.told_text import printable
 
 _NUMBER, _COUNT, _NUM_TENSORS = "split.no", "split.count", "split.tensors.count"
@@ -31,6 +34,7 @@ class GgufFile:
         metadata: of the model.
         tensors: of all files, by name, in the order of the files.
         header_bytes: that were read of all files.
+        data_starts: where the header of each file ends.
     """
 
     path: Path
@@ -39,6 +43,7 @@ class GgufFile:
     metadata: GgufMetadata
     tensors: Mapping[str, GgufTensor]
     header_bytes: int
+    data_starts: tuple[int, ...]
 
     @classmethod
     def open(cls, path: Path) -> GgufFile:
@@ -49,15 +54,18 @@ class GgufFile:
                 those of one model.
         """
         paths = part_paths(path)
-        parts = [read_part(each) for each in paths]
+        places = read_places(paths[0])
+        parts = [read_part(each, is_header_alone=places is not None) for each in paths]
         _require_one_model(parts)
+        tensors = _joined(parts)
         return cls(
             path=paths[0],
             parts=tuple(paths),
             version=parts[0].version,
             metadata=parts[0].metadata,
-            tensors=_joined(parts),
+            tensors=tensors if places is None else at_places(tensors, places, paths[0]),
             header_bytes=sum(part.header_bytes for part in parts),
+            data_starts=tuple(part.data_start for part in parts),
         )
 
 

@@ -57,6 +57,7 @@ class GgufPart:
 
     Attributes:
         header_bytes: of the file that were read.
+        data_start: where the header ends, and the tensors' bytes begin.
     """
 
     path: Path
@@ -64,10 +65,14 @@ class GgufPart:
     metadata: GgufMetadata
     tensors: Mapping[str, GgufTensor]
     header_bytes: int
+    data_start: int
 
 
-def read_part(path: Path) -> GgufPart:
+def read_part(path: Path, *, is_header_alone: bool = False) -> GgufPart:
     """Return what one file holds, without the others of its model.
+
+    Args:
+        is_header_alone: the tensors are elsewhere (`gguf.tensor_places`), and the file ends with its header.
 
     Raises:
         CheckpointError: the file cannot be read, or its header is not sound.
@@ -75,7 +80,7 @@ def read_part(path: Path) -> GgufPart:
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a pipe would block for ever
         try:
-            return _parse(path, HeaderBytes(path, descriptor))
+            return _parse(path, HeaderBytes(path, descriptor), is_header_alone=is_header_alone)
         finally:
             os.close(descriptor)
     except OSError as error:
@@ -84,21 +89,30 @@ def read_part(path: Path) -> GgufPart:
         ) from error
 
 
-def _parse(path: Path, header: HeaderBytes) -> GgufPart:
+def _parse(path: Path, header: HeaderBytes, *, is_header_alone: bool) -> GgufPart:
     version = _read_version(header)
     num_tensors = header.count(_TENSOR_BYTES, "a number of tensors")
     metadata = GgufMetadata(path.name, read_metadata(header, metadata_room(header)))
     alignment = _alignment(metadata)
     entries = [_read_entry(header) for _ in range(num_tensors)]
     data_start = -(-header.position // alignment) * alignment
+    if is_header_alone and header.file_size > data_start:
+        header.refuse(f"a header of {data_start} bytes alone", f"a file of {header.file_size} bytes")
     tensors: dict[str, GgufTensor] = {}
     for entry in entries:
         if entry.name in tensors:
             header.refuse("each tensor once", "it twice", tensor=entry.name)
         tensors[entry.name] = _placed(header, entry, path, data_start, alignment)
+        if not is_header_alone:
+            _require_whole(header, tensors[entry.name])
     _require_apart(header, tensors)
     return GgufPart(
-        path=path, version=version, metadata=metadata, tensors=tensors, header_bytes=len(header.content)
+        path=path,
+        version=version,
+        metadata=metadata,
+        tensors=tensors,
+        header_bytes=len(header.content),
+        data_start=data_start,
     )
 
 
@@ -168,27 +182,29 @@ def _known_type(header: HeaderBytes, number: int, tensor: str) -> GgufType:
 
 
 def _placed(header: HeaderBytes, entry: _Entry, path: Path, data_start: int, alignment: int) -> GgufTensor:
-    """Return where a tensor is, once its bytes are known to be there."""
+    """Return where a tensor is in a file that is whole."""
     num_bytes = entry.type.num_bytes(math.prod(entry.dimensions))
     if entry.offset % alignment:
         found = f"offset {entry.offset}"
         header.refuse(f"an offset that is a multiple of {alignment}", found, tensor=entry.name)
-    start = data_start + entry.offset
-    if start + num_bytes > header.file_size:
-        shape = "x".join(map(str, entry.dimensions)) or "one value"
-        header.refuse(
-            f"{num_bytes} bytes of {entry.type.name} ({shape}) from byte {start} on",
-            f"a file of {header.file_size} bytes (truncated)",
-            tensor=entry.name,
-        )
     return GgufTensor(
         name=entry.name,
         shape=entry.dimensions[::-1],
         type=entry.type,
         path=path,
-        start=start,
+        start=data_start + entry.offset,
         num_bytes=num_bytes,
     )
+
+
+def _require_whole(header: HeaderBytes, tensor: GgufTensor) -> None:
+    if tensor.end > header.file_size:
+        shape = "x".join(map(str, tensor.shape[::-1])) or "one value"
+        header.refuse(
+            f"{tensor.num_bytes} bytes of {tensor.type.name} ({shape}) from byte {tensor.start} on",
+            f"a file of {header.file_size} bytes (truncated)",
+            tensor=tensor.name,
+        )
 
 
 def _require_apart(header: HeaderBytes, tensors: Mapping[str, GgufTensor]) -> None:

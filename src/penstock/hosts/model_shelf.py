@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from penstock.errors import ModelError, PenstockError
+from penstock.errors import CheckpointError, ModelError, PenstockError
 from penstock.families.registry import DEMO_MODEL, resolve_model_directory
+from penstock.gguf.part_names import part_paths
 from penstock.kvstore.names import model_identity
 
 _CONFIG = "config.json"
+_GGUF = ".gguf"
 _MAX_DEPTH = 6  # as deep as a cache of a hub keeps its snapshots
 
 
@@ -31,7 +34,7 @@ class ModelShelf:
         return ", ".join(map(str, self._directories))
 
     def locate(self, identity: bytes) -> Path:
-        """Return the directory of a model. It is looked up anew each time: files change.
+        """Return the directory of a model, or its GGUF file. It is looked up anew each time: files change.
 
         Raises:
             ModelError: this host does not have it.
@@ -39,10 +42,10 @@ class ModelShelf:
         known = self._found.get(identity)
         if known is not None and _identity_of(known) == identity:
             return known
-        for directory in self._candidates():
-            if _identity_of(directory) == identity:
-                self._found[identity] = directory
-                return directory
+        for model in self._candidates():
+            if _identity_of(model) == identity:
+                self._found[identity] = model
+                return model
         places = self.places or "no directory (--models-dir)"
         raise ModelError(
             f"this host does not have the model that the head serves; it has looked in {places}.",
@@ -56,14 +59,26 @@ class ModelShelf:
             for place, below, files in os.walk(directory, followlinks=True):
                 if _CONFIG in files:
                     yield Path(place)
+                yield from _gguf_models(Path(place), files)
                 if len(Path(place).relative_to(directory).parts) >= _MAX_DEPTH:
                     below.clear()
                 below.sort()
 
 
-def _identity_of(directory: Path) -> bytes:
-    """Return the identity of the model in a directory; empty where there is none that can be read."""
+def _gguf_models(directory: Path, names: Sequence[str]) -> Iterator[Path]:
+    """Yield the GGUF models of a directory: single files, and the first parts of those that are split."""
+    for name in sorted(names):
+        path = directory / name
+        if path.suffix.lower() != _GGUF:
+            continue
+        with contextlib.suppress(CheckpointError):  # other parts are missing
+            if part_paths(path)[0] == path:
+                yield path
+
+
+def _identity_of(model: Path) -> bytes:
+    """Return the identity of a directory or a GGUF file; empty where it is no model that can be read."""
     try:
-        return model_identity(directory)
+        return model_identity(model)
     except (PenstockError, OSError, ValueError):
         return b""

@@ -37,6 +37,7 @@ from penstock.weights.mapping import (
 )
 from penstock.weights.read_digests import ReadDigests
 from penstock.weights.tensor_bytes import TORCH_DTYPES, opened, read_exactly
+from penstock.weights.tensor_files import gguf_entry
 
 PIECE_VALUES = 1 << 20  # of a piece that is read and decoded at once, about: it stays in a cache
 
@@ -81,15 +82,7 @@ class _Load:
     @property
     def entry(self) -> TensorEntry:
         """The tensor's place, as other readers have it."""
-        tensor = self.stored.tensor
-        return TensorEntry(
-            name=tensor.name,
-            path=tensor.path,
-            dtype=tensor.type.name,
-            shape=tensor.shape,
-            begin=tensor.start,
-            end=tensor.end,
-        )
+        return gguf_entry(self.stored.tensor)
 
     @property
     def rows_at_once(self) -> int:

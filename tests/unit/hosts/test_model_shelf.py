@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from checkpoints import make_checkpoint
+from gguf_files import Stored, write_gguf, write_parts
 from penstock.errors import ModelError
 from penstock.families.registry import resolve_model_directory
 from penstock.hosts.model_shelf import ModelShelf
@@ -21,6 +23,19 @@ def test_g1_a_model_is_found_wherever_it_lies_below(tmp_path: Path) -> None:
     shelf = ModelShelf([tmp_path])
     assert shelf.locate(model_identity(model)) == model
     assert shelf.locate(model_identity(other)) == other
+
+
+def test_g1_a_model_in_gguf_is_found_where_all_its_parts_are(tmp_path: Path) -> None:
+    tensors = {name: Stored.of(np.full(9, size, "<f4")) for size, name in enumerate("abc")}
+    (tmp_path / "split").mkdir()
+    single = write_gguf(tmp_path / "m.gguf", {"general.architecture": "llama"}, tensors)
+    split = write_parts(tmp_path / "split", "m", {}, [{name: tensors[name]} for name in tensors])
+    shelf, identity = ModelShelf([tmp_path]), model_identity(split[1])
+    assert shelf.locate(model_identity(single)) == single
+    assert shelf.locate(identity) == split[0]
+    split[2].unlink()
+    with pytest.raises(ModelError, match="does not have the model"):
+        ModelShelf([tmp_path]).locate(identity)
 
 
 def test_g1_the_demo_model_is_always_there() -> None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Protocol
 
 from penstock.errors import CheckpointError
 from penstock.hosts.weights.needed_tensors import TensorGroup
 from penstock.hosts.weights.tensor_digests import Check, TensorDigests
-from penstock.weights.checkpoint import Checkpoint
+from penstock.weights.checkpoint import TensorEntry
+from penstock.weights.tensor_files import TensorFiles
 
 
 class LocalCopy(Protocol):
@@ -26,8 +26,8 @@ class LocalCopy(Protocol):
         """Return the digests of the tensors; empty where they are not there, or cannot be read."""
         ...
 
-    def paths(self, group: TensorGroup) -> dict[str, Path]:
-        """Return the file that has each tensor."""
+    def entries(self, group: TensorGroup) -> dict[str, TensorEntry]:
+        """Return where each tensor is."""
         ...
 
 
@@ -43,26 +43,27 @@ class NoCopy:
     def digests(self, group: TensorGroup) -> list[bytes]:
         return []
 
-    def paths(self, group: TensorGroup) -> dict[str, Path]:
+    def entries(self, group: TensorGroup) -> dict[str, TensorEntry]:
         return {}
 
 
-class CheckpointCopy:
-    """A checkpoint below the worker's own directories.
+class ModelCopy:
+    """A model below the worker's own directories.
 
     Args:
-        digests: of its tensors, as far as they are known.
+        tensors: of its files.
+        digests: of the tensors, as far as they are known.
         check: called between the pieces that are read.
     """
 
-    def __init__(self, checkpoint: Checkpoint, digests: TensorDigests, check: Check) -> None:
-        self._checkpoint = checkpoint
+    def __init__(self, tensors: TensorFiles, digests: TensorDigests, check: Check) -> None:
+        self._tensors = tensors
         self._digests = digests
         self._check = check
 
     def has(self, group: TensorGroup) -> bool:
         try:
-            entries = [self._checkpoint.entry(name) for name in group.names]
+            entries = [self._tensors.entry(name) for name in group.names]
         except CheckpointError:
             return False
         return all(
@@ -73,7 +74,7 @@ class CheckpointCopy:
     def unread_bytes(self, group: TensorGroup) -> int:
         if not self.has(group):
             return 0
-        entries = [self._checkpoint.entry(name) for name in group.names]
+        entries = [self._tensors.entry(name) for name in group.names]
         try:
             return sum(entry.end - entry.begin for entry in entries if not self._digests.has(entry))
         except CheckpointError:
@@ -83,9 +84,9 @@ class CheckpointCopy:
         if not self.has(group):
             return []
         try:
-            return [self._digests.of(self._checkpoint.entry(name), self._check) for name in group.names]
+            return [self._digests.of(self._tensors.entry(name), self._check) for name in group.names]
         except CheckpointError:
             return []
 
-    def paths(self, group: TensorGroup) -> dict[str, Path]:
-        return {name: self._checkpoint.entry(name).path for name in group.names}
+    def entries(self, group: TensorGroup) -> dict[str, TensorEntry]:
+        return {name: self._tensors.entry(name) for name in group.names}

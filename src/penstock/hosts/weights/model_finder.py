@@ -3,7 +3,7 @@
     the head says what there is ──▶ what the rank needs ──▶ a copy here with the same digests?
                                                         └──▶ in the cache, undamaged?
                                                         └──▶ fetched into the cache, over several connections
-    ──▶ a directory with links to all of it, which looks to the rank like a checkpoint
+    ──▶ a directory with links to all of it, which looks to the rank like a checkpoint, or like a GGUF file
 
 Called by `hosts.weights.model_supply`, in a thread of its own. Takes no path from the head: the model is
 named by its identity, and every file by its content.
@@ -19,20 +19,27 @@ from itertools import starmap
 from pathlib import Path
 from typing import Protocol
 
-from penstock.errors import ModelError, ProtocolError
+from penstock.errors import ModelError
 from penstock.families.registry import load_spec
 from penstock.hosts.model_shelf import ModelShelf
-from penstock.hosts.weights.local_copy import CheckpointCopy, LocalCopy, NoCopy
-from penstock.hosts.weights.needed_tensors import TensorGroup, num_bytes, tensor_groups, total_bytes
-from penstock.hosts.weights.served_models import MAX_SMALL_BYTES, SMALL_FILES
+from penstock.hosts.weights.local_copy import LocalCopy, ModelCopy, NoCopy
+from penstock.hosts.weights.needed_tensors import (
+    TensorGroup,
+    config_groups,
+    num_bytes,
+    tensor_groups,
+    total_bytes,
+)
 from penstock.hosts.weights.side_threads import SideThreads
+from penstock.hosts.weights.small_files import known_files
 from penstock.hosts.weights.tensor_digests import TensorDigests
 from penstock.hosts.weights.weight_cache import WeightCache
 from penstock.hosts.weights.weight_client import Connect, Part, Sink, WeightClient
 from penstock.hosts.weights.weight_wire import Description, SmallFile
 from penstock.process.config import RankConfig
 from penstock.trust.cancellation import Cancellation
-from penstock.weights.checkpoint import Checkpoint
+from penstock.weights.checkpoint import TensorEntry
+from penstock.weights.tensor_files import open_tensors
 
 NUM_CONNECTIONS = 2  # TLS of one takes a core beyond about 10 Gbit/s
 
@@ -53,6 +60,19 @@ class Notes(Protocol):
         ...
 
 
+class _Unheard:
+    """Notes of what is too small to be said; implements `Notes`."""
+
+    def say(self, line: str) -> None:
+        pass
+
+    def begin(self, num_bytes: int) -> None:
+        pass
+
+    def add(self, num_bytes: int) -> None:
+        pass
+
+
 class ModelFinder:
     """The weights that this host has or can get.
 
@@ -69,7 +89,7 @@ class ModelFinder:
         self._without_copy: set[bytes] = set()  # models of which the user knows that no copy is here
 
     def find(self, identity: bytes, rank: RankConfig, notes: Notes, cancellation: Cancellation) -> Path:
-        """Return a directory with all that a rank reads, which looks like a checkpoint.
+        """Return all that a rank reads: a directory that looks like a checkpoint, or a GGUF file in one.
 
         Raises:
             PeerError: the head cannot be reached, or the disk is full.
@@ -79,9 +99,12 @@ class ModelFinder:
         with closing(WeightClient(self._connect, cancellation)) as client:
             description = client.describe(identity)
             small = {file.name: file.digest for file in self._small_files(client, identity, description)}
-            spec = load_spec(self._cache.view(small, {}), rank.model_impl)
+            copy = self._copy(identity, notes, cancellation)
+            of_config = config_groups(description.tensors)
+            configured = self._all_of(client, identity, of_config, copy, cancellation)
+            spec = load_spec(self._cache.view(small, configured), rank.model_impl)
             groups = tensor_groups(description.tensors, spec, rank)
-            found = self._found(client, identity, groups, notes, cancellation)
+            found = self._found(client, identity, groups, copy, notes, cancellation)
         missing = [group for group in groups if group.names[0] not in found]
         if missing:
             self._cache.require_room(total_bytes(missing))
@@ -94,27 +117,43 @@ class ModelFinder:
         self, client: WeightClient, identity: bytes, description: Description
     ) -> list[SmallFile]:
         """Have all small files in the cache."""
-        files = [file for file in description.files if file.name in SMALL_FILES]
-        if any(not 0 <= file.num_bytes <= MAX_SMALL_BYTES for file in files):
-            raise ProtocolError("the head describes a file that no rank would read.")
+        files = known_files(description.files)
         missing = [file for file in files if self._cache.small_file(file.digest) is None]
         parts = [Part(file.name, file.num_bytes, is_file=True) for file in missing]
         client.fetch(identity, parts, _SmallFileSink(self._cache))
         return files
+
+    def _all_of(
+        self,
+        client: WeightClient,
+        identity: bytes,
+        groups: Sequence[TensorGroup],
+        copy: LocalCopy,
+        cancellation: Cancellation,
+    ) -> dict[str, TensorEntry]:
+        """Return where the tensors of small groups are, once all of them are here."""
+        if not groups:
+            return {}
+        found = self._found(client, identity, groups, copy, _Unheard(), cancellation)
+        missing = [group for group in groups if group.names[0] not in found]
+        self._cache.require_room(total_bytes(missing))
+        for group in missing:
+            found |= self._fetch_group(client, identity, group, _Unheard())
+        return found
 
     def _found(
         self,
         client: WeightClient,
         identity: bytes,
         groups: Sequence[TensorGroup],
+        copy: LocalCopy,
         notes: Notes,
         cancellation: Cancellation,
-    ) -> dict[str, Path]:
-        """Return the files of the tensors that are here, whole groups of them.
+    ) -> dict[str, TensorEntry]:
+        """Return where the tensors are that are here, whole groups of them.
 
         The head is asked for digests of those alone that may be here: it may have to read them.
         """
-        copy = self._copy(identity, notes, cancellation)
         candidates = [group for group in groups if copy.has(group) or self._cache.has_candidate(group)]
         names = [name for group in candidates for name in group.names]
         _note_comparing(notes, sum(map(copy.unread_bytes, candidates)), "a copy on this host")
@@ -122,12 +161,12 @@ class ModelFinder:
             asked = threads.begin(partial(client.digests, identity, names))
             own = [copy.digests(group) for group in candidates]
             digests = dict(zip(names, asked.result(), strict=True))
-        found: dict[str, Path] = {}
+        found: dict[str, TensorEntry] = {}
         others: list[tuple[TensorGroup, list[bytes]]] = []
         for group, of_copy in zip(candidates, own, strict=True):
             wanted = [digests[name] for name in group.names]
             if of_copy == wanted:
-                found |= copy.paths(group)
+                found |= copy.entries(group)
             else:
                 others.append((group, wanted))
         return found | self._cached(others, notes, cancellation)
@@ -137,19 +176,19 @@ class ModelFinder:
         groups: Sequence[tuple[TensorGroup, list[bytes]]],
         notes: Notes,
         cancellation: Cancellation,
-    ) -> dict[str, Path]:
-        """Return the files of the cache that have tensors of these digests."""
+    ) -> dict[str, TensorEntry]:
+        """Return where the cache has tensors of these digests."""
         _note_comparing(notes, sum(starmap(self._cache.unread_bytes, groups)), "the cache")
-        found: dict[str, Path] = {}
+        found: dict[str, TensorEntry] = {}
         for group, wanted in groups:
             if (path := self._cache.find(group, wanted, cancellation.check)) is not None:
-                found |= dict.fromkeys(group.names, path)
+                found |= group.entries(path)
         return found
 
     def _copy(self, identity: bytes, notes: Notes, cancellation: Cancellation) -> LocalCopy:
         try:
-            checkpoint = Checkpoint(self._shelf.locate(identity))
-            return CheckpointCopy(checkpoint, self._digests, cancellation.check)
+            tensors = open_tensors(self._shelf.locate(identity))
+            return ModelCopy(tensors, self._digests, cancellation.check)
         except ModelError:
             self._note_no_copy(identity, notes)
             return NoCopy()
@@ -160,25 +199,25 @@ class ModelFinder:
             self._without_copy.add(identity)
             notes.say(
                 f"there is no copy of the head's model below {self._shelf.places}: config.json and all "
-                "*.safetensors files of a copy must be the same as the head's, and have the same names"
+                "*.safetensors files of a copy, or all its GGUF files, must be the same as the head's, and "
+                "have the same names"
             )
 
     def _fetched(
         self, identity: bytes, groups: Sequence[TensorGroup], notes: Notes, cancellation: Cancellation
-    ) -> dict[str, Path]:
+    ) -> dict[str, TensorEntry]:
         """Fetch groups over several connections at once. After an error none is begun any more."""
         queue = deque(groups)
-        found: dict[str, Path] = {}
+        found: dict[str, TensorEntry] = {}
 
         def work() -> None:
             with closing(WeightClient(self._connect, cancellation)) as client:
                 while (group := _taken(queue)) is not None:
                     try:
-                        path = self._fetch_group(client, identity, group, notes)
+                        found.update(self._fetch_group(client, identity, group, notes))
                     except BaseException:
                         queue.clear()
                         raise
-                    found.update(dict.fromkeys(group.names, path))
 
         count = min(NUM_CONNECTIONS, len(groups))
         with SideThreads("weights") as threads:
@@ -187,11 +226,13 @@ class ModelFinder:
             future.result()
         return found
 
-    def _fetch_group(self, client: WeightClient, identity: bytes, group: TensorGroup, notes: Notes) -> Path:
+    def _fetch_group(
+        self, client: WeightClient, identity: bytes, group: TensorGroup, notes: Notes
+    ) -> dict[str, TensorEntry]:
         parts = [Part(tensor.name, num_bytes(tensor)) for tensor in group.tensors]
         with self._cache.writer(group) as writer:
             client.fetch(identity, parts, _NotedSink(writer, notes))
-            return writer.keep()
+            return group.entries(writer.keep())
 
 
 def _note_comparing(notes: Notes, num_bytes: int, where: str) -> None:

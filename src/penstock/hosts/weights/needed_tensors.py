@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 
 import msgspec
 import xxhash
@@ -21,11 +22,16 @@ import xxhash
 from penstock.config.hosts import SAME_VERSION
 from penstock.errors import ProtocolError
 from penstock.families.spec import ModelSpec
+from penstock.gguf.block_types import TYPES
 from penstock.hosts.weights.weight_wire import TensorShape
 from penstock.process.config import RankConfig
-from penstock.weights.checkpoint import DTYPE_BYTES
+from penstock.weights.checkpoint import DTYPE_BYTES, TensorEntry
 
-_EMBEDDING, _NORM, _HEAD = "model.embed_tokens", "model.norm", "lm_head"  # of our own families
+# Modules outside the layers: of our own families, and as GGUF files name them (`families.gguf_names`).
+_EMBEDDING = ("model.embed_tokens", "token_embd")
+_NORM_AND_HEAD = ("model.norm", "output_norm", "lm_head", "output")
+_OF_CONFIG = ("rope_freqs", "rope_factors_short")  # of GGUF files: read with the configuration, on all ranks
+_BLOCK_TYPES = {kind.name: kind for kind in TYPES.values()}  # of GGUF files
 _MAX_NAME = 1024
 _MAX_DIMENSIONS = 8
 _MAX_BYTES = 1 << 48
@@ -33,12 +39,12 @@ _MAX_BYTES = 1 << 48
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorGroup:
-    """Tensors that are kept in one safetensors file.
+    """Tensors that are kept in one file, in the form of safetensors.
 
     Attributes:
         name: such as "model.layers.3"; for messages.
         tensors: by name.
-        header: of the file: length and JSON.
+        header: of the file: length and JSON. Types of tensors from GGUF files are called as ggml calls them.
     """
 
     name: str
@@ -60,6 +66,18 @@ class TensorGroup:
         """Of all tensors."""
         return sum(map(num_bytes, self.tensors))
 
+    def entries(self, path: Path) -> dict[str, TensorEntry]:
+        """Return where each tensor is in the file of the group."""
+        entries: dict[str, TensorEntry] = {}
+        begin = len(self.header)
+        for tensor in self.tensors:
+            end = begin + num_bytes(tensor)
+            entries[tensor.name] = TensorEntry(
+                name=tensor.name, path=path, dtype=tensor.dtype, shape=tensor.shape, begin=begin, end=end
+            )
+            begin = end
+        return entries
+
     @property
     def shape_key(self) -> str:
         """What names and shapes are known by, whatever the numbers are."""
@@ -72,7 +90,10 @@ class TensorGroup:
 
 def num_bytes(tensor: TensorShape) -> int:
     """Return the size of a tensor."""
-    return math.prod(tensor.shape) * DTYPE_BYTES[tensor.dtype]
+    num_values = math.prod(tensor.shape)
+    if tensor.dtype in DTYPE_BYTES:
+        return num_values * DTYPE_BYTES[tensor.dtype]
+    return _BLOCK_TYPES[tensor.dtype].num_bytes(num_values)
 
 
 def tensor_groups(tensors: Iterable[TensorShape], spec: ModelSpec, rank: RankConfig) -> list[TensorGroup]:
@@ -96,8 +117,24 @@ def tensor_groups(tensors: Iterable[TensorShape], spec: ModelSpec, rank: RankCon
             if is_own or is_mtp:
                 groups.setdefault(f"{prefix}{layer}", []).append(tensor)
         elif _is_of_end(name, spec, rank):
-            groups.setdefault(name.rpartition(".")[0] or name, []).append(tensor)
+            groups.setdefault(_module(name) or name, []).append(tensor)
     return [TensorGroup.of(name, group) for name, group in groups.items()]
+
+
+def config_groups(tensors: Iterable[TensorShape]) -> list[TensorGroup]:
+    """Return the groups of those tensors that are read with the model's configuration.
+
+    Raises `ProtocolError` as `tensor_groups`.
+    """
+    return [
+        TensorGroup.of(_module(name), [tensor])
+        for name, tensor in _checked(tensors).items()
+        if _module(name) in _OF_CONFIG
+    ]
+
+
+def _module(name: str) -> str:
+    return name.rpartition(".")[0]
 
 
 def _checked(tensors: Iterable[TensorShape]) -> dict[str, TensorShape]:
@@ -108,9 +145,9 @@ def _checked(tensors: Iterable[TensorShape]) -> dict[str, TensorShape]:
             tensor.name in described
             or tensor.name == "__metadata__"  # no tensor, in a header
             or len(tensor.name) > _MAX_NAME
-            or tensor.dtype not in DTYPE_BYTES
             or len(tensor.shape) > _MAX_DIMENSIONS
             or any(size < 0 for size in tensor.shape)
+            or not _is_storable(tensor)
             or num_bytes(tensor) > _MAX_BYTES
         ):
             raise ProtocolError(
@@ -119,6 +156,15 @@ def _checked(tensors: Iterable[TensorShape]) -> dict[str, TensorShape]:
             )
         described[tensor.name] = tensor
     return described
+
+
+def _is_storable(tensor: TensorShape) -> bool:
+    """Return whether the type is known, and its rows are whole blocks."""
+    kind = _BLOCK_TYPES.get(tensor.dtype)
+    if kind is None:
+        return tensor.dtype in DTYPE_BYTES
+    row = tensor.shape[-1] if tensor.shape else 1
+    return row % kind.block_values == 0
 
 
 def _layers(names: Iterable[str], num_layers: int) -> dict[str, tuple[str, int]]:
@@ -145,11 +191,13 @@ def _is_of_end(name: str, spec: ModelSpec, rank: RankConfig) -> bool:
     """Return whether a tensor outside the layers is one of an end that the rank has."""
     if spec.implementation != "penstock":
         return rank.is_first or rank.is_last
-    module = name.rpartition(".")[0]
-    if module == _EMBEDDING:
+    module = _module(name)
+    if module in _OF_CONFIG:
+        return True
+    if module in _EMBEDDING:
         loads_tied_head = spec.tie_word_embeddings and rank.tied_head == "load"
         return rank.is_first or rank.has_mtp or (rank.is_last and loads_tied_head)
-    if module in (_NORM, _HEAD):
+    if module in _NORM_AND_HEAD:
         return rank.is_last
     return rank.is_first or rank.is_last
 

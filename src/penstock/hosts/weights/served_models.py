@@ -6,64 +6,77 @@ head's disk has no name here. Used by `hosts.gathering`, and by the threads of `
 
 from __future__ import annotations
 
+import os
 import threading
+from collections.abc import Iterable
 from pathlib import Path
 
 import xxhash
 
-from penstock.errors import CheckpointError, ModelError, ProtocolError, UnsupportedModelError
-from penstock.hosts.weights.tensor_digests import TensorDigests
+from penstock.errors import CheckpointError, ModelError, ProtocolError
+from penstock.gguf.part_names import part_paths
+from penstock.hosts.weights.small_files import CheckpointFiles, GgufHeaders, SmallFiles
+from penstock.hosts.weights.tensor_digests import FileState, TensorDigests, state_of
 from penstock.hosts.weights.weight_wire import Description, SmallFile, TensorShape
 from penstock.kvstore.names import model_identity
-from penstock.tokenizer.sources.model_files import tokenizer_content
 from penstock.weights.checkpoint import Checkpoint, TensorEntry
+from penstock.weights.tensor_files import GgufTensors, TensorFiles
 
-TOKENIZER = "tokenizer.json"
-SMALL_FILES = (
-    "config.json",
-    "generation_config.json",
-    TOKENIZER,
-)  # all that ranks read beside weights
-MAX_SMALL_BYTES = 256 << 20  # as `grammar.matcher` takes of a tokenizer
+_States = list[FileState]
 
 
 class ServedModel:
-    """One checkpoint.
+    """One model, as its files were when it was opened.
 
-    Raises:
-        UnsupportedModelError: the model is in a format that is not sent to other hosts.
+    Args:
+        tensors: of its files.
+        small: what ranks read beside them.
     """
 
-    def __init__(self, directory: Path) -> None:
-        if not directory.is_dir():
-            raise UnsupportedModelError(
-                f"{directory.name} is a GGUF file, and their weights are not sent to other hosts so far.",
-                remedy="Keep all stages on this machine, or serve the model's Hugging Face checkpoint.",
-                param="model",
-            )
-        self._directory = directory
-        self._checkpoint = Checkpoint(directory)
+    def __init__(self, tensors: TensorFiles, small: SmallFiles) -> None:
+        self._tensors = tensors
+        self._small = small
+
+    @classmethod
+    def open(cls, path: Path) -> ServedModel:
+        """Return the model of a directory with safetensors, or of a GGUF file.
+
+        Raises:
+            CheckpointError: its files cannot be read, or are not sound.
+        """
+        if path.is_dir():
+            return cls(Checkpoint(path), CheckpointFiles(path))
+        from penstock.gguf.file import GgufFile  # here: numpy is slow to import
+
+        file = GgufFile.open(path)
+        headers = GgufHeaders(dict(zip(file.parts, file.data_starts, strict=True)))
+        return cls(GgufTensors(file), headers)
 
     @property
     def num_tensors(self) -> int:
         """Return how many tensors the model has."""
-        return len(self._checkpoint.names)
+        return len(self._tensors.names)
+
+    @property
+    def num_small_files(self) -> int:
+        """Return how many files beside them ranks may read."""
+        return len(self._small.names)
 
     def description(self) -> Description:
         """Return what the model is made of."""
-        entries = [self._checkpoint.entry(name) for name in sorted(self._checkpoint.names)]
+        entries = [self._tensors.entry(name) for name in sorted(self._tensors.names)]
         return Description(
             files=[
                 SmallFile(name, len(content), xxhash.xxh3_128_digest(content))
-                for name in SMALL_FILES
-                if (content := self._content(name)) is not None
+                for name in self._small.names
+                if (content := self._small.content(name)) is not None
             ],
             tensors=[TensorShape(entry.name, entry.dtype, entry.shape) for entry in entries],
         )
 
     def tensor(self, name: str) -> TensorEntry:
         """Return where a tensor is; raises `CheckpointError` where the model has none of this name."""
-        return self._checkpoint.entry(name)
+        return self._tensors.entry(name)
 
     def small_file(self, name: str) -> bytes:
         """Return the content of a file beside the weights.
@@ -71,31 +84,10 @@ class ServedModel:
         Raises:
             ProtocolError: it is not one that ranks read, or the model has none.
         """
-        content = self._content(name) if name in SMALL_FILES else None
+        content = self._small.content(name) if name in self._small.names else None
         if content is None:
             raise ProtocolError("a worker has asked for a file that no rank reads.")
         return content
-
-    def _content(self, name: str) -> bytes | None:
-        """Return the content of a small file; None where there is none, or one that no rank would read."""
-        path = self._directory / name
-        if name == TOKENIZER and not path.is_file():
-            return self._other_vocabulary()
-        try:
-            if not path.is_file() or path.stat().st_size > MAX_SMALL_BYTES:
-                return None
-            return path.read_bytes()
-        except OSError as error:
-            raise CheckpointError(
-                file=name, expected="a readable file", found=error.strerror or "an error"
-            ) from error
-
-    def _other_vocabulary(self) -> bytes | None:
-        """Return what ranks read of a vocabulary that is in another file than `tokenizer.json`."""
-        try:
-            return tokenizer_content(self._directory)
-        except ModelError:
-            return None
 
 
 class ServedModels:
@@ -107,12 +99,13 @@ class ServedModels:
 
     def __init__(self, digests: TensorDigests) -> None:
         self.digests = digests
-        self._directories: dict[bytes, Path] = {}
-        self._identities: dict[str, bytes] = {}  # by directory, of the supervisor's thread alone
+        self._paths: dict[bytes, Path] = {}
+        self._identities: dict[str, bytes] = {}  # by path, of the supervisor's thread alone
+        self._gguf: dict[bytes, tuple[_States, ServedModel]] = {}  # opened: their headers are long
         self._mutex = threading.Lock()
 
     def identify(self, path: str) -> bytes:
-        """Return the identity of the model in a directory of the head, and serve the model from now on.
+        """Return the identity of a model in a path of the head, and serve the model from now on.
 
         Where its files can no longer be read it is what it was: a worker may have a copy.
 
@@ -126,7 +119,7 @@ class ServedModels:
                 raise
             return self._identities[path]
         with self._mutex:
-            self._directories[identity] = Path(path)
+            self._paths[identity] = Path(path)
         self._identities[path] = identity
         return identity
 
@@ -137,15 +130,39 @@ class ServedModels:
             ModelError: no worker was given a stage of such a model, or its files cannot be read.
         """
         with self._mutex:
-            directory = self._directories.get(identity)
-        if directory is None:
+            path = self._paths.get(identity)
+        if path is None:
             raise ModelError("the head does not serve this model.", code="model_not_served")
         try:
-            return ServedModel(directory)
+            return ServedModel.open(path) if path.is_dir() else self._opened_gguf(identity, path)
         except CheckpointError as error:
-            if str(directory) not in error.message:
+            if str(path) not in error.message:
                 raise
             raise ModelError(  # no path of the head is for a worker
                 "the weights of the model are no longer where the head has found them.",
                 code="model_not_served",
             ) from error
+
+    def _opened_gguf(self, identity: bytes, path: Path) -> ServedModel:
+        """Return a model in GGUF, whose headers are read again where a file has changed."""
+        states = _states(part_paths(path))
+        with self._mutex:
+            known, model = self._gguf.get(identity, (None, None))
+        if model is None or known != states:
+            model = ServedModel.open(path)
+            with self._mutex:
+                self._gguf[identity] = states, model
+        return model
+
+
+def _states(paths: Iterable[Path]) -> _States:
+    """Return what changes with the content of some files."""
+    states = []
+    for path in paths:
+        try:
+            status = os.stat(path)
+        except OSError as error:
+            found = error.strerror or "an error"
+            raise CheckpointError(file=path.name, expected="a readable file", found=found) from error
+        states.append(state_of(status))
+    return states

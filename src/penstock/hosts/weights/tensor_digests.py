@@ -35,7 +35,11 @@ def go_on() -> None:
 
 def file_state(file: FileIO) -> FileState:
     """Return what changes with the content of an open file."""
-    status = os.fstat(file.fileno())
+    return state_of(os.fstat(file.fileno()))
+
+
+def state_of(status: os.stat_result) -> FileState:
+    """Return what changes with the content of a file."""
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
 

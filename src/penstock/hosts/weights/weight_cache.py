@@ -2,7 +2,7 @@
 
     DIRECTORY/tensors/SHAPES-CONTENT.safetensors   a group of tensors (`hosts.weights.needed_tensors`)
     DIRECTORY/files/CONTENT                        a small file, such as a config.json
-    DIRECTORY/models/CONTENT/                      what a rank is given: links to all that it reads
+    DIRECTORY/models/CONTENT/                      what a rank is given: links to all that it reads; an index
     DIRECTORY/partial/                             what is being written
 
 A file gets its name once its content is verified and on the disk. It is read through and compared with its
@@ -23,22 +23,32 @@ from concurrent.futures import wait
 from io import FileIO
 from pathlib import Path
 from types import TracebackType
+from typing import NamedTuple
 
 import msgspec
 import xxhash
 
 from penstock.errors import PeerError, PenstockError
+from penstock.gguf.tensor_places import INDEX_SUFFIX, TensorPlace, index_content
 from penstock.hosts.weights.needed_tensors import TensorGroup, num_bytes
 from penstock.hosts.weights.side_threads import begin_aside
+from penstock.hosts.weights.small_files import first_header
 from penstock.hosts.weights.tensor_digests import READ_BYTES, Check, FileState, file_state
 from penstock.trust.held_directories import HeldDirectory, delete_unheld
 from penstock.trust.private_files import make_private_directory
-from penstock.weights.checkpoint import INDEX_FILE
+from penstock.weights.checkpoint import INDEX_FILE, TensorEntry
 
 CLOSE_S = 1.0  # for a directory of a server that is gone; the next worker deletes what is left
 SPARE_BYTES = 64 << 20  # of a disk, which we leave to others
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _SUFFIX = ".safetensors"
+
+
+class _Index(NamedTuple):
+    """The file of a view that says where tensors are."""
+
+    name: str
+    content: bytes
 
 
 class WeightCache:
@@ -141,38 +151,43 @@ class WeightCache:
                 partial.unlink(missing_ok=True)
                 raise
 
-    def view(self, small: Mapping[str, bytes], tensors: Mapping[str, Path]) -> Path:
-        """Return a directory that looks like a checkpoint of these tensors.
+    def view(self, small: Mapping[str, bytes], tensors: Mapping[str, TensorEntry]) -> Path:
+        """Return a model of these tensors: a directory that looks like a checkpoint, or a GGUF file in one.
 
         Args:
-            small: digests of small files by name.
-            tensors: the file that has each tensor.
+            small: digests of small files by name; with headers among them it is a GGUF file.
+            tensors: where each tensor is.
         """
         links: dict[str, Path] = {name: Path("../../files") / digest.hex() for name, digest in small.items()}
-        weight_map: dict[str, str] = {}
+        places: dict[str, TensorPlace] = {}
         of_path: dict[Path, str] = {}
-        for tensor, path in sorted(tensors.items()):  # the same tensors give the same directory
+        for tensor, entry in sorted(tensors.items()):  # the same tensors give the same directory
+            path = entry.path
             if path not in of_path:
-                of_path[path] = f"weights-{len(of_path) + 1:05d}{_SUFFIX}"
+                of_path[path] = f"weights-{len(of_path) + 1:05d}{path.suffix}"
                 is_ours = path.parent == self._directory / "tensors"
                 links[of_path[path]] = Path("../../tensors") / path.name if is_ours else path
-            weight_map[tensor] = of_path[path]
-        index = msgspec.json.encode({"metadata": {}, "weight_map": weight_map})
-        described = [index, *(f"{name}\0{target}\0".encode() for name, target in sorted(links.items()))]
+            places[tensor] = TensorPlace(of_path[path], entry.begin, entry.end)
+        header = first_header(small)
+        index = _index_of(header, places)
+        described = [
+            index.content,
+            *(f"{name}\0{target}\0".encode() for name, target in sorted(links.items())),
+        ]
         final = self._directory / "models" / xxhash.xxh3_128_hexdigest(b"\0".join(described))
-        with self._explained(len(index)):
+        with self._explained(len(index.content)):
             if not _is_view(final, links, index):
                 self._make_view(final, links, index)
-        return final
+        return final if header is None else final / header
 
-    def _make_view(self, final: Path, links: Mapping[str, Path], index: bytes) -> None:
+    def _make_view(self, final: Path, links: Mapping[str, Path], index: _Index) -> None:
         shutil.rmtree(final, ignore_errors=True)
         partial = self._partial / secrets.token_hex(16)
         try:
             partial.mkdir(mode=0o700)
             for name, target in links.items():
                 (partial / name).symlink_to(target)
-            (partial / INDEX_FILE).write_bytes(index)
+            (partial / index.name).write_bytes(index.content)
             with contextlib.suppress(FileExistsError):  # another worker has made the same
                 _rename_new(partial, final)
         finally:
@@ -300,11 +315,19 @@ def _content_digests(group: TensorGroup, file: FileIO, check: Check) -> list[byt
     return [] if file.read(1) else found
 
 
-def _is_view(final: Path, links: Mapping[str, Path], index: bytes) -> bool:
+def _index_of(header: str | None, places: Mapping[str, TensorPlace]) -> _Index:
+    """Return what says where the tensors are, as the readers of the format want it."""
+    if header is not None:
+        return _Index(header + INDEX_SUFFIX, index_content(places))
+    files = {tensor: place.file for tensor, place in places.items()}
+    return _Index(INDEX_FILE, msgspec.json.encode({"metadata": {}, "weight_map": files}))
+
+
+def _is_view(final: Path, links: Mapping[str, Path], index: _Index) -> bool:
     """Return whether a directory is there with just these links and this index."""
     try:
-        found = {path.name: path.readlink() for path in final.iterdir() if path.name != INDEX_FILE}
-        return found == dict(links) and (final / INDEX_FILE).read_bytes() == index
+        found = {path.name: path.readlink() for path in final.iterdir() if path.name != index.name}
+        return found == dict(links) and (final / index.name).read_bytes() == index.content
     except OSError:
         return False
 

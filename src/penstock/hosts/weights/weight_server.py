@@ -16,7 +16,7 @@ from typing import NamedTuple
 import xxhash
 
 from penstock.errors import PeerError, PenstockError, ProtocolError, describe
-from penstock.hosts.weights.served_models import SMALL_FILES, ServedModel, ServedModels
+from penstock.hosts.weights.served_models import ServedModel, ServedModels
 from penstock.hosts.weights.tensor_digests import file_state, opened, read_pieces
 from penstock.hosts.weights.weight_wire import (
     HEAD_BYTES,
@@ -181,8 +181,10 @@ def _checked(model: ServedModel, asked: AskDigests | AskParts) -> Iterator[Tenso
     if len(asked.tensors) > model.num_tensors:
         raise ProtocolError(f"a worker has asked for more than the {model.num_tensors} tensors of the model.")
     if isinstance(asked, AskParts):
-        if len(asked.files) > len(SMALL_FILES):
-            raise ProtocolError(f"a worker has asked for more than {len(SMALL_FILES)} files beside weights.")
+        if len(asked.files) > model.num_small_files:
+            raise ProtocolError(
+                f"a worker has asked for more than {model.num_small_files} files beside weights."
+            )
         for name in asked.files:
             model.small_file(name)
     for name in asked.tensors:

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 import torch
 
@@ -25,11 +24,9 @@ from penstock.hosts.weights.tensor_digests import TensorDigests
 from penstock.hosts.weights.weight_cache import SPARE_BYTES, WeightCache
 from penstock.hosts.weights.weight_wire import TensorShape
 from penstock.process.config import RankConfig
-from penstock.rank.loading import load_rank
 from penstock.trust.cancellation import Cancellation, CancelledError
-from penstock.weights.read_digests import parse_table
 from rank_configs import make_rank_configs
-from weight_heads import HeardNotes, WeightHead, WeightWorker
+from weight_heads import HeardNotes, WeightHead, WeightWorker, assert_loads_alike, at, what_was_read
 
 Setting = tuple[WeightHead, Callable[..., WeightWorker], Path]
 
@@ -68,19 +65,6 @@ def last_stage(model: Path, **changed: Any) -> RankConfig:
     return make_rank_configs(model, 2, **changed)[1]
 
 
-def what_was_read(rank: RankConfig) -> dict[bytes, bytes]:
-    """Digests of all that the rank reads when it loads, by what it is."""
-    threads = torch.get_num_threads()
-    try:
-        return parse_table(load_rank(rank, lambda done, total: None).report.digests)
-    finally:
-        torch.set_num_threads(threads)
-
-
-def at(path: Path, rank: RankConfig, identity: bytes) -> RankConfig:
-    return msgspec.structs.replace(rank, model_path=str(path), model_identity=identity)
-
-
 FAMILIES: list[Any] = [
     ("llama", {}, {}),
     ("llama", {"tied": True}, {}),
@@ -107,18 +91,6 @@ def test_g1_ranks_read_the_same_bytes_of_a_quantised_checkpoint(tmp_path: Path, 
     sizes = {"hidden_size": 64, "intermediate_size": 64, "layers": 3}
     make_quantized_checkpoint(tmp_path / "m", layout, bits=bits, num_shards=2, **sizes)
     assert_loads_alike(tmp_path, tmp_path / "m", {})
-
-
-def assert_loads_alike(tmp_path: Path, model: Path, layout: dict[str, Any]) -> None:
-    head = WeightHead(tmp_path / "head", model)
-    worker = WeightWorker(tmp_path / "cache", head)
-    try:
-        for rank in make_rank_configs(model, 2, are_threads=True, kernels="off", **layout):
-            found = at(worker.find(rank), rank, head.identity)
-            assert what_was_read(found) == what_was_read(rank)
-    finally:
-        worker.close()
-        head.close()
 
 
 def test_g1_a_rank_fetches_its_own_tensors_alone(
@@ -182,7 +154,8 @@ def test_g1_where_a_directory_has_no_copy_the_user_is_told_once_what_would_be_on
     worker.find(rank)
     assert worker.notes.lines == [
         f"there is no copy of the head's model below {tmp_path / 'models'}: config.json and all "
-        "*.safetensors files of a copy must be the same as the head's, and have the same names"
+        "*.safetensors files of a copy, or all its GGUF files, must be the same as the head's, and have the "
+        "same names"
     ]
     worker.find(rank)
     assert worker.notes.lines == []

@@ -26,7 +26,7 @@ def test_a_vocabulary_in_another_form_is_given_in_the_one_that_ranks_read(direct
     (directory / "qwen.tiktoken").write_bytes(tiktoken_bytes([bytes([byte]) for byte in range(256)]))
     config = json.loads((directory / "config.json").read_text())
     (directory / "config.json").write_text(json.dumps(config | {"vocab_size": 1000}))
-    model = ServedModel(directory)
+    model = ServedModel.open(directory)
     content = model.small_file("tokenizer.json")
     assert JsonTokenizer(content).encode("ab") == [*b"ab"]
     sizes = {file.name: file.num_bytes for file in model.description().files}
@@ -36,7 +36,7 @@ def test_a_vocabulary_in_another_form_is_given_in_the_one_that_ranks_read(direct
 def test_a_vocabulary_that_cannot_be_read_is_none(directory: Path) -> None:
     (directory / "tokenizer.json").unlink()
     (directory / "tokenizer.model").write_bytes(b"\xff")
-    model = ServedModel(directory)
+    model = ServedModel.open(directory)
     assert "tokenizer.json" not in {file.name for file in model.description().files}
     with pytest.raises(ProtocolError):
         model.small_file("tokenizer.json")

@@ -1,0 +1,126 @@
+"""What ranks read of a model beside its tensors: files of a checkpoint, or the headers of its GGUF files.
+
+The head gives them whole, and a worker keeps them by their content. The names of headers are not those of the
+head's files, as no name of a worker's disk comes from the head: `model.gguf`, or of a split model
+`model-00001-of-0000N.gguf` and so on. A header is sent as it is, with the vocabulary, which grammars need.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Protocol
+
+from penstock.config.hosts import SAME_VERSION
+from penstock.errors import CheckpointError, ModelError, ProtocolError
+from penstock.gguf.part_names import MAX_PARTS
+from penstock.hosts.weights.weight_wire import SmallFile
+from penstock.tokenizer.sources.model_files import tokenizer_content
+
+TOKENIZER = "tokenizer.json"
+SMALL_FILES = (
+    "config.json",
+    "generation_config.json",
+    TOKENIZER,
+)  # all that ranks read of a checkpoint beside weights
+MAX_SMALL_BYTES = 256 << 20  # as `grammar.matcher` takes of a tokenizer, and `gguf.header_bytes` of a header
+_GGUF = ".gguf"
+
+
+class SmallFiles(Protocol):
+    """The files of one model."""
+
+    @property
+    def names(self) -> Sequence[str]:
+        """Those that the model may have."""
+        ...
+
+    def content(self, name: str) -> bytes | None:
+        """Return the content of one of them; None where the model has none, or one that no rank would read.
+
+        Raises:
+            CheckpointError: it cannot be read.
+        """
+        ...
+
+
+class CheckpointFiles:
+    """Those in the directory of a checkpoint."""
+
+    names = SMALL_FILES
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+
+    def content(self, name: str) -> bytes | None:
+        path = self._directory / name
+        if name == TOKENIZER and not path.is_file():
+            return self._other_vocabulary()
+        try:
+            if not path.is_file() or path.stat().st_size > MAX_SMALL_BYTES:
+                return None
+            return path.read_bytes()
+        except OSError as error:
+            raise _unreadable(name, error) from error
+
+    def _other_vocabulary(self) -> bytes | None:
+        """Return what ranks read of a vocabulary that is in another file than `tokenizer.json`."""
+        try:
+            return tokenizer_content(self._directory)
+        except ModelError:
+            return None
+
+
+class GgufHeaders:
+    """The headers of a model in GGUF.
+
+    Args:
+        sizes: of the header of each file, in order.
+    """
+
+    def __init__(self, sizes: Mapping[Path, int]) -> None:
+        self.names = header_names(len(sizes))
+        self._headers = dict(zip(self.names, sizes.items(), strict=True))
+
+    def content(self, name: str) -> bytes:
+        path, size = self._headers[name]
+        try:
+            with path.open("rb") as file:
+                return file.read(size)
+        except OSError as error:
+            raise _unreadable(path.name, error) from error
+
+
+def header_names(count: int) -> list[str]:
+    """Return what the headers of a model of so many GGUF files are called, here and where they are opened."""
+    if count == 1:
+        return [f"model{_GGUF}"]
+    return [f"model-{number:05}-of-{count:05}{_GGUF}" for number in range(1, count + 1)]
+
+
+def first_header(names: Iterable[str]) -> str | None:
+    """Return the header to open a model by; None: it is no model in GGUF."""
+    return min((name for name in names if name.endswith(_GGUF)), default=None)
+
+
+def known_files(files: Sequence[SmallFile]) -> list[SmallFile]:
+    """Return those of the files that a head describes which a rank reads.
+
+    Raises:
+        ProtocolError: they are not the files of one model.
+    """
+    headers = [file.name for file in files if file.name.endswith(_GGUF)]
+    known = [file for file in files if file.name in SMALL_FILES or file.name in headers]
+    if (
+        len(headers) > MAX_PARTS
+        or headers != header_names(len(headers))
+        or len({file.name for file in known}) < len(known)
+        or any(not 0 <= file.num_bytes <= MAX_SMALL_BYTES for file in known)
+        or sum(file.num_bytes for file in known) > len(SMALL_FILES) * MAX_SMALL_BYTES
+    ):
+        raise ProtocolError("the head describes a file that no rank would read.", remedy=SAME_VERSION)
+    return known
+
+
+def _unreadable(name: str, error: OSError) -> CheckpointError:
+    return CheckpointError(file=name, expected="a readable file", found=error.strerror or "an error")
