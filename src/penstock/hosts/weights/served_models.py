@@ -105,7 +105,7 @@ class ServedModels:
         self._mutex = threading.Lock()
 
     def identify(self, path: str) -> bytes:
-        """Return the identity of a model in a path of the head, and serve the model from now on.
+        """Return the identity of the model at a path of the head, and serve the model from now on.
 
         Where its files can no longer be read it is what it was: a worker may have a copy.
 
