@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import msgspec
 import pytest
 
 from checkpoints import make_checkpoint
-from gguf_models import as_gguf
+from gguf_models import as_gguf, pieces_metadata
 from hand_core import Wanted, small_core
+from paths import shared_data
+from penstock import LLM, SamplingParams
 from penstock.errors import ModelChangedError, UsageError
 from penstock.executor.inprocess import InprocessExecutor
 from penstock.families.registry import load_spec, resolve_model_directory, served_names
@@ -113,3 +116,32 @@ def test_a_file_or_a_directory_with_one_is_a_model(mixed: Path, tmp_path: Path) 
     (tmp_path / "Tiny-Q4_K_M.gguf").symlink_to(mixed)
     assert resolve_model_directory(str(tmp_path)).name == "Tiny-Q4_K_M.gguf"
     assert served_names(str(tmp_path / "Tiny-Q4_K_M.gguf"), []) == ["Tiny-Q4_K_M"]
+
+
+def test_a_trained_checkpoint_as_gguf_says_its_published_words(tmp_path: Path) -> None:
+    """Heads are in ggml's order and the vocabulary is in the file; `golden.json` has the ids and the text."""
+    source = shared_data("models", "stories260K")
+    golden = json.loads((source / "golden.json").read_text())
+    path = as_gguf(source, tmp_path, more_metadata=pieces_metadata(source / "tokenizer.json")).path
+    ids, text = golden["greedy_ids"], golden["greedy_text"]
+    sampling = SamplingParams(temperature=0.0, max_tokens=96, ignore_eos=True, logprobs=1)
+    with LLM(
+        str(path),
+        dtype="float32",
+        pipeline_parallel_size=2,
+        num_blocks=64,
+        distributed_executor_backend="inprocess",
+        threads_per_rank=1,
+    ) as llm:
+        by_ids, by_text = llm.generate([{"prompt_token_ids": [1]}, "Once upon a time"], sampling)
+    first, second = by_ids.outputs[0], by_text.outputs[0]
+    assert first.token_ids == ids[:96]
+    assert text.startswith(first.text)
+    assert first.logprobs is not None
+    for token_id, entry, expected in zip(ids, first.logprobs, golden["greedy_logprobs"], strict=False):
+        assert entry[token_id].logprob == pytest.approx(expected, abs=1e-3)
+    assert by_text.prompt_token_ids is not None
+    known = len(by_text.prompt_token_ids)
+    assert by_text.prompt_token_ids == [1, *ids[: known - 1]]
+    assert second.token_ids == ids[known - 1 : known + 95]
+    assert text.startswith("Once upon a time" + second.text)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -104,6 +104,7 @@ def as_gguf(
     format_of: FormatOf = lambda name: None,
     extra: Mapping[str, np.ndarray] = MappingProxyType({}),
     num_parts: int = 1,
+    more_metadata: Mapping[str, Any] = MappingProxyType({}),
 ) -> GgufModel:
     """Write the model of a checkpoint as GGUF.
 
@@ -111,6 +112,7 @@ def as_gguf(
         format_of: the block format of a tensor, by its name in the file; None: float32, as it is.
         extra: further tensors of floats.
         num_parts: files that the model is split into.
+        more_metadata: beside those of the model, such as a vocabulary.
     """
     config = json.loads((checkpoint / "config.json").read_text())
     name = ARCHITECTURES[config["architectures"][0]]
@@ -147,7 +149,8 @@ def as_gguf(
         for member, own in zip(members, numbers if len(members) > 1 else [numbers], strict=True):
             plain[member] = _in_order(own, heads).contiguous()
     stored |= {key: Stored.of(values) for key, values in extra.items()}
-    path = _write(directory, _metadata(name, config), stored, num_parts)
+    metadata = {**_metadata(name, config), **more_metadata}
+    path = _write(directory, metadata, stored, num_parts)
     (directory / "plain").mkdir(exist_ok=True)
     (directory / "plain" / "config.json").write_text(json.dumps(config))
     write_weights(directory / "plain", plain)
@@ -162,6 +165,37 @@ def _write(
     names = list(stored)
     parts = [{name: stored[name] for name in names[part::num_parts]} for part in range(num_parts)]
     return write_parts(directory, "model", metadata, parts)[0]
+
+
+def pieces_metadata(tokenizer: Path) -> dict[str, Any]:
+    """Return a `tokenizer.json` of pieces and merges as the keys of a SentencePiece vocabulary.
+
+    A piece's score is higher the earlier a merge makes it, and the first tokens are the special ones.
+    """
+    document = json.loads(tokenizer.read_text())
+    model, added = document["model"], {token["content"] for token in document["added_tokens"]}
+    names = sorted(model["vocab"], key=model["vocab"].__getitem__)
+    ranks: dict[str, int] = {}
+    for rank, (left, right) in enumerate(model["merges"]):
+        ranks.setdefault(left + right, rank)
+    last = len(model["merges"])
+    kinds = [_kind_of_piece(name, model["unk_token"], added) for name in names]
+    return {
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.tokens": names,
+        "tokenizer.ggml.scores": np.array([-ranks.get(name, last) for name in names], "<f4"),
+        "tokenizer.ggml.token_type": np.array(kinds, "<i4"),
+        "tokenizer.ggml.unknown_token_id": model["vocab"][model["unk_token"]],
+    }
+
+
+def _kind_of_piece(name: str, unknown: str, added: Container[str]) -> int:
+    """Return what the format calls normal (1), unknown (2), control (3) or byte (6)."""
+    if name == unknown:
+        return 2
+    if name in added:
+        return 3
+    return 6 if re.fullmatch(r"<0x[0-9A-F]{2}>", name) else 1
 
 
 def _grouped(tensors: Mapping[str, Tensor]) -> dict[str, list[str]]:
