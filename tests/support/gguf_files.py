@@ -105,6 +105,8 @@ def gguf_bytes(
         offsets: of tensors that are to be said elsewhere than they are.
     """
     alignment = metadata.get("general.alignment", 32)
+    if not isinstance(alignment, int) or not 0 < alignment <= 4096:  # one that no reader takes
+        alignment = 32
     keys = b"".join(text_bytes(key) + value_bytes(value) for key, value in metadata.items())
     index, data = b"", b""
     for name, tensor in tensors.items():

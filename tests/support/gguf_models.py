@@ -73,10 +73,12 @@ FormatOf = Callable[[str], str | None]
 
 @dataclass(frozen=True, slots=True)
 class GgufModel:
-    """A GGUF file, and a checkpoint in float32 with the same numbers."""
+    """A GGUF file with what was written into it, and a checkpoint in float32 with the same numbers."""
 
     path: Path
     plain: Path
+    metadata: Mapping[str, Any]
+    tensors: Mapping[str, Stored]
 
 
 def random_blocks(
@@ -154,7 +156,7 @@ def as_gguf(
     (directory / "plain").mkdir(exist_ok=True)
     (directory / "plain" / "config.json").write_text(json.dumps(config))
     write_weights(directory / "plain", plain)
-    return GgufModel(path, directory / "plain")
+    return GgufModel(path, directory / "plain", metadata, stored)
 
 
 def _write(

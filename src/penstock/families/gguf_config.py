@@ -29,6 +29,7 @@ from penstock.families.gguf_kinds import (
     whole_number,
 )
 from penstock.families.gguf_names import StoredTensor, stored_tensors
+from penstock.families.gguf_shapes import require_shapes
 from penstock.families.quantization_spec import BlockQuantization
 from penstock.families.rope_spec import RopeSpec
 from penstock.families.spec import ModelSpec
@@ -70,7 +71,10 @@ def gguf_spec(path: Path, families: Mapping[str, _Read]) -> ModelSpec:
     _require_known_types(file)
     fields = ConfigFields(_fields(file, kind), file=file.path.name)
     spec = families[kind.architecture](fields, kind.architecture)
-    return dataclasses.replace(spec, rope=_with_factors(file, spec), quantization=_quantization(file, spec))
+    stored = gguf_tensors(file, spec)
+    require_shapes(stored, spec, file.path.name)
+    quantization = _quantization(file, stored)
+    return dataclasses.replace(spec, rope=_with_factors(file, spec), quantization=quantization)
 
 
 def gguf_tensors(file: GgufFile, spec: ModelSpec) -> dict[str, StoredTensor]:
@@ -140,7 +144,9 @@ def _token_ids(file: GgufFile) -> Fields:
 def _rotated_part(file: GgufFile, fields: Fields) -> Fields:
     head_dim = fields.get("head_dim") or fields["hidden_size"] // max(fields["num_attention_heads"], 1)
     rotated = whole_number(file, "rope.dimension_count", head_dim)
-    return {} if rotated == head_dim else {"partial_rotary_factor": rotated / head_dim}
+    if rotated == head_dim or not head_dim:  # the family refuses heads of no numbers
+        return {}
+    return {"partial_rotary_factor": rotated / head_dim}
 
 
 def _rope_scaling(file: GgufFile) -> Fields | None:
@@ -234,9 +240,8 @@ def _require_known_types(file: GgufFile) -> None:
         )
 
 
-def _quantization(file: GgufFile, spec: ModelSpec) -> BlockQuantization | None:
+def _quantization(file: GgufFile, stored: Mapping[str, StoredTensor]) -> BlockQuantization | None:
     """Return how the weights are quantised; None: all of them are floats."""
-    stored = gguf_tensors(file, spec)
     formats = {
         name.removesuffix(".weight"): each.tensor.type.name
         for name, each in stored.items()

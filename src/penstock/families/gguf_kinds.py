@@ -157,7 +157,8 @@ _GEMMA_2_27B_LAYERS, _GEMMA_3_27B_LAYERS = 46, 62
 
 def _gemma(file: GgufFile, large: int) -> Fields:
     is_large = whole_number(file, "block_count") == large
-    by_width = whole_number(file, "embedding_length") // whole_number(file, "attention.head_count")
+    num_heads = whole_number(file, "attention.head_count")
+    by_width = whole_number(file, "embedding_length") // max(num_heads, 1)
     head_dim = whole_number(file, "attention.key_length", 256)
     fields: Fields = {"query_pre_attn_scalar": by_width if is_large else head_dim}
     if has(file, "attention.sliding_window"):

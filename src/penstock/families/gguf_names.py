@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from penstock.families.experts_spec import ExpertNames
+from penstock.families.experts_spec import MAX_EXPERTS, ExpertNames
 from penstock.families.gguf_kinds import GgufKind, kind_of_file, whole_number
 from penstock.gguf.file import GgufFile
 from penstock.gguf.part import GgufTensor
@@ -105,7 +105,7 @@ def _whole(kind: GgufKind, tensor: GgufTensor, *, head_rows: int = 0) -> StoredT
 
 
 def _experts(tensor: GgufTensor, block: str, projection: str) -> Iterator[tuple[str, StoredTensor]]:
-    if len(tensor.shape) != 3:
+    if len(tensor.shape) != 3 or tensor.shape[0] > MAX_EXPERTS:
         yield tensor.name, StoredTensor(tensor=tensor, first_row=0, shape=tensor.shape)
         return
     count, rows, columns = tensor.shape

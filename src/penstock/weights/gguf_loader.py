@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from penstock.errors import CheckpointError
 from penstock.families.gguf_names import StoredTensor
+from penstock.families.gguf_shapes import require_stored
 from penstock.kernels.block_formats import BLOCK_FORMATS, BlockFormat
 from penstock.kernels.block_rows import BlockRows, dequantize
 from penstock.weights.checkpoint import TensorEntry
@@ -152,19 +153,8 @@ def _check_surplus(model: nn.Module, slots: list[Slot], stored: Mapping[str, Sto
 
 
 def _checked(slot: Slot, stored: Mapping[str, StoredTensor]) -> _Load:
-    found = stored.get(slot.name)
-    if found is None:
-        file = next(iter(stored.values())).tensor.path.name if stored else "the GGUF file"
-        raise CheckpointError(
-            file=file, tensor=slot.name, expected="this tensor", found="no tensor of its kind"
-        )
-    if found.shape != slot.shape:
-        raise CheckpointError(
-            file=found.tensor.path.name,
-            tensor=found.tensor.name,
-            expected=f"{list(slot.shape)} by the file's metadata",
-            found=f"{list(found.shape)}",
-        )
+    file = next(iter(stored.values())).tensor.path.name if stored else "the GGUF file"
+    found = require_stored(stored, slot.name, slot.shape, file)
     load = _Load(stored=found, slot=slot)
     inputs = found.tensor.type.block_values
     if load.first_column % inputs or load.columns % inputs:

@@ -25,6 +25,6 @@ def _check_rotation(config: ConfigFields, spec: ModelSpec) -> None:
     require_whole_pairs(config, spec.rope, spec.head_dim)
     rotary_dim = spec.rope.rotary_dim(spec.head_dim)
     factors = spec.rope.short_factors
-    if factors and len(factors) != rotary_dim // 2:
+    if spec.rope.kind == "longrope" and len(factors) != rotary_dim // 2:
         expected = f"a list of {rotary_dim // 2} numbers, one for each rotated pair"
         raise scaling_section(config).error("short_factor", expected, len(factors))

@@ -1,0 +1,93 @@
+"""Whether a GGUF file has the large tensors of its model, in the shapes that its metadata say.
+
+Checked when the configuration is read: a size in the metadata that the tensors do not have is then an error
+before memory is planned or taken by it. `require_stored` is the check of one tensor, for the loader of
+weights too, which looks at all of them. Torch-free; reads no tensor data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from penstock.errors import CheckpointError
+from penstock.families.gguf_names import StoredTensor
+from penstock.families.spec import ModelSpec
+
+_Shapes = Iterator[tuple[str, tuple[int, int]]]
+
+
+def require_shapes(stored: Mapping[str, StoredTensor], spec: ModelSpec, file: str) -> None:
+    """Raise `CheckpointError` at the first matrix of a layer that is missing or of another shape.
+
+    Args:
+        stored: the tensors of the file, by the names of the model's weights.
+        spec: the model as the metadata say it.
+        file: its name, for the error.
+    """
+    for name, shape in _matrices(spec):
+        require_stored(stored, name, shape, file)
+
+
+def require_stored(
+    stored: Mapping[str, StoredTensor], name: str, shape: tuple[int, ...], file: str
+) -> StoredTensor:
+    """Return a tensor. Raises `CheckpointError` if it is missing or of another shape."""
+    found = stored.get(name)
+    if found is None:
+        raise CheckpointError(file=file, tensor=name, expected="this tensor", found="no tensor of its kind")
+    if found.shape != shape:
+        raise CheckpointError(
+            file=found.tensor.path.name,
+            tensor=found.tensor.name,
+            expected=f"{list(shape)} by the file's metadata",
+            found=f"{list(found.shape)}",
+        )
+    return found
+
+
+def _matrices(spec: ModelSpec) -> _Shapes:
+    """Yield name and shape of the matrices that a model's memory goes to."""
+    yield "model.embed_tokens.weight", (spec.vocab_size, spec.hidden_size)
+    if not spec.tie_word_embeddings:
+        yield "lm_head.weight", (spec.vocab_size, spec.hidden_size)
+    for index in range(spec.num_layers):
+        layer = f"model.layers.{index}"
+        for name, shape in _of_attention(spec):
+            yield f"{layer}.self_attn.{name}.weight", shape
+        for name, shape in _of_mlp(spec, index):
+            yield f"{layer}.{name}.weight", shape
+
+
+def _of_attention(spec: ModelSpec) -> _Shapes:
+    query, kv = spec.query_size, spec.kv_size
+    outputs = {"q_proj": query, "k_proj": kv, "v_proj": kv}
+    if spec.stored_together == "all":
+        outputs = {"qkv_proj": query + 2 * kv}
+    for name, rows in outputs.items():
+        yield name, (rows, spec.hidden_size)
+    yield "o_proj", (spec.hidden_size, query)
+
+
+def _of_mlp(spec: ModelSpec, index: int) -> _Shapes:
+    """Yield those of the MLP, or of the first expert and the last one: all are rows of three tensors."""
+    hidden, experts = spec.hidden_size, spec.experts_of(index)
+    if experts is None:
+        inner = spec.intermediate_size
+        outputs = {"gate_proj": inner, "up_proj": inner}
+        if spec.stored_together != "nothing":
+            outputs = {"gate_up_proj": 2 * inner}
+        for name, rows in outputs.items():
+            yield f"mlp.{name}", (rows, hidden)
+        yield "mlp.down_proj", (hidden, inner)
+        return
+    names = experts.names
+    for number in (0, experts.num_experts - 1):
+        block = f"{names.block}.experts.{number}"
+        yield f"{block}.{names.gate}", (experts.inner_size, hidden)
+        yield f"{block}.{names.up}", (experts.inner_size, hidden)
+        yield f"{block}.{names.down}", (hidden, experts.inner_size)
+    if experts.has_shared:
+        shared = f"{names.block}.{names.shared}"
+        yield f"{shared}.gate_proj", (experts.shared_size, hidden)
+        yield f"{shared}.up_proj", (experts.shared_size, hidden)
+        yield f"{shared}.down_proj", (hidden, experts.shared_size)
