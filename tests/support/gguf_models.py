@@ -21,9 +21,11 @@ from torch import Tensor
 
 from checkpoints import write_weights
 from gguf_files import Stored, write_gguf, write_parts
+from penstock.gguf.block_types import PACKAGE_TYPES, TYPES
 from penstock.kernels.block_formats import BLOCK_FORMATS, BlockFormat
 from penstock.kernels.block_rows import dequantize
 from penstock.weights.gguf_blocks import decode_rows
+from penstock.weights.gguf_package import decode_floats
 
 ARCHITECTURES = {
     "LlamaForCausalLM": "llama",
@@ -111,7 +113,8 @@ def as_gguf(
     """Write the model of a checkpoint as GGUF.
 
     Args:
-        format_of: the block format of a tensor, by its name in the file; None: float32, as it is.
+        format_of: the type of a tensor's blocks, by its name in the file; None: float32, as it is. Types of
+            the package `gguf` are decoded by it.
         extra: further tensors of floats.
         num_parts: files that the model is split into.
         more_metadata: beside those of the model, such as a vocabulary.
@@ -141,13 +144,8 @@ def as_gguf(
         if block is None:
             stored[gguf_name] = Stored.of(_reordered(values, heads).numpy())
             continue
-        form = BLOCK_FORMATS[block]
-        rows = values.numel() // values.shape[-1]
-        raw = random_blocks(
-            form, rows, values.shape[-1], seed=sum(gguf_name.encode()), size=float(values.std())
-        )
-        stored[gguf_name] = Stored(shape=tuple(values.shape), kind=form.number, content=raw.tobytes())
-        numbers = dequantize(decode_rows(form, torch.from_numpy(raw), values.shape[-1])).view(values.shape)
+        kind, raw, numbers = _in_blocks(block, values, seed=sum(gguf_name.encode()))
+        stored[gguf_name] = Stored(shape=tuple(values.shape), kind=kind, content=raw.tobytes())
         for member, own in zip(members, numbers if len(members) > 1 else [numbers], strict=True):
             plain[member] = _in_order(own, heads).contiguous()
     stored |= {key: Stored.of(values) for key, values in extra.items()}
@@ -167,6 +165,37 @@ def _write(
     names = list(stored)
     parts = [{name: stored[name] for name in names[part::num_parts]} for part in range(num_parts)]
     return write_parts(directory, "model", metadata, parts)[0]
+
+
+def _in_blocks(name: str, values: Tensor, seed: int) -> tuple[int, np.ndarray, Tensor]:
+    """Return the type's number, random blocks of it for a tensor, and the numbers that they stand for."""
+    columns = values.shape[-1]
+    rows = values.numel() // columns
+    if name in PACKAGE_TYPES:
+        raw = random_package_blocks(name, rows, columns, seed)
+        number = next(kind.number for kind in TYPES.values() if kind.name == name)
+        return number, raw, decode_floats(name, torch.from_numpy(raw)).view(values.shape)
+    form = BLOCK_FORMATS[name]
+    raw = random_blocks(form, rows, columns, seed=seed, size=float(values.std()))
+    numbers = dequantize(decode_rows(form, torch.from_numpy(raw), columns))
+    return form.number, raw, numbers.view(values.shape)
+
+
+def random_package_blocks(name: str, rows: int, columns: int, seed: int) -> np.ndarray:
+    """Return blocks of a type that the package `gguf` decodes, with small scales: uint8 [rows, row bytes]."""
+    kind = next(kind for kind in TYPES.values() if kind.name == name)
+    raw = np.random.default_rng(seed).integers(0, 256, (rows, kind.num_bytes(columns)), dtype=np.uint8)
+    blocks = raw.reshape(-1, kind.block_bytes)
+    scale = np.frombuffer(np.float16(0.004).tobytes(), np.uint8)
+    if name == "MXFP4":
+        blocks[:, 0] = 121  # 2 ** (121 - 128)
+    elif name == "IQ1_M":  # four bits in each of four words
+        nibbles = np.array([scale[0] & 15, scale[0] >> 4, scale[1] & 15, scale[1] >> 4])
+        blocks[:, 49::2] = blocks[:, 49::2] & 15 | (nibbles << 4).astype(np.uint8)
+    else:
+        at = kind.block_bytes - 2 if name.startswith("TQ") else 0
+        blocks[:, at : at + 2] = scale
+    return raw
 
 
 def pieces_metadata(tokenizer: Path) -> dict[str, Any]:

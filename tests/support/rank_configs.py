@@ -13,14 +13,21 @@ from penstock.process.config import RankConfig
 
 
 def make_rank_configs(
-    model: Path, num_stages: int, async_depth: int = 0, *, tp: Sequence[int] = (), **changes: object
+    model: Path,
+    num_stages: int,
+    async_depth: int = 0,
+    *,
+    tp: Sequence[int] = (),
+    gguf_dequantize: bool = False,
+    **changes: object,
 ) -> list[RankConfig]:
     """One config per rank in float32, small, with short deadlines.
 
     Args:
         tp: ranks of each stage; one each if nothing is said.
     """
-    ranges = partition_layers(load_spec(model).num_layers, num_stages, "even")
+    spec = load_spec(model, dequantize=gguf_dequantize)
+    ranges = partition_layers(spec.num_layers, num_stages, "even")
     sizes = tuple(tp or [1] * num_stages)
     return [
         msgspec.structs.replace(
@@ -45,6 +52,7 @@ def make_rank_configs(
                 tp_rank=tp_rank,
                 tp_size=sizes[stage],
                 tp_sizes=sizes,
+                gguf_dequantize=gguf_dequantize,
             ),
             **changes,
         )

@@ -230,7 +230,7 @@ def check_model(config: EngineConfig) -> list[Finding]:
     try:
         directory = resolve_model_directory(config.model.model)
         findings.append(Finding("ok", "model", str(directory)))
-        spec = load_spec(directory, config.model.model_impl)
+        spec = load_spec(directory, config.model.model_impl, dequantize=config.model.gguf_dequantize)
         described = "config.json" if directory.is_dir() else "metadata"
         findings.append(Finding("ok", described, describe_spec(spec)))
         findings += check_files(directory)
@@ -285,6 +285,8 @@ def check_weights(model: Path, spec: ModelSpec) -> Finding:
     text = f"{len(shapes)} tensors, {sum(sizes) / 1e6:.1f} MB in {num_files} file{'s' * (num_files > 1)}"
     if spec.quantization is not None:
         text = f"{text}, {spec.quantization.describe()}"
+    if spec.is_dequantized:
+        text = f"{text}, dequantised at load"
     if sum(map(math.prod, shapes)) >= spec.stage_parameters(0, spec.num_layers):
         return Finding("ok", "weights", text)
     return Finding("fail", "weights", f"{text}: fewer than config.json asks for", "Download the model again.")

@@ -90,6 +90,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
         max_model_len: longest prompt + output in tokens; None takes the model's own.
         quantization: form of the weights: `none` as the checkpoint has them, `int8` per channel, `int4` in
             groups (CPU). A checkpoint that is quantised already takes `none` or the form that it has.
+        gguf_dequantize: hold a GGUF file's weights as numbers of `dtype`; takes IQ1-IQ3 too (extra `gguf`).
         model_impl: whose layers run: `penstock`, `transformers` (extra `hf`), or `auto`: ours where it can.
         pooling: default token states for embeddings: the `last`, the `mean` of all, or `cls`, the first.
         chat_template: file of the chat template, Jinja or JSON with `chat_template`; None takes the model's.
@@ -99,6 +100,9 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     dtype: Annotated[DType, Setting("model", "of weights and computation")] = "auto"
     max_model_len: Annotated[int | None, Setting("model", "longest prompt + output")] = None
     quantization: Annotated[Quantization, Setting("model", "of weights at load (CPU)")] = "none"
+    gguf_dequantize: Annotated[bool, Setting("model", "hold weights of a GGUF file as numbers of dtype")] = (
+        False
+    )
     model_impl: Annotated[ModelImpl, Setting("model", "whose layers run: penstock, transformers, auto")] = (
         "auto"
     )

@@ -30,6 +30,7 @@ from penstock.families.gguf_kinds import (
 )
 from penstock.families.gguf_names import StoredTensor, stored_tensors
 from penstock.families.gguf_shapes import require_shapes
+from penstock.families.gguf_types import FLOAT_TYPES, require_known_types
 from penstock.families.quantization_spec import BlockQuantization
 from penstock.families.rope_spec import RopeSpec
 from penstock.families.spec import ModelSpec
@@ -38,7 +39,6 @@ from penstock.gguf.part import GgufTensor
 from penstock.kernels.block_formats import BLOCK_FORMATS
 from penstock.tokenizer.sources.gguf_vocabulary import gguf_end_ids, has_vocabulary
 
-FLOAT_TYPES: Mapping[str, str] = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 _EMBEDDING = "token_embd.weight"
 _LLAMA_3_FACTORS = "rope_freqs.weight"
 _SHORT_FACTORS = "rope_factors_short.weight"
@@ -47,15 +47,17 @@ _LARGEST_FACTOR = 1e6
 _Read = Callable[[ConfigFields, str], ModelSpec]
 
 
-def gguf_spec(path: Path, families: Mapping[str, _Read]) -> ModelSpec:
+def gguf_spec(path: Path, families: Mapping[str, _Read], *, dequantize: bool = False) -> ModelSpec:
     """Return the model of a GGUF file.
 
     Args:
         path: of the file, or of any part of a split one.
         families: what reads the configuration of each architecture.
+        dequantize: weights in blocks are to become numbers of the dtype.
 
     Raises:
-        UnsupportedModelError: the architecture, or the type of a tensor, is not served.
+        UnsupportedModelError: the architecture, or the type of a tensor, is not served; or types are to be
+            dequantised that need the package `gguf`, which is not installed.
         CheckpointError: the file is damaged, or a number of it is missing.
         ModelConfigError: a number is out of range.
     """
@@ -68,13 +70,16 @@ def gguf_spec(path: Path, families: Mapping[str, _Read]) -> ModelSpec:
             remedy="Use a model of these, or the Hugging Face checkpoint that the file was made from.",
             param="model",
         )
-    _require_known_types(file)
+    require_known_types(file, dequantize=dequantize)
     fields = ConfigFields(_fields(file, kind), file=file.path.name)
     spec = families[kind.architecture](fields, kind.architecture)
     stored = gguf_tensors(file, spec)
     require_shapes(stored, spec, file.path.name)
-    quantization = _quantization(file, stored)
-    return dataclasses.replace(spec, rope=_with_factors(file, spec), quantization=quantization)
+    rope = _with_factors(file, spec)
+    if dequantize:
+        has_blocks = any(tensor.type.name not in FLOAT_TYPES for tensor in file.tensors.values())
+        return dataclasses.replace(spec, rope=rope, is_dequantized=has_blocks)
+    return dataclasses.replace(spec, rope=rope, quantization=_quantization(file, stored))
 
 
 def gguf_tensors(file: GgufFile, spec: ModelSpec) -> dict[str, StoredTensor]:
@@ -222,22 +227,6 @@ def _factors(file: GgufFile, tensor: GgufTensor) -> tuple[float, ...]:
 def _dtype(file: GgufFile) -> str:
     """Return the dtype to compute in: that of the embedding where it is stored in floats, else bfloat16."""
     return FLOAT_TYPES.get(_embedding(file).type.name, "bfloat16")
-
-
-def _require_known_types(file: GgufFile) -> None:
-    unknown = Counter(
-        tensor.type.name
-        for tensor in file.tensors.values()
-        if tensor.type.name not in BLOCK_FORMATS and tensor.type.name not in FLOAT_TYPES
-    )
-    if unknown:
-        counts = ", ".join(f"{count} of {name}" for name, count in unknown.most_common())
-        known = ", ".join((*FLOAT_TYPES, *BLOCK_FORMATS))
-        raise UnsupportedModelError(
-            f"{file.path.name} has tensors of types that are not computed with: {counts}. Known: {known}.",
-            remedy="Use a file of the same model in one of the known types, such as Q4_K_M or Q8_0.",
-            param="model",
-        )
 
 
 def _quantization(file: GgufFile, stored: Mapping[str, StoredTensor]) -> BlockQuantization | None:

@@ -95,12 +95,13 @@ _GENERATION_RANGES = {  # within those of penstock.request.SamplingParams
 _PENALTY_RANGE = (_ABOVE_ZERO, 10.0)
 
 
-def load_spec(directory: Path, model_impl: ModelImpl = "auto") -> ModelSpec:
+def load_spec(directory: Path, model_impl: ModelImpl = "auto", *, dequantize: bool = False) -> ModelSpec:
     """The model that `directory` holds.
 
     Args:
         directory: of the model, or its GGUF file.
         model_impl: whose layers are to run it; "auto": ours where there are any, else transformers'.
+        dequantize: weights of a GGUF file are to be held as numbers of the dtype.
 
     Raises:
         UnsupportedModelError: the model is of a kind or format that is not served; or `config.json` names an
@@ -111,7 +112,7 @@ def load_spec(directory: Path, model_impl: ModelImpl = "auto") -> ModelSpec:
     if not directory.is_dir():
         from penstock.families.gguf_config import gguf_spec  # here: numpy is slow to import
 
-        return gguf_spec(directory, _FAMILIES)
+        return gguf_spec(directory, _FAMILIES, dequantize=dequantize)
     refuse_other_format(directory)
     config = read_config(directory / "config.json")
     if config.has("auto_map"):

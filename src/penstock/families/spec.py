@@ -35,6 +35,7 @@ class ModelSpec:
         generation_defaults: the checkpoint's own `temperature`, `top_k`, `top_p`, `min_p` and
             `repetition_penalty`, where it gives them.
         quantization: how the checkpoint's weights are quantised; None: they are numbers of `dtype`.
+        is_dequantized: blocks that the file quantised weights in become numbers of the dtype at load.
         latent: attention that keeps a latent vector in place of keys and values; None: plain attention.
         num_unused_layers: that the checkpoint has after the last, for other purposes.
         has_mtp: the first of these guesses one token further (`models.mtp_layer`).
@@ -82,6 +83,7 @@ class ModelSpec:
     eos_token_ids: tuple[int, ...] = ()
     generation_defaults: Mapping[str, float] = field(default_factory=dict)
     quantization: QuantizationSpec | BlockQuantization | None = None
+    is_dequantized: bool = False
     latent: LatentSpec | None = None
     num_unused_layers: int = 0
     has_mtp: bool = False

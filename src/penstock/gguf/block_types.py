@@ -65,6 +65,12 @@ TYPES = {
     for number, name, values, size in _TABLE
 }
 
+# Types of blocks that the package `gguf` decodes, which has their tables; our kernels do not multiply them.
+PACKAGE_TYPES = (
+    *("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S"),
+    *("TQ1_0", "TQ2_0", "MXFP4"),
+)
+
 # Numbers that ggml gave once and took back: what the files that have them should be made into.
 WITHDRAWN = {
     4: "Q4_2, which ggml has given up",

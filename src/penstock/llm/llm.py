@@ -82,6 +82,7 @@ class LLM:
         max_model_len: longest prompt + output in tokens; None takes the model's own.
         quantization: form of the weights: `none` as the checkpoint has them, `int8` per channel, `int4` in
             groups (CPU). A checkpoint that is quantised already takes `none` or the form that it has.
+        gguf_dequantize: hold a GGUF file's weights as numbers of `dtype`; takes IQ1-IQ3 too (extra `gguf`).
         model_impl: whose layers run: `penstock`, `transformers` (extra `hf`), or `auto`: ours where it can.
         pooling: default token states for embeddings: the `last`, the `mean` of all, or `cls`, the first.
         chat_template: file of the chat template, Jinja or JSON with `chat_template`; None takes the model's.
@@ -149,6 +150,7 @@ class LLM:
         dtype: DType = "auto",
         max_model_len: int | None = None,
         quantization: Quantization = "none",
+        gguf_dequantize: bool = False,
         model_impl: ModelImpl = "auto",
         pooling: Pooling = "last",
         chat_template: str | None = None,
@@ -224,8 +226,7 @@ class LLM:
             prompts: text, `{"prompt": text}` or `{"prompt_token_ids": [...]}`, one or several. Special tokens
                 written in a text mean themselves.
             sampling_params: for all prompts, or one per prompt; None takes the model's defaults.
-            use_tqdm: show the progress, also where there is no terminal; None: only on a terminal, and of
-                several prompts.
+            use_tqdm: show the progress; None: on a terminal alone, and of several prompts.
 
         Raises:
             InvalidRequestError: a prompt or a sampling value is out of bounds, or prompt and output together
@@ -288,8 +289,7 @@ class LLM:
         pooling: Pooling | None = None,
         use_tqdm: bool | None = None,
     ) -> list[PoolingRequestOutput[PoolingOutput]]:
-        """Return the pooled hidden states of each prompt as a numpy array. Their length is left as it is,
-        unless `pooling_params` ask for another.
+        """Return the pooled hidden states of each prompt as a numpy array, of the length that they have.
 
         Args:
             pooling: in place of `pooling_params`.

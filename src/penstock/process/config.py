@@ -81,6 +81,7 @@ class RankConfig(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         quantization: what to do with weights at load. "none" for a checkpoint that is quantised already: its
             tensors are held as they are.
+        gguf_dequantize: weights of a GGUF file become numbers of the dtype at load.
         device: `cpu`, or one GPU such as `cuda:0`.
         num_sharers: ranks in the same memory, this one counted.
         kernels: which of our CPU kernels to use, as in `ParallelConfig`.
@@ -121,6 +122,7 @@ class RankConfig(msgspec.Struct, frozen=True, kw_only=True):
     mtp: bool = False
     tied_head: TiedHead = "load"
     quantization: Quantization = "none"
+    gguf_dequantize: bool = False
     num_sharers: int = 1
     kernels: str = "auto"
     numeric_class: str = "auto"

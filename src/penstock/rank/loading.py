@@ -98,7 +98,7 @@ def load_rank(config: RankConfig, progress: Callable[[int, int], None]) -> Loade
     samples = sample_model(
         directory, identity=first.identity, table=first.digests, known=config.model_identity
     )
-    spec = load_spec(directory, config.model_impl)
+    spec = load_spec(directory, config.model_impl, dequantize=config.gguf_dequantize)
     is_quantized = config.quantization != "none" or spec.quantization is not None
     is_ours = spec.implementation == "penstock"
     chosen = load_kernels(config, is_quantized=is_quantized) if is_ours else _NO_KERNELS

@@ -3,8 +3,8 @@
 Called by a rank once, in place of `weights.loader`, with the same promises: only the bytes of the rank's own
 tensors are read, nothing is mapped or kept, numbers that are not finite are refused. Weights in block formats
 stay as the file quantised them where the layer can hold them so (`layers.block_matrix`), else they are
-dequantised; rows that a converter reordered for ggml's rotation are put back into the order of the
-checkpoint.
+dequantised, those that our kernels do not know by `weights.gguf_package`. Rows that a converter reordered for
+ggml's rotation are put back into the order of the checkpoint.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from penstock.kernels.block_formats import BLOCK_FORMATS, BlockFormat
 from penstock.kernels.block_rows import BlockRows, dequantize
 from penstock.weights.checkpoint import TensorEntry
 from penstock.weights.gguf_blocks import decode_rows
+from penstock.weights.gguf_package import decode_floats
 from penstock.weights.loader import PANEL_ROWS, LoadReport, held_bytes
 from penstock.weights.mapping import (
     RowSink,
@@ -63,13 +64,21 @@ class _Load:
         return BLOCK_FORMATS.get(self.stored.tensor.type.name)
 
     @property
-    def first_column(self) -> int:
-        return 0 if self.slot.read_columns is None else self.slot.read_columns.start
+    def own_columns(self) -> range:
+        """The share's columns."""
+        own = self.slot.read_columns
+        return range(self.stored.columns) if own is None else range(own.start, own.end)
+
+    @property
+    def read_columns(self) -> range:
+        """Columns that are read: the share's, and what else is in their blocks."""
+        own, inputs = self.own_columns, self.stored.tensor.type.block_values
+        return range(own.start // inputs * inputs, -(-own.stop // inputs) * inputs)
 
     @property
     def columns(self) -> int:
-        """Numbers of a row of the share."""
-        return self.stored.columns if self.slot.read_columns is None else self.slot.read_columns.size
+        """Numbers that are read of a row."""
+        return len(self.read_columns)
 
     def bytes_of(self, num_values: int) -> int:
         """Return the bytes of values of a row, which are whole blocks."""
@@ -77,8 +86,14 @@ class _Load:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the share."""
+        """Bytes that are read."""
         return self.slot.rows.size * self.bytes_of(self.columns)
+
+    @property
+    def takes_blocks(self) -> bool:
+        """Whether the weight holds blocks, and not floats."""
+        is_sink = isinstance(self.slot, RowSlot) and isinstance(self.slot.sink, BlockSink)
+        return is_sink and self.block_format is not None
 
     @property
     def entry(self) -> TensorEntry:
@@ -157,12 +172,12 @@ def _checked(slot: Slot, stored: Mapping[str, StoredTensor]) -> _Load:
     found = require_stored(stored, slot.name, slot.shape, file)
     load = _Load(stored=found, slot=slot)
     inputs = found.tensor.type.block_values
-    if load.first_column % inputs or load.columns % inputs:
+    if load.takes_blocks and load.own_columns != load.read_columns:
         raise CheckpointError(
             file=found.tensor.path.name,
             tensor=found.tensor.name,
             expected=f"shares of whole blocks of {inputs} inputs",
-            found=f"{load.columns} from {load.first_column} on",
+            found=f"{len(load.own_columns)} from {load.own_columns.start} on",
             remedy="Use fewer ranks per stage and more stages (--pp).",
         )
     return load
@@ -178,9 +193,8 @@ def _fill(load: _Load, digests: ReadDigests) -> None:
 def _put(load: _Load, first: int, raw: Tensor) -> None:
     """Put rows from `first` of the share on. raw: uint8 [n, bytes of a row]."""
     slot, block_format, head_rows = load.slot, load.block_format, load.stored.head_rows
-    if block_format is None:
-        numbers = raw.view(TORCH_DTYPES[load.stored.tensor.type.name])
-    else:
+    name = load.stored.tensor.type.name
+    if block_format is not None:
         rows = decode_rows(block_format, raw, load.columns)
         _check_finite(load, rows.d, first)
         if rows.m is not None:
@@ -190,6 +204,13 @@ def _put(load: _Load, first: int, raw: Tensor) -> None:
             slot.sink.put_blocks(slot.first_row + first, own, slot.role)
             return
         numbers = dequantize(rows)
+    elif name in TORCH_DTYPES:
+        numbers = raw.view(TORCH_DTYPES[name])
+    else:
+        numbers = decode_floats(name, raw)
+    if load.own_columns != load.read_columns:
+        before = load.own_columns.start - load.read_columns.start
+        numbers = numbers[:, before : before + len(load.own_columns)]
     _check_finite(load, numbers, first)
     if load.stored.is_one_plus:
         numbers = numbers.float() - 1.0
@@ -198,24 +219,21 @@ def _put(load: _Load, first: int, raw: Tensor) -> None:
     converted = numbers.to(slot.sink.dtype if isinstance(slot, RowSlot) else slot.target.dtype)
     _check_finite(load, converted, first, "numbers within the range of the model's dtype")
     shape = (
-        (slot.sink.in_size if slot.columns is None else load.columns,)
+        (slot.sink.in_size if slot.columns is None else len(load.own_columns),)
         if isinstance(slot, RowSlot)
         else slot.target.shape[1:]
     )
-    slot.put(first, converted.view(len(converted), *shape))
+    slot.put(first, converted.reshape(len(converted), *shape))
 
 
 def _pieces(load: _Load, descriptor: int, digests: ReadDigests) -> Iterator[tuple[int, Tensor]]:
     """Read the share's rows: number of the first, uint8 [n, bytes of a row]."""
     entry, row_bytes = load.entry, load.bytes_of(load.columns)
     whole_row_bytes = load.bytes_of(load.stored.columns)
-    start = load.bytes_of(load.first_column)
+    start = load.bytes_of(load.read_columns.start)
     first_row = load.stored.first_row + load.slot.rows.start
-    band = (
-        ""
-        if load.slot.read_columns is None
-        else f"{load.slot.read_columns.start}:{load.slot.read_columns.end}"
-    )
+    columns = load.read_columns
+    band = "" if load.slot.read_columns is None else f"{columns.start}:{columns.stop}"
     for first in range(0, load.slot.rows.size, load.rows_at_once):
         count = min(load.rows_at_once, load.slot.rows.size - first)
         raw = torch.empty(count, row_bytes, dtype=torch.uint8)

@@ -170,6 +170,7 @@ m --served-model-name s --dtype float16 --max-model-len 11 --seed 12 --pp 2 --tp
 --partition 4,1 --partition-mix 24:25 --async-depth 1 --max-plans-in-flight 11 --threads-per-rank 3
 --device cpu,cuda:1
 --tied-head transfer --heartbeat-limit 9 --load-timeout 45 --step-timeout 24 --quantization int8
+--gguf-dequantize
 --kernels -attention,-head --numeric-class avx512 --pin-threads off --model-impl penstock --pooling cls
 --chat-template THIS_FILE
 --block-size 13 --num-blocks 14 --kv-cache-bytes 15 --eviction-policy lfu
@@ -217,6 +218,7 @@ def test_every_flag_reaches_its_config(monkeypatch: pytest.MonkeyPatch, tmp_path
             "dtype": "float16",
             "max_model_len": 11,
             "quantization": "int8",
+            "gguf_dequantize": True,
             "model_impl": "penstock",
             "pooling": "cls",
             "chat_template": __file__,

@@ -68,7 +68,7 @@ def bench_throughput(
     **given: Any,
 ) -> int:
     """The command `bench throughput`."""
-    requests = _requests(model, load.num_prompts, load.input_len, load.output_len, given.get("seed", 0))
+    requests = _requests(model, load.num_prompts, load.input_len, load.output_len, given)
     with offline_engine(model, given) as generate:
         numbers = measure_throughput(requests, generate, time.perf_counter)
     invocation.say(
@@ -95,7 +95,7 @@ def bench_latency(
     """The command `bench latency`."""
     if load.num_iters < 1 or load.num_iters_warmup < 0:
         raise UsageError(f"--num-iters is {load.num_iters}; it must be at least 1, and warm-up at least 0.")
-    batch = _requests(model, load.batch_size, load.input_len, load.output_len, given.get("seed", 0))
+    batch = _requests(model, load.batch_size, load.input_len, load.output_len, given)
     with offline_engine(model, given) as generate:
         for _ in range(load.num_iters_warmup):
             _timed(batch, generate, time.perf_counter)
@@ -187,10 +187,12 @@ def _sampling(request: BenchRequest) -> SamplingParams:
     )
 
 
-def _requests(model: str, count: int, input_len: int, output_len: int, seed: int) -> list[BenchRequest]:
+def _requests(
+    model: str, count: int, input_len: int, output_len: int, given: Mapping[str, Any]
+) -> list[BenchRequest]:
     from penstock.families.registry import load_spec, resolve_model_directory
 
-    spec = load_spec(resolve_model_directory(model))
+    spec = load_spec(resolve_model_directory(model), dequantize=given.get("gguf_dequantize", False))
     return synthetic(
         num_prompts=count,
         input_len=input_len,
@@ -199,5 +201,5 @@ def _requests(model: str, count: int, input_len: int, output_len: int, seed: int
         request_rate=float("inf"),
         burstiness=1.0,
         vocab_size=spec.vocab_size,
-        seed=seed,
+        seed=given.get("seed", 0),
     )

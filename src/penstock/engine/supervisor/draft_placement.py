@@ -58,7 +58,7 @@ def drafter_config(
     num_cpus = _num_idle_cpus(ranks, head) // num_drafters
     try:
         rank = decide(_engine_config(config, model, ranks[0], num_cpus), own)
-        draft_spec = load_spec(Path(rank.model_path))
+        draft_spec = load_spec(Path(rank.model_path), dequantize=rank.gguf_dequantize)
     except PenstockError as error:
         message = f"the model that drafts, {model}: {error.message}"
         remedy = re.sub(r"--(device|quantization)\b", r"--speculative-\1", error.remedy)
@@ -117,7 +117,11 @@ def _engine_config(config: EngineConfig, model: str, first: RankConfig, num_idle
         max_num_batched_tokens=max(CHUNK_TOKENS, config.scheduler.max_num_seqs),
     )
     return EngineConfig(
-        model=ModelConfig(model=model, quantization=speculation.speculative_quantization),
+        model=ModelConfig(
+            model=model,
+            quantization=speculation.speculative_quantization,
+            gguf_dequantize=config.model.gguf_dequantize,
+        ),
         parallel=ParallelConfig(
             device=device,
             kernels=config.parallel.kernels,

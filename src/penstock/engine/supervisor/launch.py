@@ -145,7 +145,7 @@ def resolve_replicas(
     parallel = config.parallel
     parse_kernels(parallel.kernels)
     directory = resolve_model_directory(config.model.model)
-    spec = load_spec(directory, config.model.model_impl)
+    spec = load_spec(directory, config.model.model_impl, dequantize=config.model.gguf_dequantize)
     require_plain(spec, config.model.quantization, parallel)
     require_mtp(config, spec, directory)
     layout = RankLayout(tp_sizes=tuple(parallel.tp_sizes), data_parallel_size=parallel.data_parallel_size)
@@ -219,6 +219,8 @@ def _notes_of_unused(config: EngineConfig, spec: ModelSpec) -> Iterator[str]:
         yield f"--enable-expert-parallel changes nothing: {spec.architecture} has no experts."
     elif config.parallel.enable_expert_parallel and max(config.parallel.tp_sizes) == 1:
         yield "--enable-expert-parallel changes nothing: each stage has one rank (--tp), with all experts."
+    if config.model.gguf_dequantize and not spec.is_dequantized:
+        yield "--gguf-dequantize changes nothing: no weights are in blocks of a GGUF file."
     patience_s, policy = config.cache.kv_store_patience_s, config.cache.kv_prefetch_policy
     if policy != "timeout" and patience_s != CacheConfig().kv_store_patience_s:
         yield (
@@ -269,6 +271,7 @@ def _rank_configs(
             mtp=config.speculation.method == "mtp",
             tied_head=parallel.tied_head,
             quantization=form.quantization,
+            gguf_dequantize=config.model.gguf_dequantize,
             kernels=parallel.kernels,
             numeric_class=parallel.numeric_class,
             cpus=cpus[rank],
@@ -361,7 +364,7 @@ def _speculation(config: EngineConfig, spec: ModelSpec, form: _WeightForm) -> Sp
 def _kind(spec: ModelSpec, form: _WeightForm, ranges: Sequence[tuple[int, int]], sizes: Sequence[int]) -> str:
     """Whatever decides the numbers of KV blocks besides the model and its dtype."""
     widths = "" if form.quantization == "none" else _widths(ranges, sizes)
-    return f"{spec.implementation}, {form.quantization} weights{widths}"
+    return f"{spec.implementation}, {'dequantised ' * spec.is_dequantized}{form.quantization} weights{widths}"
 
 
 def _widths(ranges: Sequence[tuple[int, int]], sizes: Sequence[int]) -> str:

@@ -1,0 +1,57 @@
+"""Which types of tensors a GGUF file may have: those that are computed with, and those that become floats.
+
+Called by `families.gguf_config` before anything else is read. Torch-free; the package `gguf`, which decodes
+some of the types, is looked for and not imported.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections import Counter
+from collections.abc import Mapping
+
+from penstock.errors import UnsupportedModelError
+from penstock.gguf.block_types import PACKAGE_TYPES
+from penstock.gguf.file import GgufFile
+from penstock.kernels.block_formats import BLOCK_FORMATS
+
+FLOAT_TYPES: Mapping[str, str] = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+EXTRA = "penstock[gguf]"
+
+
+def has_package() -> bool:
+    """Return whether the package `gguf` is installed."""
+    return importlib.util.find_spec("gguf") is not None
+
+
+def require_known_types(file: GgufFile, *, dequantize: bool) -> None:
+    """Raise `UnsupportedModelError` if the file has tensors that can neither be computed with nor decoded.
+
+    Args:
+        dequantize: types that only the package `gguf` decodes may be there, and it is needed for them.
+    """
+    types = Counter(tensor.type.name for tensor in file.tensors.values())
+    unknown = Counter(
+        {name: count for name, count in types.items() if name not in (*FLOAT_TYPES, *BLOCK_FORMATS)}
+    )
+    if not unknown:
+        return
+    is_decoded = unknown.keys() <= set(PACKAGE_TYPES)
+    counts = ", ".join(f"{count} of {name}" for name, count in unknown.most_common())
+    if not (is_decoded and dequantize):
+        known = ", ".join((*FLOAT_TYPES, *BLOCK_FORMATS))
+        remedy = "Use a file of the same model in one of the known types, such as Q4_K_M or Q8_0"
+        raise UnsupportedModelError(
+            f"{file.path.name} has tensors of types that are not computed with: {counts}. Known: {known}.",
+            remedy=f"{remedy}, or --gguf-dequantize, which takes more memory."
+            if is_decoded
+            else f"{remedy}.",
+            param="model",
+        )
+    if not has_package():
+        raise UnsupportedModelError(
+            f"{file.path.name} has tensors of types that the Python package gguf decodes, which is not "
+            f"installed: {counts}.",
+            remedy=f"Install `pip install {EXTRA}`, or use a file of another type, such as Q4_K_M.",
+            param="model",
+        )
