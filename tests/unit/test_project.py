@@ -137,7 +137,7 @@ def test_size_gate_accepts_the_caps_themselves_and_exempts_kernels(tmp_path: Pat
 
 
 # Extras of a single library that a single module imports: they may be missing where tests run.
-EXTRAS = {"ray": "ray", "zeroconf": "discovery"}
+EXTRAS = {"gguf": "gguf", "ray": "ray", "zeroconf": "discovery"}
 
 
 def torch_free_modules() -> list[str]:
