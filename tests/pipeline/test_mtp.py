@@ -177,7 +177,7 @@ def test_guesses_are_the_same_by_several_ranks_and_behind_a_prefix_that_is_found
     found = [[output.outputs[0].token_ids for output in outputs] for outputs in rounds]
     assert found[0] == found[1]
     assert all(output.num_cached_tokens for output in rounds[1])
-    assert heard.check(MTPReference(models[False])) > 200
+    assert heard.check(MTPReference(models[False])) > 60
 
 
 @pytest.mark.usefixtures("bold")
