@@ -11,13 +11,14 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import gguf
 import llama_cpp
 import numpy as np
 from gguf.quants import dequantize
 
-Array = np.ndarray
+Array = np.ndarray[Any, np.dtype[Any]]
 
 
 class Weights:
@@ -34,11 +35,11 @@ class Weights:
     def tensor(self, name: str) -> Array:
         """float64, [outputs, inputs] or [outputs]."""
         tensor = self._tensors[name]
-        return dequantize(tensor.data, tensor.tensor_type).astype(np.float64)
+        return np.asarray(dequantize(tensor.data, tensor.tensor_type), np.float64)
 
 
 def normed(x: Array, weight: Array, epsilon: float) -> Array:
-    return x / np.sqrt((x * x).mean(-1, keepdims=True) + epsilon) * weight
+    return np.asarray(x / np.sqrt((x * x).mean(-1, keepdims=True) + epsilon) * weight)
 
 
 def rotated(x: Array, base: float) -> Array:
@@ -57,7 +58,7 @@ def attended(q: Array, k: Array, v: Array) -> Array:
     scores = np.einsum("qhd,khd->hqk", q, k) / np.sqrt(q.shape[-1])
     scores = np.where(np.tril(np.ones(scores.shape[1:], bool)), scores, -np.inf)
     weights = np.exp(scores - scores.max(-1, keepdims=True))
-    return np.einsum("hqk,khd->qhd", weights / weights.sum(-1, keepdims=True), v)
+    return np.asarray(np.einsum("hqk,khd->qhd", weights / weights.sum(-1, keepdims=True), v))
 
 
 def reference(path: Path, ids: list[int]) -> Array:

@@ -9,6 +9,7 @@ import msgspec
 import pytest
 
 from checkpoints import make_checkpoint
+from deepseek_models import MODELS
 from gguf_models import as_gguf, pieces_metadata
 from hand_core import Wanted, small_core
 from paths import shared_data
@@ -61,11 +62,13 @@ def test_any_layout_gives_the_same_tokens(mixed: Path) -> None:
         assert outputs(mixed, num_stages, tp=tp) == one, (num_stages, tp)
 
 
-@pytest.mark.parametrize("form", ["floats", "blocks", "blocks in three files"])
+@pytest.mark.parametrize("form", ["floats", "blocks", "blocks in three files", "latent in three files"])
 def test_g1_a_stage_on_another_host_gives_the_same_tokens(mixed: Path, tmp_path: Path, form: str) -> None:
     """The host fetches headers and the tensors of its stage, which two ranks share."""
     model = mixed
-    if form != "blocks":
+    if form.startswith("latent"):
+        model = as_gguf(MODELS["v2"].make(tmp_path / "checkpoint"), tmp_path / "gguf", num_parts=3).path
+    elif form != "blocks":
         checkpoint = make_checkpoint(tmp_path / "checkpoint", tied=True, **SIZES)  # type: ignore[arg-type]
         block_of = (lambda name: None) if form == "floats" else mixed_blocks
         model = as_gguf(checkpoint, tmp_path / "gguf", block_of, num_parts=3).path
@@ -79,6 +82,21 @@ def test_g1_a_stage_on_another_host_gives_the_same_tokens(mixed: Path, tmp_path:
     finally:
         desk.close()
         head.close()
+
+
+def test_ranks_share_latent_attention_whose_projections_are_apart(tmp_path: Path) -> None:
+    sizes = dict.fromkeys(("hidden_size", "intermediate_size", "moe_intermediate_size"), 64)
+    ranks = {"kv_lora_rank": 32, "q_lora_rank": 32, "qk_nope_head_dim": 32, "v_head_dim": 32}
+    checkpoint = MODELS["v2"].make(tmp_path / "checkpoint", **sizes, **ranks)
+
+    def block_of(name: str) -> str | None:
+        return None if "norm" in name or "gate_inp" in name else "Q8_0"
+
+    model = as_gguf(checkpoint, tmp_path / "gguf", block_of).path
+    one = outputs(model, 1)
+    assert len({tuple(output) for output in one}) == 3
+    for num_stages, tp in ((3, ()), (1, (2,)), (2, (2, 1))):
+        assert outputs(model, num_stages, tp=tp) == one, (num_stages, tp)
 
 
 def test_without_kernels_the_numbers_are_nearly_the_same(mixed: Path) -> None:

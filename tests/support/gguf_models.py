@@ -40,8 +40,24 @@ ARCHITECTURES = {
     "Phi3ForCausalLM": "phi3",
     "GraniteForCausalLM": "granite",
     "Olmo2ForCausalLM": "olmo2",
+    "Olmo3ForCausalLM": "olmo2",
+    "Ministral3ForCausalLM": "mistral3",
+    "GemmaForCausalLM": "gemma",
+    "OlmoeForCausalLM": "olmoe",
+    "SmolLM3ForCausalLM": "smollm3",
+    "SeedOssForCausalLM": "seed_oss",
+    "Exaone4ForCausalLM": "exaone4",
+    "Ernie4_5ForCausalLM": "ernie4_5",
+    "GlmForCausalLM": "chatglm",
+    "Glm4ForCausalLM": "glm4",
+    "Glm4MoeForCausalLM": "glm4moe",
+    "Dots1ForCausalLM": "dots1",
+    "DeepseekV2ForCausalLM": "deepseek2",
+    "DeepseekV3ForCausalLM": "deepseek2",
+    "Glm4MoeLiteForCausalLM": "deepseek2",
 }
-_REORDERED = ("llama", "granite")
+_REORDERED = ("llama", "mistral3", "smollm3", "granite")
+_ROUTED = ("glm4moe", "dots1", "deepseek2")  # experts as DeepSeek's
 _NAMES = [  # the first that fits
     (r"model\.embed_tokens", "token_embd"),
     (r"model\.norm", "output_norm"),
@@ -54,10 +70,20 @@ _NAMES = [  # the first that fits
     (r"mlp\.(gate|up|down)_proj", r"ffn_\1"),
     (r"mlp\.shared_expert\.(gate|up|down)_proj", r"ffn_\1_shexp"),
     (r"mlp\.shared_expert_gate", "ffn_gate_inp_shexp"),
+    (r"mlp\.shared_experts\.(gate|up|down)_proj", r"ffn_\1_shexp"),
+    (r"mlp\.gate\.e_score_correction_bias", "exp_probs_b.bias"),
     (r"(mlp|block_sparse_moe)\.gate", "ffn_gate_inp"),
     (r"input_layernorm", "attn_norm"),
     (r"pre_feedforward_layernorm", "ffn_norm"),
     (r"post_feedforward_layernorm", "post_ffw_norm"),
+    (r"post_self_attn_layernorm", "post_attention_norm"),
+    (r"post_mlp_layernorm", "post_ffw_norm"),
+    (r"self_attn\.kv_a_proj_with_mqa", "attn_kv_a_mqa"),
+    (r"self_attn\.(q|kv)_a_layernorm", r"attn_\1_a_norm"),
+    (r"self_attn\.q_a_proj", "attn_q_a"),
+    (r"self_attn\.(q|k|v|kv)_b_proj", r"attn_\1_b"),
+    (r"(eh_proj|enorm|hnorm|embed_tokens)", r"nextn.\1"),
+    (r"shared_head\.(head|norm)", r"nextn.shared_head_\1"),
 ]
 _EXPERT = re.compile(r"model\.layers\.(\d+)\.(?:mlp|block_sparse_moe)\.experts\.(\d+)\.(\w+)\.weight")
 _EXPERT_PARTS = {
@@ -108,6 +134,11 @@ def as_gguf(
     format_of: FormatOf = lambda name: None,
     extra: Mapping[str, np.ndarray] = MappingProxyType({}),
     num_parts: int = 1,
+    *,
+    architecture: str = "",
+    is_old: bool = False,
+    is_fused: bool = False,
+    metadata: Mapping[str, Any] = MappingProxyType({}),
     more_metadata: Mapping[str, Any] = MappingProxyType({}),
 ) -> GgufModel:
     """Write the model of a checkpoint as GGUF.
@@ -117,10 +148,15 @@ def as_gguf(
             the package `gguf` are decoded by it.
         extra: further tensors of floats.
         num_parts: files that the model is split into.
+        architecture: as the file is to name it; empty: as the converter would.
+        is_old: as before 2025: latent vectors are projected to keys and values by one tensor, and what the
+            converter did not yet write is left out.
+        is_fused: query, key and value are one tensor, and so are gates and ups of experts.
+        metadata: of the architecture, beside or in place of the converter's; None leaves a value out.
         more_metadata: beside those of the model, such as a vocabulary.
     """
     config = json.loads((checkpoint / "config.json").read_text())
-    name = ARCHITECTURES[config["architectures"][0]]
+    name = architecture or ARCHITECTURES[config["architectures"][0]]
     tensors: dict[str, Tensor] = {}
     for path in sorted(checkpoint.glob("*.safetensors")):
         tensors |= {key: value.float() for key, value in load_file(path).items()}
@@ -128,8 +164,10 @@ def as_gguf(
         tensors.pop("lm_head.weight", None)
     directory.mkdir(parents=True, exist_ok=True)
     stored: dict[str, Stored] = {}
+    if name == "deepseek2" and not is_old:
+        tensors = _with_latents_apart(tensors, config)
     plain = dict(tensors)
-    for gguf_name, members in _grouped(tensors).items():
+    for gguf_name, members in _grouped(tensors, name).items():
         values = (
             torch.stack([tensors[member] for member in members])
             if ".experts." in members[0]
@@ -149,12 +187,15 @@ def as_gguf(
         for member, own in zip(members, numbers if len(members) > 1 else [numbers], strict=True):
             plain[member] = _in_order(own, heads).contiguous()
     stored |= {key: Stored.of(values) for key, values in extra.items()}
-    metadata = {**_metadata(name, config), **more_metadata}
-    path = _write(directory, metadata, stored, num_parts)
+    if is_fused:
+        stored = _fused(stored)
+    own = _metadata(name, config, is_old=is_old) | {f"{name}.{key}": value for key, value in metadata.items()}
+    written = {key: value for key, value in (own | dict(more_metadata)).items() if value is not None}
+    path = _write(directory, written, stored, num_parts)
     (directory / "plain").mkdir(exist_ok=True)
     (directory / "plain" / "config.json").write_text(json.dumps(config))
-    write_weights(directory / "plain", plain)
-    return GgufModel(path, directory / "plain", metadata, stored)
+    write_weights(directory / "plain", _with_latents_together(plain))
+    return GgufModel(path, directory / "plain", written, stored)
 
 
 def _write(
@@ -229,7 +270,60 @@ def _kind_of_piece(name: str, unknown: str, added: Container[str]) -> int:
     return 6 if re.fullmatch(r"<0x[0-9A-F]{2}>", name) else 1
 
 
-def _grouped(tensors: Mapping[str, Tensor]) -> dict[str, list[str]]:
+def _with_latents_apart(tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> dict[str, Tensor]:
+    """The projections from latent vectors, head by head: to keys transposed, and to values."""
+    apart: dict[str, Tensor] = {}
+    sizes = [config["qk_nope_head_dim"], config["v_head_dim"]]
+    for name, values in tensors.items():
+        if not name.endswith(".kv_b_proj.weight"):
+            apart[name] = values
+            continue
+        heads = values.view(config["num_attention_heads"], sum(sizes), values.shape[1])
+        to_keys, to_values = heads.split(sizes, dim=1)
+        apart[name.replace("kv_b_proj", "k_b_proj")] = to_keys.transpose(1, 2).contiguous()
+        apart[name.replace("kv_b_proj", "v_b_proj")] = to_values.contiguous()
+    return apart
+
+
+def _with_latents_together(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The same as a checkpoint has it."""
+    together = {name: values for name, values in tensors.items() if not re.search(r"\.[kv]_b_proj\.", name)}
+    for name in tensors.keys() - together.keys():
+        if ".k_b_proj." in name:
+            pair = tensors[name].transpose(1, 2), tensors[name.replace("k_b_proj", "v_b_proj")]
+            together[name.replace("k_b_proj", "kv_b_proj")] = torch.cat(pair, dim=1).flatten(0, 1)
+    return together
+
+
+def _fused(stored: Mapping[str, Stored]) -> dict[str, Stored]:
+    """Query, key and value below each other, and of each expert gate and up."""
+    fused = dict(stored)
+    for name in stored:
+        if ".attn_q." in name:
+            parts = [fused.pop(name.replace("attn_q.", f"attn_{part}.")) for part in "qkv"]
+            rows = sum(part.shape[0] for part in parts)
+            fused[name.replace("attn_q.", "attn_qkv.")] = Stored(
+                shape=(rows, *parts[0].shape[1:]),
+                kind=parts[0].kind,
+                content=b"".join(part.content for part in parts),
+            )
+        elif ".ffn_gate_exps." in name:
+            parts = [fused.pop(name), fused.pop(name.replace("gate", "up"))]
+            count, rows, columns = parts[0].shape
+            size = len(parts[0].content) // count
+            fused[name.replace("gate", "gate_up")] = Stored(
+                shape=(count, 2 * rows, columns),
+                kind=parts[0].kind,
+                content=b"".join(
+                    part.content[index * size : (index + 1) * size]
+                    for index in range(count)
+                    for part in parts
+                ),
+            )
+    return fused
+
+
+def _grouped(tensors: Mapping[str, Tensor], architecture: str) -> dict[str, list[str]]:
     """Name in the file -> names in the checkpoint, several for experts."""
     groups: dict[str, list[str]] = {}
     for name in tensors:
@@ -237,20 +331,21 @@ def _grouped(tensors: Mapping[str, Tensor]) -> dict[str, list[str]]:
             group = f"blk.{match[1]}.ffn_{_EXPERT_PARTS[match[3]]}_exps.weight"
             groups.setdefault(group, []).append(name)
         else:
-            groups[_name(name, tensors)] = [name]
+            groups[_name(name, tensors, architecture)] = [name]
     for members in groups.values():
         members.sort(key=lambda member: int(match[2]) if (match := _EXPERT.fullmatch(member)) else 0)
     return groups
 
 
-def _name(name: str, tensors: Mapping[str, Tensor]) -> str:
+def _name(name: str, tensors: Mapping[str, Tensor], architecture: str) -> str:
     layer = re.match(r"model\.layers\.(\d+)\.", name)
     start = f"blk.{layer[1]}." if layer else ""
     rest = name[layer.end() :] if layer else name
     has_both = any("pre_feedforward" in each for each in tensors)
     is_behind = any("post_feedforward" in each for each in tensors)
     if rest.startswith("post_attention_layernorm"):
-        return f"{start}{'post_attention_norm' if has_both or is_behind else 'ffn_norm'}.weight"
+        is_other = has_both or is_behind or architecture in ("seed_oss", "glm4moe")
+        return f"{start}{'post_attention_norm' if is_other else 'ffn_norm'}.weight"
     for pattern, other in _NAMES:
         if match := re.match(pattern, rest):
             return start + match.expand(other) + rest[match.end() :]
@@ -280,7 +375,7 @@ def _in_order(values: Tensor, heads: int) -> Tensor:
     return by_pair.swapaxes(1, 2).reshape(values.shape)
 
 
-def _metadata(name: str, config: Mapping[str, Any]) -> dict[str, Any]:
+def _metadata(name: str, config: Mapping[str, Any], *, is_old: bool) -> dict[str, Any]:
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     far = rope.get("full_attention", rope)
     theta = far.get("rope_theta") or config.get("rope_theta", 10_000.0)
@@ -312,15 +407,86 @@ def _metadata(name: str, config: Mapping[str, Any]) -> dict[str, Any]:
     for field, (key, kind) in optional.items():
         if config.get(field) is not None:
             own[key] = kind(config[field])
-    if far.get("rope_type") in ("linear", "yarn"):
-        own |= {"rope.scaling.type": far["rope_type"], "rope.scaling.factor": float(far["factor"])}
-    if far.get("rope_type") == "yarn":
-        own["rope.scaling.original_context_length"] = far["original_max_position_embeddings"]
-    if far.get("partial_rotary_factor"):
-        own["rope.dimension_count"] = int(config["head_dim"] * far["partial_rotary_factor"])
+    own |= _position_metadata(name, config, far)
+    if config.get("layer_types") and name in ("exaone4", "olmo2"):
+        slides = [kind == "sliding_attention" for kind in config["layer_types"]]
+        own["attention.sliding_window_pattern"] = np.array(slides)
+    if name == "mistral3":
+        own["rope.scaling.yarn_log_multiplier"] = float(far["mscale_all_dim"])
+        own["attention.temperature_scale"] = float(far["llama_4_scaling_beta"])
+    if name == "chatglm":
+        del own["attention.key_length"]
+    if name in _ROUTED:
+        own |= _routed_metadata(name, config, is_old=is_old)
+    if name == "deepseek2":
+        own |= _latent_metadata(config, far, is_old=is_old)
     return {
         "general.architecture": name,
         "tokenizer.ggml.bos_token_id": config["bos_token_id"],
         "tokenizer.ggml.eos_token_id": config["eos_token_id"],
         **{f"{name}.{key}": value for key, value in own.items()},
+    }
+
+
+def _position_metadata(name: str, config: Mapping[str, Any], far: Mapping[str, Any]) -> dict[str, Any]:
+    own: dict[str, Any] = {}
+    if far.get("rope_type") in ("linear", "yarn"):
+        own |= {"rope.scaling.type": far["rope_type"], "rope.scaling.factor": float(far["factor"])}
+    if far.get("rope_type") == "yarn":
+        own["rope.scaling.original_context_length"] = far["original_max_position_embeddings"]
+        for field in ("beta_fast", "beta_slow"):
+            if far.get(field) is not None:
+                own[f"rope.scaling.yarn_{field}"] = float(far[field])
+    part = far.get("partial_rotary_factor") or (0.5 if name in ("chatglm", "glm4", "glm4moe") else None)
+    if part:
+        own["rope.dimension_count"] = int(config["head_dim"] * part)
+    return own
+
+
+def _routed_metadata(name: str, config: Mapping[str, Any], *, is_old: bool) -> dict[str, Any]:
+    further = config.get("num_nextn_predict_layers") or 0
+    own: dict[str, Any] = {
+        "expert_count": config["n_routed_experts"],
+        "expert_shared_count": config["n_shared_experts"],
+        "leading_dense_block_count": config["first_k_dense_replace"],
+        "expert_weights_scale": float(config.get("routed_scaling_factor") or 1.0),
+    }
+    if config.get("norm_topk_prob"):
+        own["expert_weights_norm"] = True
+    if further:
+        own |= {
+            "block_count": config["num_hidden_layers"] + further,
+            "nextn_predict_layers": further,
+        }
+    if not is_old:
+        is_softmax = config["architectures"][0] == "DeepseekV2ForCausalLM"
+        own |= {
+            "expert_gating_func": 1 if is_softmax else 2,
+            "expert_group_count": config.get("n_group") or 1,
+            "expert_group_used_count": config.get("topk_group") or 1,
+        }
+    return own
+
+
+def _latent_metadata(config: Mapping[str, Any], rope: Mapping[str, Any], *, is_old: bool) -> dict[str, Any]:
+    rank, rotated = config["kv_lora_rank"], config["qk_rope_head_dim"]
+    keys, values = config["qk_nope_head_dim"] + rotated, config["v_head_dim"]
+    own: dict[str, Any] = {"attention.kv_lora_rank": rank, "rope.dimension_count": rotated}
+    if config.get("q_lora_rank"):
+        own["attention.q_lora_rank"] = config["q_lora_rank"]
+    if rope.get("mscale_all_dim") is not None:
+        own["rope.scaling.yarn_log_multiplier"] = 0.1 * rope["mscale_all_dim"]
+    if is_old:
+        heads = config["num_attention_heads"]
+        return own | {
+            "attention.head_count_kv": heads,
+            "attention.key_length": keys,
+            "attention.value_length": values,
+        }
+    return own | {
+        "attention.head_count_kv": 1,
+        "attention.key_length": rank + rotated,
+        "attention.value_length": rank,
+        "attention.key_length_mla": keys,
+        "attention.value_length_mla": values,
     }

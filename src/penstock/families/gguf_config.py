@@ -2,7 +2,7 @@
 
 The metadata become the fields of a `config.json`, which the family of the same model reads
 (`families.known`), so that there is one description of a family for both formats. Called by
-`families.registry`. Torch-free; of the tensors' data, the factors of the rotation alone are read.
+`families.registry`. Torch-free.
 """
 
 from __future__ import annotations
@@ -13,26 +13,24 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-import numpy as np
-
 from penstock.errors import CheckpointError, UnsupportedModelError
 from penstock.families.config_fields import ConfigFields
 from penstock.families.experts_spec import ExpertNames
-from penstock.families.gguf_kinds import (
+from penstock.families.gguf_fields import (
     Fields,
-    GgufKind,
     architecture_name,
     has,
-    kind_of_file,
-    known_architectures,
+    num_further_layers,
+    num_layers,
     number,
     whole_number,
 )
+from penstock.families.gguf_kinds import GgufKind, kind_of_file, known_architectures
 from penstock.families.gguf_names import StoredTensor, stored_tensors
+from penstock.families.gguf_rope import rope_scaling, with_factors
 from penstock.families.gguf_shapes import require_shapes
 from penstock.families.gguf_types import FLOAT_TYPES, require_known_types
 from penstock.families.quantization_spec import BlockQuantization
-from penstock.families.rope_spec import RopeSpec
 from penstock.families.spec import ModelSpec
 from penstock.gguf.file import GgufFile
 from penstock.gguf.part import GgufTensor
@@ -40,9 +38,6 @@ from penstock.kernels.block_formats import BLOCK_FORMATS
 from penstock.tokenizer.sources.gguf_vocabulary import gguf_end_ids, has_vocabulary
 
 _EMBEDDING = "token_embd.weight"
-_LLAMA_3_FACTORS = "rope_freqs.weight"
-_SHORT_FACTORS = "rope_factors_short.weight"
-_LARGEST_FACTOR = 1e6
 
 _Read = Callable[[ConfigFields, str], ModelSpec]
 
@@ -75,11 +70,13 @@ def gguf_spec(path: Path, families: Mapping[str, _Read], *, dequantize: bool = F
     spec = families[kind.architecture](fields, kind.architecture)
     stored = gguf_tensors(file, spec)
     require_shapes(stored, spec, file.path.name)
-    rope = _with_factors(file, spec)
+    spec = dataclasses.replace(
+        spec, rope=with_factors(file, spec), num_unused_layers=num_further_layers(file)
+    )
     if dequantize:
         has_blocks = any(tensor.type.name not in FLOAT_TYPES for tensor in file.tensors.values())
-        return dataclasses.replace(spec, rope=rope, is_dequantized=has_blocks)
-    return dataclasses.replace(spec, rope=rope, quantization=_quantization(file, stored))
+        return dataclasses.replace(spec, is_dequantized=has_blocks)
+    return dataclasses.replace(spec, quantization=_quantization(file, stored))
 
 
 def gguf_tensors(file: GgufFile, spec: ModelSpec) -> dict[str, StoredTensor]:
@@ -91,7 +88,7 @@ def _fields(file: GgufFile, kind: GgufKind) -> Fields:
     """Return `config.json` as the metadata say it."""
     fields: Fields = {
         "hidden_size": whole_number(file, "embedding_length"),
-        "num_hidden_layers": whole_number(file, "block_count"),
+        "num_hidden_layers": num_layers(file),
         "num_attention_heads": whole_number(file, "attention.head_count"),
         "max_position_embeddings": whole_number(file, "context_length"),
         "rms_norm_eps": number(file, "attention.layer_norm_rms_epsilon"),
@@ -99,7 +96,7 @@ def _fields(file: GgufFile, kind: GgufKind) -> Fields:
         "vocab_size": _embedding(file).shape[0],
         "tie_word_embeddings": "output.weight" not in file.tensors,
         "dtype": _dtype(file),
-        "rope_scaling": _rope_scaling(file),
+        "rope_scaling": rope_scaling(file),
     }
     optional = {
         "intermediate_size": "feed_forward_length",
@@ -107,8 +104,9 @@ def _fields(file: GgufFile, kind: GgufKind) -> Fields:
         "head_dim": "attention.key_length",
     }
     fields |= {name: whole_number(file, key) for name, key in optional.items() if has(file, key)}
+    fields |= kind.fields(file)
     _require_equal_heads(file, fields)
-    return fields | _token_ids(file) | _rotated_part(file, fields) | kind.fields(file)
+    return fields | _token_ids(file) | _rotated_part(file, fields)
 
 
 def _embedding(file: GgufFile) -> GgufTensor:
@@ -123,7 +121,7 @@ def _embedding(file: GgufFile) -> GgufTensor:
 
 def _require_equal_heads(file: GgufFile, fields: Fields) -> None:
     key = "attention.value_length"
-    if not (has(file, key) and "head_dim" in fields):
+    if not (has(file, key) and "head_dim" in fields) or "kv_lora_rank" in fields:
         return
     keys, values = fields["head_dim"], whole_number(file, key)
     if values != keys:
@@ -149,79 +147,10 @@ def _token_ids(file: GgufFile) -> Fields:
 def _rotated_part(file: GgufFile, fields: Fields) -> Fields:
     head_dim = fields.get("head_dim") or fields["hidden_size"] // max(fields["num_attention_heads"], 1)
     rotated = whole_number(file, "rope.dimension_count", head_dim)
-    if rotated == head_dim or not head_dim:  # the family refuses heads of no numbers
+    if not head_dim:  # the family refuses heads of no numbers
         return {}
+    # Also where it is 1: some families rotate half of a head unless the configuration says otherwise.
     return {"partial_rotary_factor": rotated / head_dim}
-
-
-def _rope_scaling(file: GgufFile) -> Fields | None:
-    """Return the stretching of positions that the metadata name; factors by tensor come later."""
-    key = "rope.scaling.type"
-    kind = file.metadata.text(f"{architecture_name(file)}.{key}", "none")
-    if _SHORT_FACTORS in file.tensors:
-        return _longrope(file)
-    if kind in ("none", ""):
-        return None
-    scaling: Fields = {"rope_type": kind, "factor": number(file, "rope.scaling.factor", 1.0)}
-    if has(file, "rope.scaling.original_context_length"):
-        name = "original_max_position_embeddings"
-        scaling[name] = whole_number(file, "rope.scaling.original_context_length")
-    if has(file, "rope.scaling.attn_factor"):
-        scaling["attention_factor"] = number(file, "rope.scaling.attn_factor")
-    return scaling
-
-
-def _longrope(file: GgufFile) -> Fields:
-    short = _factors(file, file.tensors[_SHORT_FACTORS])
-    scaling: Fields = {
-        "rope_type": "longrope",
-        "short_factor": list(short),
-        "long_factor": list(short),  # not used
-        "original_max_position_embeddings": whole_number(
-            file, "rope.scaling.original_context_length", whole_number(file, "context_length")
-        ),
-    }
-    if has(file, "rope.scaling.attn_factor"):
-        scaling["attention_factor"] = number(file, "rope.scaling.attn_factor")
-    return scaling
-
-
-def _with_factors(file: GgufFile, spec: ModelSpec) -> RopeSpec:
-    """Return the rotation with the factors of Llama 3.1 and later, which the file keeps as a tensor."""
-    tensor = file.tensors.get(_LLAMA_3_FACTORS)
-    if tensor is None:
-        return spec.rope
-    factors = _factors(file, tensor)
-    if len(factors) != spec.rope.rotary_dim(spec.head_dim) // 2:
-        raise CheckpointError(
-            file=file.path.name,
-            tensor=tensor.name,
-            expected=f"{spec.rope.rotary_dim(spec.head_dim) // 2} factors, one for each rotated pair",
-            found=str(len(factors)),
-        )
-    return dataclasses.replace(spec.rope, kind="longrope", short_factors=factors, attention_factor=1.0)
-
-
-def _factors(file: GgufFile, tensor: GgufTensor) -> tuple[float, ...]:
-    """Read the wavelengths' factors; float32."""
-    if tensor.type.name != "F32" or len(tensor.shape) != 1:
-        raise CheckpointError(
-            file=file.path.name,
-            tensor=tensor.name,
-            expected="F32 of one dimension",
-            found=f"{tensor.type.name} of {list(tensor.shape)}",
-        )
-    with tensor.path.open("rb") as stream:
-        stream.seek(tensor.start)
-        values = np.frombuffer(stream.read(tensor.num_bytes), "<f4")
-    if len(values) != tensor.shape[0] or not ((values > 0) & (values <= _LARGEST_FACTOR)).all():
-        raise CheckpointError(
-            file=file.path.name,
-            tensor=tensor.name,
-            expected=f"{tensor.shape[0]} factors above 0, at most {_LARGEST_FACTOR:g}",
-            found="others",
-        )
-    return tuple(values.tolist())
 
 
 def _dtype(file: GgufFile) -> str:

@@ -10,14 +10,33 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
-import numpy as np
-
-from penstock.errors import CheckpointError
+from penstock.families.gguf_experts import (
+    deepseek_v2_fields,
+    deepseek_v3_fields,
+    dots1_fields,
+    glm4_moe_fields,
+    is_corrected,
+    mixtral_fields,
+    olmoe_fields,
+    qwen2_moe_fields,
+    qwen3_moe_fields,
+)
+from penstock.families.gguf_fields import (
+    Fields,
+    architecture_name,
+    has,
+    has_tensor,
+    head_width,
+    kinds_of_layers,
+    num_layers,
+    number,
+    unsupported,
+    whole_number,
+    width_per_head,
+)
+from penstock.families.gguf_rope import rope_scaling, sharpened
 from penstock.gguf.file import GgufFile
-
-Fields = dict[str, Any]
 
 # Parts of a layer: ggml's name -> the name in a Hugging Face checkpoint.
 _LAYER_NAMES: Mapping[str, str] = {
@@ -28,7 +47,6 @@ _LAYER_NAMES: Mapping[str, str] = {
     "attn_output": "self_attn.o_proj",
     "attn_q_norm": "self_attn.q_norm",
     "attn_k_norm": "self_attn.k_norm",
-    "attn_qkv": "self_attn.qkv_proj",
     "ffn_norm": "post_attention_layernorm",
     "ffn_gate": "mlp.gate_proj",
     "ffn_up": "mlp.up_proj",
@@ -38,12 +56,38 @@ _LAYER_NAMES: Mapping[str, str] = {
     "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
     "ffn_up_shexp": "mlp.shared_expert.up_proj",
     "ffn_down_shexp": "mlp.shared_expert.down_proj",
+    "nextn.eh_proj": "eh_proj",
+    "nextn.enorm": "enorm",
+    "nextn.hnorm": "hnorm",
+    "nextn.embed_tokens": "embed_tokens",
+    "nextn.shared_head_head": "shared_head.head",
+    "nextn.shared_head_norm": "shared_head.norm",
 }
+_LATENT_NAMES = {
+    "attn_q_a": "self_attn.q_a_proj",
+    "attn_q_a_norm": "self_attn.q_a_layernorm",
+    "attn_q_b": "self_attn.q_b_proj",
+    "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa",
+    "attn_kv_a_norm": "self_attn.kv_a_layernorm",
+    "attn_kv_b": "self_attn.kv_b_proj",
+}
+_SHARED_NAMES = {
+    "ffn_gate_shexp": "mlp.shared_experts.gate_proj",
+    "ffn_up_shexp": "mlp.shared_experts.up_proj",
+    "ffn_down_shexp": "mlp.shared_experts.down_proj",
+}
+_NORM_BEFORE_MLP = {"post_attention_norm": "post_attention_layernorm"}
 _NORMS_BEHIND = {
     "post_attention_norm": "post_attention_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
 _NORMS_AROUND = {**_NORMS_BEHIND, "ffn_norm": "pre_feedforward_layernorm"}
+_GATE_AND_UP = {"ffn_up": "mlp.gate_up_proj"}
+_GLM4_NAMES = {
+    **_GATE_AND_UP,
+    "post_attention_norm": "post_self_attn_layernorm",
+    "post_ffw_norm": "post_mlp_layernorm",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,9 +116,9 @@ class GgufKind:
 def kind_of_file(file: GgufFile) -> GgufKind | None:
     """Return the kind of a file's architecture; None: it is not served."""
     name = architecture_name(file)
-    if name == "llama" and whole_number(file, "expert_count", 0):
-        name = "llama with experts"
-    return _KINDS.get(name)
+    variant_of = _VARIANTS.get(name)
+    variant = variant_of(file) if variant_of else ""
+    return _KINDS.get(f"{name} {variant}" if variant else name)
 
 
 def known_architectures() -> list[str]:
@@ -82,73 +126,33 @@ def known_architectures() -> list[str]:
     return [name for name in _KINDS if " " not in name]
 
 
-def architecture_name(file: GgufFile) -> str:
-    """Return what the file calls its architecture."""
-    return file.metadata.text("general.architecture")
+def _llama_variant(file: GgufFile) -> str:
+    return "with experts" if whole_number(file, "expert_count", 0) else ""
 
 
-def whole_number(file: GgufFile, name: str, default: int | None = None) -> int:
-    """Return a number of the architecture. Where the file has one for each layer, they must be equal."""
-    key = f"{architecture_name(file)}.{name}"
-    value = file.metadata.get(key)
-    if not isinstance(value, np.ndarray):
-        return file.metadata.integer(key, default)
-    if len(value) and value.dtype.kind in "iu" and (value == value[0]).all():
-        return int(value[0])
-    raise CheckpointError(
-        file=file.path.name,
-        key=key,
-        expected="one number for all layers",
-        found=f"{len(set(value.tolist()))} numbers",
-        remedy="Use another model; layers of unequal shapes are not built.",
-    )
+def _olmo2_variant(file: GgufFile) -> str:
+    return "with windows" if whole_number(file, "attention.sliding_window", 0) else ""
 
 
-def number(file: GgufFile, name: str, default: float | None = None) -> float:
-    """Return a number of the architecture that may have a fraction."""
-    return float(file.metadata.number(f"{architecture_name(file)}.{name}", default))
-
-
-def has(file: GgufFile, name: str) -> bool:
-    """Return whether the file gives this number of its architecture."""
-    return f"{architecture_name(file)}.{name}" in file.metadata
+def _deepseek2_variant(file: GgufFile) -> str:
+    return "corrected" if is_corrected(file) else ""
 
 
 def _biases(file: GgufFile) -> Fields:
-    tensors = file.tensors
     return {
-        "attention_bias": "blk.0.attn_output.bias" in tensors,
-        "mlp_bias": "blk.0.ffn_down.bias" in tensors,
+        "attention_bias": has_tensor(file, "attn_output.bias"),
+        "mlp_bias": has_tensor(file, "ffn_down.bias"),
     }
 
 
-def _mixtral(file: GgufFile) -> Fields:
+def _mistral3(file: GgufFile) -> Fields:
+    """Mistral Small 3.1 and Ministral 3: in the latter, queries grow with positions."""
+    scaling = sharpened(file, rope_scaling(file), 1.0) or {"rope_type": "default"}
+    growth = number(file, "attention.temperature_scale", 0.0)
     return {
-        "num_local_experts": whole_number(file, "expert_count"),
-        "num_experts_per_tok": whole_number(file, "expert_used_count"),
+        "head_dim": head_width(file),
+        "rope_scaling": scaling | {"llama_4_scaling_beta": growth},
     }
-
-
-def _experts(file: GgufFile, *, normalized: bool) -> Fields:
-    return {
-        "num_experts": whole_number(file, "expert_count"),
-        "num_experts_per_tok": whole_number(file, "expert_used_count"),
-        "moe_intermediate_size": whole_number(file, "expert_feed_forward_length"),
-        "norm_topk_prob": normalized,
-    }
-
-
-def _qwen2_moe(file: GgufFile) -> Fields:
-    shared = whole_number(file, "expert_shared_feed_forward_length")
-    return _experts(file, normalized=False) | {
-        "shared_expert_intermediate_size": shared,
-        "intermediate_size": shared,
-        "qkv_bias": "blk.0.attn_q.bias" in file.tensors,
-    }
-
-
-def _qwen3_moe(file: GgufFile) -> Fields:
-    return _experts(file, normalized=True)
 
 
 # Of these sizes scores are divided by the root of hidden_size / heads; the files do not say so.
@@ -157,10 +161,8 @@ _GEMMA_2_27B_LAYERS, _GEMMA_3_27B_LAYERS = 46, 62
 
 def _gemma(file: GgufFile, large: int) -> Fields:
     is_large = whole_number(file, "block_count") == large
-    num_heads = whole_number(file, "attention.head_count")
-    by_width = whole_number(file, "embedding_length") // max(num_heads, 1)
     head_dim = whole_number(file, "attention.key_length", 256)
-    fields: Fields = {"query_pre_attn_scalar": by_width if is_large else head_dim}
+    fields: Fields = {"query_pre_attn_scalar": width_per_head(file) if is_large else head_dim}
     if has(file, "attention.sliding_window"):
         fields["sliding_window"] = whole_number(file, "attention.sliding_window")
     return fields
@@ -198,25 +200,105 @@ def _granite(file: GgufFile) -> Fields:
     }
 
 
+def _olmo3(file: GgufFile) -> Fields:
+    return _biases(file) | {
+        "sliding_window": whole_number(file, "attention.sliding_window"),
+        "layer_types": kinds_of_layers(file),
+    }
+
+
+def _glm(file: GgufFile) -> Fields:
+    if has(file, "rope.dimension_sections"):
+        raise unsupported(file, "its heads are in the order for positions in pictures, which is not read")
+    return {
+        "head_dim": head_width(file),
+        "attention_bias": has_tensor(file, "attn_q.bias") or has_tensor(file, "attn_qkv.bias"),
+    }
+
+
+def _ernie(file: GgufFile) -> Fields:
+    return {
+        "head_dim": head_width(file),
+        "use_bias": has_tensor(file, "attn_q.bias"),
+    }
+
+
+def _seed_oss(file: GgufFile) -> Fields:
+    return {
+        "attention_bias": has_tensor(file, "attn_q.bias"),
+        "attention_out_bias": has_tensor(file, "attn_output.bias"),
+        "mlp_bias": has_tensor(file, "ffn_down.bias"),
+    }
+
+
+_EXAONE_4_32B_LAYERS, _EXAONE_4_32B_WINDOW = 64, 4096  # which older files do not say
+
+
+def _exaone4(file: GgufFile) -> Fields:
+    default = _EXAONE_4_32B_WINDOW if num_layers(file) == _EXAONE_4_32B_LAYERS else 0
+    window = whole_number(file, "attention.sliding_window", default)
+    return {
+        "sliding_window": window or None,
+        "layer_types": kinds_of_layers(file) if window else None,
+    }
+
+
+_VARIANTS: Mapping[str, Callable[[GgufFile], str]] = {
+    "llama": _llama_variant,
+    "olmo2": _olmo2_variant,
+    "deepseek2": _deepseek2_variant,
+}
 _KINDS: Mapping[str, GgufKind] = {
     "llama": GgufKind(architecture="LlamaForCausalLM", fields=_biases, has_reordered_heads=True),
     "llama with experts": GgufKind(
         architecture="MixtralForCausalLM",
-        fields=_mixtral,
+        fields=mixtral_fields,
         names={"ffn_gate_inp": "block_sparse_moe.gate"},
         has_reordered_heads=True,
     ),
+    "mistral3": GgufKind(architecture="Ministral3ForCausalLM", fields=_mistral3, has_reordered_heads=True),
     "qwen2": GgufKind(architecture="Qwen2ForCausalLM"),
-    "qwen2moe": GgufKind(architecture="Qwen2MoeForCausalLM", fields=_qwen2_moe),
+    "qwen2vl": GgufKind(architecture="Qwen2ForCausalLM"),
+    "qwen2moe": GgufKind(architecture="Qwen2MoeForCausalLM", fields=qwen2_moe_fields),
     "qwen3": GgufKind(architecture="Qwen3ForCausalLM", fields=_biases),
-    "qwen3moe": GgufKind(architecture="Qwen3MoeForCausalLM", fields=_qwen3_moe),
+    "qwen3vl": GgufKind(architecture="Qwen3ForCausalLM", fields=_biases),
+    "qwen3moe": GgufKind(architecture="Qwen3MoeForCausalLM", fields=qwen3_moe_fields),
+    "gemma": GgufKind(architecture="GemmaForCausalLM", has_one_plus_norms=True),
     "gemma2": GgufKind(
         architecture="Gemma2ForCausalLM", fields=_gemma2, names=_NORMS_AROUND, has_one_plus_norms=True
     ),
     "gemma3": GgufKind(
         architecture="Gemma3ForCausalLM", fields=_gemma3, names=_NORMS_AROUND, has_one_plus_norms=True
     ),
-    "phi3": GgufKind(architecture="Phi3ForCausalLM", fields=_phi3, names={"ffn_up": "mlp.gate_up_proj"}),
+    "phi3": GgufKind(
+        architecture="Phi3ForCausalLM",
+        fields=_phi3,
+        names={**_GATE_AND_UP, "attn_qkv": "self_attn.qkv_proj"},
+    ),
     "granite": GgufKind(architecture="GraniteForCausalLM", fields=_granite, has_reordered_heads=True),
     "olmo2": GgufKind(architecture="Olmo2ForCausalLM", fields=_biases, names=_NORMS_BEHIND),
+    "olmo2 with windows": GgufKind(architecture="Olmo3ForCausalLM", fields=_olmo3, names=_NORMS_BEHIND),
+    "olmoe": GgufKind(architecture="OlmoeForCausalLM", fields=olmoe_fields),
+    "smollm3": GgufKind(architecture="SmolLM3ForCausalLM", fields=_biases, has_reordered_heads=True),
+    "seed_oss": GgufKind(architecture="SeedOssForCausalLM", fields=_seed_oss, names=_NORM_BEFORE_MLP),
+    "exaone4": GgufKind(architecture="Exaone4ForCausalLM", fields=_exaone4, names=_NORMS_BEHIND),
+    "ernie4_5": GgufKind(architecture="Ernie4_5ForCausalLM", fields=_ernie),
+    "chatglm": GgufKind(architecture="GlmForCausalLM", fields=_glm, names=_GATE_AND_UP),
+    "glm4": GgufKind(architecture="Glm4ForCausalLM", fields=_glm, names=_GLM4_NAMES),
+    "glm4moe": GgufKind(
+        architecture="Glm4MoeForCausalLM",
+        fields=glm4_moe_fields,
+        names={**_SHARED_NAMES, **_NORM_BEFORE_MLP},
+    ),
+    "dots1": GgufKind(architecture="Dots1ForCausalLM", fields=dots1_fields, names=_SHARED_NAMES),
+    "deepseek2": GgufKind(
+        architecture="DeepseekV2ForCausalLM",
+        fields=deepseek_v2_fields,
+        names={**_LATENT_NAMES, **_SHARED_NAMES},
+    ),
+    "deepseek2 corrected": GgufKind(
+        architecture="DeepseekV3ForCausalLM",
+        fields=deepseek_v3_fields,
+        names={**_LATENT_NAMES, **_SHARED_NAMES},
+    ),
 }

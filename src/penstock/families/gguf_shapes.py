@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 
 from penstock.errors import CheckpointError
 from penstock.families.gguf_names import StoredTensor
+from penstock.families.latent_spec import LatentSpec
 from penstock.families.spec import ModelSpec
 
 _Shapes = Iterator[tuple[str, tuple[int, int]]]
@@ -59,6 +60,9 @@ def _matrices(spec: ModelSpec) -> _Shapes:
 
 
 def _of_attention(spec: ModelSpec) -> _Shapes:
+    if spec.latent is not None:
+        yield from _of_latent_attention(spec, spec.latent)
+        return
     query, kv = spec.query_size, spec.kv_size
     outputs = {"q_proj": query, "k_proj": kv, "v_proj": kv}
     if spec.stored_together == "all":
@@ -66,6 +70,19 @@ def _of_attention(spec: ModelSpec) -> _Shapes:
     for name, rows in outputs.items():
         yield name, (rows, spec.hidden_size)
     yield "o_proj", (spec.hidden_size, query)
+
+
+def _of_latent_attention(spec: ModelSpec, latent: LatentSpec) -> _Shapes:
+    hidden, heads = spec.hidden_size, spec.num_heads
+    queries = heads * latent.head_dim
+    if latent.query_rank:
+        yield "q_a_proj", (latent.query_rank, hidden)
+        yield "q_b_proj", (queries, latent.query_rank)
+    else:
+        yield "q_proj", (queries, hidden)
+    yield "kv_a_proj_with_mqa", (latent.width, hidden)
+    yield "kv_b_proj", (heads * (latent.plain_dim + latent.value_dim), latent.rank)
+    yield "o_proj", (hidden, heads * latent.value_dim)
 
 
 def _of_mlp(spec: ModelSpec, index: int) -> _Shapes:

@@ -3,8 +3,8 @@
 Called by a rank once, in place of `weights.loader`, with the same promises: only the bytes of the rank's own
 tensors are read, nothing is mapped or kept, numbers that are not finite are refused. Weights in block formats
 stay as the file quantised them where the layer can hold them so (`layers.block_matrix`), else they are
-dequantised, those that our kernels do not know by `weights.gguf_package`. Rows that a converter reordered for
-ggml's rotation are put back into the order of the checkpoint.
+dequantised, those that our kernels do not know by `weights.gguf_package`. What a converter reordered,
+transposed or cut is put back into the form of the checkpoint.
 """
 
 from __future__ import annotations
@@ -13,12 +13,13 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
+from penstock.distributed.share import Share
 from penstock.errors import CheckpointError
 from penstock.families.gguf_names import StoredTensor
 from penstock.families.gguf_shapes import require_stored
@@ -102,7 +103,9 @@ class _Load:
 
     @property
     def rows_at_once(self) -> int:
-        """Rows of a piece: whole panels, and whole heads where rows are reordered."""
+        """Rows of a piece: whole panels, and whole heads where rows are reordered; all where it is turned."""
+        if self.stored.is_transposed:
+            return max(1, self.slot.rows.size)
         unit = math.lcm(PANEL_ROWS, self.stored.head_rows or 1)
         return max(1, PIECE_VALUES // max(self.columns, 1) // unit) * unit
 
@@ -131,7 +134,7 @@ def load_gguf(
     slots = tensor_slots(model)
     _check_surplus(model, slots, stored)
     absent = left_out - stored.keys()
-    loads = [_checked(slot, stored) for slot in slots if slot.name not in absent]
+    loads = [load for slot in slots if slot.name not in absent for load in _loads(slot, stored)]
     loads = [load for load in loads if load.slot.name not in left_out]
     loads.sort(key=lambda load: (load.stored.tensor.path, load.stored.tensor.start, load.stored.first_row))
     total, done = sum(load.num_bytes for load in loads), 0
@@ -167,15 +170,38 @@ def _check_surplus(model: nn.Module, slots: list[Slot], stored: Mapping[str, Sto
         )
 
 
-def _checked(slot: Slot, stored: Mapping[str, StoredTensor]) -> _Load:
+def _loads(slot: Slot, stored: Mapping[str, StoredTensor]) -> list[_Load]:
+    """Return what is to be read for a slot: a tensor, or those pieces of one that the share has."""
     file = next(iter(stored.values())).tensor.path.name if stored else "the GGUF file"
     found = require_stored(stored, slot.name, slot.shape, file)
-    load = _Load(stored=found, slot=slot)
-    inputs = found.tensor.type.block_values
+    if not found.pieces:
+        return [_checked(_Load(stored=found, slot=slot))]
+    loads, first = [], 0
+    for piece in found.pieces:
+        end = first + piece.checkpoint_rows
+        if slot.rows.start <= first and end <= slot.rows.end:
+            loads.append(_checked(_Load(stored=piece, slot=_rows_of(slot, first - slot.rows.start, piece))))
+        first = end
+    assert sum(load.stored.checkpoint_rows for load in loads) == slot.rows.size, "shares are whole pieces"
+    return loads
+
+
+def _rows_of(slot: Slot, first: int, piece: StoredTensor) -> Slot:
+    """Return the place of a piece within its tensor's, from this row on."""
+    rows = Share.all(piece.shape[0])
+    if isinstance(slot, RowSlot):
+        return replace(slot, first_row=slot.first_row + first, rows=rows)
+    return replace(slot, target=slot.target[first : first + piece.checkpoint_rows], rows=rows)
+
+
+def _checked(load: _Load) -> _Load:
+    """Return it if its share ends at borders of blocks, or is dequantised."""
+    tensor = load.stored.tensor
+    inputs = tensor.type.block_values
     if load.takes_blocks and load.own_columns != load.read_columns:
         raise CheckpointError(
-            file=found.tensor.path.name,
-            tensor=found.tensor.name,
+            file=tensor.path.name,
+            tensor=tensor.name,
             expected=f"shares of whole blocks of {inputs} inputs",
             found=f"{len(load.own_columns)} from {load.own_columns.start} on",
             remedy="Use fewer ranks per stage and more stages (--pp).",
@@ -223,6 +249,8 @@ def _put(load: _Load, first: int, raw: Tensor) -> None:
         if isinstance(slot, RowSlot)
         else slot.target.shape[1:]
     )
+    if load.stored.is_transposed:
+        converted = converted.view(len(converted), load.columns).T.contiguous()
     slot.put(first, converted.reshape(len(converted), *shape))
 
 

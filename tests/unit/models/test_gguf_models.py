@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -15,21 +13,16 @@ from checkpoints import LLAMA3_ROPE, make_checkpoint, write_weights
 from families import FAMILIES
 from gguf_files import Stored, write_gguf
 from gguf_models import GgufModel, as_gguf
-from kernel_builds import built
-from penstock.distributed.group import SOLO, TensorGroup
+from gguf_stages import PROMPT, kernels, logits, stages
 from penstock.errors import CheckpointError, UnsupportedModelError
 from penstock.families.registry import load_spec
 from penstock.kernels.block_formats import BLOCK_FORMATS
-from penstock.kernels.cpu.library import KERNEL_NAMES
-from penstock.kernels.cpu.ops import CpuKernels
 from penstock.layers.block_matrix import BlockMatrix
-from penstock.layers.compute import never_quantized
 from penstock.layers.rope import inverse_frequencies
 from penstock.models.decoder import Decoder
 from penstock.rank.stored_weights import open_weights
 from stage_driver import StageDriver
 
-PROMPT = [(7 * index + 3) % 90 for index in range(20)]
 WIDE = {"hidden_size": 256, "intermediate_size": 512, "layers": 2, "vocab_size": 96}
 OF_FAMILIES = {
     "small tied llama": {},
@@ -40,43 +33,6 @@ OF_FAMILIES = {
     "olmo2": {},
     "granite": {"residual_multiplier": 0.75, "attention_multiplier": 0.25, "logits_scaling": 1.75},
 }
-
-
-def kernels() -> CpuKernels:
-    return CpuKernels(built(), frozenset(KERNEL_NAMES))
-
-
-def stages(
-    path: Path,
-    cuts: Sequence[int] = (),
-    *,
-    dtype: torch.dtype = torch.float32,
-    own_kernels: CpuKernels | None = None,
-    group: TensorGroup = SOLO,
-) -> list[Decoder]:
-    """The stages of a model, loaded as a rank loads them."""
-    spec = load_spec(path)
-    built = []
-    for start, end in pairwise([0, *cuts, spec.num_layers]):
-        weights = open_weights(path, spec, b"")
-        stage = Decoder(
-            spec,
-            (start, end),
-            dtype=dtype,
-            device="cpu",
-            kernels=own_kernels,
-            format_of=weights.form_of if weights.is_quantized else never_quantized,
-            block_size=4,
-            group=group,
-        )
-        weights.load(stage, lambda done, total: None, frozenset())
-        built.append(stage)
-    return built
-
-
-def logits(path: Path, cuts: Sequence[int] = (), chunk: int = 16, **how: object) -> torch.Tensor:
-    built = stages(path, cuts, **how)  # type: ignore[arg-type]
-    return StageDriver(path, cuts, stages=built).prefill(0, PROMPT, chunk)
 
 
 @pytest.mark.parametrize("family", OF_FAMILIES)
@@ -194,7 +150,7 @@ def test_factors_of_the_rotation_come_from_their_tensor(tmp_path: Path) -> None:
 def test_what_is_not_served_is_refused_by_name(tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "m.gguf", {"general.architecture": "mamba"}, {})
     with pytest.raises(
-        UnsupportedModelError, match=r"architecture 'mamba'; of GGUF files these are read: llama, q"
+        UnsupportedModelError, match=r"architecture 'mamba'; of GGUF files these are read: llama, mistral3, q"
     ):
         load_spec(path)
     blocks = Stored(shape=(1, 256), kind=19, content=bytes(50))
