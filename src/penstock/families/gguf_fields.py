@@ -15,6 +15,7 @@ from penstock.errors import CheckpointError, UnsupportedModelError
 from penstock.gguf.file import GgufFile
 
 Fields = dict[str, Any]
+_MOST_LISTED = 1 << 16  # layers; more than any family takes
 
 
 def architecture_name(file: GgufFile) -> str:
@@ -92,10 +93,11 @@ def num_layers(file: GgufFile) -> int:
 def kinds_of_layers(file: GgufFile) -> list[str] | None:
     """Return for each layer whether it has a window, as `layer_types` says it; None: the file does not say.
 
-    The file has a truth value for each layer, or the length of a pattern whose last layer sees all.
+    The file has a truth value for each layer, or the length of a pattern whose last layer sees all. A number
+    of layers that no family takes is left for it to refuse.
     """
     name = "attention.sliding_window_pattern"
-    if not has(file, name):
+    if not has(file, name) or not 0 < num_layers(file) <= _MOST_LISTED:
         return None
     pattern = file.metadata[key_of(file, name)]
     layers = range(num_layers(file))

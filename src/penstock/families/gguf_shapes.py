@@ -26,7 +26,9 @@ def require_shapes(stored: Mapping[str, StoredTensor], spec: ModelSpec, file: st
         file: its name, for the error.
     """
     for name, shape in _matrices(spec):
-        require_stored(stored, name, shape, file)
+        found = require_stored(stored, name, shape, file)
+        if found.pieces and spec.latent is not None:
+            _require_halves(found, spec.latent)
 
 
 def require_stored(
@@ -44,6 +46,19 @@ def require_stored(
             found=f"{list(found.shape)}",
         )
     return found
+
+
+def _require_halves(stored: StoredTensor, latent: LatentSpec) -> None:
+    """Raise `CheckpointError` if the pieces of a head are other widths than its keys and values have."""
+    sizes = {"keys": latent.plain_dim, "values": latent.value_dim}
+    for (what, size), piece in zip(sizes.items(), stored.pieces, strict=False):
+        if piece.checkpoint_rows != size:
+            raise CheckpointError(
+                file=piece.tensor.path.name,
+                tensor=piece.tensor.name,
+                expected=f"{what} of {size} numbers by the file's metadata",
+                found=str(piece.checkpoint_rows),
+            )
 
 
 def _matrices(spec: ModelSpec) -> _Shapes:

@@ -15,6 +15,7 @@ from checkpoints import make_checkpoint
 from deepseek_models import MODELS, YARN, make_with_mtp
 from expert_families import EXPERT_FAMILIES
 from families import FAMILIES
+from gguf_files import Typed
 from gguf_models import as_gguf
 from gguf_stages import kernels, logits, stages
 from penstock.errors import CheckpointError, ModelConfigError, UnsupportedModelError
@@ -229,6 +230,11 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "glm scoring": ("glm4_moe", {"expert_gating_func": 1}, r"scoring_func must be one of sigmoid"),
     "pictures": ("glm4", {"rope.dimension_sections": np.ones(4, "i4")}, r"positions in pictures"),
     "pattern": ("exaone4", {"attention.sliding_window_pattern": np.ones(2, "b1")}, r"each of 3 layers"),
+    "layers": (
+        "exaone4",
+        {"block_count": Typed(kind=10, value=2**64 - 1), "attention.sliding_window_pattern": 3},
+        r"num_hidden_layers must be an integer from 1 to 1024, found 18446744073709551615",
+    ),
     "rank": ("v3", {"attention.kv_lora_rank": 25}, r"25 rows for each of 4 heads.*found 24 and 24"),
     "heads": ("v3", {"attention.head_count": 3}, r"attn_k_b.weight: expected equal parts for 3 heads"),
 }
@@ -248,3 +254,18 @@ def test_a_half_of_a_split_projection_is_missed_by_name(tmp_path: Path) -> None:
     path.write_bytes(raw)
     with pytest.raises(CheckpointError, match=r"blk.1.attn_v_b.weight: expected equal parts for 4 heads"):
         load_spec(path)
+
+
+def test_halves_of_a_split_projection_have_the_widths_of_the_metadata(tmp_path: Path) -> None:
+    """Together they have as many rows as they should, of which too many are the keys'."""
+    checkpoint = make(tmp_path / "checkpoint", "v2", latent=True)
+    other = {"attn_k_b": (4, 24, 13), "attn_v_b": (4, 9, 24)}
+    extra = {f"blk.1.{part}.weight": np.ones(shape, np.float32) for part, shape in other.items()}
+    path = as_gguf(checkpoint, tmp_path / "gguf", extra=extra).path
+    with pytest.raises(CheckpointError, match=r"blk.1.attn_k_b.weight: expected keys of 12 .*found 13"):
+        load_spec(path)
+
+
+def test_a_weight_of_pieces_of_another_width_is_refused_before_it_is_read(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"attn_k_b.weight: expected \[96, 24\] .*found \[88, 24\]"):
+        spec_of(tmp_path, "v2", {"attention.value_length_mla": 12})
