@@ -31,6 +31,7 @@ from penstock.weights.checkpoint import DTYPE_BYTES, TensorEntry
 _EMBEDDING = ("model.embed_tokens", "token_embd")
 _NORM_AND_HEAD = ("model.norm", "output_norm", "lm_head", "output")
 _OF_CONFIG = ("rope_freqs", "rope_factors_short")  # of GGUF files: read with the configuration, on all ranks
+_COPIES = ("nextn.embed_tokens.weight", "nextn.shared_head_head.weight")  # of `mtp_copies` in GGUF files
 _BLOCK_TYPES = {kind.name: kind for kind in TYPES.values()}  # of GGUF files
 _MAX_NAME = 1024
 _MAX_DIMENSIONS = 8
@@ -113,7 +114,7 @@ def tensor_groups(tensors: Iterable[TensorShape], spec: ModelSpec, rank: RankCon
         if name in layer_of:
             prefix, layer = layer_of[name]
             is_own = rank.start_layer <= layer < rank.end_layer
-            is_mtp = rank.has_mtp and layer == spec.num_layers and name not in spec.mtp_copies
+            is_mtp = rank.has_mtp and layer == spec.num_layers and not _is_copy(name, spec)
             if is_own or is_mtp:
                 groups.setdefault(f"{prefix}{layer}", []).append(tensor)
         elif _is_of_end(name, spec, rank):
@@ -131,6 +132,11 @@ def config_groups(tensors: Iterable[TensorShape]) -> list[TensorGroup]:
         for name, tensor in _checked(tensors).items()
         if _module(name) in _OF_CONFIG
     ]
+
+
+def _is_copy(name: str, spec: ModelSpec) -> bool:
+    """Return whether a tensor of the MTP layer is a copy of the model's own, which nobody reads."""
+    return name in spec.mtp_copies or name.endswith(_COPIES)
 
 
 def _module(name: str) -> str:

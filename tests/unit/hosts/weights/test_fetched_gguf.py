@@ -12,9 +12,12 @@ import numpy as np
 import pytest
 
 from checkpoints import Family, make_checkpoint
+from deepseek_models import MODELS as LATENT_MODELS
+from deepseek_models import make_with_mtp
 from gguf_models import as_gguf
 from penstock.errors import CheckpointError, ModelError, ProtocolError
 from penstock.families import gguf_names
+from penstock.families.experts_spec import ExpertNames
 from penstock.families.registry import load_spec
 from penstock.gguf.file import GgufFile
 from penstock.gguf.part_names import part_paths
@@ -267,6 +270,48 @@ def test_the_ends_of_a_gguf_model_are_those_that_its_reader_knows(model: Path) -
     assert between == read
     assert first - {"rope_factors_long"} == {"token_embd", *read}
     assert last - {"rope_factors_long"} == {"output_norm", "output", *read}
+
+
+def needed_of(path: Path, rank: RankConfig) -> tuple[set[str], GgufFile]:
+    file = GgufFile.open(path)
+    described = [TensorShape(each.name, each.type.name, each.shape) for each in file.tensors.values()]
+    groups = tensor_groups(described, load_spec(path), rank)
+    return {name for group in groups for name in group.names}, file
+
+
+@pytest.mark.parametrize("num_parts", [1, 3])
+def test_g1_all_pieces_of_a_layers_weights_are_needed_and_no_other_layers(
+    tmp_path: Path, num_parts: int
+) -> None:
+    """Latent vectors are projected to keys and to values by one weight, of which a file has two tensors."""
+    checkpoint = LATENT_MODELS["v2"].make(tmp_path / "checkpoint")
+    path = as_gguf(checkpoint, tmp_path / "gguf", num_parts=num_parts).path
+    for rank in make_rank_configs(path, 2):
+        own = [f"blk.{layer}." for layer in range(rank.start_layer, rank.end_layer)]
+        needed, file = needed_of(path, rank)
+        assert {name for name in needed if name.startswith("blk.")} == {
+            name for name in file.tensors if name.startswith(tuple(own))
+        }
+        assert {f"{layer}attn_{part}_b.weight" for layer in own for part in "kv"} <= needed
+        assert not {name for name in needed if "_kv_b." in name}
+
+
+def test_g1_ranks_read_the_pieces_of_latent_projections_from_what_was_fetched(tmp_path: Path) -> None:
+    checkpoint = LATENT_MODELS["v2"].make(tmp_path / "checkpoint")
+    path = as_gguf(checkpoint, tmp_path / "gguf", num_parts=2).path
+    assert_loads_alike(tmp_path, path, {"tp": (1, 2)})
+
+
+def test_copies_in_the_layer_behind_the_last_are_not_fetched(tmp_path: Path) -> None:
+    path = as_gguf(make_with_mtp(tmp_path / "checkpoint"), tmp_path / "gguf").path
+    plain = make_rank_configs(path, 2)[1]
+    needed, file = needed_of(path, msgspec.structs.replace(plain, mtp=True))
+    behind = {name for name in file.tensors if name.startswith("blk.3.")}
+    copies = {f"blk.3.nextn.{name}.weight" for name in ("embed_tokens", "shared_head_head")}
+    assert copies < behind
+    stored = gguf_names.stored_tensors(file, ExpertNames())
+    assert {stored[name].tensor.name for name in load_spec(path).mtp_copies} == copies
+    assert needed - needed_of(path, plain)[0] == {"token_embd.weight", *behind - copies}
 
 
 def test_a_model_in_gguf_is_parsed_once_until_a_file_changes(head: WeightHead, model: Path) -> None:
