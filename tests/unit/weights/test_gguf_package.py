@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from checkpoints import make_checkpoint
+from deepseek_models import MODELS
 from gguf_files import Stored, write_gguf
 from gguf_models import GgufModel, as_gguf
 from hand_core import Wanted, small_core
@@ -138,6 +139,42 @@ def test_blocks_that_are_computed_with_become_floats_as_well(tmp_path: Path) -> 
     assert (spec.quantization, spec.is_dequantized) == (None, True)
     expected = outputs(make_rank_configs(made.plain, 1))
     assert outputs(ranks(made.path, 2, (2, 1))) == expected
+
+
+WIDE = dict.fromkeys(("hidden_size", "intermediate_size", "moe_intermediate_size", "q_lora_rank"), 256)
+LATENT = WIDE | {"kv_lora_rank": 256, "qk_nope_head_dim": 32, "v_head_dim": 64, "num_hidden_layers": 2}
+
+
+def latent_block(name: str) -> str | None:
+    """Of a head, keys have one block of 32 a row, and are stored transposed."""
+    if "norm" in name or "gate_inp" in name or "exp_probs" in name:
+        return None
+    return "Q8_0" if "attn_k_b" in name else TYPE
+
+
+def test_pieces_and_transposed_tensors_are_decoded_in_any_layout(package: Package, tmp_path: Path) -> None:
+    """With two ranks a stage, cuts of output and down projections are in the middle of a block."""
+    checkpoint = MODELS["v2"].make(tmp_path / "checkpoint", **LATENT)
+    made = as_gguf(checkpoint, tmp_path / "gguf", latent_block)
+    expected = outputs(make_rank_configs(made.plain, 1))
+    assert len({tuple(output) for output in expected}) == 2
+    for num_stages, tp in ((1, ()), (2, (1, 2))):
+        assert outputs(ranks(made.path, num_stages, tp)) == expected, (num_stages, tp)
+
+
+def test_fused_tensors_are_decoded_in_any_layout(package: Package, tmp_path: Path) -> None:
+    """Query, key and value are rows of one tensor, and so are gates and ups of experts."""
+    shape = SIZES | {"intermediate_size": 256, "moe_intermediate_size": 256}
+    checkpoint = make_checkpoint(tmp_path / "checkpoint", family="qwen3_moe", **shape)  # type: ignore[arg-type]
+
+    def block_of(name: str) -> str | None:
+        return None if "norm" in name or "gate_inp" in name else TYPE
+
+    made = as_gguf(checkpoint, tmp_path / "gguf", block_of, is_fused=True)
+    assert {"blk.0.attn_qkv.weight", "blk.0.ffn_gate_up_exps.weight"} <= made.tensors.keys()
+    expected = outputs(make_rank_configs(made.plain, 1))
+    for num_stages, tp in ((1, ()), (2, (1, 2))):
+        assert outputs(ranks(made.path, num_stages, tp)) == expected, (num_stages, tp)
 
 
 def test_rows_are_decoded_piece_by_piece(
