@@ -21,6 +21,7 @@ import pytest
 import torch
 
 from checkpoints import make_checkpoint
+from deepseek_models import make_with_mtp
 from families import FAMILIES
 from gguf_damage import Content, damaged
 from gguf_files import Stored
@@ -40,7 +41,7 @@ HOST = HostResources(num_cpus=1, free_bytes=ROOM_BYTES, num_gpus=0)
 LONGEST_S = 20.0
 SHAPE = {"layers": 2, "hidden_size": 32, "intermediate_size": 64, "vocab_size": VOCABULARY}
 TEMPLATE = "{% for message in messages %}<s>{{ message.content }}{% endfor %}"
-KINDS = ("llama", "qwen2", "experts", "gemma3", "longrope")
+KINDS = ("llama", "qwen2", "experts", "gemma3", "longrope", "exaone4", "latent")
 
 
 def pieces() -> dict[str, Any]:
@@ -82,6 +83,8 @@ def sound(kind: str, directory: Path) -> Content:
     elif kind == "experts":
         shape = SHAPE | {"moe_intermediate_size": 32, "layers": 1}
         make_checkpoint(checkpoint, family="qwen3_moe", **shape)  # type: ignore[arg-type]
+    elif kind == "latent":
+        make_with_mtp(checkpoint, vocab_size=VOCABULARY, num_hidden_layers=2)
     else:
         name = {"longrope": "phi3"}.get(kind, kind)
         FAMILIES[name].make(checkpoint, vocab_size=VOCABULARY)
@@ -92,7 +95,9 @@ def sound(kind: str, directory: Path) -> Content:
         is_matrix = name.endswith(("_q.weight", "_k.weight", "_v.weight", "ffn_gate.weight", "ffn_up.weight"))
         return form if is_matrix else None
 
-    made = as_gguf(checkpoint, directory / "gguf", form_of, extra=extra, more_metadata=more)
+    made = as_gguf(
+        checkpoint, directory / "gguf", form_of, extra, is_fused=kind == "exaone4", more_metadata=more
+    )
     return Content(metadata=made.metadata, tensors=made.tensors)
 
 

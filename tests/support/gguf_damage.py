@@ -237,6 +237,11 @@ _KEYS_OF_MODELS = (
     *("rope.scaling.factor", "rope.scaling.original_context_length", "rope.scaling.attn_factor"),
     *("expert_count", "expert_used_count", "expert_feed_forward_length", "embedding_scale", "logit_scale"),
     *("expert_shared_feed_forward_length", "attn_logit_softcapping", "final_logit_softcapping"),
+    *("attention.kv_lora_rank", "attention.q_lora_rank", "attention.key_length_mla", "block_count"),
+    *("attention.value_length_mla", "attention.temperature_scale", "attention.sliding_window_pattern"),
+    *("expert_group_count", "expert_group_used_count", "expert_gating_func", "expert_shared_count"),
+    *("expert_weights_scale", "leading_dense_block_count", "nextn_predict_layers"),
+    *("rope.scaling.yarn_log_multiplier",),
 )
 _KEYS_OF_VOCABULARIES = (
     *("bos_token_id", "eos_token_id", "eot_token_id", "unknown_token_id", "padding_token_id", "model", "pre"),
@@ -274,6 +279,8 @@ def _another_tensor(content: Content, rng: Random) -> Content:
         (
             *("rope_freqs.weight", "rope_factors_short.weight", "output.weight", "blk.9.attn_q.weight", ""),
             *("blk.0.attn_q.bias", "blk.0.attn_output.bias", "blk.0.ffn_gate_exps.weight", "x" * 1024),
+            *("blk.0.attn_k_b.weight", "blk.0.attn_v_b.weight", "blk.0.attn_kv_b.weight"),
+            *("blk.0.ffn_gate_up_exps.weight", "blk.0.exp_probs_b.bias", "blk.2.nextn.eh_proj.weight"),
             *("blk.999999.attn_q.weight", "blk.0.attn_qkv.weight", "blk.0.ffn_gate_inp_shexp.weight"),
         )
     )
