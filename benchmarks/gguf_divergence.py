@@ -15,76 +15,39 @@ import json
 import random
 import subprocess
 import tempfile
-from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import torch
 from peers.report import markdown
 from torch import Tensor
-
-from penstock.attention.metadata import AttentionMetadata
-from penstock.families.registry import load_spec
-from penstock.process.config import RankConfig
-from penstock.rank.loading import load_rank
+from whole_rank import WholeRank
 
 PEER = Path(__file__).resolve().parent / "peers" / "gguf_logits.py"
 FIRST_ID = 10
 
 
-def our_logits(path: Path, dtype: str, ids: Sequence[int]) -> Tensor:
-    """float32 [tokens, vocabulary] of one prompt, computed at once."""
-    count = len(ids)
-    config = RankConfig(
-        model_path=str(path),
-        dtype=dtype,  # type: ignore[arg-type]
-        max_model_len=count,
-        stage=0,
-        num_stages=1,
-        start_layer=0,
-        end_layer=load_spec(path).num_layers,
-        device="cpu",
-        threads=torch.get_num_threads(),
-        block_size=count,
-        num_blocks=1,
-        kv_cache_bytes=None,
-        max_num_seqs=1,
-        max_num_batched_tokens=count,
-        depth=1,
-        link_frames=1,
-        quantization="none",
-    )
-    loaded = load_rank(config, lambda done, total: None)
-    model, kv, positions = loaded.model, loaded.storage.allocate(1), torch.arange(count)
-    metadata = AttentionMetadata(
-        query_starts=[0, count],
-        seq_lens=[count],
-        block_tables=torch.zeros(1, 1, dtype=torch.int64),
-        slot_mapping=positions,
-        num_decodes=0,
-        block_size=count,
-    )
-    tensors = model(model.embed(torch.tensor(ids)), positions, kv, metadata)
-    return model.compute_logits(tensors, positions).float()
-
-
 def divergences(reference: Tensor, logits: Tensor) -> Tensor:
-    """Of each token, float64 [tokens]."""
+    """Of each token, float64 [prompts, tokens]."""
     exact, found = reference.double().log_softmax(-1), logits.double().log_softmax(-1)
     return (exact.exp() * (exact - found)).sum(-1)
 
 
 @torch.inference_mode()
-def compare(path: Path, ids: Sequence[int], options: argparse.Namespace) -> dict[str, Tensor]:
+def compare(path: Path, prompts: Tensor, options: argparse.Namespace) -> dict[str, Tensor]:
+    """Divergences of all tokens of the prompts [prompts, tokens], by engine."""
     with tempfile.TemporaryDirectory(prefix="gguf-divergence-") as scratch:
-        prompt, output = Path(scratch, "ids.json"), Path(scratch, "logits.npz")
-        prompt.write_text(json.dumps(ids))
-        command = [options.llama_python, PEER, path, prompt, output, torch.get_num_threads()]
+        given, output = Path(scratch, "prompts.json"), Path(scratch, "logits.npz")
+        given.write_text(json.dumps(prompts.tolist()))
+        command = [options.llama_python, PEER, path, given, output, torch.get_num_threads()]
         subprocess.run([str(word) for word in command], check=True)
         with np.load(output) as found:
             reference, llama = (torch.from_numpy(found[name]) for name in ("reference", "llama"))
-    ours = {f"Penstock, {dtype}": our_logits(path, dtype, ids) for dtype in options.dtypes.split(",")}
-    return {name: divergences(reference, logits) for name, logits in {"llama.cpp": llama, **ours}.items()}
+    engines = {"llama.cpp": llama}
+    for dtype in options.dtypes.split(","):
+        rank = WholeRank(path, options.tokens, dtype=dtype)
+        engines[f"Penstock, {dtype}"] = torch.stack([rank.logits(ids).float() for ids in prompts])
+    return {name: divergences(reference, logits).flatten() for name, logits in engines.items()}
 
 
 def main() -> None:
@@ -102,14 +65,11 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     vocab_size = json.loads((options.model / "config.json").read_text())["vocab_size"]
     dice, rows = random.Random(1), []
-    prompts = [
-        [dice.randrange(FIRST_ID, vocab_size) for _ in range(options.tokens)] for _ in range(options.prompts)
-    ]
+    ids = [dice.randrange(FIRST_ID, vocab_size) for _ in range(options.prompts * options.tokens)]
+    prompts = torch.tensor(ids).view(options.prompts, options.tokens)
     for form in options.forms.split(","):
         path = options.model / "gguf" / f"llama-{form}.gguf"
-        found = [compare(path, ids, options) for ids in prompts]
-        for name in found[0]:
-            values = torch.cat([each[name] for each in found])
+        for name, values in compare(path, prompts, options).items():
             rows.append([form, name, f"{values.mean():.3e}", f"{values.max():.3e}"])
     print(markdown(["form", "engine", "mean divergence", "largest"], rows))
 

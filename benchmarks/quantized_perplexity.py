@@ -19,13 +19,11 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+from whole_rank import WholeRank
 
-from penstock.attention.metadata import AttentionMetadata
-from penstock.families.registry import load_spec
+from penstock.config.engine import Quantization
 from penstock.kernels.quantized_groups import default_group_size
 from penstock.kernels.quantized_rows import dequantize, quantize_rows, round_activations
-from penstock.process.config import RankConfig
-from penstock.rank.loading import load_rank
 
 ROOT = Path(__file__).resolve().parents[1]
 DEMO = ROOT / "src/penstock/assets/demo"
@@ -68,45 +66,12 @@ def log_probabilities(model: LlamaForCausalLM, windows: Tensor) -> Tensor:
     return torch.cat([model(some).logits.float().log_softmax(-1) for some in torch.split(inputs, 8)])
 
 
-def decoder_log_probabilities(quantization: str, windows: Tensor) -> Tensor:
+def decoder_log_probabilities(quantization: Quantization, windows: Tensor) -> Tensor:
     """The same by our decoder and its kernels, with weights quantised at load, in bfloat16."""
-    config = RankConfig(
-        model_path=str(DEMO),
-        dtype="bfloat16",
-        max_model_len=WINDOW,
-        stage=0,
-        num_stages=1,
-        start_layer=0,
-        end_layer=load_spec(DEMO).num_layers,
-        device="cpu",
-        threads=torch.get_num_threads(),
-        block_size=WINDOW,
-        num_blocks=1,
-        kv_cache_bytes=None,
-        max_num_seqs=1,
-        max_num_batched_tokens=WINDOW,
-        depth=1,
-        link_frames=1,
-        quantization=quantization,  # type: ignore[arg-type]
-    )
-    loaded = load_rank(config, lambda done, total: None)
-    print(f"kernels: {loaded.kernels}")
-    model, kv = loaded.model, loaded.storage.allocate(1)
-    positions = torch.arange(WINDOW)
-    metadata = AttentionMetadata(
-        query_starts=[0, WINDOW],
-        seq_lens=[WINDOW],
-        block_tables=torch.zeros(1, 1, dtype=torch.int64),
-        slot_mapping=positions,
-        num_decodes=0,
-        block_size=WINDOW,
-    )
+    rank = WholeRank(DEMO, WINDOW, dtype="bfloat16", quantization=quantization)
+    print(f"kernels: {rank.kernels}")
     inputs = torch.cat([torch.full((len(windows), 1), BOS), windows[:, :-1]], dim=1)
-    found = []
-    for ids in inputs:
-        tensors = model(model.embed(ids), positions, kv, metadata)
-        found.append(model.compute_logits(tensors, positions).log_softmax(-1))
-    return torch.stack(found)
+    return torch.stack([rank.logits(ids).log_softmax(-1) for ids in inputs])
 
 
 def perplexity(log_probs: Tensor, windows: Tensor) -> float:

@@ -1,9 +1,9 @@
 """Logits of a Qwen2 model in a GGUF file: by llama.cpp, and in float64 over exactly dequantised weights.
 
-    python benchmarks/peers/gguf_logits.py FILE IDS.json OUTPUT.npz THREADS
+    python benchmarks/peers/gguf_logits.py FILE PROMPTS.json OUTPUT.npz THREADS
 
 Run by `gguf_divergence.py` in an environment with llama-cpp-python, gguf and numpy. Writes `reference` and
-`llama`, both [tokens, vocabulary]. The reference is plain numpy: it shares no code with either engine.
+`llama`, both [prompts, tokens, vocabulary]. The reference is plain numpy: it shares no code with an engine.
 """
 
 from __future__ import annotations
@@ -61,15 +61,15 @@ def attended(q: Array, k: Array, v: Array) -> Array:
     return np.asarray(np.einsum("hqk,khd->qhd", weights / weights.sum(-1, keepdims=True), v))
 
 
-def reference(path: Path, ids: list[int]) -> Array:
+def reference(path: Path, prompts: Array) -> Array:
+    """Logits of all prompts: each weight is dequantised once."""
     weights = Weights(path)
-    heads, kv_heads = (
-        int(weights.number("attention.head_count")),
-        int(weights.number("attention.head_count_kv")),
-    )
+    heads = int(weights.number("attention.head_count"))
+    kv_heads = int(weights.number("attention.head_count_kv"))
+    base = weights.number("rope.freq_base")
     epsilon = weights.number("attention.layer_norm_rms_epsilon")
     embedding = weights.tensor("token_embd.weight")
-    x = embedding[ids]
+    x = embedding[prompts]
     for layer in range(int(weights.number("block_count"))):
 
         def of(name: str, layer: int = layer) -> Array:
@@ -77,31 +77,36 @@ def reference(path: Path, ids: list[int]) -> Array:
 
         inner = normed(x, of("attn_norm.weight"), epsilon)
         q, k, v = (
-            (inner @ of(f"attn_{name}.weight").T + of(f"attn_{name}.bias")).reshape(len(ids), count, -1)
+            (inner @ of(f"attn_{name}.weight").T + of(f"attn_{name}.bias")).reshape(*prompts.shape, count, -1)
             for name, count in (("q", heads), ("k", kv_heads), ("v", kv_heads))
         )
-        base = weights.number("rope.freq_base")
-        mixed = attended(rotated(q, base), rotated(k, base), v).reshape(len(ids), -1)
-        x = x + mixed @ of("attn_output.weight").T
+        own = zip(q, k, v, strict=True)  # of each prompt
+        mixed = np.stack([attended(rotated(a, base), rotated(b, base), c) for a, b, c in own])
+        x = x + mixed.reshape(x.shape) @ of("attn_output.weight").T
         inner = normed(x, of("ffn_norm.weight"), epsilon)
         gate = inner @ of("ffn_gate.weight").T
         x = x + (gate / (1 + np.exp(-gate)) * (inner @ of("ffn_up.weight").T)) @ of("ffn_down.weight").T
     return normed(x, weights.tensor("output_norm.weight"), epsilon) @ embedding.T
 
 
-def by_llama(path: Path, ids: list[int], threads: int) -> Array:
+def by_llama(path: Path, prompts: Array, threads: int) -> Array:
+    size = prompts.shape[1]
     model = llama_cpp.Llama(
-        str(path), n_ctx=len(ids), n_batch=len(ids), n_threads=threads, logits_all=True, verbose=False
+        str(path), n_ctx=size, n_batch=size, n_threads=threads, logits_all=True, verbose=False
     )
-    model.eval(ids)
-    return np.array(model.scores[: len(ids)], np.float32)
+    found = []
+    for ids in prompts.tolist():
+        model.reset()
+        model.eval(ids)
+        found.append(np.array(model.scores[:size], np.float32))
+    return np.stack(found)
 
 
 def main() -> None:
-    path, ids_path, output, threads = sys.argv[1:]
-    ids = json.loads(Path(ids_path).read_text())
-    llama = by_llama(Path(path), ids, int(threads))
-    np.savez(output, reference=reference(Path(path), ids), llama=llama)
+    path, given, output, threads = sys.argv[1:]
+    prompts = np.array(json.loads(Path(given).read_text()))
+    llama = by_llama(Path(path), prompts, int(threads))
+    np.savez(output, reference=reference(Path(path), prompts), llama=llama)
 
 
 if __name__ == "__main__":

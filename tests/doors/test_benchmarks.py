@@ -31,6 +31,7 @@ PARTS = {  # of others, without a command line
     "stand_in.py",
     "stub_rank.py",
     "trace_events.py",
+    "whole_rank.py",
 }
 
 
