@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -52,26 +52,6 @@ def make_gguf(directory: Path, *, blocks: bool = False, num_parts: int = 1, **co
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
     return make_gguf(tmp_path)
-
-
-@pytest.fixture
-def head(tmp_path: Path, model: Path) -> Iterator[WeightHead]:
-    made = WeightHead(tmp_path / "head", model)
-    yield made
-    made.close()
-
-
-@pytest.fixture
-def new_worker(tmp_path: Path, head: WeightHead) -> Iterator[Workers]:
-    made: list[WeightWorker] = []
-
-    def make(*models: Path) -> WeightWorker:
-        made.append(WeightWorker(tmp_path / "cache", head, *models))
-        return made[-1]
-
-    yield make
-    for worker in made:
-        worker.close()
 
 
 def last_stage(model: Path, num_stages: int = 2) -> RankConfig:

@@ -8,7 +8,7 @@ import random
 import re
 import shutil
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -34,26 +34,6 @@ Setting = tuple[WeightHead, Callable[..., WeightWorker], Path]
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
     return make_checkpoint(tmp_path / "model", layers=4, seed=1, num_shards=3)
-
-
-@pytest.fixture
-def head(tmp_path: Path, model: Path) -> Iterator[WeightHead]:
-    made = WeightHead(tmp_path / "head", model)
-    yield made
-    made.close()
-
-
-@pytest.fixture
-def new_worker(tmp_path: Path, head: WeightHead) -> Iterator[Callable[..., WeightWorker]]:
-    made: list[WeightWorker] = []
-
-    def make(*models: Path, name: str = "cache") -> WeightWorker:
-        made.append(WeightWorker(tmp_path / name, head, *models))
-        return made[-1]
-
-    yield make
-    for worker in made:
-        worker.close()
 
 
 @pytest.fixture(autouse=True)
