@@ -191,7 +191,7 @@ struct PanelProduct {
     int64_t in_size;
 
     void multiply(int64_t first_row, int rows, float* tile) const {
-        const int turns = (rows + kRowsAtOnce - 1) / kRowsAtOnce;
+        const int turns = (int)divide_up(rows, kRowsAtOnce);
         for (int turn = 0; turn < turns; turn++) {
             const int row = rows * turn / turns, end = rows * (turn + 1) / turns;
             add<kRowsAtOnce>(first_row + row, end - row, fetching(turn, turns), tile + row * kPanel);

@@ -210,7 +210,7 @@ struct BlockPanel {
 struct BlockPanels {
     using Shapes = NoShapes;
     static constexpr bool kTakesMany = false;
-    static constexpr int kMostRows = 50;
+    static constexpr int kMostRows = 50;  // which go over a panel a few at a time, while it is in a cache
     static int rows_at_once() { return kMostRows; }
 
     RoundedRows x;
