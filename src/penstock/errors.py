@@ -160,6 +160,13 @@ class CheckpointError(ModelError):
         self.found = found
 
 
+def unreadable(file: str, error: OSError, *, tensor: str = "") -> CheckpointError:
+    """Return the error for a file of a model that the system does not let us read."""
+    return CheckpointError(
+        file=file, tensor=tensor, expected="a readable file", found=error.strerror or "an error"
+    )
+
+
 class ModelChangedError(CheckpointError):
     """A stage that is started again finds another model than the engine has loaded at its start.
 

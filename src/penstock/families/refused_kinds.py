@@ -12,6 +12,7 @@ from typing import Any
 
 from penstock.errors import ModelConfigError, UnsupportedModelError
 from penstock.families.config_fields import ConfigFields, kind_of
+from penstock.gguf.part_names import SUFFIX
 
 _GGUF_MAGIC = b"GGUF"
 _TEXT_ALONE = "Use a model for text alone; many families have one, whose architecture ends in ForCausalLM."
@@ -153,7 +154,7 @@ def refuse_other_format(directory: Path) -> None:
 
 def is_gguf(path: Path) -> bool:
     """Return whether a file is a model in GGUF, by its name or its first bytes."""
-    if path.suffix.lower() == ".gguf":
+    if path.suffix.lower() == SUFFIX:
         return True
     try:
         if not path.is_file():  # a pipe would block for ever

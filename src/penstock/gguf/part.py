@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from penstock.errors import CheckpointError
+from penstock.errors import CheckpointError, unreadable
 from penstock.gguf.block_types import TYPES, WITHDRAWN, GgufType
 from penstock.gguf.header_bytes import HeaderBytes
 from penstock.gguf.metadata import GgufMetadata, metadata_room, read_metadata
@@ -84,9 +84,7 @@ def read_part(path: Path, *, is_header_alone: bool = False) -> GgufPart:
         finally:
             os.close(descriptor)
     except OSError as error:
-        raise CheckpointError(
-            file=path.name, expected="a readable file", found=error.strerror or "an error"
-        ) from error
+        raise unreadable(path.name, error) from error
 
 
 def _parse(path: Path, header: HeaderBytes, *, is_header_alone: bool) -> GgufPart:

@@ -8,6 +8,7 @@ from pathlib import Path
 from penstock.errors import CheckpointError
 from penstock.told_text import printable
 
+SUFFIX = ".gguf"
 MAX_PARTS = 4096
 _PART_NAME = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf", re.IGNORECASE)
 
@@ -29,7 +30,7 @@ def part_paths(path: Path) -> list[Path]:
             found="another",
         )
     stem, suffix = name["stem"], path.suffix
-    paths = [path.with_name(f"{stem}-{number:05}-of-{count:05}{suffix}") for number in range(1, count + 1)]
+    paths = [path.with_name(part_name(stem, number, count, suffix)) for number in range(1, count + 1)]
     missing = [each.name for each in paths if not each.exists()]
     if missing:
         raise CheckpointError(
@@ -39,3 +40,8 @@ def part_paths(path: Path) -> list[Path]:
             remedy="Put the missing parts beside the others.",
         )
     return paths
+
+
+def part_name(stem: str, number: int, count: int, suffix: str = SUFFIX) -> str:
+    """Return the name of a part of a split model; the first has number 1."""
+    return f"{stem}-{number:05}-of-{count:05}{suffix}"

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from penstock.errors import CheckpointError
+from penstock.errors import CheckpointError, unreadable
 from penstock.told_text import printable
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ def read_places(header: Path) -> dict[str, TensorPlace] | None:
     except FileNotFoundError:
         return None
     except OSError as error:
-        raise _refusal(path, "a readable file", error.strerror or "an error") from error
+        raise unreadable(path.name, error) from error
     if len(content) > MAX_INDEX_BYTES:
         raise _refusal(path, f"at most {MAX_INDEX_BYTES} bytes", "more")
     try:
@@ -107,7 +107,7 @@ def _file_size(index: Path, name: str) -> int:
     try:
         status = os.stat(path)
     except OSError as error:
-        raise _refusal(path, "a readable file", error.strerror or "an error") from error
+        raise unreadable(path.name, error) from error
     _require_regular(path, status)
     return status.st_size
 

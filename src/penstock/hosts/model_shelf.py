@@ -9,11 +9,10 @@ from pathlib import Path
 
 from penstock.errors import CheckpointError, ModelError, PenstockError
 from penstock.families.registry import DEMO_MODEL, resolve_model_directory
-from penstock.gguf.part_names import part_paths
+from penstock.gguf.part_names import SUFFIX, part_paths
 from penstock.kvstore.names import model_identity
 
 _CONFIG = "config.json"
-_GGUF = ".gguf"
 _MAX_DEPTH = 6  # as deep as a cache of a hub keeps its snapshots
 
 
@@ -69,7 +68,7 @@ def _gguf_models(directory: Path, names: Sequence[str]) -> Iterator[Path]:
     """Yield the GGUF models of a directory: single files, and the first parts of those that are split."""
     for name in sorted(names):
         path = directory / name
-        if path.suffix.lower() != _GGUF:
+        if path.suffix.lower() != SUFFIX:
             continue
         with contextlib.suppress(CheckpointError):  # other parts are missing
             if part_paths(path)[0] == path:

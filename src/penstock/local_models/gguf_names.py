@@ -10,7 +10,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 
-SUFFIX = ".gguf"
+from penstock.gguf.part_names import SUFFIX
+
 _PART = re.compile(r"(?P<stem>.+)-(?P<part>\d{5})-of-(?P<count>\d{5})", re.DOTALL)
 _QUANTISATION = re.compile(
     r"(?:^|[-._])(?P<label>(?:UD-)?(?:I?Q\d|TQ\d|BF16|FP?16|FP?32|MXFP4)(?:_\w+)?)$", re.IGNORECASE

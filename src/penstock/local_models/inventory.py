@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Literal
 
 from penstock.errors import ModelConfigError
+from penstock.gguf.part_names import SUFFIX
 from penstock.local_models.gguf_names import gguf_models, shortest_name
 from penstock.local_models.hub_cache import MAIN, CachedRepository, cached_repositories, files_below
 from penstock.local_models.lm_studio import LmStudioModel, lm_studio_models
@@ -69,7 +70,7 @@ def _of_snapshot(name: str, revisions: list[str], snapshot: Path) -> Iterator[En
         parts = [snapshot / part for part in model.parts]
         kind: Kind = "incomplete" if model.num_missing else "GGUF"
         yield _entry(shown, revision, commit, kind, snapshot / model.first, parts)
-    others = [snapshot / file for file in files if not file.endswith(".gguf")]
+    others = [snapshot / file for file in files if not file.endswith(SUFFIX)]
     has_weights = any(file.suffix == ".safetensors" for file in others)
     if others and (has_weights or not models):
         shown = name if is_main else str(snapshot)

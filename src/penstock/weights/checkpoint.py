@@ -22,7 +22,7 @@ from typing import Any
 
 import msgspec
 
-from penstock.errors import CheckpointError
+from penstock.errors import CheckpointError, unreadable
 from penstock.families.text_names import text_name
 from penstock.told_text import printable
 from penstock.weights.read_digests import ReadDigests
@@ -166,7 +166,7 @@ def _read_index(path: Path) -> dict[str, str]:
         with path.open("rb") as file:
             content = file.read(MAX_INDEX_BYTES + 1)
     except OSError as error:
-        raise _unreadable(path, error) from error
+        raise unreadable(path.name, error) from error
     if len(content) > MAX_INDEX_BYTES:
         raise CheckpointError(file=path.name, expected=f"at most {MAX_INDEX_BYTES} bytes", found="more")
     index: _Index = _decode(content, _Index, path, "an object with a weight_map of names to files")
@@ -189,7 +189,7 @@ def read_header(path: Path) -> dict[str, TensorEntry]:
             length = _header_length(file.read(_LENGTH_BYTES), size, path)
             content = file.read(length)
     except OSError as error:
-        raise _unreadable(path, error) from error
+        raise unreadable(path.name, error) from error
     header: dict[str, Any] = _decode(content, dict[str, msgspec.Raw], path, "a JSON object")
     metadata = header.pop("__metadata__", None)
     if metadata is not None:
@@ -291,7 +291,3 @@ def _decode(content: Any, kind: Any, path: Path, expected: str, tensor: str = ""
         raise CheckpointError(
             file=path.name, tensor=tensor, expected=expected, found=printable(str(error))
         ) from error
-
-
-def _unreadable(path: Path, error: OSError) -> CheckpointError:
-    return CheckpointError(file=path.name, expected="a readable file", found=error.strerror or "an error")

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from penstock.errors import CheckpointError
+from penstock.errors import CheckpointError, unreadable
 from penstock.weights.checkpoint import TensorEntry
 from penstock.weights.read_digests import ReadDigests
 
@@ -67,9 +67,7 @@ def opened(path: Path) -> Iterator[int]:
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError as error:
-        raise CheckpointError(
-            file=path.name, expected="a readable file", found=error.strerror or "an error"
-        ) from error
+        raise unreadable(path.name, error) from error
     try:
         yield descriptor
     finally:

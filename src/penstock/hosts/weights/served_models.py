@@ -13,7 +13,7 @@ from pathlib import Path
 
 import xxhash
 
-from penstock.errors import CheckpointError, ModelError, ProtocolError
+from penstock.errors import CheckpointError, ModelError, ProtocolError, unreadable
 from penstock.gguf.part_names import part_paths
 from penstock.hosts.weights.small_files import CheckpointFiles, GgufHeaders, SmallFiles
 from penstock.hosts.weights.tensor_digests import FileState, TensorDigests, state_of
@@ -162,7 +162,6 @@ def _states(paths: Iterable[Path]) -> _States:
         try:
             status = os.stat(path)
         except OSError as error:
-            found = error.strerror or "an error"
-            raise CheckpointError(file=path.name, expected="a readable file", found=found) from error
+            raise unreadable(path.name, error) from error
         states.append(state_of(status))
     return states

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Protocol
 
 from penstock.config.hosts import SAME_VERSION
-from penstock.errors import CheckpointError, ModelError, ProtocolError
-from penstock.gguf.part_names import MAX_PARTS
+from penstock.errors import ModelError, ProtocolError, unreadable
+from penstock.gguf.part_names import MAX_PARTS, SUFFIX, part_name
 from penstock.hosts.weights.weight_wire import SmallFile
 from penstock.tokenizer.sources.model_files import tokenizer_content
 
@@ -24,7 +24,6 @@ SMALL_FILES = (
     TOKENIZER,
 )  # all that ranks read of a checkpoint beside weights
 MAX_SMALL_BYTES = 256 << 20  # as `grammar.matcher` takes of a tokenizer, and `gguf.header_bytes` of a header
-_GGUF = ".gguf"
 
 
 class SmallFiles(Protocol):
@@ -61,7 +60,7 @@ class CheckpointFiles:
                 return None
             return path.read_bytes()
         except OSError as error:
-            raise _unreadable(name, error) from error
+            raise unreadable(name, error) from error
 
     def _other_vocabulary(self) -> bytes | None:
         """Return what ranks read of a vocabulary that is in another file than `tokenizer.json`."""
@@ -88,19 +87,19 @@ class GgufHeaders:
             with path.open("rb") as file:
                 return file.read(size)
         except OSError as error:
-            raise _unreadable(path.name, error) from error
+            raise unreadable(path.name, error) from error
 
 
 def header_names(count: int) -> list[str]:
     """Return what the headers of a model of so many GGUF files are called, here and where they are opened."""
     if count == 1:
-        return [f"model{_GGUF}"]
-    return [f"model-{number:05}-of-{count:05}{_GGUF}" for number in range(1, count + 1)]
+        return [f"model{SUFFIX}"]
+    return [part_name("model", number, count) for number in range(1, count + 1)]
 
 
 def first_header(names: Iterable[str]) -> str | None:
     """Return the header to open a model by; None: it is no model in GGUF."""
-    return min((name for name in names if name.endswith(_GGUF)), default=None)
+    return min((name for name in names if name.endswith(SUFFIX)), default=None)
 
 
 def known_files(files: Sequence[SmallFile]) -> list[SmallFile]:
@@ -109,7 +108,7 @@ def known_files(files: Sequence[SmallFile]) -> list[SmallFile]:
     Raises:
         ProtocolError: they are not the files of one model.
     """
-    headers = [file.name for file in files if file.name.endswith(_GGUF)]
+    headers = [file.name for file in files if file.name.endswith(SUFFIX)]
     known = [file for file in files if file.name in SMALL_FILES or file.name in headers]
     if (
         len(headers) > MAX_PARTS
@@ -120,7 +119,3 @@ def known_files(files: Sequence[SmallFile]) -> list[SmallFile]:
     ):
         raise ProtocolError("the head describes a file that no rank would read.", remedy=SAME_VERSION)
     return known
-
-
-def _unreadable(name: str, error: OSError) -> CheckpointError:
-    return CheckpointError(file=name, expected="a readable file", found=error.strerror or "an error")

@@ -18,7 +18,7 @@ from pathlib import Path
 import msgspec
 import xxhash
 
-from penstock.errors import CheckpointError, UsageError
+from penstock.errors import CheckpointError, UsageError, unreadable
 from penstock.trust.private_files import replace_private
 from penstock.weights.checkpoint import TensorEntry
 
@@ -64,7 +64,7 @@ def read_pieces(entry: TensorEntry, file: FileIO, memory: memoryview) -> Iterato
             position += count
             yield count
     except OSError as error:
-        raise _unreadable(entry, error) from error
+        raise unreadable(entry.path.name, error, tensor=entry.name) from error
 
 
 @contextlib.contextmanager
@@ -73,7 +73,7 @@ def opened(entry: TensorEntry) -> Iterator[FileIO]:
     try:
         file = open(entry.path, "rb", buffering=0)  # noqa: SIM115  # closed below
     except OSError as error:
-        raise _unreadable(entry, error) from error
+        raise unreadable(entry.path.name, error, tensor=entry.name) from error
     with file:
         yield file
 
@@ -151,8 +151,3 @@ class TensorDigests:
 
     def _path(self, state: FileState) -> Path:
         return self._directory / "-".join(f"{number:x}" for number in state)
-
-
-def _unreadable(entry: TensorEntry, error: OSError) -> CheckpointError:
-    found = error.strerror or "an error"
-    return CheckpointError(file=entry.path.name, tensor=entry.name, expected="a readable file", found=found)
