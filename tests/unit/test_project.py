@@ -29,6 +29,7 @@ DOCUMENTS = [
     "docs/architecture.md",
     "docs/clients.md",
     "docs/clusters.md",
+    "docs/monitoring.md",
     "docs/embeddings.md",
     "docs/flags.md",
     "docs/formats.md",

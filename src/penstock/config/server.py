@@ -94,6 +94,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
             not say; else those that only leave undeclared fields open are closed or bounded.
         drain_s: seconds that running requests have to end after SIGTERM.
         log_format: format of the log on standard error.
+        vllm_metric_names: `/metrics` has what vLLM also measures under its names, too.
         min_free_bytes: bytes of the host's memory; with less left new requests are answered 503. 0 never.
         settings: what `/server_info` shows; without secrets.
     """
@@ -168,6 +169,9 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
         float, Setting("server", "time for running work after SIGTERM", flag="--drain-seconds")
     ] = 30.0
     log_format: Annotated[Literal["text", "json"], Setting("server", "of the log on standard error")] = "text"
+    vllm_metric_names: Annotated[
+        bool, Setting("server", "/metrics has vLLM's names too, for dashboards made for it")
+    ] = False
     min_free_bytes: Annotated[int, Setting("limits", "of the host's memory; with less left, a 503")] = (
         128 << 20
     )

@@ -40,6 +40,7 @@ from penstock.server.http.gate import Gate
 from penstock.server.http.keep_alive import Clock, KeepAlive
 from penstock.server.http.lifecycle import Lifecycle
 from penstock.server.http.memory_guard import MemoryGuard
+from penstock.server.http.metric_names import under_own_names, under_vllm_names
 from penstock.server.http.metrics import Metrics
 from penstock.server.http.request_log import RequestLog
 from penstock.server.http.text_workers import TextWorkers
@@ -134,7 +135,7 @@ def create_app(
     """
     log = log or RequestLog(config.log_format)
     workers = TextWorkers()
-    metrics = Metrics(model, engine)
+    metrics = Metrics(model, engine, under_vllm_names if config.vllm_metric_names else under_own_names)
     context = GenerationContext(
         engine=engine,
         lifecycle=Lifecycle(),

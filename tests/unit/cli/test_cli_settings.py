@@ -183,7 +183,7 @@ m --served-model-name s --dtype float16 --max-model-len 11 --seed 12 --pp 2 --tp
 --speculative-method draft_model --num-speculative-tokens 5
 --speculative-model small --speculative-quantization int4 --speculative-device cuda:1
 --host ::1 --port 21 --reuse-port --api-key k0 --admin-key a0 --insecure --drain-seconds 22
---json-open-objects --no-warm-spare
+--json-open-objects --vllm-metric-names --no-warm-spare
 --hosts 2 --listen-workers [::1]:7801 --join-token-file /token --join-token-ttl 63 --host-name attic
 --link-ports 7801-7802 --insecure-links --state-dir /state --rejoin-timeout 64
 --discover --ray {"placement":"pack"}
@@ -309,6 +309,7 @@ def test_every_flag_reaches_its_config(monkeypatch: pytest.MonkeyPatch, tmp_path
         "ssl_keyfile": "/a.key",
         "drain_s": 22.0,
         "json_open_objects": True,
+        "vllm_metric_names": True,
         "min_free_bytes": 44,
         "profile_dir": "/tmp",
         "limits": {

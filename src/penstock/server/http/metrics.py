@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import (
@@ -26,18 +26,19 @@ from penstock.batch import StageTimes
 from penstock.engine.stats import CoreStats
 from penstock.process.pipe_hosts import PipeHosts
 from penstock.server.engine_port import EngineLike, ServedModel
+from penstock.server.http.metric_names import PREFIX, under_own_names
 from penstock.server.http.request_record import RequestRecord
 from penstock.trace.phases import BUBBLES, Phase
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-PREFIX = "penstock_"
 
 _SHORT = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0)
 _LONG = (0.05, 0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 60.0, 120.0, 300.0)
+_TOKENS = tuple(float(step * 10**power) for power in range(6) for step in (1, 2, 5))
 
 
 class Histogram:
-    """Counts of values by upper bound, in seconds."""
+    """Counts of values by upper bound: seconds or tokens."""
 
     def __init__(self, name: str, text: str, bounds: Sequence[float]) -> None:
         self.name = name
@@ -46,9 +47,9 @@ class Histogram:
         self._counts = [0] * (len(bounds) + 1)
         self._sum = 0.0
 
-    def observe(self, seconds: float) -> None:
-        self._counts[bisect_left(self._bounds, seconds)] += 1
-        self._sum += seconds
+    def observe(self, value: float) -> None:
+        self._counts[bisect_left(self._bounds, value)] += 1
+        self._sum += value
 
     def family(self, label: str) -> HistogramMetricFamily:
         total = 0
@@ -61,19 +62,65 @@ class Histogram:
         return family
 
 
-class Metrics:
-    """A prometheus collector over the engine's status and the front's own counts."""
+class RequestHistograms:
+    """What a request took, counted when it ends. Iterating gives the histograms."""
 
-    def __init__(self, model: ServedModel, engine: EngineLike) -> None:
+    def __init__(self) -> None:
+        self._ttft = Histogram("time_to_first_token_seconds", "From request to first token.", _SHORT)
+        self._tpot = Histogram(
+            "request_time_per_output_token_seconds",
+            "Mean time of a token after the first.",
+            _SHORT,
+        )
+        self._e2e = Histogram("e2e_request_latency_seconds", "From request to last token.", _LONG)
+        self._queue = Histogram("request_queue_time_seconds", "Waiting to be scheduled.", _LONG)
+        self._prefill = Histogram("request_prefill_time_seconds", "From the queue to the first token.", _LONG)
+        self._decode = Histogram("request_decode_time_seconds", "From first to last token.", _LONG)
+        self._prompt = Histogram("request_prompt_tokens", "Tokens of a request's prompts.", _TOKENS)
+        self._generated = Histogram("request_generation_tokens", "Tokens that a request generated.", _TOKENS)
+
+    def __iter__(self) -> Iterator[Histogram]:
+        yield from (self._ttft, self._tpot, self._e2e, self._queue)
+        yield from (self._prefill, self._decode, self._prompt, self._generated)
+
+    def observe(self, record: RequestRecord, now: float) -> None:
+        self._e2e.observe(now - record.started_at)
+        self._prompt.observe(record.prompt_tokens)
+        self._generated.observe(record.output_tokens)
+        ttft, tpot, queue = record.ttft_seconds(), record.tpot_seconds(), record.queue_seconds
+        if ttft is not None:
+            self._ttft.observe(ttft)
+        if tpot is not None:
+            self._tpot.observe(tpot)
+        if queue is not None:
+            self._queue.observe(queue)
+        if ttft is not None and queue is not None:
+            self._prefill.observe(ttft - queue)
+        if record.first_token_at is not None and record.last_token_at is not None:
+            self._decode.observe(record.last_token_at - record.first_token_at)
+
+
+class Metrics:
+    """A prometheus collector over the engine's status and the front's own counts.
+
+    Args:
+        renamed: gives for each family what it is called elsewhere too (`server.http.metric_names`).
+    """
+
+    def __init__(
+        self,
+        model: ServedModel,
+        engine: EngineLike,
+        renamed: Callable[[Metric], Iterable[Metric]] = under_own_names,
+    ) -> None:
         self._label = model.name
         self._num_stages = model.num_stages
         self._engine = engine
         self._finished: Counter[str] = Counter()
         self._rejected: Counter[str] = Counter()
         self.inter_token = Histogram("inter_token_latency_seconds", "Time between tokens.", _SHORT)
-        self._ttft = Histogram("time_to_first_token_seconds", "From request to first token.", _SHORT)
-        self._e2e = Histogram("e2e_request_latency_seconds", "From request to last token.", _LONG)
-        self._queue = Histogram("request_queue_time_seconds", "Waiting to be scheduled.", _LONG)
+        self._of_requests = RequestHistograms()
+        self._renamed = renamed
         self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(self)
         ProcessCollector(namespace="penstock_api", registry=self._registry)
@@ -82,12 +129,7 @@ class Metrics:
         """Count a request that has ended."""
         if record.generated:
             self._finished[record.finish_reason or "error"] += 1
-            self._e2e.observe(now - record.started_at)
-            ttft = record.ttft_seconds()
-            if ttft is not None:
-                self._ttft.observe(ttft)
-            if record.queue_seconds is not None:
-                self._queue.observe(record.queue_seconds)
+            self._of_requests.observe(record, now)
         elif record.status >= 400:
             self._rejected[str(record.status)] += 1
 
@@ -96,6 +138,11 @@ class Metrics:
 
     def collect(self) -> Iterable[Metric]:
         """Called by prometheus_client at a scrape."""
+        for family in self._families():
+            yield family
+            yield from self._renamed(family)
+
+    def _families(self) -> Iterator[Metric]:
         yield from self._own_families()
         status = self._engine.status()
         yield from self._hosts(status.hosts)
@@ -111,7 +158,7 @@ class Metrics:
         yield info
         yield self._counter("request_success", "Finished requests.", "finished_reason", self._finished)
         yield self._counter("requests_rejected", "Requests refused at the door.", "status", self._rejected)
-        for histogram in (self._ttft, self.inter_token, self._e2e, self._queue):
+        for histogram in (self.inter_token, *self._of_requests):
             yield histogram.family(self._label)
 
     def _gauges(self, stats: CoreStats) -> Iterator[Metric]:
