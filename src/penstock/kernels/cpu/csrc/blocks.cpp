@@ -31,12 +31,12 @@ struct QuadSums {
 
     // `weights(quad, i)` is register i of a quad.
     template <int quads, class Weights>
-    [[gnu::always_inline]] void add(const Weights& weights, const int8_t* x, int64_t x_stride) {
+    [[gnu::always_inline]] void add(const Weights& weights, const int8_t* const* x) {
 #if defined(PENSTOCK_ADDS_IN_16_BITS)
         if constexpr (kTakesSigned)
-            add_signed<quads>(weights, x, x_stride);
+            add_signed<quads>(weights, x);
         else
-            add_narrow<quads>(weights, x, x_stride);
+            add_narrow<quads>(weights, x);
 #else
 #pragma GCC unroll 8
         for (int quad = 0; quad < quads; quad++)
@@ -45,7 +45,7 @@ struct QuadSums {
                 const i32r own = weights(quad, i);
 #pragma GCC unroll 12
                 for (int r = 0; r < rows; r++)
-                    of[r][i] = add_quads(of[r][i], own, spread(quad_at(x + r * x_stride + quad * kQuad)));
+                    of[r][i] = add_quads(of[r][i], own, spread(quad_at(x[r] + quad * kQuad)));
             }
 #endif
     }
@@ -64,7 +64,7 @@ private:
     }
 
     template <int quads, class Weights>
-    [[gnu::always_inline]] void add_narrow(const Weights& weights, const int8_t* x, int64_t x_stride) {
+    [[gnu::always_inline]] void add_narrow(const Weights& weights, const int8_t* const* x) {
         constexpr int kAtOnce = kFitting < quads ? kFitting : quads;
         const __m256i ones = _mm256_set1_epi16(1);
         for (int first = 0; first < quads; first += kAtOnce) {
@@ -74,7 +74,7 @@ private:
                 const __m256i own = (__m256i)weights(quad, 0);
 #pragma GCC unroll 12
                 for (int r = 0; r < rows; r++) {
-                    const __m256i products = _mm256_maddubs_epi16(own, row_quad(x + r * x_stride, quad));
+                    const __m256i products = _mm256_maddubs_epi16(own, row_quad(x[r], quad));
                     halves[r] = quad == first ? products : _mm256_add_epi16(halves[r], products);
                     asm("" : "+x"(halves[r]));  // else GCC adds pairwise, and runs out of registers
                 }
@@ -85,14 +85,14 @@ private:
     }
 
     template <int quads, class Weights>
-    [[gnu::always_inline]] void add_signed(const Weights& weights, const int8_t* x, int64_t x_stride) {
+    [[gnu::always_inline]] void add_signed(const Weights& weights, const int8_t* const* x) {
         const __m256i ones = _mm256_set1_epi16(1);
 #pragma GCC unroll 8
         for (int quad = 0; quad < quads; quad++) {
             const __m256i own = (__m256i)(weights(quad, 0) ^ (int32_t)0x80808080), magnitude = _mm256_abs_epi8(own);
 #pragma GCC unroll 12
             for (int r = 0; r < rows; r++) {
-                const __m256i with = _mm256_sign_epi8(row_quad(x + r * x_stride, quad), own);
+                const __m256i with = _mm256_sign_epi8(row_quad(x[r], quad), own);
                 of[r][0] += (i32r)_mm256_madd_epi16(_mm256_maddubs_epi16(magnitude, with), ones);
             }
         }
@@ -120,52 +120,67 @@ template <int64_t type, int rows>
 struct RowsProduct {
     static constexpr BlockForm kForm = kFormOf<type>;
 
-    const RoundedRows& x;
-    int64_t first_row;
     Fetching fetching;
+    bool is_halved;  // activations have two groups in a unit
+    const int8_t* values[rows];
+    const RoundedGroup* rounded[rows];
     f32r results[rows][kParts] = {};
 
-    [[gnu::always_inline]] void add_record(const uint8_t* record, int64_t first_input) {
+    RowsProduct(const RoundedRows& x, int64_t first_row, Fetching fetching)
+        : fetching(fetching), is_halved(x.group != kUnitInputs) {
+        for (int r = 0; r < rows; r++) {
+            values[r] = x.values(first_row + r);
+            rounded[r] = x.groups(first_row + r);
+        }
+    }
+
+    [[gnu::always_inline]] void add_record(const uint8_t* record) {
         const uint8_t* unit = record + kForm.values_at();
         const RecordScales<type> scales{record};
         for (int64_t input = 0; input < kForm.inputs; input += kUnitInputs, unit += kForm.unit_bytes()) {
-            const int64_t start = first_input + input, group = input / kForm.group;
+            const int64_t group = input / kForm.group;
             fetching.go_on();
-            if (kForm.group == kUnitInputs && x.group == kUnitInputs) {
-                add_group<0, kUnitInputs / kQuad>(unit, scales, group, start);
+            if (kForm.group == kUnitInputs && !is_halved) {
+                add_group<kUnitInputs / kQuad>(unit, 0, scales, group);
             } else {
                 constexpr int kHalf = kUnitInputs / kQuad / 2;
-                add_group<0, kHalf>(unit, scales, group, start);
-                add_group<kHalf, kHalf>(unit, scales, group + (kForm.group < kUnitInputs), start + kUnitInputs / 2);
+                add_group<kHalf>(unit, 0, scales, group);
+                add_group<kHalf>(unit, kHalf, scales, group + (kForm.group < kUnitInputs));
             }
         }
     }
 
 private:
-    // Quads [first, first + quads) of a unit, which have one scale, of activations too; `start` is their first input.
-    template <int first, int quads>
-    [[gnu::always_inline]] void add_group(const uint8_t* unit, const RecordScales<type>& scales, int64_t group, int64_t start) {
-        const RoundedGroup* rounded[rows];
-#pragma GCC unroll 12
-        for (int r = 0; r < rows; r++) rounded[r] = &x.groups(first_row + r)[start / (quads * kQuad)];
+    // Quads [first, first + quads) of a unit, which have one scale, of activations too.
+    template <int quads>
+    [[gnu::always_inline]] void add_group(const uint8_t* unit, int first, const RecordScales<type>& scales, int64_t group) {
 #pragma GCC unroll 4
         for (int part = 0; part < kParts; part += kPartsAtOnce) {
             QuadSums<rows, kForm.largest()> sums;
 #pragma GCC unroll 12
             for (int r = 0; r < rows; r++) sums.begin(r, *rounded[r], kForm.zero);
-            const auto weights = [unit, part](int quad, int i) __attribute__((always_inline)) {
+            const auto weights = [unit, part, first](int quad, int i) __attribute__((always_inline)) {
                 return (i32r)UnitOfType<type>::quad_of(unit + (part + i) * sizeof(u32r), first + quad);
             };
-            sums.template add<quads>(weights, x.values(first_row) + start, x.stride);
+            sums.template add<quads>(weights, values);
 #pragma GCC unroll 4
-            for (int i = 0; i < kPartsAtOnce; i++) add_sums(sums.of, i, part + i, rounded, scales, group);
+            for (int i = 0; i < kPartsAtOnce; i++) add_sums(sums.of, i, part + i, scales, group);
+        }
+#pragma GCC unroll 12
+        for (int r = 0; r < rows; r++) {
+            values[r] += quads * kQuad;
+            rounded[r]++;
+#if defined(__AVX512F__)
+            // Else GCC makes every address anew from the row's number, and has no registers left for them. With AVX2, where
+            // registers for numbers are short and not those for addresses, it does better without.
+            asm("" : "+r"(values[r]), "+r"(rounded[r]));
+#endif
         }
     }
 
     // Adds sums to the results for register `part` of the outputs: as floats, in one order everywhere.
     [[gnu::always_inline]] void add_sums(const i32r (*sums)[kPartsAtOnce], int i, int part,
-                                         const RoundedGroup* const* rounded, const RecordScales<type>& scales,
-                                         int64_t group) {
+                                         const RecordScales<type>& scales, int64_t group) {
         const f32r scale = scales.scale(group, part * kRegister);
 #pragma GCC unroll 12
         for (int r = 0; r < rows; r++)
@@ -222,7 +237,7 @@ private:
         RowsProduct<type, rows> product{x, first_row, fetching};
         const uint8_t* record = records;
         for (int64_t first = 0; first < in_size; first += kForm.inputs, record += kForm.record_bytes())
-            product.add_record(record, first);
+            product.add_record(record);
         memcpy(results, product.results, sizeof(product.results));
     }
 };
