@@ -194,6 +194,7 @@ def test_more_memory_than_a_file_justifies_is_refused_meanwhile() -> None:
 
 NO_FACTORS = {"rope_factors_short.weight": np.empty(0, "<f4")}
 MANY_EXPERTS = {"blk.0.ffn_gate_exps.weight": np.empty((2**40, 0, 32), "<f4")}
+ONE_VALUE = {f"blk.0.attn_qkv.{kind}": np.array(1.0, "<f4") for kind in ("weight", "bias")}
 NAMED: dict[str, tuple[str, dict[str, Any], dict[str, np.ndarray], str]] = {
     "a width that only the metadata have": (
         "llama",
@@ -215,6 +216,12 @@ NAMED: dict[str, tuple[str, dict[str, Any], dict[str, np.ndarray], str]] = {
     ),
     "no heads": ("gemma3", {"gemma3.attention.head_count": 0}, {}, r"m.gguf: num_attention_heads must be an"),
     "no width": ("longrope", {"phi3.embedding_length": 0}, {}, r"m.gguf: hidden_size must be an integer"),
+    "one value where there are rows": (
+        "llama",
+        {},
+        ONE_VALUE,
+        r"m.gguf: tensor blk.0.attn_qkv.weight: expected no such tensor",
+    ),
     "no factors": ("longrope", {}, NO_FACTORS, r"m.gguf: rope_scaling.short_factor must be a list of 4"),
 }
 

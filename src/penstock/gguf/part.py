@@ -159,15 +159,14 @@ def _read_entry(header: HeaderBytes) -> _Entry:
     num_dimensions = header.u32("a number of dimensions")
     if num_dimensions > MAX_DIMENSIONS:
         header.refuse(f"at most {MAX_DIMENSIONS} dimensions", str(num_dimensions), tensor=name)
-    dimensions = tuple(header.u64("a dimension") for _ in range(num_dimensions))
+    # One value may be said without a dimension; for ggml it has one, and so nobody has to expect none.
+    dimensions = tuple(header.u64("a dimension") for _ in range(num_dimensions)) or (1,)
     if math.prod(dimensions) > _MAX_SIZE or any(size > _MAX_SIZE for size in dimensions):
         header.refuse(f"at most {_MAX_SIZE} values", f"dimensions {list(dimensions)}", tensor=name)
     kind = _known_type(header, header.u32("a type"), name)
-    row = dimensions[0] if dimensions else 1
-    if row % kind.block_values:
-        header.refuse(
-            f"rows of whole blocks of {kind.block_values} values for {kind.name}", str(row), tensor=name
-        )
+    if dimensions[0] % kind.block_values:
+        expected = f"rows of whole blocks of {kind.block_values} values for {kind.name}"
+        header.refuse(expected, str(dimensions[0]), tensor=name)
     return _Entry(name=name, dimensions=dimensions, type=kind, offset=header.u64("an offset"))
 
 
@@ -197,7 +196,7 @@ def _placed(header: HeaderBytes, entry: _Entry, path: Path, data_start: int, ali
 
 def _require_whole(header: HeaderBytes, tensor: GgufTensor) -> None:
     if tensor.end > header.file_size:
-        shape = "x".join(map(str, tensor.shape[::-1])) or "one value"
+        shape = "x".join(map(str, tensor.shape[::-1]))
         header.refuse(
             f"{tensor.num_bytes} bytes of {tensor.type.name} ({shape}) from byte {tensor.start} on",
             f"a file of {header.file_size} bytes (truncated)",
