@@ -192,6 +192,14 @@ class ScheduledBatch(msgspec.Struct, frozen=True, tag="plan", kw_only=True, omit
         return sum(self.num_tokens)
 
     @property
+    def prompt_tokens(self) -> int:
+        """Tokens of rows that do more than go on from their last sample: of prompts, whole or in chunks."""
+        if len(self.rows) == self.total_tokens:
+            return 0
+        counts = enumerate(self.num_tokens)
+        return sum(count for index, count in counts if count > 1 and index not in self.drafts)
+
+    @property
     def num_samples(self) -> int:
         """Positions that are sampled: one of each sampled row, and one behind each draft."""
         return sum(self.window_sizes)
@@ -310,6 +318,9 @@ class StageTimes(msgspec.Struct, frozen=True, tag="times", kw_only=True):
     replica: int = 0
 
 
+SpansKey = tuple[int, int, int]
+
+
 class StageSpans(msgspec.Struct, frozen=True, tag="spans", kw_only=True):
     """What a rank did since its report before, span by span, without gaps."""
 
@@ -319,7 +330,14 @@ class StageSpans(msgspec.Struct, frozen=True, tag="spans", kw_only=True):
     phases: bytes  # [num_spans] `trace.phases.Phase`
     durations_ns: list[Nanoseconds]  # [num_spans]
     steps: list[tuple[int, Count, Count]]  # index of the step's first span, step id, tokens
+    prompt_tokens: dict[int, Count] = {}  # by step id: tokens of prompts, of steps that have some
+    tp_rank: int = 0
     replica: int = 0
+
+    @property
+    def key(self) -> SpansKey:
+        """What tells it from all other reports of its core: stage, rank, and when it begins."""
+        return self.stage, self.tp_rank, self.began_ns
 
     @property
     def start_ns(self) -> int:

@@ -21,6 +21,7 @@ from penstock.process.endpoints import Restarts
 from penstock.process.pipe_hosts import HostClock, PipeHosts
 from penstock.scheduler.stats import SchedulerStats, SpeculationStats
 from penstock.server.http.lifecycle import Lifecycle
+from penstock.server.http.metrics import Metrics
 from penstock.server.routes.pipeline_view import FRAME_S, PipelineRoute
 from penstock.trace.phases import Phase
 
@@ -108,8 +109,9 @@ def test_the_pipeline_as_it_is_now(server: LiveServer) -> None:
 
 
 def route(engine: FakeEngine, lifecycle: Lifecycle, clock: FakeClock, sleep: Any) -> PipelineRoute:
+    metrics = Metrics(model(), engine)
     return PipelineRoute(
-        model(), engine, lifecycle, max_streams=2, clock=clock, wall_clock=clock, sleep=sleep
+        model(), engine, lifecycle, metrics, max_streams=2, clock=clock, wall_clock=clock, sleep=sleep
     )
 
 

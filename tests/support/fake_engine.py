@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import codecs
 import struct
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -123,6 +123,7 @@ class FakeEngine:
     cancelled: list[str] = field(default_factory=list)
     alive: set[str] = field(default_factory=set)
     spans: list[StageSpans] = field(default_factory=list)
+    num_looks: int = 0  # for news of the ranks
     released: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def start(self) -> None:
@@ -162,6 +163,17 @@ class FakeEngine:
 
     async def trace(self) -> list[StageSpans]:
         return self.spans
+
+    async def news(self, seen: Collection[StageSpans]) -> list[StageSpans]:
+        self.num_looks += 1
+        if self.failure is not None:
+            raise self.failure
+        newest = {(report.replica, report.stage, report.tp_rank): report.began_ns for report in seen}
+        return [
+            report
+            for report in self.spans
+            if report.began_ns > newest.get((report.replica, report.stage, report.tp_rank), -1)
+        ]
 
     def status(self) -> Status:
         return self.state

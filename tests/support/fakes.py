@@ -11,7 +11,7 @@ import math
 import struct
 import zlib
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import accumulate
@@ -32,6 +32,7 @@ from penstock.batch import (
     RowSampling,
     ScheduledBatch,
     ScoredTokens,
+    SpansKey,
     StageSpans,
     StageTimes,
     StepResult,
@@ -526,7 +527,10 @@ class FakeExecutor:
         return []
 
     def spans(self) -> list[StageSpans]:
-        return self.told_spans
+        return [spans for spans in self.told_spans if spans.tp_rank == 0]
+
+    def rank_spans(self, seen: Container[SpansKey]) -> list[StageSpans]:
+        return [spans for spans in self.told_spans if spans.key not in seen]
 
     def exchange_link(self, order: LinkOrder) -> None:
         self.link_orders.put(order)

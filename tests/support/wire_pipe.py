@@ -7,11 +7,11 @@ ranks are those of `fakes.FakeExecutor`, so that every plan is checked and every
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import Any
 
 from fakes import CoreRig, FakeClock, FakeExecutor
-from penstock.batch import KNOWN, ScheduledBatch, StageSpans, StageTimes, StepResult
+from penstock.batch import KNOWN, ScheduledBatch, SpansKey, StageSpans, StageTimes, StepResult
 from penstock.config.engine import SchedulerConfig
 from penstock.scheduler.cost_model import StageCost, StepShape
 from penstock.trace.phases import Phase
@@ -84,6 +84,9 @@ class WirePipe(FakeExecutor):
         return super().poll_results(0.0)
 
     def spans(self) -> list[StageSpans]:
+        return self._spans
+
+    def rank_spans(self, seen: Container[SpansKey]) -> list[StageSpans]:
         return self._spans
 
     def stage_times(self) -> list[StageTimes]:

@@ -18,7 +18,7 @@ from types import TracebackType
 import msgspec
 import zmq
 
-from penstock.batch import RankLoaded, StageSpans
+from penstock.batch import RankLoaded, SpansKey, StageSpans
 from penstock.engine.stats import CoreStats
 from penstock.errors import LinkClosedError, ProtocolError
 from penstock.operations import OpenSession, Operation, OperationDone
@@ -55,8 +55,10 @@ class AbortRequests(msgspec.Struct, frozen=True, tag="abort"):
     request_ids: list[str]
 
 
-class GetTrace(msgspec.Struct, frozen=True, tag="get_trace"):
-    """Answered by a `Trace`."""
+class GetTrace(msgspec.Struct, frozen=True, tag="get_trace", omit_defaults=True):
+    """Answered by a `Trace`; where it names what was seen, by one of all ranks with what came behind that."""
+
+    seen: list[SpansKey] | None = None  # the newest of each rank
 
 
 class Operate(msgspec.Struct, frozen=True, tag="operate"):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from typing import Any, Protocol
 
 import msgspec
@@ -29,6 +29,7 @@ from penstock.batch import (
     RankToCore,
     ScheduledBatch,
     Shutdown,
+    SpansKey,
     StageSpans,
     StageTimes,
     StepResult,
@@ -82,7 +83,13 @@ class Reports(Protocol):
         ...
 
     def spans(self) -> list[StageSpans]:
-        """What each stage did in the last `rank_reports.TRACE_S` seconds or so, by stage and time."""
+        """What the first rank of each stage did in the last `rank_reports.TRACE_S` seconds or so, by stage
+        and time."""
+        ...
+
+    def rank_spans(self, seen: Container[SpansKey]) -> list[StageSpans]:
+        """What each rank did in that time, by stage, rank and time; of a rank of which a report was seen,
+        what came behind that one."""
         ...
 
     def finished_orders(self) -> list[OrderResult]:

@@ -4,7 +4,7 @@ Kept for whoever asks, as are answers to calls about the stores of their hosts."
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Container, Iterable, Iterator
 
 from penstock.batch import (
     NO_STORE_USE,
@@ -14,6 +14,7 @@ from penstock.batch import (
     OrderResult,
     OrdersDone,
     OrderStatus,
+    SpansKey,
     StageSpans,
     StageTimes,
     StoreUse,
@@ -32,7 +33,7 @@ class RankReports:
     def __init__(self, num_ranks: int, num_last: int = 1) -> None:
         self._num_ranks, self._num_last = num_ranks, num_last
         self._times: dict[int, StageTimes] = {}
-        self._spans: dict[int, deque[StageSpans]] = {}
+        self._spans: dict[tuple[int, int], deque[StageSpans]] = {}  # by stage and rank of it
         self._use = NO_STORE_USE  # that has not been taken
         self._answers: dict[int, list[OrderStatus]] = {}  # by order
         self._entries: list[EntryAnswers] = []
@@ -67,7 +68,7 @@ class RankReports:
         return len(reports) == self._num_last
 
     def _keep_spans(self, spans: StageSpans) -> None:
-        kept = self._spans.setdefault(spans.stage, deque())
+        kept = self._spans.setdefault((spans.stage, spans.tp_rank), deque())
         kept.append(spans)
         while kept[0].began_ns < spans.began_ns - TRACE_S * 10**9:
             kept.popleft()
@@ -78,7 +79,11 @@ class RankReports:
 
     def spans(self) -> list[StageSpans]:
         """See `Reports.spans`."""
-        return [spans for stage in sorted(self._spans) for spans in self._spans[stage]]
+        return [spans for rank in sorted(self._spans) if rank[1] == 0 for spans in self._spans[rank]]
+
+    def rank_spans(self, seen: Container[SpansKey]) -> list[StageSpans]:
+        """See `Reports.rank_spans`."""
+        return [spans for rank in sorted(self._spans) for spans in _behind(self._spans[rank], seen)]
 
     def store_use(self) -> StoreUse:
         """See `Reports.store_use`."""
@@ -111,6 +116,17 @@ class RankReports:
         for grammar in built:
             del self._grammars[grammar.number]
         return built
+
+
+def _behind(reports: Iterable[StageSpans], seen: Container[SpansKey]) -> list[StageSpans]:
+    """Return the reports of one rank that are newer than the one that was seen; all if none was."""
+    news: list[StageSpans] = []
+    for spans in reports:
+        if spans.key in seen:
+            news.clear()
+        else:
+            news.append(spans)
+    return news
 
 
 def _each(report: GrammarsBuilt) -> Iterator[BuiltGrammar]:

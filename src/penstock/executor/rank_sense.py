@@ -57,6 +57,7 @@ def _is_whole(report: StageSpans) -> bool:
         and max(report.phases, default=0) < len(Phase)
         and all(0 <= begin <= len(report.phases) for begin in begins)
         and all(earlier <= later for earlier, later in pairwise(begins))
+        and report.prompt_tokens.keys() <= {step for _, step, _ in report.steps}
     )
 
 

@@ -81,7 +81,7 @@ class Stage:
     def _timed(self, plans: Iterable[ScheduledBatch]) -> Iterator[ScheduledBatch]:
         """The plans; the reporter hears when the step of each begins and ends."""
         for plan in plans:
-            self._times.step_begun(plan.step_id, plan.total_tokens)
+            self._times.step_begun(plan.step_id, plan.total_tokens, plan.prompt_tokens)
             yield plan
             self._times.step_done(plan.meta.wants_times)
 

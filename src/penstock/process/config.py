@@ -359,6 +359,7 @@ class ApiProcessConfig(msgspec.Struct, frozen=True, kw_only=True):
         hold_s: connections wait this long for the engine, where one is there, before they are answered 503.
         has_prefix_cache: whether each replica keeps what it has computed.
         hidden_size: numbers of a token's hidden state, and of a whole vector.
+        token_bytes: that cross from stage to stage for each token.
         pooling, chat_template: as in `ModelConfig`.
     """
 
@@ -380,5 +381,6 @@ class ApiProcessConfig(msgspec.Struct, frozen=True, kw_only=True):
     heartbeat_limit_s: float = 5.0
     hold_s: float = 0.0
     hidden_size: int = 0
+    token_bytes: int = 0
     pooling: Pooling = "last"
     chat_template: str | None = None

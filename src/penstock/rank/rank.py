@@ -219,7 +219,9 @@ class Rank:
         clock = phase_clock(loaded.device)
         source = _choose_source(config, loaded, runner, connections, clock)
         sink = _choose_sink(config, loaded, runner, connections, clock)
-        times = StageReporter(config.stage, clock, _teller(config, plans), lambda: loaded.group.exchange_ns)
+        times = StageReporter(
+            config.stage, clock, _teller(config, plans), lambda: loaded.group.exchange_ns, config.tp_rank
+        )
         orders = TransferOrders(self._transfer or NoTransfer(), plans, runner.grammars, self._entries)
         looks_ahead = config.max_drafts > 0 and loaded.group.size == 1
         void_steps = VoidSteps() if looks_ahead else NOTHING_VOID
@@ -453,10 +455,13 @@ def _tell_core(stage: int, failed: ChildFailed, plans: MessageChannel) -> None:
 
 
 def _teller(config: RankConfig, plans: MessageChannel) -> Callable[[StageTimes | StageSpans], None]:
-    """Return a function that sends the times of a stage: the first rank reports for all, which go in step."""
+    """Return a function that sends where the time of a rank went. The first rank tells the totals for all
+    ranks of the stage, which go in step; spans are each rank's own."""
 
     def tell(report: StageTimes | StageSpans) -> None:
+        if config.tp_rank and isinstance(report, StageTimes):
+            return
         with contextlib.suppress(PenstockError):  # the core may have taken its last result and gone
             plans.send(encode(report), timeout_s=0.0)
 
-    return tell if config.tp_rank == 0 else lambda report: None
+    return tell

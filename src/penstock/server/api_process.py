@@ -206,6 +206,7 @@ def served_model(config: ApiProcessConfig, tokenizer: Tokenizer, template: ChatT
         num_stages=config.num_stages,
         stages=config.stages,
         host_links=config.host_links,
+        token_bytes=config.token_bytes,
         sampling_defaults=load_generation_defaults(directory, config.vocab_size),
         syntax=model_syntax(
             template,

@@ -76,7 +76,7 @@ from penstock.server.routes.health import HealthRoute
 from penstock.server.routes.intake import Intake
 from penstock.server.routes.messages import MESSAGES, MessagesRoute
 from penstock.server.routes.models import ModelsRoute
-from penstock.server.routes.pipeline_view import PipelineRoute
+from penstock.server.routes.pipeline_view import FeedQuery, PipelineRoute
 from penstock.server.routes.profile_folder import ProfileFolder
 from penstock.server.routes.profiler import Profiler
 from penstock.server.routes.query import Endpoint, Q, with_query, without_query
@@ -245,13 +245,20 @@ def _views(model: ServedModel, context: GenerationContext, config: ServerConfig)
         model,
         context.engine,
         context.lifecycle,
+        context.metrics,
         max_streams=config.limits.max_event_streams,
         clock=context.clock,
     )
     return [
         _plain_route("/server_info", without_query(info.get), "server_info"),
         _plain_route("/debug/pipeline", without_query(pipeline.snapshot), "pipeline"),
-        _plain_route("/debug/pipeline/events", without_query(pipeline.events), "pipeline_events"),
+        DescribedRoute(
+            "GET",
+            "/debug/pipeline/events",
+            with_query(pipeline.events, FeedQuery),
+            name="pipeline_events",
+            description=openapi.plain_route("/debug/pipeline/events", FeedQuery),
+        ),
     ]
 
 

@@ -7,7 +7,7 @@ library.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -94,6 +94,9 @@ class EngineLike(Protocol):
 
     async def trace(self) -> list[StageSpans]:
         """What each stage did in the last seconds."""
+
+    async def news(self, seen: Collection[StageSpans]) -> list[StageSpans]:
+        """What each rank did lately; of a rank of which a report was seen, what it did since."""
 
     async def operate(self, operation: Operation, timeout_s: float) -> list[OperationDone]:
         """Have all replicas do it. Raises `WaitTimeoutError` when that is not complete in this time."""
@@ -182,6 +185,7 @@ class ServedModel:
     num_stages: int = 1
     stages: Sequence[StageShape] = ()  # of each replica; empty where it is not known
     host_links: Sequence[HostLink] = ()  # between hosts, as measured
+    token_bytes: int = 0  # that cross from stage to stage for each token; 0: not known
     sampling_defaults: Mapping[str, float | int] = field(default_factory=dict)
     syntax: ModelSyntax = field(default_factory=ModelSyntax)
     grammar_model: GrammarModel | None = None

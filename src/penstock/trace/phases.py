@@ -143,6 +143,7 @@ class StageReporter:
     Args:
         send: takes a report; must not block.
         exchanged: nanoseconds so far with the ranks that share the stage, and of those waiting for them.
+        tp_rank: of the rank that reports.
     """
 
     def __init__(
@@ -151,17 +152,22 @@ class StageReporter:
         clock: PhaseClock,
         send: Callable[[StageTimes | StageSpans], None] = lambda report: None,
         exchanged: Callable[[], tuple[int, int]] = lambda: (0, 0),
+        tp_rank: int = 0,
     ) -> None:
         self._stage, self.clock, self._send, self._exchanged = stage, clock, send, exchanged
+        self._tp_rank = tp_rank
         self._steps: list[tuple[int, int, int]] = []
+        self._prompt_tokens: dict[int, int] = {}
         self._num_steps = 0
         self._sent_wall_ns = self._sent_busy_ns = 0
         self._due_ns = clock.last_change_ns + REPORT_INTERVAL_NS
 
-    def step_begun(self, step_id: int, num_tokens: int) -> None:
+    def step_begun(self, step_id: int, num_tokens: int, prompt_tokens: int = 0) -> None:
         """The phase that runs is the step's first."""
         if self.clock.keeps_spans:
             self._steps.append((self.clock.num_spans, step_id, num_tokens))
+            if prompt_tokens:
+                self._prompt_tokens[step_id] = prompt_tokens
         self._num_steps += num_tokens > 0  # an empty plan is a probe
 
     def step_done(self, report_now: bool = False) -> None:
@@ -193,8 +199,10 @@ class StageReporter:
                 phases=phases,
                 durations_ns=durations_ns,
                 steps=self._steps,
+                prompt_tokens=self._prompt_tokens,
+                tp_rank=self._tp_rank,
             )
         )
-        self._steps = []
+        self._steps, self._prompt_tokens = [], {}
         self._sent_wall_ns, self._sent_busy_ns = wall_ns, busy_ns
         self._due_ns = self.clock.last_change_ns + REPORT_INTERVAL_NS

@@ -224,9 +224,16 @@ class AsyncEngine:
 
     async def trace(self) -> list[StageSpans]:
         """What each stage did in the last seconds. Raises `PenstockError` when there is no core."""
+        return await self._trace(GetTrace())
+
+    async def news(self, seen: Collection[StageSpans]) -> list[StageSpans]:
+        """What each rank did since the last of its reports that was seen. Raises as `trace` does."""
+        return await self._trace(GetTrace(seen=[report.key for report in seen]))
+
+    async def _trace(self, question: GetTrace) -> list[StageSpans]:
         self._health.require_core()
         answer = self._traces.ask()
-        self._link.send(GetTrace())
+        self._link.send(question)
         try:
             return await asyncio.wait_for(answer, SILENCE_S)
         except TimeoutError as error:

@@ -6,7 +6,7 @@ The whole is ready as long as one pipeline is. Its numbers are those of all pipe
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 from typing import TypeVar
 
 import msgspec
@@ -161,7 +161,17 @@ class Replicas:
 
     async def trace(self) -> list[StageSpans]:
         """Return what each stage of each replica that is there did in the last seconds."""
-        answers = await asyncio.gather(*(engine.trace() for engine in self._engines), return_exceptions=True)
+        return await self._traces(engine.trace() for engine in self._engines)
+
+    async def news(self, seen: Collection[StageSpans]) -> list[StageSpans]:
+        """Return what each rank of them did since the last of its reports that was seen."""
+        return await self._traces(
+            engine.news([report for report in seen if report.replica == replica])
+            for replica, engine in enumerate(self._engines)
+        )
+
+    async def _traces(self, asked: Iterable[Awaitable[list[StageSpans]]]) -> list[StageSpans]:
+        answers = await asyncio.gather(*asked, return_exceptions=True)
         errors = [answer for answer in answers if isinstance(answer, BaseException)]
         if len(errors) == len(answers):
             raise errors[0]

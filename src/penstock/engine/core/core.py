@@ -9,9 +9,9 @@ sleeps on its own, starts nothing, and reads only the injected clock.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 
-from penstock.batch import RankLoaded, StageSpans
+from penstock.batch import RankLoaded, SpansKey, StageSpans
 from penstock.config.engine import ParallelConfig
 from penstock.engine.core.calibration import Calibration
 from penstock.engine.core.operations_in_force import OperationsInForce
@@ -272,6 +272,10 @@ class EngineCore:
     def spans(self) -> list[StageSpans]:
         """What each stage did lately, for a trace."""
         return self._executor.reports.spans()
+
+    def rank_spans(self, seen: Container[SpansKey]) -> list[StageSpans]:
+        """What each rank did since the reports that were seen, for who looks on."""
+        return self._executor.reports.rank_spans(seen)
 
     def check_invariants(self) -> None:
         """Assert that the parts agree. For tests, and when idle."""

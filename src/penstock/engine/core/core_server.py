@@ -220,7 +220,8 @@ class CoreServer:
                 self._core.abort(request_id)
                 self._clients.disown(request_id)
         elif isinstance(message, GetTrace):
-            self._clients.send(client, Trace(self._pipe.aligned(self._core.spans())))
+            spans = self._core.spans() if message.seen is None else self._core.rank_spans(message.seen)
+            self._clients.send(client, Trace(self._pipe.aligned(spans)))
         elif isinstance(message, Operate):
             next_step = self._core.steps_in_flight[1]
             ticket = client, message.number

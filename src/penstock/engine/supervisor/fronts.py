@@ -14,6 +14,7 @@ from typing import Protocol
 from penstock.config.engine import EngineConfig
 from penstock.config.server import ServerConfig
 from penstock.engine.supervisor.launch import LaunchPlan
+from penstock.engine.supervisor.told_hosts import token_bytes
 from penstock.families.registry import served_names
 from penstock.hosts.local_process import Descriptor, spawn
 from penstock.hosts.local_socket import LocalSocket
@@ -94,6 +95,7 @@ class ApiProcessFront:
             heartbeat_limit_s=plan.core.parallel.heartbeat_limit_s,
             hold_s=self._hold_s,
             hidden_size=plan.spec.hidden_size,
+            token_bytes=token_bytes(plan),
             pooling=self._engine.model.pooling,
             chat_template=self._engine.model.chat_template,
         )

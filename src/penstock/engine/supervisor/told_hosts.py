@@ -51,13 +51,17 @@ class ToldHosts:
             core.hand(present)
 
     def _present(self, plan: LaunchPlan) -> PipeHosts:
-        item_bytes = ITEM_SIZES[plan.ranks[0].dtype]
         return PipeHosts(
             stages=[shape.host for shape in plan.stage_shapes],
             links=list(self._hosts.routes.links()),
             clocks=self._hosts.clocks(),
-            token_bytes=NUM_CARRIED * plan.spec.hidden_size * item_bytes,
+            token_bytes=token_bytes(plan),
         )
+
+
+def token_bytes(plan: LaunchPlan) -> int:
+    """Return the bytes that cross from stage to stage for each token."""
+    return NUM_CARRIED * plan.spec.hidden_size * ITEM_SIZES[plan.ranks[0].dtype]
 
 
 def link_speed_report(link: LinkJudged) -> Caution | Notice:

@@ -47,6 +47,11 @@ class Histogram:
         self._counts = [0] * (len(bounds) + 1)
         self._sum = 0.0
 
+    @property
+    def totals(self) -> tuple[int, float]:
+        """How many values were counted, and their sum."""
+        return sum(self._counts), self._sum
+
     def observe(self, value: float) -> None:
         self._counts[bisect_left(self._bounds, value)] += 1
         self._sum += value
@@ -66,7 +71,7 @@ class RequestHistograms:
     """What a request took, counted when it ends. Iterating gives the histograms."""
 
     def __init__(self) -> None:
-        self._ttft = Histogram("time_to_first_token_seconds", "From request to first token.", _SHORT)
+        self.ttft = Histogram("time_to_first_token_seconds", "From request to first token.", _SHORT)
         self._tpot = Histogram(
             "request_time_per_output_token_seconds",
             "Mean time of a token after the first.",
@@ -80,7 +85,7 @@ class RequestHistograms:
         self._generated = Histogram("request_generation_tokens", "Tokens that a request generated.", _TOKENS)
 
     def __iter__(self) -> Iterator[Histogram]:
-        yield from (self._ttft, self._tpot, self._e2e, self._queue)
+        yield from (self.ttft, self._tpot, self._e2e, self._queue)
         yield from (self._prefill, self._decode, self._prompt, self._generated)
 
     def observe(self, record: RequestRecord, now: float) -> None:
@@ -89,7 +94,7 @@ class RequestHistograms:
         self._generated.observe(record.output_tokens)
         ttft, tpot, queue = record.ttft_seconds(), record.tpot_seconds(), record.queue_seconds
         if ttft is not None:
-            self._ttft.observe(ttft)
+            self.ttft.observe(ttft)
         if tpot is not None:
             self._tpot.observe(tpot)
         if queue is not None:
@@ -120,6 +125,7 @@ class Metrics:
         self._rejected: Counter[str] = Counter()
         self.inter_token = Histogram("inter_token_latency_seconds", "Time between tokens.", _SHORT)
         self._of_requests = RequestHistograms()
+        self.first_token = self._of_requests.ttft
         self._renamed = renamed
         self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(self)

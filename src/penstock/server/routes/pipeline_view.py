@@ -2,7 +2,8 @@
 
 Made of what the core has told last, so that looking costs the engine nothing. A frame is made when it can be
 sent: whoever reads slowly gets fewer, and none is kept for him. The feed ends when its reader leaves or the
-server drains, and a drain does not wait for it.
+server drains, and a drain does not wait for it. A reader that asks for lanes gets what each rank did besides
+(`lanes`).
 """
 
 from __future__ import annotations
@@ -20,16 +21,21 @@ from penstock import __version__
 from penstock.batch import StageTimes
 from penstock.engine.stats import CoreStats
 from penstock.errors import OverloadedError
-from penstock.process.config import StageShape
+from penstock.process.config import HostLink, StageShape
 from penstock.process.endpoints import Restarts
+from penstock.scheduler.stats import SpeculationStats
 from penstock.server.answers.generation import wait_for_disconnect
 from penstock.server.answers.sse import STREAM_HEADERS
 from penstock.server.engine_port import EngineLike, ServedModel, StatusLike
 from penstock.server.http.errors import json_response
 from penstock.server.http.keep_alive import Clock
 from penstock.server.http.lifecycle import Lifecycle
+from penstock.server.http.metrics import Histogram, Metrics
+from penstock.server.routes.lanes import NO_LANES, LaneNews
+from penstock.server.routes.server_info import shapes_on
 from penstock.trace.phases import BUBBLES, Phase
 
+FEED_VERSION = 1  # raised when a reader of the feed would misread it; fields may come at any time
 FRAME_S = 0.1  # between two frames at least
 STILL_S = 1.0  # between two that say the same
 
@@ -44,6 +50,7 @@ class StageView(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     stage: int
+    host: str | None = None
     layers: list[int] | None = None  # first, and one after the last
     num_ranks: int | None = None
     busy_ratio: float = 0.0
@@ -87,12 +94,22 @@ class TiersView(msgspec.Struct, frozen=True, kw_only=True):
     l3: StoreView
 
 
+class DraftsView(msgspec.Struct, frozen=True, kw_only=True):
+    """What became of guessed tokens, since the start."""
+
+    drafter: str  # empty: nobody guesses
+    drafted: int
+    accepted: int
+    cancelled: int  # sent behind a wrong one, and never decided on
+
+
 class ReplicaView(msgspec.Struct, frozen=True, kw_only=True):
     """One pipeline. What its core has not told yet is null."""
 
     replica: int
     ready: bool
     reason: str
+    failed_stage: int | None = None  # why it is not ready, where one stage is
     paused: bool | None = None
     plan_interval_ms: int | None = None  # as `/slow_down` has it
     epoch: int | None = None
@@ -106,24 +123,53 @@ class ReplicaView(msgspec.Struct, frozen=True, kw_only=True):
     generated_tokens: int | None = None
     num_preemptions: int | None = None
     core_restarts: int | None = None
+    recovered_requests: int | None = None  # that a lost stage has interrupted
+    drafts: DraftsView | None = None
+    links: list[HostLink] = []  # between hosts, as measured
     kv: TiersView | None = None
     stages: list[StageView] = []
 
 
-class PipelineView(msgspec.Struct, frozen=True, kw_only=True):
-    """`time`: Unix seconds of this view."""
+class LatencyView(msgspec.Struct, frozen=True, kw_only=True):
+    """Totals of this server since its start: of two views, the differences give means between them."""
 
+    first_tokens: int  # of requests that have ended
+    first_token_s: float
+    next_tokens: int
+    next_token_s: float  # between two tokens of a request
+
+
+class PipelineView(msgspec.Struct, frozen=True, kw_only=True):
+    """The pipeline at one time.
+
+    Attributes:
+        feed_version: of the form of this view.
+        version: of Penstock.
+        time: Unix seconds of this view.
+        token_bytes: that cross from stage to stage for each token; 0: not known.
+    """
+
+    feed_version: int
     version: str
     model: str
     time: float
     draining: bool
+    token_bytes: int
+    latency: LatencyView
     replicas: list[ReplicaView]
+
+
+class FeedQuery(msgspec.Struct, frozen=True, kw_only=True):
+    """`lanes`: whether what each rank did is among the events."""
+
+    lanes: bool = False
 
 
 class PipelineRoute:
     """Shows the pipeline as it is now, once or as a feed.
 
     Args:
+        metrics: of the server, for latencies.
         max_streams: feeds that may be open at once; one more is answered 429.
         clock, wall_clock: monotonic seconds, Unix time.
         sleep: as `asyncio.sleep`; tests give their own.
@@ -134,6 +180,7 @@ class PipelineRoute:
         model: ServedModel,
         engine: EngineLike,
         lifecycle: Lifecycle,
+        metrics: Metrics,
         *,
         max_streams: int,
         clock: Clock,
@@ -143,6 +190,8 @@ class PipelineRoute:
         self._model = model
         self._engine = engine
         self._lifecycle = lifecycle
+        self._metrics = metrics
+        self._lanes = LaneNews(engine, clock)
         self._max_streams = max_streams
         self._clock = clock
         self._wall_clock = wall_clock
@@ -153,10 +202,10 @@ class PipelineRoute:
         """Stages, their bubbles by cause, plans in flight, queues and KV use, by replica."""
         return json_response(msgspec.json.encode(self.view()))
 
-    async def events(self) -> Response:
+    async def events(self, query: FeedQuery) -> Response:
         """That as server-sent events, ten a second at most; one a second while nothing changes."""
         self._lifecycle.refuse_new()
-        return _Feed(self)
+        return _Feed(self, with_lanes=query.lanes)
 
     @contextlib.contextmanager
     def reader(self) -> Iterator[None]:
@@ -176,36 +225,43 @@ class PipelineRoute:
     def view(self) -> PipelineView:
         """As of the last word of each core."""
         return PipelineView(
+            feed_version=FEED_VERSION,
             version=__version__,
             model=self._model.name,
             time=self._wall_clock(),
             draining=self._lifecycle.is_draining,
+            token_bytes=self._model.token_bytes,
+            latency=_latency(self._metrics.first_token, self._metrics.inter_token),
             replicas=[
                 _replica(index, status, self._model.stages)
                 for index, status in enumerate(self._engine.statuses())
             ],
         )
 
-    async def feed(self, send: Callable[[bytes], Awaitable[None]]) -> None:
+    async def feed(self, send: Callable[[bytes], Awaitable[None]], *, with_lanes: bool = False) -> None:
         """Send frames until the server drains, waiting for each `send`."""
         sent_replicas: list[ReplicaView] | None = None
         told_at = self._clock()
+        lanes = self._lanes.reader() if with_lanes else NO_LANES
         while not self._lifecycle.is_draining:
-            view = self.view()
+            view, frame = self.view(), await lanes.event()
             if view.replicas != sent_replicas or self._clock() - told_at > STILL_S - FRAME_S / 2:
                 sent_replicas, told_at = view.replicas, self._clock()
-                await send(b"data: " + msgspec.json.encode(view) + b"\n\n")
+                frame = b"data: " + msgspec.json.encode(view) + b"\n\n" + frame
+            if frame:
+                await send(frame)
             await self._sleep(FRAME_S)
 
 
 class _Feed(Response):
     """The answer to one reader."""
 
-    def __init__(self, route: PipelineRoute) -> None:
+    def __init__(self, route: PipelineRoute, *, with_lanes: bool) -> None:
         self.status_code = 200
         self.background = None
         self.raw_headers = list(STREAM_HEADERS)
         self._route = route
+        self._with_lanes = with_lanes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         with self._route.reader():
@@ -216,7 +272,7 @@ class _Feed(Response):
         async def send_frame(frame: bytes) -> None:
             await send({"type": "http.response.body", "body": frame, "more_body": True})
 
-        feeding = asyncio.create_task(self._route.feed(send_frame))
+        feeding = asyncio.create_task(self._route.feed(send_frame, with_lanes=self._with_lanes))
         watching = asyncio.create_task(wait_for_disconnect(receive))
         try:
             await asyncio.wait((feeding, watching), return_when=asyncio.FIRST_COMPLETED)
@@ -229,17 +285,36 @@ class _Feed(Response):
             await asyncio.gather(feeding, watching, return_exceptions=True)
 
 
-def _replica(index: int, status: StatusLike, shapes: Sequence[StageShape]) -> ReplicaView:
-    stats = status.stats
+def _latency(first: Histogram, following: Histogram) -> LatencyView:
+    first_tokens, first_token_s = first.totals
+    next_tokens, next_token_s = following.totals
+    return LatencyView(
+        first_tokens=first_tokens,
+        first_token_s=first_token_s,
+        next_tokens=next_tokens,
+        next_token_s=next_token_s,
+    )
+
+
+def _replica(index: int, status: StatusLike, laid: Sequence[StageShape]) -> ReplicaView:
+    stats, shapes = status.stats, shapes_on(status.hosts, laid)
     if stats is None:
         stages = [_stage(stage, shape, None, Restarts()) for stage, shape in enumerate(shapes)]
-        return ReplicaView(replica=index, ready=status.ready, reason=status.reason, stages=stages)
+        return ReplicaView(
+            replica=index,
+            ready=status.ready,
+            reason=status.reason,
+            failed_stage=status.stage,
+            links=status.hosts.links,
+            stages=stages,
+        )
     times = {stage_times.stage: stage_times for stage_times in stats.stage_times}
     known = dict(enumerate(shapes))
     return ReplicaView(
         replica=index,
         ready=status.ready,
         reason=status.reason,
+        failed_stage=status.stage,
         paused=stats.scheduler.paused,
         plan_interval_ms=stats.plan_interval_ms,
         epoch=stats.epoch,
@@ -253,6 +328,9 @@ def _replica(index: int, status: StatusLike, shapes: Sequence[StageShape]) -> Re
         generated_tokens=stats.scheduler.generated_tokens,
         num_preemptions=stats.scheduler.num_preemptions,
         core_restarts=stats.restarts.core,
+        recovered_requests=stats.scheduler.recovered_requests,
+        drafts=_drafts(stats.scheduler.speculation),
+        links=status.hosts.links,
         kv=_tiers(stats),
         stages=[
             _stage(stage, known.get(stage), times.get(stage), stats.restarts)
@@ -261,9 +339,19 @@ def _replica(index: int, status: StatusLike, shapes: Sequence[StageShape]) -> Re
     )
 
 
+def _drafts(told: SpeculationStats) -> DraftsView:
+    return DraftsView(
+        drafter=told.drafter,
+        drafted=told.num_drafted,
+        accepted=told.num_accepted,
+        cancelled=told.num_cancelled,
+    )
+
+
 def _stage(stage: int, shape: StageShape | None, times: StageTimes | None, restarts: Restarts) -> StageView:
     view = StageView(
         stage=stage,
+        host=None if shape is None else shape.host,
         layers=None if shape is None else [shape.start_layer, shape.end_layer],
         num_ranks=None if shape is None else shape.num_ranks,
         restarts=restarts.stages[stage] if stage < len(restarts.stages) else 0,
