@@ -40,6 +40,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
         max_prompts: prompts of one completions request.
         max_prompt_scores: log-probabilities of all prompts of one request, likeliest tokens included.
         max_event_streams: readers of `/debug/pipeline/events` at once; one more is answered 429.
+        max_resumable_streams: answers kept at once for clients that come back for them; 0: none.
         max_profile_s: seconds after which a profile ends by itself.
         max_profile_bytes: bytes of one profile's file, after which the profile ends by itself.
         max_profiles: files in the directory for profiles.
@@ -75,6 +76,9 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
         1 << 19
     )
     max_event_streams: Annotated[int, Setting("limits", "readers of /debug/pipeline/events at once")] = 16
+    max_resumable_streams: Annotated[
+        int, Setting("limits", "answers kept for clients that come back; 0: none")
+    ] = 64
     max_profile_s: Annotated[
         float, Setting("limits", "after which a profile ends by itself", flag="--max-profile-seconds")
     ] = 60.0
@@ -123,6 +127,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
             if value is not None:
                 at_least(name, value, 1)
         at_least("max_prompt_scores", self.max_prompt_scores, 0)
+        at_least("max_resumable_streams", self.max_resumable_streams, 0)
         above_zero("max_profile_s", self.max_profile_s)
         self._check_session_times()
         at_least("max_profile_bytes", self.max_profile_bytes, 1 << 20)

@@ -25,6 +25,7 @@ from penstock.errors import PenstockError
 from penstock.grammar.proving import GrammarProver
 from penstock.server import openapi
 from penstock.server.answers.generation import GenerationContext
+from penstock.server.answers.resumable import ResumableStreams
 from penstock.server.anthropic.error_form import MessagesErrorBody, MessagesErrors
 from penstock.server.anthropic.messages_types import (
     CountTokensRequest,
@@ -84,6 +85,7 @@ from penstock.server.routes.responder import Responder
 from penstock.server.routes.responses import ResponsesRoute
 from penstock.server.routes.server_info import ServerInfoRoute
 from penstock.server.routes.store_watch import StoreWatch
+from penstock.server.routes.streams import StreamsRoute
 from penstock.server.routes.text_routes import (
     DetokenizeRequest,
     DetokenizeResponse,
@@ -147,10 +149,12 @@ def create_app(
     )
     grammars = GrammarProver(model.grammar_model, config.grammars)
     intake = Intake(model, context, config, workers)
-    responder = Responder(model, context, config.limits, workers)
+    streams = ResumableStreams(config.limits.max_resumable_streams, clock)
+    responder = Responder(model, context, config.limits, workers, streams)
     described = [
         *_generation_routes(intake, GrammarChecks(grammars), responder),
         _embeddings_route(EmbeddingsRoute(intake, context, workers)),
+        *_stream_routes(StreamsRoute(streams)),
         *_plain_routes(model, context),
         *_views(model, context, config),
     ]
@@ -271,6 +275,14 @@ def _embeddings_route(embeddings: EmbeddingsRoute) -> DescribedRoute:
     return DescribedRoute(
         "POST", "/v1/embeddings", embeddings.create, name="create_embedding", description=description
     )
+
+
+def _stream_routes(streams: StreamsRoute) -> list[DescribedRoute]:
+    path, described = "/v1/streams/{request_id}", openapi.stream_route
+    return [
+        DescribedRoute("GET", path, streams.resume, name="resume_stream", description=described()),
+        DescribedRoute("DELETE", path, streams.stop, name="stop_stream", description=described(stops=True)),
+    ]
 
 
 def _plain_routes(model: ServedModel, context: GenerationContext) -> list[DescribedRoute]:

@@ -63,6 +63,7 @@ from penstock.server.routes.pipeline_view import PipelineView
 from penstock.server.routes.profiler import ProfileStarted, ProfileStopped
 from penstock.server.routes.query import Endpoint
 from penstock.server.routes.server_info import ServerInfo
+from penstock.server.routes.streams import StreamStopped
 from penstock.server.routes.text_routes import (
     DetokenizeRequest,
     DetokenizeResponse,
@@ -98,6 +99,7 @@ _TYPES = (
     SessionClosed,
     SessionOpened,
     Slowed,
+    StreamStopped,
     TokenCount,
     TokenizeChatRequest,
     TokenizeTextRequest,
@@ -128,7 +130,8 @@ _REASONS = {
     400: "A field, or the body, is wrong; `param` names the field.",
     401: "The API key is missing or wrong.",
     403: "The Host or Origin is not one that this server answers to.",
-    404: "There is no such model, or no such session.",
+    404: "There is no such model, session or stream.",
+    410: "What is asked for is not kept any more.",
     413: "The body is too large.",
     429: "Too much work waits; try again after Retry-After seconds.",
     500: "Failed by a fault of the server; the log has more under the request's id.",
@@ -252,6 +255,13 @@ def text_route(
         **_content("application/json", bodies[0] if len(bodies) == 1 else {"anyOf": bodies}),
     }
     return Description(responses=_answers(_content("application/json", shape), _TEXT, error), body=body)
+
+
+def stream_route(*, stops: bool = False) -> Description:
+    """Describe a route of a stream that a client comes back for: it ends the stream, or goes on."""
+    shape = _reference(StreamStopped) if stops else {"type": "string"}
+    answer = _content("application/json" if stops else "text/event-stream", shape)
+    return Description(responses=_answers(answer, (404,) if stops else (400, 404, 410)))
 
 
 def plain_route(path: str, query: type[msgspec.Struct] = NoQuery) -> Description:

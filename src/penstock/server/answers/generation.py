@@ -22,6 +22,7 @@ from penstock.engine.client.outputs import TextDelta, merge_deltas, total_drafts
 from penstock.errors import AbortedError, PenstockError, StageLostError, UnavailableError
 from penstock.request import SamplingParams
 from penstock.server.answers.echo import Echo
+from penstock.server.answers.outlet import DIRECT, Outlet
 from penstock.server.answers.sse import STREAM_HEADERS
 from penstock.server.engine_port import EngineLike, RequestStream
 from penstock.server.http.errors import json_response
@@ -244,11 +245,17 @@ class StreamedResponse(GenerationResponse):
 
     The head of the answer goes out with the first chunk or the first ping, so that a request which fails
     before has a status code of its own.
+
+    Args:
+        outlet: where they go.
     """
 
-    def __init__(self, job: GenerationJob, context: GenerationContext, text: EventText) -> None:
+    def __init__(
+        self, job: GenerationJob, context: GenerationContext, text: EventText, outlet: Outlet = DIRECT
+    ) -> None:
         super().__init__(job, context)
         self._text = text
+        self._outlet = outlet
         self._writers = text.writers
         self._is_started = False
         self._is_followed = False
@@ -259,7 +266,7 @@ class StreamedResponse(GenerationResponse):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         scope[PROBE_KEY] = self.ping
-        await super().__call__(scope, receive, send)
+        await self._outlet.carry(super().__call__, scope, receive, send)
 
     async def _generate(self, send: Send) -> None:
         self._send = send

@@ -9,6 +9,7 @@ origin (`cross_origin`); a host name that was re-bound to this machine (DNS rebi
 
 from __future__ import annotations
 
+import hashlib
 import hmac
 import ipaddress
 from collections.abc import Iterable, Sequence
@@ -65,6 +66,12 @@ class ApiKeys:
                 f"The {kind} is missing or wrong.",
                 remedy="Send it as `Authorization: Bearer KEY` or as `x-api-key: KEY`.",
             )
+
+
+def key_digest(headers: Headers) -> bytes:
+    """Return what stands for the key that a request carries, whatever that opens."""
+    sent = (_bearer(header_value(headers, b"authorization")), header_value(headers, b"x-api-key").strip())
+    return hashlib.sha256(b"\0".join(sent)).digest()
 
 
 def _bearer(value: bytes) -> bytes:

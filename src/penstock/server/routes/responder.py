@@ -27,6 +27,7 @@ from penstock.server.answers.generation import (
     choices_of,
 )
 from penstock.server.answers.message_stream import ChunkText
+from penstock.server.answers.resumable import ResumableStreams
 from penstock.server.answers.sse import Dialect, ShownPrompt, StreamForm
 from penstock.server.engine_port import ServedModel
 from penstock.server.http.request_record import record_of
@@ -123,12 +124,18 @@ class Responder:
     """Makes the responses of the generating routes; one for the server."""
 
     def __init__(
-        self, model: ServedModel, context: GenerationContext, limits: Limits, workers: TextWorkers
+        self,
+        model: ServedModel,
+        context: GenerationContext,
+        limits: Limits,
+        workers: TextWorkers,
+        streams: ResumableStreams,
     ) -> None:
         self._model = model
         self._context = context
         self._limits = limits
         self._workers = workers
+        self._streams = streams
 
     def rendered(self, text: str | None, ids: list[int]) -> RenderedPrompt:
         """Return what is shown of a prompt that does not run."""
@@ -202,4 +209,4 @@ class Responder:
         )
         if text is None:
             return WholeResponse(job, self._context)
-        return StreamedResponse(job, self._context, text)
+        return StreamedResponse(job, self._context, text, self._streams.outlet(request))

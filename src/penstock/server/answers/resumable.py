@@ -1,0 +1,333 @@
+"""Streams that outlive their connection: events of an answer are kept, and a client can come back for them.
+
+    request ──▶ response ──events──▶ kept stream ──▶ reader: the connection that has asked
+                                          └────────▶ reader: one that resumes behind the last event it has
+
+Only for requests that ask for it by the header `x-penstock-resumable`; all others write to their connection
+(`outlet.DIRECT`). Each event has a number, which it bears as its `id`. A stream is found by the id of its
+request and the key that the request had. While nobody reads it goes on for `PATIENCE_S`, and then ends as if
+its client had left; once it has ended it is kept for `KEPT_S`. Beyond `MAX_STREAM_BYTES` its oldest events
+are forgotten.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import deque
+from collections.abc import Awaitable, Callable
+from typing import NamedTuple
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Message, Receive, Scope, Send
+
+from penstock.errors import NotFoundError, PenstockError
+from penstock.server.answers.generation import wait_for_disconnect
+from penstock.server.answers.outlet import DIRECT, Outlet, Respond
+from penstock.server.answers.sse import STREAM_HEADERS
+from penstock.server.http.access import key_digest
+from penstock.server.http.keep_alive import Clock
+from penstock.server.http.request_record import record_of
+
+RESUMABLE_HEADER = "x-penstock-resumable"
+PATIENCE_S = 30.0
+KEPT_S = 120.0
+MAX_STREAM_BYTES = 1 << 20
+MAX_LAG = 256  # events that a reader may be behind before the answer waits for it
+
+Sleep = Callable[[float], Awaitable[None]]
+
+
+class EventsGoneError(PenstockError):
+    """The events behind the one that a client names are not kept any more."""
+
+    http_status = 410
+    error_type = "invalid_request_error"
+    default_code = "events_gone"
+
+
+class StreamName(NamedTuple):
+    """What a client must know to come back: the id of the request, and its key."""
+
+    key: bytes
+    request_id: str
+
+
+class _Bell:
+    """Wakes all who wait for it. `next`: set when it rings next; taken before one looks whether to wait."""
+
+    def __init__(self) -> None:
+        self.next = asyncio.Event()
+
+    def ring(self) -> None:
+        rung, self.next = self.next, asyncio.Event()
+        rung.set()
+
+
+class _Reader:
+    """A connection that reads along. `last`: the number of the last event that it has."""
+
+    def __init__(self, last: int) -> None:
+        self.last = last
+        self.num_comments = 0
+
+
+class KeptStream:
+    """The events of one answer, and those who read them.
+
+    Args:
+        clock: monotonic seconds.
+        sleep: as `asyncio.sleep`; tests give their own.
+    """
+
+    def __init__(self, clock: Clock, sleep: Sleep = asyncio.sleep) -> None:
+        self._clock = clock
+        self._sleep = sleep
+        self._head: Message | None = None
+        self._events: deque[bytes] = deque()
+        self._num_bytes = 0
+        self._last = 0  # the number of the newest event
+        self._comment, self._num_comments = b"", 0
+        self._readers: set[_Reader] = set()
+        self._left_at = clock()  # when the last reader has left
+        self._is_stopped = False
+        self._news, self._progress, self._readers_changed = _Bell(), _Bell(), _Bell()
+        self.ended_at: float | None = None
+
+    @property
+    def has_begun(self) -> bool:
+        return self._head is not None
+
+    # The side of the answer
+
+    async def send(self, message: Message) -> None:
+        """Keep what the response sends, and wait for readers that are far behind."""
+        if message["type"] == "http.response.start":
+            self._head = message
+        else:
+            for block in message.get("body", b"").split(b"\n\n"):
+                self._add(block)
+        self._news.ring()
+        while any(reader.last < self._last - MAX_LAG for reader in self._readers):
+            await self._progress.next.wait()
+
+    async def receive(self) -> Message:
+        """Return when nobody has read for long, or the stream was stopped: the client has left."""
+        while not self._is_stopped:
+            changed = self._readers_changed.next
+            if self._readers:
+                await changed.wait()
+                continue
+            left_s = self._left_at + PATIENCE_S - self._clock()
+            if left_s <= 0:
+                break
+            await _first_of(changed.wait(), self._sleep(left_s))
+        return {"type": "http.disconnect"}
+
+    def end(self) -> None:
+        """Nothing comes any more."""
+        self.ended_at = self._clock()
+        self._news.ring()
+
+    def stop(self) -> None:
+        """Have the answer end: nobody wants the rest of it."""
+        self._is_stopped = True
+        self._readers_changed.ring()
+
+    def _add(self, block: bytes) -> None:
+        if block.startswith(b":"):
+            self._comment, self._num_comments = block + b"\n\n", self._num_comments + 1
+        elif block:
+            self._last += 1
+            self._events.append(b"id: %d\n%b\n\n" % (self._last, block))
+            self._num_bytes += len(self._events[-1])
+            while self._num_bytes > MAX_STREAM_BYTES:
+                self._num_bytes -= len(self._events.popleft())
+
+    # The side of the readers
+
+    def require(self, last: int) -> None:
+        """Raise `PenstockError` if the events behind this one are not all kept, or it has not been sent."""
+        first = self._last - len(self._events) + 1
+        if last + 1 < first:
+            raise EventsGoneError(
+                f"The events {last + 1} to {first - 1} of this answer are not kept any more.",
+                remedy="Send the request again.",
+            )
+        if last > self._last:
+            raise NotFoundError(f"This answer has {self._last} events so far.", code="stream_not_found")
+
+    async def read(self, last: int, receive: Receive, send: Send, *, is_first: bool = False) -> None:
+        """Send a client the events behind one, until the end or until the client leaves.
+
+        Args:
+            is_first: the client is the one that has asked: it gets the head of the answer as it is.
+        """
+        reader = _Reader(last)
+        reader.num_comments = self._num_comments
+        self._readers.add(reader)
+        self._readers_changed.ring()
+        try:
+            await _first_of(self._write(reader, send, is_first), wait_for_disconnect(receive))
+        finally:
+            self._readers.discard(reader)
+            self._left_at = self._clock()
+            self._readers_changed.ring()
+            self._progress.ring()
+
+    async def _write(self, reader: _Reader, send: Send, is_first: bool) -> None:
+        is_started = False
+        while True:
+            news, is_over = self._news.next, self.ended_at is not None
+            if not is_started and self._head is not None:
+                headers = [*self._head["headers"], _MARK] if is_first else [*STREAM_HEADERS, _MARK]
+                await send({"type": "http.response.start", "status": 200, "headers": headers})
+                is_started = True
+            piece = self._piece(reader)
+            if piece:
+                await send({"type": "http.response.body", "body": piece, "more_body": True})
+                self._progress.ring()
+            elif is_over:
+                break
+            else:
+                await news.wait()
+        if is_started:
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    def _piece(self, reader: _Reader) -> bytes:
+        """Return what a reader does not have yet. One that has missed events gets what there is."""
+        num_new = min(self._last - reader.last, len(self._events))
+        events = [self._events[index] for index in range(-num_new, 0)]
+        comment = self._comment if reader.num_comments < self._num_comments else b""
+        reader.last, reader.num_comments = self._last, self._num_comments
+        return b"".join(events) + comment
+
+
+_MARK = (RESUMABLE_HEADER.encode(), b"true")
+
+
+class _Kept:
+    """The outlet of a request that may be resumed."""
+
+    def __init__(self, streams: ResumableStreams, name: StreamName) -> None:
+        self._streams = streams
+        self._name = name
+
+    async def carry(self, respond: Respond, scope: Scope, receive: Receive, send: Send) -> None:
+        stream = self._streams.open(self._name)
+        if stream is None:
+            await respond(scope, receive, send)
+            return
+        reading = asyncio.create_task(stream.read(0, receive, send, is_first=True))
+        try:
+            await respond(scope, stream.receive, stream.send)
+        finally:
+            self._streams.end(self._name, stream)
+            await asyncio.gather(reading, return_exceptions=True)
+
+
+class ResumableStreams:
+    """The streams of this server that can be resumed.
+
+    Args:
+        max_streams: kept at once, those that have ended too; beyond them the one that ended first is
+            forgotten, and where none has ended the next cannot be resumed. 0: none can.
+        clock: monotonic seconds.
+        sleep: as `asyncio.sleep`; tests give their own.
+    """
+
+    def __init__(self, max_streams: int, clock: Clock, sleep: Sleep = asyncio.sleep) -> None:
+        self._max_streams = max_streams
+        self._clock = clock
+        self._sleep = sleep
+        self._streams: dict[StreamName, KeptStream] = {}
+
+    def __len__(self) -> int:
+        return len(self._streams)
+
+    def outlet(self, request: Request) -> Outlet:
+        """Return where the answer to a request is to go."""
+        if self._max_streams == 0 or request.headers.get(RESUMABLE_HEADER, "").lower() != "true":
+            return DIRECT
+        return _Kept(self, self.name_of(request, record_of(request.scope).request_id))
+
+    @staticmethod
+    def name_of(request: Request, request_id: str) -> StreamName:
+        """Return the name of the stream of that id, for whoever has sent this request."""
+        return StreamName(key_digest(request.scope["headers"]), request_id)
+
+    def open(self, name: StreamName) -> KeptStream | None:
+        """Return a new stream; None where there is no room, or one of that name runs."""
+        self.forget_old()
+        known = self._streams.get(name)
+        if known is not None and known.ended_at is None:
+            return None
+        self._streams.pop(name, None)
+        while len(self._streams) >= self._max_streams:
+            ended = [
+                (stream.ended_at, of) for of, stream in self._streams.items() if stream.ended_at is not None
+            ]
+            if not ended:
+                return None
+            del self._streams[min(ended)[1]]
+        stream = self._streams[name] = KeptStream(self._clock, self._sleep)
+        return stream
+
+    def end(self, name: StreamName, stream: KeptStream) -> None:
+        """The answer is complete, or has failed. One that has not begun is forgotten at once."""
+        stream.end()
+        if not stream.has_begun:
+            del self._streams[name]
+            return
+        asyncio.get_running_loop().call_later(KEPT_S + 1, self.forget_old)
+
+    def find(self, name: StreamName) -> KeptStream:
+        """Return a stream. Raises `NotFoundError` for one that is not there, or is another key\'s."""
+        self.forget_old()
+        stream = self._streams.get(name)
+        if stream is None or not stream.has_begun:
+            raise NotFoundError(
+                "There is no answer to a request of this id and key that could be resumed.",
+                remedy=f"Send `{RESUMABLE_HEADER}: true` with a request; its answer is kept for "
+                f"{KEPT_S:g} s after its end.",
+                code="stream_not_found",
+            )
+        return stream
+
+    def forget_old(self) -> None:
+        """Forget the streams that have ended long ago."""
+        oldest = self._clock() - KEPT_S
+        self._streams = {
+            name: stream
+            for name, stream in self._streams.items()
+            if stream.ended_at is None or stream.ended_at >= oldest
+        }
+
+
+class ResumedResponse(Response):
+    """The events of a stream behind one that the client has."""
+
+    def __init__(self, stream: KeptStream, last: int) -> None:
+        self.status_code = 200
+        self.background = None
+        self.raw_headers = []
+        self._stream = stream
+        self._last = last
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._stream.read(self._last, receive, send)
+
+
+async def _first_of(*works: Awaitable[object]) -> None:
+    """Wait until one of them is done, and end the others. Raises what it has raised."""
+    tasks = [asyncio.ensure_future(work) for work in works]
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in tasks:
+            task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.gather(*tasks, return_exceptions=True)
+    for task in done:
+        task.result()
