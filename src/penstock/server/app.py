@@ -77,6 +77,8 @@ from penstock.server.routes.health import HealthRoute
 from penstock.server.routes.intake import Intake
 from penstock.server.routes.messages import MESSAGES, MessagesRoute
 from penstock.server.routes.models import ModelsRoute
+from penstock.server.routes.page import page_routes
+from penstock.server.routes.pipeline_table import PipelineTableRoute
 from penstock.server.routes.pipeline_view import FeedQuery, PipelineRoute
 from penstock.server.routes.profile_folder import ProfileFolder
 from penstock.server.routes.profiler import Profiler
@@ -253,9 +255,11 @@ def _views(model: ServedModel, context: GenerationContext, config: ServerConfig)
         max_streams=config.limits.max_event_streams,
         clock=context.clock,
     )
+    table = PipelineTableRoute(pipeline.view)
     return [
         _plain_route("/server_info", without_query(info.get), "server_info"),
         _plain_route("/debug/pipeline", without_query(pipeline.snapshot), "pipeline"),
+        _plain_route("/debug/pipeline/table", without_query(table.table), "pipeline_table"),
         DescribedRoute(
             "GET",
             "/debug/pipeline/events",
@@ -302,7 +306,8 @@ def _plain_routes(model: ServedModel, context: GenerationContext) -> list[Descri
 
 
 def _unlisted_routes(described: Iterable[Route], document: openapi.Schema) -> list[Route]:
-    """Return the routes of the document, and of the heads of health for probes that ask for no more."""
+    """Return the routes of the document, of the web page, and of the heads of health, for probes that ask for
+    no more."""
     encoded = msgspec.json.encode(document)
 
     async def openapi_json(_request: Request) -> Response:
@@ -311,7 +316,7 @@ def _unlisted_routes(described: Iterable[Route], document: openapi.Schema) -> li
     heads = [
         Route(route.path, route.endpoint, methods=["HEAD"]) for route in described if route.path in OPEN_PATHS
     ]
-    return [Route("/openapi.json", openapi_json), *heads]
+    return [Route("/openapi.json", openapi_json), *heads, *page_routes()]
 
 
 def _admin_routes(admin: AdminRoute) -> list[DescribedRoute]:

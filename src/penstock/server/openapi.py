@@ -301,6 +301,7 @@ _ANSWERS: Mapping[str, Schema] = {
     "/server_info": _content("application/json", _reference(ServerInfo)),
     "/debug/pipeline": _content("application/json", _reference(PipelineView)),
     "/debug/pipeline/events": _content("text/event-stream", {"type": "string"}),
+    "/debug/pipeline/table": _content("text/html", {"type": "string"}),
     "/version": _content("application/json", _reference(Version)),
     "/metrics": _content("text/plain", {"type": "string"}),
 }

@@ -1,4 +1,9 @@
-"""Who may ask: API keys, host names and origins. Default deny: every path but the health probes needs a key.
+"""Who may ask: API keys, host names and origins. Default deny: every path but health probes and the files of
+the web page needs a key.
+
+The files of the web page are the same for everybody and open; what it fetches is not. A browser without
+JavaScript has no way to send a key but as a password, which it then sends by itself, whatever page has caused
+the request: passwords are taken where a request changes nothing and its answer is shown to nobody else.
 
 Paths of administrators are there only where an admin key is set, and need that key. It opens the others too.
 
@@ -9,6 +14,8 @@ origin (`cross_origin`); a host name that was re-bound to this machine (DNS rebi
 
 from __future__ import annotations
 
+import base64
+import binascii
 import hashlib
 import hmac
 import ipaddress
@@ -16,7 +23,7 @@ from collections.abc import Iterable, Sequence
 
 from penstock.errors import AuthenticationError, NotFoundError
 from penstock.process.listening import refuse_bad_hosts, refuse_bad_keys
-from penstock.server.http.errors import ForbiddenError
+from penstock.server.http.errors import ForbiddenError, PasswordMissingError
 
 ADMIN_PATHS = frozenset(
     {
@@ -25,6 +32,8 @@ ADMIN_PATHS = frozenset(
     }
 )
 OPEN_PATHS = frozenset({"/health", "/health/ready", "/health/live", "/health/generate"})
+PAGE_PATHS = frozenset({"/", "/page.css", "/page.js"})  # of the web page: files without data
+PASSWORD_PATHS = frozenset({"/debug/pipeline/table"})  # where a key may come as a password
 
 Headers = Iterable[tuple[bytes, bytes]]
 
@@ -55,11 +64,15 @@ class ApiKeys:
     def check(self, path: str, headers: Headers) -> None:
         """Raise `AuthenticationError` unless the request carries a key. Time does not tell how much fits."""
         is_admin_path = path in ADMIN_PATHS and bool(self._admin_keys)
-        if path in OPEN_PATHS or not (self._keys or is_admin_path):
+        if path in OPEN_PATHS | PAGE_PATHS or not (self._keys or is_admin_path):
             return
         fitting = self._admin_keys if is_admin_path else [*self._keys, *self._admin_keys]
-        sent = (_bearer(header_value(headers, b"authorization")), header_value(headers, b"x-api-key").strip())
+        sent = [_bearer(header_value(headers, b"authorization")), header_value(headers, b"x-api-key").strip()]
+        if path in PASSWORD_PATHS:
+            sent.append(_password(header_value(headers, b"authorization")))
         matches = [hmac.compare_digest(given, key) for given in sent if given for key in fitting]
+        if not any(matches) and path in PASSWORD_PATHS:
+            raise PasswordMissingError("The API key is missing or wrong.", remedy="Send it as the password.")
         if not any(matches):
             kind = "admin key" if is_admin_path else "API key"
             raise AuthenticationError(
@@ -77,6 +90,17 @@ def key_digest(headers: Headers) -> bytes:
 def _bearer(value: bytes) -> bytes:
     scheme, _, key = value.partition(b" ")
     return key.strip() if scheme.lower() == b"bearer" else b""
+
+
+def _password(value: bytes) -> bytes:
+    """Return the password of HTTP Basic (RFC 7617), whatever the user's name is."""
+    scheme, _, encoded = value.partition(b" ")
+    if scheme.lower() != b"basic":
+        return b""
+    try:
+        return base64.b64decode(encoded.strip(), validate=True).partition(b":")[2]
+    except binascii.Error:
+        return b""
 
 
 class HostPolicy:

@@ -16,7 +16,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from penstock.errors import PenstockError
+from penstock.errors import AuthenticationError, PenstockError
 from penstock.server.http.request_record import record_of
 
 RETRY_AFTER_S = 1
@@ -47,6 +47,10 @@ class ForbiddenError(PenstockError):
     http_status = 403
     error_type = "permission_error"
     default_code = "origin_not_allowed"
+
+
+class PasswordMissingError(AuthenticationError):
+    """A browser that sends its key as a password is to ask its user for it."""
 
 
 def error_object(error: BaseException, request_id: str = "") -> ErrorObject:
@@ -126,7 +130,11 @@ class ErrorAnswers:
 
     def response(self, path: str, error: BaseException, request_id: str) -> Response:
         """Return the answer to a request for `path` that has failed."""
-        return self._response(path, status_of(error), error_object(error, request_id), request_id)
+        status = status_of(error)
+        headers = error_headers(status)
+        if isinstance(error, PasswordMissingError):
+            headers["www-authenticate"] = 'Basic realm="Penstock", charset="UTF-8"'
+        return self._response(path, status, error_object(error, request_id), request_id, headers)
 
     @property
     def handlers(self) -> dict[Any, Callable[[Request, Exception], Awaitable[Response]]]:
