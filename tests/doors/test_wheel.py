@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from paths import REPOSITORY
+from penstock.server.routes.page import PAGE_FILES
 from served import Served
 
 pytestmark = pytest.mark.doors
@@ -60,7 +61,8 @@ def test_the_wheel_carries_the_package_alone(wheel: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
     tops = {name.split("/")[0] for name in names}
     assert tops == {"penstock", f"penstock-{version('penstock')}.dist-info"}
-    for needed in ("assets/demo/model.safetensors", "kernels/cpu/csrc/abi.h", "process/entry_points.py"):
+    files = ("assets/demo/model.safetensors", "kernels/cpu/csrc/abi.h", "process/entry_points.py")
+    for needed in (*files, *(f"assets/page/{each.name}" for each in PAGE_FILES)):
         assert f"penstock/{needed}" in names
 
 

@@ -526,18 +526,19 @@ function drawSpark(name, values) {
     if (value === null) return;
     const x = 120 - (values.length - 1 - index) * (120 / (HISTORY_S - 1));
     points.push(`${x.toFixed(1)},${(29 - 28 * (value / top)).toFixed(1)}`);
+    if (known.length === 1) points.push(`${(x - 0.5).toFixed(1)},${(29 - 28 * (value / top)).toFixed(1)}`);
   });
   line.setAttribute("points", points.join(" "));
 }
 
 // --- lanes -------------------------------------------------------------------------------------------------
 
-const NO_WORK = 0, COMM = 5, FORWARD = 6, SAMPLE = 7, TAKE = 2, PUT = 8;
+const NO_WORK = 0, WAIT_PREV = 4, COMM = 5, FORWARD = 6, SAMPLE = 7, TAKE = 2, PUT = 8;
 const CAUSES = {
   0: "no request to work on", 1: "waits for the engine core's plan", 3: "waits for a token to come back",
   4: "waits for the stage before", 5: "copies into or out of the link", 9: "waits for room behind it: the pipe is full",
 };
-const SHORT = { 0: "no work", 1: "waits for a plan", 3: "waits for a token", 4: "waits for the stage before", 5: "copies", 9: "the pipe behind is full" };
+const SHORT = { 0: "no work", 1: "waits for a plan", 3: "waits for a token", 5: "copies", 9: "pipe behind is full" };
 const DOES = { 2: "prepares", 6: "computes", 7: "samples", 8: "sends results" };
 const SHARE_MS = 5000, KEPT_MS = 12000, DRAW_MS = 50, SHARE_EVERY_MS = 500;
 
@@ -641,6 +642,8 @@ function linkText(replica, stage) {
 function layOut(groups, hasReplicas, showsRanks) {
   const place = byId("lanes");
   place.replaceChildren();
+  const count = groups.reduce((sum, group) => sum + group.lanes.length, 0);
+  place.dataset.size = count <= 4 ? "tall" : count <= 12 ? "middle" : "low";
   for (const lane of lanes.values()) lane.frame = null;
   for (const group of groups) {
     const box = make("div", "host");
@@ -699,6 +702,10 @@ function segmentAt(lane, at) {
     else return middle;
   }
   return -1;
+}
+
+function shortCause(lane, phase) {
+  return phase === WAIT_PREV ? `waits for stage ${lane.stage - 1}` : SHORT[phase];
 }
 
 function describe(lane, segment) {
@@ -830,7 +837,7 @@ function drawLane(lane) {
     } else if (phase !== NO_WORK) {
       context.fillStyle = colours.wait;
       context.fillRect(x, top, drawn, tall);
-      if (wide > 90 * ratio) label(context, SHORT[phase], x, top + tall / 2, wide, ratio);
+      if (wide > 90 * ratio) label(context, shortCause(lane, phase), x, top + tall / 2, wide, ratio);
     } else if (wide > 90 * ratio) {
       label(context, SHORT[NO_WORK], x, top + tall / 2, wide, ratio);
     }
@@ -877,7 +884,7 @@ function measure(lane, right) {
   if (all < 300) return null;
   const shares = spent.map((each) => each / all);
   const bubbles = [0, 1, 3, 4, 5, 9].map((phase) => [shares[phase], phase]).sort((one, other) => other[0] - one[0]);
-  return { shares, computing: shares[FORWARD] + shares[SAMPLE], bubble: bubbles.reduce((sum, [share]) => sum + share, 0), worst: bubbles[0], tokens: moved / (all / 1000) };
+  return { shares, computing: shares[FORWARD] + shares[SAMPLE], bubble: bubbles.reduce((sum, [share, phase]) => sum + (phase === NO_WORK ? 0 : share), 0), worst: bubbles[0], tokens: moved / (all / 1000) };
 }
 
 let drawnAt = 0, sharesAt = 0;
@@ -909,7 +916,7 @@ function drawShares() {
     setText(figure, `${percent(lane.shares.computing)} computing`);
     const [share, phase] = lane.shares.worst;
     const out = feed.view && feed.view.token_bytes && !isLast(lane) && lane.shares.tokens > 0.5 ? `sends ${bytes(lane.shares.tokens * feed.view.token_bytes)}/s` : "";
-    setText(cause, share > 0.03 ? `${percent(share)} ${SHORT[phase]}` : out);
+    setText(cause, share > 0.03 ? `${percent(share)} ${shortCause(lane, phase)}` : out);
     lane.frame.share.title = out;
   }
   setText(byId("bubble"), count ? percent(sum / count) : "–");
