@@ -15,7 +15,7 @@ import pytest
 
 from browser import Visit, started_browser
 from paths import REPOSITORY
-from served import Served, wait_until
+from served import Served, title_of, wait_until
 
 pytestmark = pytest.mark.doors
 
@@ -169,13 +169,13 @@ def test_one_sees_why_a_pipe_with_a_slow_stage_is_slow(browser: Any, throttled: 
         visit.await_text("#why", "Stage 1 is the slowest")
         visit.await_text("#why", "stage 0 waits for it")
         visit.await_text("#why", "throttled")
-        visit.page.wait_for_timeout(5000)  # until the lanes have all that is shown
+        visit.page.wait_for_timeout(9000)  # until the lanes have all that is shown
         visit.picture("page-throttled")
         visit.page.hover(".lane:first-child canvas, .lane canvas")
         visit.await_true("!document.querySelector('#tip').hidden")
         with Visit(browser, throttled.url, color_scheme="dark") as dark:
             say(dark, "Who speaks?", 100)
-            dark.page.wait_for_timeout(5000)
+            dark.page.wait_for_timeout(8000)
             dark.picture("page-dark")
         assert visit.complaints == []
 
@@ -197,13 +197,11 @@ def test_lanes_are_read_by_keyboard(browser: Any, throttled: Served) -> None:
         visit.page.keyboard.press("Escape")
         assert visit.page.get_attribute("#pause", "aria-pressed") == "false"
         visit.page.focus("body")
-        reached = set()
+        reached, focused = set(), "() => document.activeElement.id || document.activeElement.tagName"
         for _ in range(24):
             visit.page.keyboard.press("Tab")
-            reached.add(
-                visit.page.evaluate("() => document.activeElement.id || document.activeElement.tagName")
-            )
-        assert {"trace", "key-open", "prompt", "send", "window", "pause", "CANVAS", "events"} <= reached
+            reached.add(visit.page.evaluate(focused))
+        assert {"trace", "key-open", "prompt", "send", "window", "pause", "CANVAS", "log"} <= reached
         assert visit.complaints == []
 
 
@@ -223,13 +221,15 @@ def test_axe_finds_nothing_serious(
         wide = visit.page.evaluate("() => document.scrollingElement.scrollWidth - innerWidth")
         assert wide <= 0, "the page is wider than the screen"
         if size is PHONE and scheme == "light":
-            visit.picture("page-phone")
+            visit.page.wait_for_timeout(3000)
+            visit.picture("page-phone", whole=True)
 
 
 def serious(visit: Visit) -> list[str]:
     """What axe finds on the page that is more than a matter of taste."""
     spec = find_spec("axe_playwright_python")
-    assert spec is not None and spec.origin is not None
+    assert spec is not None
+    assert spec.origin is not None
     visit.page.evaluate((Path(spec.origin).parent / "axe.min.js").read_text(encoding="utf-8"))
     found = visit.page.evaluate("() => axe.run()")
     return [
@@ -295,10 +295,7 @@ def test_a_killed_stage_turns_red_and_comes_back(browser: Any, keyed: Served) ->
         visit.await_true("document.querySelectorAll('.lane[data-state=ready]').length === 2")
         epoch = int(visit.page.inner_text("#epoch"))
         with Load(keyed, 2, KEY):
-            stage = next(
-                child for child in keyed.family() if "stage 1" in child.name() + " ".join(child.cmdline())
-            )
-            stage.kill()
+            next(child for child in keyed.family() if "stage 1" in title_of(child)).kill()
             visit.await_true("document.querySelector('.lane[data-state=lost]') !== null")
             assert visit.page.inner_text(".lane[data-state=lost] .title").startswith("Stage 1")
             assert visit.page.get_attribute("#health", "data-state") == "lost"

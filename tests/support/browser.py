@@ -82,11 +82,11 @@ class Visit:
         """Wait until JavaScript that the page's own policy allows is true."""
         self.page.wait_for_function(f"() => {expression}")
 
-    def picture(self, name: str) -> None:
-        """Take a picture of what is seen, where pictures are wanted."""
+    def picture(self, name: str, *, whole: bool = False) -> None:
+        """Take a picture of what is seen, or of the whole page, where pictures are wanted."""
         folder = os.environ.get(PICTURES)
         if folder:
-            self.page.screenshot(path=Path(folder) / f"{name}.png")
+            self.page.screenshot(path=Path(folder) / f"{name}.png", full_page=whole)
 
     def _note(self, message: Any) -> None:
         if message.type in ("error", "warning"):

@@ -1,6 +1,6 @@
 """A rank that is slow where a test wants it to be: after its layers have computed a step, it sleeps.
 
-Started by `benchmarks/stand_in.py` in place of `penstock.rank.process`; all of it but that pause is the real one.
+Started by `benchmarks/stand_in.py` in place of `penstock.rank.process`; all else of it is the real one.
 From the environment:
 
     THROTTLED_LAYER   first layer of the stage that is slow

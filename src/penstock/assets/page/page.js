@@ -435,13 +435,14 @@ function takeRates(old, view, span) {
 function showHealth(state, text) {
   const pill = byId("health");
   pill.dataset.state = state;
-  setText(pill, text.length > 60 ? `${text.slice(0, 57)} …` : text);
+  const short = text.length > 36 ? text.split(/[:.] /)[0] : text;
+  setText(pill, short.length > 60 ? `${short.slice(0, 57)} …` : short);
   pill.title = text;
 }
 
 function drawView(view) {
   const broken = view.replicas.filter((replica) => !replica.ready);
-  if (broken.length) showHealth("lost", broken[0].reason || "not ready");
+  if (broken.length) { showHealth("lost", broken[0].reason || "not ready"); explain(view); }
   else if (view.draining) showHealth("waiting", "shutting down");
   else if (view.replicas.some((replica) => replica.paused)) showHealth("waiting", "paused");
   else showHealth("ready", "ready");
@@ -951,6 +952,7 @@ function reasonOf(replica) {
   if (others.length && most.shares.computing > 0.4 && most.shares.computing - rest > 0.2 && replica.running > 1) return ["slow", slowStage(replica, most, others)];
   const copying = own.find((lane) => lane.shares.shares[COMM] > 0.15);
   if (copying) return ["slow", `Stage ${copying.stage} spends ${percent(copying.shares.shares[COMM])} of its time copying into or out of a link: the link is slow.`];
+  if (!replica.running) return ["", "No request runs now."];
   if (replica.running < own.length && own.length > 1) {
     return ["", `${plural(replica.running, "request")} for ${plural(own.length, "stage")}: one request is in one stage at a time, so the others wait. More requests at once fill the pipe.`];
   }
@@ -987,6 +989,7 @@ function note(kind, text) {
   const list = byId("events");
   list.prepend(line);
   while (list.children.length > MAX_EVENTS) list.lastChild.remove();
+  return line;
 }
 
 const downSince = new Map();
@@ -1028,16 +1031,17 @@ function compareStages(before, replica, who) {
   }
 }
 
-const draftsSince = { accepted: 0, cancelled: 0, at: 0 };
+const draftsSince = { accepted: 0, cancelled: 0, line: null };
 
-function compareDrafts(before, drafts, who) {  // at most one line every two seconds
+function compareDrafts(before, drafts, who) {  // one line until something else happens
   if (!before || !drafts || !drafts.drafter) return;
-  draftsSince.accepted += Math.max(0, drafts.accepted - before.accepted);
-  draftsSince.cancelled += Math.max(0, drafts.cancelled - before.cancelled);
-  const now = performance.now();
-  if (now - draftsSince.at < 2000 || !(draftsSince.accepted || draftsSince.cancelled)) return;
-  note("", `${who}${plural(draftsSince.accepted, "draft")} accepted, ${draftsSince.cancelled.toLocaleString("en")} cancelled.`);
-  Object.assign(draftsSince, { accepted: 0, cancelled: 0, at: now });
+  const accepted = Math.max(0, drafts.accepted - before.accepted);
+  const cancelled = Math.max(0, drafts.cancelled - before.cancelled);
+  if (!(accepted || cancelled)) return;
+  if (draftsSince.line !== byId("events").firstChild) Object.assign(draftsSince, { accepted: 0, cancelled: 0, line: note("", " ") });
+  draftsSince.accepted += accepted;
+  draftsSince.cancelled += cancelled;
+  setText(draftsSince.line.lastChild, `${who}${plural(draftsSince.accepted, "draft")} accepted, ${draftsSince.cancelled.toLocaleString("en")} cancelled since.`);
 }
 
 // --- the rest ----------------------------------------------------------------------------------------------
