@@ -115,7 +115,8 @@ def test_loopback_names() -> None:
 @pytest.mark.parametrize(
     ("method", "path", "status"),
     [
-        ("GET", "/", 404),
+        ("POST", "/", 405),
+        ("GET", "/page", 404),
         ("GET", "/v1/rerank", 404),
         ("GET", "/docs", 404),
         ("GET", "/v1/chat/completions", 405),

@@ -151,6 +151,7 @@ DEFAULTS: dict[msgspec.Struct, dict[str, Any]] = {
         "max_prompts": 256,
         "max_prompt_scores": 524_288,
         "max_event_streams": 16,
+        "max_resumable_streams": 64,
         "max_profile_s": 60.0,
         "max_profile_bytes": 268_435_456,
         "max_profiles": 16,

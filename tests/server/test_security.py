@@ -20,7 +20,7 @@ from live_server import LiveServer
 from penstock.config.server import ServerConfig
 from penstock.errors import AuthenticationError
 from penstock.server.app import create_app
-from penstock.server.http.access import OPEN_PATHS, ApiKeys
+from penstock.server.http.access import OPEN_PATHS, PAGE_PATHS, ApiKeys
 
 KEYS = ["key-one-5f0c", "key-two-91ab"]
 GOOD = {"Authorization": f"Bearer {KEYS[0]}"}
@@ -35,7 +35,8 @@ def locked() -> Iterator[LiveServer]:
 
 def served_paths() -> list[str]:
     app = create_app(FakeEngine(), ServerConfig(api_keys=KEYS), fake_model())
-    return [getattr(route, "path", "").replace("{model_id:path}", "fake") for route in app.routes.routes]
+    paths = [getattr(route, "path", "") for route in app.routes.routes]
+    return [path.replace("{model_id:path}", "fake").replace("{request_id}", "a") for path in paths]
 
 
 # Rule 4: default deny
@@ -43,13 +44,13 @@ def served_paths() -> list[str]:
 
 def test_rule_4_no_path_and_no_method_answers_without_a_key(locked: LiveServer) -> None:
     """GHSA-g9rw-rvrw-h747: no route has to take care of it, and paths that do not exist tell nothing."""
-    paths = [*dict.fromkeys(served_paths()), "/", "/docs", "/redoc", "/v1", "/v1/embeddings", "/pause"]
+    paths = [*dict.fromkeys(served_paths()), "/page", "/docs", "/redoc", "/v1", "/v1/embeddings", "/pause"]
     assert {"/v1/chat/completions", "/openapi.json", "/metrics"} < set(paths)
     for path in paths:
         for method in METHODS:
             for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": f"Basic {KEYS[0]}"}):
                 response, raw = locked.request(method, path, None, headers)
-                if path in OPEN_PATHS:
+                if path in OPEN_PATHS | PAGE_PATHS:
                     assert response.status == (200 if method in ("GET", "HEAD") else 405), (method, path)
                     continue
                 assert response.status == 401, (method, path)
@@ -249,4 +250,5 @@ def test_rule_8_a_models_name_is_no_path(live: LiveServer, name: str) -> None:
 def test_rule_8_no_other_route_takes_a_name() -> None:
     app = create_app(FakeEngine(), ServerConfig(), fake_model())
     paths = [getattr(route, "path", "") for route in app.routes.routes]
-    assert [path for path in paths if "{" in path] == ["/v1/models/{model_id:path}"]
+    stream = "/v1/streams/{request_id}"  # which is looked up, and is a file of nobody
+    assert [path for path in paths if "{" in path] == [stream, stream, "/v1/models/{model_id:path}"]

@@ -34,6 +34,7 @@ DOCUMENTS = [
     "docs/flags.md",
     "docs/formats.md",
     "docs/getting-models.md",
+    "docs/live-page.md",
     "docs/perf-log.md",
     "docs/python.md",
     "docs/several-machines.md",

@@ -121,7 +121,7 @@ class ServeReporter:
         ready = self._invocation.style.paint(f"ready in {event.seconds:.1f} s", "green")
         name = served_names(self._engine.model.model, self._server.served_model_names)[0]
         self._invocation.say(
-            f"{ready}   {event.address}   metrics /metrics",
+            f"{ready}   {event.address}   page /   metrics /metrics",
             "Try: " + curl_example(event.address, name, self._server, event.prompt_form),
         )
 

@@ -76,7 +76,7 @@ def test_a_start_is_the_plan_a_line_per_stage_and_the_address() -> None:
     assert lines[0].endswith("model demo   dtype auto   stages 2 x tp 1")
     assert "key off (loopback only)" in lines[1]
     assert lines[2] == "        stage 1  pid 42  layers 3-5, norm, head  2.4 MB  512 KV blocks"
-    assert lines[3] == "ready in 2.1 s   http://127.0.0.1:8000   metrics /metrics"
+    assert lines[3] == "ready in 2.1 s   http://127.0.0.1:8000   page /   metrics /metrics"
     assert lines[4].startswith("Try: curl http://127.0.0.1:8000/v1/chat/completions")
     assert len(lines) == 5
     assert err.getvalue() == ""

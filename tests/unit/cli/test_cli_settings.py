@@ -191,7 +191,7 @@ m --served-model-name s --dtype float16 --max-model-len 11 --seed 12 --pp 2 --tp
 --allowed-origins https://a.example --allowed-origins http://localhost:3000
 --allowed-hosts host.docker.internal --allowed-hosts box
 --max-body-bytes 31 --max-prompt-bytes 32 --max-json-depth 33 --max-messages 34 --max-prompts 35
---max-prompt-scores 45 --max-event-streams 49 --max-choices 11 --max-n 12
+--max-prompt-scores 45 --max-event-streams 49 --max-resumable-streams 48 --max-choices 11 --max-n 12
 --max-profile-seconds 50 --max-profile-bytes 1048576 --max-profiles 51 --profile-dir /tmp
 --max-embedding-inputs 51 --max-embedding-tokens 52
 --session-idle-seconds 60 --max-session-idle-seconds 61
@@ -320,6 +320,7 @@ def test_every_flag_reaches_its_config(monkeypatch: pytest.MonkeyPatch, tmp_path
             "max_prompts": 35,
             "max_prompt_scores": 45,
             "max_event_streams": 49,
+            "max_resumable_streams": 48,
             "max_profile_s": 50.0,
             "max_profile_bytes": 1 << 20,
             "max_profiles": 51,
