@@ -527,7 +527,19 @@ def test_a_method_that_a_path_does_not_have_is_405_and_names_those_that_it_has(l
 
 
 @pytest.mark.parametrize(
-    "path", ["/page", "/page.js/", "/docs", "/redoc", "/v1/models/", "/version/", "//health", "/Health", "/health/", "/v1"]
+    "path",
+    [
+        "/page",
+        "/page.js/",
+        "/docs",
+        "/redoc",
+        "/v1/models/",
+        "/version/",
+        "//health",
+        "/Health",
+        "/health/",
+        "/v1",
+    ],
 )
 def test_a_path_is_meant_word_for_word_and_nothing_is_redirected(live: LiveServer, path: str) -> None:
     response, raw = live.request("GET", path)

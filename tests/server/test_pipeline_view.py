@@ -13,7 +13,7 @@ import pytest
 from fake_engine import FakeEngine, Status, fake_model, stats
 from fakes import FakeClock
 from live_server import LiveServer
-from penstock.batch import StageTimes
+from penstock.batch import StageSpans, StageTimes
 from penstock.config.limits import Limits
 from penstock.config.server import ServerConfig
 from penstock.process.config import HostLink, StageShape
@@ -22,7 +22,7 @@ from penstock.process.pipe_hosts import HostClock, PipeHosts
 from penstock.scheduler.stats import SchedulerStats, SpeculationStats
 from penstock.server.http.lifecycle import Lifecycle
 from penstock.server.http.metrics import Metrics
-from penstock.server.routes.pipeline_view import FRAME_S, PipelineRoute
+from penstock.server.routes.pipeline_view import FEED_VERSION, FRAME_S, PipelineRoute
 from penstock.trace.phases import Phase
 
 SHAPES = [
@@ -72,7 +72,7 @@ def told() -> Status:
 
 
 def model() -> Any:
-    return fake_model(stages=SHAPES, num_stages=2, host_links=[LINK])
+    return fake_model(stages=SHAPES, num_stages=2, host_links=[LINK], token_bytes=384)
 
 
 @pytest.fixture
@@ -137,6 +137,60 @@ def test_frames_come_when_something_changes_and_once_a_second() -> None:
 
     asyncio.run(route(engine, lifecycle, clock, sleep).feed(send))
     assert frames == [(0.0, 99), (0.3, 103), (0.4, 104), (1.4, 104), (2.4, 104)]
+
+
+def test_the_feed_has_a_version_latencies_hosts_and_drafts() -> None:
+    drafting = SchedulerStats(speculation=SpeculationStats("suffix", 9, 6, 2), recovered_requests=4)
+    status = Status(
+        ready=False,
+        stage=1,
+        reason="stage 1 is lost",
+        stats=msgspec.structs.replace(stats(), scheduler=drafting),
+        hosts=PipeHosts(stages=["tower", "shelf"], links=[LINK]),
+    )
+    engine = FakeEngine(state=status)
+    shown = route(engine, Lifecycle(), FakeClock(), None)
+    shown._metrics.inter_token.observe(0.25)
+    shown._metrics.inter_token.observe(0.5)
+    view = json.loads(msgspec.json.encode(shown.view()))
+    assert view["feed_version"] == FEED_VERSION
+    assert view["token_bytes"] == 384
+    assert view["latency"] == {
+        "first_tokens": 0,
+        "first_token_s": 0.0,
+        "next_tokens": 2,
+        "next_token_s": 0.75,
+    }
+    (replica,) = view["replicas"]
+    assert (replica["failed_stage"], replica["recovered_requests"]) == (1, 4)
+    assert replica["drafts"] == {"drafter": "suffix", "drafted": 9, "accepted": 6, "cancelled": 2}
+    assert [stage["host"] for stage in replica["stages"]] == ["tower", "shelf"]
+    assert replica["links"] == [json.loads(msgspec.json.encode(LINK))]
+
+
+def test_lanes_come_with_the_frames_of_those_who_ask_and_are_fetched_for_nobody_else() -> None:
+    spans = StageSpans(stage=0, began_ns=1, phases=b"\x06", durations_ns=[5], steps=[(0, 3, 1)])
+    engine, lifecycle, clock = FakeEngine(state=told(), spans=[spans]), Lifecycle(), FakeClock()
+    frames: list[bytes] = []
+
+    async def sleep(seconds: float) -> None:
+        clock.advance(seconds)
+        if clock.now - begin > 2.05:
+            lifecycle.begin_drain()
+
+    async def send(frame: bytes) -> None:
+        frames.append(frame)
+
+    begin = clock.now
+    asyncio.run(route(engine, lifecycle, clock, sleep).feed(send))
+    assert engine.num_looks == 0
+    assert not any(b"event: lanes" in frame for frame in frames)
+    begin, lifecycle = clock.now, Lifecycle()
+    frames.clear()
+    asyncio.run(route(engine, lifecycle, clock, sleep).feed(send, with_lanes=True))
+    assert [b"event: lanes" in frame for frame in frames] == [True, False, False]
+    assert frames[0].startswith(b"data: ")
+    assert 4 <= engine.num_looks <= 8, "a few times a second, whatever the frames are"
 
 
 def test_who_reads_slowly_gets_the_newest_and_nothing_is_kept_for_him() -> None:

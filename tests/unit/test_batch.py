@@ -57,6 +57,19 @@ def test_a_plan_counts_tokens_and_names_sampled_rows() -> None:
 
 
 @pytest.mark.parametrize(
+    ("num_tokens", "drafts", "expected"),
+    [([1, 1, 1], {}, 0), ([1, 9, 1], {}, 9), ([4, 9, 1], {0: [5, 6, 7]}, 9), ([], {}, 0)],
+    ids=["decode", "prompt", "beside a window", "probe"],
+)
+def test_a_plan_counts_the_tokens_of_prompts(
+    num_tokens: list[int], drafts: dict[int, list[int]], expected: int
+) -> None:
+    rows = list(range(len(num_tokens)))
+    plan = ScheduledBatch(step_id=1, rows=rows, num_tokens=num_tokens, drafts=drafts)
+    assert plan.prompt_tokens == expected
+
+
+@pytest.mark.parametrize(
     "message", [seal(PLAN), seal(ScheduledBatch(step_id=3)), AllocateKV(num_blocks=5), Shutdown()]
 )
 def test_messages_to_a_rank_survive_the_wire(message: ScheduledBatch | AllocateKV | Shutdown) -> None:

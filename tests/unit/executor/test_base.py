@@ -32,7 +32,7 @@ from penstock.errors import (
     WaitTimeoutError,
 )
 from penstock.executor.base import LINK_LEAD_STEPS, RankChannels, first_cause
-from penstock.executor.rank_reports import TRACE_S
+from penstock.executor.rank_reports import TRACE_S, RankReports
 from penstock.pipeline.decision_log import DecisionLog
 from penstock.pipeline.links.plan_channel import QueueChannel
 from penstock.trace.phases import Phase
@@ -283,6 +283,22 @@ def test_d6_reports_of_time_are_put_aside_and_old_spans_forgotten(fixture: Fixtu
     assert fixture.core.reports.stage_times() == [times(0, 9), times(1, TRACE_S + 4)]
     kept = [spans(1, second) for second in range(4, TRACE_S + 5)]
     assert fixture.core.reports.spans() == [spans(0, 2), *kept]
+
+
+def test_who_looks_on_gets_of_each_rank_what_came_behind_the_report_that_was_seen() -> None:
+    def spans(stage: int, rank: int, second: int) -> StageSpans:
+        return StageSpans(
+            stage=stage, began_ns=second * 10**9, phases=b"", durations_ns=[], steps=[], tp_rank=rank
+        )
+
+    reports = RankReports(num_ranks=3)
+    kept = [spans(stage, rank, second) for stage, rank in ((0, 0), (0, 1), (1, 0)) for second in range(3)]
+    for report in kept:
+        reports.keep(report)
+    assert reports.rank_spans([]) == kept
+    assert reports.spans() == kept[:3] + kept[6:], "others of a stage do not teach the core what steps cost"
+    seen = [spans(0, 0, 1).key, spans(0, 1, 2).key, spans(1, 0, 99).key]
+    assert reports.rank_spans(seen) == [kept[2], *kept[6:]]
 
 
 def test_g1_a_call_about_a_hosts_store_goes_to_one_rank_and_its_answer_ends_the_wait(

@@ -24,8 +24,9 @@ from penstock.told_text import MAX_TEXT_CHARS
 from penstock.trace.phases import Phase
 
 SPANS = StageSpans(
-    stage=1, began_ns=5, phases=bytes([1, 6]), durations_ns=[7, 8], steps=[(0, 3, 1), (2, 4, 1)]
-)
+    stage=1, began_ns=5, phases=bytes([1, 6]), durations_ns=[7, 8], steps=[(0, 3, 1), (2, 4, 1)],
+    prompt_tokens={4: 1},
+)  # fmt: skip
 TIMES = StageTimes(
     stage=1, num_steps=1, wall_ns=9, busy_ns=3, phase_ns=[0] * len(Phase), busy_ratio=0.5
 )  # fmt: skip
@@ -60,6 +61,7 @@ def test_what_makes_sense_is_passed_on_as_it_is(message: RankToCore) -> None:
         {"steps": [(3, 3, 1)]},
         {"steps": [(-1, 3, 1)]},
         {"steps": [(1, 3, 1), (0, 4, 1)]},
+        {"prompt_tokens": {5: 1}},
     ],
 )
 def test_r15_spans_that_do_not_fit_together_lose_the_rank(changed: dict[str, object]) -> None:

@@ -116,6 +116,21 @@ def test_spans_are_kept_until_they_are_reported_with_their_steps(clocks: Clocks)
     assert phases.num_spans == 0
 
 
+def test_reports_say_which_rank_has_sent_them_and_which_steps_had_prompts(clocks: Clocks) -> None:
+    sent: list[StageTimes | StageSpans] = []
+    phases = PhaseClock(lambda: clocks.wall_ns, lambda: clocks.cpu_ns, keeps_spans=True)
+    reporter = StageReporter(2, phases, sent.append, tp_rank=3)
+    for step, prompt_tokens in enumerate([0, 40, 0, 0]):
+        phases.begin(Phase.TAKE)
+        reporter.step_begun(step, 64, prompt_tokens)
+        clocks.pass_time(REPORT_INTERVAL_NS // 2)
+        phases.begin(Phase.PUT)
+        reporter.step_done()
+    spans = [told for told in sent if isinstance(told, StageSpans)]
+    assert [told.prompt_tokens for told in spans] == [{1: 40}, {}]
+    assert {told.tp_rank for told in spans} == {3}
+
+
 def test_a_clock_that_keeps_no_spans_does_not_grow(clocks: Clocks) -> None:
     for _ in range(100):
         clocks.phases.begin(Phase.TAKE)

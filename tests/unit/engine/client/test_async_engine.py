@@ -386,6 +386,21 @@ def test_d6_traces_answer_those_who_asked_in_order() -> None:
     with_rig(body)
 
 
+def test_news_of_the_ranks_are_those_behind_the_reports_that_were_seen() -> None:
+    seen = StageSpans(stage=1, began_ns=7, phases=b"", durations_ns=[], steps=[], tp_rank=2)
+    found = msgspec.structs.replace(seen, began_ns=8)
+
+    async def body(rig: Rig) -> None:
+        await rig.start()
+        news = asyncio.ensure_future(rig.engine.news([seen]))
+        await asyncio.sleep(0)
+        assert rig.core.hear() == [GetTrace(seen=[(1, 2, 7)])]
+        rig.core.socket.send(rig.core.client, Trace([found]))
+        assert await news == [found]
+
+    with_rig(body)
+
+
 def test_a_trace_that_the_core_did_not_live_to_give_is_a_typed_error() -> None:
     async def body(rig: Rig) -> None:
         await rig.start()

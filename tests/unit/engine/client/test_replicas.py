@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Collection
 from typing import Any
 
 import msgspec
@@ -57,6 +58,7 @@ class OneEngine:
         self.sessions: set[str] | None = set()
         self.sessions_asked: set[str] = set()
         self.named: list[str] = []  # sessions that its requests name
+        self.seen: list[StageSpans] | None = None
 
     async def start(self, timeout_s: float | None = None) -> None:
         if self.refusal is not None:
@@ -88,6 +90,10 @@ class OneEngine:
         if self.refusal is not None:
             raise self.refusal
         return [StageSpans(stage=1, began_ns=1, phases=b"", durations_ns=[], steps=[])]
+
+    async def news(self, seen: Collection[StageSpans]) -> list[StageSpans]:
+        self.seen = list(seen)
+        return await self.trace()
 
     async def operate(self, operation: Operation, timeout_s: float) -> list[OperationDone]:
         if self.refusal is not None:
@@ -150,6 +156,14 @@ def test_a_bad_request_is_bad_for_all() -> None:
     with pytest.raises(InvalidRequestError):
         replicas(OneEngine(refusal=InvalidRequestError("no", param="prompt")), other).add("a", [], GREEDY)
     assert not other.asked
+
+
+def test_each_replica_is_told_what_was_seen_of_it() -> None:
+    first, away, third = OneEngine(), OneEngine(refusal=UnavailableError("away")), OneEngine()
+    known = [StageSpans(stage=1, began_ns=1, phases=b"", durations_ns=[], steps=[], replica=2)]
+    found = asyncio.run(replicas(first, away, third).news(known))
+    assert [report.replica for report in found] == [0, 2]
+    assert (first.seen, third.seen) == ([], known)
 
 
 def test_r5_ready_while_one_is() -> None:

@@ -323,6 +323,8 @@ def test_clients_hear_where_the_stages_are_and_get_traces_on_one_clock() -> None
         assert receive(served.client) == [WELCOME]
         served.client.send(GetTrace())
         assert receive(served.client) == [Trace(spans)]
+        served.client.send(GetTrace(seen=[spans[0].key]))
+        assert receive(served.client) == [Trace(spans[1:])]
         served.control.send(hosts)
         assert receive(served.client) == [hosts]
         other.send(Hello())
