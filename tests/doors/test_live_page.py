@@ -268,6 +268,19 @@ def test_the_key_is_asked_for_once(browser: Any, keyed: Served) -> None:
         assert KEY not in visit.page.content()
 
 
+def test_who_gives_no_key_is_not_asked_again_until_he_wants_something(browser: Any, keyed: Served) -> None:
+    with Visit(browser, keyed.url) as visit:
+        is_open = "document.querySelector('#key-dialog').open"
+        visit.await_true(is_open)
+        visit.page.keyboard.press("Escape")
+        visit.page.wait_for_timeout(2500)  # the feed has tried again meanwhile
+        assert not visit.page.evaluate(f"() => {is_open}")
+        say(visit, "hello", 8)
+        visit.await_true(is_open)
+        give_key(visit, KEY)
+        visit.await_true(f"{ANSWER}.length > 3 && {IS_DONE}")
+
+
 def test_without_javascript_there_is_a_table(browser: Any, keyed: Served) -> None:
     password = {"username": "anybody", "password": KEY}
     with Visit(browser, keyed.url, java_script_enabled=False, http_credentials=password) as visit:

@@ -42,6 +42,7 @@ async function ask(path, options = {}) {
     if (key) headers.authorization = `Bearer ${key}`;
     const answer = await fetch(path, { ...options, headers, cache: "no-store", credentials: "omit" });
     if (answer.status === 401) {
+      if (isDeclined) throw await refusal(answer);
       await askForKey(key ? "The server does not take this key." : "This server asks for a key.");
       continue;
     }
@@ -89,6 +90,7 @@ async function readEvents(answer, take) {
 
 const KEY = "penstock.key";
 let asking = null;
+let isDeclined = false;  // the user has closed the dialog: it comes again only where the user does something
 
 function storedKey() {
   try {
@@ -112,8 +114,9 @@ function askForKey(why) {
   asking = new Promise((done, fail) => {
     dialog.addEventListener("close", () => {
       asking = null;
-      if (dialog.returnValue === "used") done();
-      else fail(new Refused("No API key was given."));
+      isDeclined = dialog.returnValue !== "used";
+      if (isDeclined) fail(new Refused("No API key was given."));
+      else done();
       dialog.returnValue = "";
     }, { once: true });
   });
@@ -178,6 +181,7 @@ function randomId() {
 function send() {
   const text = byId("prompt").value.trim();
   if (!text || chat.pending) return;
+  isDeclined = false;
   byId("prompt").value = "";
   chat.turns.push({ role: "user", text });
   const messages = chat.turns.filter((turn) => turn.text).map((turn) => ({ role: turn.role, content: turn.text }));
@@ -211,9 +215,8 @@ async function follow(body) {
     } catch (error) {
       if (chat.pending !== pending) break;
       retry = pending.last > before ? 1 : retry + 1;
-      const mayResume = !(error instanceof Refused) && retry <= RETRIES && (body === null || retry > 1);
-      if (error instanceof Refused || (!mayResume && retry > RETRIES)) {
-        turn.error = error instanceof Refused ? lostText(error, pending) : "The server cannot be reached.";
+      if (error instanceof Refused || retry > RETRIES) {
+        turn.error = error instanceof Refused ? lostText(error, turn) : "The server cannot be reached.";
         chat.pending = null;
         break;
       }
@@ -244,11 +247,10 @@ function resume(pending) {
   });
 }
 
-function lostText(error, pending) {
-  if (pending.last > 0 && (error.status === 404 || error.status === 410)) {
-    return "The rest of this answer is lost: the server does not have it any more.";
-  }
-  return error.message;
+function lostText(error, turn) {
+  if (error.code !== "stream_not_found" && error.code !== "events_gone") return error.message;
+  if (turn.tokens) return "The rest of this answer is lost: the server does not have it any more.";
+  return "The connection was lost before the answer began. Send the message again.";
 }
 
 function take(turn, event) {
