@@ -1,6 +1,6 @@
 """What one reader of the live page's feed costs a server: throughput, and CPU time of all its processes.
 
-    python benchmarks/feed_readers.py [--model demo] [--stages 2] [--requests 16] [--tokens 1024] [--rounds 20]
+    python benchmarks/feed_readers.py [--model demo] [--stages 2] [--requests 16] [--tokens 1024]
 
 One `penstock serve` takes the same requests again and again: with nobody looking, with one reader of
 `/debug/pipeline/events?lanes=true`, and with nobody again, in turns. The model is small, so that steps are

@@ -887,7 +887,7 @@ function measure(lane, right) {
   if (all < 300) return null;
   const shares = spent.map((each) => each / all);
   const bubbles = [0, 1, 3, 4, 5, 9].map((phase) => [shares[phase], phase]).sort((one, other) => other[0] - one[0]);
-  return { shares, computing: shares[FORWARD] + shares[SAMPLE], bubble: bubbles.reduce((sum, [share, phase]) => sum + (phase === NO_WORK ? 0 : share), 0), worst: bubbles[0], tokens: moved / (all / 1000) };
+  return { shares, computing: shares[FORWARD] + shares[SAMPLE], bubble: bubbles.reduce((sum, [share, phase]) => sum + (phase === NO_WORK ? 0 : share), 0), bubbles, worst: bubbles[0], tokens: moved / (all / 1000) };
 }
 
 let drawnAt = 0, sharesAt = 0;
@@ -920,7 +920,8 @@ function drawShares() {
     const [share, phase] = lane.shares.worst;
     const out = feed.view && feed.view.token_bytes && !isLast(lane) && lane.shares.tokens > 0.5 ? `sends ${bytes(lane.shares.tokens * feed.view.token_bytes)}/s` : "";
     setText(cause, share > 0.03 ? `${percent(share)} ${shortCause(lane, phase)}` : out);
-    lane.frame.share.title = out;
+    const causes = lane.shares.bubbles.filter(([part]) => part > 0.005).map(([part, of]) => `${percent(part)} ${shortCause(lane, of)}`);
+    lane.frame.share.title = [...causes, out].filter(Boolean).join("\n");
   }
   setText(byId("bubble"), count ? percent(sum / count) : "–");
   if (feed.view) explain(feed.view);
