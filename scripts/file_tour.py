@@ -47,6 +47,7 @@ ROOMS = {
     "hosts/network": "the ways between hosts: found, measured and chosen",
     "hosts/logs": "what is printed on other hosts, at the head",
     "drafting": "a small model that guesses, in a process of its own",
+    "layouts": "which layout a model should have on devices that one may not have yet",
     "planner": "`--partition auto`: which layers each stage should hold",
     "executor": "ranks, seen from the core",
     "scheduler": "who runs in which plan",

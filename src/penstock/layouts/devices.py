@@ -1,0 +1,129 @@
+"""The devices that a layout is planned for: what they hold, how fast they are, how they are joined.
+
+`layouts.device_text` reads them from `--devices`, `layouts.device_file` from a file, and `layouts.machines`
+makes them of hosts that are there. Values alone: knows no model, and touches no device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+GIB = 1 << 30
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Link:
+    """A way between two devices or hosts.
+
+    Attributes:
+        kind: "nvlink", "pcie", "memory" (ranks of one CPU) or "network".
+        bytes_per_s: as data sheets give it; of nvlink and pcie both directions together.
+        latency_s: of one message, one way.
+    """
+
+    kind: str
+    bytes_per_s: float
+    latency_s: float
+
+    def seconds(self, num_bytes: float) -> float:
+        """Seconds for one message."""
+        return self.latency_s + num_bytes / self.bytes_per_s
+
+    @property
+    def is_nvlink(self) -> bool:
+        return self.kind == "nvlink"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Device:
+    """What one rank runs on.
+
+    Attributes:
+        kind: its name in the table of known devices, "gpu" or "cpu".
+        memory_bytes: of the device; of a CPU, of the host.
+        read_bytes_per_s: memory bandwidth.
+        flops_per_s: dense matrix products in bfloat16.
+        cores: of a CPU; 0: it is a GPU.
+    """
+
+    kind: str
+    memory_bytes: int
+    read_bytes_per_s: float
+    flops_per_s: float
+    cores: int = 0
+
+    @property
+    def is_cpu(self) -> bool:
+        return self.cores > 0
+
+    @property
+    def type(self) -> str:
+        """The kind of device as ranks know it."""
+        return "cpu" if self.is_cpu else "cuda"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceHost:
+    """A machine with devices.
+
+    Attributes:
+        link: between its devices.
+        network: to other hosts.
+    """
+
+    name: str
+    devices: tuple[Device, ...]
+    link: Link
+    network: Link
+
+    @property
+    def is_uniform(self) -> bool:
+        """Whether all its devices are alike."""
+        return len(set(self.devices)) == 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceSet:
+    """All devices that a layout may use.
+
+    Attributes:
+        hosts: at least one, each with a device, by names that differ.
+        links: between two hosts, by their names, where they are not what the hosts' own networks give.
+    """
+
+    hosts: tuple[DeviceHost, ...]
+    links: Mapping[frozenset[str], Link] = field(default_factory=dict)
+
+    @property
+    def num_devices(self) -> int:
+        return sum(len(host.devices) for host in self.hosts)
+
+    @property
+    def is_uniform(self) -> bool:
+        """Whether all hosts have equally many devices of one kind, joined alike."""
+        first = self.hosts[0]
+        return all(
+            (host.devices, host.link, host.is_uniform) == (first.devices, first.link, True)
+            for host in self.hosts
+        )
+
+    def link_between(self, one: str, other: str) -> Link:
+        """Return the way from one host to another, or between devices of one host.
+
+        Without a link of their own, the slower network of the two decides.
+        """
+        by_name = {host.name: host for host in self.hosts}
+        if one == other:
+            return by_name[one].link
+        own = self.links.get(frozenset((one, other)))
+        return own or slower_link(by_name[one].network, by_name[other].network)
+
+
+def slower_link(one: Link, other: Link) -> Link:
+    """Return what two ways together give: the lower rate and the longer latency."""
+    return Link(
+        kind=one.kind if one.bytes_per_s <= other.bytes_per_s else other.kind,
+        bytes_per_s=min(one.bytes_per_s, other.bytes_per_s),
+        latency_s=max(one.latency_s, other.latency_s),
+    )
