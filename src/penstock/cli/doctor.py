@@ -29,10 +29,10 @@ from penstock.cli.terminal import Invocation, one_line, remedy_of
 from penstock.config.declared import ENGINE, configured_engine
 from penstock.config.engine import EngineConfig, ParallelConfig
 from penstock.config.server import ServerConfig
-from penstock.engine.supervisor.launch import ITEM_SIZES, resolve_replicas
+from penstock.engine.supervisor.launch import resolve_replicas
 from penstock.errors import PenstockError
 from penstock.families.registry import load_spec, resolve_model_directory
-from penstock.families.spec import ModelSpec
+from penstock.families.spec import ITEM_SIZES, ModelSpec
 from penstock.hosts.resources import HostResources
 from penstock.kernels.cpu.library import LoadedKernels, load
 from penstock.pipeline.partition import AUTO_POLICY

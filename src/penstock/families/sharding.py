@@ -1,15 +1,17 @@
 """How the layers of a model are cut for the ranks of a stage, and which models can be (rows B2, B3, B9).
 
-Asked by `engine.supervisor.launch` before anything is started, and by `models.decoder`. Torch-free.
+Asked by `engine.supervisor.launch` before anything is started, by `models.decoder` and by `layouts`.
+Torch-free.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
-from penstock.distributed.share import IDS, Share, even_share, head_share
+from penstock.distributed.share import IDS, Share, even_share, head_share, near_share, vocab_share
 from penstock.errors import UsageError
+from penstock.families.experts_spec import ExpertShares, ExpertsSpec
 from penstock.families.spec import ModelSpec
 from penstock.kernels.quantized_groups import default_group_size, inputs_together
 
@@ -17,8 +19,11 @@ from penstock.kernels.quantized_groups import default_group_size, inputs_togethe
 class ShardRule(Protocol):
     """A rank among those of its stage."""
 
-    rank: int
-    size: int
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def size(self) -> int: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,3 +132,41 @@ def mlp_cuts(spec: ModelSpec, *, expert_parallel: bool) -> list[tuple[str, str, 
     if experts.has_shared:
         cuts.append(("the shared expert", f"{names.block}.{names.shared}.{names.down}", experts.shared_size))
     return cuts
+
+
+def rank_spec(spec: ModelSpec, shard: ShardRule, *, expert_parallel: bool = False) -> ModelSpec:
+    """Return the model as one rank of a stage has it: its heads, its part of MLPs or experts, its ids.
+
+    What `ModelSpec` sums up is then the rank's own, but for the router, which has all experts on every rank
+    (`router_parameters_elsewhere`).
+
+    Args:
+        shard: of a size that `require_shardable` takes.
+        expert_parallel: the rank has whole experts.
+    """
+    if shard.size == 1:
+        return spec
+    heads = HeadShares.of(spec, shard)
+    return replace(
+        spec,
+        num_heads=heads.queries.size,
+        num_kv_heads=heads.keys.size,
+        intermediate_size=near_share(spec.intermediate_size, shard.rank, shard.size).size,
+        vocab_size=vocab_share(spec.vocab_size, shard.rank, shard.size).size,
+        experts=None if spec.experts is None else _rank_experts(spec.experts, shard, expert_parallel),
+    )
+
+
+def _rank_experts(experts: ExpertsSpec, shard: ShardRule, expert_parallel: bool) -> ExpertsSpec:
+    own = ExpertShares.of(experts, shard.rank, shard.size, whole_experts=expert_parallel)
+    return replace(
+        experts, num_experts=own.experts.size, inner_size=own.inner.size, shared_size=own.shared.size
+    )
+
+
+def router_parameters_elsewhere(spec: ModelSpec, own: ModelSpec, layer: int) -> int:
+    """Return the parameters of a layer's router that `rank_spec` leaves out: of other ranks' experts."""
+    experts, kept = spec.experts_of(layer), own.experts
+    if experts is None or kept is None:
+        return 0
+    return (experts.num_experts - kept.num_experts) * (spec.hidden_size + experts.routing.is_corrected)

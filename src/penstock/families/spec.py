@@ -18,6 +18,8 @@ from penstock.families.latent_spec import LatentSpec
 from penstock.families.quantization_spec import BlockQuantization, QuantizationSpec
 from penstock.families.rope_spec import NO_ROTATION, RopeSpec
 
+ITEM_SIZES = {"float32": 4, "bfloat16": 2, "float16": 2}  # bytes of a number
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
@@ -203,12 +205,12 @@ class ModelSpec:
         """What a guess of the MTP layer costs, as a share of a step of one token: by the weights that are
         read for either."""
         head = self.embedding_parameters()
-        whole = sum(map(self._parameters_of_token, range(self.num_layers))) + head
-        guess = 2 * self.hidden_size**2 + self._parameters_of_token(self.num_layers) + head
+        whole = sum(map(self.token_parameters, range(self.num_layers))) + head
+        guess = 2 * self.hidden_size**2 + self.token_parameters(self.num_layers) + head
         return guess / whole
 
-    def _parameters_of_token(self, layer: int) -> int:
-        """Of a layer, as far as one token needs them."""
+    def token_parameters(self, layer: int) -> int:
+        """Of a layer, as far as one token needs them; without norms."""
         experts = self.experts_of(layer)
         mlp = self.mlp_parameters() if experts is None else experts.parameters_of_token(self.hidden_size)
         return self.attention_parameters() + mlp

@@ -13,10 +13,10 @@ from collections.abc import Sequence
 import msgspec
 
 from penstock.config.engine import EngineConfig
-from penstock.engine.supervisor.launch import ITEM_SIZES, LaunchPlan, resolve
+from penstock.engine.supervisor.launch import LaunchPlan, resolve
 from penstock.engine.supervisor.measuring import measure
 from penstock.engine.supervisor.reports import Notice, PartitionChosen, Reporter
-from penstock.families.spec import ModelSpec
+from penstock.families.spec import ITEM_SIZES, ModelSpec
 from penstock.hosts.rank_host import Hosts
 from penstock.hosts.resources import HostResources
 from penstock.pipeline.partition import AUTO_POLICY, partition_layers

@@ -39,7 +39,7 @@ from penstock.engine.supervisor.placement import (
 from penstock.errors import NotEnoughMemoryError, UsageError
 from penstock.families.registry import load_spec, resolve_model_directory
 from penstock.families.sharding import require_shardable, require_whole_groups
-from penstock.families.spec import ModelSpec
+from penstock.families.spec import ITEM_SIZES, ModelSpec
 from penstock.families.transformers_fields import implementation_notes, require_plain
 from penstock.faults import Fault
 from penstock.hosts.resources import HostResources
@@ -52,8 +52,6 @@ from penstock.pipeline.partition import partition_layers
 from penstock.pipeline.rank_layout import RankLayout
 from penstock.process.config import CoreConfig, HostLink, RankConfig, StageShape, StoreConfig
 from penstock.scheduler.admission import derive_seed
-
-ITEM_SIZES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 STALL_GRACE_S = 5.0  # the ranks, which know what they wait for, speak before the core does
 

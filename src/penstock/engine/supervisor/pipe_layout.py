@@ -18,11 +18,12 @@ from penstock.batch import RankLoaded
 from penstock.config.engine import CacheConfig, EngineConfig
 from penstock.engine.supervisor.host_blocks import host_tier_bytes
 from penstock.engine.supervisor.host_choice import HostChoice
-from penstock.engine.supervisor.launch import ITEM_SIZES, LaunchPlan, resolve_replicas
+from penstock.engine.supervisor.launch import LaunchPlan, resolve_replicas
 from penstock.engine.supervisor.placement import replicas_beside
 from penstock.engine.supervisor.stage_spread import HostRoom, StageDemand, spread
 from penstock.engine.supervisor.told_hosts import ToldHosts
 from penstock.errors import ErrorInfo, HostMissingError, PenstockError, describe
+from penstock.families.spec import ITEM_SIZES
 from penstock.hosts.member import Member
 from penstock.hosts.rank_host import Hosts
 from penstock.hosts.resources import HostResources

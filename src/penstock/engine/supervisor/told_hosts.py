@@ -10,8 +10,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from penstock.engine.supervisor.launch import ITEM_SIZES, LaunchPlan
+from penstock.engine.supervisor.launch import LaunchPlan
 from penstock.engine.supervisor.reports import Caution, Notice
+from penstock.families.spec import ITEM_SIZES
 from penstock.hosts.member import Member
 from penstock.hosts.network.link_choice import speed_text
 from penstock.hosts.rank_host import Hosts

@@ -17,8 +17,9 @@ from penstock.config.hosts import HostsConfig
 from penstock.engine.supervisor import pipe_layout
 from penstock.engine.supervisor.host_blocks import host_tier_bytes
 from penstock.engine.supervisor.host_choice import RETURN_S
-from penstock.engine.supervisor.launch import ITEM_SIZES, resolve_replicas
+from penstock.engine.supervisor.launch import resolve_replicas
 from penstock.engine.supervisor.pipe_layout import PipeLayout, Settlement
+from penstock.families.spec import ITEM_SIZES
 from penstock.hosts.rank_host import Hosts
 from stand_in_hosts import LOADED, StandInHost
 

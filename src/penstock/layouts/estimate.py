@@ -1,0 +1,294 @@
+"""What a layout needs of each device, and how fast it would be: without a device, or a weight.
+
+Memory follows the ranks' own rule (`runner.kv_demand`), the split of layers the default's where devices are
+alike and the planner's search where they are not, the number of micro-batches the scheduler's choice of the
+shortest cycle. Times come from `layouts.stage_times`, and from them `layouts.recurrence` what the pipe does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from penstock.errors import NotEnoughMemoryError
+from penstock.layouts.devices import DeviceSet, Link
+from penstock.layouts.layout import Layout, StageSite
+from penstock.layouts.model_sizes import ModelSizes, RankShard, RankSizes
+from penstock.layouts.prediction import Load, Prediction, carried_bytes, predict
+from penstock.layouts.stage_times import DeviceTimes, StageTimes
+from penstock.pipeline.partition import partition_layers
+from penstock.planner.partition_search import StageTable, best_split
+from penstock.runner.kv_demand import KVDemand, stranded_bytes
+from penstock.scheduler.cost_model import StepShape
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankEstimate:
+    """One rank of the first replica.
+
+    Attributes:
+        device: its kind.
+        kv_tokens: that its memory has room for.
+        kv_block_bytes: of one block over its layers.
+        activation_bytes: of the largest step, at about its widest.
+        all_reduce_bytes_per_step: that it sums with others for one token of each running request.
+        all_reduce_s: their time at the rate of the link; all_reduce_latency_s: what they take besides.
+        stranded_bytes: that it could use for KV, did the tightest rank not set the number of blocks.
+        free_bytes: of its device once the weights are loaded.
+    """
+
+    stage: int
+    tp_rank: int
+    host: str
+    device: str
+    start_layer: int
+    layers: int
+    parameters: int
+    weight_bytes: int
+    kv_bytes_per_token: int
+    kv_tokens: int
+    kv_block_bytes: int
+    activation_bytes: int
+    all_reduce_bytes_per_step: int
+    all_reduce_s: float
+    all_reduce_latency_s: float
+    stranded_bytes: int
+    free_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HopEstimate:
+    """A way from one stage to the next, for one token of each running request.
+
+    Attributes:
+        link: its kind.
+        bytes_per_step: that cross: the sum of hidden states and residual.
+        seconds: for the hidden states of one micro-batch, with latency.
+        hidden_and_residual_bytes: of both apart, as engines send them that do not add them (row I8).
+        hidden_and_residual_s: their time at the rate of the link.
+    """
+
+    from_stage: int
+    to_stage: int
+    link: str
+    bytes_per_step: int
+    seconds: float
+    hidden_and_residual_bytes: int
+    hidden_and_residual_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Estimate:
+    """A layout with everything that is known of it.
+
+    Attributes:
+        layers: of each stage.
+        is_default_split: it is the one that `serve` makes without `--partition`.
+    """
+
+    layout: Layout
+    layers: tuple[int, ...]
+    is_default_split: bool
+    ranks: tuple[RankEstimate, ...]
+    hops: tuple[HopEstimate, ...]
+    predicted: Prediction
+
+    @property
+    def kv_tokens(self) -> int:
+        """That all replicas together hold."""
+        return self.layout.dp * min(rank.kv_tokens for rank in self.ranks)
+
+    @property
+    def stranded_bytes(self) -> int:
+        """Of all ranks of a replica."""
+        return sum(rank.stranded_bytes for rank in self.ranks)
+
+    @property
+    def flags(self) -> str:
+        return self.layout.flags(None if self.is_default_split else self.layers)
+
+
+def estimate(layout: Layout, sizes: ModelSizes, devices: DeviceSet, load: Load) -> Estimate | None:
+    """Return what is known of a layout; None: the model does not fit."""
+    even = [end - start for start, end in partition_layers(sizes.spec.num_layers, layout.pp)]
+    fitted = even if _fits(layout, sizes, even, load) else None
+    if len(set(layout.stages)) > 1 or fitted is None:
+        fitted = _searched(layout, sizes, load)
+    if fitted is None:
+        return None
+    times: list[StageTimes] = [
+        device_times(site, sizes, rank, layout)
+        for site, rank in zip(layout.stages, _largest_ranks(layout, sizes, fitted), strict=True)
+    ]
+    links = stage_links(layout, devices)
+    ranks = _rank_estimates(layout, sizes, fitted, load)
+    capacity = min(rank.kv_tokens for rank in ranks)
+    predicted = predict(times, links, capacity, load, sizes, layout.dp)
+    return Estimate(
+        layout=layout,
+        layers=tuple(fitted),
+        is_default_split=list(fitted) == even,
+        ranks=tuple(ranks),
+        hops=tuple(_hop_estimates(links, sizes, load, layout, predicted)),
+        predicted=predicted,
+    )
+
+
+def stage_links(layout: Layout, devices: DeviceSet) -> list[Link]:
+    """Return the ways from each stage but the last to the next, and from the last to the first."""
+    hosts = [site.host for site in layout.stages]
+    return [
+        devices.link_between(one, other) for one, other in zip(hosts, [*hosts[1:], hosts[0]], strict=True)
+    ]
+
+
+def device_times(site: StageSite, sizes: ModelSizes, rank: RankSizes, layout: Layout) -> DeviceTimes:
+    """Return the times of a stage by its devices' figures."""
+    experts = sizes.spec.experts
+    return DeviceTimes(
+        sizes=rank,
+        device=site.device,
+        num_ranks=site.num_ranks,
+        link=site.link,
+        hidden_bytes=sizes.spec.hidden_size * sizes.item_bytes,
+        chosen_share=1.0 if experts is None else experts.num_chosen / experts.num_experts,
+    )
+
+
+def _largest_ranks(layout: Layout, sizes: ModelSizes, layers: Sequence[int]) -> list[RankSizes]:
+    """Of each stage its first rank, which never has less than the others."""
+    ranks, start = [], 0
+    for site, count in zip(layout.stages, layers, strict=True):
+        shard = RankShard(0, site.num_ranks)
+        ranks.append(sizes.of_rank(start, start + count, shard, expert_parallel=layout.expert_parallel))
+        start += count
+    return ranks
+
+
+def _fits(layout: Layout, sizes: ModelSizes, layers: Sequence[int], load: Load) -> bool:
+    ranks = _largest_ranks(layout, sizes, layers)
+    return all(kv_blocks(rank, site, load) > 0 for rank, site in zip(ranks, layout.stages, strict=True))
+
+
+def kv_blocks(rank: RankSizes, site: StageSite, load: Load) -> int:
+    """Return the KV blocks that a rank's device has room for; 0: weights or one request do not fit."""
+    available = site.device.memory_bytes - rank.weight_bytes
+    if available <= 0:
+        return 0
+    demand = KVDemand(
+        max_model_len=load.max_model_len,
+        max_num_seqs=load.scheduler.max_num_seqs,
+        num_blocks=load.cache.num_blocks,
+        kv_cache_bytes=load.cache.kv_cache_bytes,
+        num_sharers=1,
+    )
+    try:
+        return demand.max_blocks(
+            block_bytes=rank.kv_bytes_per_token * load.cache.block_size,
+            block_size=load.cache.block_size,
+            available=available,
+            device=site.device.type,
+        )
+    except NotEnoughMemoryError:
+        return 0
+
+
+def _searched(layout: Layout, sizes: ModelSizes, load: Load) -> list[int] | None:
+    """The split whose slowest stage is the fastest, of those that fit."""
+    rows = max(1, load.of_replica(layout.dp) // layout.pp)
+    tables = [_table(layout, sizes, load, stage, rows) for stage in range(layout.pp)]
+    split = best_split(tables, sizes.spec.num_layers)
+    return None if split is None else list(split.layers)
+
+
+def _table(layout: Layout, sizes: ModelSizes, load: Load, stage: int, rows: int) -> StageTable:
+    """Layers of a stage are taken from the model's end for the last stage, from its start for the first, and
+    from its middle for others."""
+    site, num_layers = layout.stages[stage], sizes.spec.num_layers
+    shape = StepShape(rows, rows * load.context, rows)
+
+    def rank_of(count: int) -> RankSizes:
+        start = 0 if stage == 0 else num_layers - count if stage == layout.pp - 1 else 1
+        shard = RankShard(0, site.num_ranks)
+        return sizes.of_rank(start, start + count, shard, expert_parallel=layout.expert_parallel)
+
+    most = num_layers - layout.pp + 1
+    ranks = {count: rank_of(count) for count in range(1, most + 1)}
+    fits = [count in ranks and kv_blocks(ranks[count], site, load) > 0 for count in range(num_layers + 1)]
+    seconds = {count: device_times(site, sizes, rank, layout).seconds(shape) for count, rank in ranks.items()}
+    return StageTable(
+        max_rows=[rows * fit for fit in fits], cost_ns=lambda count, _: round(1e9 * seconds[count])
+    )
+
+
+def _rank_estimates(
+    layout: Layout, sizes: ModelSizes, layers: Sequence[int], load: Load
+) -> list[RankEstimate]:
+    rows = load.of_replica(layout.dp)
+    made: list[tuple[RankEstimate, int]] = []
+    start = 0
+    for stage, (site, count) in enumerate(zip(layout.stages, layers, strict=True)):
+        for tp_rank in range(site.num_ranks):
+            shard = RankShard(tp_rank, site.num_ranks)
+            rank = sizes.of_rank(start, start + count, shard, expert_parallel=layout.expert_parallel)
+            times = device_times(site, sizes, rank, layout)
+            blocks = kv_blocks(rank, site, load)
+            is_cut = site.num_ranks > 1
+            own = RankEstimate(
+                stage=stage,
+                tp_rank=tp_rank,
+                host=site.host,
+                device=site.device.kind,
+                start_layer=start,
+                layers=count,
+                parameters=rank.parameters,
+                weight_bytes=rank.weight_bytes,
+                kv_bytes_per_token=rank.kv_bytes_per_token,
+                kv_tokens=blocks * load.cache.block_size,
+                kv_block_bytes=rank.kv_bytes_per_token * load.cache.block_size,
+                activation_bytes=activation_bytes(sizes, rank, site.num_ranks, load),
+                all_reduce_bytes_per_step=is_cut * sizes.all_reduce_bytes(count, rows),
+                all_reduce_s=times.all_reduce_s(rows),
+                all_reduce_latency_s=times.all_reduce_latency_s,
+                stranded_bytes=0,
+                free_bytes=site.device.memory_bytes - rank.weight_bytes,
+            )
+            made.append((own, blocks))
+        start += count
+    fewest = min(blocks for _, blocks in made)
+    return [
+        replace(own, stranded_bytes=stranded_bytes(blocks, fewest, own.kv_block_bytes))
+        for own, blocks in made
+    ]
+
+
+def activation_bytes(sizes: ModelSizes, rank: RankSizes, num_ranks: int, load: Load) -> int:
+    """Return the bytes of the largest step at its widest: streams, the middle of an MLP, and logits."""
+    spec, tokens = sizes.spec, load.scheduler.max_num_batched_tokens
+    experts = spec.experts
+    inner = spec.intermediate_size
+    if experts is not None:
+        inner = max(experts.num_chosen * experts.inner_size + experts.shared_size, 1)
+    width = 3 * spec.hidden_size + 3 * -(-inner // num_ranks)
+    logits = 4 * load.scheduler.max_num_seqs * (rank.head_parameters // spec.hidden_size)
+    return tokens * width * sizes.item_bytes + logits
+
+
+def _hop_estimates(
+    links: Sequence[Link], sizes: ModelSizes, load: Load, layout: Layout, predicted: Prediction
+) -> list[HopEstimate]:
+    rows = load.of_replica(layout.dp)
+    both = sizes.hop_bytes(rows)
+    of_micro_batch = carried_bytes(sizes, -(-rows // predicted.micro_batches))
+    return [
+        HopEstimate(
+            from_stage=stage,
+            to_stage=stage + 1,
+            link=link.kind,
+            bytes_per_step=carried_bytes(sizes, rows),
+            seconds=link.seconds(of_micro_batch),
+            hidden_and_residual_bytes=both,
+            hidden_and_residual_s=both / link.bytes_per_s,
+        )
+        for stage, link in enumerate(links[:-1])
+    ]

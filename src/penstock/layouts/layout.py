@@ -1,0 +1,194 @@
+"""Layouts: how many stages, ranks and replicas, and on which devices; and all that some devices allow.
+
+A stage takes devices of one host that are alike. Stages follow the order of the hosts, so that as few links
+as can be lie between hosts. How good a layout is, `layouts.estimate` says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+from penstock.errors import UsageError
+from penstock.families.sharding import require_shardable, require_whole_groups
+from penstock.families.spec import ModelSpec
+from penstock.layouts.devices import Device, DeviceHost, DeviceSet, Link
+
+_MOST_STAGES = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageSite:
+    """Where a stage runs.
+
+    Attributes:
+        device: of each of its ranks; they are alike.
+        link: between them.
+    """
+
+    host: str
+    device: Device
+    num_ranks: int
+    link: Link
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """The stages of one replica, and how many replicas there are.
+
+    Attributes:
+        replica_sites: of each replica its stages; the first one's are estimated.
+        expert_parallel: the ranks of a stage have whole experts.
+    """
+
+    replica_sites: tuple[tuple[StageSite, ...], ...]
+    expert_parallel: bool = False
+
+    @property
+    def stages(self) -> tuple[StageSite, ...]:
+        return self.replica_sites[0]
+
+    @property
+    def pp(self) -> int:
+        return len(self.stages)
+
+    @property
+    def tp_sizes(self) -> tuple[int, ...]:
+        return tuple(site.num_ranks for site in self.stages)
+
+    @property
+    def tp(self) -> int:
+        """Ranks of the stage that has most."""
+        return max(self.tp_sizes)
+
+    @property
+    def dp(self) -> int:
+        return len(self.replica_sites)
+
+    @property
+    def ep(self) -> int:
+        """Ranks of a replica over which the experts lie whole; 1: they are cut by width."""
+        return sum(self.tp_sizes) if self.expert_parallel else 1
+
+    @property
+    def num_devices(self) -> int:
+        return sum(site.num_ranks for sites in self.replica_sites for site in sites)
+
+    def flags(self, layers: Sequence[int] | None = None) -> str:
+        """Return the flags of `penstock serve`; the layers of the stages where they are not the default's."""
+        tp = self.tp if len(set(self.tp_sizes)) == 1 else ",".join(map(str, self.tp_sizes))
+        parts = [f"--pp {self.pp}", f"--tp {tp}"]
+        parts += [f"--dp {self.dp}"] if self.dp > 1 else []
+        parts += ["--ep"] if self.expert_parallel else []
+        parts += [f"--partition {','.join(map(str, layers))}"] if layers is not None else []
+        return " ".join(parts)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wanted:
+    """What the user has fixed of a layout; None: it is open."""
+
+    pp: int | None = None
+    tp: tuple[int, ...] | None = None
+    dp: int | None = None
+    ep: bool | None = None
+
+    @property
+    def is_open(self) -> bool:
+        return self == Wanted()
+
+    def allows(self, layout: Layout) -> bool:
+        fixed_tp = self.tp is None or layout.tp_sizes in (self.tp, self.tp * layout.pp)
+        return (
+            fixed_tp
+            and self.pp in (None, layout.pp)
+            and self.dp in (None, layout.dp)
+            and self.ep in (None, layout.expert_parallel)
+        )
+
+
+def layouts_on(
+    devices: DeviceSet, spec: ModelSpec, most_replicas: int, load_bits: int | None = None
+) -> Iterator[Layout]:
+    """Yield every layout of a model on some devices, each once.
+
+    Args:
+        most_replicas: more would have nothing to do.
+        load_bits: of weights that are quantised at load; None: they are not.
+    """
+    seen = set()
+    for sites in _site_lists(devices, spec, load_bits):
+        for layout in _layouts_of(sites, spec, most_replicas):
+            if layout not in seen:
+                seen.add(layout)
+                yield layout
+
+
+def _layouts_of(sites: Sequence[StageSite], spec: ModelSpec, most_replicas: int) -> Iterator[Layout]:
+    for dp in range(1, min(len(sites), most_replicas) + 1):
+        of_each = len(sites) // dp
+        if len(set(sites)) > 1 and dp > 1 and len(sites) % dp:
+            continue  # unlike stages are shared out only where each replica gets as many
+        for pp in range(1, min(of_each, spec.num_layers, _MOST_STAGES) + 1):
+            if pp < of_each and dp > 1 and len(set(sites)) > 1:
+                continue
+            replicas = _replicas(sites, pp, dp)
+            plain = Layout(replica_sites=replicas)
+            yield plain
+            if spec.experts is not None and plain.tp > 1:
+                yield Layout(replica_sites=replicas, expert_parallel=True)
+
+
+def _replicas(sites: Sequence[StageSite], pp: int, dp: int) -> tuple[tuple[StageSite, ...], ...]:
+    """The fastest sites, in their order, as many for each replica."""
+    by_speed = sorted(
+        range(len(sites)), key=lambda index: -sites[index].device.read_bytes_per_s * sites[index].num_ranks
+    )
+    chosen = [sites[index] for index in sorted(by_speed[: pp * dp])]
+    return tuple(tuple(chosen[start : start + pp]) for start in range(0, pp * dp, pp))
+
+
+def _site_lists(
+    devices: DeviceSet, spec: ModelSpec, load_bits: int | None
+) -> Iterator[tuple[StageSite, ...]]:
+    """Stages of one size each, and where devices are unlike stages as large as their hosts allow."""
+    most = max(len(host.devices) for host in devices.hosts)
+    sizes = [size for size in range(1, most + 1) if _can_share(spec, size, load_bits)]
+    for size in sizes:
+        sites = tuple(site for host in devices.hosts for site in _sites_of(host, size))
+        if sites:
+            yield sites
+    if not devices.is_uniform:
+        yield tuple(
+            site
+            for host in devices.hosts
+            for run in _runs(host)
+            for site in _sites_of_run(host, run, max(size for size in sizes if size <= len(run)))
+        )
+
+
+def _can_share(spec: ModelSpec, size: int, load_bits: int | None) -> bool:
+    for expert_parallel in (False, True) if spec.experts is not None else (False,):
+        try:
+            require_shardable(spec, size, expert_parallel=expert_parallel)
+            require_whole_groups(spec, size, load_bits, expert_parallel=expert_parallel)
+        except UsageError:
+            return False
+    return True
+
+
+def _sites_of(host: DeviceHost, size: int) -> Iterator[StageSite]:
+    for run in _runs(host):
+        yield from _sites_of_run(host, run, size)
+
+
+def _sites_of_run(host: DeviceHost, run: Sequence[Device], size: int) -> Iterator[StageSite]:
+    for _ in range(len(run) // size):
+        yield StageSite(host=host.name, device=run[0], num_ranks=size, link=host.link)
+
+
+def _runs(host: DeviceHost) -> list[list[Device]]:
+    """Its devices, those alike together."""
+    ordered = sorted(host.devices, key=lambda device: (device.is_cpu, device.kind, device.memory_bytes))
+    return [list(run) for _, run in groupby(ordered)]

@@ -1,0 +1,286 @@
+"""How large a model is, rank by rank: parameters, bytes of weights as they are held, and bytes of KV cache.
+
+Made of what the families know: `ModelSpec` counts parameters, `families.sharding` cuts them for the ranks of
+a stage, the quantisation of a checkpoint or the types of a GGUF file say how many bits they take. Reads
+configurations and headers; no weights, and none need be there.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from penstock.config.engine import ModelConfig, Quantization
+from penstock.errors import ModelConfigError
+from penstock.families.quantization_spec import BlockQuantization, QuantizationSpec
+from penstock.families.registry import load_spec, resolve_model_directory
+from penstock.families.sharding import rank_spec, router_parameters_elsewhere
+from penstock.families.spec import ITEM_SIZES, ModelSpec
+from penstock.kernels.quantized_groups import INT4_GROUP_SIZE
+
+CONFIG_FILE = "config.json"
+_SCALE_BITS = 16.0
+_LOAD_BITS = {"int8": 8.0, "int4": 4.0 + _SCALE_BITS / INT4_GROUP_SIZE}
+_GGUF_LAYER = re.compile(r"blk\.([0-9]{1,6})\.")
+_GGUF_EMBEDDING, _GGUF_HEAD = "token_embd.", "output."
+
+
+@dataclass(frozen=True, slots=True)
+class RankShard:
+    """A rank among those of its stage."""
+
+    rank: int
+    size: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankSizes:
+    """What one rank holds, and what it reads and computes for tokens.
+
+    Attributes:
+        weight_bytes: of all its parameters.
+        layer_bytes: of its layers.
+        expert_bytes: of the experts among them, all together; they are read as far as tokens need them.
+        head_bytes: of the output head, where it is here; read when a step samples.
+        token_parameters: of its layers that one token is multiplied with.
+        head_parameters: of the output head.
+        attended_flops: operations for each position that a token attends to, over its layers.
+        kv_bytes_per_token: over its layers.
+    """
+
+    num_layers: int
+    parameters: int
+    weight_bytes: int
+    layer_bytes: int
+    expert_bytes: int
+    head_bytes: int
+    token_parameters: int
+    head_parameters: int
+    attended_flops: int
+    kv_bytes_per_token: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSizes:
+    """A model and the form in which its weights are held.
+
+    Attributes:
+        name: as the user gave it.
+        item_bytes: of a number that is computed with, of the KV cache too.
+        layer_bits: of a parameter of each layer, on average.
+        embedding_bits, head_bits: of a parameter of these.
+        form: in words.
+    """
+
+    name: str
+    spec: ModelSpec
+    item_bytes: int
+    layer_bits: tuple[float, ...]
+    embedding_bits: float
+    head_bits: float
+    form: str
+
+    @property
+    def parameters(self) -> int:
+        return self.spec.stage_parameters(0, self.spec.num_layers)
+
+    @property
+    def weight_bytes(self) -> int:
+        return self.of_rank(0, self.spec.num_layers).weight_bytes
+
+    def of_rank(
+        self, start: int, end: int, shard: RankShard = RankShard(0, 1), *, expert_parallel: bool = False
+    ) -> RankSizes:
+        """Return what a rank of the stage with layers `[start, end)` holds."""
+        own = rank_spec(self.spec, shard, expert_parallel=expert_parallel)
+        counts = own.parameter_counts(start, end)
+        layers = range(start, end)
+        of_layers = [
+            own.layer_parameters(layer) + router_parameters_elsewhere(self.spec, own, layer)
+            for layer in layers
+        ]
+        layer_bytes = sum(
+            count * self.layer_bits[layer] / 8 for layer, count in zip(layers, of_layers, strict=True)
+        )
+        is_last = end == self.spec.num_layers
+        head = own.embedding_parameters() if is_last else 0
+        head_bytes = int(head * self.head_bits / 8)
+        ends = (
+            counts["embedding"] * self.embedding_bits / 8
+            + counts["head"] * self.head_bits / 8
+            + counts["norm"] * self.item_bytes
+        )
+        return RankSizes(
+            num_layers=end - start,
+            parameters=sum(of_layers) + counts["embedding"] + counts["head"] + counts["norm"],
+            weight_bytes=int(layer_bytes + ends),
+            layer_bytes=int(layer_bytes),
+            expert_bytes=int(sum(self._expert_bytes(own, layer) for layer in layers)),
+            head_bytes=head_bytes,
+            token_parameters=sum(self._token_parameters(own, layer, shard.size) for layer in layers),
+            head_parameters=head,
+            attended_flops=sum(4 * own.attended_size for _ in layers),
+            kv_bytes_per_token=own.kv_bytes_per_token(end - start, self.item_bytes),
+        )
+
+    def _expert_bytes(self, own: ModelSpec, layer: int) -> float:
+        experts = own.experts_of(layer)
+        if experts is None:
+            return 0.0
+        numbers = 3 * own.hidden_size * experts.num_experts * experts.inner_size
+        return numbers * self.layer_bits[layer] / 8
+
+    def _token_parameters(self, own: ModelSpec, layer: int, num_ranks: int) -> int:
+        """Of a layer of a rank, those that one token is multiplied with; of experts on average."""
+        experts = self.spec.experts_of(layer)
+        if experts is None:
+            return own.token_parameters(layer)
+        of_experts = experts.parameters_of_token(self.spec.hidden_size) // num_ranks
+        return own.attention_parameters() + of_experts
+
+    def hop_bytes(self, num_tokens: int) -> int:
+        """Bytes of hidden states and residual between two stages (row I8); a link carries their sum: half."""
+        return self.spec.hidden_state_bytes(num_tokens, self.item_bytes)
+
+    def all_reduce_bytes(self, num_layers: int, num_tokens: int) -> int:
+        """Bytes that the ranks of a stage sum in one step: twice a layer, the hidden states (row I9)."""
+        return 2 * num_layers * num_tokens * self.spec.hidden_size * self.item_bytes
+
+
+def read_sizes(config: ModelConfig) -> ModelSizes:
+    """Return the sizes of a model: a directory, a name of this machine, a GGUF file, or a `config.json`.
+
+    Raises:
+        ModelError: there is no such model, or it is not served.
+    """
+    path = _path_of(config.model)
+    spec = load_spec(path, config.model_impl, dequantize=config.gguf_dequantize)
+    dtype = spec.dtype if config.dtype == "auto" else config.dtype
+    item_bytes = ITEM_SIZES.get(dtype, ITEM_SIZES["float32"])
+    if spec.quantization is not None and isinstance(spec.quantization, BlockQuantization):
+        bits = _gguf_bits(path, spec, 8.0 * item_bytes)
+    else:
+        bits = _checkpoint_bits(spec, config.quantization, 8.0 * item_bytes)
+    return ModelSizes(
+        name=config.model,
+        spec=spec,
+        item_bytes=item_bytes,
+        layer_bits=bits.layers,
+        embedding_bits=bits.embedding,
+        head_bits=bits.head,
+        form=_form(spec, config.quantization, dtype),
+    )
+
+
+def _path_of(model: str) -> Path:
+    """A `config.json` alone stands for its directory, whatever it is called."""
+    path = Path(model).expanduser()
+    if path.suffix == ".json" and path.is_file():
+        if path.name != CONFIG_FILE:
+            raise ModelConfigError(
+                f"{path} is not called {CONFIG_FILE}.",
+                remedy=f"Name the {CONFIG_FILE} of a model, or the directory that it is in.",
+                param="model",
+            )
+        return path.resolve().parent
+    return resolve_model_directory(model)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Bits:
+    layers: tuple[float, ...]
+    embedding: float
+    head: float
+
+
+def _form(spec: ModelSpec, quantization: Quantization, dtype: str) -> str:
+    if spec.quantization is not None:
+        return spec.quantization.describe()
+    return dtype if quantization == "none" else quantization
+
+
+def _checkpoint_bits(spec: ModelSpec, load: Quantization, plain: float) -> _Bits:
+    """Bits of a checkpoint in safetensors; what is quantised at load is all that is multiplied."""
+    if spec.quantization is None and load != "none":
+        bits = _LOAD_BITS[load]
+        layers = tuple(_mixed(spec, layer, bits, bits, plain) for layer in range(spec.num_layers))
+        return _Bits(layers=layers, embedding=plain, head=bits)
+    if not isinstance(spec.quantization, QuantizationSpec):
+        return _Bits(layers=(plain,) * spec.num_layers, embedding=plain, head=plain)
+    quantization = spec.quantization
+    layers = tuple(
+        _mixed(
+            spec,
+            layer,
+            _scheme_bits(quantization, f"model.layers.{layer}.self_attn.o_proj", plain),
+            _scheme_bits(quantization, f"model.layers.{layer}.{_down_name(spec, layer)}", plain),
+            plain,
+        )
+        for layer in range(spec.num_layers)
+    )
+    return _Bits(layers=layers, embedding=plain, head=_scheme_bits(quantization, "lm_head", plain))
+
+
+def _down_name(spec: ModelSpec, layer: int) -> str:
+    experts = spec.experts_of(layer)
+    if experts is None:
+        return "mlp.down_proj"
+    return f"{experts.names.block}.experts.0.{experts.names.down}"
+
+
+def _scheme_bits(quantization: QuantizationSpec, projection: str, plain: float) -> float:
+    """Bits of a weight of one projection, with its share of scales and zero points."""
+    scheme = quantization.scheme(projection)
+    if scheme is None:
+        return plain
+    if scheme.group_size is None:
+        return float(scheme.bits)
+    zero_bits = 0 if scheme.symmetric else scheme.bits
+    return scheme.bits + (_SCALE_BITS + zero_bits) / scheme.group_size
+
+
+def _mixed(spec: ModelSpec, layer: int, attention: float, mlp: float, plain: float) -> float:
+    """Mean bits of a layer's parameters."""
+    whole, norms = spec.layer_parameters(layer), spec.norm_parameters()
+    of_attention = spec.attention_parameters()
+    of_mlp = whole - norms - of_attention
+    return (of_attention * attention + of_mlp * mlp + norms * plain) / whole
+
+
+def _gguf_bits(path: Path, spec: ModelSpec, plain: float) -> _Bits:
+    """Bits of the tensors of a GGUF file; floats become numbers of the dtype at load."""
+    from penstock.families.gguf_types import FLOAT_TYPES  # here: numpy is slow to import
+    from penstock.gguf.file import GgufFile
+
+    held: dict[str, tuple[float, int]] = {}
+    for name, tensor in GgufFile.open(path).tensors.items():
+        values = 1
+        for size in tensor.shape:
+            values *= size
+        bits = plain * values if tensor.type.name in FLOAT_TYPES else 8.0 * tensor.num_bytes
+        for part in _parts_of(name):
+            before = held.get(part, (0.0, 0))
+            held[part] = (before[0] + bits, before[1] + values)
+
+    def mean(part: str, default: float) -> float:
+        bits, values = held.get(part, (0.0, 0))
+        return bits / values if values else default
+
+    embedding = mean("embedding", plain)
+    return _Bits(
+        layers=tuple(mean(str(layer), plain) for layer in range(spec.num_layers)),
+        embedding=embedding,
+        head=mean("head", embedding),
+    )
+
+
+def _parts_of(name: str) -> Iterator[str]:
+    match = _GGUF_LAYER.match(name)
+    if match:
+        yield str(int(match[1]))
+    elif name.startswith(_GGUF_EMBEDDING):
+        yield "embedding"
+    elif name.startswith(_GGUF_HEAD):
+        yield "head"

@@ -1,0 +1,244 @@
+"""How fast a pipe would be whose stages take known times: first token, time per token, throughput, bubble.
+
+The scheduler's own rules are used for what it decides: chunks of prompts, and the number of micro-batches
+with the shortest cycle (`scheduler.pacing`). What follows is reckoned by `layouts.recurrence`, and not by
+simulating requests: all running requests decode, and the first token is that of one more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from penstock.config.engine import CacheConfig, SchedulerConfig
+from penstock.layouts.devices import Link
+from penstock.layouts.model_sizes import ModelSizes
+from penstock.layouts.recurrence import SteadyState, pass_plans, steady_state
+from penstock.layouts.stage_times import StageTimes
+from penstock.pipeline.links.frame import NUM_CARRIED
+from penstock.planner.mix import Mix
+from penstock.scheduler.chunking import TokenBudget
+from penstock.scheduler.cost_model import StepShape, attended_by
+from penstock.scheduler.pacing import cycle_seconds
+
+_TOKEN_BYTES = 64  # of a sampled token on its way back
+_MIN_GAIN = 0.05  # of the cycle, for which fewer micro-batches than stages are taken
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    """What is asked of a layout.
+
+    Attributes:
+        concurrency: requests that run at once, over all replicas.
+        mix: tokens of a typical request.
+        max_model_len: longest request.
+    """
+
+    concurrency: int
+    mix: Mix
+    max_model_len: int
+    scheduler: SchedulerConfig
+    cache: CacheConfig
+
+    def of_replica(self, dp: int) -> int:
+        """Requests that run at once on the replica that has most."""
+        return -(-self.concurrency // dp)
+
+    @property
+    def context(self) -> int:
+        """Tokens that a running request has behind it, on average."""
+        return self.mix.mean_length(self.max_model_len)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prediction:
+    """How fast a layout would be.
+
+    Attributes:
+        ttft_s: from a request to its first token, while all other requests decode.
+        prefill_s: the same on an idle pipe.
+        time_per_token_s: from one token of a request to its next, while all of them decode.
+        tokens_per_s: output tokens of all requests and replicas meanwhile.
+        requests_per_s: of the typical kind, that the slowest stage gets done in a full pipe.
+        bubble: the share of the stages' time in which they do not compute, while all decode.
+        micro_batches: that the running requests of a replica are split into.
+        running: requests that find memory at once, over all replicas; at most the concurrency.
+        stage_s: seconds of each stage for one micro-batch.
+    """
+
+    ttft_s: float
+    prefill_s: float
+    time_per_token_s: float
+    tokens_per_s: float
+    requests_per_s: float
+    bubble: float
+    micro_batches: int
+    running: int
+    stage_s: tuple[float, ...]
+
+
+def carried_bytes(sizes: ModelSizes, num_tokens: int) -> int:
+    """Return the bytes that a link between stages carries for a step."""
+    return NUM_CARRIED * sizes.hop_bytes(num_tokens) // 2
+
+
+def predict(
+    times: Sequence[StageTimes],
+    links: Sequence[Link],
+    capacity: int,
+    load: Load,
+    sizes: ModelSizes,
+    dp: int = 1,
+    alone: Sequence[StageTimes] | None = None,
+) -> Prediction:
+    """Return how fast a pipe is.
+
+    Args:
+        times: of each stage.
+        links: from each stage to the next, and from the last to the first.
+        capacity: KV tokens of the tightest stage.
+        dp: replicas.
+        alone: of each stage while no other computes; None: as with others.
+    """
+    pipe = _Pipe(
+        times=times,
+        alone=times if alone is None else alone,
+        links=links,
+        load=load,
+        hop_bytes=lambda tokens: carried_bytes(sizes, tokens),
+    )
+    running = min(load.of_replica(dp), load.scheduler.max_num_seqs, max(1, capacity // load.context))
+    micro_batches, decoding = pipe.decoding(running)
+    shape = pipe.micro_batch(running, micro_batches)
+    prompt_s = pipe.prefill_s(0)
+    ttft_s = prompt_s if running == 1 else pipe.prefill_s(running - 1)
+    at_once = min(running * dp, load.concurrency)
+    return Prediction(
+        ttft_s=ttft_s,
+        prefill_s=prompt_s,
+        time_per_token_s=decoding.cycle_s,
+        tokens_per_s=at_once / decoding.cycle_s,
+        requests_per_s=dp * pipe.requests_per_s(running, micro_batches),
+        bubble=decoding.bubble,
+        micro_batches=micro_batches,
+        running=at_once,
+        stage_s=tuple(stage.seconds(shape) for stage in times),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Pipe:
+    """One replica.
+
+    Attributes:
+        alone: times of the stages while no other computes.
+        hop_bytes: of a step of so many tokens.
+    """
+
+    times: Sequence[StageTimes]
+    alone: Sequence[StageTimes]
+    links: Sequence[Link]
+    load: Load
+    hop_bytes: Callable[[int], int]
+
+    def micro_batch(self, running: int, micro_batches: int) -> StepShape:
+        """The largest micro-batch of a cycle."""
+        rows = -(-running // micro_batches)
+        return StepShape(rows, rows * self.load.context, rows)
+
+    def decoding(self, running: int) -> tuple[int, SteadyState]:
+        """The number of micro-batches that the scheduler splits them into, and what the pipe settles into.
+
+        As many as fill the pipe, or fewer if their cycle is clearly shorter; a link between hosts holds more.
+        """
+        stages = len(self.times)
+        most = min(running, 4 * stages) if self._has_wire else min(running, stages)
+        cycles_s = {number: self._cycle_s(running, number) for number in range(1, most + 1)}
+        best = min(cycles_s, key=lambda number: (round(cycles_s[number], 9), number))
+        full = min(running, stages)
+        number = best if best > full or cycles_s[best] < (1.0 - _MIN_GAIN) * cycles_s[full] else full
+        return number, self._steady(running, number)
+
+    @property
+    def _has_wire(self) -> bool:
+        return any(link.kind == "network" for link in self.links)
+
+    def _stage_s(self, shape: StepShape, *, alone: bool) -> list[float]:
+        return [stage.seconds(shape) for stage in (self.alone if alone else self.times)]
+
+    def _cycle_s(self, running: int, micro_batches: int) -> float:
+        shape = self.micro_batch(running, micro_batches)
+        latency_s = self._return_s + sum(self._hops_s(shape.tokens))
+        return cycle_seconds(self._stage_s(shape, alone=micro_batches == 1), micro_batches, latency_s)
+
+    def _steady(self, running: int, micro_batches: int) -> SteadyState:
+        share = -(-running // micro_batches)
+        rows = [min(share, running - start) for start in range(0, running, share)]
+        shapes = [StepShape(count, count * self.load.context, count) for count in rows]
+        return steady_state(
+            [self._stage_s(shape, alone=len(rows) == 1) for shape in shapes],
+            [self._hops_s(shape.tokens) for shape in shapes],
+            self._return_s,
+        )
+
+    def _hops_s(self, num_tokens: int) -> list[float]:
+        return [self._hop_s(stage, num_tokens) for stage in range(len(self.times) - 1)]
+
+    def _hop_s(self, stage: int, num_tokens: int) -> float:
+        return self.links[stage].seconds(self.hop_bytes(num_tokens))
+
+    @property
+    def _return_s(self) -> float:
+        return self.links[-1].seconds(_TOKEN_BYTES) if len(self.times) > 1 else 0.0
+
+    def prefill_s(self, num_decoding: int) -> float:
+        """Seconds from a prompt to its first token, while others decode.
+
+        On average the prompt waits for half of the plan that is being issued; then its chunks follow one
+        another, each with a micro-batch of decodes.
+        """
+        chunks = self._chunks()
+        rows = 0
+        wait_s = 0.0
+        if num_decoding:
+            micro_batches, _ = self.decoding(num_decoding)
+            rows = -(-num_decoding // micro_batches)
+            shape = self.micro_batch(num_decoding, micro_batches)
+            wait_s = max(stage.seconds(shape) for stage in self.times) / 2
+        shapes = [
+            StepShape(
+                count + rows,
+                attended_by(start, count) + rows * self.load.context,
+                rows + (start + count == self.load.mix.prompt),
+            )
+            for start, count in chunks
+        ]
+        times = self.alone if len(shapes) == 1 and not num_decoding else self.times
+        passage = pass_plans(
+            len(shapes),
+            lambda plan, stage: times[stage].seconds(shapes[plan]),
+            lambda plan, stage: self._hop_s(stage, shapes[plan].tokens),
+            len(self.times),
+        )
+        return wait_s + passage.ends[-1]
+
+    def _chunks(self) -> list[tuple[int, int]]:
+        """(start, tokens) of the chunks of a typical prompt."""
+        chunk = TokenBudget.from_config(self.load.scheduler, len(self.times)).chunk
+        prompt = max(1, self.load.mix.prompt)
+        return [(start, min(chunk, prompt - start)) for start in range(0, prompt, chunk)]
+
+    def requests_per_s(self, running: int, micro_batches: int) -> float:
+        """Typical requests a second of the slowest stage: its prefill, and its share of decodes."""
+        shape = self.micro_batch(running, micro_batches)
+        slowest = max(self._request_s(stage, shape) for stage in self.times)
+        return 1.0 / slowest
+
+    def _request_s(self, stage: StageTimes, shape: StepShape) -> float:
+        prompt_s = sum(
+            stage.seconds(StepShape(count, attended_by(start, count), 0)) for start, count in self._chunks()
+        )
+        return (
+            prompt_s * (self.load.mix.prompt > 0) + self.load.mix.output * stage.seconds(shape) / shape.tokens
+        )

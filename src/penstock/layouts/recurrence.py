@@ -1,0 +1,112 @@
+"""When micro-batches pass the stages of a pipe: a recurrence of maxima and sums, without a clock.
+
+    start(k, s) = max( end(k, s-1) + hop(s-1),  end(k-1, s) )          k: plans in their order; s: stages
+    start(k, 0) >= token(k)                                            of the micro-batch's step before
+
+`token(k)` is when the token of the same micro-batch's step before is back on the first stage; a plan that
+waits for none starts as soon as the stage is free. Closed forms follow where stages are equal: one
+micro-batch leaves P - 1 of P stages idle, M that pass once leave (P - 1) / (M + P - 1) (row I10).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Passage:
+    """Plans that have passed a pipe.
+
+    Attributes:
+        ends: [plan] when each left the last stage; the first plan starts at 0.
+        busy_s: [stage] seconds that each computed.
+    """
+
+    ends: list[float]
+    busy_s: list[float]
+
+    @property
+    def bubble(self) -> float:
+        """The share of all stages' time in which they do not compute."""
+        whole = max(self.ends) * len(self.busy_s)
+        return 1.0 - sum(self.busy_s) / whole if whole else 0.0
+
+
+def pass_plans(
+    num_plans: int,
+    stage_s: Callable[[int, int], float],
+    hop_s: Callable[[int, int], float],
+    num_stages: int,
+    *,
+    period: int | None = None,
+    return_s: float = 0.0,
+) -> Passage:
+    """Let plans pass a pipe.
+
+    Args:
+        stage_s: (plan, stage) -> seconds.
+        hop_s: (plan, stage that sends) -> seconds until the next stage has it.
+        period: plan k needs the result of plan k - period; None: of none.
+        return_s: from the last stage to the first, for that result.
+    """
+    free = [0.0] * num_stages
+    busy = [0.0] * num_stages
+    ends: list[float] = []
+    for plan in range(num_plans):
+        needs = period is not None and plan >= period
+        ready = ends[plan - period] + return_s if needs and period is not None else 0.0
+        for stage in range(num_stages):
+            seconds = stage_s(plan, stage)
+            free[stage] = max(ready, free[stage]) + seconds
+            busy[stage] += seconds
+            ready = free[stage] + (hop_s(plan, stage) if stage + 1 < num_stages else 0.0)
+        ends.append(free[-1])
+    return Passage(ends=ends, busy_s=busy)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SteadyState:
+    """What a pipe settles into.
+
+    Attributes:
+        cycle_s: from one token of a micro-batch to its next.
+        bubble: the share of the stages' time in which they do not compute.
+    """
+
+    cycle_s: float
+    bubble: float
+
+
+_ROUNDS = 24  # that the pipe is given to settle
+_MEASURED = 8  # of them, that count
+
+
+def steady_state(
+    stage_s: Sequence[Sequence[float]], hop_s: Sequence[Sequence[float]], return_s: float = 0.0
+) -> SteadyState:
+    """Return what micro-batches settle into, each of which waits for its own token.
+
+    Args:
+        stage_s: of each micro-batch, seconds of each stage.
+        hop_s: of each micro-batch, seconds from each stage but the last to the next.
+    """
+    number, num_stages = len(stage_s), len(stage_s[0])
+    passage = pass_plans(
+        _ROUNDS * number,
+        lambda plan, stage: stage_s[plan % number][stage],
+        lambda plan, stage: hop_s[plan % number][stage],
+        num_stages,
+        period=number,
+        return_s=return_s,
+    )
+    first = (_ROUNDS - _MEASURED) * number - 1
+    cycle_s = (passage.ends[-1] - passage.ends[first]) / _MEASURED
+    busy_s = sum(map(sum, stage_s))
+    return SteadyState(cycle_s=cycle_s, bubble=max(0.0, 1.0 - busy_s / (cycle_s * num_stages)))
+
+
+def bubble_of_one_pass(num_stages: int, num_micro_batches: int) -> float:
+    """Return the bubble of equal stages that so many micro-batches pass once, without time between them."""
+    passage = pass_plans(num_micro_batches, lambda _, __: 1.0, lambda _, __: 0.0, num_stages)
+    return passage.bubble

@@ -1,0 +1,139 @@
+"""How long a stage takes for a step: by the figures of a device, or by what was measured of this machine.
+
+    seconds = overhead                                                     of the step and of each layer
+            + max(read weights, multiply tokens)                           a roofline (CACM 2009)
+            + max(read keys and values, multiply with them)                attention
+            + max(read head, multiply samples)                             if the step samples
+            + 2 x layers x (latency + hidden states / rate)                all-reduces, of several ranks
+
+A device reaches a share of the rates on its data sheet. The shares and overheads below are of the order that
+is usual for serving; whoever has the device measures instead (`--devices here`). Whatever predicts or
+simulates asks a `StageTimes`, which the core's own learnt costs (`scheduler.cost_model.StageCost`) are too.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from penstock.layouts.devices import Device, Link
+from penstock.layouts.model_sizes import RankSizes
+from penstock.planner.stage_costs import StageCosts
+from penstock.scheduler.cost_model import StepShape
+
+
+class StageTimes(Protocol):
+    """Seconds of one stage."""
+
+    def seconds(self, shape: StepShape) -> float:
+        """Return the seconds that the stage computes for a step of this shape."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Efficiency:
+    """What of its data sheet a kind of device reaches.
+
+    Attributes:
+        reads, multiplies: shares of memory bandwidth and of the rate of matrix products.
+        step_s, layer_s: seconds that each step and each of its layers take besides.
+    """
+
+    reads: float
+    multiplies: float
+    step_s: float
+    layer_s: float
+
+
+EFFICIENCY = {
+    "cpu": Efficiency(reads=0.8, multiplies=0.5, step_s=200e-6, layer_s=10e-6),
+    "cuda": Efficiency(reads=0.7, multiplies=0.5, step_s=200e-6, layer_s=30e-6),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceTimes:
+    """A stage by the figures of its devices.
+
+    Attributes:
+        sizes: of the rank that holds most.
+        device: the slowest of the stage.
+        num_ranks: of the stage.
+        link: between them.
+        hidden_bytes: of the hidden state of one token.
+        chosen_share: of a layer's experts that one token goes through; 1 without experts.
+    """
+
+    sizes: RankSizes
+    device: Device
+    num_ranks: int
+    link: Link
+    hidden_bytes: int
+    chosen_share: float = 1.0
+
+    def seconds(self, shape: StepShape) -> float:
+        own = EFFICIENCY[self.device.type]
+        sizes, tokens = self.sizes, shape.tokens
+        read_s = self._weight_bytes_read(tokens) / self._read_rate
+        flops_s = 2.0 * sizes.token_parameters * tokens / self._flop_rate
+        seconds = own.step_s + sizes.num_layers * own.layer_s + max(read_s, flops_s)
+        seconds += self._attention_s(shape)
+        if shape.samples and sizes.head_parameters:
+            head_flops_s = 2.0 * sizes.head_parameters * shape.samples / self._flop_rate
+            seconds += max(sizes.head_bytes / self._read_rate, head_flops_s)
+        return seconds + self.all_reduce_s(tokens) + self.all_reduce_latency_s
+
+    def all_reduce_s(self, num_tokens: int) -> float:
+        """Seconds of the sums over the ranks: their bytes at the rate of the link (row I9)."""
+        if self.num_ranks == 1:
+            return 0.0
+        return 2 * self.sizes.num_layers * num_tokens * self.hidden_bytes / self.link.bytes_per_s
+
+    @property
+    def all_reduce_latency_s(self) -> float:
+        """Seconds that the sums of a step take however little they carry."""
+        return 0.0 if self.num_ranks == 1 else 2 * self.sizes.num_layers * self.link.latency_s
+
+    def _weight_bytes_read(self, num_tokens: int) -> float:
+        """Of experts those that any of the tokens goes through, where each goes through some at random."""
+        untouched = (1.0 - self.chosen_share) ** num_tokens
+        return self.sizes.layer_bytes - untouched * self.sizes.expert_bytes
+
+    def _attention_s(self, shape: StepShape) -> float:
+        """A sequence reads its keys and values once, however many of its tokens are in the step."""
+        if not shape.tokens:
+            return 0.0
+        positions_read = shape.attended / shape.tokens * max(1, shape.samples)
+        read_s = positions_read * self.sizes.kv_bytes_per_token / self._read_rate
+        return max(read_s, shape.attended * self.sizes.attended_flops / self._flop_rate)
+
+    @property
+    def _read_rate(self) -> float:
+        return self.device.read_bytes_per_s * EFFICIENCY[self.device.type].reads
+
+    @property
+    def _flop_rate(self) -> float:
+        return self.device.flops_per_s * EFFICIENCY[self.device.type].multiplies
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasuredTimes:
+    """A stage of this machine, by its measured costs, which were measured at one length of context.
+
+    Attributes:
+        num_layers: of the stage.
+    """
+
+    costs: StageCosts
+    num_layers: int
+
+    def seconds(self, shape: StepShape) -> float:
+        """Rows that sample are decodes; a prompt's tokens besides are prefilled."""
+        if shape.samples >= shape.tokens:
+            return self.costs.decode_step_s(self.num_layers, shape.tokens)
+        decodes = max(0, shape.samples - 1)  # one of the rows that sample may end its prompt
+        prompt = shape.tokens - decodes
+        prefill_s = prompt * self.costs.prefill_token_s(self.num_layers)
+        if not decodes:
+            return max(prefill_s, self.costs.decode_step_s(self.num_layers, 1))
+        return prefill_s + self.costs.decode_step_s(self.num_layers, decodes)
