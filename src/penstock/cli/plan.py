@@ -1,7 +1,8 @@
-"""`penstock plan`: which layers each stage would hold under `--partition auto`, and why; serves nothing.
+"""`penstock plan`: how a model would be laid out, and why; serves nothing.
 
-Called by `cli`. Measures the stages, or takes what was measured before, as `penstock serve` would; with
-`--hosts` it waits for the workers first.
+Called by `cli`. With `--devices` it plans for devices that need not be there (`cli.plan_devices`).
+Without, it shows which layers each stage would hold under `--partition auto`: it measures the stages, or
+takes what was measured before, as `penstock serve` would; with `--hosts` it waits for the workers first.
 """
 
 from __future__ import annotations
@@ -12,12 +13,12 @@ from typing import Annotated, Any
 
 from cyclopts import Parameter
 
-from penstock.cli.flags import with_settings
+from penstock.cli.flags import flag, with_settings
+from penstock.cli.spoken_events import Speaker
 from penstock.cli.terminal import Invocation, printable
 from penstock.config.declared import ENGINE, configured_engine
 from penstock.config.hosts import HostsConfig
 from penstock.engine.supervisor.auto_partition import settle_partition
-from penstock.engine.supervisor.reports import Caution, Event, Notice, event_line
 from penstock.errors import UsageError
 from penstock.hosts.launchers.backends import open_hosts
 from penstock.hosts.launchers.engine_hosts import Voices
@@ -28,22 +29,42 @@ def plan(
     model: str | None = None,
     /,
     *,
+    devices: Annotated[
+        str | None,
+        flag(
+            "to plan for: a100-80g:4, cpu:16c:64g@40GB/s, FILE.toml, here, joined", "--devices", group="plan"
+        ),
+    ] = None,
+    concurrency: Annotated[
+        int, flag("requests that run at once, for --devices", "--concurrency", group="plan")
+    ] = 1,
+    as_json: Annotated[bool, flag("print the plan for --devices as JSON", "--json", group="plan")] = False,
     invocation: Annotated[Invocation, Parameter(parse=False)],
     **given: Any,
 ) -> int:
     """The command. Returns 0 with a table on standard output."""
     if not model:
         raise UsageError("no model is given.", remedy="Use `penstock plan MODEL --pp 2`.")
+    if devices is not None:
+        from penstock.cli.plan_devices import plan_for_devices
+
+        return plan_for_devices(model, devices, concurrency, given, invocation, as_json=as_json)
+    if as_json:
+        raise UsageError(
+            "--json is for a plan with --devices.",
+            remedy="Add --devices, such as --devices here.",
+            param="json",
+        )
     # A topology file that says layers goes before: what is asked is whether others would be better.
     given.pop("partition", None)
     config = configured_engine(given, model).with_partition("auto")
     if config.parallel.pipeline_parallel_size == 1:
         raise UsageError(
             "one stage holds all layers; there is nothing to choose.",
-            remedy="Give the number of stages, such as --pp 2.",
+            remedy="Give the number of stages, such as --pp 2; or devices, such as --devices a100-80g:4.",
             param="pipeline_parallel_size",
         )
-    speaker = _Speaker(invocation)
+    speaker = Speaker(invocation.say)
     with contextlib.closing(open_hosts(config, Voices(speaker.note, speaker.caution))) as gathered:
         gathered.gather([])  # those that the model would be served on, where there are several
         settled = settle_partition(config, gathered.hosts, speaker)
@@ -56,19 +77,3 @@ def _how_to_serve(partition: str, topology: Path | None) -> str:
         return f"Serve it with --partition {partition}, or with --partition auto."
     name = printable(str(topology))
     return f"Serve it with the layers {partition} in {name}, or with none there and --partition {partition}."
-
-
-class _Speaker:
-    """Shows events as they come."""
-
-    def __init__(self, invocation: Invocation) -> None:
-        self._invocation = invocation
-
-    def note(self, text: str) -> None:
-        self.report(Notice(text=text))
-
-    def caution(self, text: str) -> None:
-        self.report(Caution(text=text))
-
-    def report(self, event: Event) -> None:
-        self._invocation.say(event_line(event))

@@ -180,11 +180,15 @@ class ModelSpec:
 
         A tied head counts as an embedding: it is stored once on a rank (rows A6, A14).
         """
+        layers = sum(map(self.layer_parameters, range(start_layer, end_layer)))
+        return {"layers": layers, **self.end_parameter_counts(start_layer, end_layer)}
+
+    def end_parameter_counts(self, start_layer: int, end_layer: int) -> dict[str, int]:
+        """Return `parameter_counts` without the layers."""
         is_first, is_last = start_layer == 0, end_layer == self.num_layers
         holds_embedding = is_first or (is_last and self.tie_word_embeddings)
         return {
             "embedding": holds_embedding * self.embedding_parameters(),
-            "layers": sum(map(self.layer_parameters, range(start_layer, end_layer))),
             "norm": is_last * self.hidden_size,
             "head": (is_last and not self.tie_word_embeddings) * self.embedding_parameters(),
         }

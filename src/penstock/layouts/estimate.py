@@ -112,7 +112,7 @@ def estimate(layout: Layout, sizes: ModelSizes, devices: DeviceSet, load: Load) 
     """Return what is known of a layout; None: the model does not fit."""
     even = [end - start for start, end in partition_layers(sizes.spec.num_layers, layout.pp)]
     fitted = even if _fits(layout, sizes, even, load) else None
-    if len(set(layout.stages)) > 1 or fitted is None:
+    if not layout.is_uniform or fitted is None:
         fitted = _searched(layout, sizes, load)
     if fitted is None:
         return None
@@ -121,7 +121,7 @@ def estimate(layout: Layout, sizes: ModelSizes, devices: DeviceSet, load: Load) 
         for site, rank in zip(layout.stages, _largest_ranks(layout, sizes, fitted), strict=True)
     ]
     links = stage_links(layout, devices)
-    ranks = _rank_estimates(layout, sizes, fitted, load)
+    ranks = rank_estimates(layout, sizes, fitted, load)
     capacity = min(rank.kv_tokens for rank in ranks)
     predicted = predict(times, links, capacity, load, sizes, layout.dp)
     return Estimate(
@@ -129,7 +129,7 @@ def estimate(layout: Layout, sizes: ModelSizes, devices: DeviceSet, load: Load) 
         layers=tuple(fitted),
         is_default_split=list(fitted) == even,
         ranks=tuple(ranks),
-        hops=tuple(_hop_estimates(links, sizes, load, layout, predicted)),
+        hops=tuple(hop_estimates(links, sizes, load, layout, predicted)),
         predicted=predicted,
     )
 
@@ -221,9 +221,10 @@ def _table(layout: Layout, sizes: ModelSizes, load: Load, stage: int, rows: int)
     )
 
 
-def _rank_estimates(
+def rank_estimates(
     layout: Layout, sizes: ModelSizes, layers: Sequence[int], load: Load
 ) -> list[RankEstimate]:
+    """Return what each rank of the first replica holds, stage by stage."""
     rows = load.of_replica(layout.dp)
     made: list[tuple[RankEstimate, int]] = []
     start = 0
@@ -274,9 +275,14 @@ def activation_bytes(sizes: ModelSizes, rank: RankSizes, num_ranks: int, load: L
     return tokens * width * sizes.item_bytes + logits
 
 
-def _hop_estimates(
+def hop_estimates(
     links: Sequence[Link], sizes: ModelSizes, load: Load, layout: Layout, predicted: Prediction
 ) -> list[HopEstimate]:
+    """Return the ways between the stages of the first replica.
+
+    Args:
+        links: from each stage to the next, and from the last to the first.
+    """
     rows = load.of_replica(layout.dp)
     both = sizes.hop_bytes(rows)
     of_micro_batch = carried_bytes(sizes, -(-rows // predicted.micro_batches))

@@ -6,6 +6,7 @@ as can be lie between hosts. How good a layout is, `layouts.estimate` says.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -50,6 +51,11 @@ class Layout:
         return self.replica_sites[0]
 
     @property
+    def is_uniform(self) -> bool:
+        """Whether all stages have as many devices of one kind."""
+        return are_alike(self.stages)
+
+    @property
     def pp(self) -> int:
         return len(self.stages)
 
@@ -81,8 +87,20 @@ class Layout:
         parts = [f"--pp {self.pp}", f"--tp {tp}"]
         parts += [f"--dp {self.dp}"] if self.dp > 1 else []
         parts += ["--ep"] if self.expert_parallel else []
+        parts += [f"--device {','.join(self._devices())}"] if len(self._device_types()) > 1 else []
         parts += [f"--partition {','.join(map(str, layers))}"] if layers is not None else []
         return " ".join(parts)
+
+    def _device_types(self) -> set[str]:
+        return {site.device.type for site in self.stages}
+
+    def _devices(self) -> Iterator[str]:
+        """Of each rank, as `--device` takes them; a host's GPUs are numbered from 0."""
+        used: Counter[str] = Counter()
+        for site in self.stages:
+            for _ in range(site.num_ranks):
+                yield "cpu" if site.device.is_cpu else f"cuda:{used[site.host]}"
+                used[site.host] += not site.device.is_cpu
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,6 +126,11 @@ class Wanted:
         )
 
 
+def are_alike(sites: Sequence[StageSite]) -> bool:
+    """Return whether stages on these sites would be equally fast and large."""
+    return len({(site.device, site.num_ranks, site.link) for site in sites}) <= 1
+
+
 def layouts_on(
     devices: DeviceSet, spec: ModelSpec, most_replicas: int, load_bits: int | None = None
 ) -> Iterator[Layout]:
@@ -128,10 +151,10 @@ def layouts_on(
 def _layouts_of(sites: Sequence[StageSite], spec: ModelSpec, most_replicas: int) -> Iterator[Layout]:
     for dp in range(1, min(len(sites), most_replicas) + 1):
         of_each = len(sites) // dp
-        if len(set(sites)) > 1 and dp > 1 and len(sites) % dp:
+        if not are_alike(sites) and dp > 1 and len(sites) % dp:
             continue  # unlike stages are shared out only where each replica gets as many
         for pp in range(1, min(of_each, spec.num_layers, _MOST_STAGES) + 1):
-            if pp < of_each and dp > 1 and len(set(sites)) > 1:
+            if pp < of_each and dp > 1 and not are_alike(sites):
                 continue
             replicas = _replicas(sites, pp, dp)
             plain = Layout(replica_sites=replicas)

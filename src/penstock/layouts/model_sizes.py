@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import accumulate
 from pathlib import Path
 
 from penstock.config.engine import ModelConfig, Quantization
@@ -81,6 +82,7 @@ class ModelSizes:
     embedding_bits: float
     head_bits: float
     form: str
+    _tables: dict[tuple[RankShard, bool], _RankTable] = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def parameters(self) -> int:
@@ -94,51 +96,11 @@ class ModelSizes:
         self, start: int, end: int, shard: RankShard = RankShard(0, 1), *, expert_parallel: bool = False
     ) -> RankSizes:
         """Return what a rank of the stage with layers `[start, end)` holds."""
-        own = rank_spec(self.spec, shard, expert_parallel=expert_parallel)
-        counts = own.parameter_counts(start, end)
-        layers = range(start, end)
-        of_layers = [
-            own.layer_parameters(layer) + router_parameters_elsewhere(self.spec, own, layer)
-            for layer in layers
-        ]
-        layer_bytes = sum(
-            count * self.layer_bits[layer] / 8 for layer, count in zip(layers, of_layers, strict=True)
-        )
-        is_last = end == self.spec.num_layers
-        head = own.embedding_parameters() if is_last else 0
-        head_bytes = int(head * self.head_bits / 8)
-        ends = (
-            counts["embedding"] * self.embedding_bits / 8
-            + counts["head"] * self.head_bits / 8
-            + counts["norm"] * self.item_bytes
-        )
-        return RankSizes(
-            num_layers=end - start,
-            parameters=sum(of_layers) + counts["embedding"] + counts["head"] + counts["norm"],
-            weight_bytes=int(layer_bytes + ends),
-            layer_bytes=int(layer_bytes),
-            expert_bytes=int(sum(self._expert_bytes(own, layer) for layer in layers)),
-            head_bytes=head_bytes,
-            token_parameters=sum(self._token_parameters(own, layer, shard.size) for layer in layers),
-            head_parameters=head,
-            attended_flops=sum(4 * own.attended_size for _ in layers),
-            kv_bytes_per_token=own.kv_bytes_per_token(end - start, self.item_bytes),
-        )
-
-    def _expert_bytes(self, own: ModelSpec, layer: int) -> float:
-        experts = own.experts_of(layer)
-        if experts is None:
-            return 0.0
-        numbers = 3 * own.hidden_size * experts.num_experts * experts.inner_size
-        return numbers * self.layer_bits[layer] / 8
-
-    def _token_parameters(self, own: ModelSpec, layer: int, num_ranks: int) -> int:
-        """Of a layer of a rank, those that one token is multiplied with; of experts on average."""
-        experts = self.spec.experts_of(layer)
-        if experts is None:
-            return own.token_parameters(layer)
-        of_experts = experts.parameters_of_token(self.spec.hidden_size) // num_ranks
-        return own.attention_parameters() + of_experts
+        key = (shard, expert_parallel)
+        table = self._tables.get(key)
+        if table is None:
+            table = self._tables[key] = _RankTable.of(self, shard, expert_parallel=expert_parallel)
+        return table.sizes(start, end)
 
     def hop_bytes(self, num_tokens: int) -> int:
         """Bytes of hidden states and residual between two stages (row I8); a link carries their sum: half."""
@@ -147,6 +109,84 @@ class ModelSizes:
     def all_reduce_bytes(self, num_layers: int, num_tokens: int) -> int:
         """Bytes that the ranks of a stage sum in one step: twice a layer, the hidden states (row I9)."""
         return 2 * num_layers * num_tokens * self.spec.hidden_size * self.item_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _RankTable:
+    """Sums over the layers up to each, of one rank of a stage that had all of them.
+
+    Attributes:
+        own: the model as the rank has it.
+    """
+
+    model: ModelSizes
+    own: ModelSpec
+    parameters: list[int]
+    layer_bytes: list[float]
+    expert_bytes: list[float]
+    token_parameters: list[int]
+
+    @classmethod
+    def of(cls, model: ModelSizes, shard: RankShard, *, expert_parallel: bool) -> _RankTable:
+        spec = model.spec
+        own = rank_spec(spec, shard, expert_parallel=expert_parallel)
+        layers, bits = range(spec.num_layers), model.layer_bits
+        held = [
+            own.layer_parameters(layer) + router_parameters_elsewhere(spec, own, layer) for layer in layers
+        ]
+        return cls(
+            model=model,
+            own=own,
+            parameters=[0, *accumulate(held)],
+            layer_bytes=[0.0, *accumulate(held[layer] * bits[layer] / 8 for layer in layers)],
+            expert_bytes=[
+                0.0,
+                *accumulate(_expert_parameters(own, layer) * bits[layer] / 8 for layer in layers),
+            ],
+            token_parameters=[
+                0,
+                *accumulate(_token_parameters(spec, own, layer, shard.size) for layer in layers),
+            ],
+        )
+
+    def sizes(self, start: int, end: int) -> RankSizes:
+        """Of the rank with layers `[start, end)`."""
+        model, own = self.model, self.own
+        ends = own.end_parameter_counts(start, end)
+        head = own.embedding_parameters() if end == own.num_layers else 0
+        parameters = self.parameters[end] - self.parameters[start]
+        layer_bytes = self.layer_bytes[end] - self.layer_bytes[start]
+        end_bytes = (
+            ends["embedding"] * model.embedding_bits / 8
+            + ends["head"] * model.head_bits / 8
+            + ends["norm"] * model.item_bytes
+        )
+        return RankSizes(
+            num_layers=end - start,
+            parameters=parameters + sum(ends.values()),
+            weight_bytes=round(layer_bytes + end_bytes),
+            layer_bytes=round(layer_bytes),
+            expert_bytes=round(self.expert_bytes[end] - self.expert_bytes[start]),
+            head_bytes=round(head * model.head_bits / 8),
+            token_parameters=self.token_parameters[end] - self.token_parameters[start],
+            head_parameters=head,
+            attended_flops=4 * own.attended_size * (end - start),
+            kv_bytes_per_token=own.kv_bytes_per_token(end - start, model.item_bytes),
+        )
+
+
+def _expert_parameters(own: ModelSpec, layer: int) -> int:
+    """Of a layer's experts, without router and the shared one."""
+    experts = own.experts_of(layer)
+    return 0 if experts is None else 3 * own.hidden_size * experts.num_experts * experts.inner_size
+
+
+def _token_parameters(spec: ModelSpec, own: ModelSpec, layer: int, num_ranks: int) -> int:
+    """Of a layer of a rank, those that one token is multiplied with; of experts on average."""
+    experts = spec.experts_of(layer)
+    if experts is None:
+        return own.token_parameters(layer)
+    return own.attention_parameters() + experts.parameters_of_token(spec.hidden_size) // num_ranks
 
 
 def read_sizes(config: ModelConfig) -> ModelSizes:

@@ -156,7 +156,7 @@ def resolve_replicas(
     config = msgspec.structs.replace(config, speculation=_speculation(config, spec, form))
     _check_tensor_parallel(parallel, spec, form)
     require_class(parallel, spec, form.dtype, form.devices, hosts)
-    max_model_len = _max_model_len(config.model.max_model_len, spec)
+    max_model_len = longest_request(config.model.max_model_len, spec)
     stages = parallel.pipeline_parallel_size
     ranges = partition_layers(spec.num_layers, stages, parallel.partition)
     weight_bytes = _weight_bytes(spec, ranges, config, form, homes)
@@ -512,7 +512,8 @@ def _dtype(requested_dtype: str, spec: ModelSpec) -> FloatType:
     return known.get(name, "float32")
 
 
-def _max_model_len(requested_len: int | None, spec: ModelSpec) -> int:
+def longest_request(requested_len: int | None, spec: ModelSpec) -> int:
+    """Return the tokens of the longest request: as asked for, or the model's own. Raises `UsageError`."""
     own = spec.max_position_embeddings
     if requested_len is None:
         return own

@@ -1,0 +1,105 @@
+"""What a layout of this machine needs and gives, from what the planner measured of its stages.
+
+The planner times the stages of one layout side by side (`planner.measure`), finds the best split and how
+many tokens each stage has room for (`planner.performance`). Here this becomes an `Estimate` as any other, so
+that layouts can be compared. The links between stages of one host are part of the measured steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from penstock.errors import UsageError
+from penstock.families.sharding import require_shardable, require_whole_groups
+from penstock.families.spec import ModelSpec
+from penstock.layouts.devices import Device, DeviceHost, DeviceSet, Link
+from penstock.layouts.estimate import Estimate, hop_estimates, rank_estimates
+from penstock.layouts.known_devices import MEMORY, NETWORK
+from penstock.layouts.layout import Layout, StageSite, Wanted
+from penstock.layouts.model_sizes import ModelSizes
+from penstock.layouts.prediction import Load, predict
+from penstock.layouts.stage_times import MeasuredTimes
+from penstock.planner.performance import PartitionChoice
+from penstock.runner.kv_demand import stranded_bytes
+
+_NO_TIME = Link(kind="memory", bytes_per_s=1e18, latency_s=0.0)
+_MOST_LAYOUTS = 8  # that are measured, some seconds each
+
+
+def layouts_here(device: Device, spec: ModelSpec, wanted: Wanted, load_bits: int | None) -> list[Layout]:
+    """Return the layouts of one host that are worth measuring: a rank on each core at most.
+
+    Args:
+        device: its CPU.
+        load_bits: of weights that are quantised at load; None: they are not.
+    """
+    found = [
+        layout
+        for pp, tp in _sizes(device.cores, spec, wanted)
+        if _can_share(spec, tp, load_bits) and wanted.allows(layout := _layout(device, pp, tp))
+    ]
+    return sorted(found, key=lambda layout: (layout.num_devices, layout.pp))[:_MOST_LAYOUTS]
+
+
+def devices_here(device: Device, name: str) -> DeviceSet:
+    """Return this host as a set of devices."""
+    host = DeviceHost(name=name, devices=(device,), link=MEMORY, network=NETWORK)
+    return DeviceSet(hosts=(host,))
+
+
+def _sizes(cores: int, spec: ModelSpec, wanted: Wanted) -> Iterator[tuple[int, int]]:
+    """Stages and ranks of each; what the user has fixed may be more than the cores."""
+    for pp in [wanted.pp] if wanted.pp else range(1, min(cores, spec.num_layers) + 1):
+        for tp in [max(wanted.tp)] if wanted.tp else range(1, cores + 1):
+            if (wanted.pp and wanted.tp) or pp * tp <= max(cores, wanted.pp or 0, *(wanted.tp or (0,))):
+                yield pp, tp
+
+
+def _can_share(spec: ModelSpec, size: int, load_bits: int | None) -> bool:
+    try:
+        require_shardable(spec, size)
+        require_whole_groups(spec, size, load_bits)
+    except UsageError:
+        return False
+    return True
+
+
+def _layout(device: Device, pp: int, tp: int) -> Layout:
+    site = StageSite(host="here", device=device, num_ranks=tp, link=MEMORY)
+    return Layout(replica_sites=((site,) * pp,))
+
+
+def measured_estimate(
+    layout: Layout, choice: PartitionChoice, sizes: ModelSizes, load: Load, *, is_default_split: bool
+) -> Estimate:
+    """Return what was measured of a layout as an estimate, with the planner's split."""
+    layers = choice.best.layers
+    times = [
+        MeasuredTimes(costs=costs, num_layers=count)
+        for costs, count in zip(choice.costs, layers, strict=True)
+    ]
+    links = [_NO_TIME] * layout.pp
+    room = [tokens[count] for tokens, count in zip(choice.kv_tokens, layers, strict=True)]
+    predicted = predict(times, links, min(room), load, sizes)
+    ranks = []
+    for rank in rank_estimates(layout, sizes, layers, load):
+        costs = choice.costs[rank.stage]
+        blocks, fewest = room[rank.stage] // costs.block_size, min(room) // costs.block_size
+        ranks.append(
+            replace(
+                rank,
+                weight_bytes=costs.weight_bytes(rank.layers),
+                kv_tokens=room[rank.stage],
+                free_bytes=costs.available_bytes,
+                stranded_bytes=stranded_bytes(blocks, fewest, rank.layers * costs.kv_block_bytes),
+            )
+        )
+    return Estimate(
+        layout=layout,
+        layers=tuple(layers),
+        is_default_split=is_default_split,
+        ranks=tuple(ranks),
+        hops=tuple(hop_estimates([MEMORY] * layout.pp, sizes, load, layout, predicted)),
+        predicted=predicted,
+    )

@@ -1,0 +1,205 @@
+"""Which layout is recommended, and why: a decision tree first, predictions where it leaves a choice.
+
+    does the model fit one device?    yes: it is not cut; replicas, if there are requests for them
+    does it fit one host?             yes, with NVLink: ranks of one stage on all devices of the host (TP)
+                                      yes, without: what is predicted to be the fastest within the host
+    else                              TP on all devices of each host, stages over the hosts (PP), few of them
+    experts                           whole on the ranks of their stage (EP), where a stage has several
+    devices are left over             replicas (DP), as long as there are requests for them
+
+On devices that are unlike the prediction decides. All layouts that fit are ranked by the tokens a second that
+are predicted for them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from penstock.errors import NotEnoughMemoryError
+from penstock.layouts.devices import GIB, DeviceSet
+from penstock.layouts.estimate import Estimate, estimate
+from penstock.layouts.layout import Wanted, layouts_on
+from penstock.layouts.model_sizes import ModelSizes
+from penstock.layouts.prediction import Load
+
+Estimator = Callable[[DeviceSet], list[Estimate]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recommendation:
+    """What is recommended.
+
+    Attributes:
+        reasons: sentences, in the order in which the choice was made.
+        alternatives: all other layouts that fit, the fastest first.
+    """
+
+    best: Estimate
+    reasons: tuple[str, ...]
+    alternatives: tuple[Estimate, ...]
+
+
+def estimates_on(devices: DeviceSet, sizes: ModelSizes, load: Load, load_bits: int | None) -> list[Estimate]:
+    """Return every layout that fits, the fastest first.
+
+    Args:
+        load_bits: of weights that are quantised at load; None: they are not.
+    """
+    layouts = layouts_on(devices, sizes.spec, load.concurrency, load_bits)
+    found = [estimate(layout, sizes, devices, load) for layout in layouts]
+    return ranked([each for each in found if each is not None])
+
+
+def ranked(estimates: Sequence[Estimate]) -> list[Estimate]:
+    """The fastest first; of equally fast ones that with fewer devices, stages and replicas."""
+    return sorted(estimates, key=_merit)
+
+
+def _merit(own: Estimate) -> tuple[float, ...]:
+    predicted, layout = own.predicted, own.layout
+    return (
+        -float(f"{predicted.tokens_per_s:.3g}"),
+        float(f"{predicted.ttft_s:.2g}"),
+        layout.num_devices,
+        layout.pp,
+        layout.dp,
+        layout.expert_parallel,
+    )
+
+
+def recommend(estimates: Sequence[Estimate], devices: DeviceSet, sizes: ModelSizes) -> Recommendation:
+    """Return the recommended layout of those that fit.
+
+    Raises:
+        NotEnoughMemoryError: none fits.
+    """
+    if not estimates:
+        raise _nothing_fits(devices, sizes)
+    best, reasons = _choose(estimates, devices, sizes)
+    return Recommendation(
+        best=best,
+        reasons=tuple(reasons),
+        alternatives=tuple(each for each in ranked(estimates) if each is not best),
+    )
+
+
+def wanted_estimates(estimates: Sequence[Estimate], wanted: Wanted) -> list[Estimate]:
+    """Return the layouts that the user allows."""
+    return [each for each in estimates if wanted.allows(each.layout)]
+
+
+def _choose(
+    estimates: Sequence[Estimate], devices: DeviceSet, sizes: ModelSizes
+) -> tuple[Estimate, list[str]]:
+    weights = f"{sizes.weight_bytes / GIB:.1f} GiB of weights"
+    on_one = [each for each in estimates if each.layout.pp == each.layout.tp == 1]
+    if on_one:
+        best = _most_replicas(on_one)
+        kind, free = best.ranks[0].device, best.ranks[0].free_bytes
+        reason = (
+            f"The model fits one device: {weights} leave {free / GIB:.1f} GiB of a {kind}. It is not cut, "
+            "for what is cut waits for links."
+        )
+        return best, [reason, *_of_replicas(best)]
+    reasons = [f"No device holds the model, with {weights} and the KV cache of one request: it is cut."]
+    if not devices.is_uniform:
+        reasons.append("The devices are unlike: each stage gets as many layers as its devices are fast.")
+        return estimates[0], [*reasons, *_by_prediction(estimates[0])]
+    in_host = [each for each in estimates if _is_in_one_host(each)]
+    best = _in_host(in_host, devices, sizes, reasons) if in_host else _over_hosts(estimates, devices, reasons)
+    return best, [*reasons, *_of_experts(best, sizes), *_of_replicas(best)]
+
+
+def _in_host(
+    estimates: Sequence[Estimate], devices: DeviceSet, sizes: ModelSizes, reasons: list[str]
+) -> Estimate:
+    host = devices.hosts[0]
+    if host.link.is_nvlink:
+        best = _most_replicas(
+            _with_experts_whole(_widest([each for each in estimates if each.layout.pp == 1]), sizes)
+        )
+        rank = best.ranks[0]
+        sums_s = rank.all_reduce_s + rank.all_reduce_latency_s
+        reasons.append(
+            f"It fits one host, whose devices are joined by NVLink: tensor parallelism alone, "
+            f"TP {best.layout.tp}. Its sums take {1e3 * sums_s:.2f} ms of the "
+            f"{1e3 * best.predicted.time_per_token_s:.1f} ms of a token, and a stage waits for no other."
+        )
+        return best
+    reasons.append(f"It fits one host, whose devices are joined by {host.link.kind}, not by NVLink.")
+    best = ranked(estimates)[0]
+    reasons.extend(_by_prediction(best))
+    return best
+
+
+def _over_hosts(estimates: Sequence[Estimate], devices: DeviceSet, reasons: list[str]) -> Estimate:
+    host = devices.hosts[0]
+    widest = _widest(estimates)
+    if not host.link.is_nvlink and len(host.devices) > 1:
+        reasons.append(f"No host holds it; the devices of a host are joined by {host.link.kind}.")
+        best = ranked(estimates)[0]
+        reasons.extend(_by_prediction(best))
+        return best
+    fewest = min(each.layout.pp for each in widest)
+    few = [each for each in widest if each.layout.pp == fewest]
+    whole = [each for each in few if each.layout.expert_parallel] or few
+    best = _most_replicas(whole)
+    tp = best.layout.tp
+    inner = f"TP {tp} within each host, over NVLink" if tp > 1 else "each host has one device"
+    reasons.append(
+        f"No host holds it: {inner}; PP {fewest} over the hosts, which send each other hidden states only "
+        f"from stage to stage. {fewest} stages are the fewest that fit, and so wait least for each other."
+    )
+    return best
+
+
+def _widest(estimates: Sequence[Estimate]) -> list[Estimate]:
+    most = max(each.layout.tp for each in estimates)
+    return [each for each in estimates if each.layout.tp == most]
+
+
+def _with_experts_whole(estimates: Sequence[Estimate], sizes: ModelSizes) -> list[Estimate]:
+    """Those with expert parallelism, of a model with experts; of others all."""
+    whole = [each for each in estimates if each.layout.expert_parallel]
+    return whole if sizes.spec.experts is not None and whole else list(estimates)
+
+
+def _most_replicas(estimates: Sequence[Estimate]) -> Estimate:
+    return min(estimates, key=lambda each: (-each.layout.dp, _merit(each)))
+
+
+def _is_in_one_host(own: Estimate) -> bool:
+    return all(len({site.host for site in sites}) == 1 for sites in own.layout.replica_sites)
+
+
+def _by_prediction(best: Estimate) -> list[str]:
+    predicted = best.predicted
+    return [
+        f"Of the layouts that fit, {best.layout.flags()} is predicted to be the fastest: "
+        f"{predicted.tokens_per_s:.4g} tokens/s."
+    ]
+
+
+def _of_experts(best: Estimate, sizes: ModelSizes) -> list[str]:
+    if sizes.spec.experts is None or not best.layout.expert_parallel:
+        return []
+    return [
+        f"It has {sizes.spec.experts.num_experts} experts a layer: they lie whole on the ranks (EP), "
+        f"over {best.layout.ep} ranks in all, and are read in longer runs than slices of each would be."
+    ]
+
+
+def _of_replicas(best: Estimate) -> list[str]:
+    if best.layout.dp == 1:
+        return []
+    return [f"The devices hold {best.layout.dp} replicas (DP), among which the requests are shared."]
+
+
+def _nothing_fits(devices: DeviceSet, sizes: ModelSizes) -> NotEnoughMemoryError:
+    memory = sum(device.memory_bytes for host in devices.hosts for device in host.devices)
+    return NotEnoughMemoryError(
+        f"the model does not fit: {sizes.weight_bytes / GIB:.1f} GiB of weights and the KV cache of one "
+        f"request, on {devices.num_devices} devices with {memory / GIB:.1f} GiB together.",
+        remedy="Use more devices, --quantization int8 or int4, or lower --max-model-len.",
+    )
