@@ -29,7 +29,7 @@ Usage: penstock COMMAND ...     serves large language models through a pipeline
   pull ORG/NAME[:FILE]  download a model of the hub
   ls                    which models are here, and which would run; rm NAME: remove one
   worker                let this host serve stages of a model whose head is elsewhere
-  plan MODEL            measure, and show the best split of the layers over the stages
+  plan MODEL            which layout a model should have on --devices, or how to split its layers here
   chat                  talk to a running server
   complete [PROMPT]     let a running server continue a text
   bench serve           load a running server, and check that no token is lost
@@ -142,10 +142,13 @@ COMMANDS: Mapping[tuple[str, ...], CommandHelp] = {
         "penstock worker --join 10.0.0.1:7700 --join-token-file token",
     ),
     ("plan",): CommandHelp(
-        "penstock plan MODEL --pp N [flags]",
-        "Measure the stages and show which layers each should hold, as --partition auto would choose.",
-        "penstock plan ./Qwen2.5-0.5B --pp 2 --partition-mix 512:128",
+        "penstock plan MODEL --devices DEVICES|--pp N [flags]",
+        "Show the layout for --devices and its speed; or which layers each of N measured stages should hold.",
+        "penstock plan ./Llama-3-70B --devices a100-80g:4 --concurrency 32",
         common=(
+            "--devices",
+            "--concurrency",
+            "--json",
             "--pp",
             "--partition-mix",
             "--threads-per-rank",

@@ -7,6 +7,7 @@ shortest cycle. Times come from `layouts.stage_times`, and from them `layouts.re
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -20,6 +21,9 @@ from penstock.pipeline.partition import partition_layers
 from penstock.planner.partition_search import StageTable, best_split
 from penstock.runner.kv_demand import KVDemand, stranded_bytes
 from penstock.scheduler.cost_model import StepShape
+
+# Of a device's memory; the rest is the driver's and the libraries', and what lies between allocations.
+_USABLE = {"cpu": 1.0, "cuda": 0.9}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,10 +120,11 @@ def estimate(layout: Layout, sizes: ModelSizes, devices: DeviceSet, load: Load) 
         fitted = _searched(layout, sizes, load)
     if fitted is None:
         return None
-    times: list[StageTimes] = [
+    made = [
         device_times(site, sizes, rank, layout)
         for site, rank in zip(layout.stages, _largest_ranks(layout, sizes, fitted), strict=True)
     ]
+    times: list[StageTimes] = list(map({each: each for each in made}.__getitem__, made))
     links = stage_links(layout, devices)
     ranks = rank_estimates(layout, sizes, fitted, load)
     capacity = min(rank.kv_tokens for rank in ranks)
@@ -167,12 +172,15 @@ def _largest_ranks(layout: Layout, sizes: ModelSizes, layers: Sequence[int]) -> 
 
 def _fits(layout: Layout, sizes: ModelSizes, layers: Sequence[int], load: Load) -> bool:
     ranks = _largest_ranks(layout, sizes, layers)
-    return all(kv_blocks(rank, site, load) > 0 for rank, site in zip(ranks, layout.stages, strict=True))
+    return all(
+        kv_blocks(sizes, rank, site, load) > 0 for rank, site in zip(ranks, layout.stages, strict=True)
+    )
 
 
-def kv_blocks(rank: RankSizes, site: StageSite, load: Load) -> int:
+def kv_blocks(sizes: ModelSizes, rank: RankSizes, site: StageSite, load: Load) -> int:
     """Return the KV blocks that a rank's device has room for; 0: weights or one request do not fit."""
-    available = site.device.memory_bytes - rank.weight_bytes
+    usable = int(site.device.memory_bytes * _USABLE[site.device.type])
+    available = usable - rank.weight_bytes - activation_bytes(sizes, rank, site.num_ranks, load)
     if available <= 0:
         return 0
     demand = KVDemand(
@@ -195,29 +203,45 @@ def kv_blocks(rank: RankSizes, site: StageSite, load: Load) -> int:
 
 def _searched(layout: Layout, sizes: ModelSizes, load: Load) -> list[int] | None:
     """The split whose slowest stage is the fastest, of those that fit."""
+    if sum(_most_layers(layout, sizes, load, stage) for stage in range(layout.pp)) < sizes.spec.num_layers:
+        return None
     rows = max(1, load.of_replica(layout.dp) // layout.pp)
     tables = [_table(layout, sizes, load, stage, rows) for stage in range(layout.pp)]
     split = best_split(tables, sizes.spec.num_layers)
     return None if split is None else list(split.layers)
 
 
+def _most_layers(layout: Layout, sizes: ModelSizes, load: Load, stage: int) -> int:
+    """Layers that a stage's devices have room for, with a request's KV cache."""
+    site = layout.stages[stage]
+    counts = range(1, sizes.spec.num_layers - layout.pp + 2)
+    return bisect_left(
+        counts,
+        True,
+        key=lambda count: not kv_blocks(sizes, _rank_with(layout, sizes, stage, count), site, load),
+    )
+
+
+def _rank_with(layout: Layout, sizes: ModelSizes, stage: int, count: int) -> RankSizes:
+    """The first rank of a stage with so many layers: from the model's end for the last stage, from its start
+    for the first, and from its middle for others."""
+    num_layers = sizes.spec.num_layers
+    start = 0 if stage == 0 else num_layers - count if stage == layout.pp - 1 else 1
+    shard = RankShard(0, layout.stages[stage].num_ranks)
+    return sizes.of_rank(start, start + count, shard, expert_parallel=layout.expert_parallel)
+
+
 def _table(layout: Layout, sizes: ModelSizes, load: Load, stage: int, rows: int) -> StageTable:
-    """Layers of a stage are taken from the model's end for the last stage, from its start for the first, and
-    from its middle for others."""
     site, num_layers = layout.stages[stage], sizes.spec.num_layers
     shape = StepShape(rows, rows * load.context, rows)
-
-    def rank_of(count: int) -> RankSizes:
-        start = 0 if stage == 0 else num_layers - count if stage == layout.pp - 1 else 1
-        shard = RankShard(0, site.num_ranks)
-        return sizes.of_rank(start, start + count, shard, expert_parallel=layout.expert_parallel)
-
-    most = num_layers - layout.pp + 1
-    ranks = {count: rank_of(count) for count in range(1, most + 1)}
-    fits = [count in ranks and kv_blocks(ranks[count], site, load) > 0 for count in range(num_layers + 1)]
-    seconds = {count: device_times(site, sizes, rank, layout).seconds(shape) for count, rank in ranks.items()}
+    most = _most_layers(layout, sizes, load, stage)
+    seconds = [
+        device_times(site, sizes, _rank_with(layout, sizes, stage, count), layout).seconds(shape)
+        for count in range(1, most + 1)
+    ]
     return StageTable(
-        max_rows=[rows * fit for fit in fits], cost_ns=lambda count, _: round(1e9 * seconds[count])
+        max_rows=[0, *(rows * (count <= most) for count in range(1, num_layers + 1))],
+        cost_ns=lambda count, _: round(1e9 * seconds[count - 1]),
     )
 
 
@@ -233,7 +257,7 @@ def rank_estimates(
             shard = RankShard(tp_rank, site.num_ranks)
             rank = sizes.of_rank(start, start + count, shard, expert_parallel=layout.expert_parallel)
             times = device_times(site, sizes, rank, layout)
-            blocks = kv_blocks(rank, site, load)
+            blocks = kv_blocks(sizes, rank, site, load)
             is_cut = site.num_ranks > 1
             own = RankEstimate(
                 stage=stage,

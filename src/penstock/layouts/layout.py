@@ -17,6 +17,7 @@ from penstock.families.spec import ModelSpec
 from penstock.layouts.devices import Device, DeviceHost, DeviceSet, Link
 
 _MOST_STAGES = 64
+_FEW_STAGES = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,10 +82,19 @@ class Layout:
     def num_devices(self) -> int:
         return sum(site.num_ranks for sites in self.replica_sites for site in sites)
 
+    @property
+    def name(self) -> str:
+        """Such as "PP 2 x TP 8 x DP 2 + EP"."""
+        parts = [f"PP {self.pp}", f"TP {self._tp_text}", *([f"DP {self.dp}"] if self.dp > 1 else [])]
+        return " x ".join(parts) + (" + EP" if self.expert_parallel else "")
+
+    @property
+    def _tp_text(self) -> str:
+        return str(self.tp) if len(set(self.tp_sizes)) == 1 else ",".join(map(str, self.tp_sizes))
+
     def flags(self, layers: Sequence[int] | None = None) -> str:
         """Return the flags of `penstock serve`; the layers of the stages where they are not the default's."""
-        tp = self.tp if len(set(self.tp_sizes)) == 1 else ",".join(map(str, self.tp_sizes))
-        parts = [f"--pp {self.pp}", f"--tp {tp}"]
+        parts = [f"--pp {self.pp}", f"--tp {self._tp_text}"]
         parts += [f"--dp {self.dp}"] if self.dp > 1 else []
         parts += ["--ep"] if self.expert_parallel else []
         parts += [f"--device {','.join(self._devices())}"] if len(self._device_types()) > 1 else []
@@ -149,18 +159,34 @@ def layouts_on(
 
 
 def _layouts_of(sites: Sequence[StageSite], spec: ModelSpec, most_replicas: int) -> Iterator[Layout]:
-    for dp in range(1, min(len(sites), most_replicas) + 1):
-        of_each = len(sites) // dp
-        if not are_alike(sites) and dp > 1 and len(sites) % dp:
-            continue  # unlike stages are shared out only where each replica gets as many
-        for pp in range(1, min(of_each, spec.num_layers, _MOST_STAGES) + 1):
-            if pp < of_each and dp > 1 and not are_alike(sites):
-                continue
+    alike = are_alike(sites)
+    num_hosts = len({site.host for site in sites})
+    for pp in _numbers_of_stages(len(sites), num_hosts):
+        if pp > spec.num_layers:
+            continue
+        for dp in _numbers_of_replicas(min(len(sites) // pp, most_replicas)):
+            if not alike and dp > 1 and pp * dp < len(sites):
+                continue  # replicas of unlike stages share all of them out
             replicas = _replicas(sites, pp, dp)
             plain = Layout(replica_sites=replicas)
             yield plain
             if spec.experts is not None and plain.tp > 1:
                 yield Layout(replica_sites=replicas, expert_parallel=True)
+
+
+def _numbers_of_stages(num_sites: int, num_hosts: int) -> list[int]:
+    """Few of any number; of many those that share the sites, or the hosts, out."""
+    most = min(num_sites, _MOST_STAGES)
+    return [
+        pp
+        for pp in range(1, most + 1)
+        if pp <= _FEW_STAGES or num_sites % pp == 0 or pp % num_hosts == 0 or pp == most
+    ]
+
+
+def _numbers_of_replicas(most: int) -> list[int]:
+    """1, 2, 4, ... and the most."""
+    return sorted({1 << power for power in range(most.bit_length())} | {most})
 
 
 def _replicas(sites: Sequence[StageSite], pp: int, dp: int) -> tuple[tuple[StageSite, ...], ...]:

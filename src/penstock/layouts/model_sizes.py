@@ -260,7 +260,13 @@ def _checkpoint_bits(spec: ModelSpec, load: Quantization, plain: float) -> _Bits
         )
         for layer in range(spec.num_layers)
     )
-    return _Bits(layers=layers, embedding=plain, head=_scheme_bits(quantization, "lm_head", plain))
+    # What gptq and awq write leaves the head in floats; compressed-tensors says so where it does.
+    says_head = quantization.method == "compressed-tensors"
+    return _Bits(
+        layers=layers,
+        embedding=plain,
+        head=_scheme_bits(quantization, "lm_head", plain) if says_head else plain,
+    )
 
 
 def _down_name(spec: ModelSpec, layer: int) -> str:

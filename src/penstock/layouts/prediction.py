@@ -22,6 +22,7 @@ from penstock.scheduler.cost_model import StepShape, attended_by
 from penstock.scheduler.pacing import cycle_seconds
 
 _TOKEN_BYTES = 64  # of a sampled token on its way back
+_FEW = 16  # micro-batches, up to which every number is tried
 _MIN_GAIN = 0.05  # of the cycle, for which fewer micro-batches than stages are taken
 
 
@@ -154,7 +155,8 @@ class _Pipe:
         """
         stages = len(self.times)
         most = min(running, 4 * stages) if self._has_wire else min(running, stages)
-        cycles_s = {number: self._cycle_s(running, number) for number in range(1, most + 1)}
+        numbers = sorted({min(running, stages), *(n for n in range(1, most + 1) if n <= _FEW or n % 4 == 0)})
+        cycles_s = {number: self._cycle_s(running, number) for number in numbers}
         best = min(cycles_s, key=lambda number: (round(cycles_s[number], 9), number))
         full = min(running, stages)
         number = best if best > full or cycles_s[best] < (1.0 - _MIN_GAIN) * cycles_s[full] else full
@@ -165,7 +167,10 @@ class _Pipe:
         return any(link.kind == "network" for link in self.links)
 
     def _stage_s(self, shape: StepShape, *, alone: bool) -> list[float]:
-        return [stage.seconds(shape) for stage in (self.alone if alone else self.times)]
+        """Of each stage; stages with the same times are asked once."""
+        times = self.alone if alone else self.times
+        seconds = {id(stage): stage.seconds(shape) for stage in {id(own): own for own in times}.values()}
+        return [seconds[id(stage)] for stage in times]
 
     def _cycle_s(self, running: int, micro_batches: int) -> float:
         shape = self.micro_batch(running, micro_batches)
@@ -215,9 +220,10 @@ class _Pipe:
             for start, count in chunks
         ]
         times = self.alone if len(shapes) == 1 and not num_decoding else self.times
+        stage_s = [self._stage_s(shape, alone=times is self.alone) for shape in shapes]
         passage = pass_plans(
             len(shapes),
-            lambda plan, stage: times[stage].seconds(shapes[plan]),
+            lambda plan, stage: stage_s[plan][stage],
             lambda plan, stage: self._hop_s(stage, shapes[plan].tokens),
             len(self.times),
         )

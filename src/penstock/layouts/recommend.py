@@ -141,15 +141,17 @@ def _over_hosts(estimates: Sequence[Estimate], devices: DeviceSet, reasons: list
         best = ranked(estimates)[0]
         reasons.extend(_by_prediction(best))
         return best
-    fewest = min(each.layout.pp for each in widest)
-    few = [each for each in widest if each.layout.pp == fewest]
+    num_sites = devices.num_devices // widest[0].layout.tp
+    shared_out = [each for each in widest if num_sites % each.layout.pp == 0] or widest
+    fewest = min(each.layout.pp for each in shared_out)
+    few = [each for each in shared_out if each.layout.pp == fewest]
     whole = [each for each in few if each.layout.expert_parallel] or few
     best = _most_replicas(whole)
     tp = best.layout.tp
     inner = f"TP {tp} within each host, over NVLink" if tp > 1 else "each host has one device"
     reasons.append(
         f"No host holds it: {inner}; PP {fewest} over the hosts, which send each other hidden states only "
-        f"from stage to stage. {fewest} stages are the fewest that fit, and so wait least for each other."
+        f"from stage to stage. Fewer stages, which wait less for each other, do not fit or leave hosts over."
     )
     return best
 
@@ -176,7 +178,7 @@ def _is_in_one_host(own: Estimate) -> bool:
 def _by_prediction(best: Estimate) -> list[str]:
     predicted = best.predicted
     return [
-        f"Of the layouts that fit, {best.layout.flags()} is predicted to be the fastest: "
+        f"Of the layouts that fit, {best.layout.name} is predicted to be the fastest: "
         f"{predicted.tokens_per_s:.4g} tokens/s."
     ]
 

@@ -78,8 +78,8 @@ class SteadyState:
     bubble: float
 
 
-_ROUNDS = 24  # that the pipe is given to settle
-_MEASURED = 8  # of them, that count
+_ROUNDS = 12  # that the pipe is given to settle
+_MEASURED = 4  # of them, that count
 
 
 def steady_state(

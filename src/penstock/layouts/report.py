@@ -137,7 +137,7 @@ class LayoutReport:
         shown = self.shown
         rows: list[tuple[str, ...]] = [_HEADINGS]
         rows += [_rank_row(rank) for rank in _first_of_alike(shown.ranks)]
-        lines = [f"layout {shown.flags}", *table(rows)]
+        lines = [f"layout {shown.layout.name}, {_split(shown.layers)}", *table(rows)]
         alike = len(shown.ranks) - (len(rows) - 1)
         if alike:
             lines.append(f"{alike} more ranks hold as much as the one of their stage that is shown")
@@ -176,8 +176,11 @@ class LayoutReport:
 
     def _recommended(self) -> list[str]:
         best = self.recommendation.best
-        lines = _wrapped(
-            f"recommended: penstock serve {self.sizes.name} {best.flags} {self.serve_flags}".strip()
+        flags = f"{best.flags} {self.serve_flags}".strip()
+        command = f"  penstock serve {self.sizes.name} {flags}"
+        lines = [f"recommended: {best.layout.name}"]
+        lines += (
+            [command] if len(command) <= WIDTH else [f"  penstock serve {self.sizes.name} \\", f"    {flags}"]
         )
         for reason in self.recommendation.reasons:
             lines += _wrapped(reason, "  ")
@@ -190,7 +193,7 @@ class LayoutReport:
         rows = [("alternative", "devices", "first token", "per token", "tokens/s", "bubble", "KV tokens")]
         rows += [
             (
-                each.layout.flags(),
+                each.layout.name,
                 str(each.layout.num_devices),
                 _ms(each.predicted.ttft_s),
                 _ms(each.predicted.time_per_token_s),
@@ -288,6 +291,11 @@ def _devices(devices: DeviceSet) -> str:
     return "; ".join(
         f"{host.name}: {_of_host([device.kind for device in host.devices])}" for host in devices.hosts
     )
+
+
+def _split(layers: Sequence[int]) -> str:
+    """Such as "80 layers a stage"."""
+    return f"{layers[0]} layers a stage" if len(set(layers)) == 1 else f"{','.join(map(str, layers))} layers"
 
 
 def _of_host(kinds: Sequence[str]) -> str:

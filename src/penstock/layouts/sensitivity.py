@@ -74,13 +74,13 @@ def changes(devices: DeviceSet, now: Estimate) -> Iterator[tuple[str, DeviceSet]
     """Yield changes of the devices, with what they are in words."""
     tightest = min(now.ranks, key=lambda rank: rank.kv_tokens)
     yield (
-        f"8 GiB more on each {tightest.device} of {tightest.host}",
+        f"8 GiB more on each {_named(devices, tightest.device, tightest.host)}",
         _on_host(devices, tightest.host, tightest.device, _with_more_memory),
     )
     slowest = max(range(len(now.predicted.stage_s)), key=now.predicted.stage_s.__getitem__)
     site = now.layout.stages[slowest]
     yield (
-        f"twice the memory bandwidth of each {site.device.kind} of {site.host}, which has the slowest stage",
+        f"twice the memory bandwidth of each {_named(devices, site.device.kind, site.host)}",
         _on_host(devices, site.host, site.device.kind, _with_faster_memory),
     )
     if len(devices.hosts) > 1:
@@ -95,9 +95,14 @@ def changes(devices: DeviceSet, now: Estimate) -> Iterator[tuple[str, DeviceSet]
     )
 
 
+def _named(devices: DeviceSet, kind: str, host: str) -> str:
+    """The devices that are changed: those of a host, or of all where hosts are alike."""
+    return kind if devices.is_uniform else f"{kind} of {host}"
+
+
 def _on_host(devices: DeviceSet, name: str, kind: str, change: Callable[[Device], Device]) -> DeviceSet:
     def changed(host: DeviceHost) -> DeviceHost:
-        if host.name != name:
+        if host.name != name and not devices.is_uniform:
             return host
         return replace(
             host, devices=tuple(change(each) if each.kind == kind else each for each in host.devices)

@@ -61,7 +61,7 @@ def choose_partition(config: EngineConfig, mix: Mix, hosts: Hosts, reporter: Rep
     cache, key = CostCache.open(os.environ), cost_key(configs, hardware, plan.spec, os.environ)
     costs = cache.find(key, plan.num_stages)
     if costs is None:
-        reporter.report(Notice(text=f"measuring {plan.num_stages} stages to choose the partition."))
+        reporter.report(Notice(text=f"measuring {_stages(plan.num_stages)} to choose the partition."))
         of_ranks = measure(configs, hosts, config.parallel.load_timeout_s)
         firsts = [config.rank.tp_rank == 0 for config in configs]
         costs = list(itertools.compress(of_ranks, firsts))
@@ -78,6 +78,10 @@ def choose_partition(config: EngineConfig, mix: Mix, hosts: Hosts, reporter: Rep
         [end - start for start, end in even],
         hops_between(stages, hosts.routes.links(), plan.spec.hidden_size, ITEM_SIZES[stages[0].dtype]),
     )
+
+
+def _stages(number: int) -> str:
+    return "1 stage" if number == 1 else f"{number} stages"
 
 
 def _plan_of_any_split(config: EngineConfig, hosts: Sequence[HostResources]) -> LaunchPlan:
