@@ -18,8 +18,10 @@ from penstock.layouts.stage_times import StageTimes
 from penstock.pipeline.links.frame import NUM_CARRIED
 from penstock.planner.mix import Mix
 from penstock.scheduler.chunking import TokenBudget
-from penstock.scheduler.cost_model import StepShape, attended_by
-from penstock.scheduler.pacing import cycle_seconds
+from penstock.scheduler.cost_model import StageCost, StepShape, attended_by
+from penstock.scheduler.pacing import FixedDepth, Pacing, PlainPacing, cycle_seconds
+
+NO_STEP = StepShape(0, 0, 0)
 
 _TOKEN_BYTES = 64  # of a sampled token on its way back
 _FEW = 16  # micro-batches, up to which every number is tried
@@ -34,6 +36,8 @@ class Load:
         concurrency: requests that run at once, over all replicas.
         mix: tokens of a typical request.
         max_model_len: longest request.
+        turn_s: from the last stage's result to the plan that follows from it, as measured; 0: not known.
+        plans_ahead: that are issued before they can run (`async_depth`).
     """
 
     concurrency: int
@@ -41,6 +45,8 @@ class Load:
     max_model_len: int
     scheduler: SchedulerConfig
     cache: CacheConfig
+    turn_s: float = 0.0
+    plans_ahead: int = 0
 
     def of_replica(self, dp: int) -> int:
         """Requests that run at once on the replica that has most."""
@@ -128,6 +134,17 @@ def predict(
     )
 
 
+@dataclass(frozen=True, slots=True)
+class _KnownCosts:
+    """Costs of stages that do not change."""
+
+    shared: list[StageCost]
+    alone: list[StageCost]
+
+    def costs(self, *, alone: bool = False) -> list[StageCost]:
+        return self.alone if alone else self.shared
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Pipe:
     """One replica.
@@ -195,45 +212,63 @@ class _Pipe:
 
     @property
     def _return_s(self) -> float:
-        return self.links[-1].seconds(_TOKEN_BYTES) if len(self.times) > 1 else 0.0
+        way_s = self.links[-1].seconds(_TOKEN_BYTES) if len(self.times) > 1 else 0.0
+        return way_s + self.load.turn_s
 
     def prefill_s(self, num_decoding: int) -> float:
         """Seconds from a prompt to its first token, while others decode.
 
-        On average the prompt waits for half of the plan that is being issued; then its chunks follow one
-        another, each with a micro-batch of decodes.
+        On average the prompt waits for half of the plan that runs, and for those that are issued ahead; then
+        its chunks follow one another, each with a micro-batch of decodes.
         """
-        chunks = self._chunks()
-        rows = 0
-        wait_s = 0.0
+        decodes, wait_s = NO_STEP, 0.0
         if num_decoding:
-            micro_batches, _ = self.decoding(num_decoding)
-            rows = -(-num_decoding // micro_batches)
-            shape = self.micro_batch(num_decoding, micro_batches)
-            wait_s = max(stage.seconds(shape) for stage in self.times) / 2
+            decodes = self.micro_batch(num_decoding, min(num_decoding, len(self.times)))
+            wait_s = max(self._stage_s(decodes, alone=False)) * (0.5 + self.load.plans_ahead)
+        chunks = self._chunks(decodes)
         shapes = [
             StepShape(
-                count + rows,
-                attended_by(start, count) + rows * self.load.context,
-                rows + (start + count == self.load.mix.prompt),
+                count + decodes.tokens,
+                attended_by(start, count) + decodes.attended,
+                decodes.samples + (start + count == self.load.mix.prompt),
             )
             for start, count in chunks
         ]
-        times = self.alone if len(shapes) == 1 and not num_decoding else self.times
-        stage_s = [self._stage_s(shape, alone=times is self.alone) for shape in shapes]
+        is_alone = len(shapes) == 1 and not num_decoding
+        stage_s = [self._stage_s(shape, alone=is_alone) for shape in shapes]
         passage = pass_plans(
             len(shapes),
             lambda plan, stage: stage_s[plan][stage],
             lambda plan, stage: self._hop_s(stage, shapes[plan].tokens),
             len(self.times),
         )
-        return wait_s + passage.ends[-1]
+        return wait_s + passage.ends[-1] + self.load.turn_s
 
-    def _chunks(self) -> list[tuple[int, int]]:
-        """(start, tokens) of the chunks of a typical prompt."""
-        chunk = TokenBudget.from_config(self.load.scheduler, len(self.times)).chunk
-        prompt = max(1, self.load.mix.prompt)
-        return [(start, min(chunk, prompt - start)) for start in range(0, prompt, chunk)]
+    def _chunks(self, decodes: StepShape) -> list[tuple[int, int]]:
+        """(start, tokens) of the chunks of a typical prompt, as the scheduler cuts it beside decodes."""
+        prompt, start = max(1, self.load.mix.prompt), 0
+        chunks: list[tuple[int, int]] = []
+        while start < prompt:
+            in_flight = sum(count for _, count in chunks[len(chunks) - len(self.times) + 1 :])
+            budget = self._pacing.prompt_budget(
+                decodes, anybody_decodes=decodes.tokens > 0, backlog=prompt - start + in_flight
+            )
+            count = max(1, budget.take(start, prompt - start))
+            chunks.append((start, count))
+            start += count
+        return chunks
+
+    @property
+    def _pacing(self) -> Pacing | PlainPacing:
+        """By time where the costs are those that the scheduler learns; else by plain rules."""
+        scheduler, stages = self.load.scheduler, len(self.times)
+        budget, depth = TokenBudget.from_config(scheduler, stages), FixedDepth(stages)
+        shared = [stage for stage in self.times if isinstance(stage, StageCost)]
+        alone = [stage for stage in self.alone if isinstance(stage, StageCost)]
+        if len(shared) < stages or len(alone) < stages:
+            return PlainPacing(budget, depth)
+        target_s = scheduler.inter_token_target_ms / 1000
+        return Pacing(_KnownCosts(shared, alone), budget, depth, inter_token_target_s=target_s)
 
     def requests_per_s(self, running: int, micro_batches: int) -> float:
         """Typical requests a second of the slowest stage: its prefill, and its share of decodes."""
@@ -243,7 +278,8 @@ class _Pipe:
 
     def _request_s(self, stage: StageTimes, shape: StepShape) -> float:
         prompt_s = sum(
-            stage.seconds(StepShape(count, attended_by(start, count), 0)) for start, count in self._chunks()
+            stage.seconds(StepShape(count, attended_by(start, count), 0))
+            for start, count in self._chunks(NO_STEP)
         )
         return (
             prompt_s * (self.load.mix.prompt > 0) + self.load.mix.output * stage.seconds(shape) / shape.tokens

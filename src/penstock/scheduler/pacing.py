@@ -26,7 +26,7 @@ import math
 from typing import NamedTuple, Protocol
 
 from penstock.scheduler.chunking import PromptBudget, TokenBudget
-from penstock.scheduler.cost_model import CostModel, StageCost, StepShape, attended_by
+from penstock.scheduler.cost_model import StageCost, StepShape, attended_by
 from penstock.scheduler.plan_builder import PlanBuilder
 
 MIN_CHUNK = 8  # tokens; fewer cost hardly less, since a stage reads all its weights for them
@@ -76,6 +76,14 @@ class PlanDepth(Protocol):
         """Note what a plan has in it that is issued now."""
 
 
+class Costs(Protocol):
+    """Knows what stages cost; `CostModel` does once it was taught."""
+
+    def costs(self, *, alone: bool = False) -> list[StageCost] | None:
+        """Return the costs by stage; None while a stage is unknown."""
+        ...
+
+
 class FixedDepth:
     """One plan for each stage: there is no wire between stages that could hold another.
 
@@ -103,7 +111,7 @@ class Pacing:
     """
 
     def __init__(
-        self, model: CostModel, budget: TokenBudget, depth: PlanDepth, *, inter_token_target_s: float
+        self, model: Costs, budget: TokenBudget, depth: PlanDepth, *, inter_token_target_s: float
     ) -> None:
         self._model = model
         self._budget = budget
