@@ -15,7 +15,7 @@ from fakes import FakeClock
 from live_server import LiveServer, events, post_bytes
 from penstock.batch import StageSpans, StageTimes
 from penstock.config.server import ServerConfig
-from penstock.engine.stats import CoreStats
+from penstock.engine.stats import CoreStats, StageMemory
 from penstock.errors import ModelChangedError, UnavailableError
 from penstock.scheduler.stats import SpeculationStats
 from penstock.server.http.lifecycle import Interruptible
@@ -308,6 +308,19 @@ def test_d6_metrics_say_where_the_time_of_each_stage_went() -> None:
         assert line in text, line
     assert 'bubble_seconds_total{cause="forward"' not in text
     assert 'stage_step_seconds_sum{model_name="fake",phase="no_work"' not in text
+
+
+def test_d16_metrics_say_which_memory_is_stranded() -> None:
+    memory = [StageMemory(stage=0, kv_bytes=64, stranded_bytes=0)]
+    memory.append(StageMemory(stage=1, kv_bytes=48, stranded_bytes=16, replica=1))
+    with LiveServer(FakeEngine(state=Status(stats=stats(stage_memory=memory)))) as live:
+        text = _metrics(live)
+    for line in (
+        'penstock_stage_kv_bytes{model_name="fake",replica="0",stage="0"} 64.0',
+        'penstock_stage_stranded_bytes{model_name="fake",replica="0",stage="0"} 0.0',
+        'penstock_stage_stranded_bytes{model_name="fake",replica="1",stage="1"} 16.0',
+    ):
+        assert line in text, line
 
 
 def test_d6_a_trace_is_served_with_its_report() -> None:

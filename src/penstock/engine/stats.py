@@ -7,10 +7,11 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from penstock.batch import StageTimes
+from penstock.batch import RankLoaded, StageTimes
 from penstock.errors import ErrorInfo
 from penstock.kvcache.stats import CacheStats, SessionStats, StoreStats
 from penstock.process.endpoints import Restarts
+from penstock.runner.kv_demand import stranded_bytes
 from penstock.scheduler.stats import SchedulerStats
 
 Part = TypeVar("Part", bound=msgspec.Struct)
@@ -37,6 +38,34 @@ _USE_TOTALS = (
 )
 
 
+class StageMemory(msgspec.Struct, frozen=True, kw_only=True):
+    """What a stage's memory for the KV cache is used for, over its ranks.
+
+    Attributes:
+        kv_bytes: of the KV cache.
+        stranded_bytes: that could be KV cache, did the tightest rank not set the number of blocks.
+    """
+
+    stage: int
+    kv_bytes: int
+    stranded_bytes: int
+    replica: int = 0
+
+
+def stage_memory(ranks: Sequence[RankLoaded], num_blocks: int) -> list[StageMemory]:
+    """Return what each stage's memory is used for, with so many blocks on every rank."""
+    of_stages: dict[int, StageMemory] = {}
+    for rank in ranks:
+        before = of_stages.get(rank.stage, StageMemory(stage=rank.stage, kv_bytes=0, stranded_bytes=0))
+        of_stages[rank.stage] = StageMemory(
+            stage=rank.stage,
+            kv_bytes=before.kv_bytes + num_blocks * rank.block_bytes,
+            stranded_bytes=before.stranded_bytes
+            + stranded_bytes(rank.max_blocks, num_blocks, rank.block_bytes),
+        )
+    return list(of_stages.values())
+
+
 class CoreStats(msgspec.Struct, frozen=True, kw_only=True):
     """Gauges of now, and totals since the start. Rates and histograms are made where they are shown."""
 
@@ -58,6 +87,7 @@ class CoreStats(msgspec.Struct, frozen=True, kw_only=True):
     is_loss_lasting: bool = False  # it has been tried again and again: nobody should wait for the pipe
     restarts: Restarts = Restarts()
     stage_times: list[StageTimes] = []  # the newest report of each stage that has sent one
+    stage_memory: list[StageMemory] = []
     numeric_classes: list[str] = []  # of each rank, stage by stage (`process.numeric_class`)
 
 

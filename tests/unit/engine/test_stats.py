@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from core_numbers import core_stats
-from penstock.engine.stats import SteadyStats
+from penstock.batch import RankLoaded
+from penstock.engine.stats import StageMemory, SteadyStats, stage_memory
 from penstock.process.endpoints import Restarts
 from penstock.scheduler.stats import SpeculationStats
 
@@ -52,3 +53,24 @@ def test_what_became_of_guesses_goes_on_too() -> None:
     assert found.scheduler.speculation == SpeculationStats(
         "suffix", 10, 9, 8, num_forced_drafted=7, num_forced_accepted=6
     )
+
+
+def test_d16_the_tightest_stage_strands_memory_of_the_others() -> None:
+    def rank(stage: int, tp_rank: int, max_blocks: int, block_bytes: int) -> RankLoaded:
+        return RankLoaded(
+            stage=stage,
+            tp_rank=tp_rank,
+            max_blocks=max_blocks,
+            block_bytes=block_bytes,
+            tensor_bytes=0,
+            bytes_read=0,
+            load_seconds=0.0,
+            is_invariant=True,
+        )
+
+    ranks = [rank(0, 0, 10, 100), rank(0, 1, 11, 100), rank(1, 0, 16, 50)]
+    assert stage_memory(ranks, 10) == [
+        StageMemory(stage=0, kv_bytes=2000, stranded_bytes=100),
+        StageMemory(stage=1, kv_bytes=500, stranded_bytes=300),
+    ]
+    assert stage_memory([], 10) == []

@@ -279,4 +279,9 @@ def merged_stats(replica_stats: Sequence[CoreStats | None]) -> CoreStats | None:
             core=sum(stats.restarts.core for stats in each),
         ),
         stage_times=times,
+        stage_memory=[
+            msgspec.structs.replace(of_stage, replica=replica)
+            for replica, stats in known
+            for of_stage in stats.stage_memory
+        ],
     )

@@ -21,7 +21,7 @@ from penstock.engine.core.result_sense import MAX_VOCAB_SIZE
 from penstock.engine.core.stall_limits import NO_LIMIT, StallLimit
 from penstock.engine.core.steps_in_flight import StepsInFlight
 from penstock.engine.core.wire_times import NO_WIRE_TIMES, AnyWireTimes
-from penstock.engine.stats import CoreStats
+from penstock.engine.stats import CoreStats, stage_memory
 from penstock.errors import ErrorInfo, PeerError, concerned, error_from_info
 from penstock.executor.base import NO_EXECUTOR, Executor
 from penstock.kvcache.store_sites import store_sites
@@ -249,9 +249,10 @@ class EngineCore:
 
     def stats(self) -> CoreStats:
         prefixes = self._scheduler.prefixes
+        cache = prefixes.cache_stats()
         return CoreStats(
             scheduler=self._scheduler.stats(),
-            cache=prefixes.cache_stats(),
+            cache=cache,
             store=prefixes.store_stats(),
             sessions=prefixes.sessions.stats(),
             step_id=self._steps.next_step,
@@ -266,6 +267,7 @@ class EngineCore:
             is_loss_lasting=self._is_loss_lasting,
             restarts=self._restarts,
             stage_times=self._executor.reports.stage_times(),
+            stage_memory=stage_memory(self._ranks, cache.num_blocks),
             numeric_classes=self.numeric_classes,
         )
 

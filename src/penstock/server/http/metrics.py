@@ -23,7 +23,7 @@ from prometheus_client.process_collector import ProcessCollector
 
 from penstock import __version__
 from penstock.batch import StageTimes
-from penstock.engine.stats import CoreStats
+from penstock.engine.stats import CoreStats, StageMemory
 from penstock.process.pipe_hosts import PipeHosts
 from penstock.server.engine_port import EngineLike, ServedModel
 from penstock.server.http.metric_names import PREFIX, under_own_names
@@ -157,6 +157,7 @@ class Metrics:
             yield from self._gauges(stats)
             yield from self._totals(stats)
             yield from self._stages(stats.stage_times)
+            yield from self._stage_memory(stats.stage_memory)
 
     def _own_families(self) -> Iterator[Metric]:
         info = InfoMetricFamily(PREFIX + "build", "Version and layout.")
@@ -286,6 +287,20 @@ class Metrics:
             ):
                 yield self._counter(name, text, "drafter", counter)
         yield self._counter("stage_restarts", "Times that a lost stage was started again.", "stage", restarts)
+
+    def _stage_memory(self, stages: Sequence[StageMemory]) -> Iterator[Metric]:
+        labels = ["model_name", "replica", "stage"]
+        used = GaugeMetricFamily(PREFIX + "stage_kv_bytes", "Memory of the stage's KV cache.", labels=labels)
+        stranded = GaugeMetricFamily(
+            PREFIX + "stage_stranded_bytes",
+            "Memory that could be KV cache too, did the tightest stage not set the number of blocks.",
+            labels=labels,
+        )
+        for stage in stages:
+            of_stage = [self._label, str(stage.replica), str(stage.stage)]
+            used.add_metric(of_stage, stage.kv_bytes)
+            stranded.add_metric(of_stage, stage.stranded_bytes)
+        yield from (used, stranded)
 
     def _stages(self, times: Sequence[StageTimes]) -> Iterator[Metric]:
         labels = ["model_name", "replica", "stage"]

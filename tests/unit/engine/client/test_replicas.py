@@ -13,6 +13,7 @@ from core_numbers import core_stats
 from penstock.batch import StageSpans, StageTimes
 from penstock.engine.client.core_health import EngineStatus
 from penstock.engine.client.replicas import Replicas, merged_stats
+from penstock.engine.stats import StageMemory
 from penstock.errors import (
     InvalidRequestError,
     NotFoundError,
@@ -44,6 +45,7 @@ STATS = core_stats(
     fill_plans=3,
     wire_s=0.25,
     stage_times=[StageTimes(stage=1, num_steps=1, wall_ns=1, busy_ns=1, phase_ns=[], busy_ratio=0.5)],
+    stage_memory=[StageMemory(stage=1, kv_bytes=8, stranded_bytes=3)],
 )
 
 
@@ -207,6 +209,10 @@ def test_numbers_of_all_together() -> None:
     ) == (7, 80, 1000, 4)
     assert both.restarts == Restarts(stages=[2, 0], core=2)
     assert [(times.replica, times.stage) for times in both.stage_times] == [(0, 1), (2, 1)]
+    assert [(stage.replica, stage.stage, stage.stranded_bytes) for stage in both.stage_memory] == [
+        (0, 1, 3),
+        (2, 1, 3),
+    ]
     assert merged_stats([None, None]) is None
 
 

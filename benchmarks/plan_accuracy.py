@@ -1,0 +1,413 @@
+"""How far predictions of a layout are from what the engine does here: time per token, first token, bubble.
+
+    python benchmarks/plan_accuracy.py [--models demo,0.5B] [--layouts 1x1,2x1,3x1,1x2,2x2] [--points 6]
+                                       [--seed 0] [--window-s 4] [--max-tokens 16384]
+
+For each model and layout (stages x ranks) an engine is started. It is calibrated at a few fixed points: what
+the stages report there teaches the cost model of the scheduler, as the engine's own calibration does, and one
+request alone says what lies between a result and the next plan. Then points are drawn from the seed:
+concurrency 1 to 64 and prompts of 16 to 1,024 tokens, both evenly on a scale of powers, none of them a point
+of the calibration. At each point so many requests decode; the time per token and the bubble are those of a
+window in which all of them do, and the first token is that of one more request, sent while all others
+decode, the median of several. Predictions are those of `layouts.prediction`, which `penstock plan` uses.
+
+Prints a row for each point, and for each model the mean absolute errors: of the time per token and of the
+first token in per cent of what was measured, of the bubble in points. Run it on a quiet machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import AsyncIterator, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+from peers.checkpoint import FULL_SHAPE, make_checkpoint
+
+from penstock import AsyncLLM, SamplingParams
+from penstock.batch import StageSpans
+from penstock.config.engine import CacheConfig, ModelConfig, SchedulerConfig
+from penstock.engine.core.cost_learning import OVERHEAD, step_times
+from penstock.layouts.devices import Link
+from penstock.layouts.model_sizes import ModelSizes, read_sizes
+from penstock.layouts.prediction import Load, Prediction, predict
+from penstock.planner.mix import Mix
+from penstock.scheduler.cost_model import CostModel, StageCost, StepSample, StepShape, attended_by
+from penstock.trace.phases import BUSY
+
+MODELS = ("demo", "0.5B")
+LAYOUTS = "1x1,2x1,3x1,1x2,2x2"
+CALIBRATION = ((1, 48), (1, 700), (3, 160), (12, 24), (12, 400), (48, 64))  # (concurrency, prompt tokens)
+MAX_CONCURRENCY, MAX_PROMPT, MIN_PROMPT = 64, 1024, 16
+MAX_LEN = 2048
+SETTLE_TOKENS = 4  # of each request, before a window begins
+REPORT_S = 1.6  # a stage reports about once a second
+FIRST_TOKENS = 5  # requests whose first token is timed at a point
+NO_WAY = Link(kind="memory", bytes_per_s=1e18, latency_s=0.0)  # links are part of what stages report
+COUNTED = (*BUSY, *OVERHEAD)
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """A load: requests that run at once, and tokens of their prompts."""
+
+    concurrency: int
+    prompt: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """What the engine did at a point.
+
+    Attributes:
+        context: tokens that a request had behind it in the middle of the window.
+        samples: [stage] what the stages reported of the window's steps.
+        prefills: [stage] the same of the chunks of prompts that ran alone; only with one request.
+    """
+
+    point: Point
+    time_per_token_s: float
+    ttft_s: float
+    bubble: float
+    context: int
+    samples: list[list[StepSample]]
+    prefills: list[list[StepSample]]
+
+
+class Engine:
+    """An engine that runs, and what is asked of it.
+
+    Args:
+        vocab_size: ids that prompts are drawn from.
+    """
+
+    def __init__(self, llm: AsyncLLM, num_stages: int, vocab_size: int, window_s: float) -> None:
+        self._llm = llm
+        self._num_stages = num_stages
+        self._window_s = window_s
+        self._random = random.Random(7)
+        self._vocab_size = vocab_size
+        self._num_tokens: dict[int, int] = {}  # that each running request has generated
+
+    async def measure(self, point: Point) -> Measured:
+        """Measure one point."""
+        self._num_tokens = dict.fromkeys(range(point.concurrency), 0)
+        tasks = [asyncio.create_task(self._decode(i, point.prompt)) for i in range(point.concurrency)]
+        try:
+            while min(self._num_tokens.values()) < SETTLE_TOKENS:
+                await asyncio.sleep(0.01)
+                self._check(tasks)
+            tokens_before, began_ns = sum(self._num_tokens.values()), time.monotonic_ns()
+            await asyncio.sleep(self._window_s)
+            tokens, ended_ns = sum(self._num_tokens.values()), time.monotonic_ns()
+            self._check(tasks)
+            await asyncio.sleep(REPORT_S)
+            spans = await self._spans()
+            ttft_s, alone_ns = await self._first_tokens(tasks, point)
+            await asyncio.sleep(REPORT_S if alone_ns else 0.0)
+            later = await self._spans() if alone_ns else []
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+        mean = (tokens_before + tokens) / 2 / point.concurrency
+        context = point.prompt + round(mean)
+        return Measured(
+            point=point,
+            time_per_token_s=(ended_ns - began_ns) / 1e9 * point.concurrency / (tokens - tokens_before),
+            ttft_s=ttft_s,
+            bubble=_bubble(spans, self._num_stages, began_ns, ended_ns),
+            context=context,
+            samples=[
+                _decodes(_of_stage(spans, stage), began_ns, ended_ns, context)
+                for stage in range(self._num_stages)
+            ],
+            prefills=[
+                _chunks(_of_stage(later, stage), alone_ns, point.prompt) for stage in range(self._num_stages)
+            ],
+        )
+
+    async def _first_tokens(
+        self, tasks: list[asyncio.Task[None]], point: Point
+    ) -> tuple[float, list[tuple[int, int]]]:
+        """Seconds to the first token of one more request beside all others but one; and where nobody else
+        runs, when each of these requests ran."""
+        tasks.pop().cancel()
+        del self._num_tokens[point.concurrency - 1]
+        await asyncio.sleep(0.1)
+        seconds, ran_ns = [], []
+        for _ in range(FIRST_TOKENS):
+            began_ns = time.monotonic_ns()
+            stream = self._llm.generate({"prompt_token_ids": self._prompt(point.prompt)}, _sampling(2))
+            async with contextlib.aclosing(stream):
+                await anext(stream)
+                seconds.append((time.monotonic_ns() - began_ns) / 1e9)
+                async for _output in stream:
+                    pass
+            ran_ns.append((began_ns, time.monotonic_ns()))
+            await asyncio.sleep(self._random.uniform(0.02, 0.12))
+        return statistics.median(seconds), ran_ns if point.concurrency == 1 else []
+
+    async def _decode(self, index: int, num_prompt: int) -> None:
+        """Decode until it is cancelled, again if need be."""
+        while True:
+            prompt = self._prompt(num_prompt)
+            stream = self._llm.generate({"prompt_token_ids": prompt}, _sampling(MAX_LEN - num_prompt - 1))
+            before = self._num_tokens[index]
+            async with contextlib.aclosing(stream):
+                async for output in stream:
+                    self._num_tokens[index] = before + len(output.outputs[0].token_ids)
+
+    def _prompt(self, num_tokens: int) -> list[int]:
+        return [self._random.randrange(3, self._vocab_size) for _ in range(num_tokens)]
+
+    async def _spans(self) -> list[StageSpans]:
+        return await (await self._llm._running()).engine.trace()
+
+    @staticmethod
+    def _check(tasks: Sequence[asyncio.Task[None]]) -> None:
+        for task in tasks:
+            if task.done():
+                task.result()
+
+
+def _sampling(num_tokens: int) -> SamplingParams:
+    return SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True)
+
+
+def _of_stage(spans: Sequence[StageSpans], stage: int) -> list[StageSpans]:
+    return [report for report in spans if report.stage == stage]
+
+
+def _bubble(spans: Sequence[StageSpans], num_stages: int, began_ns: int, ended_ns: int) -> float:
+    """The share of the stages' time in a window in which they do not compute or carry."""
+    busy_ns = 0
+    for report in spans:
+        at_ns = report.began_ns
+        for phase, duration_ns in zip(report.phases, report.durations_ns, strict=True):
+            if phase in COUNTED:
+                busy_ns += max(0, min(at_ns + duration_ns, ended_ns) - max(at_ns, began_ns))
+            at_ns += duration_ns
+    return 1.0 - busy_ns / (num_stages * (ended_ns - began_ns))
+
+
+def _steps(report: StageSpans) -> Iterator[tuple[int, int, StepSample]]:
+    """(nanoseconds of its start, tokens, times) of the steps with tokens; of their shape only tokens."""
+    starts, at_ns = [], report.began_ns
+    for duration_ns in report.durations_ns:
+        starts.append(at_ns)
+        at_ns += duration_ns
+    times = {each.step: each for each in step_times(report)}
+    for index, step, num_tokens in report.steps:
+        if step in times and index < len(starts):
+            own = times[step]
+            shape = StepShape(num_tokens, 0, 0)
+            yield starts[index], num_tokens, StepSample(shape, own.forward_s, own.sample_s, own.overhead_s)
+
+
+def _decodes(spans: Sequence[StageSpans], began_ns: int, ended_ns: int, context: int) -> list[StepSample]:
+    return [
+        sample._replace(shape=StepShape(num_tokens, num_tokens * context, num_tokens))
+        for report in spans
+        for at_ns, num_tokens, sample in _steps(report)
+        if began_ns <= at_ns < ended_ns
+    ]
+
+
+def _chunks(spans: Sequence[StageSpans], ran_ns: Sequence[tuple[int, int]], prompt: int) -> list[StepSample]:
+    """The chunks of prompts of requests that ran one after the other; decodes between them are left out."""
+    found = []
+    steps = [each for report in spans for each in _steps(report)]
+    for began_ns, ended_ns in ran_ns:
+        start = 0
+        for at_ns, num_tokens, sample in steps:
+            if began_ns <= at_ns < ended_ns and start < prompt:
+                is_last = start + num_tokens >= prompt
+                shape = StepShape(num_tokens, attended_by(start, num_tokens), int(is_last))
+                found.append(sample._replace(shape=shape))
+                start += num_tokens
+    return found
+
+
+def typical(samples: Sequence[StepSample]) -> list[StepSample]:
+    """Of steps of as many tokens and samples, and about as much attention, one with the median times."""
+    alike: dict[tuple[int, int, int], list[StepSample]] = {}
+    for sample in samples:
+        shape = sample.shape
+        alike.setdefault((shape.tokens, shape.samples, shape.attended.bit_length()), []).append(sample)
+    return [
+        StepSample(
+            shape=own[len(own) // 2].shape,
+            forward_s=statistics.median(sample.forward_s for sample in own),
+            sample_s=statistics.median(sample.sample_s or 0.0 for sample in own),
+            overhead_s=statistics.median(sample.overhead_s for sample in own),
+        )
+        for own in alike.values()
+    ]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Calibrated:
+    """What predictions need to know of a layout.
+
+    Attributes:
+        turn_s: between a result and the plan that follows from it.
+    """
+
+    shared: list[StageCost]
+    alone: list[StageCost]
+    turn_s: float
+
+    @classmethod
+    def of(cls, measured: Sequence[Measured], num_stages: int) -> Calibrated:
+        """Teach a cost model what was measured: of alike steps of a point the median."""
+        model = CostModel(num_stages)
+        for stage in range(num_stages):
+            shared: list[StepSample] = []
+            alone: list[StepSample] = []
+            for each in measured:
+                own = typical(each.samples[stage])
+                (alone if each.point.concurrency == 1 else shared).extend(own)
+                if each.point.concurrency == 1:
+                    chunks = typical(each.prefills[stage])
+                    alone += chunks
+                    shared += chunks
+            model.learn(stage, alone, alone=True)
+            if num_stages > 1:
+                model.learn(stage, shared, alone=False)
+            else:
+                model.learn(stage, shared, alone=True)
+        shared, alone = model.costs(), model.costs(alone=True)
+        assert shared is not None, "every stage reports"
+        assert alone is not None, "one request alone was measured"
+        turns_s = [
+            each.time_per_token_s - sum(cost.seconds(StepShape(1, each.context, 1)) for cost in alone)
+            for each in measured
+            if each.point.concurrency == 1
+        ]
+        return cls(shared=shared, alone=alone, turn_s=max(0.0, statistics.mean(turns_s)))
+
+    def predict(self, point: Point, context: int, sizes: ModelSizes) -> Prediction:
+        """Return what is predicted of a point."""
+        load = Load(
+            concurrency=point.concurrency,
+            mix=Mix(point.prompt, max(1, 2 * (context - point.prompt))),
+            max_model_len=MAX_LEN,
+            scheduler=scheduler_config(),
+            cache=CacheConfig(),
+            turn_s=self.turn_s,
+        )
+        links = [NO_WAY] * len(self.shared)
+        return predict(self.shared, links, 1 << 40, load, sizes, alone=self.alone)
+
+
+def scheduler_config() -> SchedulerConfig:
+    return msgspec.structs.replace(SchedulerConfig(), max_num_seqs=MAX_CONCURRENCY)
+
+
+def draw(seed: int, label: str, count: int, max_tokens: int) -> list[Point]:
+    """Points of a grid, evenly on scales of powers; at most so many prompt tokens together."""
+    source = random.Random(f"{seed} {label}")
+    taken = {Point(*each) for each in CALIBRATION}
+    points: list[Point] = []
+    while len(points) < count:
+        concurrency = round(2 ** source.uniform(0, 6))
+        prompt = round(2 ** source.uniform(4, 10))
+        point = Point(concurrency, prompt)
+        if point not in taken and concurrency * prompt <= max_tokens:
+            taken.add(point)
+            points.append(point)
+    return points
+
+
+@contextlib.asynccontextmanager
+async def running(model: str, pp: int, tp: int) -> AsyncIterator[AsyncLLM]:
+    settings = {
+        "pipeline_parallel_size": pp,
+        "tensor_parallel_size": tp,
+        "max_model_len": MAX_LEN,
+        "max_num_seqs": MAX_CONCURRENCY,
+        "enable_prefix_caching": False,
+    }
+    async with AsyncLLM(model, **settings) as llm:
+        yield llm
+
+
+async def run_layout(
+    label: str, model: str, pp: int, tp: int, options: argparse.Namespace
+) -> list[tuple[float, float, float]]:
+    """Print a row for each point; returns their errors."""
+    sizes = read_sizes(ModelConfig(model=model))
+    errors = []
+    async with running(model, pp, tp) as llm:
+        engine = Engine(llm, pp, sizes.spec.vocab_size, options.window_s)
+        fixed = [Point(*each) for each in CALIBRATION if each[0] * each[1] <= options.max_tokens]
+        calibrated = Calibrated.of([await engine.measure(point) for point in fixed], pp)
+        for point in draw(options.seed, f"{label} {pp}x{tp}", options.points, options.max_tokens):
+            measured = await engine.measure(point)
+            predicted = calibrated.predict(point, measured.context, sizes)
+            error = (
+                predicted.time_per_token_s / measured.time_per_token_s - 1,
+                predicted.ttft_s / measured.ttft_s - 1,
+                predicted.bubble - measured.bubble,
+            )
+            errors.append(error)
+            cells = (
+                label,
+                f"{pp}x{tp}",
+                f"{point.concurrency}",
+                f"{point.prompt}",
+                f"{1e3 * measured.time_per_token_s:.3f} / {1e3 * predicted.time_per_token_s:.3f}",
+                f"{1e3 * measured.ttft_s:.2f} / {1e3 * predicted.ttft_s:.2f}",
+                f"{100 * measured.bubble:.1f} / {100 * predicted.bubble:.1f}",
+            )
+            print(f"| {' | '.join(cells)} |", flush=True)
+    return errors
+
+
+def mean_errors(errors: Sequence[tuple[float, float, float]]) -> str:
+    """The mean absolute errors, in words."""
+    token, first, bubble = (100 * statistics.mean(map(abs, column)) for column in zip(*errors, strict=True))
+    return f"time per token {token:.1f} %, first token {first:.1f} %, bubble {bubble:.1f} points"
+
+
+async def run(options: argparse.Namespace, half_b: Path) -> None:
+    print("| model | layout | at once | prompt | ms per token | first token, ms | bubble, % |")
+    print("|---|---|---|---|---|---|---|")
+    of_models: dict[str, list[tuple[float, float, float]]] = {}
+    for label in options.models.split(","):
+        model = label if label == "demo" else str(half_b)
+        for layout in options.layouts.split(","):
+            pp, tp = map(int, layout.split("x"))
+            of_models.setdefault(label, []).extend(await run_layout(label, model, pp, tp, options))
+    print()
+    for label, errors in of_models.items():
+        print(f"{label}: mean absolute errors over {len(errors)} points: {mean_errors(errors)}")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--models", default=",".join(MODELS))
+    parser.add_argument("--layouts", default=LAYOUTS, help="stages x ranks of each")
+    parser.add_argument("--points", type=int, default=6, help="of each model and layout")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--window-s", type=float, default=4.0)
+    parser.add_argument("--max-tokens", type=int, default=16384, help="of all prompts of a point together")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="plan-accuracy-") as scratch:
+        half_b = Path(scratch, "0.5B")
+        if "0.5B" in options.models:
+            make_checkpoint(half_b, FULL_SHAPE)
+        asyncio.run(run(options, half_b))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
