@@ -180,8 +180,9 @@ class ModelSpec:
 
         A tied head counts as an embedding: it is stored once on a rank (rows A6, A14).
         """
+        ends = self.end_parameter_counts(start_layer, end_layer)
         layers = sum(map(self.layer_parameters, range(start_layer, end_layer)))
-        return {"layers": layers, **self.end_parameter_counts(start_layer, end_layer)}
+        return {"embedding": ends["embedding"], "layers": layers, "norm": ends["norm"], "head": ends["head"]}
 
     def end_parameter_counts(self, start_layer: int, end_layer: int) -> dict[str, int]:
         """Return `parameter_counts` without the layers."""
