@@ -4,8 +4,8 @@
                                        [--seed 0] [--window-s 4] [--max-tokens 16384]
 
 For each model and layout (stages x ranks) an engine is started. It is calibrated at a few fixed points: what
-the stages report there teaches the cost model of the scheduler, as the engine's own calibration does, and one
-request alone says what lies between a result and the next plan. Then points are drawn from the seed:
+the stages report there teaches the cost model of the scheduler, as the engine's own calibration does; what
+is left of the measured times is taken for what lies between steps. Then points are drawn from the seed:
 concurrency 1 to 64 and prompts of 16 to 1,024 tokens, both evenly on a scale of powers, none of them a point
 of the calibration. At each point so many requests decode; the time per token and the bubble are those of a
 window in which all of them do, and the first token is that of one more request, sent while all others
@@ -25,7 +25,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import msgspec
@@ -37,14 +37,17 @@ from penstock.config.engine import CacheConfig, ModelConfig, SchedulerConfig
 from penstock.engine.core.cost_learning import OVERHEAD, step_times
 from penstock.layouts.devices import Link
 from penstock.layouts.model_sizes import ModelSizes, read_sizes
-from penstock.layouts.prediction import Load, Prediction, predict
+from penstock.layouts.prediction import NO_TURNS, Load, Prediction, Turns, predict
+from penstock.layouts.stage_times import ObservedTimes, StageTimes
 from penstock.planner.mix import Mix
 from penstock.scheduler.cost_model import CostModel, StageCost, StepSample, StepShape, attended_by
 from penstock.trace.phases import BUSY
 
 MODELS = ("demo", "0.5B")
 LAYOUTS = "1x1,2x1,3x1,1x2,2x2"
-CALIBRATION = ((1, 48), (1, 700), (3, 160), (12, 24), (12, 400), (48, 64))  # (concurrency, prompt tokens)
+CALIBRATION = (
+    *((1, 48), (1, 700), (2, 100), (3, 160), (6, 40), (12, 24), (12, 400), (24, 32), (48, 64), (64, 24)),
+)  # (concurrency, prompt tokens)
 MAX_CONCURRENCY, MAX_PROMPT, MIN_PROMPT = 64, 1024, 16
 MAX_LEN = 2048
 SETTLE_TOKENS = 4  # of each request, before a window begins
@@ -255,44 +258,64 @@ def typical(samples: Sequence[StepSample]) -> list[StepSample]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Calibrated:
-    """What predictions need to know of a layout.
+    """What predictions need to know of a layout."""
 
-    Attributes:
-        turn_s: between a result and the plan that follows from it.
-    """
-
-    shared: list[StageCost]
-    alone: list[StageCost]
-    turn_s: float
+    shared: list[StageTimes]
+    alone: list[StageTimes]
+    turns: Turns = NO_TURNS
+    plans_ahead: int = 0
 
     @classmethod
-    def of(cls, measured: Sequence[Measured], num_stages: int) -> Calibrated:
-        """Teach a cost model what was measured: of alike steps of a point the median."""
+    def of(cls, measured: Sequence[Measured], num_stages: int, sizes: ModelSizes) -> Calibrated:
+        """Learn from the points of the calibration: first what stages take, then what lies between steps."""
         model = CostModel(num_stages)
+        decodes: dict[bool, list[list[StepSample]]] = {}
+        for alone in (False, True):
+            decodes[alone] = [[] for _ in range(num_stages)]
         for stage in range(num_stages):
-            shared: list[StepSample] = []
-            alone: list[StepSample] = []
             for each in measured:
-                own = typical(each.samples[stage])
-                (alone if each.point.concurrency == 1 else shared).extend(own)
-                if each.point.concurrency == 1:
-                    chunks = typical(each.prefills[stage])
-                    alone += chunks
-                    shared += chunks
-            model.learn(stage, alone, alone=True)
+                is_alone = each.point.concurrency == 1
+                decodes[is_alone][stage] += typical(each.samples[stage])
+            chunks = [sample for each in measured for sample in typical(each.prefills[stage])]
+            if num_stages == 1:
+                both = decodes[True][stage] + decodes[False][stage]
+                decodes[True][stage] = decodes[False][stage] = both
+            model.learn(stage, decodes[True][stage] + chunks, alone=True)
             if num_stages > 1:
-                model.learn(stage, shared, alone=False)
-            else:
-                model.learn(stage, shared, alone=True)
+                model.learn(stage, decodes[False][stage] + chunks, alone=False)
         shared, alone = model.costs(), model.costs(alone=True)
         assert shared is not None, "every stage reports"
         assert alone is not None, "one request alone was measured"
-        turns_s = [
-            each.time_per_token_s - sum(cost.seconds(StepShape(1, each.context, 1)) for cost in alone)
+        known = cls(
+            shared=list(map(observed, shared, decodes[False])),
+            alone=list(map(observed, alone, decodes[True])),
+        )
+        known = replace(known, turns=known._turns(measured, sizes))
+        both_depths = [replace(known, plans_ahead=ahead) for ahead in (0, 1)]
+        best = min(both_depths, key=lambda each: each._first_token_error(measured, sizes))
+        return best
+
+    def _turns(self, measured: Sequence[Measured], sizes: ModelSizes) -> Turns:
+        """What is left of the measured cycles, as a line over the rows of a micro-batch; and what is left of
+        first tokens where nobody else runs."""
+        rests = []
+        for each in measured:
+            predicted = self.predict(each.point, each.context, sizes)
+            rows = -(-each.point.concurrency // predicted.micro_batches)
+            rests.append((rows, each.time_per_token_s - predicted.time_per_token_s))
+        row_s = max(0.0, _slope(rests))
+        step_s = max(0.0, statistics.mean(rest - row_s * rows for rows, rest in rests))
+        firsts = [
+            each.ttft_s - self.predict(each.point, each.context, sizes).ttft_s
             for each in measured
             if each.point.concurrency == 1
         ]
-        return cls(shared=shared, alone=alone, turn_s=max(0.0, statistics.mean(turns_s)))
+        return Turns(step_s=step_s, row_s=row_s, request_s=max(0.0, statistics.mean(firsts)))
+
+    def _first_token_error(self, measured: Sequence[Measured], sizes: ModelSizes) -> float:
+        return statistics.mean(
+            abs(self.predict(each.point, each.context, sizes).ttft_s / each.ttft_s - 1) for each in measured
+        )
 
     def predict(self, point: Point, context: int, sizes: ModelSizes) -> Prediction:
         """Return what is predicted of a point."""
@@ -302,10 +325,30 @@ class Calibrated:
             max_model_len=MAX_LEN,
             scheduler=scheduler_config(),
             cache=CacheConfig(),
-            turn_s=self.turn_s,
+            turns=self.turns,
+            plans_ahead=self.plans_ahead,
         )
         links = [NO_WAY] * len(self.shared)
         return predict(self.shared, links, 1 << 40, load, sizes, alone=self.alone)
+
+
+def observed(cost: StageCost, samples: Sequence[StepSample]) -> StageTimes:
+    """The times of a stage: its learnt cost, and of decodes the medians by rows, without attention."""
+    by_rows: dict[int, list[float]] = {}
+    for sample in samples:
+        shape = sample.shape
+        seconds = sample.forward_s + (sample.sample_s or 0.0) + sample.overhead_s
+        by_rows.setdefault(shape.tokens, []).append(seconds - cost.per_attended * shape.attended)
+    decodes = sorted((rows, statistics.mean(own)) for rows, own in by_rows.items())
+    return ObservedTimes(cost=cost, decodes=tuple(decodes))
+
+
+def _slope(points: Sequence[tuple[int, float]]) -> float:
+    """Of the line that is nearest to the points; 0 where they have one abscissa."""
+    middle = statistics.mean(x for x, _ in points)
+    height = statistics.mean(y for _, y in points)
+    spread = sum((x - middle) ** 2 for x, _ in points)
+    return sum((x - middle) * (y - height) for x, y in points) / spread if spread else 0.0
 
 
 def scheduler_config() -> SchedulerConfig:
@@ -349,7 +392,7 @@ async def run_layout(
     async with running(model, pp, tp) as llm:
         engine = Engine(llm, pp, sizes.spec.vocab_size, options.window_s)
         fixed = [Point(*each) for each in CALIBRATION if each[0] * each[1] <= options.max_tokens]
-        calibrated = Calibrated.of([await engine.measure(point) for point in fixed], pp)
+        calibrated = Calibrated.of([await engine.measure(point) for point in fixed], pp, sizes)
         for point in draw(options.seed, f"{label} {pp}x{tp}", options.points, options.max_tokens):
             measured = await engine.measure(point)
             predicted = calibrated.predict(point, measured.context, sizes)

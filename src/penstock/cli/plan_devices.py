@@ -18,10 +18,11 @@ from penstock.cli.terminal import Invocation, printable
 from penstock.config.declared import configured_engine
 from penstock.config.engine import EngineConfig, SchedulerConfig
 from penstock.engine.supervisor.auto_partition import choose_partition
-from penstock.engine.supervisor.launch import longest_request
+from penstock.engine.supervisor.launch import QUANTIZATION_BITS, longest_request
 from penstock.errors import NotEnoughMemoryError, UsageError
 from penstock.hosts.launchers.backends import open_hosts
 from penstock.hosts.launchers.engine_hosts import Voices
+from penstock.hosts.rank_host import Hosts
 from penstock.layouts.device_file import devices_of
 from penstock.layouts.device_text import HERE, JOINED
 from penstock.layouts.devices import DeviceSet
@@ -37,7 +38,6 @@ from penstock.layouts.sensitivity import improvements
 from penstock.pipeline.partition import AUTO_POLICY, partition_layers
 from penstock.planner.mix import Mix
 
-_LOAD_BITS = {"int8": 8, "int4": 4}
 _MAX_CONCURRENCY = 1 << 20
 _BY_FIGURES = "Times follow from the figures of the devices, of which they reach a share; see docs/plan.md."
 _BY_MEASURING = "Times follow from steps that were measured on this machine."
@@ -150,7 +150,7 @@ class _Question:
             gathered.gather([])
             (resources,) = gathered.hosts.resources()
             device = cpu_device(resources)
-            load_bits = _LOAD_BITS.get(config.model.quantization)
+            load_bits = QUANTIZATION_BITS.get(config.model.quantization)
             layouts = layouts_here(device, self._sizes.spec, self._wanted, load_bits)
             if not layouts:
                 raise UsageError(
@@ -196,7 +196,7 @@ class _Question:
             gathered.gather([])
             return devices_of_hosts(gathered.hosts.resources(), gathered.hosts.routes.links())
 
-    def _measured(self, layout: Layout, hosts: Any, speaker: Speaker) -> Estimate | None:
+    def _measured(self, layout: Layout, hosts: Hosts, speaker: Speaker) -> Estimate | None:
         parallel = msgspec.structs.replace(
             self._config.parallel,
             pipeline_parallel_size=layout.pp,
@@ -215,7 +215,7 @@ class _Question:
         )
 
     def _estimates(self, devices: DeviceSet) -> list[Estimate]:
-        load_bits = _LOAD_BITS.get(self._config.model.quantization)
+        load_bits = QUANTIZATION_BITS.get(self._config.model.quantization)
         return estimates_on(devices, self._sizes, self._load, load_bits)
 
     def _best(self, estimates: Sequence[Estimate], devices: DeviceSet) -> Estimate:

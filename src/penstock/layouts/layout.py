@@ -152,13 +152,15 @@ def layouts_on(
     """
     seen = set()
     for sites in _site_lists(devices, spec, load_bits):
-        for layout in _layouts_of(sites, spec, most_replicas):
+        for layout in _layouts_of(sites, spec, most_replicas, load_bits):
             if layout not in seen:
                 seen.add(layout)
                 yield layout
 
 
-def _layouts_of(sites: Sequence[StageSite], spec: ModelSpec, most_replicas: int) -> Iterator[Layout]:
+def _layouts_of(
+    sites: Sequence[StageSite], spec: ModelSpec, most_replicas: int, load_bits: int | None
+) -> Iterator[Layout]:
     alike = are_alike(sites)
     num_hosts = len({site.host for site in sites})
     for pp in _numbers_of_stages(len(sites), num_hosts):
@@ -168,9 +170,10 @@ def _layouts_of(sites: Sequence[StageSite], spec: ModelSpec, most_replicas: int)
             if not alike and dp > 1 and pp * dp < len(sites):
                 continue  # replicas of unlike stages share all of them out
             replicas = _replicas(sites, pp, dp)
-            plain = Layout(replica_sites=replicas)
-            yield plain
-            if spec.experts is not None and plain.tp > 1:
+            tp = max(site.num_ranks for site in replicas[0])
+            if can_share(spec, tp, load_bits):
+                yield Layout(replica_sites=replicas)
+            if spec.experts is not None and tp > 1 and can_share(spec, tp, load_bits, expert_parallel=True):
                 yield Layout(replica_sites=replicas, expert_parallel=True)
 
 
@@ -203,7 +206,12 @@ def _site_lists(
 ) -> Iterator[tuple[StageSite, ...]]:
     """Stages of one size each, and where devices are unlike stages as large as their hosts allow."""
     most = max(len(host.devices) for host in devices.hosts)
-    sizes = [size for size in range(1, most + 1) if _can_share(spec, size, load_bits)]
+    sizes = [
+        size
+        for size in range(1, most + 1)
+        if can_share(spec, size, load_bits)
+        or (spec.experts is not None and can_share(spec, size, load_bits, expert_parallel=True))
+    ]
     for size in sizes:
         sites = tuple(site for host in devices.hosts for site in _sites_of(host, size))
         if sites:
@@ -217,13 +225,18 @@ def _site_lists(
         )
 
 
-def _can_share(spec: ModelSpec, size: int, load_bits: int | None) -> bool:
-    for expert_parallel in (False, True) if spec.experts is not None else (False,):
-        try:
-            require_shardable(spec, size, expert_parallel=expert_parallel)
-            require_whole_groups(spec, size, load_bits, expert_parallel=expert_parallel)
-        except UsageError:
-            return False
+def can_share(spec: ModelSpec, size: int, load_bits: int | None, *, expert_parallel: bool = False) -> bool:
+    """Return whether so many ranks can share a stage.
+
+    Args:
+        load_bits: of weights that are quantised at load; None: they are not.
+        expert_parallel: the ranks have whole experts.
+    """
+    try:
+        require_shardable(spec, size, expert_parallel=expert_parallel)
+        require_whole_groups(spec, size, load_bits, expert_parallel=expert_parallel)
+    except UsageError:
+        return False
     return True
 
 

@@ -10,13 +10,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from penstock.errors import UsageError
-from penstock.families.sharding import require_shardable, require_whole_groups
 from penstock.families.spec import ModelSpec
 from penstock.layouts.devices import Device, DeviceHost, DeviceSet, Link
 from penstock.layouts.estimate import Estimate, hop_estimates, rank_estimates
 from penstock.layouts.known_devices import MEMORY, NETWORK
-from penstock.layouts.layout import Layout, StageSite, Wanted
+from penstock.layouts.layout import Layout, StageSite, Wanted, can_share
 from penstock.layouts.model_sizes import ModelSizes
 from penstock.layouts.prediction import Load, predict
 from penstock.layouts.stage_times import MeasuredTimes
@@ -37,7 +35,7 @@ def layouts_here(device: Device, spec: ModelSpec, wanted: Wanted, load_bits: int
     found = [
         layout
         for pp, tp in _sizes(device.cores, spec, wanted)
-        if _can_share(spec, tp, load_bits) and wanted.allows(layout := _layout(device, pp, tp))
+        if can_share(spec, tp, load_bits) and wanted.allows(layout := _layout(device, pp, tp))
     ]
     return sorted(found, key=lambda layout: (layout.num_devices, layout.pp))[:_MOST_LAYOUTS]
 
@@ -54,15 +52,6 @@ def _sizes(cores: int, spec: ModelSpec, wanted: Wanted) -> Iterator[tuple[int, i
         for tp in [max(wanted.tp)] if wanted.tp else range(1, cores + 1):
             if (wanted.pp and wanted.tp) or pp * tp <= max(cores, wanted.pp or 0, *(wanted.tp or (0,))):
                 yield pp, tp
-
-
-def _can_share(spec: ModelSpec, size: int, load_bits: int | None) -> bool:
-    try:
-        require_shardable(spec, size)
-        require_whole_groups(spec, size, load_bits)
-    except UsageError:
-        return False
-    return True
 
 
 def _layout(device: Device, pp: int, tp: int) -> Layout:
@@ -91,7 +80,7 @@ def measured_estimate(
                 rank,
                 weight_bytes=costs.weight_bytes(rank.layers),
                 kv_tokens=room[rank.stage],
-                free_bytes=costs.available_bytes,
+                free_bytes=max(0, costs.available_bytes - costs.weight_bytes(rank.layers)),
                 stranded_bytes=stranded_bytes(blocks, fewest, rank.layers * costs.kv_block_bytes),
             )
         )

@@ -14,7 +14,7 @@ from penstock.config.engine import CacheConfig, SchedulerConfig
 from penstock.layouts.devices import Link
 from penstock.layouts.model_sizes import ModelSizes
 from penstock.layouts.recurrence import SteadyState, pass_plans, steady_state
-from penstock.layouts.stage_times import StageTimes
+from penstock.layouts.stage_times import StageTimes, learnt_cost
 from penstock.pipeline.links.frame import NUM_CARRIED
 from penstock.planner.mix import Mix
 from penstock.scheduler.chunking import TokenBudget
@@ -29,6 +29,28 @@ _MIN_GAIN = 0.05  # of the cycle, for which fewer micro-batches than stages are 
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Turns:
+    """Seconds in which no stage computes for a request, though nothing else holds it up.
+
+    Attributes:
+        step_s: from a result to the plan that follows from it, whatever it holds.
+        row_s: for each of its rows besides.
+        request_s: of a request, from its sender to a plan, and from its first token to its sender.
+    """
+
+    step_s: float = 0.0
+    row_s: float = 0.0
+    request_s: float = 0.0
+
+    def seconds(self, num_rows: int) -> float:
+        """Return the seconds between two steps of so many rows."""
+        return self.step_s + self.row_s * num_rows
+
+
+NO_TURNS = Turns()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
     """What is asked of a layout.
 
@@ -36,7 +58,7 @@ class Load:
         concurrency: requests that run at once, over all replicas.
         mix: tokens of a typical request.
         max_model_len: longest request.
-        turn_s: from the last stage's result to the plan that follows from it, as measured; 0: not known.
+        turns: what lies between and around the steps, as measured.
         plans_ahead: that are issued before they can run (`async_depth`).
     """
 
@@ -45,7 +67,7 @@ class Load:
     max_model_len: int
     scheduler: SchedulerConfig
     cache: CacheConfig
-    turn_s: float = 0.0
+    turns: Turns = NO_TURNS
     plans_ahead: int = 0
 
     def of_replica(self, dp: int) -> int:
@@ -191,7 +213,7 @@ class _Pipe:
 
     def _cycle_s(self, running: int, micro_batches: int) -> float:
         shape = self.micro_batch(running, micro_batches)
-        latency_s = self._return_s + sum(self._hops_s(shape.tokens))
+        latency_s = self._return_s(shape.tokens) + sum(self._hops_s(shape.tokens))
         return cycle_seconds(self._stage_s(shape, alone=micro_batches == 1), micro_batches, latency_s)
 
     def _steady(self, running: int, micro_batches: int) -> SteadyState:
@@ -201,7 +223,7 @@ class _Pipe:
         return steady_state(
             [self._stage_s(shape, alone=len(rows) == 1) for shape in shapes],
             [self._hops_s(shape.tokens) for shape in shapes],
-            self._return_s,
+            self._return_s(share),
         )
 
     def _hops_s(self, num_tokens: int) -> list[float]:
@@ -210,10 +232,10 @@ class _Pipe:
     def _hop_s(self, stage: int, num_tokens: int) -> float:
         return self.links[stage].seconds(self.hop_bytes(num_tokens))
 
-    @property
-    def _return_s(self) -> float:
+    def _return_s(self, num_rows: int) -> float:
+        """From the last stage's result to the first stage's next step of the same rows."""
         way_s = self.links[-1].seconds(_TOKEN_BYTES) if len(self.times) > 1 else 0.0
-        return way_s + self.load.turn_s
+        return way_s + self.load.turns.seconds(num_rows)
 
     def prefill_s(self, num_decoding: int) -> float:
         """Seconds from a prompt to its first token, while others decode.
@@ -242,7 +264,7 @@ class _Pipe:
             lambda plan, stage: self._hop_s(stage, shapes[plan].tokens),
             len(self.times),
         )
-        return wait_s + passage.ends[-1] + self.load.turn_s
+        return wait_s + passage.ends[-1] + self.load.turns.request_s
 
     def _chunks(self, decodes: StepShape) -> list[tuple[int, int]]:
         """(start, tokens) of the chunks of a typical prompt, as the scheduler cuts it beside decodes."""
@@ -263,8 +285,8 @@ class _Pipe:
         """By time where the costs are those that the scheduler learns; else by plain rules."""
         scheduler, stages = self.load.scheduler, len(self.times)
         budget, depth = TokenBudget.from_config(scheduler, stages), FixedDepth(stages)
-        shared = [stage for stage in self.times if isinstance(stage, StageCost)]
-        alone = [stage for stage in self.alone if isinstance(stage, StageCost)]
+        shared = [cost for cost in map(learnt_cost, self.times) if cost is not None]
+        alone = [cost for cost in map(learnt_cost, self.alone) if cost is not None]
         if len(shared) < stages or len(alone) < stages:
             return PlainPacing(budget, depth)
         target_s = scheduler.inter_token_target_ms / 1000

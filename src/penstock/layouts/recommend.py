@@ -13,7 +13,7 @@ are predicted for them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from penstock.errors import NotEnoughMemoryError
@@ -22,8 +22,6 @@ from penstock.layouts.estimate import Estimate, estimate
 from penstock.layouts.layout import Wanted, layouts_on
 from penstock.layouts.model_sizes import ModelSizes
 from penstock.layouts.prediction import Load
-
-Estimator = Callable[[DeviceSet], list[Estimate]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

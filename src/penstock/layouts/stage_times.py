@@ -18,8 +18,8 @@ from typing import Protocol
 
 from penstock.layouts.devices import Device, Link
 from penstock.layouts.model_sizes import RankSizes
-from penstock.planner.stage_costs import StageCosts
-from penstock.scheduler.cost_model import StepShape
+from penstock.planner.stage_costs import StageCosts, interpolate
+from penstock.scheduler.cost_model import StageCost, StepShape
 
 
 class StageTimes(Protocol):
@@ -137,3 +137,28 @@ class MeasuredTimes:
         if not decodes:
             return max(prefill_s, self.costs.decode_step_s(self.num_layers, 1))
         return prefill_s + self.costs.decode_step_s(self.num_layers, decodes)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ObservedTimes:
+    """A stage whose steps were observed: what the scheduler's cost model learnt of them, and of decodes the
+    times themselves, for between two numbers of rows a straight line is nearer than a roofline.
+
+    Attributes:
+        decodes: rows, rising, and seconds of a step of so many decodes without what they attend to.
+    """
+
+    cost: StageCost
+    decodes: tuple[tuple[int, float], ...]
+
+    def seconds(self, shape: StepShape) -> float:
+        if shape.samples < shape.tokens or not self.decodes:
+            return self.cost.seconds(shape)
+        return interpolate(self.decodes, shape.tokens) + self.cost.per_attended * shape.attended
+
+
+def learnt_cost(times: StageTimes) -> StageCost | None:
+    """Return the cost by which the scheduler would size plans; None: it would go by plain rules."""
+    if isinstance(times, ObservedTimes):
+        return times.cost
+    return times if isinstance(times, StageCost) else None

@@ -59,7 +59,7 @@ _REPLICAS = 0x2545F4914F6CDD1D  # sets the seeds of engines apart from those of 
 
 FloatType = Literal["float32", "bfloat16", "float16"]
 
-_QUANTIZATION_BITS = {"int8": 8, "int4": 4}
+QUANTIZATION_BITS = {"int8": 8, "int4": 4}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -455,7 +455,7 @@ def _weight_form(
             "numbers are bfloat16 instead of the checkpoint's float16: the kernels for quantised weights "
             "have no float16; --dtype float32 loses nothing and is slower."
         )
-    bits = spec.quantization.mean_bits if spec.quantization else _QUANTIZATION_BITS[quantization]
+    bits = spec.quantization.mean_bits if spec.quantization else QUANTIZATION_BITS[quantization]
     if "linear" not in parse_kernels(parallel.kernels).enabled:
         bits = 32
         notes.append("without the kernel for linear layers, quantised weights are held as float32.")
@@ -537,7 +537,7 @@ def _check_tensor_parallel(parallel: ParallelConfig, spec: ModelSpec, form: _Wei
     for size in parallel.tp_sizes:
         whole_experts = parallel.enable_expert_parallel
         require_shardable(spec, size, expert_parallel=whole_experts)
-        load_bits = _QUANTIZATION_BITS.get(form.quantization)
+        load_bits = QUANTIZATION_BITS.get(form.quantization)
         require_whole_groups(spec, size, load_bits, expert_parallel=whole_experts)
 
 

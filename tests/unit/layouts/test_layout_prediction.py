@@ -1,0 +1,100 @@
+"""Predictions of a pipe whose stages take known times, against sums done by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from penstock.config.engine import CacheConfig, ModelConfig, SchedulerConfig
+from penstock.layouts.device_text import parse_devices
+from penstock.layouts.devices import Link
+from penstock.layouts.estimate import estimate
+from penstock.layouts.layout import Layout, StageSite
+from penstock.layouts.model_sizes import read_sizes
+from penstock.layouts.prediction import Load, Prediction, Turns, predict
+from penstock.layouts.stage_times import EFFICIENCY, ObservedTimes, StageTimes
+from penstock.planner.mix import Mix
+from penstock.scheduler.cost_model import StageCost, StepShape
+
+LOAD = Load(
+    concurrency=1, mix=Mix(64, 2), max_model_len=256, scheduler=SchedulerConfig(), cache=CacheConfig()
+)
+SIZES = read_sizes(ModelConfig(model="demo"))
+NO_WAY = Link(kind="memory", bytes_per_s=1e18, latency_s=0.0)
+ROW_S, READ_S = 0.001, 0.008
+COST = StageCost(read=READ_S, per_token=ROW_S)
+
+
+def of(times: list[StageTimes], load: Load = LOAD, link: Link = NO_WAY) -> Prediction:
+    return predict(times, [link] * len(times), 10_000, load, SIZES)
+
+
+def test_i10_one_request_passes_all_stages_for_each_token() -> None:
+    predicted = of([COST] * 3)
+    assert predicted.time_per_token_s == pytest.approx(3 * READ_S)
+    assert predicted.bubble == pytest.approx(2 / 3)
+    assert predicted.tokens_per_s == pytest.approx(1 / (3 * READ_S))
+
+
+def test_i10_a_link_delays_each_token_once_for_each_way_there_and_back() -> None:
+    slow = Link(kind="memory", bytes_per_s=1e18, latency_s=0.005)
+    assert of([COST] * 3, link=slow).time_per_token_s == pytest.approx(3 * READ_S + 3 * 0.005)
+
+
+def test_micro_batches_fill_the_pipe_unless_fewer_read_the_weights_less_often() -> None:
+    many = of([COST] * 2, replace(LOAD, concurrency=32))
+    assert (many.micro_batches, many.running) == (2, 32)
+    assert many.time_per_token_s == pytest.approx(2 * 16 * ROW_S)
+    few = of(
+        [StageCost(read=READ_S, per_token=0.0), StageCost(read=1e-5, per_token=1e-6)],
+        replace(LOAD, concurrency=4),
+    )
+    assert few.micro_batches == 1  # two would read the first stage's weights twice in a cycle
+
+
+def test_requests_that_find_no_memory_wait() -> None:
+    crowded = predict([COST], [NO_WAY], 200, replace(LOAD, concurrency=32), SIZES)
+    assert crowded.running == 200 // LOAD.context
+
+
+def test_turns_between_steps_lengthen_them_and_are_bubbles() -> None:
+    load = replace(LOAD, concurrency=4, turns=Turns(step_s=0.001, row_s=0.0005, request_s=0.1))
+    predicted, plain = of([COST], load), of([COST], replace(LOAD, concurrency=4))
+    assert predicted.time_per_token_s == pytest.approx(READ_S + 0.001 + 4 * 0.0005)
+    assert predicted.bubble == pytest.approx(0.003 / 0.011)
+    assert predicted.ttft_s == pytest.approx(plain.ttft_s + 0.1)
+
+
+def test_the_first_token_waits_for_plans_that_are_ahead() -> None:
+    load = replace(LOAD, concurrency=5)
+    plain, ahead = of([COST], load), of([COST], replace(load, plans_ahead=1))
+    assert ahead.ttft_s - plain.ttft_s == pytest.approx(READ_S)  # a step of four decodes
+
+
+def test_observed_decodes_are_interpolated_and_prompts_go_by_the_cost() -> None:
+    times = ObservedTimes(cost=replace(COST, per_attended=1e-6), decodes=((1, 0.010), (4, 0.013)))
+    assert times.seconds(StepShape(2, 100, 2)) == pytest.approx(0.011 + 1e-4)
+    assert times.seconds(StepShape(32, 0, 1)) == pytest.approx(32 * ROW_S)
+    assert of([times]).time_per_token_s == pytest.approx(0.010 + 65e-6)
+
+
+def test_a_stage_of_devices_reads_its_weights_and_sums_over_its_ranks() -> None:
+    devices = parse_devices("a100-80g:2")
+    host = devices.hosts[0]
+    own = EFFICIENCY["cuda"]
+    found = {}
+    for num_ranks in (1, 2):
+        site = StageSite(host=host.name, device=host.devices[0], num_ranks=num_ranks, link=host.link)
+        made = estimate(Layout(replica_sites=((site,),)), SIZES, devices, LOAD)
+        assert made is not None
+        found[num_ranks] = made
+    layers = SIZES.spec.num_layers
+    fixed_s = own.step_s + layers * own.layer_s
+    rate = 2039e9 * own.reads
+    reads_s = (SIZES.weight_bytes + 65 * SIZES.of_rank(0, layers).kv_bytes_per_token) / rate
+    assert found[1].predicted.time_per_token_s == pytest.approx(fixed_s + reads_s, rel=1e-3)
+    summed = found[2].ranks[0]
+    assert summed.all_reduce_bytes_per_step == 2 * layers * SIZES.spec.hidden_size * SIZES.item_bytes
+    assert summed.all_reduce_latency_s == pytest.approx(2 * layers * 10e-6)
+    assert found[1].ranks[0].all_reduce_bytes_per_step == 0

@@ -1,0 +1,79 @@
+"""Parts of `benchmarks/plan_accuracy.py` that need no engine: points, windows, what is learnt of steps."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import pytest
+
+from paths import REPOSITORY
+from penstock.batch import StageSpans
+from penstock.config.engine import ModelConfig
+from penstock.layouts.model_sizes import read_sizes
+from penstock.scheduler.cost_model import StepSample, StepShape
+from penstock.trace.phases import Phase
+
+with pytest.MonkeyPatch.context() as _patch:
+    _patch.syspath_prepend(str(REPOSITORY / "benchmarks"))
+    accuracy: Any = importlib.import_module("plan_accuracy")
+
+MS = 1_000_000
+
+
+def test_d7_calibration_and_grid_share_no_point_and_a_seed_draws_the_same() -> None:
+    points = accuracy.draw(3, "demo 2x1", 40, 16384)
+    assert points == accuracy.draw(3, "demo 2x1", 40, 16384)
+    assert points != accuracy.draw(4, "demo 2x1", 40, 16384)
+    assert not {(point.concurrency, point.prompt) for point in points} & set(accuracy.CALIBRATION)
+    assert all(1 <= point.concurrency <= 64 and 16 <= point.prompt <= 1024 for point in points)
+    assert all(point.concurrency * point.prompt <= 16384 for point in points)
+
+
+def test_the_bubble_of_a_window_is_what_no_stage_computes() -> None:
+    spans = [
+        StageSpans(
+            stage=stage,
+            began_ns=0,
+            phases=bytes([Phase.FORWARD, Phase.WAIT_PREV, Phase.SAMPLE]),
+            durations_ns=[4 * MS, 4 * MS, 2 * MS],
+            steps=[(0, 7, 3)],
+        )
+        for stage in (0, 1)
+    ]
+    assert accuracy._bubble(spans, 2, 0, 10 * MS) == pytest.approx(0.4)
+    assert accuracy._bubble(spans, 2, 2 * MS, 6 * MS) == pytest.approx(0.5)
+    (sample,) = accuracy._decodes(spans[:1], 0, MS, 100)
+    assert sample.shape == StepShape(3, 300, 3)
+    assert (sample.forward_s, sample.sample_s) == (pytest.approx(0.004), pytest.approx(0.002))
+    first, *rest = accuracy._chunks(spans[:1], [(0, 10 * MS)], 3)
+    assert (first.shape, rest) == (StepShape(3, 6, 1), [])
+
+
+def test_d7_what_was_learnt_predicts_what_was_measured() -> None:
+    def step(tokens: int, context: int, samples: int) -> StepSample:
+        attended = tokens * context
+        seconds = 0.004 + 0.001 * tokens + 1e-7 * attended
+        return StepSample(StepShape(tokens, attended, samples), seconds, 0.0, 0.0005)
+
+    def measured(concurrency: int, prompt: int) -> Any:
+        rows, context = concurrency, prompt + 50
+        turn_s = 0.001 + 0.0001 * rows
+        cycle_s = sum(step(rows, context, rows)[1:]) + turn_s  # type: ignore[arg-type]
+        return accuracy.Measured(
+            point=accuracy.Point(concurrency, prompt),
+            time_per_token_s=cycle_s,
+            ttft_s=0.010,
+            bubble=turn_s / cycle_s,
+            context=context,
+            samples=[[step(rows, context, rows)] * 3],
+            prefills=[[step(prompt, prompt // 2, 1)] if concurrency == 1 else []],
+        )
+
+    sizes = read_sizes(ModelConfig(model="demo"))
+    points = [measured(*each) for each in ((1, 48), (1, 400), (4, 160), (12, 24), (48, 64))]
+    known = accuracy.Calibrated.of(points, 1, sizes)
+    other = measured(20, 100)
+    predicted = known.predict(other.point, other.context, sizes)
+    assert predicted.time_per_token_s == pytest.approx(other.time_per_token_s, rel=0.03)
+    assert predicted.bubble == pytest.approx(other.bubble, abs=0.02)
