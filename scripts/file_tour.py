@@ -26,6 +26,7 @@ ROOMS = {
     "process": "what every process of ours does first",
     "trust": "who belongs to a cluster of hosts, and how a connection proves it",
     "cli": "the command line",
+    "cli/plans": "`penstock plan`",
     "cli/bench": "the benchmarks of `penstock bench`",
     "cli/models": "the models of this machine: downloaded, listed, removed",
     "hub": "the hub, from which models are downloaded when somebody asks for it",

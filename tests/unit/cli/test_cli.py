@@ -185,7 +185,7 @@ def test_d13_a_plan_measures_the_stages_of_a_topology_whatever_layers_it_says(
             config, parallel=msgspec.structs.replace(config.parallel, partition="2,4")
         )
 
-    monkeypatch.setattr("penstock.cli.plan.settle_partition", settle)
+    monkeypatch.setattr("penstock.cli.plans.plan.settle_partition", settle)
     topology = tmp_path / "unlike.toml"
     topology.write_text("[[stage]]\nlayers = 4\ntp = 2\n[[stage]]\nlayers = 2\n")
     code, out, _ = penstock("plan", "demo", "--topology", str(topology))

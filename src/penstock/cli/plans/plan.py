@@ -1,6 +1,6 @@
 """`penstock plan`: how a model would be laid out, and why; serves nothing.
 
-Called by `cli`. With `--devices` it plans for devices that need not be there (`cli.plan_devices`).
+Called by `cli`. With `--devices` it plans for devices that need not be there (`cli.plans.plan_devices`).
 Without, it shows which layers each stage would hold under `--partition auto`: it measures the stages, or
 takes what was measured before, as `penstock serve` would; with `--hosts` it waits for the workers first.
 """
@@ -14,7 +14,7 @@ from typing import Annotated, Any
 from cyclopts import Parameter
 
 from penstock.cli.flags import flag, with_settings
-from penstock.cli.spoken_events import Speaker
+from penstock.cli.plans.spoken_events import Speaker
 from penstock.cli.terminal import Invocation, printable
 from penstock.config.declared import ENGINE, configured_engine
 from penstock.config.hosts import HostsConfig
@@ -46,7 +46,7 @@ def plan(
     if not model:
         raise UsageError("no model is given.", remedy="Use `penstock plan MODEL --pp 2`.")
     if devices is not None:
-        from penstock.cli.plan_devices import plan_for_devices
+        from penstock.cli.plans.plan_devices import plan_for_devices
 
         return plan_for_devices(model, devices, concurrency, given, invocation, as_json=as_json)
     if as_json:

@@ -1,7 +1,7 @@
 """`penstock plan --devices`: the layout that a model should have on devices, and what it would do there.
 
-Called by `cli.plan`. Devices that are described need not be there (`layouts.estimate`); those of this machine
-are measured (`layouts.measured`), and those of hosts that have joined are what the hosts say of themselves.
+Called by `cli.plans.plan`. Devices that are described need not be there (`layouts.estimate`); those of this
+machine are measured (`layouts.measured`), and those of hosts that have joined are what the hosts say.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from penstock.cli.spoken_events import Speaker
+from penstock.cli.plans.spoken_events import Speaker
 from penstock.cli.terminal import Invocation, printable
 from penstock.config.declared import configured_engine
 from penstock.config.engine import EngineConfig, SchedulerConfig
