@@ -31,6 +31,7 @@ from penstock.config.engine import EngineConfig, ParallelConfig
 from penstock.config.server import ServerConfig
 from penstock.engine.supervisor.launch import resolve_replicas
 from penstock.errors import PenstockError
+from penstock.families.quantization_spec import BlockQuantization
 from penstock.families.registry import load_spec, resolve_model_directory
 from penstock.families.spec import ITEM_SIZES, ModelSpec
 from penstock.hosts.resources import HostResources
@@ -38,7 +39,8 @@ from penstock.kernels.cpu.library import LoadedKernels, load
 from penstock.pipeline.partition import AUTO_POLICY
 from penstock.process.config import RankConfig
 from penstock.process.listening import listen
-from penstock.tokenizer.sources.model_files import tokenizer_config_content, vocabulary_file
+from penstock.tokenizer.sources.model_files import tokenizer_content, vocabulary_file
+from penstock.told_text import printable
 from penstock.weights.checkpoint import Checkpoint
 
 OLDEST_PYTHON = (3, 11)
@@ -47,6 +49,7 @@ TESTED_TORCH = "2.13.0"
 NEEDED_PACKAGES = ("numpy", "tokenizers", "msgspec", "pyzmq", "starlette", "uvicorn", "minijinja")
 NEEDED_DESCRIPTORS = 1024
 LOW_MEMORY_BYTES = 1 << 30
+FLOAT_BYTES = 4
 WITHOUT_KERNELS = "plain torch is used, which is slower"
 
 _COLOURS: dict[Level, str] = {"ok": "green", "warn": "yellow", "fail": "red"}
@@ -231,9 +234,11 @@ def check_model(config: EngineConfig) -> list[Finding]:
         directory = resolve_model_directory(config.model.model)
         findings.append(Finding("ok", "model", str(directory)))
         spec = load_spec(directory, config.model.model_impl, dequantize=config.model.gguf_dequantize)
-        described = "config.json" if directory.is_dir() else "metadata"
-        findings.append(Finding("ok", described, describe_spec(spec)))
-        findings += check_files(directory)
+        if directory.is_dir():
+            findings.append(Finding("ok", "config.json", describe_spec(spec)))
+        else:
+            findings.append(Finding("ok", "metadata", f"{describe_file(directory)}; {describe_spec(spec)}"))
+        findings += [check_vocabulary(directory), *check_template(directory, config.model.chat_template)]
         findings.append(check_weights(directory, spec))
         findings += check_stages(config)
     except PenstockError as error:
@@ -249,23 +254,47 @@ def describe_spec(spec: ModelSpec) -> str:
     )
 
 
-def check_files(directory: Path) -> list[Finding]:
-    """The files beside the weights."""
-    findings = []
-    vocabulary = vocabulary_file(directory)
-    if vocabulary is not None:
-        findings.append(Finding("ok", vocabulary.name, "there"))
-    else:
-        remedy = "Download it; without it only token ids can be served."
-        findings.append(Finding("fail", "tokenizer.json", "missing", remedy))
-    if not _has_chat_template(directory):
-        remedy = "Use /v1/completions, or add a chat_template.jinja."
-        findings.append(Finding("warn", "chat template", "none", remedy))
-    return findings
+def describe_file(path: Path) -> str:
+    """Say what a GGUF file is by its own words: the format's version, the architecture and the name."""
+    from penstock.gguf.file import GgufFile  # here: numpy is slow to import
+
+    file = GgufFile.open(path)
+    name = file.metadata.text("general.name", "")
+    named = f" ({printable(name)})" if name else ""
+    return f"GGUF {file.version} of {printable(file.metadata.text('general.architecture'))}{named}"
 
 
-def _has_chat_template(model: Path) -> bool:
-    return (model / "chat_template.jinja").is_file() or b'"chat_template"' in tokenizer_config_content(model)
+def check_vocabulary(model: Path) -> Finding:
+    """The vocabulary. One that is not a `tokenizer.json` is translated, as it is when the model is served."""
+    file = vocabulary_file(model)
+    subject = "vocabulary" if model.is_file() else file.name if file is not None else "tokenizer.json"
+    if file is None:
+        return Finding("fail", subject, "missing", "Download it; without it only token ids can be served.")
+    if file.name == "tokenizer.json":
+        return Finding("ok", subject, "there")
+    try:
+        content = tokenizer_content(model)
+    except PenstockError as error:
+        return Finding("fail", subject, error.message, remedy_of(error))
+    if content is None:
+        remedy = "Use a file that has one; without it only token ids can be served."
+        return Finding("fail", subject, "the file has none", remedy)
+    return Finding("ok", subject, "in the file" if model.is_file() else "there")
+
+
+def check_template(model: Path, given: str | None) -> list[Finding]:
+    """The chat template, which is compiled; what is given by `--chat-template` counts before the model's."""
+    from penstock.tokenizer.chat_template import AbsentChatTemplate  # here: tokenizers is slow to import
+    from penstock.tokenizer.template_files import load_chat_template
+    from penstock.tokenizer.tokenizer import AbsentTokenizer
+
+    try:
+        template = load_chat_template(model, AbsentTokenizer(), given)
+    except PenstockError as error:
+        return [Finding("fail", "chat template", error.message, remedy_of(error))]
+    if not isinstance(template, AbsentChatTemplate):
+        return []
+    return [Finding("warn", "chat template", "none", "Use /v1/completions, or give one by --chat-template.")]
 
 
 def check_weights(model: Path, spec: ModelSpec) -> Finding:
@@ -296,7 +325,8 @@ def check_stages(config: EngineConfig) -> list[Finding]:
     """Describe what each stage would hold, decided as `serve` decides it. Raises what `serve` would raise."""
     is_measured, host = config.parallel.partition == AUTO_POLICY, HostResources.detect()
     replicas = resolve_replicas(config.with_partition("even") if is_measured else config, [host])
-    missing = check_gpus([rank.device for plan in replicas for rank in plan.ranks], host.num_gpus)
+    ranks = [rank for plan in replicas for rank in plan.ranks]
+    missing = check_gpus([rank.device for rank in ranks], host.num_gpus)
     if is_measured:
         text = "cut by what is measured at start; `penstock plan` does it now"
         return [Finding("ok", "stages", text), *missing]
@@ -306,7 +336,30 @@ def check_stages(config: EngineConfig) -> list[Finding]:
         Finding("ok", f"stage {stage}", _describe_stage(ranks, plan.spec))
         for stage, ranks in enumerate(of_stages)
     ]
-    return [*stages, *missing]
+    has_kernels = config.parallel.kernels != "off" and load().library is not None
+    held = sum(_held_bytes(rank, plan.spec, has_kernels=has_kernels) for rank in ranks)
+    blocks = check_blocks(plan.spec, has_kernels=has_kernels)
+    return [*stages, *blocks, *check_room(held, host.free_bytes), *missing]
+
+
+def check_blocks(spec: ModelSpec, *, has_kernels: bool) -> list[Finding]:
+    """Say in which form the weights of a GGUF file are computed with."""
+    if not isinstance(spec.quantization, BlockQuantization):
+        return []
+    if has_kernels:
+        return [Finding("ok", "products", "blocks are computed with as the file has them, by our kernels")]
+    size = spec.stage_parameters(0, spec.num_layers) * FLOAT_BYTES
+    text = f"blocks are held as float32, {size / 1e6:.1f} MB in all, since our kernels do not run"
+    return [Finding("warn", "products", text, "Install g++, or use a CPU with AVX2.")]
+
+
+def check_room(num_bytes: float, free_bytes: int) -> list[Finding]:
+    """Compare the weights of this machine's stages with the memory that is free."""
+    if num_bytes <= free_bytes:
+        return []
+    text = f"weights of {num_bytes / 2**30:.1f} GiB, and {free_bytes / 2**30:.1f} GiB of memory are free"
+    remedy = "Close other programs, use a checkpoint with fewer bits a weight, or stages on several machines."
+    return [Finding("warn", "room", text, remedy)]
 
 
 def check_gpus(devices: Iterable[str], num_gpus: int) -> list[Finding]:
@@ -321,9 +374,28 @@ def check_gpus(devices: Iterable[str], num_gpus: int) -> list[Finding]:
 
 def _describe_stage(ranks: Sequence[RankConfig], spec: ModelSpec) -> str:
     first, devices = ranks[0], ", ".join(dict.fromkeys(rank.device for rank in ranks))
-    item_size = ITEM_SIZES[first.dtype] if spec.quantization is None else spec.quantization.mean_bits / 8
-    size = spec.stage_parameters(first.start_layer, first.end_layer) * item_size
+    size = _parameters(first, spec) * _stored_item_size(first, spec)
     quantised = "" if first.quantization == "none" else f" before they are {first.quantization}"
     shared = f" shared by {len(ranks)} ranks" if len(ranks) > 1 else ""
     layers = f"layers {first.start_layer}-{first.end_layer - 1}"
     return f"{layers}, {size / 1e6:.1f} MB of weights{quantised}{shared}, {devices}"
+
+
+def _parameters(rank: RankConfig, spec: ModelSpec) -> int:
+    """Return the numbers of a rank's stage, all ranks that share it together."""
+    return spec.stage_parameters(rank.start_layer, rank.end_layer)
+
+
+def _stored_item_size(rank: RankConfig, spec: ModelSpec) -> float:
+    """Return the bytes of a number as it is computed with, before it is quantised at load."""
+    return ITEM_SIZES[rank.dtype] if spec.quantization is None else spec.quantization.mean_bits / 8
+
+
+def _held_bytes(rank: RankConfig, spec: ModelSpec, *, has_kernels: bool) -> float:
+    """Return the least memory of this machine that a rank's weights take; none for those on a GPU."""
+    if rank.device.startswith("cuda"):
+        return 0.0
+    size = {"int8": 1.0, "int4": 0.5}.get(rank.quantization) or _stored_item_size(rank, spec)
+    if isinstance(spec.quantization, BlockQuantization) and not has_kernels:
+        size = FLOAT_BYTES
+    return _parameters(rank, spec) * size / rank.tp_size

@@ -5,13 +5,18 @@ from __future__ import annotations
 import json
 import re
 import socket
+from collections.abc import Mapping
 from ctypes import CDLL
 from io import StringIO
 from pathlib import Path
+from types import MappingProxyType
 
 import numpy as np
 import pytest
 
+from checkpoints import make_checkpoint
+from gguf_models import as_gguf
+from model_stores import in_ollama
 from penstock.cli import doctor as cli_doctor
 from penstock.cli.doctor import (
     DoctorSettings,
@@ -34,6 +39,7 @@ from penstock.cli.program import run
 from penstock.cli.terminal import Invocation
 from penstock.config.engine import EngineConfig, ModelConfig, ParallelConfig
 from penstock.kernels.cpu.library import LoadedKernels
+from penstock.tokenizer.detokenizer import byte_level_alphabet
 
 
 @pytest.fixture(autouse=True)
@@ -303,3 +309,110 @@ def test_a3_layers_that_the_environment_asks_for_are_those_that_would_be_served(
     assert "layers 0-5" in doctor("demo", **asked)[1]
     assert "layers 0-3" in doctor("demo", "--pp", "2", **asked)[1]
     assert "layers 0-2" in doctor("demo", "--pp", "2", "--partition", "even", **asked)[1]
+
+
+def gguf_of(directory: Path, num_parts: int = 1, more: Mapping[str, object] = MappingProxyType({})) -> Path:
+    """A small model with a vocabulary of one token for each id and `more` metadata."""
+    sizes = {"layers": 2, "hidden_size": 256, "intermediate_size": 512, "vocab_size": 262}
+    checkpoint = make_checkpoint(directory / "checkpoint", **sizes)  # type: ignore[arg-type]
+    letters = [*byte_level_alphabet(), *(f"<{index}>" for index in range(6))]
+    vocabulary: dict[str, object] = {
+        "general.name": "Tiny\x1b one",
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "qwen2",
+        "tokenizer.ggml.tokens": letters,
+        "tokenizer.ggml.merges": [],
+        "tokenizer.chat_template": "{{ messages[0].content }}",
+    }
+    return as_gguf(
+        checkpoint,
+        directory / "gguf",
+        lambda name: None if "norm" in name else "Q4_K",
+        num_parts=num_parts,
+        more_metadata=vocabulary | dict(more),
+    ).path
+
+
+def told_of(model: Path, **parallel: int) -> dict[str, Finding]:
+    return {finding.subject: finding for finding in check_model(engine_of(model, **parallel))}
+
+
+@pytest.mark.parametrize("num_parts", [1, 3])
+def test_a_gguf_file_says_what_it_is_and_how_it_would_run(tmp_path: Path, num_parts: int) -> None:
+    last = sorted(gguf_of(tmp_path, num_parts).parent.glob("*.gguf"))[-1]
+    told = told_of(last, pipeline_parallel_size=2)
+    assert all(finding.level == "ok" for finding in told.values()), told
+    assert list(told) == ["model", "metadata", "vocabulary", "weights", "stage 0", "stage 1", "products"]
+    assert told["metadata"].text.startswith(r"GGUF 3 of llama (Tiny\x1b one); LlamaForCausalLM, 2 layers")
+    assert "gguf: Q4_K (16 tensors), 4.5 bits a weight" in told["weights"].text
+    assert f"in {num_parts} file" in told["weights"].text
+    assert told["products"].text == "blocks are computed with as the file has them, by our kernels"
+
+
+def test_a_gguf_file_in_ollamas_store_is_found_by_name_and_by_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OLLAMA_MODELS", str(tmp_path / "store"))
+    content = {"model": gguf_of(tmp_path).read_bytes()}
+    files = in_ollama(tmp_path / "store", "registry.ollama.ai/library/tiny/latest", content)
+    for name in ("tiny", str(files["model"])):
+        code, out = doctor(name, "--port", "0")
+        assert "GGUF 3 of llama" in out
+        assert code == 0
+
+
+def test_without_kernels_blocks_are_held_as_floats_and_that_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cli_doctor, "load", lambda: LoadedKernels(reason="no C++ compiler found"))
+    told = told_of(gguf_of(tmp_path))["products"]
+    assert told.level == "warn"
+    assert re.search(r"held as float32, \d\.\d MB in all", told.text)
+
+
+BAD: dict[str, tuple[dict[str, object], str, str]] = {
+    "rule": ({"tokenizer.ggml.pre": "unheard-of"}, "vocabulary", "rule 'unheard-of'"),
+    "size": (
+        {"tokenizer.ggml.tokens": [f"<{index}>" for index in range(200)]},
+        "vocabulary",
+        "expected 262 tokens, .* found 200",
+    ),
+    "none": ({"tokenizer.ggml.model": "none"}, "vocabulary", "the file has none"),
+    "template": ({"tokenizer.chat_template": "{% if %}"}, "chat template", "the chat template of"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_what_of_a_gguf_file_would_not_be_served_fails_by_name(tmp_path: Path, case: str) -> None:
+    metadata, subject, said = BAD[case]
+    told = told_of(gguf_of(tmp_path, more=metadata))
+    assert told[subject].level == "fail"
+    assert re.search(said, told[subject].text)
+    assert told[subject].remedy
+
+
+def test_a_given_template_counts_and_a_missing_one_can_be_given(tmp_path: Path) -> None:
+    model = gguf_of(tmp_path, more={"tokenizer.chat_template": ""})
+    assert "--chat-template" in told_of(model)["chat template"].remedy
+    (tmp_path / "own.jinja").write_text("{{ messages[0].content }}")
+    assert "chat template" not in doctor(str(model), "--chat-template", str(tmp_path / "own.jinja"))[1]
+
+
+def test_a_damaged_and_an_incomplete_gguf_file_fail_with_tensor_or_part(tmp_path: Path) -> None:
+    whole = gguf_of(tmp_path)
+    (tmp_path / "cut.gguf").write_bytes(whole.read_bytes()[:-1000])
+    told = told_of(tmp_path / "cut.gguf")["model"]
+    assert (told.level, "Download" in told.remedy) == ("fail", True)
+    assert re.search(r"cut\.gguf: tensor \S+: expected \d+ bytes .* found a file of \d+ bytes", told.text)
+    parts = sorted(gguf_of(tmp_path / "split", 3).parent.glob("*.gguf"))
+    parts[2].unlink()
+    assert "model-00003-of-00003.gguf: expected all 3 parts" in told_of(parts[0])["model"].text
+
+
+def test_weights_larger_than_free_memory_warn() -> None:
+    assert cli_doctor.check_room(2 << 30, 3 << 30) == []
+    (finding,) = cli_doctor.check_room(40 << 30, 3 << 30)
+    assert (finding.level, finding.text) == (
+        "warn",
+        "weights of 40.0 GiB, and 3.0 GiB of memory are free",
+    )
