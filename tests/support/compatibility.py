@@ -265,18 +265,24 @@ def check_equal(feature: Feature, shared: list[list[int]], alone: list[list[int]
         assert np.abs(np.subtract(shared, alone)).max() <= 1
 
 
+def shown(cell: str, reasons: dict[str, int]) -> str:
+    """Return a cell as the page has it: of what is refused, the number of the reason."""
+    if cell in (EQUAL, RUNS) or cell.startswith("`"):
+        return cell
+    return f"[{reasons.setdefault(cell, len(reasons) + 1)}]"
+
+
 def page() -> str:
-    """The whole page; what is refused is said below the table."""
+    """The whole page; what is refused is said below the tables."""
+    from compatibility_families import table  # here: it runs pairs by what is here
+
     reasons: dict[str, int] = {}
     lines = [f"| | {' | '.join(LAYOUTS)} |", f"|---|{'---|' * len(LAYOUTS)}"]
     for name, feature in FEATURES.items():
         with tempfile.TemporaryDirectory() as directory:
             cells = found(feature, Path(directory))
-        shown = [
-            cell if cell in (EQUAL, RUNS) else f"[{reasons.setdefault(cell, len(reasons) + 1)}]"
-            for cell in cells
-        ]
-        lines.append(f"| {name} | {' | '.join(shown)} |")
+        lines.append(f"| {name} | {' | '.join(shown(cell, reasons) for cell in cells)} |")
+    lines += table(reasons)
     notes = [f"{number}. {reason}" for reason, number in reasons.items()]
     return "\n".join(itertools.chain([_HEAD], lines, [_REFUSED], notes)) + "\n"
 
@@ -305,4 +311,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    sys.modules["compatibility"] = sys.modules[__name__]
     sys.exit(main())

@@ -12,9 +12,10 @@ import pytest
 import torch
 
 from checkpoints import make_checkpoint
-from deepseek_models import MODELS, YARN, make_with_mtp
+from deepseek_models import MODELS, make_with_mtp
 from expert_families import EXPERT_FAMILIES
 from families import FAMILIES
+from gguf_families import DENSE, LATENT, WITH_EXPERTS
 from gguf_files import Typed
 from gguf_models import as_gguf
 from gguf_stages import kernels, logits, stages
@@ -24,24 +25,6 @@ from penstock.families.registry import load_spec
 from penstock.families.spec import ModelSpec
 from penstock.gguf.file import GgufFile
 
-# As far as a file can say what a configuration says.
-EQUAL_SCALES = YARN | {"mscale": 0.8, "mscale_all_dim": 0.8}
-DENSE: dict[str, dict[str, Any]] = {
-    "gemma": {},
-    "glm": {"head_dim": 8},
-    "glm4": {},
-    "ernie4_5": {},
-    "seed_oss": {},
-    "smollm3": {"num_hidden_layers": 4, "no_rope_layers": [1, 1, 1, 0]},
-    "exaone4": {},
-    "ministral3": {},
-    "olmo3": {},
-}
-WITH_EXPERTS: dict[str, dict[str, Any]] = {
-    "glm4_moe": {},
-    "dots1": {"sliding_window": None},
-    "olmoe": {},
-}
 # Widths of whole blocks, and no choice of experts that a last bit could change.
 OF_BLOCKS = {
     "n_routed_experts": 4,
@@ -55,14 +38,6 @@ OF_BLOCKS = {
     "q_lora_rank": 32,
     "qk_nope_head_dim": 32,
     "v_head_dim": 32,
-}
-LATENT: dict[str, dict[str, Any]] = {
-    "v2": {},
-    "v2 lite": {"attention_bias": False},
-    "v2 groups, yarn": {"rope_parameters": EQUAL_SCALES},
-    "v3": {},
-    "v3 yarn": {"rope_parameters": EQUAL_SCALES},
-    "glm": {"mlp_layer_types": ["dense", "sparse", "sparse"]},
 }
 
 

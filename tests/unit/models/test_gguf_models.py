@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 
 from checkpoints import LLAMA3_ROPE, make_checkpoint, write_weights
 from families import FAMILIES
+from gguf_families import BY_NUMBERS
 from gguf_files import Stored, write_gguf
 from gguf_models import GgufModel, as_gguf
 from gguf_stages import PROMPT, kernels, logits, stages
@@ -24,20 +25,11 @@ from penstock.rank.stored_weights import open_weights
 from stage_driver import StageDriver
 
 WIDE = {"hidden_size": 256, "intermediate_size": 512, "layers": 2, "vocab_size": 96}
-OF_FAMILIES = {
-    "small tied llama": {},
-    "qwen2 window": {"use_sliding_window": False},
-    "gemma2": {"query_pre_attn_scalar": 16},
-    "gemma3": {"query_pre_attn_scalar": 16, "num_hidden_layers": 7, "layer_types": None},
-    "phi3": {},
-    "olmo2": {},
-    "granite": {"residual_multiplier": 0.75, "attention_multiplier": 0.25, "logits_scaling": 1.75},
-}
 
 
-@pytest.mark.parametrize("family", OF_FAMILIES)
+@pytest.mark.parametrize("family", BY_NUMBERS)
 def test_floats_of_every_family_give_the_checkpoints_logits_to_the_bit(tmp_path: Path, family: str) -> None:
-    checkpoint = FAMILIES[family].make(tmp_path / "checkpoint", **OF_FAMILIES[family])
+    checkpoint = FAMILIES[family].make(tmp_path / "checkpoint", **BY_NUMBERS[family])
     made = as_gguf(checkpoint, tmp_path / "gguf")
     assert load_spec(made.path).quantization is None
     expected = logits(checkpoint, own_kernels=kernels())
