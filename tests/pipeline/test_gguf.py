@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -18,6 +20,7 @@ from penstock.errors import ModelChangedError, UsageError
 from penstock.executor.inprocess import InprocessExecutor
 from penstock.families.registry import load_spec, resolve_model_directory, served_names
 from penstock.families.sharding import require_whole_groups
+from penstock.gguf.file import GgufFile
 from penstock.kvstore import names
 from penstock.process.config import FirstLoad, RankConfig
 from penstock.rank.loading import load_rank
@@ -163,3 +166,41 @@ def test_a_trained_checkpoint_as_gguf_says_its_published_words(tmp_path: Path) -
     assert by_text.prompt_token_ids == [1, *ids[: known - 1]]
     assert second.token_ids == ids[known - 1 : known + 95]
     assert text.startswith("Once upon a time" + second.text)
+
+
+@pytest.mark.parametrize(("tp", "num_parts"), [((1, 1), 1), ((2,), 1), ((2, 2), 3)])
+def test_ranks_read_their_shares_and_the_header_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tp: tuple[int, ...], num_parts: int
+) -> None:
+    """Together each block once, and norms on all ranks of a stage; calls that read a file are counted."""
+    checkpoint = make_checkpoint(tmp_path / "checkpoint", **SIZES)  # type: ignore[arg-type]
+    form = {True: None, False: "Q8_0"}
+    made = as_gguf(checkpoint, tmp_path / "gguf", lambda name: form["norm" in name], num_parts=num_parts)
+    model = made.path
+    file = GgufFile.open(model)
+    counted = {"preadv": 0, "pread": 0}
+    preadv, pread = os.preadv, os.pread
+
+    def counting_preadv(*arguments: Any) -> int:
+        count = preadv(*arguments)
+        counted["preadv"] += count
+        return count
+
+    def counting_pread(*arguments: Any) -> bytes:
+        content = pread(*arguments)
+        counted["pread"] += len(content)
+        return content
+
+    monkeypatch.setattr(os, "preadv", counting_preadv)
+    monkeypatch.setattr(os, "pread", counting_pread)
+    configs = make_rank_configs(model, len(tp), tp=tp)
+    counted.update(preadv=0, pread=0)
+    reports = [load_rank(config, lambda done, total: None).report for config in configs]
+    tensors = file.tensors.values()
+    norms = [tensor.num_bytes for tensor in tensors if "norm" in tensor.name]
+    shared_norms = sum(norms) * (max(tp) - 1)  # all stages have as many ranks
+    assert sum(report.bytes_read for report in reports) == sum(t.num_bytes for t in tensors) + shared_norms
+    assert counted["preadv"] == sum(report.bytes_read for report in reports)
+    assert max(report.bytes_read for report in reports) < 0.75 * sum(tensor.num_bytes for tensor in tensors)
+    # Twice a rank: for the configuration, and for the places of tensors.
+    assert counted["pread"] == 2 * len(configs) * file.header_bytes
