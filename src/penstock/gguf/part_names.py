@@ -10,7 +10,8 @@ from penstock.told_text import printable
 
 SUFFIX = ".gguf"
 MAX_PARTS = 4096
-_PART_NAME = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf", re.IGNORECASE)
+# Of a name without its suffix.
+PART_STEM = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})", re.DOTALL)
 
 
 def part_paths(path: Path) -> list[Path]:
@@ -19,7 +20,7 @@ def part_paths(path: Path) -> list[Path]:
     Raises:
         CheckpointError: one of them is missing; it is named.
     """
-    name = _PART_NAME.fullmatch(path.name)
+    name = PART_STEM.fullmatch(path.stem) if path.suffix.lower() == SUFFIX else None
     if name is None:
         return [path]
     count = int(name["count"])

@@ -10,9 +10,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 
-from penstock.gguf.part_names import SUFFIX
+from penstock.gguf.part_names import PART_STEM, SUFFIX
 
-_PART = re.compile(r"(?P<stem>.+)-(?P<part>\d{5})-of-(?P<count>\d{5})", re.DOTALL)
 _QUANTISATION = re.compile(
     r"(?:^|[-._])(?P<label>(?:UD-)?(?:I?Q\d|TQ\d|BF16|FP?16|FP?32|MXFP4)(?:_\w+)?)$", re.IGNORECASE
 )
@@ -39,7 +38,7 @@ class GgufModel:
     def stem(self) -> str:
         """The file's name without `.gguf`, and without the number of a part."""
         stem = PurePosixPath(self.first).name[: -len(SUFFIX)]
-        split = _PART.fullmatch(stem)
+        split = PART_STEM.fullmatch(stem)
         return split["stem"] if split else stem
 
     @property
@@ -65,9 +64,9 @@ def gguf_models(paths: Iterable[str]) -> list[GgufModel]:
         if not name.lower().endswith(SUFFIX) or name.lower().startswith(_BESIDE_A_MODEL):
             continue
         stem = path[: -len(SUFFIX)]
-        split = _PART.fullmatch(stem)
+        split = PART_STEM.fullmatch(stem)
         stem, number, count = (
-            (split["stem"], int(split["part"]), int(split["count"])) if split else (stem, 1, 1)
+            (split["stem"], int(split["number"]), int(split["count"])) if split else (stem, 1, 1)
         )
         splits.setdefault((stem, count), {})[number] = path
     return [

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 
 from penstock.tokenizer.pieces import Piece
-from penstock.tokenizer.reasoning import ReasoningSplitter
+from penstock.tokenizer.reasoning import ReasoningSplitter, reasoning_splitter
 from penstock.tokenizer.tool_formats import REASONING_FORMATS
 
 FORMS = {form.name: form for form in REASONING_FORMATS}
@@ -60,3 +60,28 @@ def test_reasoning_is_given_as_it_comes() -> None:
     assert splitter.feed("three</") == [Piece("reasoning", "\nthree")]
     assert splitter.feed("think>\n") == []
     assert splitter.feed("Yes") == [Piece("content", "Yes")]
+
+
+AROUND = [
+    ("granite", "<think>a</think><response>b < c</response>", ("a", "b < c")),
+    ("granite", "<think>a</think> \n<response>b</response>", ("a", "b")),
+    ("granite", "<response>b</response> c", ("", "b c")),
+    ("granite", "<response>b</resp", ("", "b</resp")),  # not closed
+    ("granite", "b <response>c</response>", ("", "b <response>c</response>")),  # not at the start
+    ("granite", " <resp", ("", " <resp")),
+    ("granite", "<think>a</think>b</response>", ("a", "b</response>")),
+    ("cohere", "<|START_THINKING|>a<|END_THINKING|><|START_RESPONSE|>b<|END_RESPONSE|>", ("a", "b")),
+]
+
+
+@pytest.mark.parametrize("size", [1, 3, 1000])
+@pytest.mark.parametrize(("form", "text", "expected"), AROUND)
+def test_marks_around_an_answer_are_left_out_however_it_comes(
+    form: str, text: str, expected: tuple[str, str], size: int
+) -> None:
+    splitter = reasoning_splitter(FORMS[form], is_open=False)
+    pieces = [piece for at in range(0, len(text), size) for piece in splitter.feed(text[at : at + size])]
+    pieces += splitter.finish()
+    assert all(piece.text for piece in pieces)
+    found = ("".join(p.text for p in pieces if p.kind == kind) for kind in ("reasoning", "content"))
+    assert tuple(found) == expected

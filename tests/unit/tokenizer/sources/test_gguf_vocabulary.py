@@ -9,6 +9,8 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+from tokenizers import Regex
+from tokenizers.pre_tokenizers import Split
 
 from gguf_files import Stored, write_gguf
 from penstock.errors import CheckpointError, UnsupportedModelError
@@ -194,6 +196,59 @@ def test_every_split_rule_can_be_used_and_loses_nothing(tmp_path: Path, rule: st
     tokenizer = tokenizer_of(tmp_path, bpe_metadata(pre=rule, bos_token_id=259))
     text = "Hello, it's 12345 ab\n\n 日本語 ½ x_y  z\t\r\n'LL été"
     assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+WORDS = "HelloWorld's I'LL 12345 x=1 \u65e5\u672c\u3042!\n\n  e\u0301"
+_TAIL = ["!\n\n", " "]
+SPLIT: dict[str, list[str]] = {
+    "chatglm-bpe": [
+        *["HelloWorld", "'s", " I", "'LL", " ", "123", "45", " x", "=", "1", " \u65e5\u672c\u3042"],
+        *[*_TAIL, " e", "\u0301"],
+    ],
+    "hunyuan": [
+        *["HelloWorld", "'s", " I", "'LL", " ", *"12345", " x", "=", "1", " \u65e5\u672c\u3042"],
+        *[*_TAIL, " e", "\u0301"],
+    ],
+    "gpt-4o": [
+        *["Hello", "World's", " I'LL", " ", "123", "45", " x", "=", "1", " \u65e5\u672c\u3042"],
+        *[*_TAIL, " e\u0301"],
+    ],
+    "tekken": [
+        *["Hello", "World", "'s", " I", "'LL", " ", *"12345", " x", "=", "1", " \u65e5\u672c\u3042"],
+        *[*_TAIL, " e\u0301"],
+    ],
+    "hunyuan-dense": [
+        *["HelloWorld", "'s", " I", "'LL", " ", "123", "45", " x", "=", "1", " ", "\u65e5\u672c\u3042"],
+        *[*_TAIL, " e\u0301"],
+    ],
+    "kimi-k2": [
+        *["Hello", "World's", " I'LL", " ", "123", "45", " x", "=", "1", " ", "\u65e5\u672c", "\u3042"],
+        *[*_TAIL, " e\u0301"],
+    ],
+    "exaone4": [
+        *["HelloWorld", "'s", " I", "'", "LL", " 12345", " x", "=", "1", " \u65e5\u672c\u3042", "!"],
+        *["\n\n ", " e", "\u0301"],
+    ],
+    "smollm": [
+        *["HelloWorld", "'s", " I", "'", "LL", " ", *"12345", " x", "=", "1", " \u65e5\u672c\u3042", "!"],
+        *["\n\n ", " e", "\u0301"],
+    ],
+}
+GLM_RULES, GPT_4O_RULES = ("chatglm-bpe", "glm4", "dbrx", "smaug-bpe"), ("gpt-4o", "llama4", "minimax-m2")
+
+
+@pytest.mark.parametrize("rule", SPLIT)
+def test_rules_cut_words_where_the_models_do(rule: str) -> None:
+    words = [WORDS]
+    for pattern in SPLIT_RULES[rule].patterns:
+        cut = Split(Regex(pattern), "isolated")
+        words = [piece for word in words for piece, _ in cut.pre_tokenize_str(word)]
+    assert words == SPLIT[rule]
+
+
+@pytest.mark.parametrize("rules", [GLM_RULES, GPT_4O_RULES])
+def test_rules_of_one_kind_have_one_description(rules: tuple[str, ...]) -> None:
+    assert len({SPLIT_RULES[rule] for rule in rules}) == 1
 
 
 def test_kimis_vocabulary_needs_no_merges(tmp_path: Path) -> None:
