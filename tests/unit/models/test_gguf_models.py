@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,7 +17,9 @@ from gguf_files import Stored, write_gguf
 from gguf_models import GgufModel, as_gguf
 from gguf_stages import PROMPT, kernels, logits, stages
 from penstock.errors import CheckpointError, UnsupportedModelError
+from penstock.families.gguf_kinds import known_architectures
 from penstock.families.registry import load_spec
+from penstock.gguf.block_types import PACKAGE_TYPES, TYPES
 from penstock.kernels.block_formats import BLOCK_FORMATS
 from penstock.layers.block_matrix import BlockMatrix
 from penstock.layers.rope import inverse_frequencies
@@ -172,3 +175,13 @@ def test_a_missing_a_surplus_and_a_misshapen_tensor_are_named(tmp_path: Path) ->
     del tensors[name]
     with pytest.raises(CheckpointError, match=r"model.layers.1.mlp.up_proj.weight: expected this tensor"):
         stages(broken())
+
+
+def test_the_page_of_formats_names_every_architecture_and_every_type() -> None:
+    page = (Path(__file__).resolve().parents[3] / "docs" / "formats.md").read_text(encoding="utf-8")
+    rows = page.partition("| kind | architectures")[2].partition("\n\n")[0]
+    assert set(known_architectures()) == set(re.findall(r"`(\w+)`", rows))
+    types = {kind.name for kind in TYPES.values()}
+    assert set(BLOCK_FORMATS) | {"F32", "F16", "BF16"} | set(PACKAGE_TYPES) <= types
+    for name in (*BLOCK_FORMATS, *PACKAGE_TYPES):
+        assert re.search(rf"\b{name}\b", page), name
