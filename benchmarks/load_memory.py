@@ -1,12 +1,13 @@
 """What loading costs each stage: bytes read, and private memory gained, against the stage's own tensors.
 
     python benchmarks/load_memory.py [--stages 2] [--layers 24] [--directory DIR]
+    python benchmarks/load_memory.py --gguf FILE.gguf [--stages 2]
 
 Makes a seeded random checkpoint of the shape of Qwen2.5-0.5B in bfloat16 (988 MB), starts the real
 supervisor, core and ranks on it, and compares, for each stage: all bytes of its read calls while it loads
 (within 1 % of its own tensors), and private memory when it is ready less that before its model is made, less
 the KV pool (within 8 %). A tied head counts once. Own tensors are counted from the model's shape, not from
-what the loader says.
+what the loader says. Those of a GGUF file, which is one made elsewhere, are counted from its index.
 """
 
 from __future__ import annotations
@@ -29,7 +30,10 @@ from stand_in import use_rank
 from penstock.config.engine import CacheConfig, EngineConfig, ModelConfig, ParallelConfig
 from penstock.engine.supervisor import supervisor
 from penstock.engine.supervisor.reports import EngineFailed, EngineReady, Event
+from penstock.families.gguf_config import gguf_tensors
 from penstock.families.registry import load_spec
+from penstock.families.spec import ModelSpec
+from penstock.gguf.file import GgufFile
 from penstock.hosts.member import Waitable
 from penstock.pipeline.partition import partition_layers
 
@@ -136,12 +140,26 @@ class StageCost:
         )
 
 
-def measure(directory: Path, num_stages: int) -> list[StageCost]:
-    """Start the engine on the checkpoint and read what its ranks wrote down."""
+def own_bytes(model: Path, spec: ModelSpec, layers: tuple[int, int]) -> int:
+    """Return the size of a stage's own tensors."""
+    start, end = layers
+    if model.is_dir():
+        return spec.stage_parameters(start, end) * ITEM_BYTES
+    ends = ("model.embed_tokens.",) if start == 0 else ()
+    if end == spec.num_layers:
+        ends += ("model.norm.", "model.embed_tokens." if spec.tie_word_embeddings else "lm_head.")
+    wanted = (*ends, *(f"model.layers.{layer}." for layer in range(start, end)))
+    stored = gguf_tensors(GgufFile.open(model), spec).items()
+    own = {each.tensor.name: each.tensor.num_bytes for name, each in stored if name.startswith(wanted)}
+    return sum(own.values())
+
+
+def measure(model: Path, directory: Path, num_stages: int) -> list[StageCost]:
+    """Start the engine on a model and read what its ranks wrote down into a directory."""
     use_rank("measured_rank")
     os.environ["MEASURED_RANK_DIR"] = str(directory)
     engine = EngineConfig(
-        model=ModelConfig(model=str(directory)),
+        model=ModelConfig(model=str(model)),
         parallel=ParallelConfig(pipeline_parallel_size=num_stages),
         cache=CacheConfig(num_blocks=NUM_BLOCKS),
     )
@@ -149,14 +167,14 @@ def measure(directory: Path, num_stages: int) -> list[StageCost]:
     code = supervisor.Supervisor(engine, NoFront(), reporter).run()
     if code:
         raise SystemExit(f"the engine ended with code {code}: {reporter.failure}")
-    spec = load_spec(directory)
+    spec = load_spec(model)
     costs = []
     for stage, (start, end) in enumerate(partition_layers(spec.num_layers, num_stages)):
         seen = json.loads((directory / f"stage-{stage}.json").read_text())
         costs.append(
             StageCost(
                 stage=stage,
-                own=spec.stage_parameters(start, end) * ITEM_BYTES,
+                own=own_bytes(model, spec, (start, end)),
                 read=seen["read_loaded"] - seen["read_before"],
                 gained=seen["private_ready"] - seen["private_before"] - NUM_BLOCKS * seen["block_bytes"],
             )
@@ -169,11 +187,13 @@ def main() -> int:
     parser.add_argument("--stages", type=int, default=2)
     parser.add_argument("--layers", type=int, default=24)
     parser.add_argument("--directory", type=Path, help="where the temporary checkpoint is written")
+    parser.add_argument("--gguf", type=Path, help="measures this file, and writes no checkpoint")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=options.directory) as name:
         directory = Path(name)
-        write_checkpoint(directory, options.layers)
-        costs = measure(directory, options.stages)
+        if options.gguf is None:
+            write_checkpoint(directory, options.layers)
+        costs = measure(options.gguf or directory, directory, options.stages)
     for cost in costs:
         print(cost.line())
     return 0 if all(cost.fine for cost in costs) else 1
