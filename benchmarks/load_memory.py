@@ -145,7 +145,7 @@ def own_bytes(model: Path, spec: ModelSpec, layers: tuple[int, int]) -> int:
     start, end = layers
     if model.is_dir():
         return spec.stage_parameters(start, end) * ITEM_BYTES
-    ends = ("model.embed_tokens.",) if start == 0 else ()
+    ends: tuple[str, ...] = ("model.embed_tokens.",) if start == 0 else ()
     if end == spec.num_layers:
         ends += ("model.norm.", "model.embed_tokens." if spec.tie_word_embeddings else "lm_head.")
     wanted = (*ends, *(f"model.layers.{layer}." for layer in range(start, end)))

@@ -283,12 +283,12 @@ class Calibrated:
             model.learn(stage, decodes[True][stage] + chunks, alone=True)
             if num_stages > 1:
                 model.learn(stage, decodes[False][stage] + chunks, alone=False)
-        shared, alone = model.costs(), model.costs(alone=True)
-        assert shared is not None, "every stage reports"
-        assert alone is not None, "one request alone was measured"
+        of_many, of_one = model.costs(), model.costs(alone=True)
+        assert of_many is not None, "every stage reports"
+        assert of_one is not None, "one request alone was measured"
         known = cls(
-            shared=list(map(observed, shared, decodes[False])),
-            alone=list(map(observed, alone, decodes[True])),
+            shared=list(map(observed, of_many, decodes[False])),
+            alone=list(map(observed, of_one, decodes[True])),
         )
         known = replace(known, turns=known._turns(measured, sizes))
         both_depths = [replace(known, plans_ahead=ahead) for ahead in (0, 1)]
