@@ -29,11 +29,11 @@ from stub_rank import COUNTER_BYTES, StepCounter
 from penstock.cli.bench.http_stream import Target
 from penstock.cli.bench.online import Sender, replay
 from penstock.cli.bench.results import RunResult, ledger_lines
-from penstock.cli.bench.workload import BenchRequest
 from penstock.config.engine import EngineConfig, ModelConfig, SchedulerConfig
 from penstock.config.server import ServerConfig
 from penstock.engine.supervisor import supervisor
 from penstock.engine.supervisor.reports import EngineFailed, EngineReady, Event
+from penstock.workloads.requests import BenchRequest
 
 CORE_BAR_MS = 1.0
 API_BAR_MS = 2.5

@@ -18,7 +18,7 @@ from peers.report import markdown
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "support"))
 import host_losses
 from host_losses import INPUT_SCALE, Comparison, HostLosses, Timed, compared, play
-from penstock.cli.bench.workload import TraceRow, read_azure_trace
+from penstock.workloads.traces import TraceRow, read_trace
 
 OUTPUT_SCALE = 4
 MAX_INPUT, MAX_OUTPUT = 96, 128
@@ -34,7 +34,7 @@ def shaped(rows: Sequence[TraceRow], stretch: float, seed: int = 26) -> list[Tim
 def trace(bed: Bed) -> Found:
     """Play the trace, undisturbed and with losses, and compare all tokens."""
     sizes = bed.sizes
-    rows = read_azure_trace(bed.trace, sizes.trace_requests)
+    rows = read_trace(bed.trace, sizes.trace_requests, kind="azure")
     requests = shaped(rows, sizes.trace_stretch)
     with (
         gigabit_hosts() as hosts,

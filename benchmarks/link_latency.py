@@ -31,12 +31,12 @@ from collections.abc import Iterator, Sequence
 import torch
 from peers.report import markdown
 
-from penstock.cli.bench.results import percentile
 from penstock.pipeline.links.frame import FrameHeader, FrameKind, frame_bytes
 from penstock.pipeline.links.ring import SharedMemoryLink
 from penstock.pipeline.links.ring_memory import create_ring
 from penstock.process.endpoints import RingHandle
 from penstock.trace.phases import Phase, PhaseClock
+from penstock.workloads.summaries import percentile
 
 ROWS, WIDTH, NUM_TENSORS = 32, 896, 2
 HEAD_BYTES = 64

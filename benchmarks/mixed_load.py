@@ -38,9 +38,11 @@ from peers.server_process import ServerProcess
 
 from penstock.cli.bench.http_stream import Target
 from penstock.cli.bench.online import Sender, replay
-from penstock.cli.bench.results import RunResult, percentile
-from penstock.cli.bench.workload import BenchRequest, TraceRow, from_trace, read_azure_trace
+from penstock.cli.bench.results import RunResult
 from penstock.cli.http_client import served_model
+from penstock.workloads.requests import BenchRequest, from_trace
+from penstock.workloads.summaries import percentile
+from penstock.workloads.traces import TraceRow, read_trace
 
 STAGES, THREADS, MAX_SEQS, MAX_LEN = 2, 1, 64, 2048
 STALL_S, POLL_S, AWAKE_S = 600.0, 1.0, 60.0
@@ -56,7 +58,7 @@ def main() -> int:
     options = parse_options()
     adopt_orphans()
     signal.signal(signal.SIGTERM, lambda received, _: sys.exit(128 + received))  # so that engines are ended
-    rows = read_azure_trace(options.trace, options.requests)
+    rows = read_trace(options.trace, options.requests, kind="azure")
     figures: Figures = defaultdict(lambda: defaultdict(list))
     with tempfile.TemporaryDirectory(prefix="mixed-load-") as scratch, ExitStack() as stack:
         servers = start(options, Path(scratch), stack)

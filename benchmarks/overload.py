@@ -32,9 +32,10 @@ from peers.server_process import ServerProcess
 
 from penstock.cli.bench.http_stream import Target
 from penstock.cli.bench.online import Sender, replay
-from penstock.cli.bench.results import RunResult, percentile
-from penstock.cli.bench.workload import BenchRequest, synthetic
+from penstock.cli.bench.results import RunResult
 from penstock.cli.http_client import served_model
+from penstock.workloads.requests import BenchRequest, synthetic
+from penstock.workloads.summaries import percentile
 
 STAGES, INPUT, OUTPUT, STALL_S = 2, 64, 64, 600.0
 TIMES, QUEUE_S = 10.0, 2.0

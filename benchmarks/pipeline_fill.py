@@ -34,9 +34,9 @@ from trace_events import read_spans, within
 
 from penstock.cli.bench.http_stream import Target
 from penstock.cli.bench.online import Sender, replay
-from penstock.cli.bench.workload import BenchRequest
 from penstock.trace.chrome import Span, StageTrack
 from penstock.trace.phases import Phase
+from penstock.workloads.requests import BenchRequest
 
 HERE = Path(__file__).resolve().parent
 PROMPT_TOKENS = 32

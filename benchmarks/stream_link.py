@@ -31,13 +31,13 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "support"))
 from carriers import local, plain_text, stream, tls
-from penstock.cli.bench.results import percentile
 from penstock.hosts.rank_host import LinkNeed
 from penstock.pipeline.links.frame import FrameHeader, FrameKind, frame_bytes
 from penstock.pipeline.links.link import Link
 from penstock.pipeline.links.link_carriers import open_link
 from penstock.process.control import descriptors_of
 from penstock.process.endpoints import LinkEndpoint, RankEndpoints, SocketHandle
+from penstock.workloads.summaries import percentile
 
 WIDTH, NUM_TENSORS = 256, 2  # bfloat16: a token is 1 KiB
 NUM_FRAMES = 4

@@ -26,7 +26,7 @@ ROOMS = {
     "process": "what every process of ours does first",
     "trust": "who belongs to a cluster of hosts, and how a connection proves it",
     "cli": "the command line",
-    "cli/plans": "`penstock plan`",
+    "cli/plans": "`penstock plan` and `penstock simulate`",
     "cli/bench": "the benchmarks of `penstock bench`",
     "cli/models": "the models of this machine: downloaded, listed, removed",
     "hub": "the hub, from which models are downloaded when somebody asks for it",
@@ -38,6 +38,7 @@ ROOMS = {
     "server/answers": "from tokens to bytes",
     "server/routes": "the routes",
     "llm": "the engine as a Python object",
+    "simulator": "the engine over stages that do not exist",
     "engine": "the wire between the core and its clients",
     "engine/supervisor": "the parent of all processes",
     "engine/core": "the core's process, around the scheduler",
@@ -74,6 +75,7 @@ ROOMS = {
     "tokenizer": "text to tokens and back",
     "tokenizer/sources": "vocabularies in other forms than `tokenizer.json`",
     "trace": "where the time goes",
+    "workloads": "loads of requests, made or read from traces",
     "kvstore": "the storage tier of the KV cache",
 }
 

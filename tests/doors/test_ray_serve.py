@@ -15,7 +15,7 @@ from checkpoints import make_checkpoint
 from host_losses import Answer, Timed, play, shaped
 from linked_engines import greedy_ids, make_llm
 from paths import REPOSITORY, shared_data
-from penstock.cli.bench.workload import read_azure_trace
+from penstock.workloads.traces import read_trace
 from ray_nodes import RayNodes, ray_nodes
 from served import wait_until
 from served_hosts import HostClient
@@ -53,7 +53,7 @@ def pipelines(nodes: RayNodes) -> int:
 
 
 def test_i2_pipelines_come_and_go_under_a_trace_and_no_request_is_lost_or_doubled(tmp_path: Path) -> None:
-    rows = read_azure_trace(shared_data("traces", "azure_llm_2023_conv.csv"), MANY + FEW)
+    rows = read_trace(shared_data("traces", "azure_llm_2023_conv.csv"), MANY + FEW, kind="azure")
     many = shaped(rows[:MANY], 0.02, ids=IDS, seed=27, output_scale=4, most=MOST)
     few = shaped(rows[MANY:], 0.0, ids=IDS, seed=27, output_scale=1, most=MOST)
     shared = tmp_path / "shared"

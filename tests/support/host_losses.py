@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from host_faults import FAULTS, NOTICED_LIMIT_S, Fault, Hosts
 from namespaces import CommandFailedError
-from penstock.cli.bench.workload import TraceRow
+from penstock.workloads.traces import TraceRow
 from served_hosts import HostClient, PairServer
 
 HOST_FAULTS = tuple(

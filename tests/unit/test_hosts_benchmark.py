@@ -13,7 +13,7 @@ import host_losses
 from host_faults import FAULTS
 from host_losses import Answer
 from paths import REPOSITORY
-from penstock.cli.bench.workload import TraceRow
+from penstock.workloads.traces import TraceRow
 
 with pytest.MonkeyPatch.context() as _patch:
     _patch.syspath_prepend(str(REPOSITORY / "benchmarks"))

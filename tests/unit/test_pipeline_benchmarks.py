@@ -12,9 +12,9 @@ import pytest
 
 from paths import REPOSITORY
 from penstock.batch import StageSpans
-from penstock.cli.bench.workload import TraceRow
 from penstock.trace.chrome import Span, StageTrack, chrome_trace
 from penstock.trace.phases import Phase
+from penstock.workloads.traces import TraceRow
 
 with pytest.MonkeyPatch.context() as _patch:
     _patch.syspath_prepend(str(REPOSITORY / "benchmarks" / "peers"))

@@ -30,11 +30,11 @@ Usage: penstock COMMAND ...     serves large language models through a pipeline
   ls                    which models are here, and which would run; rm NAME: remove one
   worker                let this host serve stages of a model whose head is elsewhere
   plan MODEL            which layout a model should have on --devices, or how to split its layers here
+  simulate MODEL        what a trace of requests would meet on --devices
   chat                  talk to a running server
   complete [PROMPT]     let a running server continue a text
   bench serve           load a running server, and check that no token is lost
-  bench throughput      offline: how many tokens a second
-  bench latency         offline: how long one batch takes
+  bench throughput      offline: how many tokens a second; bench latency: how long one batch takes
   cache ls STORE        whose KV blocks are in a store
   cache stat STORE      how much that is, and whether it is whole; cache clear: remove KV blocks
   hosts ls              which hosts have joined a head; hosts new-token: let hosts join later
@@ -155,6 +155,23 @@ COMMANDS: Mapping[tuple[str, ...], CommandHelp] = {
             "--dtype",
             "--max-model-len",
             "--max-num-seqs",
+        ),
+    ),
+    ("simulate",): CommandHelp(
+        "penstock simulate MODEL --devices DEVICES --pp N [flags]",
+        "Replay a trace on devices that need not be there, with the engine's own scheduler.",
+        "penstock simulate ./Llama-3-70B --devices a100-80g:4 --pp 4 --trace azure.csv",
+        common=(
+            "--devices",
+            "--pp",
+            "--tp",
+            "--dp",
+            "--trace",
+            "--num-requests",
+            "--max-concurrency",
+            "--request-rate",
+            "--timeline",
+            "--json",
         ),
     ),
     ("pull",): CommandHelp(

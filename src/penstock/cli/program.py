@@ -51,6 +51,7 @@ def build_app(invocation: Invocation) -> App:
     app.command("penstock.cli.serve:serve", name="serve")
     app.command("penstock.cli.worker:worker", name="worker")
     app.command("penstock.cli.plans.plan:plan", name="plan")
+    app.command("penstock.cli.plans.simulate:simulate", name="simulate")
     app.command("penstock.cli.models.pull:pull", name="pull")
     app.command("penstock.cli.models.listing:ls", name="ls")
     app.command("penstock.cli.models.removing:rm", name="rm")

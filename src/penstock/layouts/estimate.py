@@ -122,7 +122,7 @@ def estimate(layout: Layout, sizes: ModelSizes, devices: DeviceSet, load: Load) 
         return None
     made = [
         device_times(site, sizes, rank, layout)
-        for site, rank in zip(layout.stages, _largest_ranks(layout, sizes, fitted), strict=True)
+        for site, rank in zip(layout.stages, largest_ranks(layout, sizes, fitted), strict=True)
     ]
     times: list[StageTimes] = list(map({each: each for each in made}.__getitem__, made))
     links = stage_links(layout, devices)
@@ -160,8 +160,8 @@ def device_times(site: StageSite, sizes: ModelSizes, rank: RankSizes, layout: La
     )
 
 
-def _largest_ranks(layout: Layout, sizes: ModelSizes, layers: Sequence[int]) -> list[RankSizes]:
-    """Of each stage its first rank, which never has less than the others."""
+def largest_ranks(layout: Layout, sizes: ModelSizes, layers: Sequence[int]) -> list[RankSizes]:
+    """Return of each stage its first rank, which never has less than the others."""
     ranks, start = [], 0
     for site, count in zip(layout.stages, layers, strict=True):
         shard = RankShard(0, site.num_ranks)
@@ -171,7 +171,7 @@ def _largest_ranks(layout: Layout, sizes: ModelSizes, layers: Sequence[int]) -> 
 
 
 def _fits(layout: Layout, sizes: ModelSizes, layers: Sequence[int], load: Load) -> bool:
-    ranks = _largest_ranks(layout, sizes, layers)
+    ranks = largest_ranks(layout, sizes, layers)
     return all(
         kv_blocks(sizes, rank, site, load) > 0 for rank, site in zip(ranks, layout.stages, strict=True)
     )

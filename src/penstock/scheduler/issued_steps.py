@@ -14,20 +14,17 @@ class IssuedSteps:
 
     Attributes:
         returned_step: the last step whose result has come.
+        prefill_tokens: prompt tokens of the steps in flight.
     """
 
     def __init__(self) -> None:
         self._issued: dict[int, PlanBuilder] = {}  # by step in flight
-        self.returned_step = NO_STEP  # the last step whose result has come
+        self.returned_step = NO_STEP
+        self.prefill_tokens = 0
         self._consume_through = NO_STEP
 
     def __len__(self) -> int:
         return len(self._issued)
-
-    @property
-    def prefill_tokens(self) -> int:
-        """Prompt tokens of the steps in flight."""
-        return sum(issued.prefill_tokens for issued in self._issued.values())
 
     def issue(self, draft: PlanBuilder) -> int:
         """Note a plan that is issued now.
@@ -36,13 +33,16 @@ class IssuedSteps:
             The step up to which earlier stages consume token returns before this plan.
         """
         self._issued[draft.step_id] = draft
+        self.prefill_tokens += draft.prefill_tokens
         self._consume_through = max(self._consume_through, self.returned_step, *draft.token_from, NO_STEP)
         return self._consume_through
 
     def settle(self, step_id: int) -> PlanBuilder:
         """Take out the step whose result has come."""
         self.returned_step = step_id
-        return self._issued.pop(step_id)
+        issued = self._issued.pop(step_id)
+        self.prefill_tokens -= issued.prefill_tokens
+        return issued
 
     def requests_of(self, step_id: int) -> list[str]:
         """Whose tokens a step in flight computes; nobody's when it is a probe, or in flight no more."""
@@ -66,3 +66,7 @@ class IssuedSteps:
         """Forget all steps in flight: none of them will return."""
         self.returned_step = max(self._issued, default=self.returned_step)
         self._issued.clear()
+        self.prefill_tokens = 0
+
+    def check_invariants(self) -> None:
+        assert self.prefill_tokens == sum(issued.prefill_tokens for issued in self._issued.values())

@@ -35,6 +35,7 @@ from penstock.scheduler.rows import RowPool
 from penstock.scheduler.start_order import StartOrder
 
 _by_last_sample = attrgetter("last_sampled_step")
+_by_scheduled = attrgetter("num_scheduled")
 
 
 class Placement:
@@ -94,7 +95,7 @@ class Placement:
         """
         prefill_tokens = self._count_prefill_tokens()
         self.has_prompts = prefill_tokens > 0
-        decoding = [request for request in self._queues.running if request.wants_decode]
+        decoding = self._queues.decoding()
         self.num_micro_batches = self._choose_micro_batches(decoding, prefill_tokens)
         self._place_decodes(draft, decoding, prefill_tokens, returned_step)
         if prefill_tokens:
@@ -116,7 +117,7 @@ class Placement:
 
     def _count_prefill_tokens(self) -> int:
         """Prompt tokens that could run now: of running requests, and of the line if a row is free."""
-        running = sum(request.num_runnable for request in self._queues.running if request.is_prefilling)
+        running = sum(request.num_runnable for request in self._queues.prefilling())
         return running + (self._queues.backlog_tokens if self._rows.num_free else 0)
 
     def _choose_micro_batches(self, decoding: list[RequestState], prefill_tokens: int) -> int:
@@ -126,7 +127,7 @@ class Placement:
             return min(self._micro_batches, largest)
         if largest == 1 or (prefill_tokens and largest == num_stages):
             return num_stages
-        attended = sum(request.num_scheduled + 1 for request in decoding)
+        attended = sum(map(_by_scheduled, decoding)) + len(decoding)
         chosen = self._pacing.num_micro_batches(len(decoding), attended)
         return max(chosen, num_stages) if prefill_tokens else chosen
 
@@ -149,7 +150,8 @@ class Placement:
         ready = [
             request
             for request in decoding
-            if request.last_sampled_step <= (returned_step if self._must_wait(request) else newest)
+            if request.last_sampled_step <= newest  # `newest` is at least `returned_step`
+            and (request.last_sampled_step <= returned_step or not self._must_wait(request))
             and not (request.awaits_drafts and not self.has_prompts)
         ]
         ready.sort(key=_by_last_sample)
@@ -186,12 +188,11 @@ class Placement:
         return self._pacing.prompt_budget(decodes, anybody_decodes=anybody_decodes, backlog=backlog)
 
     def _place_chunks(self, draft: PlanBuilder, budget: PromptBudget) -> None:
-        for request in self._queues.running:
-            if request.is_prefilling:
-                num_tokens = budget.take(request.num_scheduled, request.num_runnable)
-                if num_tokens:
-                    draft.add_chunk(request, num_tokens, [])
-                    draft.awaited += self._prefixes.awaited(request)
+        for request in self._queues.prefilling():
+            num_tokens = budget.take(request.num_scheduled, request.num_runnable)
+            if num_tokens:
+                draft.add_chunk(request, num_tokens, [])
+                draft.awaited += self._prefixes.awaited(request)
 
     def _admit(self, draft: PlanBuilder, budget: PromptBudget, newcomers: bool) -> None:
         """Start requests in their order; the first that does not fit holds up those behind it."""

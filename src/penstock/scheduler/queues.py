@@ -206,16 +206,6 @@ class RequestState:
             leader.phase in (RequestPhase.RUNNING, RequestPhase.PREEMPTED) or leader.progress > 0
         )
 
-    @property
-    def wants_decode(self) -> bool:
-        """Whether the next token to run is a sampled one that can be relied on, and its own sample stays
-        within `max_len`."""
-        return (
-            self.num_scheduled >= self.prefill_len
-            and len(self.token_ids) + self.num_awaited < self.max_len
-            and not self.num_unproven
-        )
-
 
 class RequestQueues:
     """All live requests, oldest first in each queue.
@@ -253,6 +243,23 @@ class RequestQueues:
     def line(self) -> Iterator[RequestState]:
         """Return the requests without a row, in the order in which they should start."""
         return chain(self.preempted, self.waiting)
+
+    def decoding(self) -> list[RequestState]:
+        """Return the running requests whose next token to run is a sampled one that can be relied on, and
+        whose own sample stays within `max_len`; oldest first.
+
+        Behind its prompt a request has scheduled all tokens that it will have but the newest
+        (`scheduler.invariants`). This runs over all rows for every plan.
+        """
+        return [
+            request
+            for request in self.running
+            if request.prefill_len <= request.num_scheduled < request.max_len - 1 and not request.num_unproven
+        ]
+
+    def prefilling(self) -> list[RequestState]:
+        """Return the running requests that have tokens to prefill, oldest first."""
+        return [request for request in self.running if request.num_scheduled < request.prefill_len]
 
     def first_new(self) -> RequestState | None:
         """The oldest that waits and has not run, here or in another core."""

@@ -267,6 +267,7 @@ class Scheduler:
     def check_invariants(self) -> None:
         """Assert that rows, blocks, clocks and queues agree. For tests, and for an idle engine."""
         self._placement.check_invariants(self._issued.pending())
+        self._issued.check_invariants()
 
     def _speculate(self, draft: PlanBuilder) -> None:
         """Add drafts to a plan of decodes; where nobody may run and the pipe has room, guess ahead."""

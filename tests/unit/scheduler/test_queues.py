@@ -123,23 +123,18 @@ def test_remove_forgets_a_request_wherever_it_is(place: str) -> None:
     queues.check_invariants()
 
 
-def test_two_clocks_say_who_wants_a_decode() -> None:
-    request = make_state(0, prompt_len=3, max_len=5)
-    request.prefill_len = 3
-    request.num_scheduled = 2
-    assert request.is_prefilling
-    assert not request.wants_decode
-    request.num_scheduled = 3
-    request.num_pending = 1
-    assert not request.is_prefilling
-    assert request.wants_decode
-    request.num_scheduled = 4
-    request.num_pending = 2  # both remaining tokens are on their way
-    assert not request.wants_decode
-    request.token_ids.append(1)
-    request.num_pending = 1
-    assert not request.wants_decode
-    assert request.num_outputs == 1
+def test_the_clock_of_plans_says_who_wants_a_decode() -> None:
+    queues = fill(1)
+    request = queues.waiting[0]
+    admit_first(queues, 0)
+    request.prefill_len, request.max_len = 3, 5
+    decodes = []
+    for request.num_scheduled in (2, 3, 4):  # at 4 both remaining tokens are on their way
+        assert request.is_prefilling == (queues.prefilling() == [request])
+        decodes.append(queues.decoding() == [request])
+    assert decodes == [False, True, False]
+    request.num_scheduled, request.num_unproven = 3, 1
+    assert not queues.decoding(), "its beginning may not come"
 
 
 def reverse_running(queues: RequestQueues) -> None:

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from penstock.cli.bench.workload import BenchRequest
 from penstock.errors import ErrorInfo
+from penstock.workloads.requests import BenchRequest
 
 DONE = b"[DONE]"
 

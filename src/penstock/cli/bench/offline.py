@@ -15,8 +15,7 @@ from typing import Annotated, Any
 
 from cyclopts import Parameter
 
-from penstock.cli.bench.results import percentile, write_json
-from penstock.cli.bench.workload import BenchRequest, synthetic
+from penstock.cli.bench.results import write_json
 from penstock.cli.flags import flag, with_settings
 from penstock.cli.terminal import Invocation
 from penstock.config.declared import ENGINE, configured, declared
@@ -24,6 +23,8 @@ from penstock.config.engine import ParallelConfig
 from penstock.config.refused_settings import refuse_replicas
 from penstock.errors import PenstockError, UsageError
 from penstock.request import SamplingParams
+from penstock.workloads.requests import BenchRequest, synthetic
+from penstock.workloads.summaries import percentile
 
 Generate = Callable[[Sequence[BenchRequest]], list[int]]
 """Generates for all requests; returns the number of tokens of each."""

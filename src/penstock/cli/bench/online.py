@@ -18,16 +18,16 @@ from typing import Annotated, Any, Literal
 import msgspec
 from cyclopts import Parameter
 
-from penstock.cli.bench import workload
 from penstock.cli.bench.http_stream import EventParser, Target, post_stream
 from penstock.cli.bench.ledger import StreamAccount, audit
 from penstock.cli.bench.results import RunResult, as_json, error_lines, ledger_lines, table, write_json
-from penstock.cli.bench.workload import BenchRequest
 from penstock.cli.client_tls import CA_FILE_HELP
 from penstock.cli.flags import SERVED_ENV, flag
 from penstock.cli.http_client import ServedModelCard, first_key, served_model, wait_ready
 from penstock.cli.terminal import Invocation, printable
 from penstock.errors import PeerError, UsageError
+from penstock.workloads.requests import BenchRequest, check_fits, from_trace, synthetic
+from penstock.workloads.traces import read_trace
 
 COMPLETIONS = "/v1/completions"
 _EVENT_STREAM = "text/event-stream"
@@ -64,9 +64,10 @@ class LoadSettings:
     """What is sent, and when."""
 
     dataset_name: Annotated[
-        Literal["random", "azure"], flag("kind of load", "--dataset-name", group="load")
+        Literal["random", "azure", "mooncake", "sharegpt", "custom"],
+        flag("kind of load", "--dataset-name", group="load"),
     ] = "random"
-    dataset_path: Annotated[Path | None, flag("trace file (for azure)", "--dataset-path", group="load")] = (
+    dataset_path: Annotated[Path | None, flag("trace file of the load", "--dataset-path", group="load")] = (
         None
     )
     num_prompts: Annotated[int, flag("requests to send", "--num-prompts", group="load")] = 100
@@ -95,7 +96,7 @@ class LoadSettings:
         if self.max_concurrency is not None and self.max_concurrency < 1:
             raise UsageError(f"max_concurrency is {self.max_concurrency}; it must be at least 1.")
         if self.dataset_name == "random":
-            return workload.synthetic(
+            return synthetic(
                 num_prompts=self.num_prompts,
                 input_len=self.random_input_len,
                 output_len=self.random_output_len,
@@ -106,9 +107,11 @@ class LoadSettings:
                 seed=self.seed,
             )
         if self.dataset_path is None:
-            raise UsageError("--dataset-name azure needs --dataset-path.", remedy="Give the trace file.")
-        rows = workload.read_azure_trace(self.dataset_path, self.num_prompts)
-        return workload.from_trace(
+            raise UsageError(
+                f"--dataset-name {self.dataset_name} needs --dataset-path.", remedy="Give the trace file."
+            )
+        rows = read_trace(self.dataset_path, self.num_prompts, kind=self.dataset_name)
+        return from_trace(
             rows,
             length_scale=self.length_scale,
             time_scale=self.time_scale,
@@ -147,7 +150,7 @@ def bench_serve(
     card = served_model(server, target.model)
     requests = load.requests(_vocab_size(target, card))
     if card.max_model_len is not None:
-        workload.check_fits(requests, card.max_model_len)
+        check_fits(requests, card.max_model_len)
     invocation.say(
         f"{len(requests)} requests to {card.id} at {server.url}: {_describe(load)}, seed {load.seed}"
     )

@@ -8,8 +8,6 @@ tokens. E2EL: send to last token.
 from __future__ import annotations
 
 import json
-import math
-import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,8 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from penstock.cli.bench.ledger import Audit, StreamAccount
-from penstock.cli.bench.workload import BenchRequest
 from penstock.errors import UsageError
+from penstock.workloads.requests import BenchRequest
+from penstock.workloads.summaries import summary
 
 _WIDTH = 50
 _SECTIONS = (
@@ -89,29 +88,6 @@ def peak_concurrency(accounts: Sequence[StreamAccount]) -> int:
         now += change
         peak = max(peak, now)
     return peak
-
-
-def percentile(values: Sequence[float], percent: float) -> float:
-    """Return the percentile with linear interpolation between neighbours (numpy's default rule); 0 for no
-    values."""
-    if not values:
-        return 0.0
-    ordered = sorted(values)
-    position = (len(ordered) - 1) * percent / 100
-    low = math.floor(position)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (ordered[high] - ordered[low]) * (position - low)
-
-
-def summary(values: Sequence[float], percents: Sequence[float] = (99,)) -> dict[str, float]:
-    """Return mean, median, std and percentiles, in milliseconds, of values in seconds."""
-    scaled = [value * 1000 for value in values]
-    figures = {
-        "mean": statistics.fmean(scaled) if scaled else 0.0,
-        "median": percentile(scaled, 50),
-        "std": statistics.pstdev(scaled) if scaled else 0.0,
-    }
-    return figures | {f"p{percent:g}": percentile(scaled, percent) for percent in percents}
 
 
 def table(result: RunResult) -> list[str]:

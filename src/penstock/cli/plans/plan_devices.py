@@ -64,7 +64,7 @@ def plan_for_devices(
         )
     config = configured_engine(given, model)
     sizes = read_sizes(config.model)
-    question = _Question(config, sizes, _load(config, sizes, concurrency), _wanted(given, config))
+    question = _Question(config, sizes, load_of(config, sizes, concurrency), _wanted(given, config))
     speaker = Speaker(lambda line: None if as_json else invocation.say(line))
     word = text.strip().lower()
     if word == HERE:
@@ -80,8 +80,9 @@ def plan_for_devices(
     return 0
 
 
-def _load(config: EngineConfig, sizes: ModelSizes, concurrency: int) -> Load:
-    """Requests that run at once hold a row each, unless the user says how many rows there are."""
+def load_of(config: EngineConfig, sizes: ModelSizes, concurrency: int) -> Load:
+    """Return what is asked of layouts. Requests that run at once hold a row each, unless the user says how
+    many rows there are."""
     scheduler = config.scheduler
     if scheduler.max_num_seqs == SchedulerConfig().max_num_seqs < concurrency:
         tokens = max(scheduler.max_num_batched_tokens, concurrency)

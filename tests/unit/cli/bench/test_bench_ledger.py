@@ -10,7 +10,7 @@ import pytest
 
 from fake_completions_server import completion_events
 from penstock.cli.bench.ledger import DONE, StreamAccount, audit, faults
-from penstock.cli.bench.workload import BenchRequest
+from penstock.workloads.requests import BenchRequest
 
 
 def request(index: int = 0, output_len: int = 4) -> BenchRequest:

@@ -21,12 +21,12 @@ from penstock.cli.bench.offline import (
     llm_arguments,
     measure_throughput,
 )
-from penstock.cli.bench.workload import BenchRequest
 from penstock.cli.program import run
 from penstock.cli.terminal import Invocation
 from penstock.config.hosts import HostsConfig
 from penstock.errors import PenstockError, UsageError
 from penstock.llm.llm import LLM
+from penstock.workloads.requests import BenchRequest
 
 
 class TickingEngine:

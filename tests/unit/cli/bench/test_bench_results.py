@@ -15,13 +15,12 @@ from penstock.cli.bench.results import (
     as_json,
     ledger_lines,
     peak_concurrency,
-    percentile,
-    summary,
     table,
     write_json,
 )
-from penstock.cli.bench.workload import BenchRequest
 from penstock.errors import UsageError
+from penstock.workloads.requests import BenchRequest
+from penstock.workloads.summaries import percentile, summary
 
 
 def account(index: int, start: float, times: list[float]) -> StreamAccount:

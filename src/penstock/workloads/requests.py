@@ -1,20 +1,19 @@
 """What a load run asks for: prompts of random ids, exact output lengths and arrival times.
 
-Made from a seed (`synthetic`) or from a trace file (`from_trace`); `bench.online` and `bench.offline` use it.
-Knows nothing of servers.
+Made from a seed (`synthetic`) or from a trace (`from_trace`, `workloads.traces`). `penstock bench` sends them
+to a server, `penstock simulate` to a simulated one. Knows nothing of either.
 """
 
 from __future__ import annotations
 
-import csv
 import math
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import datetime
-from pathlib import Path
+from itertools import chain
 
 from penstock.errors import UsageError
+from penstock.workloads.traces import MOONCAKE_BLOCK, TraceRow
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,15 +24,6 @@ class BenchRequest:
     arrival_s: float  # after the start of the run
     prompt_token_ids: list[int]  # [prompt length]
     output_len: int  # tokens to generate, exactly
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TraceRow:
-    """One request of a trace file, as recorded."""
-
-    arrival_s: float  # after the first row
-    input_len: int
-    output_len: int
 
 
 def synthetic(
@@ -87,7 +77,7 @@ def arrival_times(count: int, request_rate: float, burstiness: float, draw: rand
 def from_trace(
     rows: Sequence[TraceRow], *, length_scale: float, time_scale: float, vocab_size: int, seed: int
 ) -> list[BenchRequest]:
-    """Requests shaped like a trace.
+    """Requests shaped like a trace. Prompts that begin with the same blocks begin with the same ids.
 
     Lengths are divided by `length_scale`, and are at least 1; arrival times are multiplied by `time_scale`.
     """
@@ -98,51 +88,11 @@ def from_trace(
         BenchRequest(
             index=index,
             arrival_s=row.arrival_s * time_scale,
-            prompt_token_ids=_random_ids(_scaled(row.input_len, length_scale), vocab_size, draw),
+            prompt_token_ids=_ids_of_row(row, length_scale, vocab_size, seed, draw),
             output_len=_scaled(row.output_len, length_scale),
         )
         for index, row in enumerate(rows)
     ]
-
-
-def read_azure_trace(path: Path, limit: int) -> list[TraceRow]:
-    """The first `limit` rows of an Azure LLM inference trace (TIMESTAMP, ContextTokens, GeneratedTokens).
-
-    Raises `UsageError` naming the file and the line at fault.
-    """
-    _check("--num-prompts", limit, limit >= 1, "at least 1")
-    try:
-        with path.open(encoding="utf-8", newline="") as file:
-            rows = list(_azure_rows(csv.DictReader(file), limit))
-    except OSError as error:
-        raise UsageError(
-            f"--dataset-path {path} cannot be read: {error.strerror}.", remedy="Give a readable trace file."
-        ) from error
-    except (KeyError, TypeError, ValueError) as error:
-        raise UsageError(
-            f"--dataset-path {path} is no Azure trace: {error}.",
-            remedy="It needs the columns TIMESTAMP, ContextTokens and GeneratedTokens.",
-        ) from error
-    if len(rows) < limit:
-        raise UsageError(
-            f"--dataset-path {path} has {len(rows)} requests, fewer than --num-prompts {limit}.",
-            remedy=f"Use --num-prompts {len(rows)} or less.",
-        )
-    return rows
-
-
-def _azure_rows(reader: csv.DictReader[str], limit: int) -> Iterator[TraceRow]:
-    first = None
-    for number, row in enumerate(reader):
-        if number == limit:
-            return
-        moment = datetime.fromisoformat(row["TIMESTAMP"][:26])  # the seventh digit is below a microsecond
-        first = first or moment
-        lengths = int(row["ContextTokens"]), int(row["GeneratedTokens"])
-        arrival = (moment - first).total_seconds()
-        if min(lengths) < 0 or arrival < 0:
-            raise ValueError(f"line {number + 2} has a negative length or goes back in time")
-        yield TraceRow(arrival_s=arrival, input_len=lengths[0], output_len=lengths[1])
 
 
 def check_fits(requests: Sequence[BenchRequest], max_model_len: int) -> None:
@@ -159,6 +109,17 @@ def check_fits(requests: Sequence[BenchRequest], max_model_len: int) -> None:
 
 def _scaled(length: int, scale: float) -> int:
     return max(1, int(length / scale))
+
+
+def _ids_of_row(row: TraceRow, scale: float, vocab_size: int, seed: int, draw: random.Random) -> list[int]:
+    """Random ids; where the trace says what blocks hold, of each block the same in all prompts."""
+    count = _scaled(row.input_len, scale)
+    if not row.blocks:
+        return _random_ids(count, vocab_size, draw)
+    size = _scaled(MOONCAKE_BLOCK, scale)
+    blocks = (_random_ids(size, vocab_size, random.Random(f"{seed} {block}")) for block in row.blocks)
+    ids = list(chain.from_iterable(blocks))[:count]
+    return ids + _random_ids(count - len(ids), vocab_size, draw)
 
 
 def _around(length: int, ratio: float, draw: random.Random) -> int:

@@ -11,15 +11,9 @@ from pathlib import Path
 import pytest
 
 from paths import shared_data
-from penstock.cli.bench.workload import (
-    TraceRow,
-    arrival_times,
-    check_fits,
-    from_trace,
-    read_azure_trace,
-    synthetic,
-)
 from penstock.errors import UsageError
+from penstock.workloads.requests import arrival_times, check_fits, from_trace, synthetic
+from penstock.workloads.traces import TraceRow, read_trace
 
 RANDOM = {
     "num_prompts": 20,
@@ -103,30 +97,30 @@ def test_azure_trace_times_count_from_the_first_row(tmp_path: Path) -> None:
     trace = write_trace(
         tmp_path / "t.csv", "2023-11-16 18:15:59.6805900,374,44", "2023-11-16 18:16:01.1805900,396,109"
     )
-    assert read_azure_trace(trace, 2) == [
+    assert read_trace(trace, 2, kind="azure") == [
         TraceRow(arrival_s=0.0, input_len=374, output_len=44),
         TraceRow(arrival_s=1.5, input_len=396, output_len=109),
     ]
-    assert len(read_azure_trace(trace, 1)) == 1
+    assert len(read_trace(trace, 1, kind="azure")) == 1
 
 
 def test_a_short_or_broken_trace_is_refused(tmp_path: Path) -> None:
     good = "2023-11-16 18:15:59.6805900,374,44"
-    with pytest.raises(UsageError, match="has 1 requests, fewer than --num-prompts 2"):
-        read_azure_trace(write_trace(tmp_path / "a.csv", good), 2)
-    with pytest.raises(UsageError, match="no Azure trace"):
-        read_azure_trace(write_trace(tmp_path / "b.csv", good, "2023-11-16 18:15:59,x,44"), 2)
+    with pytest.raises(UsageError, match="has 1 requests, fewer than the 2 asked for"):
+        read_trace(write_trace(tmp_path / "a.csv", good), 2, kind="azure")
+    with pytest.raises(UsageError, match="not a trace of kind azure"):
+        read_trace(write_trace(tmp_path / "b.csv", good, "2023-11-16 18:15:59,x,44"), 2, kind="azure")
     with pytest.raises(UsageError, match="line 3 has a negative length"):
-        read_azure_trace(write_trace(tmp_path / "c.csv", good, "2023-11-16 18:16:59,-5,44"), 2)
+        read_trace(write_trace(tmp_path / "c.csv", good, "2023-11-16 18:16:59,-5,44"), 2, kind="azure")
     with pytest.raises(UsageError, match="cannot be read"):
-        read_azure_trace(tmp_path / "none.csv", 2)
+        read_trace(tmp_path / "none.csv", 2, kind="azure")
     (tmp_path / "d.csv").write_text("a,b\n1,2\n")
-    with pytest.raises(UsageError, match="no Azure trace"):
-        read_azure_trace(tmp_path / "d.csv", 1)
+    with pytest.raises(UsageError, match="not a trace of kind azure"):
+        read_trace(tmp_path / "d.csv", 1, kind="azure")
 
 
 def test_the_azure_conversation_trace_reads_whole() -> None:
-    rows = read_azure_trace(shared_data("traces", "azure_llm_2023_conv.csv"), 500)
+    rows = read_trace(shared_data("traces", "azure_llm_2023_conv.csv"), 500, kind="azure")
     assert (rows[0].input_len, rows[0].output_len, rows[0].arrival_s) == (374, 44, 0.0)
     requests = from_trace(rows, length_scale=16, time_scale=0.1, vocab_size=512, seed=0)
     assert all(

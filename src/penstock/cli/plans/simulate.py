@@ -1,0 +1,245 @@
+"""`penstock simulate`: what a trace of requests would meet on devices that need not be there.
+
+Called by `cli`. The engine's own scheduler and core run over simulated stages (`simulator.simulation`); this
+module reads what is asked, and shows what came of it. The simulator and numpy are imported when it runs.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from cyclopts import Parameter
+
+from penstock.cli.flags import flag, with_settings
+from penstock.cli.terminal import Invocation, printable
+from penstock.config.declared import ENGINE, configured_engine
+from penstock.config.engine import EngineConfig
+from penstock.errors import UsageError
+from penstock.workloads.requests import BenchRequest, check_fits, from_trace, synthetic
+from penstock.workloads.traces import TraceKind, read_trace
+
+if TYPE_CHECKING:
+    from penstock.simulator.pipe import StageLoss
+    from penstock.simulator.replica import EngineSettings
+    from penstock.simulator.simulation import FinishedRun
+
+_VOCABULARY = 32_000  # random prompts have ids below this; which ones changes nothing but what begins alike
+_KEPT_SPANS = 400_000  # of a timeline: about 100 MB of JSON
+_SPANS_PER_STEP = 4
+_LOSS = re.compile(r"(?:([0-9]{1,4})\.)?([0-9]{1,4})@([0-9.]{1,12}):([0-9.]{1,12})")
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimulatedLoad:
+    """What is sent, and when."""
+
+    trace: Annotated[Path | None, flag("trace file; without one, random", "--trace", group="load")] = None
+    trace_kind: Annotated[
+        TraceKind, flag("auto, azure, mooncake, sharegpt, custom", "--trace-kind", group="load")
+    ] = "auto"
+    num_requests: Annotated[
+        int | None, flag("of the trace; or 100 random ones", "--num-requests", "--num-prompts", group="load")
+    ] = None
+    max_concurrency: Annotated[
+        int | None, flag("requests in flight at most", "--max-concurrency", group="load")
+    ] = None
+    request_rate: Annotated[
+        float | None, flag("requests a second, in place of a trace's", "--request-rate", group="load")
+    ] = None
+    burstiness: Annotated[float, flag("1 = Poisson, below 1 = burstier", "--burstiness", group="load")] = 1.0
+    input_len: Annotated[int, flag("tokens of random prompts", "--input-len", group="load")] = 512
+    output_len: Annotated[int, flag("tokens of random outputs", "--output-len", group="load")] = 128
+    length_scale: Annotated[
+        float, flag("a trace's lengths are divided by this", "--length-scale", group="load")
+    ] = 1.0
+    time_scale: Annotated[
+        float, flag("a trace's times are multiplied by this", "--time-scale", group="load")
+    ] = 1.0
+
+    def requests(self, seed: int) -> list[BenchRequest]:
+        """Return the load in full. Raises `UsageError`."""
+        if self.max_concurrency is not None and self.max_concurrency < 1:
+            raise UsageError(f"max_concurrency is {self.max_concurrency}; it must be at least 1.")
+        if self.trace is None:
+            return self._random(100 if self.num_requests is None else self.num_requests, seed)
+        requests = from_trace(
+            read_trace(self.trace, self.num_requests, kind=self.trace_kind),
+            length_scale=self.length_scale,
+            time_scale=self.time_scale,
+            vocab_size=_VOCABULARY,
+            seed=seed,
+        )
+        if self.request_rate is None:
+            return requests
+        times = [request.arrival_s for request in self._random(len(requests), seed)]
+        return [
+            BenchRequest(
+                index=request.index,
+                arrival_s=arrival_s,
+                prompt_token_ids=request.prompt_token_ids,
+                output_len=request.output_len,
+            )
+            for request, arrival_s in zip(requests, times, strict=True)
+        ]
+
+    def _random(self, count: int, seed: int) -> list[BenchRequest]:
+        return synthetic(
+            num_prompts=count,
+            input_len=self.input_len,
+            output_len=self.output_len,
+            range_ratio=0.0,
+            request_rate=math.inf if self.request_rate is None else self.request_rate,
+            burstiness=self.burstiness,
+            vocab_size=_VOCABULARY,
+            seed=seed,
+        )
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimulatedTrouble:
+    """What happens besides."""
+
+    jitter_ms: Annotated[
+        float, flag("links between hosts are late by this at most", "--jitter-ms", group="simulation")
+    ] = 0.0
+    lose_stage: Annotated[
+        tuple[str, ...],
+        flag("STAGE@SECONDS:AWAY, a stage is lost then, for so long", "--lose-stage", group="simulation"),
+    ] = ()
+    acceptance: Annotated[
+        float, flag("chance that a guessed token is right; 0: no guesses", "--acceptance", group="simulation")
+    ] = 0.0
+
+    def losses(self, num_stages: int, num_replicas: int) -> list[StageLoss]:
+        """Return the losses. Raises `UsageError` for one that cannot be read, or of a stage that is not
+        there."""
+        from penstock.simulator.pipe import StageLoss
+
+        losses = []
+        for text in self.lose_stage:
+            match = _LOSS.fullmatch(text)
+            replica, stage = (int(match[1] or 0), int(match[2])) if match else (0, 0)
+            if match is None or stage >= num_stages or replica >= num_replicas:
+                raise UsageError(
+                    f"--lose-stage {text}: no such stage among {num_replicas} x {num_stages}, or no times.",
+                    remedy="Write STAGE@SECONDS:AWAY, such as 1@30:5; of a replica, REPLICA.STAGE@30:5.",
+                    param="lose_stage",
+                )
+            losses.append(
+                StageLoss(stage=stage, at_s=float(match[3]), away_s=float(match[4]), replica=replica)
+            )
+        return losses
+
+
+_LOAD, _TROUBLE = SimulatedLoad(), SimulatedTrouble()
+
+
+@with_settings(*ENGINE)
+def simulate(
+    model: str | None = None,
+    /,
+    *,
+    devices: Annotated[
+        str | None, flag("to simulate: a100-80g:4, cpu:16c:64g, FILE.toml", "--devices", group="simulation")
+    ] = None,
+    load: SimulatedLoad = _LOAD,
+    trouble: SimulatedTrouble = _TROUBLE,
+    timeline: Annotated[
+        Path | None, flag("trace of the first plans, for Perfetto", "--timeline", group="simulation")
+    ] = None,
+    as_json: Annotated[bool, flag("print the report as JSON", "--json", group="simulation")] = False,
+    invocation: Annotated[Invocation, Parameter(parse=False)],
+    **given: Any,
+) -> int:
+    """The command. Returns 0 with a report on standard output."""
+    if not model or not devices:
+        raise UsageError(
+            f"no {'devices are' if model else 'model is'} given.",
+            remedy="Use `penstock simulate MODEL --devices a100-80g:4 --pp 4 --trace FILE`.",
+        )
+    from penstock.simulator.report import as_json as report_of
+    from penstock.simulator.report import lines
+
+    config = configured_engine(given, model)
+    run = _run(config, devices, load, trouble, keeps_times=timeline is not None)
+    if timeline is not None:
+        _write_timeline(timeline, run)
+    numbers = report_of(run)
+    if as_json:
+        invocation.say(json.dumps(numbers, ensure_ascii=False))
+    else:
+        invocation.say(*map(printable, lines(numbers)))
+    return 0
+
+
+def _run(
+    config: EngineConfig,
+    devices: str,
+    load: SimulatedLoad,
+    trouble: SimulatedTrouble,
+    *,
+    keeps_times: bool,
+) -> FinishedRun:
+    from penstock.cli.plans.plan_devices import load_of
+    from penstock.layouts.device_file import devices_of
+    from penstock.layouts.model_sizes import read_sizes
+    from penstock.simulator.planned_pipe import fixed_layout, planned_pipe
+    from penstock.simulator.simulation import Simulation
+
+    parallel = config.parallel
+    requests = load.requests(config.seed)
+    sizes, device_set = read_sizes(config.model), devices_of(devices)
+    asked = load_of(config, sizes, load.max_concurrency or config.scheduler.max_num_seqs)
+    if len(set(parallel.tp_sizes)) > 1:
+        raise UsageError(
+            "simulated stages all have the same number of ranks.", remedy="Give one number to --tp."
+        )
+    layout = fixed_layout(
+        device_set,
+        pp=parallel.pipeline_parallel_size,
+        tp=parallel.tp_sizes[0],
+        dp=parallel.data_parallel_size,
+        expert_parallel=parallel.enable_expert_parallel,
+    )
+    pipe = planned_pipe(layout, sizes, device_set, asked, jitter_s=trouble.jitter_ms / 1000)
+    check_fits(requests, pipe.max_model_len)
+    num_plans = _KEPT_SPANS // _SPANS_PER_STEP // (pipe.num_stages * layout.dp)
+    simulation = Simulation(
+        pipe,
+        _engine_settings(config, asked.scheduler, trouble),
+        num_replicas=layout.dp,
+        max_concurrency=load.max_concurrency,
+        losses=trouble.losses(pipe.num_stages, layout.dp),
+        max_kept=max(1, num_plans) if keeps_times else 0,
+    )
+    return simulation.run(requests)
+
+
+def _engine_settings(config: EngineConfig, scheduler: Any, trouble: SimulatedTrouble) -> EngineSettings:
+    from penstock.simulator.replica import EngineSettings
+
+    if not 0.0 <= trouble.acceptance < 1.0:
+        raise UsageError(f"acceptance is {trouble.acceptance}; it must be at least 0 and below 1.")
+    return EngineSettings(
+        scheduler=scheduler,
+        cache=config.cache,
+        async_depth=0 if config.parallel.async_depth == "auto" else config.parallel.async_depth,
+        acceptance=trouble.acceptance,
+        most_drafts=config.speculation.num_speculative_tokens,
+        seed=config.seed,
+    )
+
+
+def _write_timeline(path: Path, run: FinishedRun) -> None:
+    from penstock.cli.bench.results import write_json
+    from penstock.simulator.timeline import timeline
+    from penstock.trace.chrome import chrome_trace
+
+    write_json(path, chrome_trace(timeline(run)))

@@ -1,0 +1,198 @@
+"""The core's side of stages that do not exist: plans go into a flow, results come when the clock says so.
+
+`engine.core.core` drives it as it drives ranks. What stages report of their times is made of the flow, so
+that the engine measures simulated wires as it measures real ones.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable
+
+from penstock.batch import (
+    NO_STORE_USE,
+    BuiltGrammar,
+    EntryAnswers,
+    EntryCall,
+    LinkOrder,
+    OrderResult,
+    ScheduledBatch,
+    StageSpans,
+    StageTimes,
+    StepResult,
+    StoreUse,
+)
+from penstock.executor.base import KVPlan
+from penstock.scheduler.cost_model import StepShape
+from penstock.simulator.flow import Floats, PlanFlow
+from penstock.simulator.pipe import SimulatedPipe
+from penstock.simulator.sampled import SampledRows
+from penstock.trace.phases import Phase
+
+_MAX_UNQUEUED = 16  # plans that met no other, whose times are reported
+
+
+def no_record(plan: ScheduledBatch) -> int:
+    """Nobody keeps the plans, and none has a digest."""
+    return 0
+
+
+class SimulatedExecutor:
+    """Runs plans in a flow.
+
+    Args:
+        flow: of the same pipe; outlives the epoch.
+        clock: of the simulation.
+        is_alone: whether the plan that is sent is the only micro-batch.
+        record: is given every plan, and returns the digest of its result.
+    """
+
+    def __init__(
+        self,
+        pipe: SimulatedPipe,
+        flow: PlanFlow,
+        clock: Callable[[], float],
+        *,
+        is_alone: Callable[[], bool],
+        record: Callable[[ScheduledBatch], int] = no_record,
+    ) -> None:
+        self._flow = flow
+        self._clock = clock
+        self._is_alone = is_alone
+        self._record = record
+        self._return_wire = pipe.return_wire
+        self._sampled = SampledRows()
+        self._results: deque[tuple[float, StepResult]] = deque()  # when each is at the core
+        self._samples: deque[tuple[int, float]] = deque()  # by step: when they are at the first stage
+        self._samples_at = -math.inf  # those of the newest step that is consumed
+        self.reports = SimulatedReports(pipe.num_stages, flow)
+
+    @property
+    def next_at(self) -> float:
+        """Clock time of the next result; infinite if there is none."""
+        return self._results[0][0] if self._results else math.inf
+
+    def submit_plan(self, plan: ScheduledBatch) -> int:
+        """See `Executor.submit_plan`."""
+        digest, now = self._record(plan), self._clock()
+        shape = StepShape.of(plan)
+        has_company = bool(self._results)
+        ends_at = self._flow.send(
+            plan.step_id,
+            shape,
+            now,
+            samples_at=self._consumed(plan.consume_through),
+            alone=self._is_alone(),
+            cause=_cause(plan),
+        )
+        ids, rejected = self._sampled.sample(plan)
+        result = StepResult(
+            step_id=plan.step_id, epoch=plan.epoch, digest=digest, token_ids=ids, num_rejected=rejected
+        )
+        back_at = ends_at + self._return_wire.latency_s + self._flow.jitter(self._return_wire)
+        if self._results:
+            back_at = max(back_at, self._results[-1][0])
+        self._results.append((back_at, result))
+        self._samples.append((plan.step_id, back_at))
+        if shape.tokens and not has_company:
+            self.reports.keep(plan.step_id, shape.tokens, self._flow.newest_works())
+        return digest
+
+    def poll_results(self, timeout_s: float) -> list[StepResult]:
+        """See `Executor.poll_results`; the clock stands still meanwhile."""
+        now, results, taken = self._clock(), self._results, []
+        while results and results[0][0] <= now:
+            taken.append(results.popleft()[1])
+            self._flow.arrived()
+        return taken
+
+    def abandon(self) -> None:
+        """A stage is lost: what is in flight will not return."""
+        self._flow.give_up(self._clock())
+        self._results.clear()
+
+    def start(self) -> KVPlan:
+        raise AssertionError("simulated stages are there from the beginning")
+
+    def poll_start(self) -> KVPlan | None:
+        raise AssertionError("simulated stages are there from the beginning")
+
+    def call_store(self, rank: int, call: EntryCall) -> bool:
+        raise AssertionError("simulated stages have no store")
+
+    def exchange_link(self, order: LinkOrder) -> None:
+        raise AssertionError("simulated links are never exchanged")
+
+    def wait_sources(self) -> list[int]:
+        return []
+
+    def shutdown(self) -> None:
+        """There is nobody."""
+
+    def _consumed(self, step: int) -> float:
+        """When all samples up to this step's are at the first stage."""
+        while self._samples and self._samples[0][0] <= step:
+            self._samples_at = self._samples.popleft()[1]
+        return self._samples_at
+
+
+class SimulatedReports:
+    """What simulated stages tell beside results: how long they computed."""
+
+    def __init__(self, num_stages: int, flow: PlanFlow) -> None:
+        self._num_stages = num_stages
+        self._flow = flow
+        self._unqueued: deque[tuple[int, int, Floats]] = deque(maxlen=_MAX_UNQUEUED)
+
+    def keep(self, step: int, num_tokens: int, works: Floats) -> None:
+        """Keep what each stage takes for a plan that meets no other."""
+        self._unqueued.append((step, num_tokens, works))
+
+    def stage_times(self) -> list[StageTimes]:
+        """See `Reports.stage_times`."""
+        num_steps, busy = self._flow.busy_seconds()
+        return [
+            StageTimes(
+                stage=stage,
+                num_steps=num_steps,
+                wall_ns=0,
+                busy_ns=round(1e9 * seconds),
+                phase_ns=[],
+                busy_ratio=0.0,
+            )
+            for stage, seconds in enumerate(busy.tolist())
+        ]
+
+    def spans(self) -> list[StageSpans]:
+        """Of the plans that met no other, each stage's time as one span."""
+        steps = [(index, step, tokens) for index, (step, tokens, _) in enumerate(self._unqueued)]
+        return [
+            StageSpans(
+                stage=stage,
+                began_ns=0,
+                phases=bytes([Phase.FORWARD] * len(steps)),
+                durations_ns=[round(1e9 * works[stage]) for _, _, works in self._unqueued],
+                steps=steps,
+            )
+            for stage in range(self._num_stages)
+        ]
+
+    def finished_orders(self) -> list[OrderResult]:
+        return []
+
+    def store_use(self) -> StoreUse:
+        return NO_STORE_USE
+
+    def entry_answers(self) -> list[EntryAnswers]:
+        return []
+
+    def built_grammars(self) -> list[BuiltGrammar]:
+        return []
+
+
+def _cause(plan: ScheduledBatch) -> Phase:
+    """Why stages wait for the plan, if they do (`pipeline.stage` says the same of real ones)."""
+    if plan.meta.starved:
+        return Phase.NO_WORK
+    return Phase.WAIT_NEXT if plan.meta.held else Phase.WAIT_PLAN

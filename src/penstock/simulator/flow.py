@@ -1,0 +1,331 @@
+"""When each stage computes each plan: one scan over the stages, for every plan that is sent.
+
+    starts at stage s  =  max(end at stage s - 1 + wire,  end of the plan before at stage s)
+
+This is a product in the algebra of maximum and plus: with `c` the time from the first stage to each other one
+where nothing waits, the starts are `c + running maximum of (free - c)`. So a plan through a thousand stages
+is a handful of array operations. A wire that a plan occupies is one more place in the line.
+
+What a stage did between two plans, and why, is added up in batches (`trace.phases` names the causes). A stage
+waits for the plan, then, but for the last stage, for the samples that the plan consumes, then for the stage
+before.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.layouts.stage_times import StageTimes
+from penstock.scheduler.cost_model import StageCost, StepShape
+from penstock.simulator.pipe import NO_WIRE, SimulatedPipe, Wire
+from penstock.trace.phases import Phase
+
+Floats = NDArray[np.float64]
+
+_AT_ONCE = 64  # trips that are added up together
+_FEW = 12  # different places, up to which each is asked for itself
+
+
+class Trip(NamedTuple):
+    """A plan on its way. Arrays run over the places in the line: stages, and wires that plans occupy.
+
+    Attributes:
+        free: when the plan before had left each place.
+        starts, works: when each place begins with this one, and the seconds for which it is there.
+        comes_at: when the plan is at the stages.
+        samples_at: when the samples that it consumes are at the first stage.
+        cause: of a wait for the plan, at all stages but the last.
+        ends_at: when the last stage is done.
+    """
+
+    step: int
+    num_tokens: int
+    free: Floats
+    starts: Floats
+    works: Floats
+    comes_at: float
+    samples_at: float
+    cause: Phase
+    ends_at: float
+
+
+@dataclass(slots=True)
+class StageLedger:
+    """Where the time of the stages went, in seconds, by stage.
+
+    Attributes:
+        causes: [phases, stages] of `trace.phases.BUBBLES`.
+        lost: between a loss and the epoch after it.
+        num_steps: plans with tokens.
+    """
+
+    busy: Floats
+    overhead: Floats
+    causes: Floats
+    lost: Floats
+    num_steps: int = 0
+
+
+def _new_ledger(num_stages: int) -> StageLedger:
+    causes = np.zeros((len(Phase), num_stages))
+    return StageLedger(np.zeros(num_stages), np.zeros(num_stages), causes, np.zeros(num_stages))
+
+
+class PlanFlow:
+    """Lets plans pass a pipe, in the order in which they are sent.
+
+    Args:
+        began_at: clock seconds at which the stages are there.
+        seed: of the jitter.
+        max_kept: trips that are kept for a timeline; later ones are not.
+    """
+
+    def __init__(self, pipe: SimulatedPipe, *, began_at: float, seed: int = 0, max_kept: int = 0) -> None:
+        wires = list(pipe.wires) or [NO_WIRE] * (pipe.num_stages - 1)
+        self._has_wire_places = any(wire.per_token_s for wire in wires)
+        self._shared = _PlaceTimes(self._line(pipe.stages, wires))
+        self._alone = _PlaceTimes(self._line(pipe.stages_alone, wires))
+        latencies = [0.0, *(wire.latency_s for wire in wires)]
+        self._delays = self._spread(latencies)
+        jitters = [0.0, *(wire.jitter_s for wire in wires)]
+        self._jitters = self._spread(jitters) if any(jitters) else None
+        self._random = np.random.Generator(np.random.PCG64(seed))
+        self._stage_places = slice(None, None, 2 if self._has_wire_places else 1)
+        self._plan_s = pipe.plan_s
+        self._free = np.full(len(self._delays), began_at)
+        self._in_flight: deque[Trip] = deque()
+        self._arrived: list[Trip] = []  # and not added up
+        self._max_kept = max_kept
+        self._kept: list[Trip] = []
+        self._ledger = _new_ledger(pipe.num_stages)
+        self._wire_busy = np.zeros(len(self._delays))
+
+    def begin(self, now: float) -> None:
+        """Forget what was before: the run begins. Nothing is in flight."""
+        self._add_up()
+        self._kept.clear()
+        self._ledger = _new_ledger(len(self._ledger.busy))
+        self._wire_busy[:] = 0.0
+        self._free = np.full_like(self._free, now)
+
+    def send(
+        self, step: int, shape: StepShape, now: float, *, samples_at: float, alone: bool, cause: Phase
+    ) -> float:
+        """Send a plan behind all that were sent before.
+
+        Args:
+            samples_at: when the samples that it consumes are at the first stage.
+            alone: only one stage at a time computes.
+            cause: why stages had to wait for the plan, if they had.
+
+        Returns:
+            When the last stage is done with it.
+        """
+        works = (self._alone if alone else self._shared).seconds(shape)
+        comes_at = now + self._plan_s
+        ready = np.maximum(self._free, comes_at)
+        if samples_at > ready[0]:
+            ready[0] = samples_at
+        ahead = np.empty_like(works)
+        ahead[0] = 0.0
+        np.cumsum(works[:-1] + self._waits()[1:], out=ahead[1:])
+        starts = np.maximum.accumulate(ready - ahead)
+        starts += ahead
+        ends = starts + works
+        ends_at = float(ends[-1])
+        trip = Trip(step, shape.tokens, self._free, starts, works, comes_at, samples_at, cause, ends_at)
+        self._in_flight.append(trip)
+        self._free = ends
+        return ends_at
+
+    def arrived(self) -> None:
+        """The oldest plan in flight has left the last stage."""
+        self._arrived.append(self._in_flight.popleft())
+        if len(self._arrived) >= _AT_ONCE:
+            self._add_up()
+
+    def newest_works(self) -> Floats:
+        """Seconds of each stage for the plan that was sent last."""
+        return self._in_flight[-1].works[self._stage_places]
+
+    def jitter(self, wire: Wire) -> float:
+        """Seconds by which a message on this wire is late."""
+        return wire.jitter_s * float(self._random.random()) if wire.jitter_s else 0.0
+
+    def busy_seconds(self) -> tuple[int, Floats]:
+        """Steps that have arrived, and what each stage has computed for them."""
+        self._add_up()
+        return self._ledger.num_steps, self._ledger.busy
+
+    def give_up(self, now: float) -> None:
+        """A stage is lost now: what was in flight has come as far as it had."""
+        self._arrived += [_cut(trip, now) for trip in self._in_flight]
+        self._in_flight.clear()
+        self._add_up()
+        self._free = np.minimum(self._free, now)
+
+    def resume(self, now: float) -> None:
+        """The stages are there again, and empty."""
+        self._ledger.lost += now - self._free[self._stage_places]
+        self._free = np.full_like(self._free, now)
+
+    def ledger(self, now: float) -> StageLedger:
+        """Return where the time has gone, up to now; nothing is in flight."""
+        self._add_up()
+        idle = np.maximum(0.0, now - self._free[self._stage_places])
+        causes = self._ledger.causes.copy()
+        causes[Phase.NO_WORK] += idle
+        own = self._ledger
+        return StageLedger(own.busy.copy(), own.overhead.copy(), causes, own.lost.copy(), own.num_steps)
+
+    def kept(self) -> list[Trip]:
+        """Return the trips that were kept, as far as they went."""
+        self._add_up()
+        return self._kept
+
+    def wire_busy(self) -> list[float]:
+        """Seconds for which each wire was occupied; empty where none is."""
+        self._add_up()
+        return self._wire_busy[1::2].tolist() if self._has_wire_places else []
+
+    @property
+    def stage_places(self) -> slice:
+        """The places in the line that are stages."""
+        return self._stage_places
+
+    @property
+    def overhead(self) -> Floats:
+        """Of each stage for every step."""
+        return self._shared.overhead[self._stage_places]
+
+    def _line(self, stages: Sequence[StageTimes], wires: Sequence[Wire]) -> list[StageTimes]:
+        """The times of all places."""
+        if not self._has_wire_places:
+            return list(stages)
+        line: list[StageTimes] = [stages[0]]
+        for stage, wire in zip(stages[1:], wires, strict=True):
+            line += [StageCost(read=0.0, per_token=wire.per_token_s), stage]
+        return line
+
+    def _spread(self, by_stage: Sequence[float]) -> Floats:
+        """What stands before each stage, as what stands before each place: before a wire stands nothing."""
+        if not self._has_wire_places:
+            return np.array(by_stage)
+        spread = np.zeros(2 * len(by_stage) - 1)
+        spread[::2] = by_stage
+        return spread
+
+    def _waits(self) -> Floats:
+        """Of this plan, between each place and the one before it."""
+        if self._jitters is None:
+            return self._delays
+        late: Floats = self._delays + self._random.random(len(self._delays)) * self._jitters
+        return late
+
+    def _add_up(self) -> None:
+        trips, self._arrived = self._arrived, []
+        if not trips:
+            return
+        self._kept += trips[: max(0, self._max_kept - len(self._kept))]
+        places, ledger = self._stage_places, self._ledger
+        free = np.array([trip.free[places] for trip in trips])
+        starts = np.array([trip.starts[places] for trip in trips])
+        works = np.array([trip.works for trip in trips])
+        self._wire_busy += works.sum(axis=0)
+        works = works[:, places]
+        for_plan, for_samples, for_tensors = split_wait(
+            free,
+            starts,
+            np.array([trip.comes_at for trip in trips])[:, None],
+            np.array([trip.samples_at for trip in trips])[:, None],
+        )
+        causes = np.array([trip.cause for trip in trips])
+        for cause in {trip.cause for trip in trips}:
+            waited = for_plan[causes == cause].sum(axis=0)
+            at_last = Phase.WAIT_PLAN if cause is Phase.WAIT_NEXT else cause
+            ledger.causes[cause, :-1] += waited[:-1]
+            ledger.causes[at_last, -1] += waited[-1]
+        ledger.causes[Phase.WAIT_TOKEN] += for_samples.sum(axis=0)
+        ledger.causes[Phase.WAIT_PREV] += for_tensors.sum(axis=0)
+        overhead = np.minimum(self.overhead, works)
+        ledger.overhead += overhead.sum(axis=0)
+        ledger.busy += (works - overhead).sum(axis=0)
+        ledger.num_steps += sum(trip.num_tokens > 0 for trip in trips)
+
+
+def split_wait(
+    free: Floats, starts: Floats, comes_at: Floats, samples_at: Floats
+) -> tuple[Floats, Floats, Floats]:
+    """Return what stages waited for the plan, for samples, and for the stage before.
+
+    Args:
+        free: [plans, stages] when the plan before had left.
+        starts: [plans, stages].
+        comes_at, samples_at: [plans, 1].
+    """
+    whole = np.maximum(starts - free, 0.0)
+    for_plan = np.minimum(np.maximum(comes_at - free, 0.0), whole)
+    left = whole - for_plan
+    for_samples = np.minimum(np.maximum(samples_at - free - for_plan, 0.0), left)
+    if free.shape[1] > 1:
+        for_samples[:, -1] = 0.0  # the last stage has sampled them itself
+    for_tensors = left - for_samples
+    for_tensors[:, 0] = 0.0  # what is left there is rounding
+    return for_plan, for_samples, for_tensors
+
+
+def _cut(trip: Trip, now: float) -> Trip:
+    """The trip as far as it was then."""
+    ends = np.minimum(trip.starts + trip.works, now)
+    starts = np.minimum(trip.starts, now)
+    return trip._replace(free=np.minimum(trip.free, now), starts=starts, works=ends - starts)
+
+
+class _PlaceTimes:
+    """Times of all places in the line. Places whose times are alike are asked once; many unlike ones of the
+    form `StageCost` all together.
+
+    Attributes:
+        overhead: [places] of each step.
+    """
+
+    def __init__(self, times: Sequence[StageTimes]) -> None:
+        self._own = list(dict.fromkeys(times))
+        numbers = {own: number for number, own in enumerate(self._own)}
+        self._numbers = np.array([numbers[own] for own in times])
+        costs = [own for own in self._own if isinstance(own, StageCost)]
+        self._costs = _columns(costs) if len(costs) == len(self._own) >= _FEW else None
+        overheads = np.array([getattr(own, "overhead", 0.0) for own in self._own])
+        self.overhead: Floats = overheads[self._numbers]
+
+    def seconds(self, shape: StepShape) -> Floats:
+        """Return the seconds of a plan in each place. One without tokens is handed on."""
+        if not shape.tokens:
+            return self.overhead
+        if self._costs is None:
+            seconds: Floats = np.array([own.seconds(shape) for own in self._own])
+        else:
+            seconds = _all_seconds(self._costs, shape)
+        by_place: Floats = seconds[self._numbers]
+        return by_place
+
+
+def _columns(costs: Sequence[StageCost]) -> dict[str, Floats]:
+    names = ("overhead", "read", "per_token", "per_attended", "head_read", "per_sample")
+    return {name: np.array([getattr(cost, name) for cost in costs]) for name in names}
+
+
+def _all_seconds(costs: dict[str, Floats], shape: StepShape) -> Floats:
+    """`StageCost.seconds` of all at once."""
+    seconds: Floats = np.maximum(costs["read"], costs["per_token"] * shape.tokens)
+    seconds += costs["overhead"]
+    seconds += costs["per_attended"] * shape.attended
+    if shape.samples:
+        seconds += np.maximum(costs["head_read"], costs["per_sample"] * shape.samples)
+    return seconds

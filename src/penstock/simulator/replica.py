@@ -1,0 +1,221 @@
+"""One simulated pipeline with the engine's own core and scheduler over it.
+
+Nothing that decides is simulated: `Scheduler`, `EngineCore`, the depth of plans and the measuring of wires
+are those of `penstock serve`. Only the stages are not there (`simulator.executor`), and what they cost is
+known from the beginning instead of being learnt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from penstock.batch import ScheduledBatch
+from penstock.config.engine import CacheConfig, ParallelConfig, SchedulerConfig
+from penstock.engine.core.calibration import Calibration
+from penstock.engine.core.core import EngineCore
+from penstock.engine.core.core_assembly import depth_and_wire
+from penstock.engine.supervisor.flight_room import PLANS_ON_WIRES
+from penstock.errors import StageLostError
+from penstock.kvcache.allocator import BlockAllocator
+from penstock.kvcache.block_pool import BlockPool
+from penstock.kvcache.eviction import eviction_order
+from penstock.kvcache.prefix_cache import PrefixCache
+from penstock.layouts.stage_times import StageTimes, learnt_cost
+from penstock.request import GenerationRequest, RequestUpdate
+from penstock.scheduler.cost_model import CostModel, StageCost, StepSample, StepShape
+from penstock.scheduler.pacing import PlanDepth
+from penstock.scheduler.scheduler import Scheduler
+from penstock.scheduler.windows import DraftWindows, NoWindows
+from penstock.simulator.accepted_drafts import AcceptedDrafts
+from penstock.simulator.executor import SimulatedExecutor, no_record
+from penstock.simulator.flow import PlanFlow
+from penstock.simulator.pipe import SimulatedPipe, StageLoss
+
+_LEARNT_TOKENS = (1, 2, 4, 8, 16, 32, 64, 256)  # of the steps that an engine learns costs from
+_LEARNT_CONTEXTS = (64, 512)
+
+
+class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """How the simulated engine is started; as the settings of `penstock serve` have it.
+
+    Attributes:
+        async_depth: plans issued ahead of those that fill the pipe.
+        acceptance: chance that a guessed token is right; 0: nobody guesses.
+        most_drafts: of a row in one step.
+        seed: of the dice of links and drafts.
+    """
+
+    scheduler: SchedulerConfig = SchedulerConfig()
+    cache: CacheConfig = CacheConfig()
+    async_depth: int = 0
+    acceptance: float = 0.0
+    most_drafts: int = 4
+    seed: int = 0
+
+
+class KnownCosts(CostModel):
+    """Costs that need not be learnt.
+
+    Args:
+        shared, alone: of each stage, while others compute and while none does.
+    """
+
+    def __init__(self, shared: Sequence[StageCost], alone: Sequence[StageCost]) -> None:
+        super().__init__(len(shared))
+        self._known = list(shared), list(alone)
+
+    def learn(self, stage: int, samples: object, *, alone: bool) -> None:
+        """They stay what they are."""
+
+    def costs(self, *, alone: bool = False) -> list[StageCost]:
+        return self._known[alone]
+
+
+class SimulatedReplica:
+    """A core over a simulated pipe.
+
+    Args:
+        clock: of the simulation.
+        number: of the replica.
+        max_kept: plans whose times are kept for a timeline.
+        record: is given every plan, and returns its digest.
+
+    Attributes:
+        core, flow, allocator, scheduler: of this replica.
+    """
+
+    def __init__(
+        self,
+        pipe: SimulatedPipe,
+        settings: EngineSettings,
+        clock: Callable[[], float],
+        *,
+        number: int = 0,
+        max_kept: int = 0,
+        record: Callable[[ScheduledBatch], int] = no_record,
+    ) -> None:
+        seed = settings.seed + number
+        self.pipe, self._settings, self._clock, self._record = pipe, settings, clock, record
+        self.flow = PlanFlow(pipe, began_at=clock(), seed=seed, max_kept=max_kept)
+        parallel = _parallel(pipe, settings)
+        costs = _known_costs(pipe)
+        depth, wire = depth_and_wire(parallel, costs, num_links=pipe.num_links)
+        self.allocator = BlockAllocator(_pool(pipe, settings.cache), pipe.block_size)
+        self.scheduler = Scheduler(
+            settings.scheduler,
+            self.allocator,
+            num_stages=pipe.num_stages,
+            max_model_len=pipe.max_model_len,
+            eos_token_ids=(),
+            seed=seed,
+            clock=clock,
+            costs=costs,
+            depth=depth,
+            windows=self._windows(costs, depth, seed),
+        )
+        self._executor = self._new_executor()
+        self.core = EngineCore(
+            self.scheduler,
+            self._executor,
+            parallel,
+            clock,
+            calibration=Calibration(async_depth=settings.async_depth),
+            recovers=True,
+            wire=wire,
+        )
+
+    @property
+    def next_at(self) -> float:
+        """Clock time at which the core has something to do."""
+        due = self.core.next_wakeup()
+        return min(self._executor.next_at, due) if self.core.has_pipe else due
+
+    @property
+    def num_steps(self) -> int:
+        """Plans that were sent."""
+        return self.core.steps_in_flight[1]
+
+    def add(self, request: GenerationRequest) -> None:
+        """Queue a request. Raises what `EngineCore.add_request` does."""
+        self.core.add_request(request)
+
+    def lose(self, loss: StageLoss) -> list[RequestUpdate]:
+        """Lose a stage: the epoch is over, as the real core would end it."""
+        error = StageLostError(f"stage {loss.stage} is lost.", stage=loss.stage)
+        return self.core.lose_epoch(error.info())
+
+    def recover(self) -> None:
+        """All stages are there again: the next epoch."""
+        self.flow.resume(self._clock())
+        self._executor = self._new_executor()
+        self.core.enter_epoch(self.core.epoch + 1, self._executor)
+
+    def _new_executor(self) -> SimulatedExecutor:
+        return SimulatedExecutor(
+            self.pipe,
+            self.flow,
+            self._clock,
+            is_alone=lambda: self.scheduler.is_one_alone,
+            record=self._record,
+        )
+
+    def _windows(self, costs: CostModel | None, depth: PlanDepth, seed: int) -> NoWindows:
+        settings = self._settings
+        if not settings.acceptance:
+            return NoWindows()
+        return DraftWindows(
+            AcceptedDrafts(settings.acceptance, seed=seed),
+            self.allocator,
+            costs,
+            most=settings.most_drafts,
+            max_tokens=settings.scheduler.max_num_batched_tokens,
+            depth=depth,
+            clock=self._clock,
+        )
+
+
+def _parallel(pipe: SimulatedPipe, settings: EngineSettings) -> ParallelConfig:
+    """As the supervisor resolves it: with room for plans on the wires between hosts."""
+    parallel = ParallelConfig(pipeline_parallel_size=pipe.num_stages, async_depth=settings.async_depth)
+    if not pipe.num_links:
+        return parallel
+    room = parallel.least_plans_in_flight + PLANS_ON_WIRES
+    return msgspec.structs.replace(parallel, max_plans_in_flight=room)
+
+
+def _known_costs(pipe: SimulatedPipe) -> KnownCosts | None:
+    """What the engine knows of its stages, where it may size plans by it."""
+    if not pipe.has_known_costs:
+        return None
+    return KnownCosts(_learnt(pipe.stages), _learnt(pipe.stages_alone))
+
+
+def _learnt(stages: Sequence[StageTimes]) -> list[StageCost]:
+    """What the engine would learn of each stage; of those that are alike once."""
+    costs = {times: _learnt_cost(times) for times in dict.fromkeys(stages)}
+    return [costs[times] for times in stages]
+
+
+def _learnt_cost(times: StageTimes) -> StageCost:
+    known = learnt_cost(times)
+    if known is not None:
+        return known
+    model = CostModel(1)
+    samples = []
+    for tokens in _LEARNT_TOKENS:
+        for context in _LEARNT_CONTEXTS:
+            shape = StepShape(tokens, tokens * context, tokens)
+            forward_s = times.seconds(shape._replace(samples=0))
+            samples.append(StepSample(shape, forward_s, times.seconds(shape) - forward_s, 0.0))
+    model.learn(0, samples, alone=False)
+    (cost,) = model.costs() or ()
+    return cost
+
+
+def _pool(pipe: SimulatedPipe, cache: CacheConfig) -> BlockPool:
+    kept = None
+    if cache.enable_prefix_caching:
+        kept = PrefixCache(pipe.num_blocks, eviction_order(cache.eviction_policy))
+    return BlockPool(pipe.num_blocks, kept)

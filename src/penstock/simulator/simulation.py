@@ -1,0 +1,276 @@
+"""A run: requests arrive at simulated engines, the clock goes from event to event, and all is booked.
+
+    arrivals ──router──▶ replica 0 … R-1 (core, scheduler, flow) ──updates──▶ accounts of the requests
+
+Events are arrivals, results, what cores wake up for by themselves, losses of stages and their ends. Where
+requests are bounded to N at once, the next one is sent when another has ended. The same run with the same
+seed is the same to the last bit: nothing here reads a real clock, and all dice have seeds.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+from penstock.batch import ScheduledBatch
+from penstock.engine.client.routing import DECODE_TOKENS, Load, Router
+from penstock.errors import ErrorInfo, InvalidRequestError, OverloadedError
+from penstock.request import GenerationRequest, RequestUpdate, SamplingParams
+from penstock.simulator.clock import SimulatedClock
+from penstock.simulator.executor import no_record
+from penstock.simulator.pipe import SimulatedPipe, StageLoss
+from penstock.simulator.replica import EngineSettings, SimulatedReplica
+from penstock.workloads.requests import BenchRequest
+
+
+@dataclass(slots=True, kw_only=True)
+class RequestAccount:
+    """What became of one request; times are seconds after the start of the run.
+
+    Attributes:
+        sent_s: when it was given to an engine.
+        num_cached: tokens of its prompt that were found.
+        error: why it has ended without its output.
+    """
+
+    index: int
+    prompt_len: int
+    sent_s: float
+    replica: int = 0
+    first_token_s: float = math.nan
+    ended_s: float = math.nan
+    num_tokens: int = 0
+    num_cached: int = 0
+    error: ErrorInfo | None = None
+
+    @property
+    def is_done(self) -> bool:
+        """Whether it has ended with all that was asked for."""
+        return self.error is None and self.ended_s >= self.sent_s
+
+
+@dataclass(slots=True)
+class KVUse:
+    """Blocks of one replica in use, over time.
+
+    Attributes:
+        since: the last note.
+    """
+
+    since: float = 0.0
+    peak: int = 0
+    block_seconds: float = 0.0
+    _now: int = 0
+
+    def note(self, now: float, num_used: int) -> None:
+        """So many are in use from now on."""
+        self.block_seconds += (now - self.since) * self._now
+        self.since, self._now = now, num_used
+        self.peak = max(self.peak, num_used)
+
+
+@dataclass(slots=True, kw_only=True)
+class FinishedRun:
+    """All that is known of a run.
+
+    Attributes:
+        began_s, ended_s: the first arrival, and the end of the last request.
+    """
+
+    accounts: list[RequestAccount]
+    replicas: Sequence[SimulatedReplica]
+    kv_use: list[KVUse]
+    began_s: float
+    ended_s: float
+
+
+@dataclass(slots=True)
+class _Open:
+    """Requests of a replica that have not ended."""
+
+    prompts: dict[str, int] = field(default_factory=dict)  # tokens, until the first token has come
+    count: int = 0
+
+    @property
+    def tokens_ahead(self) -> int:
+        """As `engine.client.streams.OpenStreams` counts."""
+        return sum(self.prompts.values()) + DECODE_TOKENS * self.count
+
+
+class Simulation:
+    """One run over replicas of a pipe.
+
+    Args:
+        num_replicas: pipelines side by side.
+        max_concurrency: requests at once; None: all come when they come.
+        losses: of stages, in any order.
+        max_kept: plans of each replica whose times are kept for a timeline.
+        record: is given every plan of the first replica, and returns its digest.
+    """
+
+    def __init__(
+        self,
+        pipe: SimulatedPipe,
+        settings: EngineSettings,
+        *,
+        num_replicas: int = 1,
+        max_concurrency: int | None = None,
+        losses: Iterable[StageLoss] = (),
+        max_kept: int = 0,
+        record: Callable[[ScheduledBatch], int] = no_record,
+    ) -> None:
+        self.clock = SimulatedClock()
+        self._replicas = [
+            SimulatedReplica(
+                pipe,
+                settings,
+                self.clock,
+                number=number,
+                max_kept=max_kept,
+                record=no_record if number else record,
+            )
+            for number in range(num_replicas)
+        ]
+        self._router = Router[int](has_cache=settings.cache.enable_prefix_caching)
+        self._open = [_Open() for _ in self._replicas]
+        self._kv_use = [KVUse() for _ in self._replicas]
+        self._next_at = [0.0] * num_replicas
+        self._max_concurrency = max_concurrency or math.inf
+        self._num_open = 0
+        self._accounts: dict[str, RequestAccount] = {}
+        self._losses = list(losses)
+        self._changes: list[tuple[float, int, StageLoss]] = []  # those to come, by clock time
+        self._back: list[tuple[float, int]] = []  # when which replica has all stages again
+
+    def run(self, requests: Sequence[BenchRequest]) -> FinishedRun:
+        """Send all requests, and go on until all have ended.
+
+        Args:
+            requests: in the order of their arrival.
+        """
+        self._prove_stages()
+        offset_s, waiting = self.clock.now, 0
+        self._changes = [(offset_s + loss.at_s, number, loss) for number, loss in enumerate(self._losses)]
+        heapq.heapify(self._changes)
+        ended_s = offset_s
+        while waiting < len(requests) or self._num_open:
+            now = self.clock.now
+            while waiting < len(requests) and self._num_open < self._max_concurrency:
+                if requests[waiting].arrival_s + offset_s > now:
+                    break
+                self._send(requests[waiting])
+                waiting += 1
+            self._change_stages()
+            for number, due in enumerate(self._next_at):
+                if due <= now and self._step(number):
+                    ended_s = now
+            next_arrival = math.inf
+            if waiting < len(requests) and self._num_open < self._max_concurrency:
+                next_arrival = requests[waiting].arrival_s + offset_s
+            self.clock.now = max(now, min(next_arrival, self._next_change(), *self._next_at))
+            assert self.clock.now < math.inf, "requests wait, and nothing will happen"
+        for replica, use in zip(self._replicas, self._kv_use, strict=True):
+            use.note(self.clock.now, self._num_used(replica))
+        return FinishedRun(
+            accounts=list(self._accounts.values()),
+            replicas=self._replicas,
+            kv_use=self._kv_use,
+            began_s=offset_s,
+            ended_s=max(ended_s, offset_s),
+        )
+
+    def _prove_stages(self) -> None:
+        """As every start does: a plan without tokens crosses all stages."""
+        for number, replica in enumerate(self._replicas):
+            self._step(number)
+            self.clock.now = max(self.clock.now, replica.next_at if replica.core.num_inflight else 0.0)
+        for number, replica in enumerate(self._replicas):
+            self._step(number)
+            replica.flow.begin(self.clock.now)
+            self._kv_use[number] = KVUse(since=self.clock.now)
+
+    def _send(self, request: BenchRequest) -> None:
+        name, now = f"r{request.index}", self.clock.now
+        account = RequestAccount(index=request.index, prompt_len=len(request.prompt_token_ids), sent_s=now)
+        self._accounts[name] = account
+        sampling = SamplingParams(temperature=0.0, max_tokens=request.output_len, ignore_eos=True)
+        asked = GenerationRequest(
+            request_id=name, prompt_token_ids=request.prompt_token_ids, sampling=sampling
+        )
+        number = self._choose(request.prompt_token_ids)
+        account.replica = number
+        try:
+            self._replicas[number].add(asked)
+        except (OverloadedError, InvalidRequestError) as error:
+            account.error, account.ended_s = error.info(), now
+            return
+        self._router.routed(request.prompt_token_ids, number)
+        self._open[number].prompts[name] = account.prompt_len
+        self._open[number].count += 1
+        self._num_open += 1
+        self._next_at[number] = now
+
+    def _choose(self, prompt: Sequence[int]) -> int:
+        if len(self._replicas) == 1:
+            return 0
+        loads = {
+            number: Load(own.tokens_ahead, replica.core.has_pipe)
+            for number, (own, replica) in enumerate(zip(self._open, self._replicas, strict=True))
+        }
+        return self._router.order(prompt, loads)[0]
+
+    def _step(self, number: int) -> bool:
+        """Let a core do what is due.
+
+        Returns:
+            Whether a request has ended.
+        """
+        replica = self._replicas[number]
+        has_ended = self._book(number, replica.core.step())
+        self._kv_use[number].note(self.clock.now, self._num_used(replica))
+        self._next_at[number] = replica.next_at
+        return has_ended
+
+    def _book(self, number: int, updates: Iterable[RequestUpdate]) -> bool:
+        now, own, has_ended = self.clock.now, self._open[number], False
+        for update in updates:
+            account = self._accounts[update.request_id]
+            if update.token_ids:
+                if not account.num_tokens:
+                    account.first_token_s, account.num_cached = now, update.num_cached_tokens
+                    del own.prompts[update.request_id]
+                account.num_tokens += len(update.token_ids)
+            if update.finish_reason is not None:
+                account.ended_s, account.error = now, update.error
+                own.prompts.pop(update.request_id, None)
+                own.count -= 1
+                self._num_open -= 1
+                has_ended = True
+        return has_ended
+
+    def _change_stages(self) -> None:
+        """Losses that are due, and ends of earlier ones."""
+        now = self.clock.now
+        while self._back and self._back[0][0] <= now:
+            _, number = heapq.heappop(self._back)
+            self._replicas[number].recover()
+            self._next_at[number] = now
+        while self._changes and self._changes[0][0] <= now:
+            _, _, loss = heapq.heappop(self._changes)
+            replica = self._replicas[loss.replica]
+            if not replica.core.has_pipe:
+                continue  # it is away already
+            self._book(loss.replica, replica.lose(loss))
+            heapq.heappush(self._back, (now + loss.away_s, loss.replica))
+            self._next_at[loss.replica] = replica.next_at
+
+    def _next_change(self) -> float:
+        return min(
+            self._changes[0][0] if self._changes else math.inf, self._back[0][0] if self._back else math.inf
+        )
+
+    @staticmethod
+    def _num_used(replica: SimulatedReplica) -> int:
+        return replica.allocator.num_blocks - replica.allocator.num_free_blocks

@@ -1,0 +1,164 @@
+"""Traces of requests: files of real loads, each as a list of arrival times and lengths.
+
+| kind | file | its lines |
+|---|---|---|
+| `azure` | CSV | TIMESTAMP, ContextTokens, GeneratedTokens, as Azure publishes LLM inference traces |
+| `mooncake` | JSONL | timestamp (ms), input_length, output_length, hash_ids (of blocks of 512 tokens) |
+| `sharegpt` | JSON | conversations of `from` and `value`: the first is the prompt, the second the output |
+| `custom` | JSONL | input_len or prompt, output_len, and arrival_s where requests do not come at once |
+
+A trace says how long prompts are, and of Mooncake's which of them begin alike; no prompt is kept. Texts are
+counted by a function that the caller gives. `workloads.requests` makes requests of the rows.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import datetime
+from itertools import islice
+from pathlib import Path
+from typing import Any, Literal, TextIO
+
+from penstock.errors import UsageError
+
+TraceKind = Literal["auto", "azure", "mooncake", "sharegpt", "custom"]
+MOONCAKE_BLOCK = 512  # tokens that a hash id of a Mooncake trace stands for
+
+_BYTES_PER_TOKEN = 4  # of English text, about, where no tokenizer counts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TraceRow:
+    """One request of a trace file, as recorded.
+
+    Attributes:
+        arrival_s: after the first row.
+        blocks: what stands in each block of `MOONCAKE_BLOCK` tokens of the prompt, where that is known: equal
+            numbers are equal tokens.
+    """
+
+    arrival_s: float
+    input_len: int
+    output_len: int
+    blocks: tuple[int, ...] = ()
+
+
+def roughly_counted(text: str) -> int:
+    """Return about how many tokens a text has."""
+    return max(1, len(text.encode()) // _BYTES_PER_TOKEN)
+
+
+def read_trace(
+    path: Path,
+    limit: int | None = None,
+    *,
+    kind: TraceKind = "auto",
+    count_tokens: Callable[[str], int] = roughly_counted,
+) -> list[TraceRow]:
+    """Return the first rows of a trace.
+
+    Args:
+        limit: rows; None: all.
+        kind: `auto` goes by the name and, of JSONL, by the first line.
+        count_tokens: of a text, where the trace has texts.
+
+    Raises:
+        UsageError: the file cannot be read, is no trace of that kind, or has fewer rows than `limit`.
+    """
+    if limit is not None and limit < 1:
+        raise UsageError(f"{limit} requests of a trace were asked for; ask for at least 1.")
+    try:
+        with path.open(encoding="utf-8", newline="") as file:
+            kind = _kind_of(path, file) if kind == "auto" else kind
+            rows = list(islice(_READERS[kind](file, count_tokens), limit))
+    except OSError as error:
+        raise UsageError(
+            f"the trace {path} cannot be read: {error.strerror}.", remedy="Give a readable trace file."
+        ) from error
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        what = f"{error} is missing" if isinstance(error, KeyError) else error
+        raise UsageError(f"{path} is not a trace of kind {kind}: {what}.", remedy=_NEEDS[kind]) from error
+    if not rows or (limit is not None and len(rows) < limit):
+        raise UsageError(
+            f"the trace {path} has {len(rows)} requests, fewer than the {limit or 1} asked for.",
+            remedy="Ask for fewer, or give a longer trace.",
+        )
+    return rows
+
+
+def _kind_of(path: Path, file: TextIO) -> TraceKind:
+    """What the name and the first line tell; the file is at its beginning again."""
+    if path.suffix == ".csv":
+        return "azure"
+    if path.suffix == ".json":
+        return "sharegpt"
+    first = file.readline()
+    file.seek(0)
+    return "mooncake" if '"input_length"' in first else "custom"
+
+
+def _azure_rows(file: TextIO, _: Callable[[str], int]) -> Iterator[TraceRow]:
+    first = None
+    for number, row in enumerate(csv.DictReader(file), 2):
+        moment = datetime.fromisoformat(row["TIMESTAMP"][:26])  # the seventh digit is below a microsecond
+        first = first or moment
+        arrival_s = (moment - first).total_seconds()
+        yield _row(number, arrival_s, int(row["ContextTokens"]), int(row["GeneratedTokens"]))
+
+
+def _mooncake_rows(file: TextIO, _: Callable[[str], int]) -> Iterator[TraceRow]:
+    first_ms = None
+    for number, row in _json_lines(file):
+        first_ms = row["timestamp"] if first_ms is None else first_ms
+        arrival_s = (row["timestamp"] - first_ms) / 1000
+        blocks = tuple(map(int, row.get("hash_ids", ())))
+        yield _row(number, arrival_s, int(row["input_length"]), int(row["output_length"]), blocks)
+
+
+def _sharegpt_rows(file: TextIO, count_tokens: Callable[[str], int]) -> Iterator[TraceRow]:
+    for number, conversation in enumerate(json.load(file), 1):
+        turns = conversation.get("conversations") or conversation.get("conversation") or []
+        texts = [turn["value"] for turn in turns[:2]]
+        if len(texts) == 2 and all(texts):
+            prompt, answer = texts
+            yield _row(number, 0.0, count_tokens(prompt), count_tokens(answer))
+
+
+def _custom_rows(file: TextIO, count_tokens: Callable[[str], int]) -> Iterator[TraceRow]:
+    first_s = None
+    for number, row in _json_lines(file):
+        moment = float(row.get("arrival_s", 0.0))
+        first_s = moment if first_s is None else first_s
+        input_len = int(row["input_len"]) if "input_len" in row else count_tokens(row["prompt"])
+        yield _row(number, moment - first_s, input_len, int(row["output_len"]))
+
+
+def _json_lines(file: TextIO) -> Iterator[tuple[int, dict[str, Any]]]:
+    for number, line in enumerate(file, 1):
+        if line.strip():
+            yield number, json.loads(line)
+
+
+def _row(
+    number: int, arrival_s: float, input_len: int, output_len: int, blocks: tuple[int, ...] = ()
+) -> TraceRow:
+    if min(input_len, output_len) < 0 or not arrival_s >= 0:
+        raise ValueError(f"line {number} has a negative length or goes back in time")
+    return TraceRow(arrival_s=arrival_s, input_len=input_len, output_len=output_len, blocks=blocks)
+
+
+_READERS = {
+    "azure": _azure_rows,
+    "mooncake": _mooncake_rows,
+    "sharegpt": _sharegpt_rows,
+    "custom": _custom_rows,
+}
+_NEEDS = {
+    "azure": "It needs the columns TIMESTAMP, ContextTokens and GeneratedTokens.",
+    "mooncake": "Each line needs timestamp (ms), input_length and output_length, and may have hash_ids.",
+    "sharegpt": "It needs a list of objects with conversations, each a list of from and value.",
+    "custom": "Each line needs input_len or prompt, and output_len, and may have arrival_s.",
+}

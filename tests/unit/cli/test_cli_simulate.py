@@ -1,0 +1,92 @@
+"""The command `penstock simulate`: what it asks for, refuses and prints."""
+
+from __future__ import annotations
+
+import json
+from io import StringIO
+from pathlib import Path
+
+import pytest
+
+from penstock.cli.program import run
+from penstock.cli.terminal import Invocation
+
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "vocab_size": 512,
+    "max_position_embeddings": 2048,
+    "rms_norm_eps": 1e-5,
+    "torch_dtype": "bfloat16",
+}
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> str:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    return str(tmp_path)
+
+
+def simulate(*words: str) -> tuple[int, str, str]:
+    out, err = StringIO(), StringIO()
+    code = run(["simulate", *words], Invocation(stdout=out, stderr=err, stdin=StringIO(), environ={}))
+    return code, out.getvalue(), err.getvalue()
+
+
+LOAD = ("--num-requests", "6", "--input-len", "20", "--output-len", "5")
+
+
+def test_the_report_is_json_and_the_same_again(model: str) -> None:
+    words = (model, "--devices", "a100-80g:2", "--pp", "2", "--num-blocks", "200", *LOAD, "--json")
+    code, out, err = simulate(*words)
+    assert (code, err) == (0, "")
+    numbers = json.loads(out)
+    assert (numbers["completed"], numbers["total_output_tokens"]) == (6, 30)
+    assert [stage["stage"] for stage in numbers["replicas"][0]["stages"]] == [0, 1]
+    assert simulate(*words)[1] == out
+
+
+def test_replicas_losses_and_guesses_by_flags(model: str, tmp_path: Path) -> None:
+    timeline = tmp_path / "timeline.json"
+    code, out, err = simulate(
+        model,
+        *("--devices", "cpu:4c:8g:1x4@10GB/s@1Gbit@2ms"),
+        *("--pp", "2", "--dp", "2", "--num-blocks", "200", "--jitter-ms", "1", "--acceptance", "0.5"),
+        *("--lose-stage", "1.0@0.001:0.5", "--timeline", str(timeline), *LOAD),
+    )
+    assert (code, err) == (0, "")
+    assert "replica 1 stage 0: busy" in out
+    assert "lost" in out
+    assert {event["ph"] for event in json.loads(timeline.read_text())["traceEvents"]} >= {"M", "X"}
+
+
+def test_a_trace_is_replayed_scaled(model: str, tmp_path: Path) -> None:
+    trace = tmp_path / "own.jsonl"
+    rows = [{"input_len": 160, "output_len": 32, "arrival_s": 10.0 * number} for number in range(3)]
+    trace.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = (model, "--devices", "a100-80g", "--trace", str(trace), "--length-scale", "16", "--json")
+    numbers = json.loads(simulate(*words, "--num-blocks", "200")[1])
+    assert (numbers["total_input_tokens"], numbers["total_output_tokens"]) == (30, 6)
+    assert numbers["duration"] == pytest.approx(20.0, abs=0.5)
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        (("--devices", "a100-80g:2", "--pp", "4"), "do not fit the 2 devices"),
+        (("--devices", "a100-80g:2", "--pp", "2", "--lose-stage", "2@1:1"), "no such stage"),
+        (("--devices", "a100-80g:2", "--pp", "2", "--lose-stage", "x"), "no such stage"),
+        (("--devices", "a100-80g", "--acceptance", "1"), "acceptance is 1.0"),
+        (("--devices", "a100-80g", "--max-concurrency", "0"), "max_concurrency is 0"),
+        ((), "no devices are given"),
+    ],
+)
+def test_what_cannot_be_simulated_is_refused(model: str, words: tuple[str, ...], why: str) -> None:
+    code, _, err = simulate(model, *words)
+    assert code == 2
+    assert why in err
