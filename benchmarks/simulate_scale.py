@@ -17,6 +17,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 from peers.report import markdown
 
@@ -89,7 +90,7 @@ def main() -> int:
     return 0 if fine else 1
 
 
-def measure(num_stages: int, count: int, options: argparse.Namespace) -> tuple[float, dict[str, object]]:
+def measure(num_stages: int, count: int, options: argparse.Namespace) -> tuple[float, dict[str, Any]]:
     """Seconds of CPU for a run, and its report."""
     requests = from_trace(
         read_trace(options.trace, count), length_scale=1, time_scale=0, vocab_size=32000, seed=0

@@ -210,8 +210,9 @@ def _learnt_cost(times: StageTimes) -> StageCost:
             forward_s = times.seconds(shape._replace(samples=0))
             samples.append(StepSample(shape, forward_s, times.seconds(shape) - forward_s, 0.0))
     model.learn(0, samples, alone=False)
-    (cost,) = model.costs() or ()
-    return cost
+    costs = model.costs()
+    assert costs is not None, "many shapes were learnt"
+    return costs[0]
 
 
 def _pool(pipe: SimulatedPipe, cache: CacheConfig) -> BlockPool:
