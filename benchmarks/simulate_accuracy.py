@@ -95,7 +95,7 @@ def simulate(measured: Measured, calibrated: Calibrated, micro_batches: int) -> 
     """
     count = measured.point.concurrency
     between_s = calibrated.turns.seconds(-(-count // micro_batches))
-    pipe = SimulatedPipe(
+    pipeline = SimulatedPipe(
         stages=calibrated.shared,
         alone=calibrated.alone,
         return_wire=Wire(latency_s=between_s),
@@ -118,7 +118,7 @@ def simulate(measured: Measured, calibrated: Calibrated, micro_batches: int) -> 
         cache=CacheConfig(enable_prefix_caching=False),
         async_depth=calibrated.plans_ahead,
     )
-    run = Simulation(pipe, settings, max_kept=KEPT_PLANS).run(requests)
+    run = Simulation(pipeline, settings, max_kept=KEPT_PLANS).run(requests)
     began_s = max(account.first_token_s for account in run.accounts)
     ended_s = min(account.ended_s for account in run.accounts)
     tokens_s = [(account.ended_s - account.first_token_s) / (output_len - 1) for account in run.accounts]

@@ -47,12 +47,12 @@ def load_of(
 
 
 def run_of(
-    pipe: SimulatedPipe,
+    pipeline: SimulatedPipe,
     requests: Sequence[BenchRequest],
     settings: EngineSettings = SMALL,
     **given: Any,
 ) -> FinishedRun:
     """A finished run; all requests have ended."""
-    run = Simulation(pipe, settings, **given).run(requests)
+    run = Simulation(pipeline, settings, **given).run(requests)
     assert len(run.accounts) == len(requests)
     return run

@@ -130,7 +130,7 @@ def predict(
         dp: replicas.
         alone: of each stage while no other computes; None: as with others.
     """
-    pipe = _Pipe(
+    pipeline = _Pipe(
         times=times,
         alone=times if alone is None else alone,
         links=links,
@@ -138,17 +138,17 @@ def predict(
         hop_bytes=lambda tokens: carried_bytes(sizes, tokens),
     )
     running = min(load.of_replica(dp), load.scheduler.max_num_seqs, max(1, capacity // load.context))
-    micro_batches, decoding = pipe.decoding(running)
-    shape = pipe.micro_batch(running, micro_batches)
-    prompt_s = pipe.prefill_s(0)
-    ttft_s = prompt_s if running == 1 else pipe.prefill_s(running - 1)
+    micro_batches, decoding = pipeline.decoding(running)
+    shape = pipeline.micro_batch(running, micro_batches)
+    prompt_s = pipeline.prefill_s(0)
+    ttft_s = prompt_s if running == 1 else pipeline.prefill_s(running - 1)
     at_once = min(running * dp, load.concurrency)
     return Prediction(
         ttft_s=ttft_s,
         prefill_s=prompt_s,
         time_per_token_s=decoding.cycle_s,
         tokens_per_s=at_once / decoding.cycle_s,
-        requests_per_s=dp * pipe.requests_per_s(running, micro_batches),
+        requests_per_s=dp * pipeline.requests_per_s(running, micro_batches),
         bubble=decoding.bubble,
         micro_batches=micro_batches,
         running=at_once,

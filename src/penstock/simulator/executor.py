@@ -51,7 +51,7 @@ class SimulatedExecutor:
 
     def __init__(
         self,
-        pipe: SimulatedPipe,
+        pipeline: SimulatedPipe,
         flow: PlanFlow,
         clock: Callable[[], float],
         *,
@@ -62,12 +62,12 @@ class SimulatedExecutor:
         self._clock = clock
         self._is_alone = is_alone
         self._record = record
-        self._return_wire = pipe.return_wire
+        self._return_wire = pipeline.return_wire
         self._sampled = SampledRows()
         self._results: deque[tuple[float, StepResult]] = deque()  # when each is at the core
         self._samples: deque[tuple[int, float]] = deque()  # by step: when they are at the first stage
         self._samples_at = -math.inf  # those of the newest step that is consumed
-        self.reports = SimulatedReports(pipe.num_stages, flow)
+        self.reports = SimulatedReports(pipeline.num_stages, flow)
 
     @property
     def next_at(self) -> float:

@@ -86,24 +86,24 @@ class PlanFlow:
         max_kept: trips that are kept for a timeline; later ones are not.
     """
 
-    def __init__(self, pipe: SimulatedPipe, *, began_at: float, seed: int = 0, max_kept: int = 0) -> None:
-        wires = list(pipe.wires) or [NO_WIRE] * (pipe.num_stages - 1)
+    def __init__(self, pipeline: SimulatedPipe, *, began_at: float, seed: int = 0, max_kept: int = 0) -> None:
+        wires = list(pipeline.wires) or [NO_WIRE] * (pipeline.num_stages - 1)
         self._has_wire_places = any(wire.per_token_s for wire in wires)
-        self._shared = _PlaceTimes(self._line(pipe.stages, wires))
-        self._alone = _PlaceTimes(self._line(pipe.stages_alone, wires))
+        self._shared = _PlaceTimes(self._line(pipeline.stages, wires))
+        self._alone = _PlaceTimes(self._line(pipeline.stages_alone, wires))
         latencies = [0.0, *(wire.latency_s for wire in wires)]
         self._delays = self._spread(latencies)
         jitters = [0.0, *(wire.jitter_s for wire in wires)]
         self._jitters = self._spread(jitters) if any(jitters) else None
         self._random = np.random.Generator(np.random.PCG64(seed))
         self._stage_places = slice(None, None, 2 if self._has_wire_places else 1)
-        self._plan_s = pipe.plan_s
+        self._plan_s = pipeline.plan_s
         self._free = np.full(len(self._delays), began_at)
         self._in_flight: deque[Trip] = deque()
         self._arrived: list[Trip] = []  # and not added up
         self._max_kept = max_kept
         self._kept: list[Trip] = []
-        self._ledger = _new_ledger(pipe.num_stages)
+        self._ledger = _new_ledger(pipeline.num_stages)
         self._wire_busy = np.zeros(len(self._delays))
 
     def begin(self, now: float) -> None:

@@ -88,7 +88,7 @@ class SimulatedReplica:
 
     def __init__(
         self,
-        pipe: SimulatedPipe,
+        pipeline: SimulatedPipe,
         settings: EngineSettings,
         clock: Callable[[], float],
         *,
@@ -97,17 +97,17 @@ class SimulatedReplica:
         record: Callable[[ScheduledBatch], int] = no_record,
     ) -> None:
         seed = settings.seed + number
-        self.pipe, self._settings, self._clock, self._record = pipe, settings, clock, record
-        self.flow = PlanFlow(pipe, began_at=clock(), seed=seed, max_kept=max_kept)
-        parallel = _parallel(pipe, settings)
-        costs = _known_costs(pipe)
-        depth, wire = depth_and_wire(parallel, costs, num_links=pipe.num_links)
-        self.allocator = BlockAllocator(_pool(pipe, settings.cache), pipe.block_size)
+        self.pipeline, self._settings, self._clock, self._record = pipeline, settings, clock, record
+        self.flow = PlanFlow(pipeline, began_at=clock(), seed=seed, max_kept=max_kept)
+        parallel = _parallel(pipeline, settings)
+        costs = _known_costs(pipeline)
+        depth, wire = depth_and_wire(parallel, costs, num_links=pipeline.num_links)
+        self.allocator = BlockAllocator(_pool(pipeline, settings.cache), pipeline.block_size)
         self.scheduler = Scheduler(
             settings.scheduler,
             self.allocator,
-            num_stages=pipe.num_stages,
-            max_model_len=pipe.max_model_len,
+            num_stages=pipeline.num_stages,
+            max_model_len=pipeline.max_model_len,
             eos_token_ids=(),
             seed=seed,
             clock=clock,
@@ -154,7 +154,7 @@ class SimulatedReplica:
 
     def _new_executor(self) -> SimulatedExecutor:
         return SimulatedExecutor(
-            self.pipe,
+            self.pipeline,
             self.flow,
             self._clock,
             is_alone=lambda: self.scheduler.is_one_alone,
@@ -176,20 +176,20 @@ class SimulatedReplica:
         )
 
 
-def _parallel(pipe: SimulatedPipe, settings: EngineSettings) -> ParallelConfig:
+def _parallel(pipeline: SimulatedPipe, settings: EngineSettings) -> ParallelConfig:
     """As the supervisor resolves it: with room for plans on the wires between hosts."""
-    parallel = ParallelConfig(pipeline_parallel_size=pipe.num_stages, async_depth=settings.async_depth)
-    if not pipe.num_links:
+    parallel = ParallelConfig(pipeline_parallel_size=pipeline.num_stages, async_depth=settings.async_depth)
+    if not pipeline.num_links:
         return parallel
     room = parallel.least_plans_in_flight + PLANS_ON_WIRES
     return msgspec.structs.replace(parallel, max_plans_in_flight=room)
 
 
-def _known_costs(pipe: SimulatedPipe) -> KnownCosts | None:
+def _known_costs(pipeline: SimulatedPipe) -> KnownCosts | None:
     """What the engine knows of its stages, where it may size plans by it."""
-    if not pipe.has_known_costs:
+    if not pipeline.has_known_costs:
         return None
-    return KnownCosts(_learnt(pipe.stages), _learnt(pipe.stages_alone))
+    return KnownCosts(_learnt(pipeline.stages), _learnt(pipeline.stages_alone))
 
 
 def _learnt(stages: Sequence[StageTimes]) -> list[StageCost]:
@@ -215,8 +215,8 @@ def _learnt_cost(times: StageTimes) -> StageCost:
     return costs[0]
 
 
-def _pool(pipe: SimulatedPipe, cache: CacheConfig) -> BlockPool:
+def _pool(pipeline: SimulatedPipe, cache: CacheConfig) -> BlockPool:
     kept = None
     if cache.enable_prefix_caching:
-        kept = PrefixCache(pipe.num_blocks, eviction_order(cache.eviction_policy))
-    return BlockPool(pipe.num_blocks, kept)
+        kept = PrefixCache(pipeline.num_blocks, eviction_order(cache.eviction_policy))
+    return BlockPool(pipeline.num_blocks, kept)

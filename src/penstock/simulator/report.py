@@ -153,7 +153,7 @@ def _stages(replica: SimulatedReplica, run: FinishedRun, seconds: float) -> list
             "bubble": sum(shares[stage] for shares in causes.values()),
             "causes": {name: shares[stage] for name, shares in causes.items()},
         }
-        for stage in range(replica.pipe.num_stages)
+        for stage in range(replica.pipeline.num_stages)
     ]
 
 

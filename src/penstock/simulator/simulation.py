@@ -112,7 +112,7 @@ class Simulation:
 
     def __init__(
         self,
-        pipe: SimulatedPipe,
+        pipeline: SimulatedPipe,
         settings: EngineSettings,
         *,
         num_replicas: int = 1,
@@ -124,7 +124,7 @@ class Simulation:
         self.clock = SimulatedClock()
         self._replicas = [
             SimulatedReplica(
-                pipe,
+                pipeline,
                 settings,
                 self.clock,
                 number=number,

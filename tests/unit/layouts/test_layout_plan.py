@@ -181,9 +181,12 @@ def test_every_prediction_is_there_and_follows_the_concurrency(tmp_path: Path) -
 
 @pytest.mark.parametrize("concurrency", ["1", "32"])
 @pytest.mark.parametrize("devices", ["a100-80g:4", "h100:8x2@100Gbit", "rtx4090:4,cpu:16c:200g@40GB/s"])
-def test_the_table_fits_a_hundred_columns(devices: str, concurrency: str, tmp_path: Path) -> None:
+def test_the_table_fits_a_hundred_columns(
+    devices: str, concurrency: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = write_shape(tmp_path, "llama-70b")
-    code, out, err = plan(path, "--devices", devices, "--concurrency", concurrency)
+    monkeypatch.chdir(path.parent)
+    code, out, err = plan(Path(path.name), "--devices", devices, "--concurrency", concurrency)
     assert (code, err) == (0, "")
     lines = out.splitlines()
     assert max(map(len, lines)) <= 100, max(lines, key=len)

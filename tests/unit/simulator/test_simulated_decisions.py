@@ -95,7 +95,7 @@ def simulated(costs: list[StageCost], num_blocks: int) -> tuple[list[ScheduledBa
         plans.append(plan)
         return 0
 
-    pipe = SimulatedPipe(
+    pipeline = SimulatedPipe(
         stages=costs,
         wires=[Wire(latency_s=HOP_S)] * (len(costs) - 1),
         return_wire=Wire(latency_s=CORE_HOP_S),
@@ -108,7 +108,7 @@ def simulated(costs: list[StageCost], num_blocks: int) -> tuple[list[ScheduledBa
         BenchRequest(index=index, arrival_s=0.0, prompt_token_ids=[7] * length, output_len=count)
         for index, (length, count) in enumerate(LENGTHS)
     ]
-    run = Simulation(pipe, NO_CACHE, record=record).run(requests)
+    run = Simulation(pipeline, NO_CACHE, record=record).run(requests)
     run.replicas[0].core.check_invariants()
     return plans, run.ended_s - run.began_s
 

@@ -57,8 +57,8 @@ def test_a_full_pipe_has_no_bubble_but_those_of_its_ends() -> None:
 
 def test_the_times_of_a_stage_add_up_to_the_run() -> None:
     costs = [StageCost(read=0.01, per_token=1e-4, overhead=0.001), StageCost(read=0.02, per_token=1e-4)]
-    pipe = pipe_of(2, stages=costs, wires=[Wire(latency_s=0.003, per_token_s=1e-4)], plan_s=0.001)
-    run = run_of(pipe, load_of(8, gap_s=0.1), max_kept=1000)
+    pipeline = pipe_of(2, stages=costs, wires=[Wire(latency_s=0.003, per_token_s=1e-4)], plan_s=0.001)
+    run = run_of(pipeline, load_of(8, gap_s=0.1), max_kept=1000)
     numbers = as_json(run)
     for stage in numbers["replicas"][0]["stages"]:
         assert stage["busy"] + stage["overhead"] + stage["bubble"] == pytest.approx(1.0, abs=1e-6)
@@ -69,11 +69,11 @@ def test_the_times_of_a_stage_add_up_to_the_run() -> None:
 
 
 def test_the_same_seed_gives_the_same_report() -> None:
-    pipe = pipe_of(3, wires=[Wire(latency_s=0.001, jitter_s=0.01)] * 2)
+    pipeline = pipe_of(3, wires=[Wire(latency_s=0.001, jitter_s=0.01)] * 2)
 
     def report(seed: int) -> bytes:
         settings = msgspec.structs.replace(SMALL, seed=seed, acceptance=0.5)
-        return json.dumps(as_json(run_of(pipe, load_of(10, gap_s=0.01), settings))).encode()
+        return json.dumps(as_json(run_of(pipeline, load_of(10, gap_s=0.01), settings))).encode()
 
     assert report(1) == report(1)
     assert report(1) != report(2)
@@ -158,10 +158,10 @@ def test_a_wire_between_hosts_is_measured_and_filled() -> None:
 
 
 def test_the_timeline_says_what_the_report_says() -> None:
-    pipe = pipe_of(
+    pipeline = pipe_of(
         2, hop_s=HOP_S, stages=[StageCost(read=0.01, per_token=0), StageCost(read=0.02, per_token=0)]
     )
-    run = run_of(pipe, load_of(6), max_kept=10_000)
+    run = run_of(pipeline, load_of(6), max_kept=10_000)
     reports = timeline(run)
     busy = [0, 0]
     ends = [0, 0]

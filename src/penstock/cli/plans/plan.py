@@ -31,9 +31,7 @@ def plan(
     *,
     devices: Annotated[
         str | None,
-        flag(
-            "to plan for: a100-80g:4, cpu:16c:64g@40GB/s, FILE.toml, here, joined", "--devices", group="plan"
-        ),
+        flag("such as a100-80g:4, rtx4090+cpu:16c:64g, FILE.toml or here", "--devices", group="plan"),
     ] = None,
     concurrency: Annotated[
         int, flag("requests that run at once, for --devices", "--concurrency", group="plan")

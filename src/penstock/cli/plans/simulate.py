@@ -208,15 +208,15 @@ def _run(
         dp=parallel.data_parallel_size,
         expert_parallel=parallel.enable_expert_parallel,
     )
-    pipe = planned_pipe(layout, sizes, device_set, asked, jitter_s=trouble.jitter_ms / 1000)
-    check_fits(requests, pipe.max_model_len)
-    num_plans = _KEPT_SPANS // _SPANS_PER_STEP // (pipe.num_stages * layout.dp)
+    pipeline = planned_pipe(layout, sizes, device_set, asked, jitter_s=trouble.jitter_ms / 1000)
+    check_fits(requests, pipeline.max_model_len)
+    num_plans = _KEPT_SPANS // _SPANS_PER_STEP // (pipeline.num_stages * layout.dp)
     simulation = Simulation(
-        pipe,
+        pipeline,
         _engine_settings(config, asked.scheduler, trouble),
         num_replicas=layout.dp,
         max_concurrency=load.max_concurrency,
-        losses=trouble.losses(pipe.num_stages, layout.dp),
+        losses=trouble.losses(pipeline.num_stages, layout.dp),
         max_kept=max(1, num_plans) if keeps_times else 0,
     )
     return simulation.run(requests)
