@@ -20,14 +20,14 @@ from cyclopts import Parameter
 
 from penstock.cli.bench.http_stream import EventParser, Target, post_stream
 from penstock.cli.bench.ledger import StreamAccount, audit
+from penstock.cli.bench.load_shape import LoadShape
 from penstock.cli.bench.results import RunResult, as_json, error_lines, ledger_lines, table, write_json
 from penstock.cli.client_tls import CA_FILE_HELP
 from penstock.cli.flags import SERVED_ENV, flag
 from penstock.cli.http_client import ServedModelCard, first_key, served_model, wait_ready
 from penstock.cli.terminal import Invocation, printable
 from penstock.errors import PeerError, UsageError
-from penstock.workloads.requests import BenchRequest, check_fits, from_trace, synthetic
-from penstock.workloads.traces import read_trace
+from penstock.workloads.requests import BenchRequest, check_fits, synthetic
 
 COMPLETIONS = "/v1/completions"
 _EVENT_STREAM = "text/event-stream"
@@ -60,7 +60,7 @@ class TargetSettings:
 
 @Parameter(name="*")
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LoadSettings:
+class LoadSettings(LoadShape):
     """What is sent, and when."""
 
     dataset_name: Annotated[
@@ -79,22 +79,11 @@ class LoadSettings:
     request_rate: Annotated[
         float, flag("requests a second; inf = at once", "--request-rate", group="load")
     ] = math.inf
-    burstiness: Annotated[float, flag("1 = Poisson, below 1 = burstier", "--burstiness", group="load")] = 1.0
-    max_concurrency: Annotated[
-        int | None, flag("requests in flight at most", "--max-concurrency", group="load")
-    ] = None
-    length_scale: Annotated[
-        float, flag("a trace's lengths are divided by this", "--length-scale", group="load")
-    ] = 1.0
-    time_scale: Annotated[
-        float, flag("a trace's times are multiplied by this", "--time-scale", group="load")
-    ] = 1.0
     seed: Annotated[int, flag("of prompts and arrivals", "--seed", group="load")] = 0
 
     def requests(self, vocab_size: int) -> list[BenchRequest]:
         """The load in full. Raises `UsageError`."""
-        if self.max_concurrency is not None and self.max_concurrency < 1:
-            raise UsageError(f"max_concurrency is {self.max_concurrency}; it must be at least 1.")
+        self.require_concurrency()
         if self.dataset_name == "random":
             return synthetic(
                 num_prompts=self.num_prompts,
@@ -110,13 +99,8 @@ class LoadSettings:
             raise UsageError(
                 f"--dataset-name {self.dataset_name} needs --dataset-path.", remedy="Give the trace file."
             )
-        rows = read_trace(self.dataset_path, self.num_prompts, kind=self.dataset_name)
-        return from_trace(
-            rows,
-            length_scale=self.length_scale,
-            time_scale=self.time_scale,
-            vocab_size=vocab_size,
-            seed=self.seed,
+        return self.of_trace(
+            self.dataset_path, self.num_prompts, self.dataset_name, vocab_size=vocab_size, seed=self.seed
         )
 
 

@@ -15,13 +15,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
+from penstock.cli.bench.load_shape import LoadShape
 from penstock.cli.flags import flag, with_settings
 from penstock.cli.terminal import Invocation, printable
 from penstock.config.declared import ENGINE, configured_engine
 from penstock.config.engine import EngineConfig
 from penstock.errors import UsageError
-from penstock.workloads.requests import BenchRequest, check_fits, from_trace, synthetic
-from penstock.workloads.traces import TraceKind, read_trace
+from penstock.workloads.requests import BenchRequest, check_fits, synthetic
+from penstock.workloads.traces import TraceKind
 
 if TYPE_CHECKING:
     from penstock.simulator.pipe import StageLoss
@@ -36,7 +37,7 @@ _LOSS = re.compile(r"(?:([0-9]{1,4})\.)?([0-9]{1,4})@([0-9.]{1,12}):([0-9.]{1,12
 
 @Parameter(name="*")
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SimulatedLoad:
+class SimulatedLoad(LoadShape):
     """What is sent, and when."""
 
     trace: Annotated[Path | None, flag("trace file; without one, random", "--trace", group="load")] = None
@@ -46,34 +47,19 @@ class SimulatedLoad:
     num_requests: Annotated[
         int | None, flag("of the trace; or 100 random ones", "--num-requests", "--num-prompts", group="load")
     ] = None
-    max_concurrency: Annotated[
-        int | None, flag("requests in flight at most", "--max-concurrency", group="load")
-    ] = None
     request_rate: Annotated[
         float | None, flag("requests a second, in place of a trace's", "--request-rate", group="load")
     ] = None
-    burstiness: Annotated[float, flag("1 = Poisson, below 1 = burstier", "--burstiness", group="load")] = 1.0
     input_len: Annotated[int, flag("tokens of random prompts", "--input-len", group="load")] = 512
     output_len: Annotated[int, flag("tokens of random outputs", "--output-len", group="load")] = 128
-    length_scale: Annotated[
-        float, flag("a trace's lengths are divided by this", "--length-scale", group="load")
-    ] = 1.0
-    time_scale: Annotated[
-        float, flag("a trace's times are multiplied by this", "--time-scale", group="load")
-    ] = 1.0
 
     def requests(self, seed: int) -> list[BenchRequest]:
         """Return the load in full. Raises `UsageError`."""
-        if self.max_concurrency is not None and self.max_concurrency < 1:
-            raise UsageError(f"max_concurrency is {self.max_concurrency}; it must be at least 1.")
+        self.require_concurrency()
         if self.trace is None:
             return self._random(100 if self.num_requests is None else self.num_requests, seed)
-        requests = from_trace(
-            read_trace(self.trace, self.num_requests, kind=self.trace_kind),
-            length_scale=self.length_scale,
-            time_scale=self.time_scale,
-            vocab_size=_VOCABULARY,
-            seed=seed,
+        requests = self.of_trace(
+            self.trace, self.num_requests, self.trace_kind, vocab_size=_VOCABULARY, seed=seed
         )
         if self.request_rate is None:
             return requests

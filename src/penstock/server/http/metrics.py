@@ -34,6 +34,7 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 _SHORT = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0)
 _LONG = (0.05, 0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 60.0, 120.0, 300.0)
+_OF_STAGE = ("model_name", "replica", "stage")  # labels
 _TOKENS = tuple(float(step * 10**power) for power in range(6) for step in (1, 2, 5))
 
 
@@ -289,44 +290,44 @@ class Metrics:
         yield self._counter("stage_restarts", "Times that a lost stage was started again.", "stage", restarts)
 
     def _stage_memory(self, stages: Sequence[StageMemory]) -> Iterator[Metric]:
-        labels = ["model_name", "replica", "stage"]
-        used = GaugeMetricFamily(PREFIX + "stage_kv_bytes", "Memory of the stage's KV cache.", labels=labels)
+        used = GaugeMetricFamily(
+            PREFIX + "stage_kv_bytes", "Memory of the stage's KV cache.", labels=_OF_STAGE
+        )
         stranded = GaugeMetricFamily(
             PREFIX + "stage_stranded_bytes",
             "Memory that could be KV cache too, did the tightest stage not set the number of blocks.",
-            labels=labels,
+            labels=_OF_STAGE,
         )
         for stage in stages:
-            of_stage = [self._label, str(stage.replica), str(stage.stage)]
+            of_stage = self._of_stage(stage)
             used.add_metric(of_stage, stage.kv_bytes)
             stranded.add_metric(of_stage, stage.stranded_bytes)
         yield from (used, stranded)
 
     def _stages(self, times: Sequence[StageTimes]) -> Iterator[Metric]:
-        labels = ["model_name", "replica", "stage"]
         busy = GaugeMetricFamily(
             PREFIX + "pipeline_stage_busy_ratio",
             "Share of the time between the stage's last two reports (a second or a step) spent computing: "
             "CPU time of its thread, or time of its GPU.",
-            labels=labels,
+            labels=_OF_STAGE,
         )
         bubbles = CounterMetricFamily(
             PREFIX + "pipeline_bubble_seconds",
             "Time that the stage spent waiting or copying.",
-            labels=[*labels, "cause"],
+            labels=[*_OF_STAGE, "cause"],
         )
         steps = SummaryMetricFamily(
             PREFIX + "stage_step_seconds",
             "Time of steps with tokens by what it went into; waiting for work is not among it.",
-            labels=[*labels, "phase"],
+            labels=[*_OF_STAGE, "phase"],
         )
         reduces = SummaryMetricFamily(
             PREFIX + "stage_exchange_seconds",
             "Time in sums and gathers of the ranks that share the stage, which is among the rest.",
-            labels=labels,
+            labels=_OF_STAGE,
         )
         for stage in times:
-            of_stage = [self._label, str(stage.replica), str(stage.stage)]
+            of_stage = self._of_stage(stage)
             busy.add_metric(of_stage, stage.busy_ratio)
             for phase, spent_ns in zip(Phase, stage.phase_ns, strict=True):
                 name = phase.name.lower()
@@ -337,6 +338,9 @@ class Metrics:
             if stage.exchange_ns:
                 reduces.add_metric(of_stage, stage.num_steps, stage.exchange_ns / 1e9)
         yield from (busy, bubbles, steps, reduces)
+
+    def _of_stage(self, stage: StageMemory | StageTimes) -> list[str]:
+        return [self._label, str(stage.replica), str(stage.stage)]
 
     def _hosts(self, hosts: PipeHosts) -> Iterator[Metric]:
         labels = ["model_name", "host"]
