@@ -68,6 +68,16 @@ def heard(socket: CoreSocket, count: int, *, greeted: bool = False) -> tuple[byt
     return client, received
 
 
+def greeting_client(socket: CoreSocket) -> bytes:
+    """The client that says hello, however often it has said so by now: it does every second."""
+    entries = socket.drain()
+    if not entries:
+        socket.wait([], WAIT_S)
+        entries = socket.drain()
+    assert {message for _, message in entries} == {Hello()}
+    return entries[0][0]
+
+
 class FakeCore:
     """The core's end of the socket. Its waits block the event loop, but zmq sends on a thread of its own."""
 

@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from core_client import WAIT_S, heard
+from core_client import WAIT_S, greeting_client, heard
 from core_numbers import core_stats
 from penstock.config.engine import EngineConfig, ModelConfig
 from penstock.engine.client.outputs import output_assembler
 from penstock.engine.client.siblings import with_siblings
-from penstock.engine.ipc import AbortRequests, AddRequest, CoreSocket, Hello, StepUpdates, Welcome
+from penstock.engine.ipc import AbortRequests, AddRequest, CoreSocket, StepUpdates, Welcome
 from penstock.engine.supervisor.reports import LogReporter
 from penstock.errors import ErrorInfo, NumericalError, PenstockError, StageLostError, WaitTimeoutError
 from penstock.hosts.local_socket import LocalSocket
@@ -69,12 +69,15 @@ class HandCore:
         assert not self.errors, self.errors
 
     def hear(self, count: int) -> list[object]:
-        """The next messages."""
-        self.client, messages = heard(self.socket, count)
+        """The next messages of a client that has said hello."""
+        self.client, messages = heard(self.socket, count, greeted=True)
         return messages
 
+    def hear_greeting(self) -> None:
+        self.client = greeting_client(self.socket)
+
     def welcome(self) -> None:
-        assert self.hear(1) == [Hello()]
+        self.hear_greeting()
         self.socket.send(self.client, WELCOME)
 
     def tell(self, *updates: RequestUpdate) -> None:
@@ -280,6 +283,10 @@ def test_a_core_that_never_answers_is_given_up_and_ended(rig: Rig, monkeypatch: 
 
 
 def test_r1_an_engine_that_is_lost_before_it_answers_is_not_waited_for(rig: Rig) -> None:
-    rig.core.play(lambda: (rig.core.hear(1), rig.supervisor.die())[0] and None)
+    def script() -> None:
+        rig.core.hear_greeting()
+        rig.supervisor.die()
+
+    rig.core.play(script)
     with pytest.raises(StageLostError, match="the supervisor of the engine has ended"):
         rig.unwelcome_client()
