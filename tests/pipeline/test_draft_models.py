@@ -22,14 +22,20 @@ from penstock.engine.core import core_assembly
 from penstock.errors import PenstockError, StageLostError
 from penstock.scheduler import windows
 
-MODEL = str(shared_data("models", "stories260K"))
-DRAFT = {"model": MODEL, "quantization": "int4", "num_speculative_tokens": 4}
 PROMPTS = [{"prompt_token_ids": [1, 403 + 7 * index, 407]} for index in range(3)]
 SAMPLING = [
     SamplingParams(temperature=0.0, max_tokens=80, ignore_eos=True),
     SamplingParams(temperature=0.8, seed=4, max_tokens=60, ignore_eos=True, logprobs=1),
     SamplingParams(temperature=0.8, seed=5, top_p=0.9, presence_penalty=0.4, max_tokens=70, ignore_eos=True),
 ]
+
+
+def model() -> str:
+    return str(shared_data("models", "stories260K"))
+
+
+def draft_model() -> dict[str, Any]:
+    return {"model": model(), "quantization": "int4", "num_speculative_tokens": 4}
 
 
 def engine(**given: Any) -> LLM:
@@ -39,7 +45,7 @@ def engine(**given: Any) -> LLM:
         "threads_per_rank": 1,
         "distributed_executor_backend": "inprocess",
     }
-    return LLM(MODEL, **(options | given))
+    return LLM(model(), **(options | given))
 
 
 def texts(llm: LLM) -> list[Sequence[int]]:
@@ -81,7 +87,7 @@ def is_there(pid: int) -> bool:
 @pytest.mark.usefixtures("waiting")
 @pytest.mark.parametrize("num_stages", [1, 2, 3])
 def test_a_draft_model_changes_no_token(num_stages: int, expected: list[Sequence[int]]) -> None:
-    with engine(pipeline_parallel_size=num_stages, speculative_config=DRAFT) as llm:
+    with engine(pipeline_parallel_size=num_stages, speculative_config=draft_model()) as llm:
         assert texts(llm) == expected
         assert texts(llm) == expected
         stats = llm.stats()
@@ -95,7 +101,7 @@ def test_a_draft_model_changes_no_token(num_stages: int, expected: list[Sequence
 @pytest.mark.usefixtures("waiting")
 def test_the_same_model_is_always_right(expected: list[Sequence[int]]) -> None:
     """Sampled texts too: it throws the same dice."""
-    with engine(speculative_config={"model": MODEL, "num_speculative_tokens": 4}) as llm:
+    with engine(speculative_config={"model": model(), "num_speculative_tokens": 4}) as llm:
         assert texts(llm) == expected
         stats = llm.stats()
     assert stats is not None
@@ -104,7 +110,7 @@ def test_the_same_model_is_always_right(expected: list[Sequence[int]]) -> None:
 
 
 def test_processes_of_stages_and_a_draft_model(expected: list[Sequence[int]]) -> None:
-    with engine(pipeline_parallel_size=2, speculative_config=DRAFT, distributed_executor_backend="mp") as llm:
+    with engine(pipeline_parallel_size=2, speculative_config=draft_model(), distributed_executor_backend="mp") as llm:
         for _ in range(40):  # whether guesses are worth a wait depends on what steps take here
             assert texts(llm) == expected
             stats = llm.stats()
@@ -115,7 +121,7 @@ def test_processes_of_stages_and_a_draft_model(expected: list[Sequence[int]]) ->
 
 
 def test_nothing_is_left_of_the_process(children: list[DrafterChild]) -> None:
-    with engine(speculative_config=DRAFT):
+    with engine(speculative_config=draft_model()):
         (pid,) = [child._member.pid for child in children]
         assert is_there(pid)
     assert not is_there(pid)
@@ -129,7 +135,7 @@ def test_r1_a_process_that_is_killed_costs_no_request(
     children: list[DrafterChild],
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    with engine(speculative_config=DRAFT) as llm, caplog.at_level(logging.WARNING):
+    with engine(speculative_config=draft_model()) as llm, caplog.at_level(logging.WARNING):
         assert texts(llm) == expected
         os.kill(children[0]._member.pid, number)
         assert texts(llm) == expected
@@ -156,7 +162,7 @@ def test_r1_a_process_that_is_killed_while_it_is_waited_for(
 
         return counting
 
-    with engine(pipeline_parallel_size=2, speculative_config=DRAFT) as llm:
+    with engine(pipeline_parallel_size=2, speculative_config=draft_model()) as llm:
         socket = children[0].socket
         monkeypatch.setattr(socket, "send", counted(socket.send))
         assert texts(llm) == expected
@@ -166,7 +172,7 @@ def test_r1_a_process_that_is_killed_while_it_is_waited_for(
 def test_a_process_that_is_stopped_delays_requests_by_little(
     expected: list[Sequence[int]], children: list[DrafterChild]
 ) -> None:
-    with engine(speculative_config=DRAFT) as llm:
+    with engine(speculative_config=draft_model()) as llm:
         assert texts(llm) == expected
         pid = children[0]._member.pid
         os.kill(pid, signal.SIGSTOP)
@@ -176,7 +182,7 @@ def test_a_process_that_is_stopped_delays_requests_by_little(
 
 def test_a_model_that_cannot_be_loaded_is_refused_at_the_start(tmp_path: Path) -> None:
     broken = tmp_path / "broken"
-    shutil.copytree(MODEL, broken)
+    shutil.copytree(model(), broken)
     (broken / "model.safetensors").chmod(0o600)
     write_raw_safetensors(broken / "model.safetensors", {}, b"")
     with pytest.raises(PenstockError, match="the model that drafts"):
@@ -188,5 +194,5 @@ def test_a_process_that_ends_before_it_is_ready_is_an_error(
 ) -> None:
     monkeypatch.setattr(drafter_child.entry_points, "DRAFTER", "penstock.no_such_module")
     with pytest.raises(StageLostError, match=r"the model that drafts: .* ended with code 1"):
-        engine(speculative_config=DRAFT)
+        engine(speculative_config=draft_model())
     assert not is_there(children[0]._member.pid)

@@ -44,7 +44,6 @@ AXES = {
     "max_num_seqs": (1, 3, 16),
 }
 CASES = drawn(AXES, least=20)
-DRAFT_MODEL = {"model": str(shared_data("models", "stories260K")), "quantization": "int4"}
 REPEATING = [1, *[403, 407, 261, 378] * 6]
 PROMPTS = [[1, 403 + 7 * index, 407, 261 + 3 * index, *([378, 400] * index)] for index in range(9)] + [
     REPEATING
@@ -145,7 +144,8 @@ def test_d5_d7_speculation_changes_nothing(case: Case, monkeypatch: pytest.Monke
     expected = reference(given["block_size"], given["tensor_parallel"])
     method: dict[str, Any] = {"speculative_method": "suffix"}
     if given["chance"] == "draft_model":
-        method = {"speculative_config": DRAFT_MODEL}
+        draft_model = {"model": str(shared_data("models", "stories260K")), "quantization": "int4"}
+        method = {"speculative_config": draft_model}
     elif given["chance"] != "suffix":
         drafter = Answers([ids for ids, _, _ in expected], given["chance"])
         monkeypatch.setattr(core_assembly, "SuffixDrafter", lambda: drafter)

@@ -9,17 +9,20 @@ from itertools import combinations, product
 from typing import Any
 
 Case = tuple[Any, ...]
+Pair = tuple[int, Any, int, Any]  # two axes, each with its value
 
 
 def pairwise(axes: Mapping[str, Sequence[Any]]) -> list[Case]:
     """Greedy all-pairs selection, deterministic: the case that covers most open pairs comes next."""
     every_case = list(product(*axes.values()))
-    open_pairs = {pair for case in every_case for pair in _pairs(case)}
+    bits: dict[Pair, int] = {}  # a set of pairs is a number that has the bit of each
+    sets_of_pairs = [_set_of_pairs(case, bits) for case in every_case]
+    open_pairs = (1 << len(bits)) - 1
     chosen = []
     while open_pairs:
-        best = max(every_case, key=lambda case: len(open_pairs & _pairs(case)))
-        open_pairs -= _pairs(best)
-        chosen.append(best)
+        best = max(range(len(every_case)), key=lambda at: (open_pairs & sets_of_pairs[at]).bit_count())
+        open_pairs &= ~sets_of_pairs[best]
+        chosen.append(every_case[best])
     return chosen
 
 
@@ -39,5 +42,8 @@ def drawn(axes: Mapping[str, Sequence[Any]], least: int, seed: int = 0) -> list[
     return cases
 
 
-def _pairs(case: Case) -> set[tuple[int, Any, int, Any]]:
-    return {(i, case[i], j, case[j]) for i, j in combinations(range(len(case)), 2)}
+def _set_of_pairs(case: Case, bits: dict[Pair, int]) -> int:
+    total = 0
+    for i, j in combinations(range(len(case)), 2):
+        total |= bits.setdefault((i, case[i], j, case[j]), 1 << len(bits))
+    return total

@@ -418,6 +418,18 @@ def test_no_two_files_of_tests_have_the_same_name() -> None:
     assert len(set(names)) == len(names)
 
 
+def test_files_of_tests_can_be_read_where_shared_data_is_absent() -> None:
+    """A test skips itself there; asked for while a file is read, the data would end the whole run."""
+    asked = []
+    for path in (REPOSITORY / "tests").rglob("*.py"):
+        for statement in tree_of(path).body:
+            inner = statement.decorator_list if isinstance(statement, ast.FunctionDef) else [statement]
+            calls = [node for part in inner for node in ast.walk(part) if isinstance(node, ast.Call)]
+            if not isinstance(statement, ast.ClassDef):
+                asked += [shown(path) for call in calls if ast.unparse(call.func) == "shared_data"]
+    assert asked == []
+
+
 def test_changelog_knows_this_version() -> None:
     from penstock import __version__
 
