@@ -110,7 +110,9 @@ def test_the_same_model_is_always_right(expected: list[Sequence[int]]) -> None:
 
 
 def test_processes_of_stages_and_a_draft_model(expected: list[Sequence[int]]) -> None:
-    with engine(pipeline_parallel_size=2, speculative_config=draft_model(), distributed_executor_backend="mp") as llm:
+    with engine(
+        pipeline_parallel_size=2, speculative_config=draft_model(), distributed_executor_backend="mp"
+    ) as llm:
         for _ in range(40):  # whether guesses are worth a wait depends on what steps take here
             assert texts(llm) == expected
             stats = llm.stats()

@@ -42,6 +42,7 @@ from penstock.speculation.grammar_guides import NO_GUIDES, NoGuides
 from penstock.speculation.streaming import (
     LEAST_CHANCE_AHEAD,
     LEAST_CHANCE_QUEUED,
+    KeptSizes,
     PipeTimes,
     streamed_size,
 )
@@ -53,8 +54,7 @@ _LEAST_PATIENCE_S = 0.005  # and so much longer
 _MOST_VAIN = 3  # times that it waits in vain, until it hears of guesses again
 _NEWEST_WEIGHT = 0.2  # of a plan, in the time that plans take
 _LEAST_STAGE_S = 1e-6
-_CHANCE_STEPS = 50  # in which chances are told apart where the answer is kept,
-_KEPT_PLANS = 32  # for so many plans at most
+_CHANCE_STEPS = 50  # in which chances are told apart where the answer is kept
 _FREE_TOKENS = 8  # of a step whose cost is not known: so many cost little more than one on most devices
 
 
@@ -439,8 +439,7 @@ class _Prices:
         self._made_at: dict[int, float] = {}  # by step, where costs are not known
         self._trip_s = float(_FREE_TOKENS * depth.number)  # of a plan there; anything, to begin with
         self._has_trips = False
-        self._streamed_sizes: dict[tuple[int, int, int], int] = {}  # by chance, most and requests
-        self._kept_from = 0  # the plan since which these are kept
+        self._streamed_sizes = KeptSizes()
         self.least_chance = 0.0
         self.note_running(1)
 
@@ -459,9 +458,7 @@ class _Prices:
     def planned(self, shape: _Shape, step_id: int, now: float) -> None:
         """A plan is made, so far without drafts."""
         self._shape = shape
-        if not self._kept_from <= step_id < self._kept_from + _KEPT_PLANS:
-            self._kept_from = step_id
-            self._streamed_sizes.clear()
+        self._streamed_sizes.planned(step_id)
         if self._costs is None:
             self._made_at[step_id] = now
         self.least_chance = least_chance(shape.num_rows, self._step_seconds())
@@ -497,13 +494,18 @@ class _Prices:
             return 0
         if math.isfinite(draft.more_s):
             return streamed_size(draft.chance, self.most + 1, self._pipe_times(draft.more_s))
-        # Nearly every token of a text brings a guess, and this takes 100 us and more.
         chance, most = round(draft.chance * _CHANCE_STEPS), min(self.most + 1, len(draft.token_ids))
-        size = self._streamed_sizes.get((chance, most, self.num_running))
-        if size is None:
-            size = streamed_size(chance / _CHANCE_STEPS, most, self._pipe_times(0.0))
-            self._streamed_sizes[chance, most, self.num_running] = size
-        return size
+        return self._streamed_sizes.of(
+            (chance, most, self.num_running),
+            self._window_prices,
+            lambda: streamed_size(chance / _CHANCE_STEPS, most, self._pipe_times(0.0)),
+        )
+
+    def _window_prices(self) -> list[float]:
+        """Seconds of the smallest and of the largest window, through all stages and on the slowest one."""
+        alone, shared = self._stage_seconds(alone=True), self._stage_seconds(alone=False)
+        sizes = (1, self.most + 1)
+        return [*(sum(alone(size)) for size in sizes), *(max(shared(size)) for size in sizes)]
 
     def _pipe_times(self, guess_s: float) -> PipeTimes:
         return PipeTimes(

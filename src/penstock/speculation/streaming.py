@@ -18,11 +18,15 @@ R = c / (1 - c): the law of docs/speculative-decoding.md. Pure arithmetic.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 LEAST_CHANCE_AHEAD = 0.05  # that a window is of use, below which it is not sent ahead
 LEAST_CHANCE_QUEUED = 0.5  # the same of one that waits at the first stage, where the right one may find it
+KEPT_PLANS = 32  # for so many plans a size is kept at most,
+_PRICE_STEP = 0.2  # and while no price has gone to another step of so much in its logarithm
+_LEAST_S = 1e-6
 _MOST_CHANCE = 0.99  # that is believed
 _MARGIN = 0.05  # of the rate, that streaming must gain
 
@@ -70,3 +74,38 @@ def _streaming_rate(chance: float, size: int, times: PipeTimes) -> float:
     trip = max(sum(seconds) + times.latency, beat)
     num_followers = chance**size / (1.0 - chance**size)
     return 1.0 / (1.0 - chance) / (trip + beat * num_followers)
+
+
+class KeptSizes:
+    """Sizes of streamed windows, each worked out once while prices are about the same.
+
+    Nearly every token of a text brings a guess, and to work a size out takes 100 us and more. A size that was
+    chosen because large windows seemed cheap must not outlive the first measurement of one.
+    """
+
+    def __init__(self) -> None:
+        self._sizes: dict[tuple[int, int, int], int] = {}  # by chance, most and requests
+        self._kept_from = 0  # the plan since which these are kept
+        self._prices: list[int] = []  # in steps, for which they are right
+        self._is_new_plan = True
+
+    def planned(self, step_id: int) -> None:
+        """A plan is made."""
+        self._is_new_plan = True
+        if not self._kept_from <= step_id < self._kept_from + KEPT_PLANS:
+            self._kept_from = step_id
+            self._sizes.clear()
+
+    def of(
+        self, key: tuple[int, int, int], prices: Callable[[], list[float]], work_out: Callable[[], int]
+    ) -> int:
+        """Return the kept size; work it out if there is none for these prices, in seconds."""
+        if self._is_new_plan:
+            self._is_new_plan = False
+            steps = [round(math.log(max(price, _LEAST_S)) / _PRICE_STEP) for price in prices()]
+            if steps != self._prices:
+                self._prices = steps
+                self._sizes.clear()
+        if key not in self._sizes:
+            self._sizes[key] = work_out()
+        return self._sizes[key]

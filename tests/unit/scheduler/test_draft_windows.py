@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from drafters import KnowingDrafter
-from fakes import CoreRig, FakeExecutor, next_token
+from fakes import CoreRig, FakeExecutor, next_token, taught
 from penstock.batch import ScheduledBatch
 from penstock.config.engine import SchedulerConfig
 from penstock.scheduler import windows
@@ -17,7 +17,7 @@ from penstock.scheduler.cost_model import StageCost
 from penstock.scheduler.pacing import FixedDepth
 from penstock.scheduler.queues import RequestState
 from penstock.speculation.drafter import Draft, Question
-from penstock.speculation.streaming import PipeTimes
+from penstock.speculation.streaming import KEPT_PLANS, PipeTimes
 
 
 class Always(KnowingDrafter):
@@ -183,13 +183,28 @@ def test_whether_a_stream_pays_is_worked_out_once_for_a_chance_and_anew_some_pla
 
     monkeypatch.setattr(windows, "streamed_size", size)
     prices = windows._Prices(None, FixedDepth(4), 8)
-    for step in range(3, 3 + 2 * windows._KEPT_PLANS):
+    for step in range(3, 3 + 2 * KEPT_PLANS):
         prices.planned(windows._Shape(1, 10, is_alone=True), step, float(step))
         assert prices.streamed_size(Draft(range(20), 0.503)) == 1
     assert asked == [(0.5, 9)] * 3, "for the first plans, and twice anew"
     prices.note_running(2)
     prices.streamed_size(Draft(range(2), 0.9))
     assert asked[3:] == [(0.9, 2)]
+
+
+def test_a_size_that_seemed_cheap_is_given_up_when_large_windows_turn_out_to_be_dear(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Plans of single tokens do not tell what more tokens cost; a stream tries, and learns."""
+    cheap, dear = StageCost(read=0.1, per_token=0.001), StageCost(read=0.1, per_token=0.1)
+    model = taught(*[cheap] * 8, alone=[cheap] * 8)
+    prices = windows._Prices(model, FixedDepth(8), 8)
+    shape, draft = windows._Shape(1, 10, is_alone=True), Draft(range(20), 0.95)
+    prices.planned(shape, 1, 1.0)
+    assert prices.streamed_size(draft) > 1
+    monkeypatch.setattr(model, "costs", lambda *, alone: [dear] * 8)
+    prices.planned(shape, 2, 2.0)
+    assert prices.streamed_size(draft) == 1
 
 
 def test_e5_a_plan_may_follow_a_window_whose_outcome_is_not_known() -> None:

@@ -7,6 +7,8 @@
 //
 // A thread has all experts' products for a panel of the output, and adds them in float32 in the order of the
 // experts, the shared one last. So a token's sum has one order, whatever its company, and is rounded once.
+#include <algorithm>
+
 #include "abi.h"
 #include "blocks.h"
 #include "panels.h"
@@ -102,6 +104,7 @@ struct Group {
     int64_t first_slot;
     int64_t count;
     Rows x, inner, inner_taken;
+    int64_t first_panel = 0;  // of its inner values, when those of all groups are counted on
 };
 
 // Some tokens of a step on their way through the experts.
@@ -253,40 +256,47 @@ struct Block {
     }
 
     void for_inner() {
+        int64_t count = 0;
+        for (int64_t g = 0; g < num_groups; g++) {
+            groups[g].first_panel = count;
+            count += divide_up(gate_up[groups[g].entry].out_size / 2, kLanes);
+        }
+        Shares shares(count);
 #pragma omp parallel
         {
             typename Form::Panels::Shapes shapes;
-            for (int64_t g = 0; g < num_groups; g++) {
-                const Group& group = groups[g];
-                const Product& product = gate_up[group.entry];
-                auto panels = Form::panels(product, group.x.at, group.x.bytes);
-                int64_t width = product.out_size / 2, num = divide_up(width, kLanes), at_once = panels_at_once(num);
-#pragma omp for schedule(dynamic, at_once) nowait
-                for (int64_t panel = 0; panel < num; panel++)
-                    for_tiles(panels, shapes, group.count, panel, [&](int64_t first, int rows, const float* tile) {
-                        int64_t column = panel * kLanes;
-                        for (int r = 0; r < rows; r++) {
-                            T* to = (T*)group.inner.row(first + r) + column;
-                            f32x16 gated = silu(load(tile + r * kPanel)) * load(tile + r * kPanel + kLanes);
-                            store_some(to, gated, width - column);
-                        }
-                    });
-            }
+            shares.each([&](int64_t panel) {
+                const auto is_before = [](int64_t at, const Group& group) { return at < group.first_panel; };
+                const Group& group = std::upper_bound(groups, groups + num_groups, panel, is_before)[-1];
+                add_inner(group, panel - group.first_panel, shapes);
+            });
         }
     }
 
+    void add_inner(const Group& group, int64_t panel, typename Form::Panels::Shapes& shapes) const {
+        const Product& product = gate_up[group.entry];
+        auto panels = Form::panels(product, group.x.at, group.x.bytes);
+        const int64_t column = panel * kLanes, width = product.out_size / 2;
+        for_tiles(panels, shapes, group.count, panel, [&](int64_t first, int rows, const float* tile) {
+            for (int r = 0; r < rows; r++) {
+                T* to = (T*)group.inner.row(first + r) + column;
+                f32x16 gated = silu(load(tile + r * kPanel)) * load(tile + r * kPanel + kLanes);
+                store_some(to, gated, width - column);
+            }
+        });
+    }
+
     void for_output(T* y) {
-        int64_t num = num_panels(args.hidden_size), at_once = panels_at_once(num);
+        Shares shares(num_panels(args.hidden_size));
 #pragma omp parallel
         {
             typename Form::Panels::Shapes shapes;
-#pragma omp for schedule(dynamic, at_once)
-            for (int64_t panel = 0; panel < num; panel++) {
+            shares.each([&](int64_t panel) {
                 alignas(64) float sums[kTokensAtOnce * kPanel];
                 memset(sums, 0, num_tokens * kPanel * sizeof(float));
                 for (int64_t g = 0; g < num_groups; g++) add_outputs(groups[g], panel, shapes, sums);
                 write(sums, panel, y);
-            }
+            });
         }
     }
 

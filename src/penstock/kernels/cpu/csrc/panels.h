@@ -9,11 +9,10 @@
 // depend on its company (batch invariance). That order is of the inputs, in one accumulator, or the matrix unit's
 // (tiles.h).
 #pragma once
-#include <omp.h>
-
 #include <type_traits>
 
 #include "many_rows.h"
+#include "shares.h"
 #include "tiles.h"
 #include "vec.h"
 
@@ -212,12 +211,6 @@ private:
 extern template struct DensePanels<bf16>;
 extern template struct DensePanels<float>;
 
-// Panels that a thread takes at a time: long runs of memory, yet little to wait for when a core is shared.
-INLINE int64_t panels_at_once(int64_t panels) {
-    int64_t share = panels / (8 * omp_get_max_threads());
-    return share > 1 ? share : 1;
-}
-
 // Calls use(first_row, rows, panel, tile) for every tile of the product, over all threads. Rows are cut evenly.
 template <class Panels, class Use>
 void for_each_tile(const Panels& tile_of, int64_t num_rows, int64_t out_size, const Use& use) {
@@ -228,18 +221,18 @@ void for_each_tile(const Panels& tile_of, int64_t num_rows, int64_t out_size, co
         if (tile_of.is_many(num_rows)) return for_many_rows(tile_of.many(num_rows, panels), num_rows, panels, use);
 #endif
     int64_t most = Panels::rows_at_once();
-    int64_t row_tiles = (num_rows + most - 1) / most, at_once = panels_at_once(panels);
+    int64_t row_tiles = (num_rows + most - 1) / most;
+    Shares shares(panels);
 #pragma omp parallel
     {
         typename Panels::Shapes shapes;
-#pragma omp for schedule(dynamic, at_once)
-        for (int64_t panel = 0; panel < panels; panel++) {
+        shares.each([&](int64_t panel) {
             alignas(64) float tile[Panels::kMostRows * kPanel];
             for (int64_t t = 0; t < row_tiles; t++) {
                 int64_t first = num_rows * t / row_tiles, end = num_rows * (t + 1) / row_tiles;
                 tile_of(shapes, first, (int)(end - first), panel, tile);
                 use(first, (int)(end - first), panel, tile);
             }
-        }
+        });
     }
 }
