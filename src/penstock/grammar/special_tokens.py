@@ -13,6 +13,9 @@ from typing import Any
 
 from penstock.tokenizer.detokenizer import byte_level_alphabet
 
+MOST_ADDED_TOKENS = (
+    30_000  # to open these takes time with their square: 3 s for so many, a minute for 150,000
+)
 _MARK = "\ufdd0"  # a code point that Unicode keeps free of characters
 # Literals, expressions and comments, in which `<...>` is text; elsewhere in a grammar it names a token.
 _WORD = re.compile(r'"(?:\\.|[^"\\\n])*"|/(?:\\.|[^/\\\n])+/|(?:#|//)[^\n]*|<[^<>\s]+>')
@@ -23,9 +26,10 @@ def set_apart(tokenizer: str) -> tuple[str, dict[str, int]]:
     What is put around a prompt is left out, since it says them too.
 
     Raises:
-        ValueError: this is no tokenizer.
+        ValueError: this is no tokenizer, or it has too many added tokens.
     """
     document = json.loads(tokenizer)
+    _require_few(document)
     try:
         special = [token for token in document.get("added_tokens") or [] if token["special"]]
         ids = {token["content"]: token["id"] for token in special}
@@ -45,6 +49,12 @@ def set_apart(tokenizer: str) -> tuple[str, dict[str, int]]:
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ValueError("its tokenizer.json is not one that can be read") from error
     return json.dumps(document), ids
+
+
+def _require_few(document: Any) -> None:
+    added = document.get("added_tokens") if isinstance(document, dict) else None
+    if isinstance(added, list) and len(added) > MOST_ADDED_TOKENS:
+        raise ValueError(f"its tokenizer has {len(added):,} added tokens, more than {MOST_ADDED_TOKENS:,}")
 
 
 def _spelled(document: dict[str, Any], vocab: Any) -> dict[str, str]:

@@ -9,6 +9,7 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models
 
 from masks import DEMO, EOS, TOKENIZER, allowed, text_of, walk
+from penstock.errors import InvalidRequestError
 from penstock.grammar.matcher import Matcher, Vocabulary, load_vocabulary
 from penstock.grammar.special_tokens import name_by_id, set_apart
 from penstock.request import StructuredOutputs
@@ -89,6 +90,14 @@ def test_ids_and_other_tokens_stay_as_they_are() -> None:
     changed = {i for i in range(before.get_vocab_size()) if before.id_to_token(i) != after.id_to_token(i)}
     assert changed == set(ids.values())
     assert after.decode(after.encode("<|end|> é", add_special_tokens=False).ids) == "<|end|> é"
+
+
+def test_a_vocabulary_of_added_tokens_alone_is_refused_before_it_takes_a_minute() -> None:
+    tokens = [{"id": index, "content": f"<t{index}>", "special": False} for index in range(30_001)]
+    vocab = {token["content"]: token["id"] for token in tokens}
+    content = json.dumps({"added_tokens": tokens, "model": {"type": "BPE", "vocab": vocab, "merges": []}})
+    with pytest.raises(InvalidRequestError, match=r"30,001 added tokens, more than 30,000\."):
+        Vocabulary(content, [0])
 
 
 def test_added_text_that_looks_like_spelt_bytes_is_itself() -> None:
