@@ -2,7 +2,8 @@
 
     PenstockError
     ├── UsageError                 a flag or argument is wrong                 exit 2, HTTP 400
-    │   └── PartitionError         layers cannot be cut as asked
+    │   ├── PartitionError         layers cannot be cut as asked
+    │   └── DecisionLogError       a file of decisions cannot be replayed
     ├── ModelError                 the model cannot be served                  exit 3
     │   ├── ModelConfigError       config.json (or a sibling) is bad
     │   │   └── UnsupportedModelError   an architecture that we do not know
@@ -123,6 +124,12 @@ class UsageError(PenstockError, ValueError):
 
 class PartitionError(UsageError):
     """The layers of a model cannot be cut into stages as asked."""
+
+
+class DecisionLogError(UsageError):
+    """A file of decisions is missing, damaged or of another version, or what it was recorded with is."""
+
+    default_code = "decision_log"
 
 
 class ModelError(PenstockError):

@@ -37,6 +37,7 @@ DOCUMENTS = [
     "docs/live-page.md",
     "docs/perf-log.md",
     "docs/python.md",
+    "docs/replay.md",
     "docs/several-machines.md",
     "docs/several-machines-security.md",
     "docs/test-bed.md",

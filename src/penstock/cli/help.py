@@ -40,7 +40,7 @@ Usage: penstock COMMAND ...     serves large language models through a pipeline
   hosts ls              which hosts have joined a head; hosts new-token: let hosts join later
   hosts revoke NAME     shut a host out; hosts revoke-tokens: let nobody join with an old token
   kernels build         compile the CPU kernels for this machine ahead of time; kernels clear: remove them
-  trace                 save what a running server's stages did in the last seconds
+  trace                 save what a running server's stages did lately; replay FILE: its decisions, again
   doctor [MODEL]        check this machine, and a model directory
   version               print the version
 
@@ -275,6 +275,11 @@ COMMANDS: Mapping[tuple[str, ...], CommandHelp] = {
         "penstock trace [flags]",
         "Save what the stages of a running server did in the last 10 s, and say where their time went.",
         "penstock trace --out trace.json",
+    ),
+    ("replay",): CommandHelp(
+        "penstock replay FILE [flags]",
+        "Make the decisions of an engine again that has recorded them with --record-decisions, and compare.",
+        "penstock replay decisions.log --explain 120",
     ),
     ("doctor",): CommandHelp(
         "penstock doctor [MODEL] [flags]",

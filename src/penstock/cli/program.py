@@ -58,6 +58,7 @@ def build_app(invocation: Invocation) -> App:
     app.command("penstock.cli.chat:chat", name="chat")
     app.command("penstock.cli.chat:complete", name="complete")
     app.command("penstock.cli.trace:trace", name="trace")
+    app.command("penstock.cli.replaying.replay:replay", name="replay")
     app.command("penstock.cli.doctor:doctor", name="doctor")
     app.command("penstock.cli.doctor:version", name="version")
     bench.command("penstock.cli.bench.online:bench_serve", name="serve")

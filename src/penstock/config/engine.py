@@ -60,6 +60,11 @@ def _whole_numbers(name: str, given: int | str | list[int], of_what: str) -> lis
     return numbers
 
 
+def _absolute(path: Path | str | None) -> str | None:
+    """Return the path of a file as child processes can use it; None for none."""
+    return None if path is None else str(Path(path).absolute())
+
+
 def _template_file(path: Path) -> str:
     """Return the path of a file that is there, as child processes can use it."""
     if not path.is_file():
@@ -515,6 +520,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         cluster: the hosts that it runs on.
         seed: seed of requests that bring none.
+        record_decisions: file for a log of the scheduler's decisions, which `penstock replay` replays.
     """
 
     model: ModelConfig
@@ -524,6 +530,12 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     speculation: SpeculationConfig = SpeculationConfig()
     cluster: HostsConfig = HostsConfig()
     seed: Annotated[int, Setting("model", "of requests without a seed")] = 0
+    record_decisions: Annotated[
+        str | None,
+        Setting(
+            "scheduler", "file for a log of the scheduler's decisions", text_type=Path | None, read=_absolute
+        ),
+    ] = None
 
     def __post_init__(self) -> None:
         if self.parallel.backend == "mp":

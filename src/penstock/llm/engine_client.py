@@ -12,6 +12,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Protocol
 
+from penstock.decisions.recorder import open_recorder
 from penstock.engine.client.outputs import DraftCounts, TextDelta, total_drafts
 from penstock.engine.client.streams import MakeAssembler, OpenStreams, RequestStream
 from penstock.engine.core.core_assembly import build_core, prove_stages
@@ -97,8 +98,12 @@ class InprocessClient:
         self._executor = executor
         with ExitStack() as undone:
             undone.callback(executor.shutdown)
+            recorder = open_recorder(plan.core)
+            undone.callback(recorder.close)
             kv_plan = executor.start()
-            self._core, scheduler = build_core(plan.core, executor, kv_plan, time.monotonic)
+            self._core, scheduler = build_core(
+                plan.core, executor, kv_plan, time.monotonic, recorder=recorder
+            )
             undone.callback(self._core.close)
             prove_stages(self._core)
             undone.pop_all()

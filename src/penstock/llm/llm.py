@@ -87,6 +87,7 @@ class LLM:
         pooling: default token states for embeddings: the `last`, the `mean` of all, or `cls`, the first.
         chat_template: file of the chat template, Jinja or JSON with `chat_template`; None takes the model's.
         seed: seed of requests that bring none.
+        record_decisions: file for a log of the scheduler's decisions, which `penstock replay` replays.
         pipeline_parallel_size: number of stages P.
         tensor_parallel_size: ranks that share a stage's layers, or of each stage: "2,1". Or a list: [2, 1].
         enable_expert_parallel: ranks of a stage have whole experts, and not each a part of all.
@@ -155,6 +156,7 @@ class LLM:
         pooling: Pooling = "last",
         chat_template: str | None = None,
         seed: int = 0,
+        record_decisions: str | None = None,
         pipeline_parallel_size: int = 1,
         tensor_parallel_size: int | str | Sequence[int] = 1,
         enable_expert_parallel: bool = False,
@@ -339,8 +341,7 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         use_tqdm: bool | None,
     ) -> list[RequestOutput]:
-        sampling = _for_each(sampling_params, len(prompts), "sampling_params")
-        requests = []
+        sampling, requests = _for_each(sampling_params, len(prompts), "sampling_params"), []
         for index, (prompt, params) in enumerate(zip(prompts, sampling, strict=True)):
             with at_place(f"prompts[{index}]"):
                 requests.append(self._requests.for_text(prompt, params))
@@ -365,9 +366,8 @@ class LLM:
             with at_place(f"prompts[{index}]"):
                 requests.append(self._requests.for_vector(prompt, normalised_pooling(params)))
         results = self._run(requests, use_tqdm)
-        return [
-            (request.request, result.whole.vector) for request, result in zip(requests, results, strict=True)
-        ]
+        pairs = zip(requests, results, strict=True)
+        return [(request.request, result.whole.vector) for request, result in pairs]
 
     def _run(self, requests: Sequence[OfflineRequest], use_tqdm: bool | None) -> list[RequestResult]:
         with progress_of(len(requests), use_tqdm) as progress:

@@ -235,6 +235,7 @@ class CoreConfig(msgspec.Struct, frozen=True, kw_only=True):
         num_links: that are between hosts, on the way of a plan through the stages.
         drafter: the model that drafts; None: there is none.
         guess_share: what a guess of the MTP layer costs, as a share of a step of one token.
+        record_decisions: file in which its decisions are recorded; empty: nowhere.
     """
 
     parallel: ParallelConfig
@@ -254,6 +255,7 @@ class CoreConfig(msgspec.Struct, frozen=True, kw_only=True):
     num_links: int = 0
     drafter: DrafterConfig | None = None
     guess_share: float = 0.0
+    record_decisions: str = ""
 
 
 class RankProcessConfig(msgspec.Struct, frozen=True, kw_only=True):

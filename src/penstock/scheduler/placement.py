@@ -132,7 +132,7 @@ class Placement:
         return max(chosen, num_stages) if prefill_tokens else chosen
 
     @property
-    def _lag(self) -> int:
+    def lag(self) -> int:
         """Plans after which a request may go again though its result is not back.
 
         Over a wire chunks of prompts are in flight between the micro-batches: a decode that came too early
@@ -146,7 +146,7 @@ class Placement:
         self, draft: PlanBuilder, decoding: list[RequestState], prefill_tokens: int, returned_step: int
     ) -> None:
         """Place this plan's share of the decoding requests: longest unsampled first, then oldest first."""
-        newest = max(returned_step, draft.step_id - self._lag)
+        newest = max(returned_step, draft.step_id - self.lag)
         ready = [
             request
             for request in decoding

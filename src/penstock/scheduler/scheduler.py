@@ -22,6 +22,7 @@ from penstock.request import GenerationRequest, RequestUpdate
 from penstock.scheduler.admission import Admission
 from penstock.scheduler.chunking import TokenBudget
 from penstock.scheduler.cost_model import CostModel
+from penstock.scheduler.explanation import PlanExplanation
 from penstock.scheduler.grammars import GrammarBuilds
 from penstock.scheduler.intake import Intake
 from penstock.scheduler.issued_steps import IssuedSteps
@@ -98,6 +99,8 @@ class Scheduler:
         self.grammars = grammars = GrammarBuilds(config.built_grammar_bytes)
         self.windows = windows = windows or NoWindows()
         self._endings = endings = RequestEndings(queues, rows, allocator, prefixes, grammars, windows)
+        self._admission = admission
+        self._allocator = allocator
         self._intake = Intake(admission, queues, prefixes, endings, config.queue_timeout_s, clock)
         self._placement = Placement(
             budget,
@@ -263,6 +266,21 @@ class Scheduler:
             wire_s=self._depth.wire.latency,
             speculation=self.windows.stats(),
         )
+
+    def explain(self, plan: ScheduledBatch) -> list[str]:
+        """Say why the plan that was made last has these rows, in sentences."""
+        explanation = PlanExplanation(
+            self._placement,
+            self._queues,
+            self._rows,
+            self._allocator,
+            self._admission,
+            self.prefixes,
+            self.grammars,
+            self._issued,
+            self.paused,
+        )
+        return explanation.sentences(plan)
 
     def check_invariants(self) -> None:
         """Assert that rows, blocks, clocks and queues agree. For tests, and for an idle engine."""

@@ -179,7 +179,7 @@ m --served-model-name s --dtype float16 --max-model-len 11 --seed 12 --pp 2 --tp
 --kv-host-bytes 47 --kv-write-rate 48 --kv-store-policy write-back
 --max-num-seqs 16 --max-num-batched-tokens 17 --prefill-chunk 18 --max-waiting-requests 19
  --queue-timeout 20 --max-sessions 59 --micro-batches 2 --inter-token-target 250
- --max-waiting-tokens 30 --built-grammar-bytes 62
+ --max-waiting-tokens 30 --built-grammar-bytes 62 --record-decisions /log
 --speculative-method draft_model --num-speculative-tokens 5
 --speculative-model small --speculative-quantization int4 --speculative-device cuda:1
 --host ::1 --port 21 --reuse-port --api-key k0 --admin-key a0 --insecure --drain-seconds 22
@@ -292,6 +292,7 @@ def test_every_flag_reaches_its_config(monkeypatch: pytest.MonkeyPatch, tmp_path
             "ray": '{"placement":"pack"}',
         },
         "seed": 12,
+        "record_decisions": "/log",
     }
     told = msgspec.to_builtins(server)
     settings = told.pop("settings")

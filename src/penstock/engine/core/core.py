@@ -14,7 +14,7 @@ from collections.abc import Callable, Container, Sequence
 from penstock.batch import RankLoaded, SpansKey, StageSpans
 from penstock.config.engine import ParallelConfig
 from penstock.engine.core.calibration import Calibration
-from penstock.engine.core.operations_in_force import OperationsInForce
+from penstock.engine.core.operations_in_force import OperationsInForce, Ticket
 from penstock.engine.core.pace import Pace
 from penstock.engine.core.plan_feed import PlanFeed
 from penstock.engine.core.result_sense import MAX_VOCAB_SIZE
@@ -25,6 +25,7 @@ from penstock.engine.stats import CoreStats, stage_memory
 from penstock.errors import ErrorInfo, PeerError, concerned, error_from_info
 from penstock.executor.base import NO_EXECUTOR, Executor
 from penstock.kvcache.store_sites import store_sites
+from penstock.operations import Operation
 from penstock.process.control import EndedRequests
 from penstock.process.endpoints import NO_RESTARTS, Restarts
 from penstock.process.numeric_class import class_of_pipe
@@ -153,6 +154,10 @@ class EngineCore:
     def abort(self, request_id: str) -> bool:
         """End a request in whatever state; no update of it follows (row D13). False: there is none."""
         return self._scheduler.abort_request(request_id)
+
+    def operate(self, ticket: Ticket, operation: Operation) -> list[RequestUpdate]:
+        """See `OperationsInForce.accept`."""
+        return self.operations.accept(ticket, operation, self._steps.next_step)
 
     def step(self, timeout_s: float = 0.0) -> list[RequestUpdate]:
         """Settle the results that have come, then fill the pipe (row D2).

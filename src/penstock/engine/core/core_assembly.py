@@ -9,16 +9,19 @@ import logging
 import math
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from penstock.batch import RankLoaded
 from penstock.config.engine import ParallelConfig
+from penstock.decisions.recorder import NO_RECORDER, DecisionRecorder, NoRecorder
 from penstock.drafting.drafter_child import DrafterChild
 from penstock.drafting.model_drafter import ModelDrafter
 from penstock.engine.core.calibration import calibrate
 from penstock.engine.core.core import EngineCore
 from penstock.engine.core.plan_depth import WireDepth
+from penstock.engine.core.recorded_core import RecordedCore
 from penstock.engine.core.stall_limits import FixedLimit, MeasuredLimit, StallLimit
 from penstock.engine.core.wire_times import NO_WIRE_TIMES, AnyWireTimes, WireTimes
 from penstock.engine.ipc import HEARTBEAT_S
@@ -65,10 +68,12 @@ def build_core(
     restarts: Restarts = NO_RESTARTS,
     drafting: DrafterChild | None = None,
     guides: NoGuides | None = None,
+    recorder: NoRecorder = NO_RECORDER,
 ) -> tuple[EngineCore, Scheduler]:
     """Scheduler and core over an executor that has been started; measures the stages.
 
     Args:
+        recorder: all that scheduler and core read passes there. It is the core's.
         drafting: the process of the draft model where its owner has started it before; it need not be ready.
             Otherwise it is started here, and is the core's.
         guides: of requests with a grammar; None: they are opened here (`open_guides`).
@@ -77,7 +82,10 @@ def build_core(
         if drafting is None and (drafting := start_drafting(config)) is not None:
             undone.callback(drafting.close)
             drafting.await_ready(config.parallel.load_timeout_s)
-        guides = guides or open_guides(config)
+        guides = recorder.guides(guides or open_guides(config))
+        recorder.begin_assembly(config, kv_plan, recovers=recovers, epoch=epoch)
+        drafter = recorder.drafter(_drafter(config, drafting, clock))
+        clock, executor = recorder.clock(clock), recorder.executor(executor)
         calibration = calibrate(executor, config, kv_plan, clock, epoch=epoch)
         depth, wire = depth_and_wire(config.parallel, calibration.costs.model, num_links=config.num_links)
         allocator = BlockAllocator(_pool(config, kv_plan.num_blocks), config.cache.block_size)
@@ -100,10 +108,11 @@ def build_core(
                 guides,
                 kv_plan.ranks,
                 clock,
-                _drafter(config, drafting, clock),
+                drafter,
             ),
         )
-        core = EngineCore(
+        is_recorded = isinstance(recorder, DecisionRecorder)
+        core = (partial(RecordedCore, recorder) if is_recorded else EngineCore)(
             scheduler,
             executor,
             config.parallel,

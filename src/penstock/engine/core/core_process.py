@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 
+from penstock.decisions.recorder import NoRecorder, open_recorder
 from penstock.drafting.drafter_child import DrafterChild
 from penstock.engine.core.core import EngineCore
 from penstock.engine.core.core_assembly import build_core, open_guides, prove_stages, start_drafting
@@ -46,6 +47,8 @@ def _serve(
     replica = config.core.replica
     enter_child("penstock core" if replica is None else f"penstock replica {replica} core", config)
     pulse = keep_saying_alive(status)
+    recorder = open_recorder(config.core)
+    closing.callback(recorder.close)
     drafting = start_drafting(config.core)  # on any cores: before this process is bound to some
     if drafting is not None:
         closing.callback(drafting.close)
@@ -60,7 +63,7 @@ def _serve(
     # While the ranks load, too. A core whose ranks are waiting leaves it to the first request with a grammar.
     guides = open_guides(config.core, at_once=not control.has_news())
     stopping = closing.enter_context(ExitStack())
-    joined = _join_first(config.core, control, status.write, stopping, drafting, guides)
+    joined = _join_first(config.core, control, status.write, stopping, drafting, guides, recorder)
     if joined is None:
         return 0
     executor, core, welcome = joined
@@ -81,6 +84,7 @@ def _join_first(
     stopping: ExitStack,
     drafting: DrafterChild | None,
     guides: NoGuides,
+    recorder: NoRecorder,
 ) -> tuple[Executor, EngineCore, Welcome] | None:
     """Join the first epoch to which all ranks come; its executor ends with `stopping`. None: it is to stop.
 
@@ -92,7 +96,7 @@ def _join_first(
         executor = MpExecutor(ends, load_timeout_s=config.parallel.load_timeout_s + LOAD_GRACE_S)
         stopping.callback(executor.shutdown)
         try:
-            return executor, *_start(config, executor, ends, control, drafting, guides)
+            return executor, *_start(config, executor, ends, control, drafting, guides, recorder)
         except PeerError as error:
             if ends.epoch == 0 and not control.has_news():
                 raise
@@ -109,6 +113,7 @@ def _start(
     control: ControlReader,
     drafting: DrafterChild | None,
     guides: NoGuides,
+    recorder: NoRecorder,
 ) -> tuple[EngineCore, Welcome]:
     """A core over ranks that have come and have proved to work, and what its clients are told."""
     kv_plan = executor.start(control.has_news)
@@ -122,6 +127,7 @@ def _start(
         restarts=ends.restarts,
         drafting=drafting,
         guides=guides,
+        recorder=recorder,
     )
     prove_stages(core)
     return core, Welcome(

@@ -223,9 +223,7 @@ class CoreServer:
             spans = self._core.spans() if message.seen is None else self._core.rank_spans(message.seen)
             self._clients.send(client, Trace(self._pipe.aligned(spans)))
         elif isinstance(message, Operate):
-            next_step = self._core.steps_in_flight[1]
-            ticket = client, message.number
-            self._clients.send_updates(self._core.operations.accept(ticket, message.operation, next_step))
+            self._clients.send_updates(self._core.operate((client, message.number), message.operation))
         else:
             opened = self._core.operations.sessions.opened()
             sessions = [SessionsChanged(opened, [])] if opened else []

@@ -341,6 +341,7 @@ def _core_config(
         is_stall_timeout_fixed=is_fixed,
         cpus=cpus,
         guess_share=spec.mtp_share() if spec.has_mtp else 0.0,
+        record_decisions=config.record_decisions or "",
     )
 
 

@@ -1,0 +1,186 @@
+"""The file of a decision log: a line that says what it is, and behind it records in one compressed stream.
+
+    penstock decisions 1 0.1.0\n
+    zlib( length, checksum, record │ length, checksum, record │ … )
+
+Numbers are four bytes each, the lowest first; the checksum is crc32 of the record. What was written at once
+can be read at once, so that of a file whose writer was killed nothing is lost but the end.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import struct
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+import msgspec
+
+from penstock import __version__
+from penstock.decisions.records import FORMAT, Finished, Record, decode_record, encode_record
+from penstock.errors import DecisionLogError, UsageError
+
+_HEAD = struct.Struct("<II")
+_FIRST_LINE = re.compile(rb"penstock decisions ([0-9]{1,6}) ([0-9A-Za-z.+-]{1,64})\n")
+_MAX_LINE = 100  # bytes
+_CHUNK = 1 << 16
+MAX_RECORD_BYTES = 1 << 28
+_LEVEL = 1  # of zlib: the writer should not keep up a core
+_MOST_FILES = 1000
+
+
+def create_log(path: Path) -> tuple[BinaryIO, Path]:
+    """Create a file that only its owner may read.
+
+    What is there is never written over: behind the name of a file that exists comes a number.
+
+    Returns:
+        The file, and its name.
+
+    Raises:
+        UsageError: it cannot be written.
+    """
+    for number in range(1, _MOST_FILES):
+        name = path if number == 1 else path.with_name(f"{path.name}.{number}")
+        try:
+            handle = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        except FileExistsError:
+            continue
+        except OSError as error:
+            raise _unwritable(name, error) from error
+        file = open(handle, "wb", buffering=0)  # noqa: SIM115 - it is the caller's
+        try:
+            file.write(f"penstock decisions {FORMAT} {__version__}\n".encode())
+        except OSError as error:
+            file.close()
+            raise _unwritable(name, error) from error
+        return file, name
+    raise UsageError(
+        f"{path} and {_MOST_FILES - 2} files with a number behind that name exist.",
+        remedy="Remove old ones, or name another file with --record-decisions.",
+        param="record_decisions",
+    )
+
+
+def _unwritable(path: Path, error: OSError) -> UsageError:
+    return UsageError(
+        f"decisions cannot be recorded in {path}: {error.strerror}.",
+        remedy="Name a file in a directory that exists and can be written with --record-decisions.",
+        param="record_decisions",
+    )
+
+
+class RecordStream:
+    """The bytes of records, one after the other, for a file that has its first line."""
+
+    def __init__(self) -> None:
+        self._compressor = zlib.compressobj(_LEVEL)
+
+    def add(self, record: Record) -> bytes:
+        """Return bytes for the file; a part of the record may come with the next."""
+        data = encode_record(record)
+        return self._compressor.compress(_HEAD.pack(len(data), zlib.crc32(data)) + data)
+
+    def flush(self) -> bytes:
+        """Return what is left of the records so far."""
+        return self._compressor.flush(zlib.Z_SYNC_FLUSH)
+
+    def finish(self) -> bytes:
+        """Return the last bytes."""
+        return self.add(Record(call=Finished())) + self._compressor.flush(zlib.Z_FINISH)
+
+
+class DecisionFile:
+    """A file of decisions, for reading.
+
+    Args:
+        path: of the file.
+
+    Attributes:
+        is_whole: its end has been read, and the engine had ended there. Else it was killed, or is running.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.is_whole = False
+        self._path = path
+
+    def records(self) -> Iterator[Record]:
+        """Yield the records, from the first to the last whole one.
+
+        Raises:
+            DecisionLogError: the file is missing, damaged, of another kind or of another version.
+        """
+        self.is_whole = False
+        for number, data in enumerate(self._texts()):
+            try:
+                record = decode_record(data)
+            except (msgspec.DecodeError, UnicodeDecodeError) as error:
+                raise self._damaged(number, str(error)) from error
+            if isinstance(record.call, Finished):
+                self.is_whole = True
+                return
+            yield record
+
+    def _texts(self) -> Iterator[bytes]:
+        """The bytes of each record."""
+        pending, number = bytearray(), 0
+        for data in self._decompressed():
+            pending += data
+            start = 0
+            while len(pending) - start >= _HEAD.size:
+                length, checksum = _HEAD.unpack_from(pending, start)
+                if length > MAX_RECORD_BYTES:
+                    raise self._damaged(number, f"it would have {length} bytes")
+                end = start + _HEAD.size + length
+                if len(pending) < end:
+                    break
+                record = bytes(pending[start + _HEAD.size : end])
+                if zlib.crc32(record) != checksum:
+                    raise self._damaged(number, "its checksum is wrong")
+                yield record
+                start, number = end, number + 1
+            del pending[:start]
+
+    def _decompressed(self) -> Iterator[bytes]:
+        try:
+            with self._path.open("rb") as file:
+                self._check_first_line(file.readline(_MAX_LINE))
+                stream = zlib.decompressobj()
+                while data := file.read(_CHUNK):
+                    while data and not stream.eof:
+                        yield stream.decompress(data, _CHUNK)
+                        data = stream.unconsumed_tail
+        except OSError as error:
+            raise DecisionLogError(
+                f"{self._path} cannot be read: {error.strerror}.",
+                remedy="Name a file that was written by --record-decisions.",
+            ) from error
+        except zlib.error as error:
+            raise self._damaged(None, str(error)) from error
+
+    def _check_first_line(self, line: bytes) -> None:
+        match = _FIRST_LINE.fullmatch(line)
+        if match is None:
+            raise DecisionLogError(
+                f"{self._path} is not a file of decisions.",
+                remedy="Name a file that was written by --record-decisions.",
+            )
+        number, version = int(match[1]), match[2].decode()
+        if (number, version) != (FORMAT, __version__):
+            raise DecisionLogError(
+                f"{self._path} was recorded by Penstock {version} in format {number}; this is Penstock "
+                f"{__version__} with format {FORMAT}, whose scheduler may decide otherwise.",
+                remedy=f"Replay it with Penstock {version}.",
+                code="other_version",
+            )
+
+    def _damaged(self, number: int | None, why: str) -> DecisionLogError:
+        where = "" if number is None else f" in record {number}"
+        return DecisionLogError(
+            f"{self._path} is damaged{where}: {why}.",
+            remedy="Copy it again from where it was recorded, or record anew.",
+            code="damaged",
+        )

@@ -1,0 +1,101 @@
+"""A drafter, and guides of one, whose answers are noted while the core is in a call."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+from penstock.decisions.core_call import HeardDraft
+from penstock.decisions.recorded_executor import CurrentCall
+from penstock.request import StructuredOutputs
+from penstock.speculation.drafter import Draft, Drafter, Question
+from penstock.speculation.grammar_guides import NoGuides
+
+
+class RecordedDrafter:
+    """Answers as the drafter behind it does.
+
+    Args:
+        current: returns the call that the core is in.
+    """
+
+    def __init__(self, drafter: Drafter, current: CurrentCall) -> None:
+        self.name = drafter.name
+        self._drafter, self._current = drafter, current
+
+    @property
+    def is_at_tail(self) -> bool:
+        return self._drafter.is_at_tail
+
+    def propose(self, question: Question) -> Draft:
+        """See `Drafter.propose`."""
+        draft = None
+        try:
+            draft = self._drafter.propose(question)
+            return draft
+        finally:
+            if (call := self._current()) is not None:
+                call.drafts.append(HeardDraft(question.request, len(question.token_ids), draft))
+
+    def wants(self, question: Question, num_busy: int) -> int | None:
+        """See `Drafter.wants`."""
+        wanted = self._drafter.wants(question, num_busy)
+        if (call := self._current()) is not None:
+            call.wants.append(wanted)
+        return wanted
+
+    def hear(self, request: int, num_known: int, token_ids: Sequence[int]) -> None:
+        """See `Drafter.hear`."""
+        self._drafter.hear(request, num_known, token_ids)
+
+    def accept(self, request: int, num_drafted: int, num_accepted: int) -> None:
+        """See `Drafter.accept`."""
+        self._drafter.accept(request, num_drafted, num_accepted)
+
+    def forget(self, request: int) -> None:
+        """See `Drafter.forget`."""
+        self._drafter.forget(request)
+
+    def poll(self) -> Collection[int]:
+        """See `Drafter.poll`."""
+        news = self._drafter.poll()
+        if (call := self._current()) is not None:
+            call.news.append(list(news))
+        return news
+
+    def wait_sources(self) -> Sequence[int]:
+        """See `Drafter.wait_sources`."""
+        return self._drafter.wait_sources()
+
+    def close(self) -> None:
+        """See `Drafter.close`."""
+        self._drafter.close()
+
+
+class RecordedGuides(NoGuides):
+    """Guide as the guides behind them do.
+
+    Args:
+        current: returns the call that the core is in.
+    """
+
+    def __init__(self, guides: NoGuides, current: CurrentCall) -> None:
+        self._guides, self._current = guides, current
+
+    def guided(
+        self,
+        request: int,
+        structured: StructuredOutputs,
+        prompt_len: int,
+        token_ids: Sequence[int],
+        draft: Draft,
+        most: int,
+    ) -> Draft:
+        """See `NoGuides.guided`."""
+        guided = self._guides.guided(request, structured, prompt_len, token_ids, draft, most)
+        if (call := self._current()) is not None:
+            call.guided.append(HeardDraft(request, len(token_ids), guided))
+        return guided
+
+    def forget(self, request: int) -> None:
+        """See `NoGuides.forget`."""
+        self._guides.forget(request)

@@ -1,0 +1,145 @@
+"""The seam of the decision log: what the core reads is noted on its way, or, without a recorder, is not.
+
+    clock, executor, drafter, guides ──▶ recorder ──▶ the core's own scheduler
+                                            └──calls──▶ `decisions.log_writer`
+
+`engine.core.core_assembly` lets all that the core reads pass here; `engine.core.recorded_core` says when a
+call of the core begins and ends. Where nothing is recorded everything passes as it is, and costs nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from penstock.decisions.core_call import Asked, Assembly, CoreCall
+from penstock.decisions.log_file import create_log
+from penstock.decisions.log_writer import LogWriter
+from penstock.decisions.recorded_executor import RecordedExecutor
+from penstock.decisions.recorded_guesses import RecordedDrafter, RecordedGuides
+from penstock.errors import UsageError
+from penstock.executor.base import Executor, KVPlan
+from penstock.process.config import CoreConfig
+from penstock.request import RequestUpdate
+from penstock.speculation.drafter import Drafter
+from penstock.speculation.grammar_guides import NoGuides
+
+_logger = logging.getLogger(__name__)
+
+
+class NoRecorder:
+    """Nothing is recorded; also the protocol of whoever stands between a core and what it reads."""
+
+    def begin_assembly(self, config: CoreConfig, kv_plan: KVPlan, *, recovers: bool, epoch: int) -> None:
+        """Scheduler and core are being made."""
+
+    def clock(self, clock: Callable[[], float]) -> Callable[[], float]:
+        """Return the clock that the core reads."""
+        return clock
+
+    def executor(self, executor: Executor) -> Executor:
+        """Return the executor that the core talks to."""
+        return executor
+
+    def drafter(self, drafter: Drafter) -> Drafter:
+        """Return the drafter that the scheduler asks."""
+        return drafter
+
+    def guides(self, guides: NoGuides) -> NoGuides:
+        """Return the guides that the scheduler asks."""
+        return guides
+
+    def close(self) -> None:
+        """The core has ended."""
+
+
+NO_RECORDER = NoRecorder()
+
+
+class DecisionRecorder(NoRecorder):
+    """Notes the calls of one core.
+
+    Args:
+        writer: gets them; closed with the recorder.
+    """
+
+    def __init__(self, writer: LogWriter) -> None:
+        self._writer = writer
+        self._call: CoreCall | None = None
+
+    def begin_assembly(self, config: CoreConfig, kv_plan: KVPlan, *, recovers: bool, epoch: int) -> None:
+        self._call = CoreCall(Assembly(config, kv_plan, recovers, epoch))
+
+    def clock(self, clock: Callable[[], float]) -> Callable[[], float]:
+        def read() -> float:
+            now = clock()
+            if self._call is not None:
+                self._call.times.append(now)
+            return now
+
+        return read
+
+    def executor(self, executor: Executor) -> Executor:
+        return RecordedExecutor(executor, self.current)
+
+    def drafter(self, drafter: Drafter) -> Drafter:
+        if self._call is not None:
+            self._call.drafter = drafter.name, drafter.is_at_tail
+        return RecordedDrafter(drafter, self.current)
+
+    def guides(self, guides: NoGuides) -> NoGuides:
+        return RecordedGuides(guides, self.current)
+
+    def close(self) -> None:
+        self._writer.close()
+
+    def current(self) -> CoreCall | None:
+        """Return the call that the core is in."""
+        return self._call
+
+    def begin(self, asked: Asked) -> bool:
+        """Begin a call, unless the core is in one, of which this one is a part, or nothing is written.
+
+        Returns:
+            Whether it began, so that it has to be ended.
+        """
+        if self._call is not None or self._writer.is_over:
+            return False
+        self._call = CoreCall(asked)
+        return True
+
+    def end(self, updates: Sequence[RequestUpdate] = (), *, is_refused: bool = False) -> None:
+        """End the call.
+
+        Args:
+            updates: that it returns.
+        """
+        call, self._call = self._call, None
+        assert call is not None, "no call has begun"
+        call.ended = [update.request_id for update in updates if update.finish_reason is not None]
+        call.is_refused = is_refused
+        self._writer.put(call)
+
+
+def open_recorder(config: CoreConfig) -> NoRecorder:
+    """Return the recorder that a core's settings ask for.
+
+    Raises:
+        UsageError: the file cannot be written, or the blocks of a store would decide, too.
+    """
+    if not config.record_decisions:
+        return NO_RECORDER
+    if config.store is not None:
+        raise UsageError(
+            "decisions cannot be recorded where a store or the host tier keeps KV blocks: what it has found "
+            "is not recorded.",
+            remedy="Leave out --record-decisions, or --kv-store and --kv-host-bytes.",
+            param="record_decisions",
+        )
+    path = Path(config.record_decisions)
+    if config.replica is not None:
+        path = path.with_name(f"{path.name}.replica{config.replica}")
+    file, path = create_log(path)
+    _logger.info("decisions are recorded in %s.", path)
+    return DecisionRecorder(LogWriter(file, path))

@@ -1,0 +1,104 @@
+"""Stands where a recorder stood: what the core would read of its machine, it reads of a record.
+
+Drafter and guides of a replayed core answer what was recorded. The scheduler's own rules about guesses (how
+many are worth sending, who waits for them) run as ever.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+
+from penstock.decisions.recorder import NoRecorder
+from penstock.decisions.records import Assembled
+from penstock.executor.base import Executor
+from penstock.replay.recorded_answers import RecordedAnswers
+from penstock.request import StructuredOutputs
+from penstock.speculation.drafter import Draft, Drafter, Question
+from penstock.speculation.grammar_guides import NoGuides
+
+
+class Playback(NoRecorder):
+    """What a core that is replayed reads.
+
+    Args:
+        assembled: the core, in the recording.
+        answers: of the record that is replayed now.
+    """
+
+    def __init__(self, assembled: Assembled, answers: RecordedAnswers) -> None:
+        self._assembled, self._answers = assembled, answers
+
+    def clock(self, clock: Callable[[], float]) -> Callable[[], float]:
+        return self._answers.read_clock
+
+    def executor(self, executor: Executor) -> Executor:
+        return executor
+
+    def drafter(self, drafter: Drafter) -> Drafter:
+        return ReplayedDrafter(self._answers, self._assembled.drafter, is_at_tail=self._assembled.is_at_tail)
+
+    def guides(self, guides: NoGuides) -> NoGuides:
+        return ReplayedGuides(self._answers)
+
+
+class ReplayedDrafter:
+    """Guesses what was guessed.
+
+    Args:
+        name, is_at_tail: of the recorded drafter.
+    """
+
+    def __init__(self, answers: RecordedAnswers, name: str, *, is_at_tail: bool) -> None:
+        self.name = name
+        self._answers, self._is_at_tail = answers, is_at_tail
+
+    @property
+    def is_at_tail(self) -> bool:
+        return self._is_at_tail
+
+    def propose(self, question: Question) -> Draft:
+        """See `Drafter.propose`."""
+        return self._answers.draft()
+
+    def wants(self, question: Question, num_busy: int) -> int | None:
+        """See `Drafter.wants`."""
+        return self._answers.wanted()
+
+    def hear(self, request: int, num_known: int, token_ids: Sequence[int]) -> None:
+        """What it would have guessed of it is recorded."""
+
+    def accept(self, request: int, num_drafted: int, num_accepted: int) -> None:
+        """What it has learnt of it is recorded."""
+
+    def forget(self, request: int) -> None:
+        """Nothing is known of it."""
+
+    def poll(self) -> Collection[int]:
+        """See `Drafter.poll`."""
+        return self._answers.news()
+
+    def wait_sources(self) -> Sequence[int]:
+        """Nobody waits."""
+        return ()
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+class ReplayedGuides(NoGuides):
+    """Guide as it was recorded."""
+
+    def __init__(self, answers: RecordedAnswers) -> None:
+        self._answers = answers
+
+    def guided(
+        self,
+        request: int,
+        structured: StructuredOutputs,
+        prompt_len: int,
+        token_ids: Sequence[int],
+        draft: Draft,
+        most: int,
+    ) -> Draft:
+        """See `NoGuides.guided`."""
+        return self._answers.guided()

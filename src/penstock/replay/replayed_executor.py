@@ -1,0 +1,104 @@
+"""An executor without ranks: its answers are those that were recorded."""
+
+from __future__ import annotations
+
+from collections.abc import Container
+
+from penstock.batch import (
+    NO_STORE_USE,
+    BuiltGrammar,
+    EntryAnswers,
+    EntryCall,
+    LinkOrder,
+    OrderResult,
+    ScheduledBatch,
+    SpansKey,
+    StageSpans,
+    StageTimes,
+    StepResult,
+    StoreUse,
+)
+from penstock.executor.base import KVPlan
+from penstock.executor.rank_reports import RankReports
+from penstock.replay.recorded_answers import RecordedAnswers
+
+
+class ReplayedReports:
+    """The recorded reports of one epoch; those of spans are kept as long as ranks' are."""
+
+    def __init__(self, answers: RecordedAnswers) -> None:
+        self._answers = answers
+        self._kept = RankReports(0)
+
+    def spans(self) -> list[StageSpans]:
+        """See `Reports.spans`."""
+        for report in self._answers.spans():
+            self._kept.keep(report)
+        return self._kept.spans()
+
+    def stage_times(self) -> list[StageTimes]:
+        """See `Reports.stage_times`."""
+        return self._answers.stage_times()
+
+    def built_grammars(self) -> list[BuiltGrammar]:
+        """See `Reports.built_grammars`."""
+        return self._answers.grammars()
+
+    def rank_spans(self, seen: Container[SpansKey]) -> list[StageSpans]:
+        """Nobody looks on."""
+        return []
+
+    def finished_orders(self) -> list[OrderResult]:
+        """There was no store."""
+        return []
+
+    def store_use(self) -> StoreUse:
+        """There was no store."""
+        return NO_STORE_USE
+
+    def entry_answers(self) -> list[EntryAnswers]:
+        """There was no store."""
+        return []
+
+
+class ReplayedExecutor:
+    """What a core talks to that is replayed.
+
+    Args:
+        answers: of the record that is replayed now.
+    """
+
+    def __init__(self, answers: RecordedAnswers) -> None:
+        self._answers = answers
+        self.reports = ReplayedReports(answers)
+
+    def submit_plan(self, plan: ScheduledBatch) -> int:
+        """Compare the plan; no plan has a digest here."""
+        self._answers.submit(plan)
+        return 0
+
+    def poll_results(self, timeout_s: float) -> list[StepResult]:
+        """See `Executor.poll_results`; nobody waits."""
+        return self._answers.poll()
+
+    def start(self) -> KVPlan:
+        raise AssertionError("ranks that are replayed are there from the beginning")
+
+    def poll_start(self) -> KVPlan | None:
+        raise AssertionError("ranks that are replayed are there from the beginning")
+
+    def call_store(self, rank: int, call: EntryCall) -> bool:
+        """There was no store."""
+        return False
+
+    def exchange_link(self, order: LinkOrder) -> None:
+        """There are no links."""
+
+    def shutdown(self) -> None:
+        """There is nobody."""
+
+    def abandon(self) -> None:
+        """There is nobody."""
+
+    def wait_sources(self) -> list[int]:
+        return []

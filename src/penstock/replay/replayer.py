@@ -1,0 +1,247 @@
+"""Replays a file of decisions: the engine's own core and scheduler, fed with what was recorded.
+
+    first pass      which sampled tokens have ended their requests; whether the file is whole
+    second pass     record ──▶ the same call of a core without ranks ──▶ plans, compared one by one
+
+No model, no rank and no clock is needed. The first plan that differs ends the replay: what follows it would
+follow from other plans than those that were run.
+"""
+
+from __future__ import annotations
+
+import sys
+from array import array
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from penstock.batch import ScheduledBatch
+from penstock.decisions import records
+from penstock.decisions.log_file import DecisionFile
+from penstock.decisions.records import Assembled, Record, RequestAdded
+from penstock.engine.core.core import EngineCore
+from penstock.engine.core.core_assembly import build_core
+from penstock.engine.core.result_sense import MAX_VOCAB_SIZE
+from penstock.errors import DecisionLogError, PenstockError
+from penstock.process.config import CoreConfig
+from penstock.replay.playback import Playback
+from penstock.replay.recorded_answers import PlansDifferError, RecordedAnswers
+from penstock.replay.replayed_executor import ReplayedExecutor
+from penstock.request import Follower, GenerationRequest
+from penstock.scheduler.scheduler import Scheduler
+from penstock.speculation.grammar_guides import NO_GUIDES
+
+_TICKET = (b"", 0)
+
+Stops = Mapping[str, set[int]]
+
+
+class _ReachedError(Exception):
+    """The step up to which somebody wants the replay was made."""
+
+
+class _AdmissionDiffersError(Exception):
+    """The message says which request was refused once, and why."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanDifference:
+    """The first plan that is not the recorded one.
+
+    Attributes:
+        step: of the recorded plan, or of the one made where none was recorded.
+        recorded, made: None: there was none, or there is none.
+        admission: a request was taken in once and refused the other time, before that step; empty: no.
+    """
+
+    step: int
+    recorded: ScheduledBatch | None = None
+    made: ScheduledBatch | None = None
+    admission: str = ""
+
+    def fields(self) -> list[tuple[str, object, object]]:
+        """Return the fields that differ: name, as recorded, as made."""
+        names = ScheduledBatch.__struct_fields__
+        pairs = [(name, getattr(self.recorded, name, None), getattr(self.made, name, None)) for name in names]
+        return [pair for pair in pairs if pair[1] != pair[2]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replay:
+    """What came of a replay.
+
+    Attributes:
+        num_plans: that were made and are equal.
+        num_requests: that came until then.
+        is_whole: the engine had ended at the end of the file; else it was killed, or is running.
+        is_partial: the replay ended at the step that was asked for.
+        explanation: of the plan that was asked for, in sentences; None: the file has no such step.
+    """
+
+    num_plans: int
+    num_requests: int
+    is_whole: bool
+    is_partial: bool
+    difference: PlanDifference | None
+    explanation: list[str] | None
+
+
+class Replayer:
+    """One replay of a file.
+
+    Args:
+        until: step after which it ends; None: with the file.
+        explain: step whose plan is explained; None: none is.
+    """
+
+    def __init__(self, path: Path, *, until: int | None = None, explain: int | None = None) -> None:
+        self._file = DecisionFile(path)
+        self._path = path
+        self._until, self._explain = until, explain
+        self._answers = RecordedAnswers(self._planned)
+        self._core: EngineCore | None = None
+        self._scheduler: Scheduler | None = None
+        self._num_requests = 0
+        self._is_whole = False
+        self._explanation: list[str] | None = None
+
+    def run(self) -> Replay:
+        """Replay.
+
+        Raises:
+            DecisionLogError: the file cannot be read, or is not what it should be.
+        """
+        stops, difference, is_partial = self._find_stops(), None, False
+        try:
+            for record in self._file.records():
+                self._take(record, stops)
+        except PlansDifferError as error:
+            difference = _difference(error)
+        except _AdmissionDiffersError as error:
+            next_step = 0 if self._core is None else self._core.steps_in_flight[1]
+            difference = PlanDifference(step=next_step, admission=str(error))
+        except _ReachedError:
+            is_partial = True
+        return Replay(
+            num_plans=self._answers.num_plans,
+            num_requests=self._num_requests,
+            is_whole=self._is_whole,
+            is_partial=is_partial,
+            difference=difference,
+            explanation=self._explanation,
+        )
+
+    def _find_stops(self) -> Stops:
+        """Which aliases end which request: a request names them before it gets them."""
+        stops: dict[str, set[int]] = defaultdict(set)
+        num_records = 0
+        for record in self._file.records():
+            num_records += 1
+            for request_id, alias in record.stops:
+                stops[request_id].add(alias)
+        self._is_whole = self._file.is_whole
+        if not num_records:
+            raise DecisionLogError(
+                f"{self._path} has no whole record.",
+                remedy="Record longer: what is decided is in the file a second later.",
+                code="no_record",
+            )
+        return stops
+
+    def _take(self, record: Record, stops: Stops) -> None:
+        self._answers.begin(record)
+        try:
+            self._call(record.call, stops)
+        except DecisionLogError:
+            raise
+        except PenstockError as error:
+            if not record.is_refused:
+                raise _AdmissionDiffersError(
+                    f"was taken in when recorded, and is refused: {error}"
+                ) from error
+        else:
+            if record.is_refused and isinstance(record.call, RequestAdded):
+                name = record.call.request_id
+                raise _AdmissionDiffersError(f"{name} was refused when recorded, and is taken in")
+        self._answers.end()
+
+    def _call(self, call: records.Call, stops: Stops) -> None:
+        if isinstance(call, Assembled):
+            self._assemble(call)
+            return
+        core = self._core
+        if core is None:
+            raise DecisionLogError(
+                f"{self._path} does not begin with the settings of its engine.",
+                remedy="Record anew.",
+                code="damaged",
+            )
+        if isinstance(call, records.Turned):
+            core.step(call.timeout_s)
+        elif isinstance(call, RequestAdded):
+            self._num_requests += 1 + len(call.followers)
+            core.add_request(_request(call, stops), call.output_ids, call.num_scores)
+        elif isinstance(call, records.RequestAborted):
+            core.abort(call.request_id)
+        elif isinstance(call, records.EpochLost):
+            core.lose_epoch(call.error, ends=call.ends)
+        elif isinstance(call, records.EpochEntered):
+            core.enter_epoch(call.epoch, ReplayedExecutor(self._answers), ranks=call.ranks)
+        elif isinstance(call, records.Operated):
+            core.operate(_TICKET, call.operation)
+        elif isinstance(call, records.PipeGivenUp):
+            core.fail(call.error)
+
+    def _assemble(self, call: Assembled) -> None:
+        if records.config_digest(call.config) != call.config_digest:
+            raise DecisionLogError(
+                f"{self._path} was recorded with settings that this version does not know.",
+                remedy="Replay it with the version that recorded it.",
+                code="other_config",
+            )
+        self._core = self._scheduler = None
+        self._core, self._scheduler = build_core(
+            _replayed_config(call.config),
+            ReplayedExecutor(self._answers),
+            call.kv_plan,
+            self._answers.read_clock,
+            recovers=call.recovers,
+            epoch=call.epoch,
+            guides=NO_GUIDES,
+            recorder=Playback(call, self._answers),
+        )
+
+    def _planned(self, plan: ScheduledBatch) -> None:
+        if plan.step_id == self._explain:
+            self._explanation = [] if self._scheduler is None else self._scheduler.explain(plan)
+        if plan.step_id == self._until:
+            raise _ReachedError
+
+
+def _replayed_config(config: CoreConfig) -> CoreConfig:
+    """Return the config for aliases of tokens: they end nothing by themselves, and may be any number."""
+    return msgspec.structs.replace(config, vocab_size=MAX_VOCAB_SIZE, eos_token_ids=[])
+
+
+def _request(call: RequestAdded, stops: Stops) -> GenerationRequest:
+    prompt = array("I", call.prompt)
+    if sys.byteorder == "big":
+        prompt.byteswap()
+    ids = {alias for name in (call.request_id, *call.followers) for alias in stops.get(name, ())}
+    return GenerationRequest(
+        request_id=call.request_id,
+        prompt_token_ids=prompt.tolist(),
+        sampling=msgspec.structs.replace(call.sampling, stop_token_ids=sorted(ids)),
+        pooling=call.pooling,
+        followers=[Follower(request_id, None) for request_id in call.followers],
+        follows=call.follows,
+    )
+
+
+def _difference(error: PlansDifferError) -> PlanDifference:
+    plan = error.recorded or error.made
+    assert plan is not None, "there is one of the two"
+    return PlanDifference(step=plan.step_id, recorded=error.recorded, made=error.made)
