@@ -92,6 +92,10 @@ class RecordedRun:
         self.executor.lose_stage(1, "killed")
         self._keep(self.core.step())
         assert not self.core.has_pipe
+        self.rejoin()
+
+    def rejoin(self) -> None:
+        """Ranks that know nothing take the place of those that were lost."""
         epoch = self.core.epoch + 1
         self.executor = self._make_executor(epoch=epoch, first_step=self.core.steps_in_flight[1])
         self.core.enter_epoch(epoch, self.executor, ranks=self.executor.start().ranks)

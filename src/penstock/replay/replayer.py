@@ -35,6 +35,7 @@ from penstock.scheduler.scheduler import Scheduler
 from penstock.speculation.grammar_guides import NO_GUIDES
 
 _TICKET = (b"", 0)
+_MEASUREMENT = "it is one of the measurements of the start: rows and tokens are made up"
 
 Stops = Mapping[str, set[int]]
 
@@ -216,7 +217,8 @@ class Replayer:
 
     def _planned(self, plan: ScheduledBatch) -> None:
         if plan.step_id == self._explain:
-            self._explanation = [] if self._scheduler is None else self._scheduler.explain(plan)
+            scheduler = self._scheduler
+            self._explanation = [_MEASUREMENT] if scheduler is None else scheduler.explain(plan)
         if plan.step_id == self._until:
             raise _ReachedError
 

@@ -9,17 +9,24 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from drafters import KnowingDrafter, SlowDrafter, SteadyDrafter
 from penstock import LLM, SamplingParams
 from penstock.batch import ScheduledBatch
 from penstock.config.engine import CacheConfig, SchedulerConfig
 from penstock.decisions.log_file import DecisionFile
 from penstock.decisions.records import RequestAdded
+from penstock.engine.core import core_assembly
 from penstock.errors import OverloadedError
 from penstock.operations import Abort, FlushCache, OpenSession, Pause, Resume, SlowDown
 from penstock.replay.replayer import Replay, Replayer
 from penstock.request import StructuredOutputs
 from penstock.scheduler.placement import Placement
+from penstock.scheduler.queues import RequestState
+from penstock.speculation.drafter import Drafter
+from penstock.speculation.suffix import SuffixDrafter
 from recorded_runs import CONFIG, SPECULATING, RecordedRun, prompt, recorded
+
+RequestOf = Callable[[int], RequestState]
 
 
 def replayed(path: Path) -> Replay:
@@ -101,14 +108,59 @@ def test_a_lost_stage_and_another_epoch(tmp_path: Path) -> None:
     replayed(tmp_path / "log")
 
 
-def test_speculation(tmp_path: Path) -> None:
-    """The text repeats itself, so that there is something to guess; some guesses are wrong."""
-    with recorded(tmp_path / "log", speculation=SPECULATING) as run:
+def test_a_stage_that_is_lost_when_a_plan_is_sent(tmp_path: Path) -> None:
+    with recorded(tmp_path / "log") as run:
+        run.add("a", prompt(20), max_tokens=10)
+        run.step(3)
+        run.executor.lose_at = submitted(run)
+        run.step()
+        assert not run.core.has_pipe
+        run.step(2)
+        run.rejoin()
+    replayed(tmp_path / "log")
+
+
+def test_a_drafter_that_fails_is_switched_off_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patched, recorded(tmp_path / "log", speculation=SPECULATING) as run:
         run.add("a", prompt(5) * 5, max_tokens=30, ignore_eos=True)
-        run.step(20)
-        run.add("b", prompt(5) * 4, max_tokens=20, ignore_eos=True)
-    drafts = [plan for plan in run.executor.plans if plan.drafts]
-    assert drafts, "nothing was guessed"
+        run.step(6)
+        patched.setattr(SuffixDrafter, "propose", lambda drafter, question: 1 / 0)
+    replayed(tmp_path / "log")
+
+
+DRAFTERS: dict[str, Callable[[RequestOf, Callable[[], float]], Drafter]] = {
+    "some are wrong": lambda request_of, clock: KnowingDrafter(request_of, 0.8),
+    "at once": lambda request_of, clock: SteadyDrafter(request_of, 0.95),
+    "elsewhere": lambda request_of, clock: quick(SlowDrafter(request_of, clock)),
+}
+
+
+def quick(drafter: SlowDrafter) -> SlowDrafter:
+    """Guesses that come within a step."""
+    drafter.token_s = 0.001
+    return drafter
+
+
+@pytest.mark.parametrize("kind", DRAFTERS)
+def test_speculation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    """One request alone has windows that follow each other; two share the pipe."""
+    runs: list[RecordedRun] = []
+
+    def request_of(arrival: int) -> RequestState:
+        return next(request for request in runs[0].scheduler._queues if request.arrival == arrival)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(
+            core_assembly, "_drafter", lambda config, drafting, clock: DRAFTERS[kind](request_of, clock)
+        )
+        with recorded(tmp_path / "log", speculation=SPECULATING) as run:
+            runs.append(run)
+            run.add("a", prompt(6), max_tokens=40, ignore_eos=True)
+            run.step(20)
+            run.add("b", prompt(9, start=1), max_tokens=20, ignore_eos=True)
+    speculation = run.core.stats().scheduler.speculation
+    assert speculation.num_accepted > 8
+    assert (speculation.num_accepted == speculation.num_drafted) == (kind == "elsewhere")
     replayed(tmp_path / "log")
 
 

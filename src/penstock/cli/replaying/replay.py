@@ -7,6 +7,7 @@ scheduler get what was recorded (`replay.replayer`), and this module shows what 
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -43,6 +44,7 @@ def replay(
         )
     from penstock.replay.replayer import Replayer
 
+    logging.getLogger("penstock").addHandler(logging.NullHandler())  # what the log said then is not news
     came = Replayer(file, until=until, explain=explain).run()
     if explain is not None and came.explanation is None and came.difference is None:
         raise UsageError(
