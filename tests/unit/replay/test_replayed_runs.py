@@ -13,6 +13,7 @@ from drafters import KnowingDrafter, SlowDrafter, SteadyDrafter
 from penstock import LLM, SamplingParams
 from penstock.batch import ScheduledBatch
 from penstock.config.engine import CacheConfig, SchedulerConfig
+from penstock.config.speculation import SpeculationConfig
 from penstock.decisions.log_file import DecisionFile
 from penstock.decisions.records import RequestAdded
 from penstock.engine.core import core_assembly
@@ -288,3 +289,14 @@ def test_a_plan_is_explained(tmp_path: Path, num_blocks: int, max_num_seqs: int,
     assert explanation is not None
     assert any(said in line for line in explanation), "\n".join(explanation)
     assert any("a: decodes position 14" in line for line in explanation), "\n".join(explanation)
+
+
+def test_guesses_of_the_last_stage(tmp_path: Path) -> None:
+    speculation = SpeculationConfig(speculative_method="mtp", num_speculative_tokens=4)
+    with recorded(tmp_path / "log", speculation=speculation, guess_share=0.05) as run:
+        run.add("a", prompt(6), max_tokens=40, ignore_eos=True)
+        run.step(20)
+        run.add("b", prompt(9, start=1), max_tokens=20, ignore_eos=True)
+    assert any(plan.mtp for plan in run.executor.plans)
+    assert run.core.stats().scheduler.speculation.num_drafted > 0
+    replayed(tmp_path / "log")

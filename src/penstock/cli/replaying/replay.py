@@ -102,10 +102,12 @@ def _compared(difference: PlanDifference) -> Iterator[tuple[str, str, str]]:
     """The fields that differ; where there is one plan alone, its rows."""
     recorded, made = difference.recorded, difference.made
     if recorded is None or made is None:
-        yield "rows", *(_NONE if plan is None else _shown(plan.rows) for plan in (recorded, made))
+        before, now = (_NONE if plan is None else _shown(plan.rows) for plan in (recorded, made))
+        yield "rows", before, now
         return
-    for name, before, now in difference.fields():
-        yield name, _shown(before), _shown(now)
+    for name, *values in difference.fields():
+        before, now = map(_shown, values)
+        yield name, before, now
 
 
 def _shown(value: object) -> str:

@@ -111,8 +111,7 @@ def build_core(
                 drafter,
             ),
         )
-        is_recorded = isinstance(recorder, DecisionRecorder)
-        core = (partial(RecordedCore, recorder) if is_recorded else EngineCore)(
+        core = _core_class(recorder)(
             scheduler,
             executor,
             config.parallel,
@@ -128,6 +127,11 @@ def build_core(
         )
         undone.pop_all()
     return core, scheduler
+
+
+def _core_class(recorder: NoRecorder) -> Callable[..., EngineCore]:
+    """Return what makes the core, of the arguments of `EngineCore`."""
+    return partial(RecordedCore, recorder) if isinstance(recorder, DecisionRecorder) else EngineCore
 
 
 def _drafter(config: CoreConfig, drafting: DrafterChild | None, clock: Callable[[], float]) -> Drafter:
