@@ -27,6 +27,7 @@ from penstock.engine.core.core_assembly import build_core
 from penstock.engine.core.result_sense import MAX_VOCAB_SIZE
 from penstock.errors import DecisionLogError, PenstockError
 from penstock.process.config import CoreConfig
+from penstock.replay.explanation import PlanExplanation
 from penstock.replay.playback import Playback
 from penstock.replay.recorded_answers import PlansDifferError, RecordedAnswers
 from penstock.replay.replayed_executor import ReplayedExecutor
@@ -218,7 +219,9 @@ class Replayer:
     def _planned(self, plan: ScheduledBatch) -> None:
         if plan.step_id == self._explain:
             scheduler = self._scheduler
-            self._explanation = [_MEASUREMENT] if scheduler is None else scheduler.explain(plan)
+            self._explanation = (
+                [_MEASUREMENT] if scheduler is None else PlanExplanation(scheduler.parts()).sentences(plan)
+            )
         if plan.step_id == self._until:
             raise _ReachedError
 

@@ -10,7 +10,7 @@ No torch, no I/O, no clock but the injected one, no chance.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from penstock.batch import BuiltGrammar, OrderResult, ScheduledBatch, StepResult, StoreUse
 from penstock.config.engine import SchedulerConfig
@@ -22,7 +22,6 @@ from penstock.request import GenerationRequest, RequestUpdate
 from penstock.scheduler.admission import Admission
 from penstock.scheduler.chunking import TokenBudget
 from penstock.scheduler.cost_model import CostModel
-from penstock.scheduler.explanation import PlanExplanation
 from penstock.scheduler.grammars import GrammarBuilds
 from penstock.scheduler.intake import Intake
 from penstock.scheduler.issued_steps import IssuedSteps
@@ -39,6 +38,20 @@ from penstock.scheduler.rows import RowPool
 from penstock.scheduler.stats import SchedulerStats
 from penstock.scheduler.updates import grammar_error
 from penstock.scheduler.windows import NoWindows
+
+
+class SchedulerParts(NamedTuple):
+    """What a scheduler is made of, to be read alone."""
+
+    placement: Placement
+    queues: RequestQueues
+    rows: RowPool
+    allocator: BlockAllocator
+    admission: Admission
+    prefixes: PrefixReuse
+    grammars: GrammarBuilds
+    issued: IssuedSteps
+    paused: Literal["keep", "wait"] | None
 
 
 class Scheduler:
@@ -267,9 +280,9 @@ class Scheduler:
             speculation=self.windows.stats(),
         )
 
-    def explain(self, plan: ScheduledBatch) -> list[str]:
-        """Say why the plan that was made last has these rows, in sentences."""
-        explanation = PlanExplanation(
+    def parts(self) -> SchedulerParts:
+        """Return what decides, for whoever explains a plan."""
+        return SchedulerParts(
             self._placement,
             self._queues,
             self._rows,
@@ -280,7 +293,6 @@ class Scheduler:
             self._issued,
             self.paused,
         )
-        return explanation.sentences(plan)
 
     def check_invariants(self) -> None:
         """Assert that rows, blocks, clocks and queues agree. For tests, and for an idle engine."""

@@ -1,9 +1,9 @@
 """Why a plan has these rows and no others, in plain words, for whoever replays it.
 
-    step 41: 3 rows, 3 tokens
-      a: decodes position 70, from the sample of step 37
-      b is not in it: its token of step 40 is not back; it may go from step 42 on all the same
-        c waits: it needs 5 KV blocks of the 4 that are free, beside 2 that running ones may need
+    step 41: rows 1, decoding 1, tokens 1; plans in flight before: 1
+    a: decodes position 70, from the sample of step 37
+    b is not in it: its token of step 40 is not back; it may go from step 42 on all the same
+    c waits: it needs 5 KV blocks of the 4 that are free, beside 2 that the running requests may need next
 
 Asked right after a plan is made, when all tests that a request has failed still fail: within a plan blocks,
 rows and room for tokens only become fewer. Changes nothing, and is in no plan's way.
@@ -14,14 +14,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from penstock.batch import GUESSED, KNOWN, ScheduledBatch
-from penstock.kvcache.allocator import BlockAllocator
-from penstock.scheduler.admission import Admission
-from penstock.scheduler.grammars import GrammarBuilds
-from penstock.scheduler.issued_steps import IssuedSteps
-from penstock.scheduler.placement import Placement
-from penstock.scheduler.prefix_reuse import PrefixReuse
-from penstock.scheduler.queues import RequestQueues, RequestState
-from penstock.scheduler.rows import RowPool
+from penstock.scheduler.queues import RequestState
+from penstock.scheduler.scheduler import SchedulerParts
 from penstock.scheduler.start_order import StartOrder
 
 _MOST_TOLD = 50  # of those in line
@@ -31,26 +25,11 @@ class PlanExplanation:
     """What the parts of a scheduler say of the plan that was made last.
 
     Args:
-        paused: as `Scheduler.paused`.
+        parts: of the scheduler that made it.
     """
 
-    def __init__(
-        self,
-        placement: Placement,
-        queues: RequestQueues,
-        rows: RowPool,
-        allocator: BlockAllocator,
-        admission: Admission,
-        prefixes: PrefixReuse,
-        grammars: GrammarBuilds,
-        issued: IssuedSteps,
-        paused: str | None,
-    ) -> None:
-        self._placement = placement
-        self._queues, self._rows, self._allocator = queues, rows, allocator
-        self._admission, self._prefixes, self._grammars = admission, prefixes, grammars
-        self._issued = issued
-        self._paused = paused
+    def __init__(self, parts: SchedulerParts) -> None:
+        self._parts = parts
 
     def sentences(self, plan: ScheduledBatch) -> list[str]:
         """Return what is in the plan and who is not, with the reasons."""
@@ -63,16 +42,16 @@ class PlanExplanation:
         decodes = len(plan.rows) - plan.token_from.count(KNOWN)
         yield (
             f"step {plan.step_id}: rows {len(plan.rows)}, decoding {decodes}, tokens {plan.total_tokens}; "
-            f"plans in flight before: {len(self._issued) - 1}"
+            f"plans in flight before: {len(self._parts.issued) - 1}"
         )
-        number = self._placement.num_micro_batches
+        number = self._parts.placement.num_micro_batches
         yield f"micro-batches of the decoding requests: {number}"
-        free, blocks = self._allocator.num_free_blocks, self._allocator.num_blocks
-        rows, free_rows = self._rows.num_rows, self._rows.num_free
-        yield f"free behind it: KV blocks {free} of {blocks}, rows {free_rows} of {rows}"
+        allocator, rows = self._parts.allocator, self._parts.rows
+        blocks = f"{allocator.num_free_blocks} of {allocator.num_blocks}"
+        yield f"free behind it: KV blocks {blocks}, rows {rows.num_free} of {rows.num_rows}"
 
     def _placed(self, plan: ScheduledBatch) -> Iterator[str]:
-        holders = {request.row: request for request in self._queues.running}
+        holders = {request.row: request for request in self._parts.queues.running}
         starting = {new.row for new in plan.new_rows}
         for index, row in enumerate(plan.rows):
             request = holders.get(row)
@@ -92,13 +71,13 @@ class PlanExplanation:
 
     def _running(self, plan: ScheduledBatch) -> Iterator[str]:
         placed = set(plan.rows).union(new.row for new in plan.new_rows)
-        decoding = {request.arrival for request in self._queues.decoding()}
-        for request in self._queues.running:
+        decoding = {request.arrival for request in self._parts.queues.decoding()}
+        for request in self._parts.queues.running:
             if request.row not in placed:
                 yield f"{request.request_id} is not in it: {self._why_not(request, plan, decoding)}"
 
     def _why_not(self, request: RequestState, plan: ScheduledBatch, decoding: set[int]) -> str:
-        if self._paused == "keep":
+        if self._parts.paused == "keep":
             return "an administrator has paused the engine"
         if request.num_unproven:
             return "blocks of its beginning are still being loaded"
@@ -111,14 +90,14 @@ class PlanExplanation:
             return f"all tokens that it may have are on their way, the last since step {last}"
         if request.awaits_drafts:
             return "it waits for guesses that are worth more than the time"
-        returned = self._issued.returned_step
+        returned = self._parts.issued.returned_step
         if last > returned and (request.awaits_result or request.num_windows_ahead):
             return f"its token of step {last} is not back, and what follows will be worth guessing then"
-        soonest = last + self._placement.lag
+        soonest = last + self._parts.placement.lag
         if last > returned and soonest > plan.step_id:
             return f"its token of step {last} is not back; it may go from step {soonest} on all the same"
         num_decodes = len(plan.rows) - plan.token_from.count(KNOWN)
-        if self._allocator.num_free_blocks == 0:
+        if self._parts.allocator.num_free_blocks == 0:
             return "no KV block was free for its next token, and nobody younger could give way"
         return (
             f"the plan took its share, {num_decodes} of {len(decoding)} decoding requests; it leads the next"
@@ -126,15 +105,15 @@ class PlanExplanation:
 
     def _line(self) -> Iterator[str]:
         """Those without a row, in the order in which they start."""
-        line, reason, first = list(self._queues.line()), "", ""
-        order = StartOrder(self._queues, self._grammars)
-        may_start = order.next_request(newcomers=self._paused is None)
+        line, reason, first = list(self._parts.queues.line()), "", ""
+        order = StartOrder(self._parts.queues, self._parts.grammars)
+        may_start = order.next_request(newcomers=self._parts.paused is None)
         for request in line[:_MOST_TOLD]:
             name = request.request_id
-            if self._paused == "keep" or (self._paused and not request.has_started):
+            if self._parts.paused == "keep" or (self._parts.paused and not request.has_started):
                 yield f"{name} waits: an administrator has paused the engine"
-            elif not self._rows.num_free:
-                yield f"{name} waits: all {self._rows.num_rows} rows are taken"
+            elif not self._parts.rows.num_free:
+                yield f"{name} waits: all {self._parts.rows.num_rows} rows are taken"
             elif request is may_start:
                 first, reason = name, self._what_lacks(request)
                 yield f"{name} waits: {reason}"
@@ -149,18 +128,19 @@ class PlanExplanation:
         """Why the head of the line did not start."""
         if request.num_pending:
             return "it gave way to older requests, and its last tokens are still on their way"
-        found = self._prefixes.find(request)
-        if self._prefixes.must_wait(request):
+        found = self._parts.prefixes.find(request)
+        if self._parts.prefixes.must_wait(request):
             return "more of its beginning is on its way from the store"
-        if self._prefixes.must_follow(request, len(found)):
+        if self._parts.prefixes.must_follow(request, len(found)):
             leader = request.leader
             name = "another request" if leader is None else leader.request_id
             return f"its prompt is being computed for {name}"
-        num_running = len(self._queues.running)
-        if not self._admission.may_start(request, num_running, found):
-            needed = self._allocator.blocks_for(request.num_to_prefill) - len(found)
+        num_running = len(self._parts.queues.running)
+        if not self._parts.admission.may_start(request, num_running, found):
+            allocator = self._parts.allocator
+            needed = allocator.blocks_for(request.num_to_prefill) - len(found)
             return (
-                f"it needs {needed} KV blocks of the {self._allocator.num_free_blocks} that are free, beside "
+                f"it needs {needed} KV blocks of the {allocator.num_free_blocks} that are free, beside "
                 f"{num_running} that the running requests may need next"
             )
         return f"the plan had no more room for prompts; {request.num_to_prefill} tokens of it are to run"
