@@ -63,6 +63,8 @@ class Redaction:
     def __init__(self, key: bytes | None = None) -> None:
         self._key = key or secrets.token_bytes(_KEY_BYTES)
         self._grammars: dict[bytes, StructuredOutputs] = {}
+        self._stops: list[tuple[str, int]] = []  # of the call, as in `Record`
+        self._now_ns = 0
         self._begin(eos_token_ids=())
 
     def record(self, call: CoreCall) -> Record:
@@ -113,7 +115,6 @@ class Redaction:
         self._rows: dict[int, int] = {}  # arrival of who holds a row, or held it last
         self._sampled: dict[int, list[int | None]] = {}  # by step in flight: arrivals of its sampled rows
         self._touched: list[_Live] = []  # those to whom the call brings tokens
-        self._stops: list[tuple[str, int]] = []  # of the call, as in `Record`
         self._seen_spans: set[SpansKey] = set()
         self._now_ns = 0
 

@@ -43,7 +43,8 @@ def engine_config(
         part: {name: given[name] for name in fields.__struct_fields__ if name in given}
         for part, fields in _PARTS.items()
     }
-    values["seed"] = given["seed"]
+    log = given.get("record_decisions")
+    values |= {"seed": given["seed"], "record_decisions": None if log is None else str(log)}
     try:
         config = msgspec.convert(values, EngineConfig)
     except msgspec.ValidationError as error:

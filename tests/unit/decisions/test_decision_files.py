@@ -11,6 +11,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from fakes import FakeClock
 from penstock.decisions.core_call import CoreCall, Turn
 from penstock.decisions.log_file import DecisionFile, RecordStream, create_log
 from penstock.decisions.log_writer import LogWriter
@@ -127,7 +128,8 @@ def test_a_store_is_refused(tmp_path: Path) -> None:
 
 def test_without_the_flag_nothing_is_made() -> None:
     assert open_recorder(CONFIG) is NO_RECORDER
-    assert NO_RECORDER.clock(max) is max
+    clock = FakeClock()
+    assert NO_RECORDER.clock(clock) is clock
 
 
 class FullDisk(io.BytesIO):
