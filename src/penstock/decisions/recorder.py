@@ -140,6 +140,7 @@ def open_recorder(config: CoreConfig) -> NoRecorder:
     path = Path(config.record_decisions)
     if config.replica is not None:
         path = path.with_name(f"{path.name}.replica{config.replica}")
-    file, path = create_log(path)
-    _logger.info("decisions are recorded in %s.", path)
-    return DecisionRecorder(LogWriter(file, path))
+    file, name = create_log(path)
+    if name != path:
+        _logger.warning("%s exists: decisions are recorded in %s.", path, name)
+    return DecisionRecorder(LogWriter(file, name))
