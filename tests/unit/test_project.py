@@ -35,6 +35,7 @@ DOCUMENTS = [
     "docs/formats.md",
     "docs/getting-models.md",
     "docs/live-page.md",
+    "docs/memory.md",
     "docs/perf-log.md",
     "docs/python.md",
     "docs/replay.md",
