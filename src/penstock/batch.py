@@ -266,6 +266,8 @@ class StepResult(msgspec.Struct, frozen=True, tag="result", kw_only=True, omit_d
     guesses: dict[int, list[TokenId]] = {}  # index into `token_ids` -> what the MTP layer guesses behind it
     scores: list[list[TokenLogprobs]] = []  # of each token; of none where a logit was NaN or infinite
     pooled: list[bytes] = []  # float32 [hidden_size] each; empty: not finite
+    # Why a stage has not computed the step. All of its requests end with it; the lists above have no samples.
+    error: ErrorInfo | None = None
 
 
 class RankLoaded(msgspec.Struct, frozen=True, tag="loaded", kw_only=True):
@@ -283,6 +285,8 @@ class RankLoaded(msgspec.Struct, frozen=True, tag="loaded", kw_only=True):
     numeric_class: Sentence = ""  # ranks of one class compute the same bits (`rank.compute_choice`)
     end_layer: LayerNumber = 0  # the one behind its own
     store_host: Word = ""  # as in `process.config.StoreConfig`
+    peak_bytes: Count = 0  # that its largest plan was measured to take beside weights and KV cache
+    margin_bytes: Count = 0  # that it leaves free besides
 
 
 class AllocateKV(msgspec.Struct, frozen=True, tag="allocate", kw_only=True):
@@ -316,6 +320,7 @@ class StageTimes(msgspec.Struct, frozen=True, tag="times", kw_only=True):
     exchange_ns: int = 0  # of what is counted above: in sums and gathers of the ranks that share the stage
     exchange_wait_ns: int = 0  # of those: waiting for the other ranks
     replica: int = 0
+    free_bytes: Count | None = None  # of the memory of its host; None: it computes on a GPU
 
 
 SpansKey = tuple[int, int, int]

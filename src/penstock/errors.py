@@ -40,6 +40,7 @@
         ├── AbortedError           HTTP 499: the client or the operator ended it
         ├── ConstraintError        HTTP 400: nothing that the request allows can come next
         ├── NumericalError         HTTP 500: NaN or infinity in the row's logits
+        ├── PlanMemoryError        HTTP 503: a stage had no memory for the plan that the row was in
         └── QuarantinedError       HTTP 500: stages are lost when it runs
 
 Every message says what happened and why; `remedy` says what to do. `ErrorInfo` is the same error on a wire.
@@ -384,6 +385,17 @@ class NumericalError(RequestError):
     """The model gave NaN or infinity for this row; nothing sensible can be sampled."""
 
     default_code = "numerical"
+
+
+MEMORY_REMEDY = "Try again later; the operator can lower --max-num-batched-tokens or --kv-cache-bytes."
+
+
+class PlanMemoryError(RequestError):
+    """A stage had no memory left for a plan: the requests of the plan end, and the stage goes on."""
+
+    http_status = 503
+    error_type = "service_unavailable"
+    default_code = "out_of_memory"
 
 
 class QuarantinedError(RequestError):

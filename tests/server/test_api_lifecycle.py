@@ -122,6 +122,22 @@ def test_r10_a_host_without_memory_gets_no_new_work() -> None:
         assert live.engine.added == []
 
 
+def test_f9_a_core_that_starts_nobody_for_want_of_memory_is_overloaded_and_still_takes_requests() -> None:
+    why = "the host has 9 MiB of memory left, less than 256 MiB"
+    state = Status(stats=stats(held_back=why))
+    with LiveServer(FakeEngine(state=state)) as live:
+        response, raw = live.request("GET", "/health")
+        assert (response.status, json.loads(raw)["reason"], json.loads(raw)["code"]) == (
+            503,
+            why,
+            "low_memory",
+        )
+        assert live.post(TEXT, {"prompt": "a", "max_tokens": 1})[0] == 200
+        assert 'penstock_starts_held_back{model_name="fake"} 1.0' in _metrics(live)
+        (replica,) = json.loads(live.request("GET", "/debug/pipeline")[1])["replicas"]
+        assert replica["held_back"] == why
+
+
 def _probe(live: LiveServer) -> tuple[int, str]:
     response, raw = live.request("GET", "/health/generate")
     return response.status, json.loads(raw)["state"]
@@ -311,12 +327,17 @@ def test_d6_metrics_say_where_the_time_of_each_stage_went() -> None:
 
 
 def test_d16_metrics_say_which_memory_is_stranded() -> None:
-    memory = [StageMemory(stage=0, kv_bytes=64, stranded_bytes=0)]
+    memory = [
+        StageMemory(stage=0, weight_bytes=9, kv_bytes=64, peak_bytes=7, margin_bytes=5, stranded_bytes=0)
+    ]
     memory.append(StageMemory(stage=1, kv_bytes=48, stranded_bytes=16, replica=1))
     with LiveServer(FakeEngine(state=Status(stats=stats(stage_memory=memory)))) as live:
         text = _metrics(live)
     for line in (
+        'penstock_stage_weight_bytes{model_name="fake",replica="0",stage="0"} 9.0',
         'penstock_stage_kv_bytes{model_name="fake",replica="0",stage="0"} 64.0',
+        'penstock_stage_peak_bytes{model_name="fake",replica="0",stage="0"} 7.0',
+        'penstock_stage_margin_bytes{model_name="fake",replica="0",stage="0"} 5.0',
         'penstock_stage_stranded_bytes{model_name="fake",replica="0",stage="0"} 0.0',
         'penstock_stage_stranded_bytes{model_name="fake",replica="1",stage="1"} 16.0',
     ):

@@ -18,6 +18,8 @@ from itertools import accumulate
 from queue import SimpleQueue
 from typing import Any, Literal, Self
 
+import msgspec
+
 from penstock.batch import (
     GUESSED,
     KNOWN,
@@ -48,7 +50,7 @@ from penstock.engine.core.core import EngineCore
 from penstock.engine.core.core_assembly import depth_and_wire
 from penstock.engine.core.plan_depth import WireDepth
 from penstock.engine.core.stall_limits import FixedLimit, StallLimit
-from penstock.errors import StageLostError
+from penstock.errors import ErrorInfo, StageLostError
 from penstock.executor.base import KVPlan
 from penstock.kvcache.allocator import BlockAllocator
 from penstock.kvcache.block_pool import BlockPool
@@ -70,6 +72,7 @@ from penstock.scheduler.cost_model import CostModel, StageCost, StepSample, Step
 from penstock.scheduler.pacing import WireTime
 from penstock.scheduler.queues import RequestState
 from penstock.scheduler.scheduler import Scheduler
+from penstock.scheduler.start_order import ALWAYS_OPEN, StartGate
 from penstock.scheduler.windows import DraftWindows
 from penstock.speculation.drafter import Drafter
 
@@ -478,6 +481,7 @@ class FakeExecutor:
         self.events: list[tuple[str, int]] = []  # ("submit" | "result", step id), as they happened
         self.fail_rows: dict[int, list[int]] = {}  # step -> indices of sampled rows that come back failed
         self.fail_scores: dict[int, list[int]] = {}  # step -> indices of scored rows that come back failed
+        self.fail_steps: dict[int, ErrorInfo] = {}  # step -> why a stage has not computed it
         self.unmet = ""  # why, if it was not for their logits
         self.fail_pooled: set[int] = set()  # rows whose vectors are not finite
         self.lost: StageLostError | None = None
@@ -635,7 +639,7 @@ class FakeExecutor:
     def _result(self, plan: ScheduledBatch, tokens: list[list[int]]) -> StepResult:
         failed = [index for index in self.fail_rows.get(plan.step_id, []) if index < len(tokens)]
         wanted = [self.replica.rows[row].sampling.num_logprobs for row in plan.sampled_rows]
-        return StepResult(
+        result = StepResult(
             step_id=plan.step_id,
             epoch=plan.epoch,
             digest=plan.digest,
@@ -657,6 +661,24 @@ class FakeExecutor:
                 for row, vector in zip(plan.pooled, self.replica.pooled, strict=True)
             ],
         )
+        error = self.fail_steps.get(plan.step_id)
+        return result if error is None else _uncomputed(result, plan, error)
+
+
+def _uncomputed(result: StepResult, plan: ScheduledBatch, error: ErrorInfo) -> StepResult:
+    """The result of a step that a stage has had no memory for."""
+    sizes = plan.window_sizes
+    return msgspec.structs.replace(
+        result,
+        token_ids=[[-1] for _ in sizes],
+        num_rejected=[size - 1 for size in sizes],
+        logprobs=[None for _ in sizes],
+        failed=list(range(len(sizes))),
+        guesses={},
+        scores=[[] for _ in plan.scored],
+        pooled=[b"" for _ in plan.pooled],
+        error=error,
+    )
 
 
 class CoreRig:
@@ -675,6 +697,7 @@ class CoreRig:
         clock: that is given; None: a new one.
         drafter: makes one, of what finds a live request by its arrival; None: nobody drafts.
         num_drafts: of a row at most.
+        gate: of requests that have never run.
     """
 
     def __init__(
@@ -702,6 +725,7 @@ class CoreRig:
         clock: FakeClock | None = None,
         drafter: Callable[[Callable[[int], RequestState]], Drafter] | None = None,
         num_drafts: int = 4,
+        gate: StartGate = ALWAYS_OPEN,
     ) -> None:
         parallel = ParallelConfig(
             pipeline_parallel_size=num_stages,
@@ -748,6 +772,7 @@ class CoreRig:
             tier=self.tier,
             depth=self.depth,
             windows=windows,
+            gate=gate,
         )
         self.make_executor = partial(
             executor_class,

@@ -450,6 +450,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
         max_waiting_tokens: tokens that all waiting requests together may have to prefill, before one more is
             answered 429; None allows 8 times what the KV pool holds.
         queue_timeout_s: a request that has waited this many seconds is answered 503.
+        min_start_bytes: bytes of the host's memory; with less left no waiting request starts. 0 never.
         max_sessions: sessions of each replica that are open at once (`kvcache.sessions`); one more is
             answered 429.
         micro_batches: parts of the decoding requests; `auto`: by the time of a cycle, P where unknown.
@@ -474,6 +475,9 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     queue_timeout_s: Annotated[
         float, Setting("scheduler", "seconds a request may wait before a 503", is_argument=False)
     ] = 60.0
+    min_start_bytes: Annotated[
+        int, Setting("scheduler", "of the host's memory; with less left nobody starts", is_argument=False)
+    ] = 256 << 20
     max_sessions: Annotated[
         int, Setting("scheduler", "open sessions of a replica before a 429", is_argument=False)
     ] = 64
@@ -502,6 +506,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
             raise UsageError(
                 f"queue_timeout_s is {self.queue_timeout_s}; it must be above 0.", param="queue_timeout_s"
             )
+        at_least("min_start_bytes", self.min_start_bytes, 0)
         between("max_sessions", self.max_sessions, 0, 1 << 16)
         if self.micro_batches != "auto":
             at_least("micro_batches", self.micro_batches, 1)

@@ -16,7 +16,13 @@ from penstock.scheduler.stats import SchedulerStats
 
 Part = TypeVar("Part", bound=msgspec.Struct)
 
-_SCHEDULER_TOTALS = ("num_preemptions", "recovered_requests", "prompt_tokens", "generated_tokens")
+_SCHEDULER_TOTALS = (
+    "num_preemptions",
+    "recovered_requests",
+    "failed_steps",
+    "prompt_tokens",
+    "generated_tokens",
+)
 _SPECULATION_TOTALS = (
     "num_drafted",
     "num_accepted",
@@ -39,15 +45,21 @@ _USE_TOTALS = (
 
 
 class StageMemory(msgspec.Struct, frozen=True, kw_only=True):
-    """What a stage's memory for the KV cache is used for, over its ranks.
+    """What a stage's memory is used for, over its ranks.
 
     Attributes:
+        weight_bytes: of the weights as they are held.
         kv_bytes: of the KV cache.
+        peak_bytes: that the largest plan was measured to take besides.
+        margin_bytes: that is left free besides.
         stranded_bytes: that could be KV cache, did the tightest rank not set the number of blocks.
     """
 
     stage: int
+    weight_bytes: int = 0
     kv_bytes: int
+    peak_bytes: int = 0
+    margin_bytes: int = 0
     stranded_bytes: int
     replica: int = 0
 
@@ -59,11 +71,26 @@ def stage_memory(ranks: Sequence[RankLoaded], num_blocks: int) -> list[StageMemo
         before = of_stages.get(rank.stage, StageMemory(stage=rank.stage, kv_bytes=0, stranded_bytes=0))
         of_stages[rank.stage] = StageMemory(
             stage=rank.stage,
+            weight_bytes=before.weight_bytes + rank.tensor_bytes,
             kv_bytes=before.kv_bytes + num_blocks * rank.block_bytes,
+            peak_bytes=before.peak_bytes + rank.peak_bytes,
+            margin_bytes=before.margin_bytes + rank.margin_bytes,
             stranded_bytes=before.stranded_bytes
             + stranded_bytes(rank.max_blocks, num_blocks, rank.block_bytes),
         )
     return list(of_stages.values())
+
+
+def with_peaks_of(ranks: Sequence[RankLoaded], before: Sequence[RankLoaded]) -> list[RankLoaded]:
+    """Return what ranks say of themselves, with the peaks that were measured in their places before: a rank
+    that takes the place of another measures nothing."""
+    known = {(rank.stage, rank.tp_rank): rank.peak_bytes for rank in before}
+    return [
+        msgspec.structs.replace(rank, peak_bytes=known.get((rank.stage, rank.tp_rank), 0))
+        if not rank.peak_bytes
+        else rank
+        for rank in ranks
+    ]
 
 
 class CoreStats(msgspec.Struct, frozen=True, kw_only=True):

@@ -20,6 +20,7 @@ from penstock.batch import (
     RankToCore,
     StageSpans,
     StageTimes,
+    StepResult,
 )
 from penstock.errors import ProtocolError
 from penstock.told_text import cleaned
@@ -44,9 +45,15 @@ def sensible(message: RankToCore, stage: int) -> RankToCore:
         raise _nonsense(stage, "reports spans that do not fit together")
     if isinstance(message, StageTimes) and len(message.phase_ns) != len(Phase):
         raise _nonsense(stage, f"reports {len(message.phase_ns)} phases, and there are {len(Phase)}")
-    if isinstance(message, _WITH_TEXT) or (isinstance(message, OrdersDone) and message.use.failure):
-        return cleaned(message)
-    return message
+    return cleaned(message) if _has_text(message) else message
+
+
+def _has_text(message: RankToCore) -> bool:
+    if isinstance(message, OrdersDone):
+        return bool(message.use.failure)
+    if isinstance(message, StepResult):
+        return message.error is not None
+    return isinstance(message, _WITH_TEXT)
 
 
 def _is_whole(report: StageSpans) -> bool:

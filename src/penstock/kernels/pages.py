@@ -32,6 +32,7 @@ def zero_pages(num_bytes: int, purpose: str, remedy: str) -> Tensor:
     Raises:
         NotEnoughMemoryError: the system refuses.
     """
+    _counted.num_bytes += num_bytes
     slack = _HUGE_PAGE if num_bytes >= _HUGE_PAGE else 0
     try:
         memory = _bytes_of(_mapped(num_bytes + slack))
@@ -48,6 +49,20 @@ def shared_pages(num_bytes: int, purpose: str, remedy: str) -> Tensor:
     """The same, behind other such memory if it is small; given back to the system when all of it is."""
     piece = _shared.take(num_bytes) if num_bytes <= _SHARED // 4 else None
     return zero_pages(num_bytes, purpose, remedy) if piece is None else piece
+
+
+class _CountedPages(threading.local):
+    """Bytes that a thread has asked `zero_pages` for so far, whether they are resident or not."""
+
+    num_bytes = 0
+
+
+_counted = _CountedPages()
+
+
+def counted_bytes() -> int:
+    """Return the bytes that this thread has asked `zero_pages` for so far."""
+    return _counted.num_bytes
 
 
 class _SharedMapping:

@@ -19,7 +19,7 @@ from penstock.layouts.prediction import Load, Prediction, carried_bytes, predict
 from penstock.layouts.stage_times import DeviceTimes, StageTimes
 from penstock.pipeline.partition import partition_layers
 from penstock.planner.partition_search import StageTable, best_split
-from penstock.runner.kv_demand import KVDemand, stranded_bytes
+from penstock.runner.kv_demand import KVDemand, margin_bytes, stranded_bytes
 from penstock.scheduler.cost_model import StepShape
 
 # Of a device's memory; the rest is the driver's and the libraries', and what lies between allocations.
@@ -34,7 +34,8 @@ class RankEstimate:
         device: its kind.
         kv_tokens: that its memory has room for.
         kv_block_bytes: of one block over its layers.
-        activation_bytes: of the largest step, at about its widest.
+        activation_bytes: of the largest step, at about its widest; where it was measured, its peak.
+        margin_bytes: that are left free besides.
         all_reduce_bytes_per_step: that it sums with others for one token of each running request.
         all_reduce_s: their time at the rate of the link; all_reduce_latency_s: what they take besides.
         stranded_bytes: that it could use for KV, did the tightest rank not set the number of blocks.
@@ -53,6 +54,7 @@ class RankEstimate:
     kv_tokens: int
     kv_block_bytes: int
     activation_bytes: int
+    margin_bytes: int
     all_reduce_bytes_per_step: int
     all_reduce_s: float
     all_reduce_latency_s: float
@@ -189,6 +191,7 @@ def kv_blocks(sizes: ModelSizes, rank: RankSizes, site: StageSite, load: Load) -
         num_blocks=load.cache.num_blocks,
         kv_cache_bytes=load.cache.kv_cache_bytes,
         num_sharers=1,
+        reserved_bytes=margin_bytes(site.device.type, site.num_ranks),
     )
     try:
         return demand.max_blocks(
@@ -272,6 +275,7 @@ def rank_estimates(
                 kv_tokens=blocks * load.cache.block_size,
                 kv_block_bytes=rank.kv_bytes_per_token * load.cache.block_size,
                 activation_bytes=activation_bytes(sizes, rank, site.num_ranks, load),
+                margin_bytes=margin_bytes(site.device.type, site.num_ranks),
                 all_reduce_bytes_per_step=is_cut * sizes.all_reduce_bytes(count, rows),
                 all_reduce_s=times.all_reduce_s(rows),
                 all_reduce_latency_s=times.all_reduce_latency_s,

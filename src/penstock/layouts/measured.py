@@ -81,6 +81,7 @@ def measured_estimate(
                 weight_bytes=costs.weight_bytes(rank.layers),
                 kv_tokens=room[rank.stage],
                 free_bytes=max(0, costs.available_bytes - costs.weight_bytes(rank.layers)),
+                activation_bytes=rank.activation_bytes if costs.peak_bytes is None else costs.peak_bytes,
                 stranded_bytes=stranded_bytes(blocks, fewest, rank.layers * costs.kv_block_bytes),
             )
         )

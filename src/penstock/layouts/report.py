@@ -161,6 +161,7 @@ class LayoutReport:
             f"throughput       {own.tokens_per_s:.4g} tokens/s, {own.requests_per_s:.3g} requests/s",
             f"bubble           {100 * own.bubble:.1f} % of the stages' time, in {own.micro_batches} "
             f"micro-batches",
+            f"margin           {_size(max(rank.margin_bytes for rank in self.shown.ranks))} a rank at most",
             f"stranded memory  {_size(self.shown.stranded_bytes)}",
         ]
         if self.shown.layout.pp > 1:

@@ -12,12 +12,19 @@ from typing import overload
 import torch
 from torch import Tensor
 
+from penstock.errors import PlanMemoryError
+
 
 class IntermediateTensors:
     """Named tensors over the same tokens (row A8): `hidden_states` and `residual`, both [num_tokens, hidden].
 
     A string selects a tensor, a slice selects tokens of all of them. A subclass may make `tensors` lazy.
+
+    Attributes:
+        failure: why they were not computed, and mean nothing; None: they were.
     """
+
+    failure: PlanMemoryError | None = None
 
     def __init__(self, tensors: dict[str, Tensor]) -> None:
         self.tensors = tensors

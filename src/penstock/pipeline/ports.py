@@ -145,7 +145,8 @@ class ForwardSink:
             carried = tensors["hidden_states"]  # with the residual stream, which the stage has added
             if not columns.is_whole:
                 carried = carried[:, columns.start : columns.end]
-            link.send_frame(_header(batch, carried), [carried], self._clock)
+            header = _header(batch, carried)
+            link.send_frame(header if tensors.failure is None else header.as_failed, [carried], self._clock)
         self._tokens.expect_samples(batch.plan, batch.sampled)
 
 

@@ -101,8 +101,7 @@ class Stage:
         What is void passes through: the next stage waits for it, and nobody reads it.
         """
         if batch.is_void or self._void_steps.has(batch.plan.step_id):
-            hidden["hidden_states"]  # what is under way has come when it is read
-            return hidden
+            return self._runner.skip(hidden, batch)
         self._times.clock.begin(Phase.FORWARD)
         if batch.plan.total_tokens == 0:
             meet(self._group)

@@ -28,7 +28,7 @@ def _tokens(costs: Sequence[StageCosts], rank: RankConfig, count: int, num_layer
     if available < 0:
         return 0
     try:
-        blocks = KVDemand.of_rank(rank, own.num_sharers).max_blocks(
+        blocks = KVDemand.of_rank(rank, own.num_sharers, own.peak_bytes).max_blocks(
             block_bytes=(count + rank.has_mtp) * own.kv_block_bytes,
             block_size=rank.block_size,
             available=available,

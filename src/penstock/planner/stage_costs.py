@@ -53,6 +53,7 @@ class StageCosts(msgspec.Struct, frozen=True, kw_only=True):
         num_sharers: ranks that share this memory.
         num_ranks: those of this stage among them.
         has_kernels: whether our kernels ran, and not torch.
+        peak_bytes: that the largest plan takes beside weights and KV cache; None: nobody has measured it.
     """
 
     decode: Annotated[list[StepCosts], msgspec.Meta(min_length=1, max_length=1024)]
@@ -65,6 +66,7 @@ class StageCosts(msgspec.Struct, frozen=True, kw_only=True):
     num_sharers: _AtLeastOne
     has_kernels: bool
     num_ranks: _AtLeastOne = 1
+    peak_bytes: Count | None = None
 
     def decode_step_s(self, num_layers: int, num_rows: int) -> float:
         """Seconds of a decode step: linear between the measured numbers of rows, and beyond them."""

@@ -32,6 +32,7 @@ from penstock.rank.loading import (
     dtype_of,
     load_rank,
 )
+from penstock.rank.memory_probe import MemoryProbe
 from penstock.weights.loader import held_bytes
 
 _MAX_KV_BYTES = 256 << 20  # beyond that, rows share blocks: no processor caches so much
@@ -53,6 +54,7 @@ class TimedRank:
         self._loaded = loaded = load_rank(rank, lambda done, total: None)
         tokens = max(config.prefill_tokens, config.num_rows[-1] * (config.context + rank.block_size))
         fitting = _MAX_KV_BYTES // loaded.storage.block_bytes
+        self._peak_bytes = MemoryProbe().peak_bytes(rank, loaded)
         self._num_blocks = max(1, min(tokens // rank.block_size + 1, fitting))
         kv = loaded.storage.allocate(self._num_blocks)
         _make_resident(kv)
@@ -95,6 +97,7 @@ class TimedRank:
             num_sharers=self._rank.num_sharers,
             num_ranks=1 if self._device.type == "cuda" else self._rank.tp_size,
             has_kernels=self._loaded.has_kernels,
+            peak_bytes=self._peak_bytes,
         )
 
     def decode_step_s(self) -> float:

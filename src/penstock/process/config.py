@@ -96,6 +96,7 @@ class RankConfig(msgspec.Struct, frozen=True, kw_only=True):
         model_impl: whose layers run, as in `ModelConfig`.
         store: where KV blocks are kept beyond the cache; None: nowhere.
         host: name of the machine that it runs on.
+        prefill_chunk: prompt tokens of one row in one plan at most; 0: as many as a plan has.
         mtp: the last stage guesses tokens with the MTP layer of the checkpoint.
         first_load: what must be on the disk still.
         model_identity: of the model whose tensors are in the directory, where the host knows it; empty: the
@@ -119,6 +120,7 @@ class RankConfig(msgspec.Struct, frozen=True, kw_only=True):
     depth: int  # plans in flight at most
     link_frames: int  # frames that a link holds, each end of it where it is between hosts
     max_drafts: int = 0  # of a row in one step
+    prefill_chunk: int = 0
     mtp: bool = False
     tied_head: TiedHead = "load"
     quantization: Quantization = "none"

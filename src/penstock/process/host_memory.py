@@ -1,4 +1,4 @@
-"""How much memory of this host a process may still take. Torch-free; decides nothing.
+"""How much memory of this host a process may still take, and how much it has. Torch-free; decides nothing.
 
 Read by `engine.supervisor.launch` before anything is started, by `rank.rank` once the weights are loaded, and
 by the front while it serves.
@@ -6,9 +6,12 @@ by the front while it serves.
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 
 _MEMINFO = Path("/proc/meminfo")
+_PROCESS = Path("/proc/self")
+_FORGET_PEAK = "5"  # what clears VmHWM, in clear_refs
 _CGROUP = Path("/sys/fs/cgroup")
 
 
@@ -40,3 +43,17 @@ def _cgroup_available(cgroup: Path, unlimited: int) -> int:
         return unlimited
     files = sum(int(details.get(name, 0)) for name in ("active_file", "inactive_file"))
     return max(0, int(limit) - max(0, used - files))
+
+
+def peak_resident_bytes(process: Path = _PROCESS) -> int:
+    """The most bytes that were resident in this process at once, since `forget_peak` was called last."""
+    for line in (process / "status").read_text().splitlines():
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) * 1024
+    raise OSError(f"{process / 'status'} has no line VmHWM")
+
+
+def forget_peak(process: Path = _PROCESS) -> None:
+    """Have the peak of resident memory count from now on, where the kernel lets a process do so."""
+    with contextlib.suppress(OSError):
+        (process / "clear_refs").write_text(_FORGET_PEAK)

@@ -43,6 +43,7 @@ from penstock.rank.model_samples import ModelSamples, sample_model
 from penstock.rank.stored_weights import StoredWeights, open_weights
 from penstock.runner.buffers import BufferPool
 from penstock.runner.device_kv import DeviceKV
+from penstock.runner.guarded_runner import GuardedRunner
 from penstock.runner.kv_transfer import KVTransfer
 from penstock.runner.model_runner import ModelRunner
 from penstock.runner.mtp_guesser import MTPGuesser
@@ -203,7 +204,18 @@ def build_runner(
         max_blocks_per_row=rows.tables.width,
         device=device_of(config),
     )
-    runner = ModelRunner(model, kv[:num_layers], rows, buffers, loaded.spec.vocab_size, grammars)
+    runner = GuardedRunner(
+        model,
+        kv[:num_layers],
+        rows,
+        buffers,
+        loaded.spec.vocab_size,
+        grammars,
+        stage=config.stage,
+        width=loaded.spec.hidden_size,
+        dtype=dtype_of(config),
+        is_alone=config.tp_size == 1,
+    )
     if config.has_mtp:
         assert isinstance(model, Decoder), "refused at the start"
         num_bytes = sum(tensor.nbytes for tensor in kv_tensors(kv[-1]))

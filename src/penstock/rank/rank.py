@@ -18,6 +18,7 @@ import contextlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -34,7 +35,13 @@ from penstock.batch import (
     encode,
 )
 from penstock.distributed.group import MeetingPlace
-from penstock.errors import LinkClosedError, PenstockError, ProtocolError, WaitTimeoutError
+from penstock.errors import (
+    LinkClosedError,
+    PenstockError,
+    PlanMemoryError,
+    ProtocolError,
+    WaitTimeoutError,
+)
 from penstock.faults import armed
 from penstock.layers.embedding import VocabEmbedding
 from penstock.layers.matrix import PLAIN, Matrix
@@ -68,6 +75,7 @@ from penstock.process.child import (
     failure,
 )
 from penstock.process.config import RankConfig
+from penstock.process.host_memory import host_available_bytes
 from penstock.rank.loading import (
     LoadedRank,
     available_bytes,
@@ -79,8 +87,9 @@ from penstock.rank.loading import (
     load_rank,
     transfers_head,
 )
+from penstock.rank.memory_probe import NoProbe, probe_of
 from penstock.residency import Residency
-from penstock.runner.kv_demand import KVDemand
+from penstock.runner.kv_demand import KVDemand, margin_bytes
 from penstock.runner.kv_transfer import KVTransfer
 from penstock.runner.model_runner import ModelRunner
 from penstock.trace.device_clock import DeviceClock, DeviceMark
@@ -89,6 +98,9 @@ from penstock.weights.read_digests import RECORD_BYTES
 
 START_POLL_S = 0.2
 DIGESTS_PER_LINE = 80  # a line of 3.5 kB
+
+# Others have failed; or a rank that shares its stage had no memory for a step, and has its weights still.
+_LIVES_ON = LinkClosedError | WaitTimeoutError | PlanMemoryError
 
 Report = Callable[[StatusEvent], None]
 
@@ -162,10 +174,10 @@ def _live(
             return None
         except Exception as error:
             failed = failure(error)
-            is_others = isinstance(error, LinkClosedError | WaitTimeoutError)
-            report(Abandoned(epoch=connections.epoch, error=failed.error) if is_others else failed)
+            lives_on = isinstance(error, _LIVES_ON)
+            report(Abandoned(epoch=connections.epoch, error=failed.error) if lives_on else failed)
             _tell_core(config.stage, failed, connections.plans)
-            if not is_others:
+            if not lives_on:
                 return failed
         finally:
             connections.close()
@@ -179,10 +191,12 @@ class Rank:
 
     Args:
         report: as for `run_rank`.
+        probe: measures what plans take; None: the one for this rank.
     """
 
-    def __init__(self, config: RankConfig, report: Report) -> None:
+    def __init__(self, config: RankConfig, report: Report, probe: NoProbe | None = None) -> None:
         self._config = config
+        self._probe = probe or probe_of(config)
         self._report = report
         self._loaded: LoadedRank | None = None
         self._message: RankLoaded | None = None
@@ -206,7 +220,7 @@ class Rank:
         config, plans = self._config, connections.plans
         loaded = self.load()
         if self._message is None:
-            self._message = _loaded_message(config, loaded)
+            self._message = _loaded_message(config, loaded, self._probe.peak_bytes(config, loaded))
         plans.send(encode(self._message))
         start = _await_start(connections)
         if start is None:
@@ -369,8 +383,8 @@ def _report_loaded(loaded: LoadedRank, report: Report) -> None:
     )
 
 
-def _loaded_message(config: RankConfig, loaded: LoadedRank) -> RankLoaded:
-    demand = KVDemand.of_rank(config, config.num_sharers)
+def _loaded_message(config: RankConfig, loaded: LoadedRank, peak_bytes: int) -> RankLoaded:
+    demand = KVDemand.of_rank(config, config.num_sharers, peak_bytes)
     return RankLoaded(
         stage=config.stage,
         tp_rank=config.tp_rank,
@@ -384,6 +398,8 @@ def _loaded_message(config: RankConfig, loaded: LoadedRank) -> RankLoaded:
         numeric_class=loaded.numeric_class,
         end_layer=config.end_layer,
         store_host="" if config.store is None else config.store.host,
+        peak_bytes=peak_bytes,
+        margin_bytes=margin_bytes(config.device_type, config.tp_size),
     )
 
 
@@ -454,13 +470,24 @@ def _tell_core(stage: int, failed: ChildFailed, plans: MessageChannel) -> None:
         plans.send(encode(RankFailed(stage=stage, error=failed.error)), timeout_s=1.0)
 
 
+def _host_free_bytes(config: RankConfig) -> int | None:
+    """What the host of a rank that computes on a CPU can still give, where it says so."""
+    if config.device_type != "cpu":
+        return None
+    with contextlib.suppress(OSError):
+        return host_available_bytes()
+    return None
+
+
 def _teller(config: RankConfig, plans: MessageChannel) -> Callable[[StageTimes | StageSpans], None]:
     """Return a function that sends where the time of a rank went. The first rank tells the totals for all
     ranks of the stage, which go in step; spans are each rank's own."""
 
     def tell(report: StageTimes | StageSpans) -> None:
-        if config.tp_rank and isinstance(report, StageTimes):
-            return
+        if isinstance(report, StageTimes):
+            if config.tp_rank:
+                return
+            report = msgspec.structs.replace(report, free_bytes=_host_free_bytes(config))
         with contextlib.suppress(PenstockError):  # the core may have taken its last result and gone
             plans.send(encode(report), timeout_s=0.0)
 

@@ -1,5 +1,8 @@
 """How many KV blocks a rank offers: a rule over numbers, without a tensor.
 
+    free once the weights are loaded, of one of the ranks that share the memory
+    |  KV cache (of a CPU at most a quarter)  |  measured peak of the largest plan  |  margin  |
+
 Asked by `runner.device_kv` once the weights are in memory, and by `planner.memory` beforehand.
 """
 
@@ -11,8 +14,21 @@ from penstock.errors import NotEnoughMemoryError
 from penstock.process.config import RankConfig
 
 # Of the memory that is free once the weights are loaded, over all ranks of the host. Modest on a CPU, where
-# the memory belongs to everybody; a GPU is ours, but activations need their room.
-_DEFAULT_SHARE = {"cpu": 0.25, "cuda": 0.85}
+# the memory belongs to everybody; a GPU is ours.
+_DEFAULT_SHARE = {"cpu": 0.25, "cuda": 1.0}
+# Left free by a rank beside what was measured: for what lies between allocations, and for the libraries.
+_MARGIN = {"cpu": 64 << 20, "cuda": 512 << 20}
+_GROUP_MARGIN = {"cpu": 0, "cuda": 512 << 20}  # buffers of ranks that share a stage, made when they meet
+
+
+def margin_bytes(device: str, num_ranks: int) -> int:
+    """Return the bytes that a rank leaves free beside weights, KV cache and the peak of its plans.
+
+    Args:
+        device: "cpu" or "cuda".
+        num_ranks: of its stage.
+    """
+    return _MARGIN[device] + (num_ranks > 1) * _GROUP_MARGIN[device]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,23 +40,31 @@ class KVDemand:
     num_blocks: int | None  # the user's number of blocks
     kv_cache_bytes: int | None  # or the user's number of bytes
     num_sharers: int  # ranks that share this memory
+    reserved_bytes: int = 0  # of one rank, for its plans and as a margin
 
     @classmethod
-    def of_rank(cls, config: RankConfig, num_sharers: int) -> KVDemand:
-        """What the user asks of one rank."""
+    def of_rank(cls, config: RankConfig, num_sharers: int, peak_bytes: int | None = None) -> KVDemand:
+        """What the user asks of one rank.
+
+        Args:
+            peak_bytes: that its largest plan takes; None: it is not known, and nothing is kept free.
+        """
         return cls(
             max_model_len=config.max_model_len,
             max_num_seqs=config.max_num_seqs,
             num_blocks=config.num_blocks,
             kv_cache_bytes=config.kv_cache_bytes,
             num_sharers=num_sharers,
+            reserved_bytes=0
+            if peak_bytes is None
+            else peak_bytes + margin_bytes(config.device_type, config.tp_size),
         )
 
     def max_blocks(self, *, block_bytes: int, block_size: int, available: int, device: str) -> int:
         """How many blocks a rank can offer.
 
-        The user's number of blocks, or what fits the user's bytes. By default a share of the memory that is
-        free, but no more than all requests at full length could use.
+        The user's number of blocks, or what fits the user's bytes. By default what is free and not reserved,
+        on a CPU at most a share of what is free, but no more than all requests at full length could use.
 
         Args:
             block_bytes: of one block over all of the rank's layers.
@@ -59,24 +83,35 @@ class KVDemand:
             budget, most = self.kv_cache_bytes, None
             self._check_fits(budget // block_bytes, block_bytes, available)
         else:
-            budget = int(available * _DEFAULT_SHARE[device] / self.num_sharers)
+            share = int(available * _DEFAULT_SHARE[device] / self.num_sharers)
+            budget = max(0, min(share, self._own(available)))
             most = per_sequence * self.max_num_seqs
         fitting = budget // block_bytes
         if fitting < per_sequence:
             raise NotEnoughMemoryError(
                 f"a request of {self.max_model_len} tokens needs {_mib(per_sequence * block_bytes)} "
-                f"of KV cache on this stage, which is given {_mib(budget)} ({_mib(available)} are free).",
+                f"of KV cache on this stage, which is given {_mib(budget)} ({_mib(available)} are free"
+                f"{self._reserved_text}).",
                 remedy="Lower --max-model-len, raise --kv-cache-bytes, or use more stages.",
             )
         return fitting if most is None else min(fitting, most)
 
     def _check_fits(self, num_blocks: int, block_bytes: int, available: int) -> None:
-        needed, own = num_blocks * block_bytes, available // self.num_sharers
+        needed, own = num_blocks * block_bytes, max(0, self._own(available))
         if needed > own:
             raise NotEnoughMemoryError(
-                f"{num_blocks} KV blocks need {_mib(needed)} on this stage, but {_mib(own)} are free.",
+                f"{num_blocks} KV blocks need {_mib(needed)} on this stage, but {_mib(own)} are free"
+                f"{self._reserved_text}.",
                 remedy=f"Use --num-blocks {own // block_bytes} or fewer.",
             )
+
+    def _own(self, available: int) -> int:
+        """Of the free bytes, those that this rank may use for KV; negative where there are too few."""
+        return available // self.num_sharers - self.reserved_bytes
+
+    @property
+    def _reserved_text(self) -> str:
+        return f"; {_mib(self.reserved_bytes)} are kept for plans" if self.reserved_bytes else ""
 
 
 def _mib(num_bytes: int) -> str:

@@ -115,6 +115,11 @@ class ModelRunner:
         """Run the own layers over the step's tokens and store their keys and values."""
         return self._model.forward(tensors, batch.positions, self._kv, batch.metadata, before_layer)
 
+    def skip(self, tensors: IntermediateTensors, batch: ForwardBatch) -> IntermediateTensors:
+        """Pass on what need not be computed, once it has come."""
+        tensors["hidden_states"]  # what is under way has come when it is read
+        return tensors
+
     def sample(self, tensors: IntermediateTensors, batch: ForwardBatch) -> StepResult:
         """Sample the plan's need-sampled rows, write the ids to the row table, and gather the pooled rows.
 

@@ -76,12 +76,12 @@ class NoGuesser:
 _logger = logging.getLogger(__name__)
 
 NO_GUESSER = NoGuesser()
-_NORMED = "normed"
+NORMED = "normed"
 
 
 def states_of(tensors: IntermediateTensors) -> Tensor | None:
     """[num_tokens, hidden] of a step whose tokens the layer reads, behind the final norm; else None."""
-    return tensors.tensors.get(_NORMED)
+    return tensors.tensors.get(NORMED)
 
 
 class _Reading(NamedTuple):
@@ -156,7 +156,7 @@ class MTPGuesser(NoGuesser):
         if plan.mtp and not self._has_failed:
             hidden = tensors["hidden_states"]
             every = torch.arange(len(hidden), device=hidden.device)
-            tensors[_NORMED] = self._model.final_states(tensors, every)
+            tensors[NORMED] = self._model.final_states(tensors, every)
 
     def candidates(self, states: Tensor, request: HeadRequest) -> HeadOutput:
         return self._model.candidates(states, request)

@@ -1,17 +1,23 @@
 """How a request ends: it lets go of all that it holds, and its client gets one last update.
 
 A request may hold a row, blocks, a grammar and the attention of its session; where it waits it holds none of
-the first three. Called by all parts of `scheduler.scheduler` that can end a request; they decide which.
+the first three. Where a stage had no memory for a step, the keys and values of its tokens are not all there:
+
+    plan     a: tokens of its 3rd block     b: a token of its 5th block       the step fails: a and b end
+    others   c began with a's 3rd block, which was findable as soon as the plan was issued: c ends, too
+
+Called by all parts of `scheduler.scheduler` that can end a request; they decide which.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from penstock.errors import ErrorInfo
 from penstock.kvcache.allocator import BlockAllocator
 from penstock.request import RequestUpdate
 from penstock.scheduler.grammars import GrammarBuilds
+from penstock.scheduler.plan_builder import PlanBuilder
 from penstock.scheduler.preemption import release
 from penstock.scheduler.prefix_reuse import PrefixReuse
 from penstock.scheduler.queues import RequestPhase, RequestQueues, RequestState
@@ -22,6 +28,9 @@ from penstock.scheduler.windows import NoWindows
 
 class RequestEndings:
     """Ends requests, wherever they are.
+
+    Attributes:
+        num_failed_steps: for which a stage had no memory.
 
     Args:
         queues: of all live requests.
@@ -43,6 +52,7 @@ class RequestEndings:
         self._prefixes = prefixes
         self._grammars = grammars
         self._windows = windows
+        self.num_failed_steps = 0
 
     def remove(self, request: RequestState) -> None:
         """Forget a live request and free what it holds; results in flight for it are dropped."""
@@ -57,6 +67,60 @@ class RequestEndings:
         """End a request with `error`; returns its last update."""
         self.remove(request)
         return failed(request, error)
+
+    def fail_step(self, issued: PlanBuilder, error: ErrorInfo) -> list[RequestUpdate]:
+        """End with `error` the requests of a step that was not computed, and those that have begun with what
+        it was to compute. Nobody finds that any more.
+
+        Args:
+            issued: the plan of the step.
+        """
+        self.num_failed_steps += 1
+        void: set[int] = set()
+        for request, size in zip(issued.sampling, issued.window_sizes, strict=True):
+            request.num_pending -= size
+            if request.num_void:  # behind a wrong guess: it goes on from before this step
+                request.num_void -= size
+                void.add(request.arrival)
+        failed: list[RequestState] = []
+        missing: set[int] = set()
+        for request, start in zip(issued.requests, issued.start_positions, strict=True):
+            if request.arrival not in void:
+                missing |= self._blocks_from(request, start - request.num_rejected)
+                failed.append(request)
+        followers = self._holders_of(missing, failed)
+        for request in self._queues.preempted:  # the same tokens come when it runs again, from what is there
+            request.num_void, request.num_windows_ahead = request.num_pending, 0
+            request.guessed_ids.clear()
+        for request in failed + followers:
+            self._prefixes.distrust(request)
+        return [
+            self.fail(request, error)
+            for request in failed + followers
+            if request.phase is not RequestPhase.FINISHED
+        ]
+
+    def _blocks_from(self, request: RequestState, position: int) -> set[int]:
+        """The blocks of a request with its tokens from a position on, though it may have ended."""
+        first = max(0, position) // self._allocator.block_size
+        named = self._allocator.find(request.block_hashes)
+        return {*self._allocator.table(request.arrival)[first:], *named[first:]}
+
+    def _holders_of(self, missing: set[int], known: Sequence[RequestState]) -> list[RequestState]:
+        """Running requests, but for the `known` ones, that have begun with blocks which are missing; what
+        they compute is missing then, too."""
+        tables = {
+            request: self._allocator.table(request.arrival)
+            for request in self._queues.running
+            if request not in known
+        }
+        found: list[RequestState] = []
+        while holders := [one for one, table in tables.items() if missing.intersection(table)]:
+            for holder in holders:
+                table = tables.pop(holder)
+                missing = missing.union(table[min(map(table.index, missing.intersection(table))) :])
+            found += holders
+        return found
 
     def fail_each(self, error: ErrorInfo, concerns: Callable[[RequestState], bool]) -> list[RequestUpdate]:
         """End with `error` all live requests that it concerns."""

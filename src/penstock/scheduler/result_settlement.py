@@ -57,6 +57,8 @@ class ResultSettlement:
         Args:
             issued: the plan of the step.
         """
+        if result.error is not None:
+            return self._endings.fail_step(issued, result.error)
         logprobs = result.logprobs or [None] * len(result.token_ids)
         updates = self._take_scores(issued, result)
         rows = zip(issued.sampling, issued.window_sizes, result.token_ids, strict=True)

@@ -35,6 +35,7 @@ from penstock.scheduler.request_endings import RequestEndings
 from penstock.scheduler.residency_ledger import ResidencyLedger
 from penstock.scheduler.result_settlement import ResultSettlement
 from penstock.scheduler.rows import RowPool
+from penstock.scheduler.start_order import ALWAYS_OPEN, StartGate
 from penstock.scheduler.stats import SchedulerStats
 from penstock.scheduler.updates import grammar_error
 from penstock.scheduler.windows import NoWindows
@@ -70,6 +71,7 @@ class Scheduler:
         tier: of the blocks in a store, over the same allocator, if there is one.
         depth: says how many plans fill the pipe; None: one for each stage.
         windows: of rows that bring drafts; None: none does.
+        gate: shut, nobody starts who never has; whoever runs goes on.
 
     Attributes:
         prefixes: what was computed before, and orders to ranks.
@@ -92,6 +94,7 @@ class Scheduler:
         tier: AnyStorageTier | None = None,
         depth: PlanDepth | None = None,
         windows: NoWindows | None = None,
+        gate: StartGate = ALWAYS_OPEN,
     ) -> None:
         admission = Admission(
             config, allocator, max_model_len=max_model_len, eos_token_ids=eos_token_ids, seed=seed
@@ -131,6 +134,7 @@ class Scheduler:
         self._issued = IssuedSteps()
         self._settlement = ResultSettlement(queues, prefixes, endings, windows)
         self._recovery = Recovery(queues, rows, allocator, prefixes, grammars, endings)
+        self._gate = gate
         self.paused: Literal["keep", "wait"] | None = None
 
     @property
@@ -216,11 +220,11 @@ class Scheduler:
 
         Decode rows come first, then prompt chunks. `step_id` grows by one per plan issued. None is never
         returned while there are requests and no step is in flight, unless the first waits for the store, all
-        who run wait for their grammars, or there is a pause.
+        who run wait for their grammars, the gate is shut, or there is a pause.
         """
         draft = PlanBuilder(step_id)
         if self.paused != "keep":
-            may_start = self.paused is None
+            may_start = self.paused is None and self._gate.is_open()
             self._placement.fill(
                 draft, self._issued.returned_step, self._issued.prefill_tokens, newcomers=may_start
             )
@@ -268,9 +272,11 @@ class Scheduler:
     def stats(self) -> SchedulerStats:
         return SchedulerStats(
             paused=self.paused is not None,
+            held_back=self._gate.reason,
             num_running=len(self._queues.running),
             num_waiting=len(self._queues.waiting) + len(self._queues.preempted),
             num_preemptions=self._placement.num_preemptions,
+            failed_steps=self._endings.num_failed_steps,
             recovered_requests=self._recovery.num_requeued,
             prompt_tokens=self._settlement.prompt_tokens,
             generated_tokens=self._settlement.generated_tokens,

@@ -15,6 +15,22 @@ from __future__ import annotations
 from penstock.scheduler.grammars import GrammarBuilds
 from penstock.scheduler.queues import RequestQueues, RequestState
 
+
+class StartGate:
+    """Says whether requests that have never run may start. This one is always open.
+
+    Attributes:
+        reason: why it is shut, as of the last question; empty: it is open.
+    """
+
+    reason = ""
+
+    def is_open(self) -> bool:
+        """Asked for every plan."""
+        return True
+
+
+ALWAYS_OPEN = StartGate()
 MAX_PASSED = 64  # requests without room that others pass; a bound on the work for one plan
 
 

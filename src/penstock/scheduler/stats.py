@@ -49,10 +49,12 @@ class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     """Gauges of now, and totals since the start."""
 
     paused: bool = False  # an administrator has asked for it (`penstock.operations`)
+    held_back: str = ""  # why no waiting request starts; empty: nothing stands in its way
     num_running: int = 0
     num_waiting: int = 0  # preempted requests included
     num_preemptions: int = 0
     recovered_requests: int = 0  # that a lost stage has interrupted, counted once for each loss
+    failed_steps: int = 0  # for which a stage had no memory
     prompt_tokens: int = 0  # of requests that have yielded their first token, or ended without one
     generated_tokens: int = 0
     micro_batches: int = 0  # that the decoding requests were split into for the last plan

@@ -178,7 +178,7 @@ m --served-model-name s --dtype float16 --max-model-len 11 --seed 12 --pp 2 --tp
 --kv-prefetch-policy wait-all
 --kv-host-bytes 47 --kv-write-rate 48 --kv-store-policy write-back
 --max-num-seqs 16 --max-num-batched-tokens 17 --prefill-chunk 18 --max-waiting-requests 19
- --queue-timeout 20 --max-sessions 59 --micro-batches 2 --inter-token-target 250
+ --queue-timeout 20 --min-start-bytes 65 --max-sessions 59 --micro-batches 2 --inter-token-target 250
  --max-waiting-tokens 30 --built-grammar-bytes 62 --record-decisions /log
 --speculative-method draft_model --num-speculative-tokens 5
 --speculative-model small --speculative-quantization int4 --speculative-device cuda:1
@@ -266,6 +266,7 @@ def test_every_flag_reaches_its_config(monkeypatch: pytest.MonkeyPatch, tmp_path
             "max_waiting_requests": 19,
             "max_waiting_tokens": 30,
             "queue_timeout_s": 20.0,
+            "min_start_bytes": 65,
             "max_sessions": 59,
             "micro_batches": 2,
             "inter_token_target_ms": 250.0,

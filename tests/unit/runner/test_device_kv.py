@@ -94,3 +94,28 @@ def test_free_memory_is_what_the_host_and_the_control_group_leave(tmp_path: Path
     assert _cgroup_available(tmp_path, 77) == 1100  # files that were read are given up
     (tmp_path / "memory.stat").write_text("anon 1000\n")
     assert _cgroup_available(tmp_path, 77) == 500
+
+
+@pytest.mark.parametrize(("device", "budget"), [("cuda", 1000 - 300), ("cpu", 250)])
+def test_f9_the_cache_gets_what_plans_and_margin_leave_and_of_a_cpu_a_quarter(
+    device: str, budget: int
+) -> None:
+    """In MiB; one rank, and requests that could use all of it."""
+    large = {"max_model_len": 1 << 20, "max_num_seqs": 1 << 10, "num_sharers": 1}
+    wanted = demand(**large, reserved_bytes=300 * MIB)
+    blocks = wanted.max_blocks(block_bytes=MIB, block_size=1 << 20, available=1000 * MIB, device=device)
+    assert blocks == budget
+
+
+def test_f9_a_cpu_with_little_memory_gives_the_cache_less_than_a_quarter() -> None:
+    large = {"max_model_len": 1 << 20, "max_num_seqs": 1 << 10, "num_sharers": 2}
+    wanted = demand(**large, reserved_bytes=40 * MIB)
+    assert wanted.max_blocks(block_bytes=MIB, block_size=1 << 20, available=100 * MIB, device="cpu") == 10
+    with pytest.raises(NotEnoughMemoryError, match=r"given 0\.0 MiB \(60\.0 MiB .*; 40\.0 MiB are kept"):
+        wanted.max_blocks(block_bytes=MIB, block_size=1 << 20, available=60 * MIB, device="cpu")
+
+
+def test_f9_blocks_that_leave_no_room_for_plans_are_refused() -> None:
+    wanted = demand(num_blocks=61, num_sharers=1, reserved_bytes=40 * MIB)
+    with pytest.raises(NotEnoughMemoryError, match=r"but 60\.0 MiB are free; 40\.0 MiB .* --num-blocks 60"):
+        wanted.max_blocks(block_bytes=MIB, block_size=16, available=100 * MIB, device="cuda")

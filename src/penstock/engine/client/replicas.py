@@ -255,6 +255,7 @@ def merged_stats(replica_stats: Sequence[CoreStats | None]) -> CoreStats | None:
         scheduler=summed(
             schedulers,
             paused=any(part.paused for part in schedulers),
+            held_back=next((part.held_back for part in schedulers if part.held_back), ""),
             micro_batches=max(part.micro_batches for part in schedulers),
             fill_plans=max(part.fill_plans for part in schedulers),
             wire_s=max(part.wire_s for part in schedulers),

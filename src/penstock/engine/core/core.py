@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Container, Sequence
 
-from penstock.batch import RankLoaded, SpansKey, StageSpans
+from penstock.batch import RankLoaded, SpansKey, StageSpans, StageTimes
 from penstock.config.engine import ParallelConfig
 from penstock.engine.core.calibration import Calibration
 from penstock.engine.core.operations_in_force import OperationsInForce, Ticket
@@ -21,7 +21,7 @@ from penstock.engine.core.result_sense import MAX_VOCAB_SIZE
 from penstock.engine.core.stall_limits import NO_LIMIT, StallLimit
 from penstock.engine.core.steps_in_flight import StepsInFlight
 from penstock.engine.core.wire_times import NO_WIRE_TIMES, AnyWireTimes
-from penstock.engine.stats import CoreStats, stage_memory
+from penstock.engine.stats import CoreStats, stage_memory, with_peaks_of
 from penstock.errors import ErrorInfo, PeerError, concerned, error_from_info
 from penstock.executor.base import NO_EXECUTOR, Executor
 from penstock.kvcache.store_sites import store_sites
@@ -94,6 +94,7 @@ class EngineCore:
         self._loss: ErrorInfo | None = None
         self._is_loss_lasting = False
         self.leave_s = math.inf
+        self._ranks: list[RankLoaded] = []
         self._meet(ranks)
 
     @property
@@ -271,10 +272,14 @@ class EngineCore:
             loss=self._loss,
             is_loss_lasting=self._is_loss_lasting,
             restarts=self._restarts,
-            stage_times=self._executor.reports.stage_times(),
+            stage_times=self.stage_times(),
             stage_memory=stage_memory(self._ranks, cache.num_blocks),
             numeric_classes=self.numeric_classes,
         )
+
+    def stage_times(self) -> list[StageTimes]:
+        """The newest report of each stage; none between two epochs."""
+        return self._executor.reports.stage_times()
 
     def spans(self) -> list[StageSpans]:
         """What each stage did lately, for a trace."""
@@ -292,7 +297,7 @@ class EngineCore:
     def _meet(self, ranks: Sequence[RankLoaded]) -> None:
         """Take what ranks compute for what they compute in the same class, and nothing else; what they store
         is where they say."""
-        self._ranks = list(ranks)
+        self._ranks = with_peaks_of(ranks, self._ranks)
         self._scheduler.prefixes.name_for(class_of_pipe(ranks))
         self._scheduler.prefixes.meet_stores(store_sites(ranks), self._executor)
 

@@ -20,6 +20,7 @@ from penstock.drafting.drafter_child import DrafterChild
 from penstock.drafting.model_drafter import ModelDrafter
 from penstock.engine.core.calibration import calibrate
 from penstock.engine.core.core import EngineCore
+from penstock.engine.core.memory_gate import memory_gate
 from penstock.engine.core.plan_depth import WireDepth
 from penstock.engine.core.recorded_core import RecordedCore
 from penstock.engine.core.stall_limits import FixedLimit, MeasuredLimit, StallLimit
@@ -42,6 +43,7 @@ from penstock.process.endpoints import NO_RESTARTS, Restarts
 from penstock.scheduler.cost_model import CostModel
 from penstock.scheduler.pacing import FixedDepth, PlanDepth
 from penstock.scheduler.scheduler import Scheduler
+from penstock.scheduler.start_order import ALWAYS_OPEN
 from penstock.scheduler.windows import DraftWindows, NoWindows
 from penstock.speculation.drafter import Drafter
 from penstock.speculation.grammar_guides import NO_GUIDES, GrammarGuides, NoGuides
@@ -89,6 +91,7 @@ def build_core(
         calibration = calibrate(executor, config, kv_plan, clock, epoch=epoch)
         depth, wire = depth_and_wire(config.parallel, calibration.costs.model, num_links=config.num_links)
         allocator = BlockAllocator(_pool(config, kv_plan.num_blocks), config.cache.block_size)
+        gate = memory_gate(config.scheduler.min_start_bytes, clock)
         scheduler = Scheduler(
             config.scheduler,
             allocator,
@@ -110,6 +113,7 @@ def build_core(
                 clock,
                 drafter,
             ),
+            gate=gate or ALWAYS_OPEN,
         )
         core = _core_class(recorder)(
             scheduler,
@@ -125,6 +129,8 @@ def build_core(
             ranks=kv_plan.ranks,
             vocab_size=config.vocab_size,
         )
+        if gate is not None:
+            gate.told = core.stage_times
         undone.pop_all()
     return core, scheduler
 

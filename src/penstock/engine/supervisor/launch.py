@@ -265,6 +265,7 @@ def _rank_configs(
             max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
             depth=parallel.depth,
             link_frames=parallel.max_async_depth + 1,
+            prefill_chunk=config.scheduler.prefill_chunk,
             max_drafts=config.speculation.most_drafts,
             mtp=config.speculation.method == "mtp",
             tied_head=parallel.tied_head,

@@ -391,6 +391,9 @@ def _startup_notices(
             parts=rank_parts(config),
             tensor_bytes=rank.tensor_bytes,
             num_blocks=num_blocks,
+            kv_bytes=num_blocks * rank.block_bytes,
+            peak_bytes=rank.peak_bytes,
+            margin_bytes=rank.margin_bytes,
             stranded_bytes=stranded_bytes(rank.max_blocks, num_blocks, rank.block_bytes),
         )
 

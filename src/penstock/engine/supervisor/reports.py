@@ -97,6 +97,9 @@ class StageReady(_OfRank, frozen=True, kw_only=True, tag_field="event", tag="sta
 
     Attributes:
         parts: what it holds, such as "embed, layers 0-3".
+        kv_bytes: of its KV cache.
+        peak_bytes: that its largest plan was measured to take besides; 0: nothing was measured.
+        margin_bytes: that it leaves free besides.
         stranded_bytes: KV memory that it could have had, were the smallest rank not the measure.
     """
 
@@ -105,6 +108,9 @@ class StageReady(_OfRank, frozen=True, kw_only=True, tag_field="event", tag="sta
     tensor_bytes: int
     num_blocks: int
     stranded_bytes: int
+    kv_bytes: int = 0
+    peak_bytes: int = 0
+    margin_bytes: int = 0
 
 
 class EngineReady(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag="engine_ready"):
@@ -301,7 +307,7 @@ def event_line(event: Event) -> str:
         case StageReady():
             return (
                 f"{event.name}  {event.process}  {event.parts}  {megabytes(event.tensor_bytes)}  "
-                f"{event.num_blocks} KV blocks{_stranded(event.stranded_bytes)}"
+                f"{event.num_blocks} KV blocks{_plans(event)}{_stranded(event.stranded_bytes)}"
             )
         case EngineReady():
             return f"ready in {event.seconds:.1f} s   {event.address}"
@@ -340,6 +346,14 @@ def megabytes(count: int) -> str:
 
 def _pause(seconds: float) -> str:
     return f" in {seconds:.0f} s" if seconds else ""
+
+
+def _plans(event: StageReady) -> str:
+    """What is in the memory of a rank beside its weights, where it was measured."""
+    if not event.peak_bytes:
+        return ""
+    parts = megabytes(event.kv_bytes), megabytes(event.peak_bytes), megabytes(event.margin_bytes)
+    return " of {}, peak of a plan {}, margin {}".format(*parts)
 
 
 def _stranded(count: int) -> str:

@@ -13,12 +13,12 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from enum import IntEnum
 
 import xxhash
 
-from penstock.errors import ProtocolError, concerned
+from penstock.errors import MEMORY_REMEDY, PlanMemoryError, ProtocolError, concerned
 
 ALIGNMENT = 64  # of the payload and of every tensor in a frame: one cache line
 HEADER_BYTES = 56  # and then the checksum, up to the payload
@@ -28,6 +28,7 @@ NUM_CARRIED = 1  # hidden states, to which the stage has added the residual stre
 _MAGIC = b"PSTK"
 _VERSION = 3
 _LAYOUT = struct.Struct("<4sHHIIQIIHH")
+_KIND = struct.Struct("<H")
 _CHECKSUM = struct.Struct("<Q")
 _DTYPES = {"float32": 1, "bfloat16": 2, "float16": 3}
 _DTYPE_NAMES = {code: name for name, code in _DTYPES.items()}
@@ -39,6 +40,9 @@ class FrameKind(IntEnum):
 
     HIDDEN = 1  # hidden_states and residual, both [num_tokens, width]
     WEIGHT = 2  # rows of an embedding, [num_tokens, width], before the first plan; the step is their number
+    # The step was not computed: in place of hidden states the number of the stage that failed. No one or two
+    # flipped bits make it of another kind.
+    FAILED = 60
 
 
 _KINDS = {kind.value for kind in FrameKind}
@@ -98,10 +102,15 @@ class FrameHeader:
         )
 
     @property
+    def as_failed(self) -> FrameHeader:
+        """The header of the frame that comes in place of hidden states which were not computed."""
+        return replace(self, kind=FrameKind.FAILED) if self.kind is FrameKind.HIDDEN else self
+
+    @property
     def purpose(self) -> str:
         """What a wait for the frame waits for."""
-        is_hidden = self.kind is FrameKind.HIDDEN
-        return f"the hidden states of step {self.step_id}" if is_hidden else f"weight block {self.step_id}"
+        is_weight = self.kind is FrameKind.WEIGHT
+        return f"weight block {self.step_id}" if is_weight else f"the hidden states of step {self.step_id}"
 
     @property
     def payload_bytes(self) -> int:
@@ -118,8 +127,9 @@ class FrameHeader:
 
 
 def check_header(expected: FrameHeader, received: FrameHeader, link: str, requests: Sequence[str]) -> None:
-    """Raise `ProtocolError` naming link, step and requests if the frame is not the one of this step."""
-    if received != expected:
+    """Raise `ProtocolError` naming link, step and requests if the frame is not the one of this step, nor the
+    one that says that the step has failed."""
+    if received not in (expected, expected.as_failed):
         raise _not_of_this_step(expected, "; ".join(expected.differences(received)), link, requests)
 
 
@@ -127,7 +137,7 @@ def check_packed(
     expected: FrameHeader, received: bytes | memoryview, link: str, requests: Sequence[str]
 ) -> None:
     """Do the same as `check_header` for a header as it stands in front of a frame."""
-    if received == expected.pack():
+    if received == expected.pack() or received == expected.as_failed.pack():
         return
     try:
         unpacked = FrameHeader.unpack(received)
@@ -136,6 +146,23 @@ def check_packed(
         raise _not_of_this_step(expected, why, link, requests, error.remedy) from error
     check_header(expected, unpacked, link, requests)
     raise _not_of_this_step(expected, "the bytes behind the header are not zeros", link, requests)
+
+
+def is_failed(received: bytes | memoryview) -> bool:
+    """Whether a header as it stands in front of a frame says that the step was not computed."""
+    return bool(_KIND.unpack_from(received, len(_MAGIC) + 2)[0] == FrameKind.FAILED)
+
+
+def failed_step(header: FrameHeader, stage: int | None) -> PlanMemoryError:
+    """Return the error of a step that a stage before has not computed.
+
+    Args:
+        stage: as its frame says; None where the frame has no payload.
+    """
+    who = "a stage" if stage is None else f"stage {stage}"
+    return PlanMemoryError(
+        f"{who} had no memory left for step {header.step_id}.", remedy=MEMORY_REMEDY, stage=stage
+    )
 
 
 def payload_checksum(parts: Iterable[bytes | memoryview]) -> bytes:

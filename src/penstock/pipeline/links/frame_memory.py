@@ -21,10 +21,12 @@ from penstock.pipeline.links.frame import (
     FrameHeader,
     check_packed,
     check_payload,
+    failed_step,
+    is_failed,
     padded,
     payload_checksum,
 )
-from penstock.pipeline.links.link import check_shapes
+from penstock.pipeline.links.link import check_shapes, stage_in
 
 
 class FrameSlot(NamedTuple):
@@ -89,11 +91,18 @@ class FrameMemory:
         check_packed(header, self._frames[begin : begin + HEADER_BYTES], self._name, requests)
 
     def empty(self, index: int, header: FrameHeader, out: Sequence[Tensor], requests: Sequence[str]) -> None:
-        """Check the payload of a frame and copy it into `out`, which a `ProtocolError` leaves as it was."""
+        """Check the payload of a frame and copy it into `out`, which an error leaves as it was.
+
+        Raises:
+            ProtocolError: the payload has changed on its way.
+            PlanMemoryError: the frame says that a stage before has not computed the step.
+        """
         payload = self._payload_of(index, header, out)
         begin = index * self._frame_bytes
         checksum = self._frames[begin + HEADER_BYTES : begin + ALIGNMENT]
         check_payload(header, checksum, payload.parts, self._name, requests)
+        if is_failed(self._frames[begin : begin + HEADER_BYTES]):
+            raise failed_step(header, stage_in(payload.tensors[0]))
         if header.num_tokens:
             for tensor, slot in zip(out, payload.tensors, strict=True):
                 tensor.copy_(slot)

@@ -85,8 +85,9 @@ class Link(Protocol):
             requests: ids named in the error if another frame comes.
             clock: as for `send_frame`.
 
-        The handle's `wait` raises `ProtocolError`, `WaitTimeoutError` or `LinkClosedError`. `out` is not
-        touched if another frame came, or if the payload of this one has changed on its way.
+        The handle's `wait` raises `ProtocolError`, `WaitTimeoutError` or `LinkClosedError`, and where a stage
+        before has failed in the step, `PlanMemoryError`; the link goes on then. `out` is not touched if
+        another frame came, if the payload of this one has changed on its way, or if the step has failed.
         """
         ...
 
@@ -153,3 +154,8 @@ def check_shapes(header: FrameHeader, tensors: Sequence[Tensor]) -> None:
     for tensor in tensors:
         assert tensor.shape == shape, (tensor.shape, header)
         assert tensor.dtype == dtype, (tensor.dtype, header)
+
+
+def stage_in(payload: Tensor) -> int | None:
+    """Return which stage has failed, by the payload of its frame; None where a frame has none."""
+    return int(payload.flatten()[0]) if payload.numel() else None

@@ -11,8 +11,8 @@ from weakref import WeakValueDictionary
 from torch import Tensor
 
 from penstock.errors import LinkClosedError, WaitTimeoutError
-from penstock.pipeline.links.frame import FrameHeader, check_header
-from penstock.pipeline.links.link import Carrier, check_shapes
+from penstock.pipeline.links.frame import FrameHeader, FrameKind, check_header, failed_step
+from penstock.pipeline.links.link import Carrier, check_shapes, stage_in
 from penstock.process.endpoints import MemoryHandle
 from penstock.trace.phases import NOBODYS, Phase, PhaseClock
 
@@ -83,6 +83,8 @@ class MemoryLink(Carrier):
             self._changed.notify_all()
         clock.begin(Phase.COMM)
         check_header(header, received, self._name, requests)
+        if received.kind is FrameKind.FAILED:
+            raise failed_step(header, stage_in(tensors[0]))
         for target, tensor in zip(out, tensors, strict=True):
             target.copy_(tensor)
         clock.begin(before)

@@ -50,6 +50,8 @@ class SharedMemoryLink(Carrier):
         clock.await_device()  # as for a send; a last stage that has sampled nothing has not waited yet
         clock.begin(Phase.COMM)
         self._memory.check_header(index, header, requests)
-        self._memory.empty(index, header, out, requests)
-        ring.release()
-        clock.begin(before)
+        try:
+            self._memory.empty(index, header, out, requests)
+        finally:  # a step that has failed is not the end of the link
+            ring.release()
+            clock.begin(before)

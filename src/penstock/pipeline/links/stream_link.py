@@ -209,9 +209,11 @@ class StreamReceiver(_StreamLink):
         self._take(self._whole, deadline, header.purpose)
         clock.await_device()  # as for a send; a last stage that has sampled nothing has not waited yet
         clock.begin(Phase.COMM)
-        self._memory.empty(index, header, out, requests)
-        self._free.put(index)
-        clock.begin(before)
+        try:
+            self._memory.empty(index, header, out, requests)
+        finally:  # a step that has failed is not the end of the link
+            self._free.put(index)
+            clock.begin(before)
 
     def _read(self, stream: Stream) -> None:
         while (index := self._free.get()) != _OVER:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from operator import attrgetter
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import (
@@ -195,6 +196,11 @@ class Metrics:
         )
         yield self._gauge("paused", "1 while an administrator has paused the engine.", stats.scheduler.paused)
         yield self._gauge(
+            "starts_held_back",
+            "1 while no waiting request starts because the host is short of memory.",
+            bool(stats.scheduler.held_back),
+        )
+        yield self._gauge(
             "operations_open",
             "Administrators' operations that are accepted and that not all ranks have behind them.",
             stats.open_operations,
@@ -262,6 +268,7 @@ class Metrics:
                 "Requests that a lost stage has interrupted.",
                 stats.scheduler.recovered_requests,
             ),
+            ("failed_steps", "Plans that a stage had no memory for.", stats.scheduler.failed_steps),
             ("core_restarts", "Times that a lost engine core was started again.", stats.restarts.core),
             ("engine_steps", "Plans sent through the pipe.", stats.step_id),
         ):
@@ -290,19 +297,21 @@ class Metrics:
         yield self._counter("stage_restarts", "Times that a lost stage was started again.", "stage", restarts)
 
     def _stage_memory(self, stages: Sequence[StageMemory]) -> Iterator[Metric]:
-        used = GaugeMetricFamily(
-            PREFIX + "stage_kv_bytes", "Memory of the stage's KV cache.", labels=_OF_STAGE
-        )
-        stranded = GaugeMetricFamily(
-            PREFIX + "stage_stranded_bytes",
-            "Memory that could be KV cache too, did the tightest stage not set the number of blocks.",
-            labels=_OF_STAGE,
-        )
-        for stage in stages:
-            of_stage = self._of_stage(stage)
-            used.add_metric(of_stage, stage.kv_bytes)
-            stranded.add_metric(of_stage, stage.stranded_bytes)
-        yield from (used, stranded)
+        for name, text, of_bytes in (
+            ("weight", "Memory of the stage's weights.", attrgetter("weight_bytes")),
+            ("kv", "Memory of the stage's KV cache.", attrgetter("kv_bytes")),
+            ("peak", "Memory that its largest plan was measured to take.", attrgetter("peak_bytes")),
+            ("margin", "Memory that the stage leaves free besides.", attrgetter("margin_bytes")),
+            (
+                "stranded",
+                "Memory that could be KV cache too, did the tightest stage not set the number of blocks.",
+                attrgetter("stranded_bytes"),
+            ),
+        ):
+            family = GaugeMetricFamily(f"{PREFIX}stage_{name}_bytes", text, labels=_OF_STAGE)
+            for stage in stages:
+                family.add_metric(self._of_stage(stage), of_bytes(stage))
+            yield family
 
     def _stages(self, times: Sequence[StageTimes]) -> Iterator[Metric]:
         busy = GaugeMetricFamily(

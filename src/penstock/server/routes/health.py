@@ -138,6 +138,8 @@ class HealthRoute:
             return Health(state="overloaded", reason="as many requests wait as may")
         if shortage := self._context.memory.shortage:
             return Health(state="overloaded", reason=shortage)
+        if status.stats is not None and (reason := status.stats.scheduler.held_back):
+            return Health(state="overloaded", reason=reason, code="low_memory")
         return Health(state="ready", reason=status.reason, since=status.since)
 
 

@@ -111,6 +111,7 @@ class ReplicaView(msgspec.Struct, frozen=True, kw_only=True):
     reason: str
     failed_stage: int | None = None  # why it is not ready, where one stage is
     paused: bool | None = None
+    held_back: str | None = None  # why no waiting request starts; empty: nothing stands in its way
     plan_interval_ms: int | None = None  # as `/slow_down` has it
     epoch: int | None = None
     step: int | None = None  # of the next plan
@@ -316,6 +317,7 @@ def _replica(index: int, status: StatusLike, laid: Sequence[StageShape]) -> Repl
         reason=status.reason,
         failed_stage=status.stage,
         paused=stats.scheduler.paused,
+        held_back=stats.scheduler.held_back,
         plan_interval_ms=stats.plan_interval_ms,
         epoch=stats.epoch,
         step=stats.step_id,

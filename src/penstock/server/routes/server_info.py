@@ -12,6 +12,7 @@ import msgspec
 from starlette.responses import Response
 
 from penstock import __version__
+from penstock.engine.stats import StageMemory
 from penstock.process.config import HostLink, StageShape, rank_names
 from penstock.process.pipe_hosts import HostClock, PipeHosts
 from penstock.server.engine_port import EngineLike, ServedModel
@@ -39,6 +40,7 @@ class ServerInfo(msgspec.Struct, frozen=True, kw_only=True):
         numeric_classes: of each replica, by the name of the rank; empty where its core has not spoken yet.
         are_classes_mixed: the ranks of all replicas compute in several.
         speculation: who guesses tokens; empty: nobody does; and whether that changes none.
+        memory: of each stage of each replica, in bytes, as its core has told.
         links: between hosts, as measured when they were chosen; empty on one host.
         clocks: of the hosts, against that of the head: what traces are shifted by, and how exact that is.
         settings: by the names that a settings file has for them; empty for a server that the command line has
@@ -54,6 +56,7 @@ class ServerInfo(msgspec.Struct, frozen=True, kw_only=True):
     numeric_classes: list[dict[str, str]]
     are_classes_mixed: bool
     speculation: SpeculationInfo
+    memory: list[StageMemory]
     links: list[HostLink]
     clocks: list[HostClock]
     settings: dict[str, Any]
@@ -93,6 +96,7 @@ class ServerInfoRoute:
             numeric_classes=classes,
             are_classes_mixed=len({each for of_ranks in classes for each in of_ranks.values()}) > 1,
             speculation=self._speculation(),
+            memory=self._memory(),
             links=hosts.links or list(model.host_links),
             clocks=hosts.clocks,
             settings=self._settings,
@@ -106,6 +110,11 @@ class ServerInfoRoute:
                 told = status.stats.scheduler.speculation
                 return SpeculationInfo(told.drafter, told.is_exact)
         return SpeculationInfo()
+
+    def _memory(self) -> list[StageMemory]:
+        """Of all replicas whose cores have spoken."""
+        stats = self._engine.status().stats
+        return [] if stats is None else stats.stage_memory
 
     def _numeric_classes(self) -> list[dict[str, str]]:
         """Of each replica: the class of each rank, as its core has heard from it."""

@@ -1,0 +1,87 @@
+"""Waiting requests start only while the host has memory to spare, so that what runs can end.
+
+    free memory    ─────╲                        ╱──────
+    opens at       - - - ╲ - - - - - - - - - - ╱ - - - -     5/4 of the limit
+    limit          - - - -╲- - - - - - - - - -╱- - - - -
+                   open    │      shut        │   open       whoever has started goes on all the time
+
+Who waits is not refused: a request starts when memory is back, or waits until the limits of the queue end it.
+Asked by `scheduler.scheduler` for every plan; looks once a second at most, at the memory of the core's host
+and at what the stages on CPUs have told of theirs.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+
+from penstock.batch import StageTimes
+from penstock.process.host_memory import host_available_bytes
+from penstock.scheduler.start_order import StartGate
+
+LOOK_S = 1.0  # between two looks
+
+_logger = logging.getLogger(__name__)
+
+
+class MemoryGate(StartGate):
+    """Shut while a host has less memory left than a limit, and until it has a quarter more than that.
+
+    Args:
+        min_bytes: the limit.
+        clock: monotonic seconds.
+        available: bytes that the core's host can still give.
+
+    Attributes:
+        told: returns the newest reports of the stages; their owner sets it.
+    """
+
+    def __init__(self, min_bytes: int, clock: Callable[[], float], available: Callable[[], int]) -> None:
+        self._min_bytes = min_bytes
+        self._clock = clock
+        self._available = available
+        self._look_at = clock()
+        self.reason = ""
+        self.told: Callable[[], Sequence[StageTimes]] = list
+
+    def is_open(self) -> bool:
+        now = self._clock()
+        if now >= self._look_at:
+            self._look_at = now + LOOK_S
+            self._look()
+        return not self.reason
+
+    def _look(self) -> None:
+        limit = self._enough if self.reason else self._min_bytes
+        free, host = min(self._free())
+        if free >= limit:
+            if self.reason:
+                _logger.warning("%s has %d MiB of memory left: waiting requests start.", host, free >> 20)
+            self.reason = ""
+            return
+        reason = f"{host} has {free >> 20} MiB of memory left, less than {limit >> 20} MiB"
+        if not self.reason:
+            _logger.warning("%s: no waiting request starts until it has more.", reason)
+        self.reason = reason
+
+    def _free(self) -> Iterator[tuple[int, str]]:
+        """What each host has left, with words for it."""
+        try:
+            yield self._available(), "the host"
+        except OSError:  # a host that does not say
+            yield self._enough, "the host"
+        for times in self.told():
+            if times.free_bytes is not None:
+                yield times.free_bytes, f"the host of stage {times.stage}"
+
+    @property
+    def _enough(self) -> int:
+        """What opens a gate that is shut."""
+        return self._min_bytes + self._min_bytes // 4
+
+
+def memory_gate(
+    min_bytes: int, clock: Callable[[], float], available: Callable[[], int] = host_available_bytes
+) -> MemoryGate | None:
+    """Return the gate of a core; None: the limit is 0, and nobody is held back."""
+    return MemoryGate(min_bytes, clock, available) if min_bytes else None

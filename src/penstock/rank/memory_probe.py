@@ -1,0 +1,327 @@
+"""Measures what the largest plan of a rank takes beside weights and KV cache, before the cache is sized.
+
+    weights ─▶ small KV cache, runner ─▶ prompts that fill a plan ─▶ every row decodes and is sampled ─▶ peak
+
+Every rank measures by itself and waits for nobody: where ranks share a stage, each takes the others to bring
+what it brings (`TensorGroup.rehearsing`). Rows read the blocks of the small cache again and again, as if it
+were as large as the one that comes.
+
+A GPU runs the whole plan, and its allocator says what that took. On a CPU time counts: one layer runs, since
+all layers use the same memory in turn, with as many tokens as take `REHEARSAL_S`, and the resident memory of
+the process says what that took. The outputs of our kernels lie in memory that is made for the largest plan at
+once, and is counted as a whole; where torch makes it for each step, it grows with the tokens.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import math
+import time
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from penstock.batch import KNOWN, LogitChanges, NewRow, RowSampling, ScheduledBatch
+from penstock.errors import NotEnoughMemoryError
+from penstock.kernels.candidates import HeadOutput, HeadRequest
+from penstock.kernels.pages import counted_bytes
+from penstock.models.decoder import Decoder
+from penstock.models.intermediate import IntermediateTensors
+from penstock.process.config import RankConfig
+from penstock.process.host_memory import forget_peak, peak_resident_bytes
+from penstock.rank.loading import LoadedRank, available_bytes, build_runner, dtype_of
+from penstock.runner.forward_batch import ForwardBatch
+from penstock.runner.mtp_guesser import NORMED, NoGuesser
+
+REHEARSAL_S = 0.2  # of the prompts, and of the samples, on a CPU; more if the fewest take longer
+_NUM_BLOCKS = 64  # of the small cache
+_FEWEST_TOKENS, _FEWEST_ROWS = 64, 4
+_KERNEL_CONTEXT = 512  # tokens that a row attends to: more of them take no more memory of our kernels
+_NUM_LOGPROBS = 20  # the most that a client may ask for
+
+_ANY_SAMPLING = RowSampling(  # of whole logits, with everything that is done to them
+    temperature=1.0,
+    top_k=0,
+    top_p=0.9,
+    min_p=0.0,
+    seed=0,
+    min_tokens=0,
+    suppressed_ids=[],
+    num_logprobs=_NUM_LOGPROBS,
+    changes=LogitChanges(presence_penalty=0.5, frequency_penalty=0.5, repetition_penalty=1.1),
+)
+
+
+class PeakMeter(Protocol):
+    """Says how much more memory was in use at once than when it was begun."""
+
+    def begin(self) -> None:
+        """Count from what is in use now."""
+        ...
+
+    def growth(self) -> int:
+        """The most bytes more that were in use, since it was begun or asked last."""
+        ...
+
+    def end(self) -> None:
+        """What was used is free again: give it back, so that it is seen to be free."""
+        ...
+
+
+class ResidentMeter:
+    """Goes by the resident memory of this process."""
+
+    def __init__(
+        self, peak: Callable[[], int] = peak_resident_bytes, forget: Callable[[], None] = forget_peak
+    ) -> None:
+        self._peak, self._forget = peak, forget
+        self._begun = 0
+
+    def begin(self) -> None:
+        self._forget()
+        self._begun = self._peak()
+
+    def growth(self) -> int:
+        grown = max(0, self._peak() - self._begun)
+        self._forget()
+        return grown
+
+    def end(self) -> None:
+        """What is large goes back to the system by itself."""
+
+
+class DeviceMeter:
+    """Goes by torch's allocator for a GPU: by what it has reserved, with what lies between allocations."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._begun = 0
+
+    def begin(self) -> None:
+        torch.cuda.synchronize(self._device)
+        torch.cuda.empty_cache()
+        self._begun = torch.cuda.memory_reserved(self._device)
+        torch.cuda.reset_peak_memory_stats(self._device)
+
+    def growth(self) -> int:
+        torch.cuda.synchronize(self._device)
+        grown = max(0, torch.cuda.max_memory_reserved(self._device) - self._begun)
+        torch.cuda.reset_peak_memory_stats(self._device)
+        return grown
+
+    def end(self) -> None:
+        torch.cuda.empty_cache()
+
+
+class NoMeter:
+    """For threads of one process, whose memory nobody can tell apart: only what is counted is known."""
+
+    def begin(self) -> None:
+        """There is nothing to count from."""
+
+    def growth(self) -> int:
+        return 0
+
+    def end(self) -> None:
+        """There is nothing to give back."""
+
+
+def meter_of(config: RankConfig) -> PeakMeter:
+    """Return the meter for a rank's memory."""
+    if config.device_type == "cuda":
+        return DeviceMeter(torch.device(config.device))
+    return NoMeter() if config.are_threads else ResidentMeter()
+
+
+class NoProbe:
+    """Measures nothing: a rank that takes the place of another gets as many KV blocks as that one had."""
+
+    def peak_bytes(self, config: RankConfig, loaded: LoadedRank) -> int:
+        """What the largest plan takes, in bytes beside weights and KV cache; 0: it is not known."""
+        return 0
+
+
+class MemoryProbe(NoProbe):
+    """Runs what the largest plan is made of.
+
+    Args:
+        meter: None: the one for the rank.
+        clock: seconds.
+    """
+
+    def __init__(
+        self, meter: PeakMeter | None = None, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
+        self._meter, self._clock = meter, clock
+
+    def peak_bytes(self, config: RankConfig, loaded: LoadedRank) -> int:
+        """As `NoProbe.peak_bytes`.
+
+        Raises:
+            NotEnoughMemoryError: the device has no room for such a plan, whatever the KV cache takes.
+        """
+        meter = self._meter or meter_of(config)
+        with torch.inference_mode(), loaded.group.rehearsing():
+            peak_bytes = _Rehearsal(config, loaded, meter, self._clock).peak_bytes()
+        gc.collect()  # the runner and its rows hold each other
+        meter.end()
+        return peak_bytes
+
+
+def probe_of(config: RankConfig) -> NoProbe:
+    """Return the probe of a rank."""
+    return NoProbe() if config.first_load.identity else MemoryProbe()
+
+
+class _EnoughError(Exception):
+    """One layer has run."""
+
+
+class _HeadAlone(NoGuesser):
+    """In place of the MTP layer: the states of the tokens that are sampled are at hand."""
+
+    def __init__(self, model: Decoder) -> None:
+        self._model = model
+
+    def candidates(self, states: Tensor, request: HeadRequest) -> HeadOutput:
+        return self._model.candidates(states, request)
+
+
+class _Rehearsal:
+    """One measurement. What it has made goes with it."""
+
+    def __init__(
+        self, config: RankConfig, loaded: LoadedRank, meter: PeakMeter, clock: Callable[[], float]
+    ) -> None:
+        self._config, self._loaded, self._meter, self._clock = config, loaded, meter, clock
+        self._on_gpu = loaded.device.type == "cuda"
+        kv = loaded.storage.allocate(_NUM_BLOCKS)
+        pages = counted_bytes()
+        meter.begin()
+        self._runner = build_runner(config, loaded, kv)
+        if isinstance(loaded.model, Decoder):
+            self._runner.guesser = _HeadAlone(loaded.model)
+        self._pages = counted_bytes() - pages  # of activations that are made for the largest plan at once
+        shape = config.max_num_batched_tokens, loaded.spec.hidden_size
+        self._received = torch.zeros(shape, dtype=dtype_of(config), device=loaded.device)
+        self._longest = self._longest_context()
+
+    def peak_bytes(self) -> int:
+        """Run prompts, then decodes with samples."""
+        most, largest = self._config.max_num_seqs, self._config.max_num_batched_tokens
+        num_tokens, prefill = self._grown(self._prefill, _FEWEST_TOKENS, largest)
+        decode = self._layers_of_decodes(min(most, largest))
+        num_rows, sampled = self._grown(self._sample, _FEWEST_ROWS, min(most, largest))
+        sampled = sampled * self._config.max_num_samples // num_rows
+        if not (self._on_gpu or self._config.is_first):  # what is received, and a stream of zeros
+            sampled += 2 * self._received.nbytes
+        if self._pages:
+            touched = self._pages * num_tokens // largest
+            return self._pages + max(0, prefill - touched, decode - touched) + sampled
+        return max(prefill * largest // num_tokens, decode + sampled)
+
+    def _grown(self, run: Callable[[int], None], fewest: int, most: int) -> tuple[int, int]:
+        """Run as many as there is time for: how many they were, and by how much memory has grown."""
+        count = most if self._on_gpu else min(fewest, most)
+        started = self._clock()
+        run(count)
+        spent = max(1e-9, self._clock() - started)
+        possible = min(most, int(count * REHEARSAL_S / spent))
+        if possible > count:
+            count = possible
+            run(count)
+        return count, self._meter.growth()
+
+    def _longest_context(self) -> int:
+        """Tokens that all rows of a plan together attend to at most: as many as there is memory for."""
+        if self._loaded.has_kernels and not self._on_gpu:
+            return _KERNEL_CONTEXT
+        of_token = max(1, self._loaded.storage.block_bytes // self._config.block_size)
+        free = available_bytes(self._loaded.device) // self._config.num_sharers
+        return max(2, min(free // of_token, self._config.max_num_seqs * self._config.max_model_len))
+
+    def _prefill(self, num_tokens: int) -> None:
+        """Chunks of prompts, as long as they may be, that together have so many tokens."""
+        longest = self._config.max_model_len - 1  # behind a chunk there is another token
+        per_row = min(self._config.prefill_chunk or longest, longest, num_tokens)
+        counts = [per_row] * min(self._config.max_num_seqs, num_tokens // per_row)
+        self._run_layers(counts, is_sampled=False)
+
+    def _layers_of_decodes(self, num_rows: int) -> int:
+        self._run_layers([1] * num_rows, is_sampled=True)
+        return self._meter.growth()
+
+    def _run_layers(self, counts: Sequence[int], *, is_sampled: bool) -> None:
+        """Run rows with so many tokens each, with the longest context that there is memory for."""
+        context = min(self._config.max_model_len - 1, max(self._longest // len(counts), *counts))
+        while True:
+            batch = self._begin(counts, context, is_sampled=is_sampled)
+            tensors = self._inputs(batch)
+            with contextlib.suppress(_EnoughError):
+                tensors = self._runner.forward(tensors, batch, None if self._on_gpu else _first_layer_only)
+            if tensors.failure is None:
+                return
+            if context // 2 < max(counts):
+                raise NotEnoughMemoryError(
+                    f"{self._config.name} has no memory for a plan of {batch.num_tokens} tokens beside its "
+                    "weights.",
+                    remedy="Lower --max-num-batched-tokens or --max-num-seqs, or use more stages.",
+                )
+            self._meter.growth()  # what the attempt has taken does not count
+            context //= 2  # requests with more must fit the KV cache, which is smaller than what is free now
+
+    def _sample(self, num_rows: int) -> None:
+        """Sample the newest token of so many rows, on a rank that samples."""
+        if not self._config.is_last:
+            return
+        batch = self._begin(
+            [1] * num_rows, min(_KERNEL_CONTEXT, self._config.max_model_len - 1), is_sampled=True
+        )
+        states = self._received[:num_rows]
+        tensors = IntermediateTensors({"hidden_states": states, NORMED: states})
+        if not isinstance(self._loaded.model, Decoder):  # what its head takes only its layers know
+            tensors = self._runner.forward(self._inputs(batch), batch)
+        result = self._runner.sample(tensors, batch)
+        if result.error is not None:
+            raise NotEnoughMemoryError(
+                f"{self._config.name} has no memory to sample {num_rows} rows beside its weights.",
+                remedy="Lower --max-num-seqs, or use more stages.",
+            )
+
+    def _begin(self, counts: Sequence[int], context: int, *, is_sampled: bool) -> ForwardBatch:
+        """Let rows enter that have a context of so many tokens, the last `counts` of which are run."""
+        runner, block_size = self._runner, self._config.block_size
+        runner.reset()
+        ids = [token % self._loaded.spec.vocab_size for token in range(context + 1)]
+        blocks = [block % _NUM_BLOCKS for block in range(math.ceil(context / block_size))]
+        rows = list(range(len(counts)))
+        plan = ScheduledBatch(
+            step_id=0,
+            rows=rows,
+            num_tokens=list(counts),
+            start_positions=[context - count for count in counts],
+            new_blocks=[blocks] * len(rows),
+            need_sampled=[is_sampled] * len(rows),
+            token_from=[KNOWN] * len(rows),
+            new_rows=[
+                NewRow(row, 0, str(row), context, ids[: context + (not is_sampled)], _ANY_SAMPLING)
+                for row in rows
+            ],
+        )
+        runner.admit(plan)
+        return runner.complete(runner.begin(plan))
+
+    def _inputs(self, batch: ForwardBatch) -> IntermediateTensors:
+        """What the first own layer takes: tokens, or what the stage before might have sent."""
+        if self._config.is_first:
+            return self._runner.embed(batch)
+        received = self._received[: batch.num_tokens]
+        return IntermediateTensors({"hidden_states": received, "residual": torch.zeros_like(received)})
+
+
+def _first_layer_only(layer: int) -> None:
+    if layer:
+        raise _EnoughError

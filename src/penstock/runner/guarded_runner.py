@@ -1,0 +1,158 @@
+"""A runner that outlives a plan for which the device has no memory: the plan fails, and the stage goes on.
+
+    stage 0    embed ▶ forward: no memory ──▶ a frame that says so
+    stage 1    forward is left out        ──▶ a frame that says so
+    last       no sample                  ──▶ a result with the error; failed samples to the earlier stages
+
+Rows, block tables and token returns move on as they do in a step that is computed, so that all stages agree
+about the steps behind it. The scheduler ends the requests of the plan (`scheduler.request_endings`), whose
+keys and values are not all there. Ranks that share a stage wait for each other within a step: where one of
+them has no memory, the error ends the epoch, and weights and processes stay (`rank.rank`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import msgspec
+import torch
+
+from penstock.batch import StepResult
+from penstock.errors import MEMORY_REMEDY, PlanMemoryError
+from penstock.models.interfaces import BeforeLayer
+from penstock.models.intermediate import IntermediateTensors
+from penstock.runner.forward_batch import ForwardBatch
+from penstock.runner.model_runner import ModelRunner
+
+_NO_MEMORY = (torch.OutOfMemoryError, MemoryError)
+
+_logger = logging.getLogger(__name__)
+
+
+class FailedTensors(IntermediateTensors):
+    """Stand for what was not computed: the number of the stage that has failed, in the memory of one number.
+
+    Args:
+        num_tokens, width, dtype: of the step's hidden states.
+        failure: why.
+    """
+
+    def __init__(self, num_tokens: int, width: int, dtype: torch.dtype, failure: PlanMemoryError) -> None:
+        number = torch.full((1, 1), float(failure.stage or 0), dtype=dtype).expand(num_tokens, width)
+        super().__init__({"hidden_states": number, "residual": number})
+        self.failure = failure
+
+
+class GuardedRunner(ModelRunner):
+    """Runs as `ModelRunner` does, and makes of an allocation that fails the failure of its plan.
+
+    Args:
+        runner: as for `ModelRunner`.
+        stage: its number.
+        width, dtype: of the hidden states.
+        is_alone: no other rank shares the stage's layers; else what fails is raised.
+    """
+
+    def __init__(self, *runner: Any, stage: int, width: int, dtype: torch.dtype, is_alone: bool) -> None:
+        super().__init__(*runner)
+        self._stage = stage
+        self._width, self._dtype = width, dtype
+        self._is_alone = is_alone
+
+    def embed(self, batch: ForwardBatch) -> IntermediateTensors:
+        return self._guarded(batch, partial(super().embed, batch))
+
+    def forward(
+        self, tensors: IntermediateTensors, batch: ForwardBatch, before_layer: BeforeLayer | None = None
+    ) -> IntermediateTensors:
+        if tensors.failure is not None:
+            return tensors
+        output = self._guarded(batch, partial(super().forward, tensors, batch, before_layer))
+        if output.failure is not None:
+            with contextlib.suppress(PlanMemoryError):
+                tensors["hidden_states"]  # else its frame would be there in place of the next step's
+        return output
+
+    def skip(self, tensors: IntermediateTensors, batch: ForwardBatch) -> IntermediateTensors:
+        return self._guarded(batch, partial(super().skip, tensors, batch))
+
+    def sample(self, tensors: IntermediateTensors, batch: ForwardBatch) -> StepResult:
+        if tensors.failure is not None:
+            return self._failed_result(batch, tensors.failure)
+        try:
+            return super().sample(tensors, batch)
+        except _NO_MEMORY as error:
+            return self._failed_result(batch, self._failure(batch.plan.step_id, error))
+
+    def with_scores(
+        self, result: StepResult, tensors: IntermediateTensors, batch: ForwardBatch
+    ) -> StepResult:
+        return self._extended(result, batch, partial(super().with_scores, result, tensors, batch))
+
+    def with_guesses(
+        self, result: StepResult, tensors: IntermediateTensors, batch: ForwardBatch
+    ) -> StepResult:
+        return self._extended(result, batch, partial(super().with_guesses, result, tensors, batch))
+
+    def _guarded(
+        self, batch: ForwardBatch, compute: Callable[[], IntermediateTensors]
+    ) -> IntermediateTensors:
+        try:
+            return compute()
+        except PlanMemoryError as error:  # of a stage before
+            failure = error.with_traceback(None)
+        except _NO_MEMORY as error:
+            failure = self._failure(batch.plan.step_id, error)
+        return FailedTensors(batch.num_tokens, self._width, self._dtype, failure)
+
+    def _extended(
+        self, result: StepResult, batch: ForwardBatch, extend: Callable[[], StepResult]
+    ) -> StepResult:
+        """The result with more in it, or with the error: its samples are on their way already."""
+        if result.error is not None:
+            return result
+        try:
+            return extend()
+        except _NO_MEMORY as error:
+            scores: list[Any] = [[] for _ in batch.plan.scored]
+            failure = self._failure(batch.plan.step_id, error).info()
+            return msgspec.structs.replace(result, scores=scores, guesses={}, error=failure)
+
+    def _failure(self, step_id: int, error: BaseException) -> PlanMemoryError:
+        """The error of a step in which an allocation has failed; gives back what the allocator keeps."""
+        _logger.warning("stage %d had no memory left in step %d: %s", self._stage, step_id, error)
+        if isinstance(error, torch.OutOfMemoryError) and torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        failure = PlanMemoryError(
+            f"stage {self._stage} had no memory left for step {step_id}.",
+            remedy=MEMORY_REMEDY,
+            stage=self._stage,
+        )
+        if not self._is_alone:
+            raise failure from error
+        return failure
+
+    def _failed_result(self, batch: ForwardBatch, failure: PlanMemoryError) -> StepResult:
+        """The result of a step that was not computed, noted in the row table as any other."""
+        plan = batch.plan
+        if batch.is_void:
+            return self._void(batch)
+        sizes = plan.window_sizes
+        result = StepResult(
+            step_id=plan.step_id,
+            epoch=plan.epoch,
+            digest=plan.digest,
+            token_ids=[[-1] for _ in sizes],
+            num_rejected=[size - 1 for size in sizes],
+            logprobs=[None for _ in sizes],
+            failed=list(range(len(sizes))),
+            scores=[[] for _ in plan.scored],
+            pooled=[b"" for _ in plan.pooled],
+            error=failure.info(),
+        )
+        self.rows.post_update(plan.step_id, batch.sampled, result.token_ids, result.num_rejected)
+        return result
