@@ -27,7 +27,8 @@ from stand_in import use_rank
 from stub_rank import COUNTER_BYTES, StepCounter
 
 from penstock.cli.bench.http_stream import Target
-from penstock.cli.bench.online import Sender, replay
+from penstock.cli.bench.online import Sender
+from penstock.cli.bench.replaying import replay
 from penstock.cli.bench.results import RunResult, ledger_lines
 from penstock.config.engine import EngineConfig, ModelConfig, SchedulerConfig
 from penstock.config.server import ServerConfig

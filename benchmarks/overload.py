@@ -31,7 +31,8 @@ from peers.report import format_samples, markdown
 from peers.server_process import ServerProcess
 
 from penstock.cli.bench.http_stream import Target
-from penstock.cli.bench.online import Sender, replay
+from penstock.cli.bench.online import Sender
+from penstock.cli.bench.replaying import replay
 from penstock.cli.bench.results import RunResult
 from penstock.cli.http_client import served_model
 from penstock.workloads.requests import BenchRequest, synthetic

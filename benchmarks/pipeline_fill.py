@@ -33,7 +33,8 @@ from peers.server_process import ServerProcess
 from trace_events import read_spans, within
 
 from penstock.cli.bench.http_stream import Target
-from penstock.cli.bench.online import Sender, replay
+from penstock.cli.bench.online import Sender
+from penstock.cli.bench.replaying import replay
 from penstock.trace.chrome import Span, StageTrack
 from penstock.trace.phases import Phase
 from penstock.workloads.requests import BenchRequest

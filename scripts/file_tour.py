@@ -41,6 +41,7 @@ ROOMS = {
     "llm": "the engine as a Python object",
     "simulator": "the engine over stages that do not exist",
     "replay": "a recorded engine's decisions, made again and compared",
+    "reports": "what benchmarks measured, as one page without a network",
     "engine": "the wire between the core and its clients",
     "engine/supervisor": "the parent of all processes",
     "engine/core": "the core's process, around the scheduler",

@@ -27,6 +27,8 @@ PARTS = {  # of others, without a command line
     "observed.py",
     "prefix_trace.py",
     "ratios.py",
+    "ruled_core.py",
+    "ruled_supervisor.py",
     "sleeping_rank.py",
     "stand_in.py",
     "stub_rank.py",

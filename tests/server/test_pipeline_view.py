@@ -16,6 +16,7 @@ from live_server import LiveServer
 from penstock.batch import StageSpans, StageTimes
 from penstock.config.limits import Limits
 from penstock.config.server import ServerConfig
+from penstock.engine.stats import StageMemory
 from penstock.process.config import HostLink, StageShape
 from penstock.process.endpoints import Restarts
 from penstock.process.pipe_hosts import HostClock, PipeHosts
@@ -36,14 +37,16 @@ LINK = HostLink(
     bytes_per_s_out=1e6,
     bytes_per_s_in=4e6,
 )
+SPENT_NS = {Phase.WAIT_PREV: 500_000_000, Phase.FORWARD: 900_000_000, Phase.SAMPLE: 100_000_000}
 TIMES = StageTimes(
     stage=1,
     num_steps=7,
     wall_ns=4_000_000_000,
     busy_ns=1_000_000_000,
-    phase_ns=[500_000_000 * (phase is Phase.WAIT_PREV) for phase in Phase],
+    phase_ns=[SPENT_NS.get(phase, 0) for phase in Phase],
     busy_ratio=0.25,
 )
+MEMORY = StageMemory(stage=1, kv_bytes=48, stranded_bytes=16, weight_bytes=320)
 
 
 class TwoReplicas(FakeEngine):
@@ -66,6 +69,7 @@ def told() -> Status:
             host_bytes_used=5,
             store_bytes_read=8,
             stage_times=[TIMES],
+            stage_memory=[MEMORY],
             restarts=Restarts(stages=[0, 2], core=1),
         )
     )
@@ -102,6 +106,9 @@ def test_the_pipeline_as_it_is_now(server: LiveServer) -> None:
     assert (silent["layers"], silent["num_ranks"], silent["num_steps"]) == ([0, 5], 1, 0)
     assert (busy["layers"], busy["num_ranks"], busy["restarts"]) == ([5, 8], 2, 2)
     assert (busy["busy_ratio"], busy["wall_s"], busy["busy_s"]) == (0.25, 4.0, 1.0)
+    assert (busy["forward_s"], busy["sample_s"]) == (0.9, 0.1)
+    assert (busy["weight_bytes"], busy["kv_bytes"], busy["stranded_bytes"]) == (320, 48, 16)
+    assert silent["kv_bytes"] is None
     assert busy["bubble_s"]["wait_prev"] == 0.5
     assert sum(busy["bubble_s"].values()) == 0.5
     assert (second["ready"], second["reason"], second["kv"]) == (False, "the engine is loading", None)

@@ -24,6 +24,7 @@ class Script:
     status: int = 200
     error_body: bytes = b""
     card: dict[str, Any] = field(default_factory=lambda: {"id": MODEL, "vocab_size": 64})
+    answers: dict[str, Any] = field(default_factory=dict)  # JSON by path, of other GETs
     health: list[int] = field(default_factory=list)  # answers of /health in turn; 200 when none is left
     requests: list[dict[str, Any]] = field(default_factory=list)
     headers: list[dict[str, str]] = field(default_factory=list)
@@ -78,7 +79,8 @@ class _Handler(BaseHTTPRequestHandler):
             status = self.script.health.pop(0) if self.script.health else 200
             self._answer(status, b'{"state":"loading"}')
             return
-        self._answer(200, json.dumps({"object": "list", "data": [self.script.card]}).encode())
+        listing = {"object": "list", "data": [self.script.card]}
+        self._answer(200, json.dumps(self.script.answers.get(self.path, listing)).encode())
 
     def do_POST(self) -> None:
         raw = self.rfile.read(int(self.headers["Content-Length"]))

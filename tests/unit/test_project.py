@@ -27,6 +27,7 @@ DOCUMENTS = [
     "docs/adding-a-carrier.md",
     "docs/adding-a-model.md",
     "docs/architecture.md",
+    "docs/bench.md",
     "docs/clients.md",
     "docs/clusters.md",
     "docs/monitoring.md",

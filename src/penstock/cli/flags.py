@@ -8,7 +8,7 @@ of them reaches the command as keyword arguments by the names of the configs' fi
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Annotated, TypeVar
 
 from cyclopts import Parameter
@@ -44,13 +44,18 @@ def flag(
     )
 
 
-def with_settings(*configs: Config) -> Callable[[Command], Command]:
-    """Return a decorator of commands that take the settings of these configs as `**given`."""
+def with_settings(*configs: Config, without: Collection[str] = ()) -> Callable[[Command], Command]:
+    """Return a decorator of commands that take the settings of these configs as `**given`.
+
+    Args:
+        without: settings that the command has in a form of its own.
+    """
 
     def decorate(command: Command) -> Command:
         signature = inspect.signature(command)
         own = [each for each in signature.parameters.values() if each.kind is not each.VAR_KEYWORD]
-        parameters = [*own, *map(_parameter, declared(*configs))]
+        settings = [each for each in declared(*configs) if each.name not in without]
+        parameters = [*own, *map(_parameter, settings)]
         setattr(command, "__signature__", signature.replace(parameters=parameters))  # noqa: B010
         return command
 

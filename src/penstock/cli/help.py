@@ -35,6 +35,7 @@ Usage: penstock COMMAND ...     serves large language models through a pipeline
   complete [PROMPT]     let a running server continue a text
   bench serve           load a running server, and check that no token is lost
   bench throughput      offline: how many tokens a second; bench latency: how long one batch takes
+  bench sweep MODEL     a grid of layouts and concurrencies, measured and reported side by side
   cache ls STORE        whose KV blocks are in a store
   cache stat STORE      how much that is, and whether it is whole; cache clear: remove KV blocks
   hosts ls              which hosts have joined a head; hosts new-token: let hosts join later
@@ -47,14 +48,16 @@ Usage: penstock COMMAND ...     serves large language models through a pipeline
 `penstock COMMAND --help` shows a command. -v shows stack traces."""
 
 BENCH_HELP = """\
-Usage: penstock bench serve|throughput|latency ...
+Usage: penstock bench serve|throughput|latency|sweep ...
 
   penstock bench serve --num-prompts 100 --request-rate 4
 
   serve        load a running server, and check that no token is lost
   throughput   offline: how many tokens a second
   latency      offline: how long one batch takes
+  sweep        offline: a grid of layouts and concurrencies
 
+--html FILE writes a report with pictures, --json prints its numbers.
 `penstock bench serve --help` shows a command."""
 
 KERNELS_HELP = """\
@@ -211,6 +214,8 @@ COMMANDS: Mapping[tuple[str, ...], CommandHelp] = {
             "--random-output-len",
             "--request-rate",
             "--max-concurrency",
+            "--concurrency",
+            "--html",
             "--result-file",
         ),
     ),
@@ -218,13 +223,30 @@ COMMANDS: Mapping[tuple[str, ...], CommandHelp] = {
         "penstock bench throughput MODEL [flags]",
         "Generate for many random prompts offline.",
         "penstock bench throughput demo --pp 2 --num-prompts 64",
-        common=("--num-prompts", "--input-len", "--output-len", "--output-json", *_OFFLINE),
+        common=("--num-prompts", "--input-len", "--output-len", "--html", "--json", *_OFFLINE),
     ),
     ("bench", "latency"): CommandHelp(
         "penstock bench latency MODEL [flags]",
         "Time one batch offline, again and again.",
         "penstock bench latency demo --pp 2 --batch-size 1",
-        common=("--batch-size", "--input-len", "--output-len", "--num-iters", "--output-json", *_OFFLINE),
+        common=("--batch-size", "--input-len", "--output-len", "--num-iters", "--html", "--json", *_OFFLINE),
+    ),
+    ("bench", "sweep"): CommandHelp(
+        "penstock bench sweep MODEL [flags]",
+        "Measure every layout of a grid under several concurrencies, and report them side by side.",
+        "penstock bench sweep demo --pp 1,2 --depth 0,1,2 --concurrency 1,8,32 --html sweep.html",
+        common=(
+            "--pp",
+            "--tp",
+            "--depth",
+            "--micro-batches",
+            "--concurrency",
+            "--input-len",
+            "--output-len",
+            "--results",
+            "--html",
+            "--json",
+        ),
     ),
     ("cache", "ls"): CommandHelp(
         "penstock cache ls STORE",

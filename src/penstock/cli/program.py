@@ -64,6 +64,7 @@ def build_app(invocation: Invocation) -> App:
     bench.command("penstock.cli.bench.online:bench_serve", name="serve")
     bench.command("penstock.cli.bench.offline:bench_throughput", name="throughput")
     bench.command("penstock.cli.bench.offline:bench_latency", name="latency")
+    bench.command("penstock.cli.bench.sweep:bench_sweep", name="sweep")
     cache.command("penstock.cli.cache:cache_ls", name="ls")
     cache.command("penstock.cli.cache:cache_stat", name="stat")
     cache.command("penstock.cli.cache:cache_clear", name="clear")

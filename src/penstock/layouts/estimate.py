@@ -114,11 +114,22 @@ class Estimate:
         return self.layout.flags(None if self.is_default_split else self.layers)
 
 
-def estimate(layout: Layout, sizes: ModelSizes, devices: DeviceSet, load: Load) -> Estimate | None:
-    """Return what is known of a layout; None: the model does not fit."""
+def estimate(
+    layout: Layout,
+    sizes: ModelSizes,
+    devices: DeviceSet,
+    load: Load,
+    layers: Sequence[int] | None = None,
+) -> Estimate | None:
+    """Return what is known of a layout; None: the model does not fit.
+
+    Args:
+        layers: of each stage; None: the default split, or the best one where that is not good.
+    """
     even = [end - start for start, end in partition_layers(sizes.spec.num_layers, layout.pp)]
-    fitted = even if _fits(layout, sizes, even, load) else None
-    if not layout.is_uniform or fitted is None:
+    wanted = even if layers is None else list(layers)
+    fitted = wanted if _fits(layout, sizes, wanted, load) else None
+    if layers is None and (not layout.is_uniform or fitted is None):
         fitted = _searched(layout, sizes, load)
     if fitted is None:
         return None

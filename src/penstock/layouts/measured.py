@@ -7,7 +7,7 @@ that layouts can be compared. The links between stages of one host are part of t
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from penstock.families.spec import ModelSpec
@@ -35,7 +35,7 @@ def layouts_here(device: Device, spec: ModelSpec, wanted: Wanted, load_bits: int
     found = [
         layout
         for pp, tp in _sizes(device.cores, spec, wanted)
-        if can_share(spec, tp, load_bits) and wanted.allows(layout := _layout(device, pp, tp))
+        if can_share(spec, tp, load_bits) and wanted.allows(layout := layout_here(device, pp, tp))
     ]
     return sorted(found, key=lambda layout: (layout.num_devices, layout.pp))[:_MOST_LAYOUTS]
 
@@ -54,16 +54,27 @@ def _sizes(cores: int, spec: ModelSpec, wanted: Wanted) -> Iterator[tuple[int, i
                 yield pp, tp
 
 
-def _layout(device: Device, pp: int, tp: int) -> Layout:
+def layout_here(device: Device, pp: int, tp: int) -> Layout:
+    """Return the layout of so many stages of so many ranks on one host."""
     site = StageSite(host="here", device=device, num_ranks=tp, link=MEMORY)
     return Layout(replica_sites=((site,) * pp,))
 
 
 def measured_estimate(
-    layout: Layout, choice: PartitionChoice, sizes: ModelSizes, load: Load, *, is_default_split: bool
+    layout: Layout,
+    choice: PartitionChoice,
+    sizes: ModelSizes,
+    load: Load,
+    *,
+    is_default_split: bool,
+    layers: Sequence[int] | None = None,
 ) -> Estimate:
-    """Return what was measured of a layout as an estimate, with the planner's split."""
-    layers = choice.best.layers
+    """Return what was measured of a layout as an estimate.
+
+    Args:
+        layers: of each stage; None: the planner's split.
+    """
+    layers = choice.best.layers if layers is None else layers
     times = [
         MeasuredTimes(costs=costs, num_layers=count)
         for costs, count in zip(choice.costs, layers, strict=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 
 from penstock.errors import UsageError
@@ -74,6 +74,14 @@ def arrival_times(count: int, request_rate: float, burstiness: float, draw: rand
     return times
 
 
+def at_rate(
+    requests: Sequence[BenchRequest], request_rate: float, burstiness: float, seed: int
+) -> list[BenchRequest]:
+    """Return the same requests at random times of a rate, in place of their own (`arrival_times`)."""
+    times = arrival_times(len(requests), request_rate, burstiness, random.Random(seed))
+    return [replace(request, arrival_s=arrival_s) for request, arrival_s in zip(requests, times, strict=True)]
+
+
 def from_trace(
     rows: Sequence[TraceRow], *, length_scale: float, time_scale: float, vocab_size: int, seed: int
 ) -> list[BenchRequest]:
@@ -105,6 +113,12 @@ def check_fits(requests: Sequence[BenchRequest], max_model_len: int) -> None:
             f"{longest.output_len}), more than the model's {max_model_len}.",
             remedy="Use shorter lengths, or a larger --length-scale.",
         )
+
+
+def mean_lengths(requests: Sequence[BenchRequest]) -> tuple[int, int]:
+    """Return the tokens of a typical prompt and output, rounded down."""
+    prompts = sum(len(request.prompt_token_ids) for request in requests)
+    return prompts // len(requests), sum(request.output_len for request in requests) // len(requests)
 
 
 def _scaled(length: int, scale: float) -> int:

@@ -62,7 +62,7 @@ def test_d16_the_tightest_stage_strands_memory_of_the_others() -> None:
             tp_rank=tp_rank,
             max_blocks=max_blocks,
             block_bytes=block_bytes,
-            tensor_bytes=0,
+            tensor_bytes=7,
             bytes_read=0,
             load_seconds=0.0,
             is_invariant=True,
@@ -70,7 +70,7 @@ def test_d16_the_tightest_stage_strands_memory_of_the_others() -> None:
 
     ranks = [rank(0, 0, 10, 100), rank(0, 1, 11, 100), rank(1, 0, 16, 50)]
     assert stage_memory(ranks, 10) == [
-        StageMemory(stage=0, kv_bytes=2000, stranded_bytes=100),
-        StageMemory(stage=1, kv_bytes=500, stranded_bytes=300),
+        StageMemory(stage=0, kv_bytes=2000, stranded_bytes=100, weight_bytes=14),
+        StageMemory(stage=1, kv_bytes=500, stranded_bytes=300, weight_bytes=7),
     ]
     assert stage_memory([], 10) == []

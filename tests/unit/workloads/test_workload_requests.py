@@ -12,7 +12,7 @@ import pytest
 
 from paths import shared_data
 from penstock.errors import UsageError
-from penstock.workloads.requests import arrival_times, check_fits, from_trace, synthetic
+from penstock.workloads.requests import arrival_times, at_rate, check_fits, from_trace, synthetic
 from penstock.workloads.traces import TraceRow, read_trace
 
 RANDOM = {
@@ -40,6 +40,14 @@ def test_synthetic_lengths_are_exact_and_ids_in_the_vocabulary() -> None:
 def test_a_seed_names_one_load() -> None:
     assert synthetic(**RANDOM) == synthetic(**RANDOM)
     assert synthetic(**RANDOM) != synthetic(**(RANDOM | {"seed": 4}))
+
+
+def test_requests_of_a_trace_can_come_as_a_poisson_process() -> None:
+    requests = synthetic(**RANDOM)
+    timed = at_rate(requests, 8.0, 1.0, seed=3)
+    assert [each.arrival_s for each in timed] == arrival_times(20, 8.0, 1.0, random.Random(3))
+    assert [each.prompt_token_ids for each in timed] == [each.prompt_token_ids for each in requests]
+    assert {each.arrival_s for each in at_rate(timed, math.inf, 1.0, seed=3)} == {0.0}
 
 
 def test_range_ratio_spreads_lengths_within_its_bounds() -> None:

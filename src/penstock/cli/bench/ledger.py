@@ -1,6 +1,7 @@
 """The ledger: every token of every request must come exactly once, and every stream must end in order.
 
-`StreamAccount` books one stream as its events arrive (`bench.online` feeds it); `audit` compares all accounts
+`StreamAccount` books one stream as its events arrive (`bench.online` feeds it; `bench.engine_load` feeds one
+that crosses no HTTP); `audit` compares all accounts
 with what was asked for. The order of a stream: chunks, one finish reason, usage, one `[DONE]`; or, on
 failure, one error event and no `[DONE]`. Does no input or output.
 """
@@ -27,7 +28,9 @@ class _Choice(msgspec.Struct):
     index: int = 0
 
 
-class _Usage(msgspec.Struct):
+class Usage(msgspec.Struct):
+    """Tokens that a server or an engine has counted."""
+
     prompt_tokens: int = 0
     completion_tokens: int = 0
 
@@ -42,7 +45,7 @@ class _ErrorBody(msgspec.Struct):
 class _Event(msgspec.Struct):
     id: str = ""
     choices: list[_Choice] = []
-    usage: _Usage | None = None
+    usage: Usage | None = None
     error: _ErrorBody | None = None
 
 
@@ -69,7 +72,7 @@ class StreamAccount:
     stream_ids: set[str] = field(default_factory=set)
     finish_reasons: list[str] = field(default_factory=list)
     prompt_echo: list[int] | None = None
-    usage: _Usage | None = None
+    usage: Usage | None = None
     dones: int = 0
     after_done: int = 0  # events after [DONE]
     error: ErrorInfo | None = None  # a typed error that the server answered
@@ -104,9 +107,10 @@ class StreamAccount:
             self.prompt_echo = choice.prompt_token_ids
         self.text.append(choice.text)
         if choice.token_ids:
-            self._tokens(choice.token_ids, now)
+            self.add_tokens(choice.token_ids, now)
 
-    def _tokens(self, token_ids: list[int], now: float) -> None:
+    def add_tokens(self, token_ids: list[int], now: float) -> None:
+        """Book tokens that came at once."""
         if self.token_ids:
             self.chunk_gaps_s.append(now - self.last_token_s)
         else:

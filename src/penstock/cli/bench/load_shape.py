@@ -1,10 +1,10 @@
-"""Flags of loads that `bench serve` and `simulate` share: requests in flight, and how a trace is scaled."""
+"""Flags of loads that benchmarks and `simulate` share: requests in flight, and how a trace is scaled."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
@@ -12,6 +12,33 @@ from penstock.cli.flags import flag
 from penstock.errors import UsageError
 from penstock.workloads.requests import BenchRequest, from_trace
 from penstock.workloads.traces import TraceKind, read_trace
+
+DatasetName = Literal["random", "azure", "mooncake", "sharegpt", "custom"]
+
+
+def trace_path(name: DatasetName, path: Path | None) -> Path:
+    """Return the file of a load that is not random. Raises `UsageError` where none is given."""
+    if path is None:
+        raise UsageError(f"--dataset-name {name} needs --dataset-path.", remedy="Give the trace file.")
+    return path
+
+
+def whole_numbers(text: str, name: str, least: int = 1) -> list[int]:
+    """Return the different numbers of a text such as "1,8,32", in their order.
+
+    Raises:
+        UsageError: it is no such list, or a number is below `least`.
+    """
+    try:
+        numbers = list(dict.fromkeys(int(word) for word in text.split(",")))
+    except ValueError:
+        numbers = []
+    if not numbers or min(numbers) < least:
+        raise UsageError(
+            f"{name} is {text!r}; it must be whole numbers of at least {least}, such as {least},{least + 1}.",
+            param=name,
+        )
+    return numbers
 
 
 @Parameter(name="*")

@@ -1,11 +1,12 @@
 """`penstock bench throughput` and `penstock bench latency`: the engine without HTTP, through `penstock.LLM`.
 
-Called by `cli`. The engine is behind `Generate`, so that the measuring is tested without a model. Prompts are
-random token ids; outputs have exactly the asked length.
+Called by `cli`. The engine is behind `OfflineEngine`, so that the measuring is tested without a model.
+Prompts are random token ids; outputs have exactly the asked length.
 """
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -15,16 +16,22 @@ from typing import Annotated, Any
 
 from cyclopts import Parameter
 
+from penstock.cli.bench.engine_load import sampling_of
+from penstock.cli.bench.load_shape import DatasetName, trace_path
+from penstock.cli.bench.report_flags import LocalReportFlags, ReportFlags, new_report
 from penstock.cli.bench.results import write_json
+from penstock.cli.bench.stage_watch import NoWatch, StageWatch, Watch, resident_bytes_below
 from penstock.cli.flags import flag, with_settings
 from penstock.cli.terminal import Invocation
-from penstock.config.declared import ENGINE, configured, declared
-from penstock.config.engine import ParallelConfig
+from penstock.config.declared import ENGINE, configured, configured_engine, declared
+from penstock.config.engine import EngineConfig, ParallelConfig
 from penstock.config.refused_settings import refuse_replicas
 from penstock.errors import PenstockError, UsageError
-from penstock.request import SamplingParams
-from penstock.workloads.requests import BenchRequest, synthetic
+from penstock.reports.figures import PredictedFigures, RunFigures, latencies_of
+from penstock.reports.stage_use import StageCounts, counts_of_core
+from penstock.workloads.requests import BenchRequest, from_trace, mean_lengths, synthetic
 from penstock.workloads.summaries import percentile
+from penstock.workloads.traces import read_trace
 
 Generate = Callable[[Sequence[BenchRequest]], list[int]]
 """Generates for all requests; returns the number of tokens of each."""
@@ -32,15 +39,52 @@ Generate = Callable[[Sequence[BenchRequest]], list[int]]
 LATENCY_PERCENTS = (10, 25, 50, 75, 90, 99)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OfflineEngine:
+    """An engine without HTTP, as a benchmark sees it.
+
+    Attributes:
+        counts: returns what the stages have counted since their start.
+    """
+
+    generate: Generate
+    counts: Callable[[], Sequence[StageCounts]] = tuple
+
+    def watch(self, report: ReportFlags) -> Watch:
+        """Return what sees where the stages' time goes, for a report."""
+
+        async def read() -> Sequence[StageCounts]:
+            return self.counts()
+
+        return StageWatch(read, resident_bytes_below) if report.are_wanted else NoWatch()
+
+
 @Parameter(name="*")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ThroughputSettings:
     """How much `bench throughput` generates."""
 
+    dataset_name: Annotated[DatasetName, flag("kind of load", "--dataset-name", group="load")] = "random"
+    dataset_path: Annotated[Path | None, flag("trace file of the load", "--dataset-path", group="load")] = (
+        None
+    )
+    length_scale: Annotated[
+        float, flag("a trace's lengths are divided by this", "--length-scale", group="load")
+    ] = 1.0
     num_prompts: Annotated[int, flag("requests", "--num-prompts", group="load")] = 100
     input_len: Annotated[int, flag("tokens of a prompt", "--input-len", group="load")] = 128
     output_len: Annotated[int, flag("tokens to generate", "--output-len", group="load")] = 64
     output_json: Annotated[Path | None, flag("JSON of the numbers", "--output-json", group="load")] = None
+
+    def requests(self, vocab_size: int, seed: int) -> list[BenchRequest]:
+        """Return the load: random prompts, or the lengths of a trace; all at once. Raises `UsageError`."""
+        if self.dataset_name == "random":
+            return _random(self.num_prompts, self.input_len, self.output_len, vocab_size, seed)
+        path = trace_path(self.dataset_name, self.dataset_path)
+        rows = read_trace(path, self.num_prompts, kind=self.dataset_name)
+        return from_trace(
+            rows, length_scale=self.length_scale, time_scale=0.0, vocab_size=vocab_size, seed=seed
+        )
 
 
 @Parameter(name="*")
@@ -56,7 +100,7 @@ class LatencySettings:
     output_json: Annotated[Path | None, flag("JSON of the numbers", "--output-json", group="load")] = None
 
 
-_THROUGHPUT, _LATENCY = ThroughputSettings(), LatencySettings()
+_THROUGHPUT, _LATENCY, _REPORT = ThroughputSettings(), LatencySettings(), LocalReportFlags()
 
 
 @with_settings(*ENGINE)
@@ -65,14 +109,22 @@ def bench_throughput(
     /,
     *,
     load: ThroughputSettings = _THROUGHPUT,
+    report: LocalReportFlags = _REPORT,
     invocation: Annotated[Invocation, Parameter(parse=False)],
     **given: Any,
 ) -> int:
     """The command `bench throughput`."""
-    requests = _requests(model, load.num_prompts, load.input_len, load.output_len, given)
-    with offline_engine(model, given) as generate:
-        numbers = measure_throughput(requests, generate, time.perf_counter)
-    invocation.say(
+    requests = load.requests(vocab_size_of(model, given), given.get("seed", 0))
+    config = configured_engine(given, model)
+    predicted = _predicted(report, config, requests, invocation)
+    with offline_engine(model, given) as engine:
+        watch = engine.watch(report)
+        asyncio.run(watch.begin())
+        numbers = measure_throughput(requests, engine.generate, time.perf_counter)
+        stages = asyncio.run(watch.end(numbers["elapsed_time"]))
+    _say(
+        report,
+        invocation,
         f"Throughput: {numbers['requests_per_second']:.2f} requests/s, "
         f"{numbers['tokens_per_second']:.2f} total tokens/s, "
         f"{numbers['output_tokens_per_second']:.2f} output tokens/s",
@@ -81,6 +133,20 @@ def bench_throughput(
     )
     if load.output_json is not None:
         write_json(load.output_json, numbers)
+    if report.are_wanted:
+        run = RunFigures(
+            series=series_of(config),
+            concurrency=len(requests),
+            duration_s=numbers["elapsed_time"],
+            completed=len(requests),
+            prompt_tokens=numbers["num_prompt_tokens"],
+            output_tokens=numbers["num_output_tokens"],
+            stages=stages,
+            predicted=predicted,
+        )
+        settings = given | {"num_prompts": load.num_prompts, "input_len": load.input_len}
+        settings["output_len"] = load.output_len
+        report.deliver(new_report("Offline throughput", model, settings, [run]), invocation)
     return 0
 
 
@@ -90,24 +156,70 @@ def bench_latency(
     /,
     *,
     load: LatencySettings = _LATENCY,
+    report: LocalReportFlags = _REPORT,
     invocation: Annotated[Invocation, Parameter(parse=False)],
     **given: Any,
 ) -> int:
     """The command `bench latency`."""
     if load.num_iters < 1 or load.num_iters_warmup < 0:
         raise UsageError(f"--num-iters is {load.num_iters}; it must be at least 1, and warm-up at least 0.")
-    batch = _requests(model, load.batch_size, load.input_len, load.output_len, given)
-    with offline_engine(model, given) as generate:
+    vocab_size, seed = vocab_size_of(model, given), given.get("seed", 0)
+    batch = _random(load.batch_size, load.input_len, load.output_len, vocab_size, seed)
+    config = configured_engine(given, model)
+    predicted = _predicted(report, config, batch, invocation)
+    with offline_engine(model, given) as engine:
         for _ in range(load.num_iters_warmup):
-            _timed(batch, generate, time.perf_counter)
-        samples = [_timed(batch, generate, time.perf_counter) for _ in range(load.num_iters)]
+            _timed(batch, engine.generate, time.perf_counter)
+        watch = engine.watch(report)
+        asyncio.run(watch.begin())
+        samples = [_timed(batch, engine.generate, time.perf_counter) for _ in range(load.num_iters)]
+        stages = asyncio.run(watch.end(sum(samples)))
     numbers = latency_numbers(samples)
-    invocation.say(f"Avg latency: {numbers['avg_latency']:.6f} seconds")
-    for percent, value in numbers["percentiles"].items():
-        invocation.say(f"{percent}% percentile latency: {value:.6f} seconds")
+    percentiles = [
+        f"{percent}% percentile latency: {value:.6f} seconds"
+        for percent, value in numbers["percentiles"].items()
+    ]
+    _say(report, invocation, f"Avg latency: {numbers['avg_latency']:.6f} seconds", *percentiles)
     if load.output_json is not None:
         write_json(load.output_json, numbers)
+    if report.are_wanted:
+        run = RunFigures(
+            series=series_of(config),
+            concurrency=load.batch_size,
+            duration_s=sum(samples),
+            completed=load.batch_size * load.num_iters,
+            prompt_tokens=load.num_iters * load.batch_size * load.input_len,
+            output_tokens=load.num_iters * load.batch_size * load.output_len,
+            latencies_ms=latencies_of({"e2el": samples}),
+            stages=stages,
+            predicted=predicted,
+        )
+        settings = given | {"batch_size": load.batch_size, "input_len": load.input_len}
+        settings |= {"output_len": load.output_len, "num_iters": load.num_iters}
+        report.deliver(new_report("Latency of a batch", model, settings, [run]), invocation)
     return 0
+
+
+def series_of(config: EngineConfig) -> str:
+    """Return the layout of an engine, such as "PP 2 x TP 1"."""
+    parallel = config.parallel
+    ranks = ",".join(dict.fromkeys(map(str, parallel.tp_sizes)))
+    return f"PP {parallel.pipeline_parallel_size} x TP {ranks}"
+
+
+def _predicted(
+    report: ReportFlags, config: EngineConfig, requests: Sequence[BenchRequest], invocation: Invocation
+) -> PredictedFigures | None:
+    if not report.are_wanted:
+        return None
+    count = len(requests)
+    return report.predictions(lambda: config, [count], mean_lengths(requests), invocation).get(count)
+
+
+def _say(report: ReportFlags, invocation: Invocation, *lines: str) -> None:
+    say = report.say(invocation)
+    for line in lines:
+        say(line)
 
 
 def measure_throughput(
@@ -153,18 +265,18 @@ def _timed(requests: Sequence[BenchRequest], generate: Generate, clock: Callable
 
 
 @contextmanager
-def offline_engine(model: str, given: Mapping[str, Any]) -> Iterator[Generate]:
-    """An `LLM` as a `Generate`; shut down at the end."""
+def offline_engine(model: str, given: Mapping[str, Any]) -> Iterator[OfflineEngine]:
+    """An `LLM`; shut down at the end."""
     from penstock import LLM
 
     with LLM(model, **llm_arguments(given)) as llm:
 
         def generate(requests: Sequence[BenchRequest]) -> list[int]:
             prompts = [{"prompt_token_ids": request.prompt_token_ids} for request in requests]
-            outputs = llm.generate(prompts, list(map(_sampling, requests)), use_tqdm=False)
+            outputs = llm.generate(prompts, list(map(sampling_of, requests)), use_tqdm=False)
             return [len(output.outputs[0].token_ids) for output in outputs]
 
-        yield generate
+        yield OfflineEngine(generate=generate, counts=lambda: counts_of_core(llm.stats()))
 
 
 def llm_arguments(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -182,18 +294,15 @@ def llm_arguments(given: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _sampling(request: BenchRequest) -> SamplingParams:
-    return SamplingParams(
-        temperature=0.0, max_tokens=request.output_len, ignore_eos=True, detokenize=False, seed=request.index
-    )
-
-
-def _requests(
-    model: str, count: int, input_len: int, output_len: int, given: Mapping[str, Any]
-) -> list[BenchRequest]:
+def vocab_size_of(model: str, given: Mapping[str, Any]) -> int:
+    """Return the number of token ids that prompts for a model may use."""
     from penstock.families.registry import load_spec, resolve_model_directory
 
-    spec = load_spec(resolve_model_directory(model), dequantize=given.get("gguf_dequantize", False))
+    directory = resolve_model_directory(model)
+    return load_spec(directory, dequantize=given.get("gguf_dequantize", False)).vocab_size
+
+
+def _random(count: int, input_len: int, output_len: int, vocab_size: int, seed: int) -> list[BenchRequest]:
     return synthetic(
         num_prompts=count,
         input_len=input_len,
@@ -201,6 +310,6 @@ def _requests(
         range_ratio=0.0,
         request_rate=float("inf"),
         burstiness=1.0,
-        vocab_size=spec.vocab_size,
-        seed=given.get("seed", 0),
+        vocab_size=vocab_size,
+        seed=seed,
     )

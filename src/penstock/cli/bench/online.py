@@ -1,7 +1,7 @@
 """`penstock bench serve`: replays a load against a running server and books every token.
 
-Called by `cli`. `replay` is the load generator without the command line; tests and benchmarks call it too.
-Exit code 0 when the ledger is in order and no request failed, 1 otherwise.
+Called by `cli`. `bench.replaying` is the load generator without the command line; `Sender` speaks HTTP for
+it. Exit code 0 when the ledger is in order and no request failed, 1 otherwise.
 """
 
 from __future__ import annotations
@@ -9,25 +9,28 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import msgspec
 from cyclopts import Parameter
 
 from penstock.cli.bench.http_stream import EventParser, Target, post_stream
-from penstock.cli.bench.ledger import StreamAccount, audit
-from penstock.cli.bench.load_shape import LoadShape
-from penstock.cli.bench.results import RunResult, as_json, error_lines, ledger_lines, table, write_json
+from penstock.cli.bench.ledger import StreamAccount
+from penstock.cli.bench.load_shape import DatasetName, LoadShape, trace_path, whole_numbers
+from penstock.cli.bench.observed_server import observed_server
+from penstock.cli.bench.replaying import replay
+from penstock.cli.bench.report_flags import ReportFlags
+from penstock.cli.bench.results import as_json, error_lines, ledger_lines, table, write_json
 from penstock.cli.client_tls import CA_FILE_HELP
 from penstock.cli.flags import SERVED_ENV, flag
 from penstock.cli.http_client import ServedModelCard, first_key, served_model, wait_ready
 from penstock.cli.terminal import Invocation, printable
 from penstock.errors import PeerError, UsageError
-from penstock.workloads.requests import BenchRequest, check_fits, synthetic
+from penstock.workloads.requests import BenchRequest, at_rate, check_fits, synthetic
 
 COMPLETIONS = "/v1/completions"
 _EVENT_STREAM = "text/event-stream"
@@ -63,10 +66,7 @@ class TargetSettings:
 class LoadSettings(LoadShape):
     """What is sent, and when."""
 
-    dataset_name: Annotated[
-        Literal["random", "azure", "mooncake", "sharegpt", "custom"],
-        flag("kind of load", "--dataset-name", group="load"),
-    ] = "random"
+    dataset_name: Annotated[DatasetName, flag("kind of load", "--dataset-name", group="load")] = "random"
     dataset_path: Annotated[Path | None, flag("trace file of the load", "--dataset-path", group="load")] = (
         None
     )
@@ -77,36 +77,60 @@ class LoadSettings(LoadShape):
         float, flag("lengths vary by this share", "--random-range-ratio", group="load")
     ] = 0.0
     request_rate: Annotated[
-        float, flag("requests a second; inf = at once", "--request-rate", group="load")
-    ] = math.inf
+        float | None,
+        flag("requests a second; unset: at once, or a trace's times", "--request-rate", group="load"),
+    ] = None
+    concurrency: Annotated[
+        str | None, flag("runs with so many in flight each: 1,8,32", "--concurrency", group="load")
+    ] = None
     seed: Annotated[int, flag("of prompts and arrivals", "--seed", group="load")] = 0
 
-    def requests(self, vocab_size: int) -> list[BenchRequest]:
-        """The load in full. Raises `UsageError`."""
+    def levels(self) -> list[int | None]:
+        """Return the most requests in flight of each run; None: no bound. Raises `UsageError`."""
         self.require_concurrency()
+        if self.concurrency is None:
+            return [self.max_concurrency]
+        if self.max_concurrency is not None:
+            raise UsageError(
+                "--concurrency and --max-concurrency both say how many requests are in flight.",
+                remedy="Give --concurrency for several runs, or --max-concurrency for one.",
+                param="concurrency",
+            )
+        return list(whole_numbers(self.concurrency, "--concurrency"))
+
+    def requests(self, vocab_size: int, run: int = 0) -> list[BenchRequest]:
+        """Return the load of one run in full. Raises `UsageError`.
+
+        Args:
+            run: its number; each run has prompts of its own, so that no cache holds them.
+        """
+        rate = math.inf if self.request_rate is None else self.request_rate
         if self.dataset_name == "random":
             return synthetic(
                 num_prompts=self.num_prompts,
                 input_len=self.random_input_len,
                 output_len=self.random_output_len,
                 range_ratio=self.random_range_ratio,
-                request_rate=self.request_rate,
+                request_rate=rate,
                 burstiness=self.burstiness,
                 vocab_size=vocab_size,
-                seed=self.seed,
+                seed=self.seed + run,
             )
-        if self.dataset_path is None:
-            raise UsageError(
-                f"--dataset-name {self.dataset_name} needs --dataset-path.", remedy="Give the trace file."
-            )
-        return self.of_trace(
-            self.dataset_path, self.num_prompts, self.dataset_name, vocab_size=vocab_size, seed=self.seed
+        requests = self.of_trace(
+            trace_path(self.dataset_name, self.dataset_path),
+            self.num_prompts,
+            self.dataset_name,
+            vocab_size=vocab_size,
+            seed=self.seed + run,
         )
+        if self.request_rate is None:
+            return requests
+        return at_rate(requests, rate, self.burstiness, self.seed + run)
 
 
 @Parameter(name="*")
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ReportSettings:
+class ReportSettings(ReportFlags):
     """What is done with the numbers."""
 
     result_file: Annotated[Path | None, flag("JSON of all numbers", "--result-file", group="report")] = None
@@ -116,6 +140,9 @@ class ReportSettings:
     allow_errors: Annotated[
         bool, flag("requests refused with a typed error are fine", "--allow-errors", group="report")
     ] = False
+    predict_model: Annotated[
+        str | None, flag("the model here, for --predict", "--predict-model", group="report")
+    ] = None
 
 
 _TARGET, _LOAD, _REPORT = TargetSettings(), LoadSettings(), ReportSettings()
@@ -129,25 +156,35 @@ def bench_serve(
     invocation: Annotated[Invocation, Parameter(parse=False)],
 ) -> int:
     """The command. Returns 0 when every token came exactly once and no request failed, else 1."""
+    levels = load.levels()
+    if report.result_file is not None and len(levels) > 1:
+        raise UsageError("--result-file holds one run.", remedy="Use --json or --html for several.")
     server = Target.parse(target.base_url, first_key(target.api_key), target.ca_file)
     wait_ready(server, target.ready_check_timeout_sec, time.monotonic, time.sleep)
     card = served_model(server, target.model)
-    requests = load.requests(_vocab_size(target, card))
+    size = _vocab_size(target, card)
+    loads = [load.requests(size, run) for run in range(len(levels))]
     if card.max_model_len is not None:
-        check_fits(requests, card.max_model_len)
-    invocation.say(
-        f"{len(requests)} requests to {card.id} at {server.url}: {_describe(load)}, seed {load.seed}"
-    )
+        for requests in loads:
+            check_fits(requests, card.max_model_len)
+    observed = observed_server(server, report, loads, levels, report.predict_model or card.id, invocation)
     sender = Sender(server, model=card.id, temperature=target.temperature, stall_s=target.stall_seconds)
-    result = asyncio.run(replay(sender, requests, load.max_concurrency))
-    invocation.say(*table(result), *ledger_lines(result.audit))
-    invocation.say(*map(printable, error_lines(result.accounts)))
+    say = report.say(invocation)
+    results = []
+    for requests, level in zip(loads, levels, strict=True):
+        pace = _describe(load) + ("" if level is None else f", {level} in flight")
+        say(f"{len(requests)} requests to {card.id} at {server.url}: {pace}, seed {load.seed}")
+        result = asyncio.run(observed.measured(replay(sender, requests, level), level))
+        results.append(result)
+        for line in (*table(result), *ledger_lines(result.audit), *error_lines(result.accounts)):
+            say(printable(line))
+    settings = _as_given(target, load, card)
     if report.result_file is not None:
-        write_json(
-            report.result_file, as_json(result, _as_given(target, load, card), report.metric_percentiles)
-        )
-    failed = result.audit.num_errors and not report.allow_errors
-    return 1 if result.audit.violations or failed else 0
+        write_json(report.result_file, as_json(results[0], settings, report.metric_percentiles))
+    if report.are_wanted:
+        report.deliver(observed.report(card.id, settings), invocation)
+    failed = any(result.audit.num_errors for result in results) and not report.allow_errors
+    return 1 if failed or any(result.audit.violations for result in results) else 0
 
 
 class Sender:
@@ -215,27 +252,6 @@ class Sender:
         return account
 
 
-async def replay(
-    sender: Sender, requests: Sequence[BenchRequest], max_concurrency: int | None = None
-) -> RunResult:
-    """Send every request at its arrival time, at most `max_concurrency` at once, and audit the answers."""
-    gate = asyncio.Semaphore(max_concurrency or len(requests))
-    started = sender.clock()
-
-    async def one(request: BenchRequest) -> StreamAccount:
-        await asyncio.sleep(max(0.0, started + request.arrival_s - sender.clock()))
-        async with gate:
-            return await sender.send(request)
-
-    accounts = await asyncio.gather(*(one(request) for request in requests))
-    return RunResult(
-        requests=requests,
-        accounts=accounts,
-        duration_s=sender.clock() - started,
-        audit=audit(requests, accounts),
-    )
-
-
 def _vocab_size(target: TargetSettings, card: ServedModelCard) -> int:
     size = target.vocab_size or card.vocab_size
     if size is None:
@@ -250,10 +266,15 @@ def _vocab_size(target: TargetSettings, card: ServedModelCard) -> int:
 
 def _describe(load: LoadSettings) -> str:
     if load.dataset_name == "random":
-        rate = "all at once" if math.isinf(load.request_rate) else f"{load.request_rate:g} a second"
+        rate = "all at once" if math.isinf(_rate(load)) else f"{load.request_rate:g} a second"
         return f"random, {load.random_input_len} in, {load.random_output_len} out, {rate}"
     assert load.dataset_path is not None
-    return f"{load.dataset_path.name}, lengths / {load.length_scale:g}, times x {load.time_scale:g}"
+    times = f"times x {load.time_scale:g}" if load.request_rate is None else f"{load.request_rate:g} a second"
+    return f"{load.dataset_path.name}, lengths / {load.length_scale:g}, {times}"
+
+
+def _rate(load: LoadSettings) -> float:
+    return math.inf if load.request_rate is None else load.request_rate
 
 
 def _as_given(target: TargetSettings, load: LoadSettings, card: ServedModelCard) -> dict[str, Any]:
@@ -267,9 +288,9 @@ def _as_given(target: TargetSettings, load: LoadSettings, card: ServedModelCard)
         "tokenizer_id": card.id,
         "dataset_name": load.dataset_name,
         "num_prompts": load.num_prompts,
-        "request_rate": "inf" if math.isinf(load.request_rate) else load.request_rate,
+        "request_rate": "inf" if math.isinf(_rate(load)) else load.request_rate,
         "burstiness": load.burstiness,
         "max_concurrency": load.max_concurrency,
         "seed": load.seed,
         "temperature": target.temperature,
-    } | (trace if load.dataset_name == "azure" else {})
+    } | ({} if load.dataset_name == "random" else trace)

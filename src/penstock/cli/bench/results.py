@@ -16,6 +16,7 @@ from typing import Any
 
 from penstock.cli.bench.ledger import Audit, StreamAccount
 from penstock.errors import UsageError
+from penstock.reports.figures import PredictedFigures, RunFigures, StageFigures, latencies_of
 from penstock.workloads.requests import BenchRequest
 from penstock.workloads.summaries import summary
 
@@ -165,10 +166,43 @@ def as_json(result: RunResult, settings: Mapping[str, Any], percents: Sequence[f
     }
 
 
+def figures(
+    result: RunResult,
+    series: str,
+    concurrency: int,
+    stages: Sequence[StageFigures] = (),
+    predicted: PredictedFigures | None = None,
+) -> RunFigures:
+    """Return the run as a report has it.
+
+    Args:
+        series: what ran, such as "PP 2 x TP 1".
+        concurrency: requests in flight at most.
+    """
+    totals = result.totals()
+    return RunFigures(
+        series=series,
+        concurrency=concurrency,
+        duration_s=result.duration_s,
+        completed=int(totals["completed"]),
+        failed=int(totals["failed"]),
+        prompt_tokens=int(totals["total_input_tokens"]),
+        output_tokens=int(totals["total_output_tokens"]),
+        latencies_ms=latencies_of(result.latencies_s()),
+        stages=list(stages),
+        predicted=predicted,
+    )
+
+
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
     """Write a result file. Raises `UsageError` when it cannot be written."""
+    write_text(path, json.dumps(content, indent=2) + "\n")
+
+
+def write_text(path: Path, content: str) -> None:
+    """Write a file. Raises `UsageError` when it cannot be written."""
     try:
-        path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        path.write_text(content, encoding="utf-8")
     except OSError as error:
         raise UsageError(
             f"{path} cannot be written: {error.strerror}.", remedy="Give another path."

@@ -21,7 +21,7 @@ from penstock.cli.terminal import Invocation, printable
 from penstock.config.declared import ENGINE, configured_engine
 from penstock.config.engine import EngineConfig
 from penstock.errors import UsageError
-from penstock.workloads.requests import BenchRequest, check_fits, synthetic
+from penstock.workloads.requests import BenchRequest, at_rate, check_fits, synthetic
 from penstock.workloads.traces import TraceKind
 
 if TYPE_CHECKING:
@@ -63,16 +63,7 @@ class SimulatedLoad(LoadShape):
         )
         if self.request_rate is None:
             return requests
-        times = [request.arrival_s for request in self._random(len(requests), seed)]
-        return [
-            BenchRequest(
-                index=request.index,
-                arrival_s=arrival_s,
-                prompt_token_ids=request.prompt_token_ids,
-                output_len=request.output_len,
-            )
-            for request, arrival_s in zip(requests, times, strict=True)
-        ]
+        return at_rate(requests, self.request_rate, self.burstiness, seed)
 
     def _random(self, count: int, seed: int) -> list[BenchRequest]:
         return synthetic(

@@ -19,7 +19,7 @@ from starlette.types import Receive, Scope, Send
 
 from penstock import __version__
 from penstock.batch import StageTimes
-from penstock.engine.stats import CoreStats
+from penstock.engine.stats import CoreStats, StageMemory
 from penstock.errors import OverloadedError
 from penstock.process.config import HostLink, StageShape
 from penstock.process.endpoints import Restarts
@@ -46,7 +46,8 @@ class StageView(msgspec.Struct, frozen=True, kw_only=True):
     """A stage as its first rank reports it.
 
     Seconds are totals since the epoch of the stage began; `busy_ratio` is of the last second or so. Busy is
-    CPU time of the thread that computes, or time of the GPU.
+    CPU time of the thread that computes, or time of the GPU. The seconds of layers (`forward_s`) and of head
+    and sampling (`sample_s`) are of the wall clock.
     """
 
     stage: int
@@ -57,8 +58,13 @@ class StageView(msgspec.Struct, frozen=True, kw_only=True):
     num_steps: int = 0
     wall_s: float = 0.0
     busy_s: float = 0.0
+    forward_s: float = 0.0
+    sample_s: float = 0.0
     bubble_s: dict[str, float] = {}  # by cause
     restarts: int = 0
+    weight_bytes: int | None = None  # over its ranks
+    kv_bytes: int | None = None
+    stranded_bytes: int | None = None  # that could be KV cache, did the tightest stage not set its size
 
 
 class PoolView(msgspec.Struct, frozen=True, kw_only=True):
@@ -300,7 +306,7 @@ def _latency(first: Histogram, following: Histogram) -> LatencyView:
 def _replica(index: int, status: StatusLike, laid: Sequence[StageShape]) -> ReplicaView:
     stats, shapes = status.stats, shapes_on(status.hosts, laid)
     if stats is None:
-        stages = [_stage(stage, shape, None, Restarts()) for stage, shape in enumerate(shapes)]
+        stages = [_stage(stage, shape, None, None, Restarts()) for stage, shape in enumerate(shapes)]
         return ReplicaView(
             replica=index,
             ready=status.ready,
@@ -310,6 +316,7 @@ def _replica(index: int, status: StatusLike, laid: Sequence[StageShape]) -> Repl
             stages=stages,
         )
     times = {stage_times.stage: stage_times for stage_times in stats.stage_times}
+    memory = {of_stage.stage: of_stage for of_stage in stats.stage_memory}
     known = dict(enumerate(shapes))
     return ReplicaView(
         replica=index,
@@ -335,7 +342,7 @@ def _replica(index: int, status: StatusLike, laid: Sequence[StageShape]) -> Repl
         links=status.hosts.links,
         kv=_tiers(stats),
         stages=[
-            _stage(stage, known.get(stage), times.get(stage), stats.restarts)
+            _stage(stage, known.get(stage), times.get(stage), memory.get(stage), stats.restarts)
             for stage in sorted({*known, *times})
         ],
     )
@@ -350,13 +357,22 @@ def _drafts(told: SpeculationStats) -> DraftsView:
     )
 
 
-def _stage(stage: int, shape: StageShape | None, times: StageTimes | None, restarts: Restarts) -> StageView:
+def _stage(
+    stage: int,
+    shape: StageShape | None,
+    times: StageTimes | None,
+    memory: StageMemory | None,
+    restarts: Restarts,
+) -> StageView:
     view = StageView(
         stage=stage,
         host=None if shape is None else shape.host,
         layers=None if shape is None else [shape.start_layer, shape.end_layer],
         num_ranks=None if shape is None else shape.num_ranks,
         restarts=restarts.stages[stage] if stage < len(restarts.stages) else 0,
+        weight_bytes=None if memory is None else memory.weight_bytes,
+        kv_bytes=None if memory is None else memory.kv_bytes,
+        stranded_bytes=None if memory is None else memory.stranded_bytes,
     )
     if times is None:
         return view
@@ -366,6 +382,8 @@ def _stage(stage: int, shape: StageShape | None, times: StageTimes | None, resta
         num_steps=times.num_steps,
         wall_s=times.wall_ns / 1e9,
         busy_s=times.busy_ns / 1e9,
+        forward_s=times.phase_ns[Phase.FORWARD] / 1e9,
+        sample_s=times.phase_ns[Phase.SAMPLE] / 1e9,
         bubble_s={
             phase.name.lower(): spent_ns / 1e9
             for phase, spent_ns in zip(Phase, times.phase_ns, strict=True)

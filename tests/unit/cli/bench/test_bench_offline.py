@@ -16,7 +16,7 @@ import pytest
 from penstock.cli.bench import offline
 from penstock.cli.bench.offline import (
     LATENCY_PERCENTS,
-    Generate,
+    OfflineEngine,
     latency_numbers,
     llm_arguments,
     measure_throughput,
@@ -26,6 +26,7 @@ from penstock.cli.terminal import Invocation
 from penstock.config.hosts import HostsConfig
 from penstock.errors import PenstockError, UsageError
 from penstock.llm.llm import LLM
+from penstock.reports.stage_use import StageCounts
 from penstock.workloads.requests import BenchRequest
 
 
@@ -35,9 +36,15 @@ class TickingEngine:
     def __init__(self) -> None:
         self.now = 0.0
         self.batches: list[int] = []
+        self.looks = 0
 
     def clock(self) -> float:
         return self.now
+
+    def counts(self) -> list[StageCounts]:
+        """A stage that reports anew at every look."""
+        self.looks += 1
+        return [StageCounts(stage=0, wall_s=self.looks, busy_s=self.looks / 2, kv_bytes=4096)]
 
     def generate(self, requests: Sequence[BenchRequest]) -> list[int]:
         self.batches.append(len(requests))
@@ -50,8 +57,8 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> TickingEngine:
     made = TickingEngine()
 
     @contextmanager
-    def offline_engine(model: str, given: Mapping[str, Any]) -> Iterator[Generate]:
-        yield made.generate
+    def offline_engine(model: str, given: Mapping[str, Any]) -> Iterator[OfflineEngine]:
+        yield OfflineEngine(generate=made.generate, counts=made.counts)
 
     monkeypatch.setattr(offline, "offline_engine", offline_engine)
     monkeypatch.setattr("penstock.cli.bench.offline.time.perf_counter", made.clock)
@@ -88,6 +95,35 @@ def test_latency_leaves_the_warm_up_out(engine: TickingEngine, tmp_path: Path) -
     assert "Avg latency: 4.000000 seconds" in out
     assert "50% percentile latency: 4.000000 seconds" in out
     assert engine.batches == [2] * 5
+
+
+def test_reports_of_offline_runs(engine: TickingEngine, tmp_path: Path) -> None:
+    page = tmp_path / "r.html"
+    words = ("--num-prompts", "4", "--input-len", "10", "--output-len", "5", "--pp", "2", "--predict", "off")
+    code, out = bench("throughput", "demo", *words, "--html", str(page), "--json")
+    (found,) = json.loads(out)["runs"]
+    assert code == 0
+    assert (found["series"], found["concurrency"]) == ("PP 2 x TP 1", 4)
+    assert (found["output_tokens_per_s"], found["tokens_per_s"]) == (20.0, 60.0)
+    assert found["stages"] == [{"stage": 0, "replica": 0} | found["stages"][0]]
+    assert found["stages"][0]["kv_bytes"] == 4096
+    assert "Memory of the stages" in page.read_text()
+    words = ("--batch-size", "2", "--num-iters-warmup", "0", "--num-iters", "3", "--predict", "off")
+    code, out = bench("latency", "demo", *words, "--json")
+    (found,) = json.loads(out)["runs"]
+    assert code == 0
+    assert (found["latencies_ms"]["e2el"]["p50"], found["latencies_ms"]["e2el"]["count"]) == (3000.0, 3)
+
+
+def test_a_trace_is_generated_for_at_once(engine: TickingEngine, tmp_path: Path) -> None:
+    trace, path = tmp_path / "own.jsonl", tmp_path / "t.json"
+    rows = [{"input_len": 40 * number, "output_len": 8, "arrival_s": number} for number in (1, 2, 3)]
+    trace.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = ("--dataset-name", "custom", "--dataset-path", str(trace), "--length-scale", "4")
+    code, _ = bench("throughput", "demo", *words, "--num-prompts", "2", "--output-json", str(path))
+    found = json.loads(path.read_text())
+    assert (code, found["num_prompt_tokens"], found["num_output_tokens"]) == (0, 30, 4)
+    assert bench("throughput", "demo", "--dataset-name", "custom")[0] == 2
 
 
 def test_latency_percentiles_follow_numpy() -> None:

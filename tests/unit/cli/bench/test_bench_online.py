@@ -175,3 +175,107 @@ def test_an_unknown_model_and_a_missing_server_are_named() -> None:
     assert code == 5
     assert "no server at" in err
     assert "penstock serve" in err
+
+
+class StagesThatReport(dict[str, Any]):
+    """Answers of a server whose stages report anew at every look."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.looks = 0
+
+    def get(self, path: str, default: Any = None) -> Any:
+        if path == "/server_info":
+            stages = [{"start_layer": 0, "end_layer": 3}, {"start_layer": 3, "end_layer": 5}]
+            return {"stages": stages, "settings": {"block-size": 16, "kv-cache-bytes": 1 << 20, "host": "x"}}
+        if path != "/debug/pipeline":
+            return default
+        self.looks += 1
+        stages = [
+            {"stage": stage, "num_ranks": 1, "wall_s": self.looks, "busy_s": self.looks / 2, "kv_bytes": 4096}
+            for stage in (0, 1)
+        ]
+        return {"replicas": [{"replica": 0, "stages": stages}]}
+
+
+def test_several_concurrencies_make_one_report(tmp_path: Path) -> None:
+    script = Script(completion_events, answers=StagesThatReport())
+    page = tmp_path / "r.html"
+    with completions_server(script) as url:
+        code, out, err = bench(url, *LOAD, "--concurrency", "1,3", "--json", "--html", str(page))
+    assert (code, err) == (0, "")
+    report = json.loads(out)  # and nothing else is printed
+    assert [(run["series"], run["concurrency"], run["completed"]) for run in report["runs"]] == [
+        ("PP 2 x TP 1", 1, 12),
+        ("PP 2 x TP 1", 3, 12),
+    ]
+    for run_figures in report["runs"]:
+        assert [stage["busy"] for stage in run_figures["stages"]] == pytest.approx([0.5, 0.5])
+        assert run_figures["stages"][0]["kv_bytes"] == 4096
+        assert set(run_figures["latencies_ms"]) == {"ttft", "tpot", "itl", "e2el"}
+    assert "Throughput against concurrency" in page.read_text()
+    first, second = (
+        {tuple(body["prompt"]) for body in script.requests[start : start + 12]} for start in (0, 12)
+    )
+    assert first.isdisjoint(second)  # no cache of prefixes helps the second run
+
+
+def test_a_server_is_compared_with_what_the_planner_says(tmp_path: Path) -> None:
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 5,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "vocab_size": 512,
+        "max_position_embeddings": 256,
+        "rms_norm_eps": 1e-5,
+        "torch_dtype": "bfloat16",
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with completions_server(Script(completion_events, answers=StagesThatReport())) as url:
+        flags = ("--predict", "a100-80g:2", "--predict-model", str(tmp_path), "--json")
+        code, out, err = bench(url, *LOAD, "--concurrency", "4", *flags)
+        assert (code, err) == (0, "")
+        (found,) = json.loads(out)["runs"]
+        assert found["predicted"]["basis"].startswith("Predictions follow from the figures of the devices")
+        assert 0 < found["predicted"]["time_per_token_s"] < 1
+        code, out, err = bench(url, *LOAD, "--predict", "a100-80g:1", "--json")
+    assert code == 0
+    assert "nothing is predicted:" in err
+    assert json.loads(out)["runs"][0]["predicted"] is None
+
+
+def test_another_server_gets_a_report_without_stages() -> None:
+    with completions_server(Script(completion_events)) as url:
+        code, out, _ = bench(url, *LOAD, "--json")
+    report = json.loads(out)
+    assert code == 0
+    assert report["runs"][0]["stages"] == []
+    assert report["notes"] == ["The server does not say what its stages do."]
+
+
+def test_flags_that_contradict_each_other_are_refused(tmp_path: Path) -> None:
+    with completions_server(Script(completion_events)) as url:
+        code, _, err = bench(url, *LOAD, "--concurrency", "1,2", "--max-concurrency", "3")
+        assert code == 2
+        assert "both say how many requests are in flight" in err
+        code, _, err = bench(url, *LOAD, "--concurrency", "1,2", "--result-file", str(tmp_path / "r"))
+    assert code == 2
+    assert "--result-file holds one run" in err
+
+
+def test_a_trace_can_come_at_another_rate(tmp_path: Path) -> None:
+    trace = tmp_path / "own.jsonl"
+    trace.write_text('{"input_len": 3, "output_len": 2, "arrival_s": 0}\n' * 20)
+    flags = ["--dataset-name", "custom", "--dataset-path", str(trace), "--num-prompts", "20"]
+    result_file = tmp_path / "r.json"
+    with completions_server(Script(completion_events)) as url:
+        code, out, _ = bench(url, *flags, "--request-rate", "400", "--result-file", str(result_file))
+    assert code == 0
+    assert "own.jsonl, lengths / 1, 400 a second" in out
+    found = json.loads(result_file.read_text())
+    assert (found["request_rate"], found["length_scale"], found["completed"]) == (400.0, 1.0, 20)
+    assert found["duration"] > 0.02  # 19 gaps of 2.5 ms on average, and of none at once

@@ -1,0 +1,49 @@
+"""Sends the requests of a load at their times, over HTTP or to an engine, and audits what came.
+
+With all requests at once and a bound on those in flight it is a closed loop: so many clients, each of which
+sends its next request when its last one has ended.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from penstock.cli.bench.ledger import StreamAccount, audit
+from penstock.cli.bench.results import RunResult
+from penstock.workloads.requests import BenchRequest
+
+
+class LoadSender(Protocol):
+    """Sends one request after another and books what comes.
+
+    Attributes:
+        clock: seconds, of all times in the accounts.
+    """
+
+    clock: Callable[[], float]
+
+    async def send(self, request: BenchRequest) -> StreamAccount:
+        """Send and book one request. A failure is booked, never raised."""
+
+
+async def replay(
+    sender: LoadSender, requests: Sequence[BenchRequest], max_concurrency: int | None = None
+) -> RunResult:
+    """Send every request at its arrival time, at most `max_concurrency` at once, and audit the answers."""
+    gate = asyncio.Semaphore(max_concurrency or len(requests))
+    started = sender.clock()
+
+    async def one(request: BenchRequest) -> StreamAccount:
+        await asyncio.sleep(max(0.0, started + request.arrival_s - sender.clock()))
+        async with gate:
+            return await sender.send(request)
+
+    accounts = await asyncio.gather(*(one(request) for request in requests))
+    return RunResult(
+        requests=requests,
+        accounts=accounts,
+        duration_s=sender.clock() - started,
+        audit=audit(requests, accounts),
+    )

@@ -1,0 +1,129 @@
+"""Looks at what stages report before and after a run, so that a report can say where their time went.
+
+A stage reports about once a second, also while no request runs. A look before the run waits until each has
+reported; one behind it until each has reported once more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import Protocol
+
+from penstock.reports.figures import StageFigures
+from penstock.reports.stage_use import StageCounts, StageKey, have_all_reported_since, stage_figures
+
+PATIENCE_S = 5.0
+_LOOK_S = 0.1
+_RANK_TITLE = re.compile(r"penstock (?:replica ([0-9]+) )?stage ([0-9]+) tp [0-9]+")
+
+ReadCounts = Callable[[], Awaitable[Sequence[StageCounts]]]
+Sleep = Callable[[float], Awaitable[None]]
+
+
+class Watch(Protocol):
+    """Sees what becomes of the stages' time."""
+
+    async def begin(self) -> None:
+        """Return when a run may begin."""
+
+    async def end(self, run_s: float) -> list[StageFigures]:
+        """Return the figures of the stages in the run that has begun last, and took so many seconds."""
+
+
+class StageWatch:
+    """Reads what the stages have counted.
+
+    Args:
+        read: returns the newest counts.
+        resident_bytes: returns the memory of each stage's processes, where it can be seen.
+        sleep: as `asyncio.sleep`; tests give their own.
+    """
+
+    def __init__(
+        self,
+        read: ReadCounts,
+        resident_bytes: Callable[[], dict[StageKey, int]] = dict,
+        *,
+        sleep: Sleep = asyncio.sleep,
+    ) -> None:
+        self._read = read
+        self._resident_bytes = resident_bytes
+        self._sleep = sleep
+        self._before: Sequence[StageCounts] = []
+
+    async def begin(self) -> None:
+        self._before = await self._counts(
+            lambda counts: bool(counts) and all(stage.wall_s for stage in counts)
+        )
+
+    async def end(self, run_s: float) -> list[StageFigures]:
+        resident, last = self._resident_bytes(), await self._read()
+        after = await self._counts(lambda counts: have_all_reported_since(last, counts))
+        return stage_figures(self._before, after, run_s, resident)
+
+    async def _counts(self, are_complete: Callable[[Sequence[StageCounts]], bool]) -> Sequence[StageCounts]:
+        """The newest counts once they are complete, or at the end of our patience."""
+        for _ in range(round(PATIENCE_S / _LOOK_S)):
+            counts = await self._read()
+            if are_complete(counts):
+                return counts
+            await self._sleep(_LOOK_S)
+        return await self._read()
+
+
+class NoWatch:
+    """For a run of which no report is made, or of a server that does not tell."""
+
+    async def begin(self) -> None:
+        """As in the protocol."""
+
+    async def end(self, run_s: float) -> list[StageFigures]:
+        """As in the protocol; nothing was seen."""
+        return []
+
+
+def resident_bytes_below(parent: int | None = None, proc: Path = Path("/proc")) -> dict[StageKey, int]:
+    """Return the memory of the ranks that this process has started, by stage; pages that several processes
+    share count in parts. Empty where the system does not tell.
+
+    Args:
+        parent: another process whose children are meant.
+    """
+    found: dict[StageKey, int] = defaultdict(int)
+    for pid in _descendants(os.getpid() if parent is None else parent, proc):
+        try:
+            title = (proc / str(pid) / "cmdline").read_bytes().replace(b"\0", b" ").decode("utf-8", "replace")
+            match = _RANK_TITLE.match(title)
+            if match is not None:
+                found[int(match[1] or 0), int(match[2])] += _resident_bytes(proc / str(pid))
+        except OSError:
+            continue  # it has ended, or belongs to somebody else
+    return dict(found)
+
+
+def _descendants(parent: int, proc: Path) -> list[int]:
+    children: dict[int, list[int]] = defaultdict(list)
+    for folder in proc.glob("[0-9]*"):
+        try:
+            behind_name = (folder / "stat").read_text(errors="replace").rpartition(")")[2].split()
+        except OSError:
+            continue
+        children[int(behind_name[1])].append(int(folder.name))
+    found, open_pids = [], [parent]
+    while open_pids:
+        own = children[open_pids.pop()]
+        found += own
+        open_pids += own
+    return found
+
+
+def _resident_bytes(folder: Path) -> int:
+    for line in (folder / "smaps_rollup").read_text().splitlines():
+        if line.startswith("Pss:"):
+            return int(line.split()[1]) * 1024
+    return 0

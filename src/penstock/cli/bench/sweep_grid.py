@@ -1,0 +1,185 @@
+"""The grid of a sweep, the order in which its points run, and the file that keeps what came of them.
+
+Points of one layout share an engine, which is started once. Layouts, and the concurrencies of each, are drawn
+from a seed, so that a machine that becomes slower in the meantime does not make the last axis look bad.
+
+The file is JSON lines: a head with the settings, then a record for each point, written when it is done. A
+sweep that was interrupted goes on behind its last whole line.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from penstock.errors import UsageError
+from penstock.reports.figures import FailedRun, RunFigures
+
+FORMAT = 1
+Choice = int | Literal["auto"]
+
+
+class LayoutPoint(msgspec.Struct, frozen=True, kw_only=True):
+    """What an engine of a sweep is started with."""
+
+    pp: int
+    tp: int
+    depth: Choice
+    micro_batches: Choice
+
+    @property
+    def name(self) -> str:
+        """Such as "PP 2 x TP 1, depth 1"; what was left to the engine is not in it."""
+        parts = [f"PP {self.pp} x TP {self.tp}"]
+        parts += [] if self.depth == "auto" else [f"depth {self.depth}"]
+        parts += [] if self.micro_batches == "auto" else [f"{self.micro_batches} micro-batches"]
+        return ", ".join(parts)
+
+
+class Grid(msgspec.Struct, frozen=True, kw_only=True):
+    """The numbers of each axis."""
+
+    pp: list[int]
+    tp: list[int]
+    depths: list[Choice]
+    micro_batches: list[Choice]
+    concurrencies: list[int]
+
+    @property
+    def layouts(self) -> list[LayoutPoint]:
+        """In the order of the axes."""
+        axes = itertools.product(self.pp, self.tp, self.depths, self.micro_batches)
+        return [LayoutPoint(pp=pp, tp=tp, depth=depth, micro_batches=count) for pp, tp, depth, count in axes]
+
+    @property
+    def num_points(self) -> int:
+        return len(self.layouts) * len(self.concurrencies)
+
+    def drawn(self, seed: int) -> list[tuple[LayoutPoint, list[int]]]:
+        """Return the layouts in the order in which they run, with the concurrencies of each in theirs."""
+        draw = random.Random(seed)
+        layouts = draw.sample(self.layouts, len(self.layouts))
+        return [(layout, draw.sample(self.concurrencies, len(self.concurrencies))) for layout in layouts]
+
+
+class SweepHead(msgspec.Struct, frozen=True, kw_only=True, tag="head"):
+    """The first line: what all points share. A file goes on only under the same settings."""
+
+    model: str
+    settings: dict[str, str]
+    format: int = FORMAT
+
+
+class SweepRecord(msgspec.Struct, frozen=True, kw_only=True, tag="point"):
+    """What came of a point: its figures, or an error.
+
+    Attributes:
+        at: Unix time of its end.
+    """
+
+    layout: LayoutPoint
+    concurrency: int
+    at: float
+    run: RunFigures | None = None
+    error: str = ""
+
+    @property
+    def key(self) -> tuple[LayoutPoint, int]:
+        return self.layout, self.concurrency
+
+
+_lines: msgspec.json.Decoder[SweepHead | SweepRecord] = msgspec.json.Decoder(SweepHead | SweepRecord)
+
+
+class SweepFile:
+    """The records of a sweep, those of an earlier start too.
+
+    Raises:
+        UsageError: the file cannot be read or written, is no such file, or belongs to other settings.
+    """
+
+    def __init__(self, path: Path, head: SweepHead) -> None:
+        self._path = path
+        self.records: list[SweepRecord] = []
+        try:
+            content = path.read_bytes() if path.exists() else b""
+            whole = content[: content.rfind(b"\n") + 1]
+            if whole:
+                self._take(whole, head)
+            self._file = path.open("ab")
+            if len(whole) < len(content):  # it was cut while it wrote its last line
+                self._file.truncate(len(whole))
+            if not whole:
+                self._append(head)
+        except OSError as error:
+            raise UsageError(
+                f"{path} cannot be used: {error.strerror}.", remedy="Give another path."
+            ) from error
+
+    def __enter__(self) -> SweepFile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+    def missing(self, layout: LayoutPoint, concurrencies: Sequence[int]) -> list[int]:
+        """Return the concurrencies of which there is no record."""
+        done = {record.key for record in self.records}
+        return [number for number in concurrencies if (layout, number) not in done]
+
+    def add(self, record: SweepRecord) -> None:
+        """Keep a record, on disk before this returns."""
+        self.records.append(record)
+        self._append(record)
+
+    def _append(self, line: SweepHead | SweepRecord) -> None:
+        self._file.write(msgspec.json.encode(line) + b"\n")
+        self._file.flush()
+
+    def _take(self, content: bytes, head: SweepHead) -> None:
+        try:
+            first, *others = [_lines.decode(line) for line in content.splitlines()]
+        except msgspec.MsgspecError as error:
+            raise UsageError(
+                f"{self._path} holds no results of a sweep: {error}.",
+                remedy="Give another path to --results.",
+            ) from error
+        if first != head:
+            raise UsageError(
+                f"{self._path} has the results of another sweep{_difference(first, head)}.",
+                remedy="Give another path to --results, or the same settings.",
+                param="results",
+            )
+        self.records = [record for record in others if isinstance(record, SweepRecord)]
+
+
+def swept_runs(grid: Grid, records: Sequence[SweepRecord]) -> tuple[list[RunFigures], list[FailedRun]]:
+    """Return the runs of a grid in the order of its axes, and the points that failed."""
+    by_key = {record.key: record for record in records}
+    keys = itertools.product(grid.layouts, sorted(grid.concurrencies))
+    found = [by_key[key] for key in keys if key in by_key]
+    runs = [record.run for record in found if record.run is not None]
+    failed = [
+        FailedRun(series=record.layout.name, concurrency=record.concurrency, error=record.error)
+        for record in found
+        if record.run is None
+    ]
+    return runs, failed
+
+
+def _difference(first: SweepHead | SweepRecord, head: SweepHead) -> str:
+    """The first setting that differs, as the end of a sentence."""
+    if isinstance(first, SweepRecord):
+        return ""
+    if first.model != head.model:
+        return f", of the model {first.model}"
+    for name in sorted({*first.settings, *head.settings}):
+        before, now = first.settings.get(name), head.settings.get(name)
+        if before != now:
+            return f": {name} was {before or 'not set'} and is {now or 'not set'}"
+    return ""

@@ -1,0 +1,184 @@
+"""What a report of measured runs holds, as plain values: rates, latencies, and each stage's time and memory.
+
+Predictions stand beside what was measured. `penstock bench --json` prints the values; `reports.page` shows
+them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+from penstock.workloads.summaries import percentile, summary
+
+FORMAT = 1  # raised when a reader of the JSON would misread it; fields may come at any time
+PERCENTS = (50, 90, 99)
+LATENCIES = {
+    "ttft": "Time to first token",
+    "tpot": "Time per token",
+    "itl": "Inter-token latency",
+    "e2el": "End to end",
+}
+"""Titles of the latencies by their short names, in the order of a report."""
+
+
+class Latency(msgspec.Struct, frozen=True, kw_only=True):
+    """How long something took, in milliseconds."""
+
+    count: int
+    mean: float
+    p50: float
+    p90: float
+    p99: float
+    max: float
+
+
+class StageFigures(msgspec.Struct, frozen=True, kw_only=True):
+    """A stage during a run.
+
+    Shares are of the run's time. `busy`, the bubbles of `causes` and `overhead` together make 1.
+
+    Attributes:
+        busy: share in which the stage computed.
+        causes: bubbles by cause.
+        overhead: share in which it prepared inputs, sent results, or was kept from its core.
+        sampling: share of its computing that head and sampling took; 0 but on the last stage.
+        step_s: seconds that it computed for a step, on average.
+        weight_bytes, kv_bytes, stranded_bytes: over its ranks; stranded ones could be KV cache, did the
+            tightest stage not set its size. None: not known.
+        resident_bytes: memory of its processes at the end of the run, shared pages in parts. None: not known.
+    """
+
+    stage: int
+    replica: int = 0
+    busy: float = 0.0
+    causes: dict[str, float] = {}
+    overhead: float = 0.0
+    sampling: float = 0.0
+    num_steps: int = 0
+    step_s: float = 0.0
+    weight_bytes: int | None = None
+    kv_bytes: int | None = None
+    stranded_bytes: int | None = None
+    resident_bytes: int | None = None
+
+    @property
+    def bubble(self) -> float:
+        """Share in which it could have computed and did not."""
+        return sum(self.causes.values())
+
+
+class PredictedFigures(msgspec.Struct, frozen=True, kw_only=True):
+    """What the planner predicts of the layout that ran, under the same load.
+
+    Attributes:
+        basis: where the prediction comes from, as a sentence.
+        bubble: share of the stages' time in which they do not compute, while all requests decode.
+    """
+
+    basis: str
+    ttft_s: float
+    time_per_token_s: float
+    tokens_per_s: float
+    bubble: float
+
+
+class RunFigures(msgspec.Struct, frozen=True, kw_only=True):
+    """One run of a load.
+
+    Attributes:
+        series: what ran, such as "PP 2 x TP 1"; runs of one series differ in their concurrency.
+        concurrency: requests in flight at most.
+        latencies_ms: by the keys of `LATENCIES`; those that were measured.
+        stages: empty where they did not report.
+    """
+
+    series: str
+    concurrency: int
+    duration_s: float
+    completed: int
+    failed: int = 0
+    prompt_tokens: int
+    output_tokens: int
+    latencies_ms: dict[str, Latency] = {}
+    stages: list[StageFigures] = []
+    predicted: PredictedFigures | None = None
+
+    @property
+    def requests_per_s(self) -> float:
+        return self.completed / max(self.duration_s, 1e-9)
+
+    @property
+    def output_tokens_per_s(self) -> float:
+        return self.output_tokens / max(self.duration_s, 1e-9)
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Prompt and output tokens."""
+        return (self.prompt_tokens + self.output_tokens) / max(self.duration_s, 1e-9)
+
+    @property
+    def bubble(self) -> float | None:
+        """Mean share of the stages' time in which they did not compute. None: not known."""
+        busy = [stage.busy for stage in self.stages if stage.num_steps]
+        return 1.0 - sum(busy) / len(busy) if busy else None
+
+
+class FailedRun(msgspec.Struct, frozen=True, kw_only=True):
+    """A run that came to nothing, and why."""
+
+    series: str
+    concurrency: int
+    error: str
+
+
+class Report(msgspec.Struct, frozen=True, kw_only=True):
+    """Runs of one benchmark.
+
+    Attributes:
+        made_at: day and time, in UTC.
+        settings: of the benchmark, as shown to people.
+        notes: what a reader should know of the numbers, as sentences.
+    """
+
+    title: str
+    model: str
+    version: str
+    made_at: str
+    settings: dict[str, str]
+    runs: list[RunFigures]
+    failed: list[FailedRun] = []
+    notes: list[str] = []
+    format: int = FORMAT
+
+
+def latency_of(seconds: Sequence[float]) -> Latency:
+    """Return the summary of what was measured."""
+    numbers = summary(seconds, PERCENTS)
+    return Latency(
+        count=len(seconds),
+        mean=numbers["mean"],
+        p50=numbers["p50"],
+        p90=numbers["p90"],
+        p99=numbers["p99"],
+        max=1000 * percentile(seconds, 100),
+    )
+
+
+def latencies_of(samples_s: Mapping[str, Sequence[float]]) -> dict[str, Latency]:
+    """Return a summary of each latency that has samples, in the order of a report."""
+    return {name: latency_of(samples_s[name]) for name in LATENCIES if samples_s.get(name)}
+
+
+def report_json(report: Report) -> str:
+    """Return the report as JSON, with the rates that follow from its counts."""
+    fields = msgspec.to_builtins(report)
+    for run, shown in zip(report.runs, fields["runs"], strict=True):
+        shown |= {
+            "requests_per_s": run.requests_per_s,
+            "output_tokens_per_s": run.output_tokens_per_s,
+            "tokens_per_s": run.tokens_per_s,
+            "bubble": run.bubble,
+        }
+    return msgspec.json.encode(fields).decode()
