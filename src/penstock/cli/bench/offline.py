@@ -19,8 +19,9 @@ from cyclopts import Parameter
 from penstock.cli.bench.engine_load import sampling_of
 from penstock.cli.bench.load_shape import DatasetName, trace_path
 from penstock.cli.bench.report_flags import LocalReportFlags, ReportFlags, new_report
+from penstock.cli.bench.resident_memory import resident_bytes_below
 from penstock.cli.bench.results import write_json
-from penstock.cli.bench.stage_watch import NoWatch, StageWatch, Watch, resident_bytes_below
+from penstock.cli.bench.stage_watch import NoWatch, StageWatch, Watch
 from penstock.cli.flags import flag, with_settings
 from penstock.cli.terminal import Invocation
 from penstock.config.declared import ENGINE, configured, configured_engine, declared

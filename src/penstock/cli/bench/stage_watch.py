@@ -7,11 +7,7 @@ reported; one behind it until each has reported once more.
 from __future__ import annotations
 
 import asyncio
-import os
-import re
-from collections import defaultdict
 from collections.abc import Awaitable, Callable, Sequence
-from pathlib import Path
 from typing import Protocol
 
 from penstock.reports.figures import StageFigures
@@ -19,7 +15,6 @@ from penstock.reports.stage_use import StageCounts, StageKey, have_all_reported_
 
 PATIENCE_S = 5.0
 _LOOK_S = 0.1
-_RANK_TITLE = re.compile(r"penstock (?:replica ([0-9]+) )?stage ([0-9]+) tp [0-9]+")
 
 ReadCounts = Callable[[], Awaitable[Sequence[StageCounts]]]
 Sleep = Callable[[float], Awaitable[None]]
@@ -85,45 +80,3 @@ class NoWatch:
     async def end(self, run_s: float) -> list[StageFigures]:
         """As in the protocol; nothing was seen."""
         return []
-
-
-def resident_bytes_below(parent: int | None = None, proc: Path = Path("/proc")) -> dict[StageKey, int]:
-    """Return the memory of the ranks that this process has started, by stage; pages that several processes
-    share count in parts. Empty where the system does not tell.
-
-    Args:
-        parent: another process whose children are meant.
-    """
-    found: dict[StageKey, int] = defaultdict(int)
-    for pid in _descendants(os.getpid() if parent is None else parent, proc):
-        try:
-            title = (proc / str(pid) / "cmdline").read_bytes().replace(b"\0", b" ").decode("utf-8", "replace")
-            match = _RANK_TITLE.match(title)
-            if match is not None:
-                found[int(match[1] or 0), int(match[2])] += _resident_bytes(proc / str(pid))
-        except OSError:
-            continue  # it has ended, or belongs to somebody else
-    return dict(found)
-
-
-def _descendants(parent: int, proc: Path) -> list[int]:
-    children: dict[int, list[int]] = defaultdict(list)
-    for folder in proc.glob("[0-9]*"):
-        try:
-            behind_name = (folder / "stat").read_text(errors="replace").rpartition(")")[2].split()
-        except OSError:
-            continue
-        children[int(behind_name[1])].append(int(folder.name))
-    found, open_pids = [], [parent]
-    while open_pids:
-        own = children[open_pids.pop()]
-        found += own
-        open_pids += own
-    return found
-
-
-def _resident_bytes(folder: Path) -> int:
-    for line in (folder / "smaps_rollup").read_text().splitlines():
-        if line.startswith("Pss:"):
-            return int(line.split()[1]) * 1024
-    return 0

@@ -21,8 +21,9 @@ from penstock.cli.bench.load_shape import whole_numbers
 from penstock.cli.bench.offline import llm_arguments, vocab_size_of
 from penstock.cli.bench.replaying import replay
 from penstock.cli.bench.report_flags import LocalReportFlags, ReportFlags, new_report
+from penstock.cli.bench.resident_memory import resident_bytes_below
 from penstock.cli.bench.results import RunResult, figures
-from penstock.cli.bench.stage_watch import StageWatch, resident_bytes_below
+from penstock.cli.bench.stage_watch import StageWatch
 from penstock.cli.bench.sweep_grid import (
     Choice,
     Grid,

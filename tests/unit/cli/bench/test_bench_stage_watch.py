@@ -11,7 +11,8 @@ import pytest
 
 from penstock.cli.bench.engine_load import EngineSender
 from penstock.cli.bench.replaying import replay
-from penstock.cli.bench.stage_watch import PATIENCE_S, StageWatch, resident_bytes_below
+from penstock.cli.bench.resident_memory import resident_bytes_below
+from penstock.cli.bench.stage_watch import PATIENCE_S, StageWatch
 from penstock.engine.client.outputs import CompletionOutput, RequestOutput
 from penstock.errors import StageLostError
 from penstock.reports.stage_use import StageCounts
