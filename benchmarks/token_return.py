@@ -132,6 +132,7 @@ async def engine(rule: str, options: argparse.Namespace, max_num_seqs: int) -> A
         max_model_len=INPUT + OUTPUT + 1,
         speculative_method="off",
         enable_prefix_caching=False,
+        warm_spare=False,
     )
     try:
         with (

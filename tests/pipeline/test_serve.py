@@ -103,6 +103,30 @@ def test_r1_trace_replay_loses_and_doubles_nothing(demo: Served, tmp_path: Path)
     assert demo.metric("penstock_num_requests_running") == 0
 
 
+def test_a_report_says_where_the_time_and_the_memory_of_the_stages_went(demo: Served, tmp_path: Path) -> None:
+    page = tmp_path / "report.html"
+    command = [sys.executable, "-m", "penstock", "bench", "serve", "--url", demo.url, "--concurrency", "1,4"]
+    command += ["--num-prompts", "12", "--random-input-len", "16", "--random-output-len", "24"]
+    command += ["--json", "--html", str(page)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    report = json.loads(done.stdout)
+    assert [run["concurrency"] for run in report["runs"]] == [1, 4]
+    assert len(page.read_text().split("<figure>")) == 8  # throughput, four latencies, time, memory
+    for run in report["runs"]:
+        assert run["latencies_ms"]["ttft"]["count"] == 12
+        assert [stage["stage"] for stage in run["stages"]] == [0, 1]
+        for stage in run["stages"]:
+            assert stage["busy"] + sum(stage["causes"].values()) + stage["overhead"] == pytest.approx(1.0)
+            assert stage["num_steps"] >= 24
+            assert stage["busy"] > 0.0
+            assert stage["weight_bytes"] > 100_000
+            assert stage["kv_bytes"] > 0
+        assert run["stages"][0]["sampling"] == 0.0
+        assert 0.0 < run["stages"][1]["sampling"] < 1.0
+        assert run["stages"][1]["causes"]["wait_prev"] > 0.0
+
+
 @pytest.mark.soak
 def test_r1_trace_replay_of_500_requests(demo: Served, tmp_path: Path) -> None:
     replay(demo, 500, tmp_path / "result.json", "--time-scale", "0.5")

@@ -31,7 +31,7 @@ def report_page(report: Report) -> str:
     title = f"{report.title}: {report.model}"
     parts = [
         _head(title, report),
-        *([_throughput(runs), _latencies(runs), *_stages(runs)] if runs else []),
+        *([_throughput(runs), *_effects(runs), _latencies(runs), *_stages(runs)] if runs else []),
         *_predicted(runs),
         *_failed(report),
         section(
@@ -89,6 +89,43 @@ def _throughput(runs: Sequence[RunFigures]) -> Markup:
         for run in runs
     ]
     return section("Throughput", chart, table("Throughput of each run", headings, rows))
+
+
+def _effects(runs: Sequence[RunFigures]) -> list[Markup]:
+    """What differs between layouts, side by side; nothing where one ran."""
+    if len(_series(runs)) == 1:
+        return []
+    headings = (
+        *_RUN_HEADINGS,
+        *("output tokens/s", "first token ms", "time per token ms", "bubble %"),
+        *("largest stage MiB", "resident MiB"),
+    )
+    rows = [
+        (
+            *_named(run),
+            f"{run.output_tokens_per_s:,.1f}",
+            _shown(_measured_ms("ttft")(run), ".2f"),
+            _shown(_measured_ms("tpot")(run), ".2f"),
+            _shown(None if run.bubble is None else 100 * run.bubble, ".1f"),
+            _mib(max((size for stage in run.stages if (size := _held_bytes(stage))), default=None)),
+            _mib(sum(stage.resident_bytes or 0 for stage in run.stages) or None),
+        )
+        for run in runs
+    ]
+    return [
+        section(
+            "Layouts side by side",
+            paragraph(
+                "Latencies are medians. The largest stage is that with most weights and KV cache; what is "
+                "resident is of all stages together."
+            ),
+            table("Layouts side by side", headings, rows),
+        )
+    ]
+
+
+def _held_bytes(stage: StageFigures) -> int:
+    return (stage.weight_bytes or 0) + (stage.kv_bytes or 0)
 
 
 def _latencies(runs: Sequence[RunFigures]) -> Markup:
@@ -365,6 +402,10 @@ def _bar_name(run: RunFigures, stage: StageFigures, shown: Sequence[RunFigures])
 
 def _stage_name(stage: StageFigures) -> str:
     return f"{stage.replica}.{stage.stage}" if stage.replica else str(stage.stage)
+
+
+def _shown(value: float | None, form: str) -> str:
+    return _ABSENT if value is None else format(value, f",{form}")
 
 
 def _mib(size: int | None) -> str:

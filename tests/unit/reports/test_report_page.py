@@ -131,6 +131,13 @@ def test_tables_have_the_numbers() -> None:
     assert measured in rows
 
 
+def test_layouts_stand_side_by_side() -> None:
+    one, two = run("PP 1 x TP 1", 8), run("PP 2 x TP 1", 8)
+    cells = " ".join(Outline(report_page(report(one, two))).cells)
+    assert "PP 2 x TP 1 8 200.0 20.00 4.00 37.5 8.0 34.0" in cells
+    assert "Layouts side by side" not in report_page(report(one))
+
+
 def test_what_was_not_measured_has_no_section() -> None:
     bare = RunFigures(
         series="PP 1 x TP 1", concurrency=4, duration_s=1.0, completed=4, prompt_tokens=4, output_tokens=8

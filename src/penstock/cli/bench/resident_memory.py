@@ -1,7 +1,7 @@
 """The memory of the ranks that a benchmark has started, as the system counts it, by stage.
 
-Pages that several processes share count in parts, so that the sum over stages is what they hold together. Empty
-where the system does not tell.
+Pages that several processes share count in parts, so that the sum over stages is what they hold together.
+Nothing is counted where the system does not tell.
 """
 
 from __future__ import annotations

@@ -129,7 +129,8 @@ def bench_sweep(
     if load.requests_per_client < 1:
         raise UsageError(f"--requests-per-client is {load.requests_per_client}; it must be at least 1.")
     grid, seed = axes.grid, int(given.get("seed", 0))
-    settings = {"max_num_seqs": max(_DEFAULT_ROWS, *grid.concurrencies)} | given
+    rows = max(_DEFAULT_ROWS, *grid.concurrencies)
+    settings = {"max_num_seqs": rows, "warm_spare": False} | given  # a spare would start during the first run
     say = report.say(invocation)
     with SweepFile(load.results, SweepHead(model=model, settings=_shown(load, settings))) as file:
         if file.records:
