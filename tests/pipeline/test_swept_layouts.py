@@ -11,16 +11,15 @@ import pytest
 from penstock.cli.program import run
 from penstock.cli.terminal import Invocation
 
-SMALL = (
-    "--dtype float32 --threads-per-rank 1 --num-blocks 64 --max-model-len 128 --input-len 8 --output-len 12"
-)
+SMALL = "--dtype float32 --threads-per-rank 1 --num-blocks 64 --max-model-len 128"
+LOAD = "--input-len 8 --output-len 12 --depth 1 --concurrency 2 --predict off --json"
 
 
 def test_i12_a_sweep_measures_what_runs_and_records_what_does_not(tmp_path: Path) -> None:
     out, err = StringIO(), StringIO()
     invocation = Invocation(stdout=out, stderr=err, stdin=StringIO(), environ={})
-    words = ["bench", "sweep", "demo", "--pp", "2,99", "--depth", "1", "--concurrency", "2", *SMALL.split()]
-    words += ["--predict", "off", "--json", "--results", str(tmp_path / "sweep.jsonl")]
+    words = ["bench", "sweep", "demo", "--pp", "2,99", *SMALL.split(), *LOAD.split()]
+    words += ["--results", str(tmp_path / "sweep.jsonl")]
     assert run(words, invocation) == 1
     report = json.loads(out.getvalue())
     (swept,) = report["runs"]

@@ -34,8 +34,7 @@ Usage: penstock COMMAND ...     serves large language models through a pipeline
   chat                  talk to a running server
   complete [PROMPT]     let a running server continue a text
   bench serve           load a running server, and check that no token is lost
-  bench throughput      offline: how many tokens a second; bench latency: how long one batch takes
-  bench sweep MODEL     a grid of layouts and concurrencies, measured and reported side by side
+  bench throughput      offline: tokens a second; bench latency: time of a batch; bench sweep: many layouts
   cache ls STORE        whose KV blocks are in a store
   cache stat STORE      how much that is, and whether it is whole; cache clear: remove KV blocks
   hosts ls              which hosts have joined a head; hosts new-token: let hosts join later
