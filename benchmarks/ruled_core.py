@@ -27,7 +27,7 @@ def follow(rule: str) -> None:
         return num_decoding
 
     if rule == LOCK_STEP:
-        PlanBuilder.finish = finish_in_lock_step  # type: ignore[method-assign]
+        PlanBuilder.finish = finish_in_lock_step  # type: ignore[assignment, method-assign]
     elif rule == UNEQUAL:
         TokenBudget.decode_quota = take_all  # type: ignore[assignment, method-assign]
     elif rule != DEFERRED:

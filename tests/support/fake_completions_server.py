@@ -24,7 +24,7 @@ class Script:
     status: int = 200
     error_body: bytes = b""
     card: dict[str, Any] = field(default_factory=lambda: {"id": MODEL, "vocab_size": 64})
-    answers: dict[str, Any] = field(default_factory=dict)  # JSON by path, of other GETs
+    answer: Callable[[str], Any] = lambda path: None  # JSON for the path of a GET; None: the list of models
     health: list[int] = field(default_factory=list)  # answers of /health in turn; 200 when none is left
     requests: list[dict[str, Any]] = field(default_factory=list)
     headers: list[dict[str, str]] = field(default_factory=list)
@@ -80,7 +80,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._answer(status, b'{"state":"loading"}')
             return
         listing = {"object": "list", "data": [self.script.card]}
-        self._answer(200, json.dumps(self.script.answers.get(self.path, listing)).encode())
+        self._answer(200, json.dumps(self.script.answer(self.path) or listing).encode())
 
     def do_POST(self) -> None:
         raw = self.rfile.read(int(self.headers["Content-Length"]))

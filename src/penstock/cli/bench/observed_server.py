@@ -95,7 +95,7 @@ def observed_server(
     async def read() -> Sequence[StageCounts]:
         return counts_in_view(await asyncio.to_thread(get_json, server, "/debug/pipeline", _TIMEOUT_S))
 
-    predicted = {}
+    predicted: dict[int, PredictedFigures] = {}
     if flags.wants_predictions:
         # Here and not above: a benchmark without predictions starts without the planner.
         from penstock.cli.bench.predicting import served_config, served_layers

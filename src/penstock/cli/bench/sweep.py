@@ -139,11 +139,9 @@ def bench_sweep(
         order = grid.drawn(seed)
         asyncio.run(sweep(order, engines.open, file, lambda line: say(printable(line))))
         runs, failed = swept_runs(grid, file.records)
-    made = new_report(
-        *("Sweep over layouts", model, _axes_shown(axes) | _shown(load, settings), runs),
-        failed=failed,
-        notes=[f"Layouts and concurrencies ran in an order that was drawn from the seed {seed}."],
-    )
+    shown = _axes_shown(axes) | _shown(load, settings)
+    note = f"Layouts and concurrencies ran in an order that was drawn from the seed {seed}."
+    made = new_report("Sweep over layouts", model, shown, runs, failed=failed, notes=[note])
     report.deliver(made, invocation)
     return 1 if failed else 0
 

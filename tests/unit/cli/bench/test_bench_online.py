@@ -177,19 +177,18 @@ def test_an_unknown_model_and_a_missing_server_are_named() -> None:
     assert "penstock serve" in err
 
 
-class StagesThatReport(dict[str, Any]):
-    """Answers of a server whose stages report anew at every look."""
+class StagesThatReport:
+    """A server whose stages report anew at every look."""
 
     def __init__(self) -> None:
-        super().__init__()
         self.looks = 0
 
-    def get(self, path: str, default: Any = None) -> Any:
+    def answer(self, path: str) -> Any:
         if path == "/server_info":
             stages = [{"start_layer": 0, "end_layer": 3}, {"start_layer": 3, "end_layer": 5}]
             return {"stages": stages, "settings": {"block-size": 16, "kv-cache-bytes": 1 << 20, "host": "x"}}
         if path != "/debug/pipeline":
-            return default
+            return None
         self.looks += 1
         stages = [
             {"stage": stage, "num_ranks": 1, "wall_s": self.looks, "busy_s": self.looks / 2, "kv_bytes": 4096}
@@ -199,7 +198,7 @@ class StagesThatReport(dict[str, Any]):
 
 
 def test_several_concurrencies_make_one_report(tmp_path: Path) -> None:
-    script = Script(completion_events, answers=StagesThatReport())
+    script = Script(completion_events, answer=StagesThatReport().answer)
     page = tmp_path / "r.html"
     with completions_server(script) as url:
         code, out, err = bench(url, *LOAD, "--concurrency", "1,3", "--json", "--html", str(page))
@@ -235,7 +234,7 @@ def test_a_server_is_compared_with_what_the_planner_says(tmp_path: Path) -> None
         "torch_dtype": "bfloat16",
     }
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with completions_server(Script(completion_events, answers=StagesThatReport())) as url:
+    with completions_server(Script(completion_events, answer=StagesThatReport().answer)) as url:
         flags = ("--predict", "a100-80g:2", "--predict-model", str(tmp_path), "--json")
         code, out, err = bench(url, *LOAD, "--concurrency", "4", *flags)
         assert (code, err) == (0, "")
