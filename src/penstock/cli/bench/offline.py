@@ -51,13 +51,16 @@ class OfflineEngine:
     generate: Generate
     counts: Callable[[], Sequence[StageCounts]] = tuple
 
-    def watch(self, report: ReportFlags) -> Watch:
+    def watch(self, report: ReportFlags, config: EngineConfig) -> Watch:
         """Return what sees where the stages' time goes, for a report."""
 
         async def read() -> Sequence[StageCounts]:
             return self.counts()
 
-        return StageWatch(read, resident_bytes_below) if report.are_wanted else NoWatch()
+        num_stages = config.parallel.pipeline_parallel_size
+        return (
+            StageWatch(read, resident_bytes_below, num_stages=num_stages) if report.are_wanted else NoWatch()
+        )
 
 
 @Parameter(name="*")
@@ -119,7 +122,7 @@ def bench_throughput(
     config = configured_engine(given, model)
     predicted = _predicted(report, config, requests, invocation)
     with offline_engine(model, given) as engine:
-        watch = engine.watch(report)
+        watch = engine.watch(report, config)
         asyncio.run(watch.begin())
         numbers = measure_throughput(requests, engine.generate, time.perf_counter)
         stages = asyncio.run(watch.end(numbers["elapsed_time"]))
@@ -171,7 +174,7 @@ def bench_latency(
     with offline_engine(model, given) as engine:
         for _ in range(load.num_iters_warmup):
             _timed(batch, engine.generate, time.perf_counter)
-        watch = engine.watch(report)
+        watch = engine.watch(report, config)
         asyncio.run(watch.begin())
         samples = [_timed(batch, engine.generate, time.perf_counter) for _ in range(load.num_iters)]
         stages = asyncio.run(watch.end(sum(samples)))

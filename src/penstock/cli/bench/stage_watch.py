@@ -34,8 +34,9 @@ class StageWatch:
     """Reads what the stages have counted.
 
     Args:
-        read: returns the newest counts.
+        read: returns the newest counts, of stages that have reported.
         resident_bytes: returns the memory of each stage's processes, where it can be seen.
+        num_stages: that will report.
         sleep: as `asyncio.sleep`; tests give their own.
     """
 
@@ -44,17 +45,17 @@ class StageWatch:
         read: ReadCounts,
         resident_bytes: Callable[[], dict[StageKey, int]] = dict,
         *,
+        num_stages: int = 1,
         sleep: Sleep = asyncio.sleep,
     ) -> None:
         self._read = read
         self._resident_bytes = resident_bytes
+        self._num_stages = num_stages
         self._sleep = sleep
         self._before: Sequence[StageCounts] = []
 
     async def begin(self) -> None:
-        self._before = await self._counts(
-            lambda counts: bool(counts) and all(stage.wall_s for stage in counts)
-        )
+        self._before = await self._counts(lambda counts: all(stage.wall_s for stage in counts))
 
     async def end(self, run_s: float) -> list[StageFigures]:
         resident, last = self._resident_bytes(), await self._read()
@@ -65,7 +66,7 @@ class StageWatch:
         """The newest counts once they are complete, or at the end of our patience."""
         for _ in range(round(PATIENCE_S / _LOOK_S)):
             counts = await self._read()
-            if are_complete(counts):
+            if len(counts) >= self._num_stages and are_complete(counts):
                 return counts
             await self._sleep(_LOOK_S)
         return await self._read()

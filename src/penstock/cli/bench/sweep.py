@@ -248,7 +248,7 @@ class SweptEngines:
             async def read() -> Sequence[StageCounts]:
                 return counts_of_core((await llm.status()).stats)
 
-            sender, watch = EngineSender(llm), StageWatch(read, resident_bytes_below)
+            sender, watch = EngineSender(llm), StageWatch(read, resident_bytes_below, num_stages=layout.pp)
             _require_order(await replay(sender, _shortened(self._warm_up)))
             yield _RunningEngine(layout.name, self._loads, sender, watch, predicted)
 

@@ -42,9 +42,12 @@ class TickingEngine:
         return self.now
 
     def counts(self) -> list[StageCounts]:
-        """A stage that reports anew at every look."""
+        """Two stages that report anew at every look; the second one is late."""
         self.looks += 1
-        return [StageCounts(stage=0, wall_s=self.looks, busy_s=self.looks / 2, kv_bytes=4096)]
+        return [
+            StageCounts(stage=stage, wall_s=self.looks, busy_s=self.looks / 2, kv_bytes=4096)
+            for stage in range(min(2, self.looks))
+        ]
 
     def generate(self, requests: Sequence[BenchRequest]) -> list[int]:
         self.batches.append(len(requests))
@@ -105,8 +108,10 @@ def test_reports_of_offline_runs(engine: TickingEngine, tmp_path: Path) -> None:
     assert code == 0
     assert (found["series"], found["concurrency"]) == ("PP 2 x TP 1", 4)
     assert (found["output_tokens_per_s"], found["tokens_per_s"]) == (20.0, 60.0)
-    assert found["stages"] == [{"stage": 0, "replica": 0} | found["stages"][0]]
-    assert found["stages"][0]["kv_bytes"] == 4096
+    assert [(stage["stage"], stage["busy"], stage["kv_bytes"]) for stage in found["stages"]] == [
+        (0, pytest.approx(0.5), 4096),
+        (1, pytest.approx(0.5), 4096),
+    ]
     assert "Memory of the stages" in page.read_text()
     words = ("--batch-size", "2", "--num-iters-warmup", "0", "--num-iters", "3", "--predict", "off")
     code, out = bench("latency", "demo", *words, "--json")
