@@ -24,14 +24,14 @@ def use_rank(stand_in: str) -> None:
     use_stand_in(entry_points.RANK, stand_in)
 
 
-def use_stand_in(module: str, stand_in: str) -> None:
+def use_stand_in(replaced: str, stand_in: str) -> None:
     """From now on supervisors of this process start `stand_in` in place of one of our modules."""
     add_to_path()
     spawn = local_process.spawn
     assert local.spawn is spawn  # type: ignore[attr-defined]  # what is replaced is what it calls
 
-    def spawn_stand_in(name: str, *arguments: Any, **named: Any) -> local_process.LocalMember:
-        return spawn(stand_in if name == module else name, *arguments, **named)
+    def spawn_stand_in(module: str, *arguments: Any, **named: Any) -> local_process.LocalMember:
+        return spawn(stand_in if module == replaced else module, *arguments, **named)
 
     local.spawn = spawn_stand_in  # type: ignore[attr-defined]
 

@@ -41,7 +41,8 @@ def test_idle_time_around_a_run_is_left_out() -> None:
     assert found.overhead == pytest.approx(0.5 / 4.0)
     assert found.busy + found.bubble + found.overhead == pytest.approx(1.0)
     assert found.sampling == pytest.approx(0.25)
-    assert (found.num_steps, found.step_s) == (20, pytest.approx(0.1))
+    assert found.num_steps == 20
+    assert found.step_s == pytest.approx(0.1)
 
 
 def test_no_more_is_left_out_than_the_stage_was_idle() -> None:

@@ -113,8 +113,8 @@ def test_reports_of_offline_runs(engine: TickingEngine, tmp_path: Path) -> None:
         (1, pytest.approx(0.5), 4096),
     ]
     assert "Memory of the stages" in page.read_text()
-    words = ("--batch-size", "2", "--num-iters-warmup", "0", "--num-iters", "3", "--predict", "off")
-    code, out = bench("latency", "demo", *words, "--json")
+    batch = ("--batch-size", "2", "--num-iters-warmup", "0", "--num-iters", "3", "--predict", "off")
+    code, out = bench("latency", "demo", *batch, "--json")
     (found,) = json.loads(out)["runs"]
     assert code == 0
     assert (found["latencies_ms"]["e2el"]["p50"], found["latencies_ms"]["e2el"]["count"]) == (3000.0, 3)

@@ -220,7 +220,7 @@ def test_several_concurrencies_make_one_report(tmp_path: Path) -> None:
 
 
 def test_a_server_is_compared_with_what_the_planner_says(tmp_path: Path) -> None:
-    config = {
+    config: dict[str, Any] = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
         "hidden_size": 64,
