@@ -232,7 +232,7 @@ class SweptEngines:
     @asynccontextmanager
     async def open(self, layout: LayoutPoint) -> AsyncIterator[SweptEngine]:
         """Start the engine of a layout; it has ended when this is left."""
-        from penstock.llm.async_llm import AsyncLLM
+        from penstock import AsyncLLM
 
         axes = (layout.pp, layout.tp, layout.depth, layout.micro_batches)
         given = {**self._given, **dict(zip(_AXES, axes, strict=True))}

@@ -190,11 +190,11 @@ class StagesThatReport:
         if path != "/debug/pipeline":
             return None
         self.looks += 1
-        stages = [
+        rows: list[dict[str, float]] = [
             {"stage": stage, "num_ranks": 1, "wall_s": self.looks, "busy_s": self.looks / 2, "kv_bytes": 4096}
             for stage in (0, 1)
         ]
-        return {"replicas": [{"replica": 0, "stages": stages}]}
+        return {"replicas": [{"replica": 0, "stages": rows}]}
 
 
 def test_several_concurrencies_make_one_report(tmp_path: Path) -> None:
