@@ -59,8 +59,9 @@ class Load:
 
     @property
     def name(self) -> str:
-        pace = "closed loop" if self.rate == float("inf") else f"{self.rate:g} a second"
-        return f"{self.clients}, {pace}"
+        if self.rate == float("inf"):
+            return f"{self.clients} clients"
+        return f"{self.clients * REQUESTS_OF_A_CLIENT} requests, {self.rate:g} a second"
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,7 +182,7 @@ def report(samples: Samples) -> str:
                 f"{sooner:.2f} x",
             ]
         )
-    headings = ["clients", "rule", "tokens/s", "spread", "of lock-step"]
+    headings = ["load", "rule", "tokens/s", "spread", "of lock-step"]
     headings += ["first token ms", "spread", "p99", "sooner than lock-step"]
     return markdown(headings, rows)
 
