@@ -52,7 +52,7 @@ table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size
 caption { text-align: left; font-weight: 600; padding-bottom: .3rem; }
 th, td { border: 1px solid var(--edge); padding: .2rem .55rem; text-align: right; }
 th { background: var(--head); font-weight: 600; }
-th[scope="row"], th:first-child { text-align: left; font-weight: 400; }
+th[scope="row"], th:first-child { text-align: left; font-weight: 400; white-space: nowrap; }
 thead th:first-child { font-weight: 600; }
 td.words { text-align: left; }
 .bad { color: var(--bad); }
