@@ -12,7 +12,7 @@ from penstock.speculation.drafter import NO_DRAFT, Draft, LocalDrafter, Question
 
 
 class KnowingDrafter(LocalDrafter):
-    """Guesses texts that it was given.
+    """Guesses texts that it was given. A text's guesses are drawn once: to ask for them costs next to nothing.
 
     Attributes:
         texts: prompt and answer of each request, by the first token of the prompt.
@@ -27,14 +27,23 @@ class KnowingDrafter(LocalDrafter):
         self.chance = 0.0
         self.seed = 0
         self._vocab_size = vocab_size
+        self._drawn: dict[tuple[int, float, int], tuple[Sequence[int], list[int]]] = {}  # texts, guesses
 
     def propose(self, question: Question) -> Draft:
         first, known = question.token_ids[0], len(question.token_ids)
         text = self.texts.get(first)
         if text is None:
             return NO_DRAFT
-        positions = range(known, min(known + question.most, len(text)))
-        return Draft([self._guess(first, text[position], position) for position in positions], self.chance)
+        return Draft(self._guesses(first, text)[known : known + question.most], self.chance)
+
+    def _guesses(self, first: int, text: Sequence[int]) -> list[int]:
+        """For each position of a text, whether a request is there yet or not."""
+        key = (self.seed, self.chance, first)
+        of_text, guesses = self._drawn.get(key, (None, []))
+        if of_text is not text:
+            guesses = [self._guess(first, right, position) for position, right in enumerate(text)]
+            self._drawn[key] = (text, guesses)
+        return guesses
 
     def _guess(self, first: int, right: int, position: int) -> int:
         is_right = Random(f"{self.seed} {first} {position}").random() < self.chance

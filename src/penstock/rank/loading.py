@@ -21,6 +21,7 @@ from penstock.families.sharding import HeadShares
 from penstock.families.spec import ModelSpec
 from penstock.kernels.cpu.collective import SharedGroup
 from penstock.kernels.cpu.ops import CpuKernels
+from penstock.kernels.pages import give_back_freed_pages
 from penstock.kvstore.catalogue import StoreCatalogue
 from penstock.kvstore.entry_calls import NO_ENTRY_CALLS, EntryCalls, NoEntryCalls
 from penstock.kvstore.host_tier import block_bytes
@@ -116,6 +117,7 @@ def load_rank(config: RankConfig, progress: Callable[[int, int], None]) -> Loade
     is_sent_head = config.is_last and transfers_head(config, spec)
     left_out = frozenset({f"{EMBEDDING}.weight"} if is_sent_head else ())
     report = weights.load(model, progress, left_out)
+    give_back_freed_pages()
     num_layers = config.num_layers + config.has_mtp
     storage = DeviceKV(model.attention, num_layers=num_layers, block_size=config.block_size, device=device)
     return LoadedRank(
