@@ -12,7 +12,7 @@ from penstock.speculation.drafter import NO_DRAFT, Draft, LocalDrafter, Question
 
 
 class KnowingDrafter(LocalDrafter):
-    """Guesses texts that it was given. A text's guesses are drawn once: to ask for them costs next to nothing.
+    """Guesses texts that it was given. A text's guesses are drawn once, and then cost next to nothing.
 
     Attributes:
         texts: prompt and answer of each request, by the first token of the prompt.

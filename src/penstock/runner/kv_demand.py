@@ -3,11 +3,15 @@
     free once the weights are loaded, of one of the ranks that share the memory
     |  KV cache (of a CPU at most a quarter)  |  measured peak of the largest plan  |  margin  |
 
+Of a CPU no more than nine tenths are kept for plans: the largest one may never come, and no request starts
+where memory is short by then. There the user's own numbers are held to what is free alone.
+
 Asked by `runner.device_kv` once the weights are in memory, and by `planner.memory` beforehand.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from penstock.errors import NotEnoughMemoryError
@@ -16,6 +20,7 @@ from penstock.process.config import RankConfig
 # Of the memory that is free once the weights are loaded, over all ranks of the host. Modest on a CPU, where
 # the memory belongs to everybody; a GPU is ours.
 _DEFAULT_SHARE = {"cpu": 0.25, "cuda": 1.0}
+_MOST_KEPT = {"cpu": 0.9, "cuda": math.inf}  # for plans, of a rank's part of what is free
 # Left free by a rank beside what was measured: for what lies between allocations, and for the libraries.
 _MARGIN = {"cpu": 64 << 20, "cuda": 512 << 20}
 _GROUP_MARGIN = {"cpu": 0, "cuda": 512 << 20}  # buffers of ranks that share a stage, made when they meet
@@ -76,42 +81,47 @@ class KVDemand:
             NotEnoughMemoryError: not one request of full length fits, or the user's number does not.
         """
         if self.num_blocks is not None:
-            self._check_fits(self.num_blocks, block_bytes, available)
+            self._check_fits(self.num_blocks, block_bytes, available, device)
             return self.num_blocks
         per_sequence = -(-self.max_model_len // block_size)
         if self.kv_cache_bytes is not None:
             budget, most = self.kv_cache_bytes, None
-            self._check_fits(budget // block_bytes, block_bytes, available)
+            self._check_fits(budget // block_bytes, block_bytes, available, device)
         else:
             share = int(available * _DEFAULT_SHARE[device] / self.num_sharers)
-            budget = max(0, min(share, self._own(available)))
+            budget = max(0, min(share, self._own(available, self._kept(available, device))))
             most = per_sequence * self.max_num_seqs
         fitting = budget // block_bytes
         if fitting < per_sequence:
             raise NotEnoughMemoryError(
                 f"a request of {self.max_model_len} tokens needs {_mib(per_sequence * block_bytes)} "
                 f"of KV cache on this stage, which is given {_mib(budget)} ({_mib(available)} are free"
-                f"{self._reserved_text}).",
+                f"{_kept_text(self._kept(available, device))}).",
                 remedy="Lower --max-model-len, raise --kv-cache-bytes, or use more stages.",
             )
         return fitting if most is None else min(fitting, most)
 
-    def _check_fits(self, num_blocks: int, block_bytes: int, available: int) -> None:
-        needed, own = num_blocks * block_bytes, max(0, self._own(available))
+    def _check_fits(self, num_blocks: int, block_bytes: int, available: int, device: str) -> None:
+        kept = 0 if device == "cpu" else self.reserved_bytes
+        needed, own = num_blocks * block_bytes, max(0, self._own(available, kept))
         if needed > own:
             raise NotEnoughMemoryError(
                 f"{num_blocks} KV blocks need {_mib(needed)} on this stage, but {_mib(own)} are free"
-                f"{self._reserved_text}.",
+                f"{_kept_text(kept)}.",
                 remedy=f"Use --num-blocks {own // block_bytes} or fewer.",
             )
 
-    def _own(self, available: int) -> int:
-        """Of the free bytes, those that this rank may use for KV; negative where there are too few."""
-        return available // self.num_sharers - self.reserved_bytes
+    def _kept(self, available: int, device: str) -> int:
+        """Bytes that are kept for plans, and as a margin, unless the user says how large the cache is."""
+        return int(min(self.reserved_bytes, _MOST_KEPT[device] * available / self.num_sharers))
 
-    @property
-    def _reserved_text(self) -> str:
-        return f"; {_mib(self.reserved_bytes)} are kept for plans" if self.reserved_bytes else ""
+    def _own(self, available: int, kept: int) -> int:
+        """Of the free bytes, those that this rank may use for KV; negative where there are too few."""
+        return available // self.num_sharers - kept
+
+
+def _kept_text(kept: int) -> str:
+    return f"; {_mib(kept)} are kept for plans" if kept else ""
 
 
 def _mib(num_bytes: int) -> str:

@@ -28,6 +28,7 @@ from penstock.sample.truncation import Limits, draw_candidates, draw_truncated
 from penstock.sample.uniform import uniform
 
 NO_TOKEN = NO_ID  # of a row whose logits are not finite, or all suppressed
+_LOGITS_AT_ONCE = 1 << 21  # of which so many copies are made, up to twenty, that few rows are taken at a time
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,9 +74,15 @@ def _with_draws(
     whole = np.flatnonzero(is_drawn & ~has_candidates)
     if len(narrow):
         token_ids[narrow] = _draw_among_candidates(output, params, narrow, uniforms[narrow])
-    if len(whole):
-        token_ids[whole] = _draw_among_all(output, params, whole, uniforms[whole])
+    for rows in _few_at_once(whole, output):
+        token_ids[rows] = _draw_among_all(output, params, rows, uniforms[rows])
     return token_ids
+
+
+def _few_at_once(rows: NDArray[np.int64], output: HeadOutput) -> list[NDArray[np.int64]]:
+    """Cut rows with whole logits into runs whose copies take little memory, however many rows a step has."""
+    most = max(1, _LOGITS_AT_ONCE // output.logits.shape[-1])
+    return [rows[start : start + most] for start in range(0, len(rows), most)]
 
 
 def _draw_among_candidates(
@@ -133,8 +140,9 @@ def _fill_logprobs(
     """Write the entries of the rows that requested log-probabilities and have a token."""
     rows = output.logits_rows
     indices = np.flatnonzero((params.num_logprobs[rows] >= 0) & (token_ids[rows] >= 0))
-    asking = rows[indices]
-    logits = rows_of(output.logits, indices)
-    entries = raw_logprobs(logits, token_ids[asking].tolist(), params.num_logprobs[asking].tolist())
-    for row, entry in zip(asking.tolist(), entries, strict=True):
-        logprobs[row] = entry
+    for some in _few_at_once(indices, output):
+        asking = rows[some]
+        logits = rows_of(output.logits, some)
+        entries = raw_logprobs(logits, token_ids[asking].tolist(), params.num_logprobs[asking].tolist())
+        for row, entry in zip(asking.tolist(), entries, strict=True):
+            logprobs[row] = entry

@@ -115,8 +115,6 @@ class Scheduler:
         self.grammars = grammars = GrammarBuilds(config.built_grammar_bytes)
         self.windows = windows = windows or NoWindows()
         self._endings = endings = RequestEndings(queues, rows, allocator, prefixes, grammars, windows)
-        self._admission = admission
-        self._allocator = allocator
         self._intake = Intake(admission, queues, prefixes, endings, config.queue_timeout_s, clock)
         self._placement = Placement(
             budget,
@@ -136,6 +134,17 @@ class Scheduler:
         self._recovery = Recovery(queues, rows, allocator, prefixes, grammars, endings)
         self._gate = gate
         self.paused: Literal["keep", "wait"] | None = None
+        self._parts = SchedulerParts(
+            placement=self._placement,
+            queues=queues,
+            rows=rows,
+            allocator=allocator,
+            admission=admission,
+            prefixes=prefixes,
+            grammars=grammars,
+            issued=self._issued,
+            paused=None,
+        )
 
     @property
     def max_len(self) -> int:
@@ -288,17 +297,7 @@ class Scheduler:
 
     def parts(self) -> SchedulerParts:
         """Return what decides, for whoever explains a plan."""
-        return SchedulerParts(
-            self._placement,
-            self._queues,
-            self._rows,
-            self._allocator,
-            self._admission,
-            self.prefixes,
-            self.grammars,
-            self._issued,
-            self.paused,
-        )
+        return self._parts._replace(paused=self.paused)
 
     def check_invariants(self) -> None:
         """Assert that rows, blocks, clocks and queues agree. For tests, and for an idle engine."""

@@ -112,7 +112,16 @@ def test_f9_a_cpu_with_little_memory_gives_the_cache_less_than_a_quarter() -> No
     wanted = demand(**large, reserved_bytes=40 * MIB)
     assert wanted.max_blocks(block_bytes=MIB, block_size=1 << 20, available=100 * MIB, device="cpu") == 10
     with pytest.raises(NotEnoughMemoryError, match=r"given 0\.0 MiB \(60\.0 MiB .*; 40\.0 MiB are kept"):
-        wanted.max_blocks(block_bytes=MIB, block_size=1 << 20, available=60 * MIB, device="cpu")
+        demand(**large, reserved_bytes=40 * MIB).max_blocks(
+            block_bytes=MIB, block_size=1 << 20, available=60 * MIB, device="cuda"
+        )
+
+
+def test_f9_of_a_cpu_not_all_is_kept_for_plans_and_nothing_where_the_user_has_said_how_much() -> None:
+    wanted = demand(max_model_len=1 << 20, max_num_seqs=1 << 10, num_sharers=1, reserved_bytes=1000 * MIB)
+    assert wanted.max_blocks(block_bytes=MIB, block_size=1 << 20, available=100 * MIB, device="cpu") == 10
+    wanted = demand(num_blocks=99, num_sharers=1, reserved_bytes=1000 * MIB)
+    assert wanted.max_blocks(block_bytes=MIB, block_size=16, available=100 * MIB, device="cpu") == 99
 
 
 def test_f9_blocks_that_leave_no_room_for_plans_are_refused() -> None:
