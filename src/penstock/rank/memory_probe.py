@@ -36,7 +36,7 @@ from penstock.rank.loading import LoadedRank, available_bytes, build_runner, dty
 from penstock.runner.forward_batch import ForwardBatch
 from penstock.runner.mtp_guesser import NORMED, NoGuesser
 
-REHEARSAL_S = 0.2  # of the prompts, and of the samples, on a CPU; more if the fewest take longer
+REHEARSAL_S = 0.05  # of the prompts, and of the samples, on a CPU; more if the fewest take longer
 _NUM_BLOCKS = 64  # of the small cache
 _FEWEST_TOKENS, _FEWEST_ROWS = 64, 4
 _KERNEL_CONTEXT = 512  # tokens that a row attends to: more of them take no more memory of our kernels
@@ -116,28 +116,19 @@ class DeviceMeter:
         torch.cuda.empty_cache()
 
 
-class NoMeter:
-    """For threads of one process, whose memory nobody can tell apart: only what is counted is known."""
-
-    def begin(self) -> None:
-        """There is nothing to count from."""
-
-    def growth(self) -> int:
-        return 0
-
-    def end(self) -> None:
-        """There is nothing to give back."""
-
-
 def meter_of(config: RankConfig) -> PeakMeter:
     """Return the meter for a rank's memory."""
     if config.device_type == "cuda":
         return DeviceMeter(torch.device(config.device))
-    return NoMeter() if config.are_threads else ResidentMeter()
+    return ResidentMeter()
 
 
 class NoProbe:
-    """Measures nothing: a rank that takes the place of another gets as many KV blocks as that one had."""
+    """Measures nothing.
+
+    A rank that takes the place of another gets as many KV blocks as that one had, and what one thread of a process
+    takes of its memory nobody can tell.
+    """
 
     def peak_bytes(self, config: RankConfig, loaded: LoadedRank) -> int:
         """What the largest plan takes, in bytes beside weights and KV cache; 0: it is not known."""
@@ -164,16 +155,19 @@ class MemoryProbe(NoProbe):
             NotEnoughMemoryError: the device has no room for such a plan, whatever the KV cache takes.
         """
         meter = self._meter or meter_of(config)
+        gc.freeze()  # what was there before need not be looked at below, which would take a tenth of a second
         with torch.inference_mode(), loaded.group.rehearsing():
             peak_bytes = _Rehearsal(config, loaded, meter, self._clock).peak_bytes()
         gc.collect()  # the runner and its rows hold each other
+        gc.unfreeze()
         meter.end()
         return peak_bytes
 
 
 def probe_of(config: RankConfig) -> NoProbe:
     """Return the probe of a rank."""
-    return NoProbe() if config.first_load.identity else MemoryProbe()
+    are_alike = config.are_threads and config.device_type == "cpu"
+    return NoProbe() if are_alike or config.first_load.identity else MemoryProbe()
 
 
 class _EnoughError(Exception):

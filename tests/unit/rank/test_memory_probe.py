@@ -25,7 +25,6 @@ from penstock.rank.loading import LoadedRank, load_rank
 from penstock.rank.memory_probe import (
     DeviceMeter,
     MemoryProbe,
-    NoMeter,
     NoProbe,
     ResidentMeter,
     meter_of,
@@ -88,7 +87,7 @@ def test_f9_a_part_of_a_plan_on_a_cpu_stands_for_all_of_it(tmp_path: Path) -> No
 def test_f9_the_outputs_of_our_kernels_are_counted_as_a_whole(tmp_path: Path) -> None:
     built()
     few, many = (
-        MemoryProbe(NoMeter()).peak_bytes(config, loaded(config))
+        MemoryProbe(ScriptedMeter(0, 0, 0)).peak_bytes(config, loaded(config))
         for config in (*configs(tmp_path), *configs(tmp_path, max_num_batched_tokens=1024))
     )
     assert many == pytest.approx(4 * few, rel=0.01)
@@ -156,23 +155,27 @@ def test_f9_a_plan_for_which_there_is_no_memory_is_refused_at_the_start(
 
     monkeypatch.setattr(rank.model, "forward", forward)
     with pytest.raises(NotEnoughMemoryError, match=r"no memory for a plan of .* --max-num-batched-tokens"):
-        MemoryProbe(NoMeter(), never_late).peak_bytes(config, rank)
+        MemoryProbe(ScriptedMeter(0), never_late).peak_bytes(config, rank)
 
 
 def test_f9_who_takes_the_place_of_another_measures_nothing(tmp_path: Path) -> None:
     (config,) = configs(tmp_path)
+    config = msgspec.structs.replace(config, are_threads=False)
     assert isinstance(probe_of(config), MemoryProbe)
     again = msgspec.structs.replace(config, first_load=FirstLoad(identity=b"x"))
     assert not isinstance(probe_of(again), MemoryProbe)
     assert NoProbe().peak_bytes(again, loaded(config)) == 0
 
 
-def test_f9_threads_of_a_process_have_no_memory_of_their_own(tmp_path: Path) -> None:
+def test_f9_threads_of_a_process_measure_on_a_device_of_their_own_alone(tmp_path: Path) -> None:
     (config,) = configs(tmp_path)
-    own = msgspec.structs.replace(config, are_threads=False)
-    assert isinstance(meter_of(config), NoMeter)
-    assert isinstance(meter_of(own), ResidentMeter)
-    assert isinstance(meter_of(msgspec.structs.replace(own, device="cuda:1")), DeviceMeter)
+    threads, on_gpu = (
+        msgspec.structs.replace(config, are_threads=True, device=device) for device in ("cpu", "cuda:1")
+    )
+    assert not isinstance(probe_of(threads), MemoryProbe)
+    assert isinstance(probe_of(on_gpu), MemoryProbe)
+    assert isinstance(meter_of(config), ResidentMeter)
+    assert isinstance(meter_of(on_gpu), DeviceMeter)
 
 
 def test_f9_resident_memory_counts_from_the_beginning_and_anew_after_each_look() -> None:
