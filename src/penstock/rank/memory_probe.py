@@ -126,8 +126,8 @@ def meter_of(config: RankConfig) -> PeakMeter:
 class NoProbe:
     """Measures nothing.
 
-    A rank that takes the place of another gets as many KV blocks as that one had; and nobody can tell what one
-    thread of a process takes of its memory.
+    A rank that takes the place of another gets as many KV blocks as that one had. What one thread takes of the
+    memory of its process, nobody can tell.
     """
 
     def peak_bytes(self, config: RankConfig, loaded: LoadedRank) -> int:
