@@ -126,7 +126,7 @@ def meter_of(config: RankConfig) -> PeakMeter:
 class NoProbe:
     """Measures nothing.
 
-    A rank that takes the place of another gets as many KV blocks as that one had. What one thread takes of the
+    A rank that takes the place of another gets as many KV blocks as that had. What one thread takes of the
     memory of its process, nobody can tell.
     """
 
