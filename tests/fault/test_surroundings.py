@@ -68,6 +68,8 @@ WALL_CLOCK = {
     "cli/reporter.py",
     "cli/hosts.py",  # which tokens can still be used
     "cli/bench/online.py",  # the date of a report
+    "cli/bench/report_flags.py",
+    "cli/bench/sweep.py",  # when a point was measured
     "tokenizer/chat_template.py",  # today, for templates that ask
     "engine/client/async_engine.py",  # since when it is ready
     "server/routes/pipeline_view.py",  # when a view was made

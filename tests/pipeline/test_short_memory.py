@@ -86,7 +86,8 @@ def test_f9_requests_wait_while_the_host_is_short_of_memory_and_then_go_on(
 def test_f9_the_memory_of_each_stage_is_known_and_no_token_changes(
     model: Path, expected: list[list[int]]
 ) -> None:
-    with small_engine(model, pipeline_parallel_size=2) as llm:
+    """Processes measure; threads of one would not know what is whose."""
+    with small_engine(model, pipeline_parallel_size=2, distributed_executor_backend="mp") as llm:
         assert run(llm, PROMPTS)[0] == expected
         stats = llm.stats()
     assert stats is not None
