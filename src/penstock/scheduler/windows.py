@@ -461,7 +461,7 @@ class _Prices:
         self._streamed_sizes.planned(step_id)
         if self._costs is None:
             self._made_at[step_id] = now
-        self.least_chance = least_chance(shape.num_rows, self._step_seconds())
+        self.least_chance = least_chance(self._num_rows, self._step_seconds())
 
     @property
     def is_timing(self) -> bool:
@@ -480,7 +480,17 @@ class _Prices:
         if all(draft.chance < self.least_chance for draft in drafts):
             return [0] * len(drafts)
         cut = [Draft(draft.token_ids[: self.most], draft.chance) for draft in drafts]
-        return window_sizes(cut, self._shape.num_rows, self._step_seconds())
+        return window_sizes(cut, self._num_rows, self._step_seconds())
+
+    @property
+    def _num_rows(self) -> int:
+        """Rows of the newest plan; where no stage waits at least as many as plans have on average.
+
+        Drafts look cheap in a plan of few rows, and they fill it up: the other rows come later, in plans of
+        few rows, too. So more plans than stages would go round, each with drafts in the place of rows.
+        """
+        share = 0 if self.has_gaps else self.num_running // self._depth.number
+        return max(self._shape.num_rows, share)
 
     def _step_seconds(self) -> Callable[[int], float]:
         """What a plan such as the last one takes with so many tokens."""
@@ -532,7 +542,7 @@ class _Prices:
 
     def worth_waiting(self, draft: Draft, waited_s: float) -> int:
         """Guesses with which a request should go on; no more than there are if it should not wait."""
-        rows, seconds = self._shape.num_rows, self._step_seconds()
+        rows, seconds = self._num_rows, self._step_seconds()
         return guesses_worth_waiting(draft, self.most, rows, seconds, waited_s)
 
 
