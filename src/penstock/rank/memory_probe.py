@@ -27,7 +27,7 @@ from torch import Tensor
 from penstock.batch import KNOWN, LogitChanges, NewRow, RowSampling, ScheduledBatch
 from penstock.errors import NotEnoughMemoryError
 from penstock.kernels.candidates import HeadOutput, HeadRequest
-from penstock.kernels.pages import counted_bytes
+from penstock.kernels.pages import counted_bytes, give_back_freed_pages
 from penstock.models.decoder import Decoder
 from penstock.models.intermediate import IntermediateTensors
 from penstock.process.config import RankConfig
@@ -90,7 +90,7 @@ class ResidentMeter:
         return grown
 
     def end(self) -> None:
-        """What is large goes back to the system by itself."""
+        give_back_freed_pages()
 
 
 class DeviceMeter:

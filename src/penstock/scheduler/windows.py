@@ -36,7 +36,7 @@ from penstock.scheduler.pacing import PlanDepth
 from penstock.scheduler.plan_builder import PlanBuilder
 from penstock.scheduler.queues import RequestPhase, RequestState
 from penstock.scheduler.stats import SpeculationStats
-from penstock.speculation.awaiting import guesses_worth_waiting
+from penstock.speculation.awaiting import Waits, guesses_worth_waiting
 from penstock.speculation.drafter import NO_DRAFT, Draft, Drafter, Question
 from penstock.speculation.grammar_guides import NO_GUIDES, NoGuides
 from penstock.speculation.streaming import (
@@ -51,7 +51,6 @@ from penstock.speculation.window_sizes import least_chance, window_sizes
 _WORTH_WAITING = 0.5  # chance of a draft, from which on the next plan of its request waits for its result
 _PATIENCE = 2.0  # times as long as guesses should take a request waits for them,
 _LEAST_PATIENCE_S = 0.005  # and so much longer
-_MOST_VAIN = 3  # times that it waits in vain, until it hears of guesses again
 _NEWEST_WEIGHT = 0.2  # of a plan, in the time that plans take
 _LEAST_STAGE_S = 1e-6
 _CHANCE_STEPS = 50  # in which chances are told apart where the answer is kept
@@ -172,7 +171,7 @@ class DraftWindows(NoWindows):
         self._drafts: dict[int, Draft] = {}  # by request: what follows the tokens that it has
         self._streamed: dict[int, int] = {}  # by request that streams: tokens of its windows
         self._hopeful: dict[int, RequestState] = {}  # those of whom more will be guessed
-        self._waits = _Waits()  # of those
+        self._waits = Waits()  # of those
         self._forced: set[int] = set()  # requests whose drafts in flight a grammar has forced
         self._rewound: list[tuple[RequestState, RewoundRow]] = []  # since the last plan
         self._stats = SpeculationStats(drafter.name, is_exact=is_exact)
@@ -544,46 +543,6 @@ class _Prices:
         """Guesses with which a request should go on; no more than there are if it should not wait."""
         rows, seconds = self._num_rows, self._step_seconds()
         return guesses_worth_waiting(draft, self.most, rows, seconds, waited_s)
-
-
-class _Waits:
-    """How long requests, by their arrival, wait for guesses, and how often they did so in vain."""
-
-    def __init__(self) -> None:
-        self._since: dict[int, float] = {}
-        self._until: dict[int, float] = {}
-        self._num_vain: dict[int, int] = {}  # since guesses have come
-
-    def waited_s(self, arrival: int, now: float) -> float:
-        """Since it could have gone on; that is now if nobody has asked yet."""
-        return now - self._since.setdefault(arrival, now)
-
-    def goes_on(self, arrival: int, now: float, longest: float) -> bool:
-        """Whether its wait, which was to last so long at its beginning, does not end now."""
-        if now < self._until.setdefault(arrival, now + longest):
-            return True
-        self._num_vain[arrival] = self._num_vain.get(arrival, 0) + 1
-        return False
-
-    def are_vain(self, arrival: int) -> bool:
-        """Whether it should not wait again until it has heard of guesses."""
-        return self._num_vain.get(arrival, 0) >= _MOST_VAIN
-
-    def until(self, arrival: int) -> float:
-        return self._until.get(arrival, math.inf)
-
-    def heard(self, arrival: int) -> None:
-        """Guesses have come."""
-        self._num_vain.pop(arrival, None)
-
-    def end(self, arrival: int) -> None:
-        """Its next token has come."""
-        self._since.pop(arrival, None)
-        self._until.pop(arrival, None)
-
-    def forget(self, arrival: int) -> None:
-        self.end(arrival)
-        self.heard(arrival)
 
 
 class _Shape(NamedTuple):

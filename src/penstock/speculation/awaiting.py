@@ -7,17 +7,19 @@ hand and waits for n, m seconds each, gets
     (1 - c^(n + 1)) / (1 - c)  /  (C(rows (n + 1)) + n m)      tokens a second
 
 and n = 0 is to go on without. Time that it has waited already counts, too: what matters is tokens a second
-from one step to the next. Pure arithmetic.
+from one step to the next. No clock of its own.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 from penstock.speculation.drafter import Draft
 
 _MOST_CHANCE = 0.99  # that is believed
 _MARGIN = 0.03  # of the rate, that waiting must gain
+_MOST_VAIN = 3  # times that a request waits in vain, until it hears of guesses again
 
 
 def guesses_worth_waiting(
@@ -43,3 +45,43 @@ def guesses_worth_waiting(
     at_once = max(rate(count) for count in range(min(num_there, most) + 1))
     best = max(range(num_there, max(num_there, most) + 1), key=rate)
     return best if rate(best) > (1.0 + _MARGIN) * at_once else num_there
+
+
+class Waits:
+    """How long requests, by their arrival, wait for guesses, and how often they did so in vain."""
+
+    def __init__(self) -> None:
+        self._since: dict[int, float] = {}
+        self._until: dict[int, float] = {}
+        self._num_vain: dict[int, int] = {}  # since guesses have come
+
+    def waited_s(self, arrival: int, now: float) -> float:
+        """Since it could have gone on; that is now if nobody has asked yet."""
+        return now - self._since.setdefault(arrival, now)
+
+    def goes_on(self, arrival: int, now: float, longest: float) -> bool:
+        """Whether its wait, which was to last so long at its beginning, does not end now."""
+        if now < self._until.setdefault(arrival, now + longest):
+            return True
+        self._num_vain[arrival] = self._num_vain.get(arrival, 0) + 1
+        return False
+
+    def are_vain(self, arrival: int) -> bool:
+        """Whether it should not wait again until it has heard of guesses."""
+        return self._num_vain.get(arrival, 0) >= _MOST_VAIN
+
+    def until(self, arrival: int) -> float:
+        return self._until.get(arrival, math.inf)
+
+    def heard(self, arrival: int) -> None:
+        """Guesses have come."""
+        self._num_vain.pop(arrival, None)
+
+    def end(self, arrival: int) -> None:
+        """Its next token has come."""
+        self._since.pop(arrival, None)
+        self._until.pop(arrival, None)
+
+    def forget(self, arrival: int) -> None:
+        self.end(arrival)
+        self.heard(arrival)
