@@ -57,11 +57,7 @@ def heard(socket: CoreSocket, count: int, *, greeted: bool = False) -> tuple[byt
     """
     client, received = b"", list[object]()
     while len(received) < count:
-        entries = socket.drain()  # before the wait: what is sent may use up the sign of what has come
-        if not entries:
-            socket.wait([], WAIT_S)
-            entries = socket.drain()
-        assert entries, "the client has said nothing"
+        entries = _next_entries(socket)
         client = entries[0][0]
         received += [message for _, message in entries if not (greeted and message == Hello())]
     assert len(received) == count
@@ -70,12 +66,19 @@ def heard(socket: CoreSocket, count: int, *, greeted: bool = False) -> tuple[byt
 
 def greeting_client(socket: CoreSocket) -> bytes:
     """The client that says hello, however often it has said so by now: it does every second."""
-    entries = socket.drain()
+    entries = _next_entries(socket)
+    assert {message for _, message in entries} == {Hello()}
+    return entries[0][0]
+
+
+def _next_entries(socket: CoreSocket) -> Sequence[tuple[bytes, object]]:
+    """What clients have sent by now, or send next."""
+    entries = socket.drain()  # before the wait: what is sent may use up the sign of what has come
     if not entries:
         socket.wait([], WAIT_S)
         entries = socket.drain()
-    assert {message for _, message in entries} == {Hello()}
-    return entries[0][0]
+    assert entries, "the client has said nothing"
+    return entries
 
 
 class FakeCore:

@@ -15,6 +15,7 @@ from penstock.errors import UsageError
 from penstock.families.sharding import require_shardable, require_whole_groups
 from penstock.families.spec import ModelSpec
 from penstock.layouts.devices import Device, DeviceHost, DeviceSet, Link
+from penstock.layouts.layout_name import layout_name
 
 _MOST_STAGES = 64
 _FEW_STAGES = 8
@@ -85,8 +86,7 @@ class Layout:
     @property
     def name(self) -> str:
         """Such as "PP 2 x TP 8 x DP 2 + EP"."""
-        parts = [f"PP {self.pp}", f"TP {self._tp_text}", *([f"DP {self.dp}"] if self.dp > 1 else [])]
-        return " x ".join(parts) + (" + EP" if self.expert_parallel else "")
+        return layout_name(self.pp, self._tp_text, self.dp) + (" + EP" if self.expert_parallel else "")
 
     @property
     def _tp_text(self) -> str:

@@ -12,7 +12,7 @@ import msgspec
 
 from penstock.engine.stats import CoreStats
 from penstock.reports.figures import StageFigures
-from penstock.trace.phases import BUBBLES, Phase
+from penstock.trace.phases import Phase, bubble_seconds
 
 StageKey = tuple[int, int]  # replica, stage
 _IDLE = Phase.NO_WORK.name.lower()
@@ -78,7 +78,7 @@ def counts_of_core(stats: CoreStats | None) -> list[StageCounts]:
                 busy_s=times.busy_ns / 1e9,
                 forward_s=times.phase_ns[Phase.FORWARD] / 1e9,
                 sample_s=times.phase_ns[Phase.SAMPLE] / 1e9,
-                bubble_s={phase.name.lower(): times.phase_ns[phase] / 1e9 for phase in BUBBLES},
+                bubble_s=bubble_seconds(times.phase_ns),
                 weight_bytes=None if own is None else own.weight_bytes,
                 kv_bytes=None if own is None else own.kv_bytes,
                 stranded_bytes=None if own is None else own.stranded_bytes,

@@ -8,7 +8,7 @@ processes.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from enum import IntEnum
 
 from penstock.batch import StageSpans, StageTimes
@@ -33,6 +33,15 @@ class Phase(IntEnum):
 
 BUSY = (Phase.FORWARD, Phase.SAMPLE)
 BUBBLES = (Phase.NO_WORK, Phase.WAIT_PLAN, Phase.WAIT_TOKEN, Phase.WAIT_PREV, Phase.COMM, Phase.WAIT_NEXT)
+
+
+def bubble_seconds(phase_ns: Sequence[int]) -> dict[str, float]:
+    """Return the seconds of each bubble by the name of its cause.
+
+    Args:
+        phase_ns: [phases] nanoseconds, as in `batch.StageTimes`.
+    """
+    return {phase.name.lower(): phase_ns[phase] / 1e9 for phase in BUBBLES}
 
 
 class PhaseClock:

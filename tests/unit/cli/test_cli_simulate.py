@@ -10,26 +10,12 @@ import pytest
 
 from penstock.cli.program import run
 from penstock.cli.terminal import Invocation
-
-CONFIG = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 6,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "vocab_size": 512,
-    "max_position_embeddings": 2048,
-    "rms_norm_eps": 1e-5,
-    "torch_dtype": "bfloat16",
-}
+from small_shapes import write_small_llama
 
 
 @pytest.fixture
 def model(tmp_path: Path) -> str:
-    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
-    return str(tmp_path)
+    return write_small_llama(tmp_path)
 
 
 def simulate(*words: str) -> tuple[int, str, str]:

@@ -19,6 +19,7 @@ from penstock.cli.bench.stage_watch import NoWatch, StageWatch, Watch
 from penstock.cli.http_client import get_json
 from penstock.cli.terminal import Invocation
 from penstock.errors import PenstockError
+from penstock.layouts.layout_name import layout_name
 from penstock.reports.figures import PredictedFigures, Report, RunFigures
 from penstock.reports.stage_use import StageCounts, counts_in_view
 from penstock.workloads.requests import BenchRequest, mean_lengths
@@ -123,5 +124,4 @@ def _series(view: Mapping[str, Any]) -> str:
     """What the server runs, such as "PP 2 x TP 1"."""
     stages = view["replicas"][0]["stages"] if view["replicas"] else []
     ranks = dict.fromkeys(str(stage.get("num_ranks") or 1) for stage in stages)
-    name = f"PP {len(stages)} x TP {','.join(ranks)}"
-    return f"{name} x DP {len(view['replicas'])}" if len(view["replicas"]) > 1 else name
+    return layout_name(len(stages), ",".join(ranks), len(view["replicas"]))

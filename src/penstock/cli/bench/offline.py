@@ -28,6 +28,7 @@ from penstock.config.declared import ENGINE, configured, configured_engine, decl
 from penstock.config.engine import EngineConfig, ParallelConfig
 from penstock.config.refused_settings import refuse_replicas
 from penstock.errors import PenstockError, UsageError
+from penstock.layouts.layout_name import layout_name
 from penstock.reports.figures import PredictedFigures, RunFigures, latencies_of
 from penstock.reports.stage_use import StageCounts, counts_of_core
 from penstock.workloads.requests import BenchRequest, from_trace, mean_lengths, synthetic
@@ -208,7 +209,7 @@ def series_of(config: EngineConfig) -> str:
     """Return the layout of an engine, such as "PP 2 x TP 1"."""
     parallel = config.parallel
     ranks = ",".join(dict.fromkeys(map(str, parallel.tp_sizes)))
-    return f"PP {parallel.pipeline_parallel_size} x TP {ranks}"
+    return layout_name(parallel.pipeline_parallel_size, ranks)
 
 
 def _predicted(

@@ -85,6 +85,11 @@ class LoadSettings(LoadShape):
     ] = None
     seed: Annotated[int, flag("of prompts and arrivals", "--seed", group="load")] = 0
 
+    @property
+    def rate(self) -> float:
+        """Requests a second; infinite where none is given."""
+        return math.inf if self.request_rate is None else self.request_rate
+
     def levels(self) -> list[int | None]:
         """Return the most requests in flight of each run; None: no bound. Raises `UsageError`."""
         self.require_concurrency()
@@ -104,14 +109,13 @@ class LoadSettings(LoadShape):
         Args:
             run: its number; each run has prompts of its own, so that no cache holds them.
         """
-        rate = math.inf if self.request_rate is None else self.request_rate
         if self.dataset_name == "random":
             return synthetic(
                 num_prompts=self.num_prompts,
                 input_len=self.random_input_len,
                 output_len=self.random_output_len,
                 range_ratio=self.random_range_ratio,
-                request_rate=rate,
+                request_rate=self.rate,
                 burstiness=self.burstiness,
                 vocab_size=vocab_size,
                 seed=self.seed + run,
@@ -125,7 +129,7 @@ class LoadSettings(LoadShape):
         )
         if self.request_rate is None:
             return requests
-        return at_rate(requests, rate, self.burstiness, self.seed + run)
+        return at_rate(requests, self.rate, self.burstiness, self.seed + run)
 
 
 @Parameter(name="*")
@@ -266,15 +270,11 @@ def _vocab_size(target: TargetSettings, card: ServedModelCard) -> int:
 
 def _describe(load: LoadSettings) -> str:
     if load.dataset_name == "random":
-        rate = "all at once" if math.isinf(_rate(load)) else f"{load.request_rate:g} a second"
+        rate = "all at once" if math.isinf(load.rate) else f"{load.request_rate:g} a second"
         return f"random, {load.random_input_len} in, {load.random_output_len} out, {rate}"
     assert load.dataset_path is not None
     times = f"times x {load.time_scale:g}" if load.request_rate is None else f"{load.request_rate:g} a second"
     return f"{load.dataset_path.name}, lengths / {load.length_scale:g}, {times}"
-
-
-def _rate(load: LoadSettings) -> float:
-    return math.inf if load.request_rate is None else load.request_rate
 
 
 def _as_given(target: TargetSettings, load: LoadSettings, card: ServedModelCard) -> dict[str, Any]:
@@ -288,7 +288,7 @@ def _as_given(target: TargetSettings, load: LoadSettings, card: ServedModelCard)
         "tokenizer_id": card.id,
         "dataset_name": load.dataset_name,
         "num_prompts": load.num_prompts,
-        "request_rate": "inf" if math.isinf(_rate(load)) else load.request_rate,
+        "request_rate": "inf" if math.isinf(load.rate) else load.request_rate,
         "burstiness": load.burstiness,
         "max_concurrency": load.max_concurrency,
         "seed": load.seed,

@@ -18,6 +18,7 @@ from typing import Literal
 import msgspec
 
 from penstock.errors import UsageError
+from penstock.layouts.layout_name import layout_name
 from penstock.reports.figures import FailedRun, RunFigures
 
 FORMAT = 1
@@ -35,7 +36,7 @@ class LayoutPoint(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def name(self) -> str:
         """Such as "PP 2 x TP 1, depth 1"; what was left to the engine is not in it."""
-        parts = [f"PP {self.pp} x TP {self.tp}"]
+        parts = [layout_name(self.pp, str(self.tp))]
         parts += [] if self.depth == "auto" else [f"depth {self.depth}"]
         parts += [] if self.micro_batches == "auto" else [f"{self.micro_batches} micro-batches"]
         return ", ".join(parts)

@@ -33,7 +33,7 @@ from penstock.server.http.lifecycle import Lifecycle
 from penstock.server.http.metrics import Histogram, Metrics
 from penstock.server.routes.lanes import NO_LANES, LaneNews
 from penstock.server.routes.server_info import shapes_on
-from penstock.trace.phases import BUBBLES, Phase
+from penstock.trace.phases import Phase, bubble_seconds
 
 FEED_VERSION = 1  # raised when a reader of the feed would misread it; fields may come at any time
 FRAME_S = 0.1  # between two frames at least
@@ -384,11 +384,7 @@ def _stage(
         busy_s=times.busy_ns / 1e9,
         forward_s=times.phase_ns[Phase.FORWARD] / 1e9,
         sample_s=times.phase_ns[Phase.SAMPLE] / 1e9,
-        bubble_s={
-            phase.name.lower(): spent_ns / 1e9
-            for phase, spent_ns in zip(Phase, times.phase_ns, strict=True)
-            if phase in BUBBLES
-        },
+        bubble_s=bubble_seconds(times.phase_ns),
     )
 
 

@@ -15,6 +15,7 @@ from penstock.cli.http_client import wait_ready
 from penstock.cli.program import run
 from penstock.cli.terminal import Invocation
 from penstock.errors import WaitTimeoutError
+from small_shapes import write_small_llama
 
 
 def bench(url: str, *flags: str, environ: dict[str, str] | None = None) -> tuple[int, str, str]:
@@ -220,22 +221,9 @@ def test_several_concurrencies_make_one_report(tmp_path: Path) -> None:
 
 
 def test_a_server_is_compared_with_what_the_planner_says(tmp_path: Path) -> None:
-    config: dict[str, Any] = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_hidden_layers": 5,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-        "vocab_size": 512,
-        "max_position_embeddings": 256,
-        "rms_norm_eps": 1e-5,
-        "torch_dtype": "bfloat16",
-    }
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    model = write_small_llama(tmp_path, num_hidden_layers=5, max_position_embeddings=256)
     with completions_server(Script(completion_events, answer=StagesThatReport().answer)) as url:
-        flags = ("--predict", "a100-80g:2", "--predict-model", str(tmp_path), "--json")
+        flags = ("--predict", "a100-80g:2", "--predict-model", model, "--json")
         code, out, err = bench(url, *LOAD, "--concurrency", "4", *flags)
         assert (code, err) == (0, "")
         (found,) = json.loads(out)["runs"]

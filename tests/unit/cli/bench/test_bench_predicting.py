@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -12,26 +11,12 @@ from penstock.cli.bench.predicting import predictions, served_config, served_lay
 from penstock.config.declared import configured_engine
 from penstock.config.engine import EngineConfig
 from penstock.errors import NotEnoughMemoryError, UsageError
-
-SHAPE = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 6,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "vocab_size": 512,
-    "max_position_embeddings": 2048,
-    "rms_norm_eps": 1e-5,
-    "torch_dtype": "bfloat16",
-}
+from small_shapes import write_small_llama
 
 
 @pytest.fixture
 def model(tmp_path: Path) -> str:
-    (tmp_path / "config.json").write_text(json.dumps(SHAPE))
-    return str(tmp_path)
+    return write_small_llama(tmp_path)
 
 
 def engine(model: str, **given: Any) -> EngineConfig:

@@ -1,0 +1,15 @@
+"""The name of a layout, as plans, benchmarks and reports write it."""
+
+from __future__ import annotations
+
+
+def layout_name(pp: int, tp: str, dp: int = 1) -> str:
+    """Return a name such as "PP 2 x TP 8 x DP 2".
+
+    Args:
+        pp: stages.
+        tp: ranks of a stage, or of each.
+        dp: replicas; one is not named.
+    """
+    parts = [f"PP {pp}", f"TP {tp}", *([f"DP {dp}"] if dp > 1 else [])]
+    return " x ".join(parts)
