@@ -35,11 +35,13 @@ from penstock.process.host_memory import forget_peak, peak_resident_bytes
 from penstock.rank.loading import LoadedRank, available_bytes, build_runner, dtype_of
 from penstock.runner.forward_batch import ForwardBatch
 from penstock.runner.mtp_guesser import NORMED, NoGuesser
+from penstock.sample.sampler import rows_at_once
 
 REHEARSAL_S = 0.05  # of the prompts, and of the samples, on a CPU; more if the fewest take longer
 _NUM_BLOCKS = 64  # of the small cache
 _FEWEST_TOKENS, _FEWEST_ROWS = 64, 4
 _KERNEL_CONTEXT = 512  # tokens that a row attends to: more of them take no more memory of our kernels
+_LOGIT_BYTES = 4
 _NUM_LOGPROBS = 20  # the most that a client may ask for
 
 _ANY_SAMPLING = RowSampling(  # of whole logits, with everything that is done to them
@@ -156,10 +158,12 @@ class MemoryProbe(NoProbe):
         """
         meter = self._meter or meter_of(config)
         gc.freeze()  # what was there before need not be looked at below, which would take a tenth of a second
-        with torch.inference_mode(), loaded.group.rehearsing():
-            peak_bytes = _Rehearsal(config, loaded, meter, self._clock).peak_bytes()
-        gc.collect()  # the runner and its rows hold each other
-        gc.unfreeze()
+        try:
+            with torch.inference_mode(), loaded.group.rehearsing():
+                peak_bytes = _Rehearsal(config, loaded, meter, self._clock).peak_bytes()
+            gc.collect()  # the runner and its rows hold each other
+        finally:
+            gc.unfreeze()
         meter.end()
         return peak_bytes
 
@@ -209,13 +213,24 @@ class _Rehearsal:
         num_tokens, prefill = self._grown(self._prefill, _FEWEST_TOKENS, largest)
         decode = self._layers_of_decodes(min(most, largest))
         num_rows, sampled = self._grown(self._sample, _FEWEST_ROWS, min(most, largest))
-        sampled = sampled * self._config.max_num_samples // num_rows
+        sampled = self._of_all_samples(num_rows, sampled)
         if not (self._on_gpu or self._config.is_first):  # what is received, and a stream of zeros
             sampled += 2 * self._received.nbytes
         if self._pages:
             touched = self._pages * num_tokens // largest
             return self._pages + max(0, prefill - touched, decode - touched) + sampled
         return max(prefill * largest // num_tokens, decode + sampled)
+
+    def _of_all_samples(self, num_rows: int, grown: int) -> int:
+        """Bytes that the most samples of a plan take, if `num_rows` of them took `grown` bytes.
+
+        The logits of all rows are there at once, and copies of a few of them (`rows_at_once`).
+        """
+        vocab_size, most = self._loaded.spec.vocab_size, self._config.max_num_samples
+        at_once = rows_at_once(vocab_size)
+        logits = min(vocab_size * _LOGIT_BYTES, grown // num_rows)  # bytes of one row
+        copies = grown - num_rows * logits
+        return most * logits + copies * min(most, at_once) // min(num_rows, at_once)
 
     def _grown(self, run: Callable[[int], None], fewest: int, most: int) -> tuple[int, int]:
         """Run as many as there is time for: how many they were, and by how much memory has grown."""

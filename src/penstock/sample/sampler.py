@@ -28,7 +28,7 @@ from penstock.sample.truncation import Limits, draw_candidates, draw_truncated
 from penstock.sample.uniform import uniform
 
 NO_TOKEN = NO_ID  # of a row whose logits are not finite, or all suppressed
-_LOGITS_AT_ONCE = 1 << 21  # of which so many copies are made, up to twenty, that few rows are taken at a time
+_LOGITS_AT_ONCE = 1 << 21  # each of them is copied up to twenty times while it is sampled
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +38,11 @@ class SampleOutput:
     token_ids: list[int]  # [num_rows]; NO_TOKEN where the row failed
     logprobs: list[TokenLogprobs | None]  # [num_rows]
     failed: list[int]  # indices of rows with NaN or infinite logits, or nothing left to draw
+
+
+def rows_at_once(vocab_size: int) -> int:
+    """Return how many rows of whole logits the sampler copies at a time."""
+    return max(1, _LOGITS_AT_ONCE // vocab_size)
 
 
 class Sampler:
@@ -81,7 +86,7 @@ def _with_draws(
 
 def _few_at_once(rows: NDArray[np.int64], output: HeadOutput) -> list[NDArray[np.int64]]:
     """Cut rows with whole logits into runs whose copies take little memory, however many rows a step has."""
-    most = max(1, _LOGITS_AT_ONCE // output.logits.shape[-1])
+    most = rows_at_once(output.logits.shape[-1])
     return [rows[start : start + most] for start in range(0, len(rows), most)]
 
 

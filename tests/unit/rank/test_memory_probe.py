@@ -30,6 +30,7 @@ from penstock.rank.memory_probe import (
     meter_of,
     probe_of,
 )
+from penstock.sample import sampler
 from rank_configs import make_rank_configs
 
 MIB = 1 << 20
@@ -100,6 +101,18 @@ def test_f9_the_outputs_of_our_kernels_are_counted_as_a_whole(tmp_path: Path) ->
 def test_f9_windows_of_drafts_sample_more_rows(tmp_path: Path) -> None:
     (config,) = configs(tmp_path, kernels="off", max_drafts=4)
     assert MemoryProbe(ScriptedMeter(0, 0, 10), never_late).peak_bytes(config, loaded(config)) == 50
+
+
+def test_f9_whole_logits_are_there_for_all_rows_and_their_copies_for_a_few(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two rows at once: 16 samples took 16 rows of logits and two rows of copies."""
+    (config,) = configs(tmp_path, kernels="off", max_num_seqs=16, max_drafts=3)
+    rank = loaded(config)
+    monkeypatch.setattr(sampler, "_LOGITS_AT_ONCE", 2 * rank.spec.vocab_size)
+    row = 4 * rank.spec.vocab_size
+    probe = MemoryProbe(ScriptedMeter(0, 0, 16 * row + 2 * 5000), never_late)
+    assert probe.peak_bytes(config, rank) == 64 * row + 2 * 5000
 
 
 @pytest.mark.parametrize("kernels", ["auto", "off"])
