@@ -25,9 +25,9 @@ from penstock import LLM, SamplingParams
 from penstock.request import StructuredOutputs
 from penstock.server.openai.openai_types import SampledRequest
 from penstock.server.openai.responses_types import ResponsesRequest
+from penstock.tokenizer.model_syntax import ModelSyntax, model_syntax
 from penstock.tokenizer.template_files import load_chat_template
 from penstock.tokenizer.tokenizer import load_tokenizer
-from penstock.tokenizer.tool_formats import ModelSyntax, model_syntax
 from penstock.tokenizer.tool_grammar import CallTask, Thinks, call_grammar, reasoned_grammar
 from served import Served, wait_until
 

@@ -28,7 +28,7 @@ from penstock.server.answers.responses_output import Output
 from penstock.server.answers.text_logprobs import PlacedLogprobs
 from penstock.server.openai.message_reader import Reading
 from penstock.server.openai.responses_types import OutputMessage
-from penstock.tokenizer.tool_formats import ModelSyntax
+from penstock.tokenizer.model_syntax import ModelSyntax
 
 PATH = "/v1/responses"
 PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}

@@ -14,7 +14,7 @@ from fake_engine import DEMO, FakeEngine, SeenCodec, fake_model, syntax_of
 from live_server import LiveServer, events
 from penstock.config.limits import GrammarLimits, Limits
 from penstock.config.server import ServerConfig
-from penstock.tokenizer.tool_formats import ModelSyntax
+from penstock.tokenizer.model_syntax import ModelSyntax
 
 CHAT = "/v1/chat/completions"
 USER = [{"role": "user", "content": "hi"}]

@@ -14,8 +14,8 @@ from live_server import LiveServer
 from penstock.grammar.matcher import Matcher, load_vocabulary
 from penstock.request import StructuredOutputs
 from penstock.server.openai.custom_tools import input_of
+from penstock.tokenizer.model_syntax import ModelSyntax
 from penstock.tokenizer.tokenizer import load_tokenizer
-from penstock.tokenizer.tool_formats import ModelSyntax
 
 PATH = "/v1/responses"
 LARK = 'start: line+\nline: "+" /.+/ LF\n%import common.LF'

@@ -28,7 +28,8 @@ from penstock.operations import Abort, Operation, OperationDone
 from penstock.process.pipe_hosts import NO_PIPE_HOSTS, PipeHosts
 from penstock.request import PoolingParams, RequestUpdate, SamplingParams, TokenLogprobs, VectorShape
 from penstock.server.engine_port import ServedModel
-from penstock.tokenizer.tool_formats import REASONING_FORMATS, TOOL_FORMATS, ModelSyntax
+from penstock.tokenizer.form_table import REASONING_FORMATS, TOOL_FORMATS
+from penstock.tokenizer.model_syntax import ModelSyntax
 
 BOS, EOS, VOCAB_SIZE = 256, 257, 300
 SCORED_AT_ONCE = 4

@@ -26,6 +26,13 @@ ToolParser = Literal[
     "seed_oss",
     "glm45",
     "minimax_m2",
+    "minimax_m3",
+    "minicpm5",
+    "hunyuan",
+    "kimi_k3",
+    "solar",
+    "apertus",
+    "deepseek_v4",
     "deepseek_v32",
     "deepseek_v3",
     "deepseek_v31",
@@ -42,14 +49,29 @@ ToolParser = Literal[
     "granite",
     "firefunction",
     "gigachat",
+    "gigachat3",
     "nemotron_json",
+    "minimax_m1",
     "tool_calls",
     "internlm",
     "llama3_json",
+    "pythonic",
     "json",
 ]
 ReasoningParser = Literal[
-    "auto", "none", "mistral", "harmony", "granite", "seed_oss", "gemma4", "cohere", "qwen3", "deepseek_r1"
+    "auto",
+    "none",
+    "mistral",
+    "harmony",
+    "granite",
+    "seed_oss",
+    "minimax_m3",
+    "hunyuan",
+    "kimi_k3",
+    "gemma4",
+    "cohere",
+    "qwen3",
+    "deepseek_r1",
 ]
 
 
@@ -76,7 +98,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
         ssl_keyfile: file of the certificate's private key, in PEM form and not encrypted.
         served_model_names: names under which clients may ask for the model, the first the one in answers;
             the flag is given for each, or once before all; without any it is the model's own.
-        tool_parser: format in which the model calls tools (`tokenizer.tool_formats`); `auto` takes what its
+        tool_parser: format in which the model calls tools (`tokenizer.form_table`); `auto` takes what its
             chat template shows.
         reasoning_parser: format in which the model marks its reasoning; `auto` takes what its chat template
             shows.

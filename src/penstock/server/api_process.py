@@ -46,9 +46,9 @@ from penstock.server.engine_port import ModelCodec, ServedModel
 from penstock.server.http.http_protocol import with_limits
 from penstock.server.http.tls_listener import TlsListener
 from penstock.tokenizer.chat_template import AbsentChatTemplate, ChatTemplate
+from penstock.tokenizer.model_syntax import model_syntax, tool_form_caution
 from penstock.tokenizer.template_files import load_chat_template
 from penstock.tokenizer.tokenizer import AbsentTokenizer, Tokenizer, load_tokenizer
-from penstock.tokenizer.tool_formats import model_syntax, tool_form_caution
 
 BEAT_S = 0.5
 DATE_S = 1.0  # how old the date of an answer may be

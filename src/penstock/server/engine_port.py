@@ -22,8 +22,8 @@ from penstock.process.pipe_hosts import PipeHosts
 from penstock.request import PoolingParams, SamplingParams, VectorShape
 from penstock.tokenizer.chat_template import ChatTemplate
 from penstock.tokenizer.detokenizer import Detokenizer
+from penstock.tokenizer.model_syntax import ModelSyntax
 from penstock.tokenizer.tokenizer import AbsentTokenizer, Tokenizer
-from penstock.tokenizer.tool_formats import ModelSyntax
 
 
 class RequestStream(Protocol):

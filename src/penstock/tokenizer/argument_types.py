@@ -57,14 +57,29 @@ def _other_than_string(text: str) -> str:
     return text if _is_json(text) and not text.startswith('"') else ""
 
 
+def json_type(value: Any) -> str:
+    """Return the name of the JSON type of a decoded value."""
+    return "null" if value is None else _NAME_OF.get(type(value), "object")
+
+
 def _type_of(value: str) -> str:
-    decoded = msgspec.json.decode(value.encode())
-    return "null" if decoded is None else _NAME_OF[type(decoded)]
+    return json_type(msgspec.json.decode(value.encode()))
 
 
 def _widened(types: frozenset[str]) -> frozenset[str]:
     """The types, and those that are written in place of them: `3` for a number, and `3.0` for an integer."""
     return types | _NUMBERS if types & _NUMBERS else types
+
+
+def resolved(schema: Any, root: Schema) -> Schema:
+    """Return a schema, or the definition that it names; an empty one where there is none."""
+    for _ in range(_MAX_REFERENCES):
+        if not isinstance(schema, Mapping):
+            return {}
+        if "$ref" not in schema:
+            return schema
+        schema = _referred(schema["$ref"], root)
+    return {}
 
 
 def _types(schema: Any, root: Schema, num_references: int) -> frozenset[str]:
@@ -91,7 +106,7 @@ def _types_of_values(schema: Schema) -> frozenset[str]:
     """Types of the values that a schema lists."""
     listed = schema.get("enum")
     values = listed if isinstance(listed, list) else [schema[key] for key in ("const",) if key in schema]
-    return frozenset("null" if value is None else _NAME_OF.get(type(value), "object") for value in values)
+    return frozenset(map(json_type, values))
 
 
 def _referred(reference: Any, root: Schema) -> Any:

@@ -138,8 +138,8 @@ class CallReader:
             self._note_broken()
 
     def _more_objects(self) -> Reading:
-        """Further ones, where a call needs no marker."""
-        while self._form.is_bare:
+        """Further ones, where a call needs no marker or several stand behind one."""
+        while self._form.is_bare or self._form.is_lines:
             yield from self._spaces()
             is_separated = self._char in _SEPARATORS
             if is_separated:

@@ -12,7 +12,9 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from penstock.tokenizer.tool_formats import CALL_ID, NAME_END, Frame, ToolFormat
+from penstock.tokenizer.argument_types import json_type
+from penstock.tokenizer.nested_arguments import ITEM
+from penstock.tokenizer.tool_formats import CALL_ID, NAME_END, Frame, Tags, ToolFormat, with_attribute
 
 _TOOLS = """## Tools
 You can call these tools:
@@ -41,6 +43,9 @@ def written_calls(form: ToolFormat, calls: Sequence[tuple[str, Mapping[str, Any]
     if form.is_list or (form.is_bare and len(objects) > 1):
         opening = "" if form.is_bare else form.opening
         return f"{opening}[{', '.join(objects)}]{form.closing}"
+    if form.is_lines:
+        lines = form.padding.join([form.opening, *objects, form.closing])
+        return lines
     opening, padding = ("", "") if form.is_bare else (form.opening, form.padding)
     return padding.join(f"{opening}{padding}{one}{padding}{form.closing}" for one in objects)
 
@@ -52,13 +57,22 @@ def _object(form: ToolFormat, index: int, name: str, arguments: Mapping[str, Any
 
 def _framed(form: ToolFormat, frame: Frame, calls: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
     written = [
-        f"{frame.call_open}{frame.prefix}{name}{f':{index}' if frame.has_index else ''}{frame.name_end}"
-        f"{_body(frame, arguments)}{frame.call_end}"
+        f"{frame.call_open}{_head(frame, index, name)}{_body(frame, arguments)}{frame.call_end}"
         for index, (name, arguments) in enumerate(calls)
     ]
     if frame.is_section:
-        return f"{form.opening}{frame.separator.join(written)}{frame.section_end}"
+        opening = frame.section_open if form.is_bare else f"{form.opening}{frame.section_open}"
+        return f"{opening}{frame.separator.join(written)}{frame.section_end}"
     return "\n".join(f"{form.opening}{one}{frame.section_end}" for one in written)
+
+
+def _head(frame: Frame, index: int, name: str) -> str:
+    """A call's id, name and number, with the marks between them."""
+    id_ = f"call_{index}{frame.id_end}" if frame.id_end else ""
+    number, name_end = f":{index}" if frame.has_index else "", frame.name_end
+    if frame.number_attribute:
+        name_end = with_attribute(name_end, frame.number_attribute.format(index + 1))
+    return f"{id_}{frame.prefix}{name}{number}{name_end}"
 
 
 def _body(frame: Frame, arguments: Mapping[str, Any]) -> str:
@@ -74,11 +88,21 @@ def _body(frame: Frame, arguments: Mapping[str, Any]) -> str:
 def _tagged(frame: Frame, key: str, value: Any) -> str:
     tags = frame.tags
     assert tags is not None
+    text = _tagged_text(tags, value)
+    end = tags.value_end.replace("{key}", key)
+    return f"{tags.key_open}{key}{tags.key_end_of({json_type(value)})}{tags.padding}{text}{tags.padding}{end}"
+
+
+def _tagged_text(tags: Tags, value: Any) -> str:
+    if tags.is_nested and isinstance(value, dict | list):
+        entries = value.items() if isinstance(value, dict) else ((ITEM, item) for item in value)
+        return "".join(
+            f"{tags.key_open}{key}{tags.key_end}{_tagged_text(tags, item)}{tags.end_of(key)}"
+            for key, item in entries
+        )
     text = value if isinstance(value, str) else _json(value)
-    key_end = tags.key_end
-    if tags.says_type:
-        key_end = key_end.replace(">", f' string="{_json(isinstance(value, str))}">')
-    return f"{tags.key_open}{key}{key_end}{tags.padding}{text}{tags.padding}{tags.value_end}"
+    is_quoted = tags.quotes[0] and isinstance(value, str) and ("<" in text or "&" in text)
+    return f"{tags.quotes[0]}{text}{tags.quotes[1]}" if is_quoted else text
 
 
 def _python(value: Any) -> str:

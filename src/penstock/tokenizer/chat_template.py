@@ -31,9 +31,11 @@ import msgspec
 from penstock.errors import InvalidRequestError, ModelConfigError
 from penstock.tokenizer.call_writer import written_calls, written_tools
 from penstock.tokenizer.form_detection import PROBE_SIGN, Probe, shown_reasoning_format, shown_tool_format
+from penstock.tokenizer.form_table import TOOL_FORMATS
 from penstock.tokenizer.jinja_environment import Clock, TemplateRefusal, adapted_source, jinja_environment
+from penstock.tokenizer.model_syntax import format_by_signs
 from penstock.tokenizer.tokenizer import Tokenizer, special_pattern
-from penstock.tokenizer.tool_formats import TOOL_FORMATS, ToolFormat, format_by_signs
+from penstock.tokenizer.tool_formats import ToolFormat
 
 MAX_RENDERED_CHARACTERS = 16 * 2**20
 _PRIVATE_USE = range(0xE000, 0xF900)

@@ -1,9 +1,9 @@
 """Finds out how a model writes calls and thoughts from what its chat template shows of former ones.
 
 A template writes former answers as the model was trained to write them. So a call with arguments of several
-types is rendered, and each row of `tool_formats` tries to read it: the first whose reader gives back the very
+types is rendered, and each row of `form_table` tries to read it: the first whose reader gives back the very
 call is the model's. Reasoning is found by what stands around it. No name of a model is looked at. Called by
-`chat_template`; rows of templates that show no former calls are found by their signs (`tool_formats`).
+`chat_template`; rows of templates that show no former calls are found by their signs (`form_table`).
 """
 
 from __future__ import annotations
@@ -12,9 +12,10 @@ import json
 import re
 from typing import Any, Protocol
 
+from penstock.tokenizer.form_table import REASONING_FORMATS, TOOL_FORMATS
 from penstock.tokenizer.harmony import HarmonySplitter
 from penstock.tokenizer.tool_calls import ToolCallParser
-from penstock.tokenizer.tool_formats import REASONING_FORMATS, TOOL_FORMATS, ReasoningFormat, ToolFormat
+from penstock.tokenizer.tool_formats import ReasoningFormat, ToolFormat
 
 # Arguments as a template shows them, and not as a string within JSON.
 PROBE_SIGN = re.compile(r"where[^\\]{1,40}there")
@@ -97,12 +98,15 @@ def shown_reasoning_format(render: Render) -> str:
 def _has_around(form: ReasoningFormat, text: str) -> bool:
     around = f"{re.escape(form.opening)}{_SPACE}{re.escape(_REASONING)}{_SPACE}{re.escape(form.closing)}"
     match = re.search(around, text)
-    return match is not None and form.around[0] in text[match.end() :]
+    return match is not None and text[match.end() :].lstrip().startswith(form.around[0])
 
 
 def _reads_probe(form: ToolFormat, text: str) -> bool:
     if form.frame is None and not form.is_named and f'"{form.arguments}"' not in text:
         return False  # it would be read, and is yet not what the family writes
+    is_plain = form.frame is None and not form.is_named and not form.is_bare
+    if is_plain and form.is_list != bool(re.search(rf"{re.escape(form.opening)}{_SPACE}\[", text)):
+        return False
     if form.name == "harmony":
         splitter = HarmonySplitter(is_open=False)
         text = "".join(piece.text for piece in splitter.feed(text) if piece.kind == "content")

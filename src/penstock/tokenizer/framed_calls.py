@@ -14,10 +14,13 @@ import json
 import re
 from collections.abc import Callable, Generator, Mapping, Set
 from functools import cache
+from itertools import accumulate
+from typing import Any, NamedTuple
 
 from penstock.tokenizer.argument_types import Schema, argument_types, json_argument
 from penstock.tokenizer.call_reader import NAME, SPACES, CallReader, NotACall, Reading
 from penstock.tokenizer.literals import PYTHON_QUOTES, LiteralReader, NotALiteral, in_json
+from penstock.tokenizer.nested_arguments import nested_argument
 from penstock.tokenizer.pieces import PieceList
 from penstock.tokenizer.tool_formats import Frame, Tags, ToolFormat
 
@@ -32,7 +35,52 @@ _END_OF_TEXT = "\0"
 Schemas = Mapping[str, Schema | None]
 
 
-class FramedCallReader(CallReader):
+class _MarkReader(CallReader):
+    """Reads marks, with any white space between their words."""
+
+    def _words(self, text: str) -> Reading:
+        """Read a mark, with any white space before each of its words."""
+        for word in _words_of(text):
+            yield from self._spaces()
+            yield from self._literal(word)
+
+    def _forgiven(self, text: str) -> Reading:
+        """Read a mark if it begins here."""
+        yield from self._spaces()
+        if self._char == _words_of(text)[0][0]:
+            yield from self._words(text)
+
+    def _either(self, *texts: str) -> Generator[None, None, str]:
+        """Read the one of these marks that stands here, and return it."""
+        rest, index = list(texts), 0
+        while True:
+            fitting = [text for text in rest if _letters_of(text)[index] == self._char]
+            if fitting:
+                rest, index = fitting, index + 1
+                yield
+                whole = [text for text in rest if len(_letters_of(text)) == index]
+                if whole:
+                    return whole[0]
+            elif index and self._char in SPACES and any(index in _breaks_of(text) for text in rest):
+                yield
+            else:
+                raise NotACall
+
+    def _with_attributes(self, mark: str) -> Generator[None, None, str]:
+        """Read a mark behind whose first character attributes may stand; return these."""
+        yield from self._spaces()
+        self._expect(mark[0])
+        yield
+        rest, attributes = mark[1:].strip(SPACES), ""
+        while not attributes.endswith(rest):
+            attributes += self._char
+            if len(attributes) > _MAX_ATTRIBUTES:
+                raise NotACall
+            yield
+        return attributes.removesuffix(rest)
+
+
+class FramedCallReader(_MarkReader):
     """Reads the calls behind one opening.
 
     Args:
@@ -50,9 +98,10 @@ class FramedCallReader(CallReader):
         *,
         schemas: Schemas,
         is_begun: bool,
+        is_marked: bool = True,
     ) -> None:
         assert form.frame is not None
-        super().__init__(form, names, pieces, before, is_marked=True)
+        super().__init__(form, names, pieces, before, is_marked=is_marked)
         self._frame: Frame = form.frame
         self._schemas = schemas
         self._is_begun = is_begun
@@ -74,12 +123,13 @@ class FramedCallReader(CallReader):
         """Whether what was read behind a sound call is a part of the marks that end it."""
         if not self._is_sound or not self._is_sound[-1] or self._arguments_at is not None:
             return False
-        ends = _squeezed(self._frame.call_end + self._frame.section_end)
-        return _squeezed("".join(self._raw)) in ends
+        ends = self._frame.call_end + self._frame.section_end
+        read, marks = (re.sub(r"\s", "", text) for text in ("".join(self._raw), ends))
+        return read in marks
 
     def _calls(self) -> Reading:
         if not self._is_begun:
-            yield from self._words(self._frame.call_open)
+            yield from self._words(self._frame.section_open + self._frame.call_open)
         is_more = True
         while is_more:
             yield from self._call()
@@ -90,7 +140,12 @@ class FramedCallReader(CallReader):
     def _call(self) -> Reading:
         """Read a call from its name to its end. Once it was given, what does not fit makes it broken."""
         yield from self._spaces()
+        given = ""
+        if self._frame.id_end:
+            given = yield from self._word_of_name()
+            yield from self._words(self._frame.id_end)
         name, id_ = yield from self._name()
+        id_ = id_ or given
         try:
             if self._frame.body == "json":
                 yield from self._json(name, id_)
@@ -121,21 +176,31 @@ class FramedCallReader(CallReader):
 
     def _name(self) -> Generator[None, None, tuple[str, str]]:
         """Read the name of a tool; return it, and the id that the model gave the call."""
+        text = yield from self._word_of_name()
+        name, id_ = text.removeprefix(self._frame.prefix), ""
+        if self._frame.has_index and (match := _INDEX.fullmatch(name)):
+            name, id_ = match[1], text
+        if not NAME.fullmatch(name) or not (self._is_marked or name in self._names):
+            raise NotACall
+        return name, id_
+
+    def _word_of_name(self) -> Generator[None, None, str]:
         text = ""
         while _IN_NAME.match(self._char) and len(text) <= _MAX_NAME:
             text += self._char
             yield
-        name, id_ = text.removeprefix(self._frame.prefix), ""
-        if self._frame.has_index and (match := _INDEX.fullmatch(name)):
-            name, id_ = match[1], text
-        if not NAME.fullmatch(name):
-            raise NotACall
-        return name, id_
+        return text
+
+    def _end_of_name(self) -> Reading:
+        if self._frame.number_attribute:
+            yield from self._with_attributes(self._frame.name_end)
+        else:
+            yield from self._words(self._frame.name_end)
 
     # --- arguments ------------------------------------------------------------------------------------
 
     def _json(self, name: str, id_: str) -> Reading:
-        yield from self._words(self._frame.name_end)
+        yield from self._end_of_name()
         yield from self._spaces()
         self._expect("{")
         yield from self._streamed(name, id_)
@@ -143,82 +208,97 @@ class FramedCallReader(CallReader):
         self._note_broken()
 
     def _tagged(self, name: str, id_: str) -> Reading:
-        frame, tags = self._frame, self._frame.tags
+        tags = self._frame.tags
         assert tags is not None
-        yield from self._words(frame.name_end)
+        yield from self._end_of_name()
         yield from self._spaces()
-        found = yield from self._either(tags.key_open, frame.call_end)
+        is_argument = yield from self._is_argument(tags)
         self._begin(name, id_)
         root = self._schemas.get(name) or {}
         properties = root.get("properties")
         before = "{"
-        while found == tags.key_open:
+        while is_argument:
             key, says = yield from self._key_of(tags)
             self._made.append(f"{before}{json.dumps(key, ensure_ascii=False)}: ")
             before = ", "
             schema = properties.get(key) if isinstance(properties, Mapping) else None
-            yield from self._value_of(says or argument_types(schema, root), tags)
+            yield from self._value_of(
+                _Argument(key, says or argument_types(schema, root), schema, root), tags
+            )
             yield from self._spaces()
-            found = yield from self._either(tags.key_open, frame.call_end)
+            is_argument = yield from self._is_argument(tags)
         self._made.append("{}" if before == "{" else "}")
         self._note_sound()
 
+    def _is_argument(self, tags: Tags) -> Generator[None, None, bool]:
+        """Read the mark before an argument or the one behind the call; return whether it was the first."""
+        end = self._frame.call_end
+        if not end.startswith(tags.key_open):
+            found = yield from self._either(tags.key_open, end)
+            return found == tags.key_open
+        yield from self._words(tags.key_open)
+        rest = end[len(tags.key_open) :]
+        if self._char != rest[0]:
+            return True
+        yield from self._words(rest)
+        return False
+
     def _key_of(self, tags: Tags) -> Generator[None, None, tuple[str, frozenset[str]]]:
         """Read the name of an argument up to its value; return it, and the types that its tag tells."""
-        first, key, attributes = tags.key_end.strip()[0], "", ""
+        first, key = tags.key_end.strip()[0], ""
         while self._char != first:
             key += self._char
             if len(key) > _MAX_KEY:
                 raise NotACall
             yield
-        if not tags.says_type:
+        if not tags.type_attribute:
             yield from self._words(tags.key_end)
             return key.strip(), frozenset()
-        while self._char != ">":
-            attributes += self._char
-            if len(attributes) > _MAX_ATTRIBUTES:
-                raise NotACall
-            yield
-        yield
-        if 'string="true"' in attributes:
-            return key.strip(), frozenset({"string"})
-        return key.strip(), _ALL_BUT_STRING if 'string="false"' in attributes else frozenset()
+        attributes = yield from self._with_attributes(tags.key_end)
+        told = re.search(re.escape(tags.type_attribute.strip()).replace(r"\{\}", r"(\w+)"), attributes)
+        return key.strip(), _TOLD_TYPES.get(told[1], frozenset()) if told else frozenset()
 
-    def _value_of(self, types: frozenset[str], tags: Tags) -> Reading:
-        if types == {"string"}:
+    def _value_of(self, argument: _Argument, tags: Tags) -> Reading:
+        if argument.types == {"string"}:
             self._made.append('"')
-            yield from self._value_text(tags, lambda character: self._made.append(in_json(character)))
+            yield from self._value_text(
+                tags, argument.key, lambda character: self._made.append(in_json(character))
+            )
             self._made.append('"')
             return
-        text: list[str] = []
-        yield from self._value_text(tags, text.append)
-        self._made.append(json_argument("".join(text), types))
+        parts: list[str] = []
+        yield from self._value_text(tags, argument.key, parts.append)
+        text = "".join(parts)
+        if tags.is_nested:
+            self._made.append(nested_argument(text, tags, argument.schema, argument.root))
+        else:
+            self._made.append(json_argument(text, argument.types))
 
-    def _value_text(self, tags: Tags, take: Callable[[str], None]) -> Reading:
-        """Read text up to the tag that ends it, without the padding beside tags."""
-        end, padding = _words_of(tags.value_end)[0], tags.padding
+    def _value_text(self, tags: Tags, key: str, take: Callable[[str], None]) -> Reading:
+        """Read text up to the mark that ends it, without padding and quotes beside the marks."""
+        end, padding, (quote, unquote) = tags.end_of(key), tags.padding, tags.quotes
         if padding and self._char == padding:
             yield
-        matched, held = 0, ""
-        while matched < len(end):
-            if self._char == end[matched]:
-                matched += 1
-                yield
-                continue
-            for character in held + end[:matched] if matched or self._char != padding else held:
-                take(character)
-            is_matched, matched, held = bool(matched), 0, ""
-            if is_matched and self._char == end[0]:
-                continue
-            if padding and self._char == padding:
-                held = padding
-            else:
-                take(self._char)
+        held = ""  # may be the beginning of the end
+        while len(held) < len(quote) and self._char == quote[len(held)]:
+            held += self._char
             yield
+        if quote and held == quote:
+            held, end = "", unquote + end
+        ends = (padding + end, end)
+        while True:
+            held += self._char
+            while held and not any(mark.startswith(held) for mark in ends):
+                take(held[0])
+                held = held[1:]
+            is_ended = held in ends
+            yield
+            if is_ended:
+                return
 
     def _literal_arguments(self, name: str, id_: str) -> Reading:
         """Read arguments that are literals: an object, or the keywords of a call in Python."""
-        yield from self._words(self._frame.name_end)
+        yield from self._end_of_name()
         if self._frame.body == "python":
             self._begin(name, id_)
             yield from self._keywords()
@@ -291,38 +371,21 @@ class FramedCallReader(CallReader):
         self._arguments_at = None
         self._broken_end = len(self._raw) - 1
 
-    # --- marks ----------------------------------------------------------------------------------------
 
-    def _words(self, text: str) -> Reading:
-        """Read a mark, with any white space before each of its words."""
-        for word in _words_of(text):
-            yield from self._spaces()
-            yield from self._literal(word)
+class _Argument(NamedTuple):
+    """What is known of an argument before its value is read."""
 
-    def _forgiven(self, text: str) -> Reading:
-        """Read a mark if it begins here."""
-        yield from self._spaces()
-        if self._char == _words_of(text)[0][0]:
-            yield from self._words(text)
-
-    def _either(self, *texts: str) -> Generator[None, None, str]:
-        """Read the one of these marks that stands here, and return it."""
-        rest, index = list(texts), 0
-        while True:
-            rest = [text for text in rest if _words_of(text)[0][index] == self._char]
-            if not rest:
-                raise NotACall
-            index += 1
-            yield
-            for text in rest:
-                first, *others = _words_of(text)
-                if len(first) == index:
-                    for word in others:
-                        yield from self._words(word)
-                    return text
+    key: str
+    types: frozenset[str]  # that it may have
+    schema: Any  # its own
+    root: Schema  # of all arguments
 
 
-_ALL_BUT_STRING = frozenset({"integer", "number", "boolean", "null", "object", "array"})
+_TYPES = frozenset({"string", "integer", "number", "boolean", "null", "object", "array"})
+_TOLD_TYPES = {name: frozenset({name}) for name in _TYPES} | {
+    "true": frozenset({"string"}),
+    "false": _TYPES - {"string"},
+}
 
 
 @cache
@@ -331,5 +394,13 @@ def _words_of(text: str) -> tuple[str, ...]:
     return tuple(word for part in _WORD.findall(text) if (word := part.strip(SPACES)))
 
 
-def _squeezed(text: str) -> str:
-    return re.sub(r"\s", "", text)
+@cache
+def _letters_of(text: str) -> str:
+    """A mark without the white space between its words."""
+    return "".join(_words_of(text))
+
+
+@cache
+def _breaks_of(text: str) -> frozenset[int]:
+    """Where in these letters there may be white space."""
+    return frozenset(accumulate(map(len, _words_of(text))))

@@ -14,9 +14,10 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from penstock.tokenizer.argument_types import argument_types
-from penstock.tokenizer.tool_formats import Frame, ToolFormat
+from penstock.tokenizer.tool_formats import Frame, ToolFormat, with_attribute
 
 _NOTHING = '""'
+_NUMBER, _ID = "/[0-9]{1,4}/", "/[A-Za-z0-9_-]{1,40}/"
 _KEY = "/[A-Za-z_][A-Za-z0-9_.-]{0,63}/"
 _DEFINITIONS = ("$defs", "definitions")
 _SCALARS = frozenset({"integer", "number", "boolean", "null"})
@@ -49,7 +50,8 @@ def in_regex(text: str) -> str:
 
 def framed_calls(form: ToolFormat, frame: Frame, ids: Ids, *, is_single: bool) -> str:
     """Return the expression for one call, or for one or more, with their marks."""
-    opening, end = written(form.opening, ids), written(frame.section_end, ids)
+    opening = "" if form.is_bare else form.opening
+    opening, end = written(opening + frame.section_open, ids), written(frame.section_end, ids)
     if not frame.is_section:
         marked = joined(opening, "call", end)
         return marked if is_single else f'{marked} ("\\n"? {marked})*'
@@ -60,8 +62,13 @@ def framed_calls(form: ToolFormat, frame: Frame, ids: Ids, *, is_single: bool) -
 def framed_call(frame: Frame, ids: Ids, name: str, index: int) -> str:
     """Return the expression for a call of this tool; `arguments_rules` has the rule of its arguments."""
     head = written(f"{frame.call_open}{frame.prefix}{name}", ids)
-    number = '":" /[0-9]{1,4}/' if frame.has_index else ""
+    if frame.id_end:
+        head = joined(written(frame.call_open, ids), _ID, written(f"{frame.id_end}{frame.prefix}{name}", ids))
+    number = f'":" {_NUMBER}' if frame.has_index else ""
     name_end = written(frame.name_end_written or frame.name_end, ids)
+    if frame.number_attribute:
+        before, behind = with_attribute(frame.name_end, frame.number_attribute).split("{}")
+        name_end = joined(written(before, ids), _NUMBER, written(behind, ids))
     return joined(head, number, name_end, f"arguments_{index}", written(frame.call_end, ids))
 
 
@@ -126,20 +133,26 @@ class _Arguments:
         assert tags is not None
         types = argument_types(schema, self._schema)
         is_text = not types or "string" in types
-        key_end = tags.key_end
-        if tags.says_type:
-            key_end = key_end.replace(">", f' string="{"true" if is_text else "false"}">')
+        key_end = tags.key_end_of(types)
         name = text_of(key) or _KEY
         head = f"{written(tags.key_open, self._ids)} {name} {written(key_end, self._ids)}"
         if key:
             head = written(f"{tags.key_open}{key}{key_end}", self._ids)
-        padding, end = text_of(tags.padding), written(tags.value_end, self._ids)
+        value_end = tags.value_end.replace("{key}", key) if key else tags.value_end.partition("{key}")[0]
+        padding, end = text_of(tags.padding), written(value_end, self._ids)
+        behind = ""
+        if not key and "{key}" in tags.value_end:
+            behind = joined(_KEY, written(tags.value_end.partition("{key}")[2], self._ids))
         listed = _listed_texts(schema)
         if listed:
             yield f"{rule}: {joined(head, padding, f'({listed})', padding, end)}"
         elif is_text:
-            yield f"{rule}: {joined(head, padding, f'{rule}_text')}"
-            yield from _text_rules(f"{rule}_text", tags.value_end, self._ids)
+            yield f"{rule}: {joined(head, padding, f'{rule}_text', behind)}"
+            yield from _text_rules(f"{rule}_text", value_end, self._ids)
+        elif tags.is_nested and not types <= _SCALARS:
+            tag, part = written(tags.key_open, self._ids), f"{rule}_part".upper()
+            yield f"{rule}: {joined(head, part, f'({tag} {part})*', end)}"
+            yield f"{part}: /(?s:.*)/"  # tags within the value, of any names
         else:
             yield f"{rule}: {joined(head, padding, f'{rule}_json', padding, end)}"
             yield f"{rule}_json: {self._json(schema)}"
@@ -188,7 +201,7 @@ def _text_rules(rule: str, end: str, ids: Ids, before: str = "") -> Iterator[str
     """The rules of text up to the mark that ends it: text that has the mark in it is not let through."""
     mark = end.strip("\n")
     after = written(end[end.index(mark) + len(mark) :], ids)
-    if mark in ids:
+    if any(mark.startswith(token) for token in ids if token):
         text = rule.upper()
         yield f"{rule}: {joined(before, text, written(mark, ids), after)}"
         yield f"{text}: /(?s:.*)/ & ~/(?s:.*){in_regex(mark)}(?s:.*)/"

@@ -47,7 +47,7 @@ def reasoning_splitter(form: ReasoningFormat, *, is_open: bool) -> Splitter:
     if form.has_channels:
         return HarmonySplitter(is_open=is_open)
     splitter = ReasoningSplitter(form, is_open=is_open)
-    return AroundAnswer(splitter, form.around) if form.around[0] else splitter
+    return AroundAnswer(splitter, form.around, form.ending) if form.around[0] else splitter
 
 
 class AroundAnswer:
@@ -56,11 +56,13 @@ class AroundAnswer:
     Args:
         inner: splits the answer.
         marks: before and behind the text; an answer without the first one is left as it is.
+        ending: behind the whole answer; "" where there is no such mark.
     """
 
-    def __init__(self, inner: Splitter, marks: tuple[str, str]) -> None:
+    def __init__(self, inner: Splitter, marks: tuple[str, str], ending: str = "") -> None:
         self._inner = inner
         self._opening, self._closing = marks
+        self._ending = ending
         self._state = "start"  # then "inside", or "plain" for what is given as it is
         self._held = ""
 
@@ -81,13 +83,15 @@ class AroundAnswer:
         return [*pieces, Piece("content", held)] if held else pieces
 
     def _without_marks(self, piece: Piece) -> list[Piece]:
-        if piece.kind != "content" or self._state == "plain":
+        if piece.kind != "content" or (self._state == "plain" and not self._ending):
             return [piece]
         text, self._held = self._held + piece.text, ""
         if self._state == "start":
             text = self._behind_opening(text)
         if self._state == "inside":
-            text = self._before_closing(text)
+            text = self._before(self._closing, text)
+        if self._state == "plain" and self._ending and not self._held:
+            text = self._before(self._ending, text)
         return [Piece("content", text)] if text else []
 
     def _behind_opening(self, text: str) -> str:
@@ -101,12 +105,13 @@ class AroundAnswer:
         self._state = "plain"
         return text
 
-    def _before_closing(self, text: str) -> str:
-        before, closing, behind = text.partition(self._closing)
-        if closing:
+    def _before(self, mark: str, text: str) -> str:
+        """The text without the mark; what may be its beginning is held back."""
+        before, found, behind = text.partition(mark)
+        if found:
             self._state = "plain"
             return before + behind
-        shown = text[: partial_marker(text, self._closing)]
+        shown = text[: partial_marker(text, mark)]
         self._held = text[len(shown) :]
         return shown
 

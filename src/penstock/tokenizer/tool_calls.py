@@ -182,7 +182,8 @@ class ToolCallParser:
             self._pieces,
             before,
             schemas=self._schemas,
-            is_begun=marker == frame.call_open,
+            is_begun=bool(marker) and marker == frame.call_open,
+            is_marked=bool(marker),
         )
 
     def _closing(self, before: str, marker: str, at: int) -> None:

@@ -25,7 +25,8 @@ from penstock.tokenizer.framed_grammar import (
     joined,
     written,
 )
-from penstock.tokenizer.tool_formats import NAME_END, ModelSyntax, ReasoningFormat, ToolFormat
+from penstock.tokenizer.model_syntax import ModelSyntax
+from penstock.tokenizer.tool_formats import NAME_END, ReasoningFormat, ToolFormat
 
 _NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 _SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
@@ -161,6 +162,9 @@ def _calls(form: ToolFormat, ids: Mapping[str, int], *, is_single: bool) -> str:
         more = "" if is_single else f"({comma} call)*"
         return joined(opening, '" "?', '"["', space, "call", more, space, '"]"', closing)
     padding = _text(form.padding)
+    if form.is_lines:
+        more = "" if is_single else f"({joined(padding, 'call')})*"
+        return joined(opening, padding, "call", more, padding, closing)
     marked = " ".join(part for part in (opening, padding, "call", padding, closing) if part)
     return marked if is_single else " ".join(part for part in (f"{marked} (", padding, marked, ")*") if part)
 

@@ -476,7 +476,7 @@ def test_names_of_kernels_may_look_like_flags(tmp_path: Path) -> None:
 def test_choices_are_checked_where_they_are_typed() -> None:
     assert "int5" in refused("--quantization", "int5")
     assert "maybe" in refused("--pin-threads", "maybe")
-    assert "pythonic" in refused("--tool-parser", "pythonic")
+    assert "cobol" in refused("--tool-parser", "cobol")
     assert "PENSTOCK_QUANTIZATION" in refused(PENSTOCK_QUANTIZATION="int5")
 
 

@@ -25,7 +25,7 @@ from penstock.server.routes.text_routes import (
     TokenizeResponse,
     TokenizeTextRequest,
 )
-from penstock.tokenizer.tool_formats import REASONING_FORMATS, TOOL_FORMATS
+from penstock.tokenizer.form_table import REASONING_FORMATS, TOOL_FORMATS
 
 LIMITS = declared(Limits, GrammarLimits, ConnectionLimits)
 KEYS = {limit.name: limit.key for limit in LIMITS}

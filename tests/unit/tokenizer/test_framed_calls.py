@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from penstock.tokenizer.argument_types import argument_types, json_argument
 from penstock.tokenizer.call_writer import written_calls
+from penstock.tokenizer.form_table import TOOL_FORMATS
 from penstock.tokenizer.literals import json_of_literal
 from penstock.tokenizer.pieces import Piece
 from penstock.tokenizer.tool_calls import ToolCallParser
-from penstock.tokenizer.tool_formats import TOOL_FORMATS
 
 FORMS = {form.name: form for form in TOOL_FORMATS}
 FRAMED = [form.name for form in TOOL_FORMATS if form.frame is not None]
@@ -66,6 +66,14 @@ def arguments_in(form: str, text: str) -> list[Any]:
 
 
 XML = "<tool_call>\n<function=look>\n{}</function>\n</tool_call>"
+ELEMENTS = "".join(
+    f"]<]minimax[>[{part}"
+    for part in (
+        *("<tool_call>\n", '<invoke name="look">', "<o>", "<x>1.5", "</x>", "<l>", "<item><b>", "</item>"),
+        *("<item>2", "</item>", "</l>", "</o>", "<l>", "</l>", "<s>&lt; <a>", "</s>", "</invoke>\n"),
+        "</tool_call>",
+    )
+)
 TEXTS = [
     ("qwen3_coder", XML.format("<parameter=s>\n5\n</parameter>\n<parameter=n>\n5\n</parameter>\n")),
     ("qwen3_coder", "<function=look>\n<parameter=s>\n<a></para\n\n</parameter>\n</function>"),
@@ -116,6 +124,41 @@ TEXTS = [
     ("lfm2", "<|tool_call_start|>[look(s=oops)]<|tool_call_end|>"),
     ("olmo3", '<function_calls>\nlook(s="\\u00e9\\n", l=[True, (1, 2)])\nnow()\n</function_calls>'),
     ("functionary_v3", '<function=look>{"s": "x"}</function><function=now>{}</function>'),
+    ("minimax_m3", ELEMENTS),
+    ("minimax_m3", ELEMENTS.partition("]<]minimax[>[</x>")[0]),
+    (
+        "minicpm5",
+        '<function name="look"><param name="s"><![CDATA[a[0]]]></param><param name="m"><![CDATA</param>'
+        '<param name="b">True</param></function>\n<function name="now"></function>',
+    ),
+    (
+        "hunyuan",
+        "<tool_calls:opensource>\n<tool_call:opensource>look<tool_sep:opensource>\n<arg_key:opensource>n"
+        "</arg_key:opensource>\n<arg_value:opensource>4</arg_value:opensource>\n</tool_call:opensource>\n"
+        "</tool_calls:opensource>",
+    ),
+    (
+        "kimi_k3",
+        'So.<|open|>tools<|sep|><|open|>call tool="look" index="1"<|sep|><|open|>argument key="z" '
+        'type="string"<|sep|>5<|close|>argument<|sep|><|open|>argument key="y" type="number"<|sep|>5'
+        '<|close|>argument<|sep|><|close|>call<|sep|><|open|>call tool="now" index="2"<|sep|>'
+        "<|close|>call<|sep|><|close|>tools<|sep|>",
+    ),
+    (
+        "solar",
+        '<|tool_calls|><|tool_call:begin|>ab-1<|tool_call:name|>look<|tool_call:args|>{"n": 1}'
+        "<|tool_call:end|><|tool_call:begin|>ab-2<|tool_call:name|>now<|tool_call:args|>{}"
+        "<|tool_call:end|><|calls|>",
+    ),
+    ("apertus", '<|tools_prefix|>[{"look": {"o": {"a": 1}}}, {"now": {}}]<|tools_suffix|>'),
+    (
+        "deepseek_v4",
+        '<｜DSML｜tool_calls>\n<｜DSML｜invoke name="now">\n\n</｜DSML｜invoke>\n</｜DSML｜tool_calls>',
+    ),
+    ("pythonic", """[look(s='[1]', n=2), now()]"""),
+    ("pythonic", "[other(s=1)]"),
+    ("pythonic", "[1] says so."),
+    ("pythonic", "<|python_start|>[now()]<|python_end|>"),
 ]
 
 
@@ -140,9 +183,10 @@ def test_what_is_written_is_read(form: str) -> None:
     }
     calls = [("look", arguments), ("now", {})]
     text = written_calls(FORMS[form], calls)
-    content, found, broken = parse(form, list(f"Well. {text}\nThen."))
+    before = "" if FORMS[form].is_bare else "Well."
+    content, found, broken = parse(form, list(f"{before} {text}\nThen."))
     assert [(name, json.loads(given)) for name, given, _ in found] == calls
-    assert (content, broken) == ("Well.Then.", [])
+    assert (content, broken) == (f"{before}Then.", [])
 
 
 @pytest.mark.parametrize(
@@ -209,6 +253,34 @@ def test_arguments_between_tags_are_typed() -> None:
     assert arguments_in("deepseek_v32", by_tag) == [{"z": "5", "y": 5}]
 
 
+def test_objects_and_lists_are_tags_within_tags() -> None:
+    assert arguments_in("minimax_m3", ELEMENTS) == [
+        {"o": {"x": 1.5, "l": ["<b>", 2]}, "l": [], "s": "&lt; <a>"}
+    ]
+
+
+def test_marks_around_a_text_are_no_part_of_it() -> None:
+    text = dict(TEXTS)["minicpm5"]
+    assert arguments_in("minicpm5", text) == [{"s": "a[0]", "m": "<![CDATA", "b": True}, {}]
+
+
+def test_ids_numbers_and_types_that_stand_in_marks_are_read() -> None:
+    content, calls, _ = parse("solar", [dict(TEXTS)["solar"]])
+    assert [id_ for _, _, id_ in calls] == ["ab-1", "ab-2"]
+    content, calls, _ = parse("kimi_k3", [dict(TEXTS)["kimi_k3"]])
+    assert (content, [json.loads(arguments) for _, arguments, _ in calls]) == (
+        "So.",
+        [{"z": "5", "y": 5}, {}],
+    )
+
+
+def test_calls_without_a_marker_are_those_of_the_tools_at_the_start() -> None:
+    assert arguments_in("pythonic", """[look(s='[1]', n=2), now()]""") == [{"s": "[1]", "n": 2}, {}]
+    assert arguments_in("pythonic", "<|python_start|>[now()]<|python_end|>") == [{}]
+    for text in ("[other(s=1)]", "[1] says so.", "See [now()]."):
+        assert parse("pythonic", [text]) == (text, [], [])
+
+
 def test_ends_that_are_missing_are_forgiven() -> None:
     for form in FRAMED:
         frame = FORMS[form].frame
@@ -270,7 +342,7 @@ WORDS = st.sampled_from(
         *("<|tool_call_argument_begin|>", "{}", "\\", "[", "é", "\0"),
     ]
 )
-DRAWN = ["qwen3_coder", "glm45", "kimi_k2", "gemma4", "lfm2"]
+DRAWN = ["qwen3_coder", "glm45", "kimi_k2", "gemma4", "lfm2", "minicpm5"]
 
 
 @settings(max_examples=120, deadline=None, derandomize=True)

@@ -18,10 +18,10 @@ from paths import shared_data
 from penstock.errors import InvalidRequestError
 from penstock.tokenizer.call_writer import written_calls, written_tools
 from penstock.tokenizer.chat_template import JinjaChatTemplate
+from penstock.tokenizer.model_syntax import ModelSyntax, model_syntax
 from penstock.tokenizer.reasoning import reasoning_splitter
 from penstock.tokenizer.tokenizer import load_tokenizer
 from penstock.tokenizer.tool_calls import ToolCallParser
-from penstock.tokenizer.tool_formats import ModelSyntax, model_syntax
 
 # How each model calls tools and thinks. None: it does not, as far as its template shows.
 FORMS: dict[str, tuple[str | None, str | None]] = {

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import pytest
 
+from penstock.tokenizer.form_table import REASONING_FORMATS
 from penstock.tokenizer.pieces import Piece
 from penstock.tokenizer.reasoning import ReasoningSplitter, reasoning_splitter
-from penstock.tokenizer.tool_formats import REASONING_FORMATS
 
 FORMS = {form.name: form for form in REASONING_FORMATS}
 
@@ -71,6 +71,13 @@ AROUND = [
     ("granite", " <resp", ("", " <resp")),
     ("granite", "<think>a</think>b</response>", ("a", "b</response>")),
     ("cohere", "<|START_THINKING|>a<|END_THINKING|><|START_RESPONSE|>b<|END_RESPONSE|>", ("a", "b")),
+    (
+        "kimi_k3",
+        "<|open|>think<|sep|>a<|close|>think<|sep|><|open|>response<|sep|>b<|close|>response<|sep|>"
+        "<|open|>tools<|sep|>c<|close|>tools<|sep|><|close|>message<|sep|>",
+        ("a", "b<|open|>tools<|sep|>c<|close|>tools<|sep|>"),
+    ),
+    ("kimi_k3", "b<|close|>mess", ("", "b<|close|>mess")),
 ]
 
 

@@ -9,9 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.tokenizer.call_reader import CallReader
+from penstock.tokenizer.form_table import TOOL_FORMATS
 from penstock.tokenizer.pieces import Piece
 from penstock.tokenizer.tool_calls import MarkerFinder, ToolCallParser
-from penstock.tokenizer.tool_formats import TOOL_FORMATS, ToolFormat
+from penstock.tokenizer.tool_formats import ToolFormat
 
 FORMS = {form.name: form for form in TOOL_FORMATS}
 NAMES = frozenset({"look", "add"})
@@ -55,6 +56,11 @@ CALLS: list[tuple[str, str, Pieces]] = [
     ("mistral", '[TOOL_CALLS] [{"name": "look", "arguments": {"a": [1]}}]', call("look", '{"a": [1]}')),
     ("mistral_args", '[TOOL_CALLS]look[ARGS]{"a": {"b": 2}}', call("look", '{"a": {"b": 2}}')),
     ("json", '{"name": "look", "arguments": {"a": null}}', call("look", '{"a": null}')),
+    (
+        "minimax_m1",
+        '<tool_calls>\n{"name": "look", "arguments": {}}\n{"name": "now", "arguments": {}}\n</tool_calls>',
+        [*call("look", "{}"), *call("now", "{}")],
+    ),
     # several
     (
         "hermes",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
@@ -11,15 +11,11 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from penstock.config.server import ReasoningParser, ToolParser
 from penstock.errors import UsageError
 from penstock.tokenizer.detokenizer import byte_level_alphabet
+from penstock.tokenizer.form_detection import shown_reasoning_format, shown_tool_format
+from penstock.tokenizer.form_table import REASONING_FORMATS, TOOL_FORMATS
+from penstock.tokenizer.model_syntax import ModelSyntax, model_syntax, tool_form_caution
 from penstock.tokenizer.tokenizer import JsonTokenizer
 from penstock.tokenizer.tokenizer import Tokenizer as OurTokenizer
-from penstock.tokenizer.tool_formats import (
-    REASONING_FORMATS,
-    TOOL_FORMATS,
-    ModelSyntax,
-    model_syntax,
-    tool_form_caution,
-)
 
 
 @dataclass(frozen=True)
@@ -46,7 +42,7 @@ def test_settings_name_the_rows_of_the_table() -> None:
         ("{{ '<tool_call>' }}{{ '</tool_call>' }}{{ '</think>' }}", "hermes", "qwen3"),
         ("{{ '<tool_call>\\n<function=' + name + '<parameter=' }}</tool_call>", "qwen3_coder", None),
         ("{{ '<tool_call>' + name + '<arg_key>' }}</tool_call>", "glm45", None),
-        ("{{ '<|tool_list_start|>' }}", "lfm2", None),
+        ("{{ 'List of tools: [' }}", "lfm2", None),
         ("{{ 'a|tool_call|b<calls>' }}", None, None),
         ("{{ '[TOOL_CALLS][' }}", "mistral", None),
         ("{{ '[TOOL_CALLS]' + name + '[ARGS]' }}{{ '[THINK]' }}", "mistral_args", "mistral"),
@@ -77,6 +73,34 @@ def test_what_a_template_shows_overrules_its_signs() -> None:
             tools,
             reasoning,
         )
+
+
+@pytest.mark.parametrize(
+    ("calls", "form"),
+    [
+        ("<tool_calls>[{call}]</tool_calls>", "tool_calls"),
+        ("<tool_calls>\n{call}\n</tool_calls>", "minimax_m1"),
+        ("<tool_call>\n{call}\n</tool_call>", "hermes"),
+        ("[go(where='there', times=3)]", "pythonic"),
+        ("<calls>{call}</calls>", ""),
+    ],
+)
+def test_a_list_of_calls_is_told_from_calls_on_lines(calls: str, form: str) -> None:
+    call = '{"name": "go", "arguments": {"where": "there", "times": 3}}'
+
+    def render(messages: list[dict[str, Any]], *, add_generation_prompt: bool, **_: Any) -> str:
+        question = f"{messages[0]['content']}\n"
+        return question if add_generation_prompt else question + calls.replace("{call}", call)
+
+    assert shown_tool_format(render) == form
+
+
+def test_a_mark_stands_around_answers_only_where_it_follows_the_reasoning() -> None:
+    def shown(behind: str) -> str:
+        return shown_reasoning_format(lambda *_, **__: f"<think>Let me think.</think> {behind}")
+
+    assert shown("<response>Done.") == "granite"
+    assert shown("Done. <response>y</response>") == "qwen3"
 
 
 def test_settings_overrule_the_template() -> None:

@@ -15,10 +15,11 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from penstock.request import StructuredOutputs
 from penstock.tokenizer.call_writer import written_calls
 from penstock.tokenizer.detokenizer import byte_level_alphabet
+from penstock.tokenizer.form_table import REASONING_FORMATS, TOOL_FORMATS
+from penstock.tokenizer.model_syntax import ModelSyntax
 from penstock.tokenizer.pieces import Piece
 from penstock.tokenizer.reasoning import ReasoningSplitter
 from penstock.tokenizer.tool_calls import ToolCallParser
-from penstock.tokenizer.tool_formats import REASONING_FORMATS, TOOL_FORMATS, ModelSyntax
 from penstock.tokenizer.tool_grammar import CallTask, call_grammar
 
 EOS = "<|eos|>"
@@ -28,7 +29,8 @@ MARKERS = tuple(
         marker
         for form in (*TOOL_FORMATS, *REASONING_FORMATS)
         for marker in form.markers
-        if TOKEN.fullmatch(marker) and marker not in ("</parameter>", "</function>", "</invoke>")
+        if (TOKEN.fullmatch(marker) and marker not in ("</parameter>", "</function>", "</invoke>"))
+        or marker in form.tokens
     )
 )
 SCHEMAS: dict[str, dict[str, Any] | None] = {
@@ -56,7 +58,10 @@ QWEN = next(form for form in REASONING_FORMATS if form.name == "qwen3")
 # One form of each kind, for what takes long.
 KINDS = ["mistral_args", "mistral", "hermes", "llama3_json", "json", "qwen3_coder", "kimi_k2", "gemma4"]
 BOUND = ["mistral", "hermes", "llama3_json", "json", "qwen3_coder"]
-DRAWN = ["mistral_args", "llama3_json", "json", "qwen3_coder", "glm45", "kimi_k2", "gemma4", "lfm2"]
+DRAWN = [
+    *("mistral_args", "llama3_json", "json", "qwen3_coder", "glm45", "kimi_k2", "gemma4", "lfm2"),
+    *("kimi_k3", "solar", "minimax_m1", "minimax_m3", "pythonic"),
+]
 
 
 @cache
@@ -138,7 +143,7 @@ def written(form: str, *calls: tuple[str, str]) -> str:
 def has_bare_text(form: str) -> bool:
     """Whether a string looks like any other value, so that each text is one."""
     frame = FORMS[form].frame
-    return frame is not None and frame.tags is not None and not frame.tags.says_type
+    return frame is not None and frame.tags is not None and not frame.tags.type_attribute
 
 
 ONE = ("look", '{"city": "Rome", "days": 3}')

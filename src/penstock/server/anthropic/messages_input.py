@@ -32,7 +32,7 @@ from penstock.server.openai.openai_types import (
     Tool,
 )
 from penstock.server.openai.own_names import OwnNames, OwnWords
-from penstock.tokenizer.tool_formats import ModelSyntax
+from penstock.tokenizer.model_syntax import ModelSyntax
 
 C = TypeVar("C", bound=ConversationRequest)
 

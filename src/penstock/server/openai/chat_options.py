@@ -15,7 +15,7 @@ from penstock.server.openai.message_reader import Reading
 from penstock.server.openai.openai_types import ChatRequest
 from penstock.server.openai.prompts import text_of
 from penstock.server.openai.tools import ToolUse
-from penstock.tokenizer.tool_formats import ModelSyntax
+from penstock.tokenizer.model_syntax import ModelSyntax
 
 # Variables that are set by the server, or that would change what a template is.
 _OURS = frozenset({"messages", "tools", "documents", "add_generation_prompt", "continue_final_message"})

@@ -2,7 +2,7 @@
 
 A `Reading` says how the answers of one request are read; it makes a `MessageReader` for each. Pieces come
 out as the text comes in, for `message_stream` and `responses_output`; `whole_message` is for a chat's answers
-that are not streamed. How a model writes is `tokenizer.tool_formats`'.
+that are not streamed. How a model writes is `tokenizer.model_syntax`'.
 """
 
 from __future__ import annotations

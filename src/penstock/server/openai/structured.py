@@ -8,7 +8,7 @@ from penstock.errors import InvalidRequestError
 from penstock.request import SamplingParams, StructuredOutputs
 from penstock.server.openai.openai_types import GenerateRequest, ResponseFormat, StructuredOutputFields
 from penstock.server.openai.tools import ToolUse
-from penstock.tokenizer.tool_formats import ModelSyntax
+from penstock.tokenizer.model_syntax import ModelSyntax
 from penstock.tokenizer.tool_grammar import has_rule, reasoned_grammar
 
 

@@ -19,7 +19,7 @@ from penstock.errors import InvalidRequestError
 from penstock.request import StructuredOutputs
 from penstock.server.openai.openai_types import ChatRequest, Function, NamedTool, Tool
 from penstock.tokenizer.call_reader import NAME
-from penstock.tokenizer.tool_formats import ModelSyntax
+from penstock.tokenizer.model_syntax import ModelSyntax
 from penstock.tokenizer.tool_grammar import CallTask, Thinks, call_grammar
 
 _OWN_TEXT = """You can call these functions:
