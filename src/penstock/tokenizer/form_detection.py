@@ -12,8 +12,8 @@ import json
 import re
 from typing import Any, Protocol
 
+from penstock.tokenizer.answer_messages import DIALECTS, MessageSplitter
 from penstock.tokenizer.form_table import REASONING_FORMATS, TOOL_FORMATS
-from penstock.tokenizer.harmony import HarmonySplitter
 from penstock.tokenizer.tool_calls import ToolCallParser
 from penstock.tokenizer.tool_formats import ReasoningFormat, ToolFormat
 
@@ -90,7 +90,7 @@ def shown_reasoning_format(render: Render) -> str:
         render([question, plain], add_generation_prompt=False, enable_thinking=True, thinking=True),
     ]
     for form in REASONING_FORMATS:
-        if any(_has_around(form, text) for text in shown):
+        if form.opening and any(_has_around(form, text) for text in shown):
             return form.name
     return ""
 
@@ -108,7 +108,7 @@ def _reads_probe(form: ToolFormat, text: str) -> bool:
     if is_plain and form.is_list != bool(re.search(rf"{re.escape(form.opening)}{_SPACE}\[", text)):
         return False
     if form.name == "harmony":
-        splitter = HarmonySplitter(is_open=False)
+        splitter = MessageSplitter(DIALECTS[form.name], is_open=False)
         text = "".join(piece.text for piece in splitter.feed(text) if piece.kind == "content")
     schemas = {tool["function"]["name"]: tool["function"]["parameters"] for tool in Probe.tools()}
     parser = ToolCallParser(form, frozenset({_NAME}), schemas)

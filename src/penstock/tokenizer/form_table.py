@@ -116,6 +116,7 @@ _APERTUS = Frame(
     section_end="]<|tools_suffix|>",
     is_section=True,
 )
+_TO_RECIPIENTS = Frame(name_end="\n", separator=">>>", is_section=True)
 _PYTHONIC = Frame(
     name_end="(",
     body="python",
@@ -312,6 +313,13 @@ TOOL_FORMATS = (
         name="functionary_v3", opening="<function=", frame=_FUNCTION, signs=("<function=", "</function>")
     ),
     ToolFormat(
+        name="functionary_v32",
+        opening=">>>",
+        is_opened=True,
+        frame=_TO_RECIPIENTS,
+        signs=(">>>all", "'>>>' +"),
+    ),
+    ToolFormat(
         name="cohere",
         opening="<|START_ACTION|>",
         closing="<|END_ACTION|>",
@@ -399,9 +407,10 @@ REASONING_FORMATS = (
         name="harmony",
         opening="<|channel|>analysis<|message|>",
         closing="<|end|>",
-        has_channels=True,
+        messages="harmony",
         resumes="<|start|>assistant",
         answers="<|channel|>final<|message|>",
+        remarks="<|channel|>commentary<|message|>",
         tokens=("<|start|>", "<|constrain|>", "<|call|>", "<|return|>"),
         signs=("<|channel|>analysis<|message|>",),
     ),
@@ -414,6 +423,19 @@ REASONING_FORMATS = (
     ),
     ReasoningFormat(
         name="seed_oss", opening="<seed:think>", closing="</seed:think>", signs=("<seed:think>",)
+    ),
+    ReasoningFormat(
+        name="solar",
+        opening="<|think|>",
+        closing="<|end|>",
+        messages="solar",
+        resumes="<|begin|>assistant",
+        answers="<|content|>",
+        tokens=("<|begin|>", "<|tool_calls|>", "<|calls|>"),
+        signs=("<|begin|>assistant<|think|>", "<|begin|>assistant<|content|>"),
+    ),
+    ReasoningFormat(
+        name="functionary", opening="", closing="", messages="functionary", answers="all\n", signs=(">>>all",)
     ),
     ReasoningFormat(name="minimax_m3", opening="<mm:think>", closing="</mm:think>", signs=("</mm:think>",)),
     ReasoningFormat(

@@ -47,7 +47,7 @@ class _MarkReader(CallReader):
     def _forgiven(self, text: str) -> Reading:
         """Read a mark if it begins here."""
         yield from self._spaces()
-        if self._char == _words_of(text)[0][0]:
+        if text and self._char == _words_of(text)[0][0]:
             yield from self._words(text)
 
     def _either(self, *texts: str) -> Generator[None, None, str]:

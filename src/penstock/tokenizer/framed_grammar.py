@@ -27,14 +27,19 @@ Schema = Mapping[str, Any]
 Ids = Mapping[str, int]
 
 
-def written(text: str, ids: Ids) -> str:
-    """Return the expression for marks: tokens by id, other text as text, and line ends as the model likes."""
+def written(text: str, ids: Ids, *, is_exact: bool = False) -> str:
+    """Return the expression for marks: tokens by id, other text as text, and line ends as the model likes.
+
+    Args:
+        is_exact: line ends are a part of the marks.
+    """
     marks = sorted((mark for mark in ids if mark), key=len, reverse=True)
     pattern = "|".join(["\n", *map(re.escape, marks)])
     parts, end = [], 0
     for match in re.finditer(pattern, text):
         parts += [text_of(text[end : match.start()])]
-        parts += ['"\\n"?' if match[0] == "\n" else f"<[{ids[match[0]]}]>"]
+        line_end = '"\\n"' if is_exact else '"\\n"?'
+        parts += [line_end if match[0] == "\n" else f"<[{ids[match[0]]}]>"]
         end = match.end()
     return " ".join(part for part in [*parts, text_of(text[end:])] if part)
 
@@ -50,7 +55,7 @@ def in_regex(text: str) -> str:
 
 def framed_calls(form: ToolFormat, frame: Frame, ids: Ids, *, is_single: bool) -> str:
     """Return the expression for one call, or for one or more, with their marks."""
-    opening = "" if form.is_bare else form.opening
+    opening = "" if form.is_bare or form.is_opened else form.opening
     opening, end = written(opening + frame.section_open, ids), written(frame.section_end, ids)
     if not frame.is_section:
         marked = joined(opening, "call", end)

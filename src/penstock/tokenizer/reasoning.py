@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from penstock.tokenizer.harmony import HarmonySplitter
+from penstock.tokenizer.answer_messages import DIALECTS, MessageSplitter
 from penstock.tokenizer.pieces import Piece, partial_marker
 from penstock.tokenizer.tool_formats import ReasoningFormat
 
@@ -44,8 +44,8 @@ def reasoning_splitter(form: ReasoningFormat, *, is_open: bool) -> Splitter:
     Args:
         is_open: the answer begins inside of the reasoning, since the prompt has opened it.
     """
-    if form.has_channels:
-        return HarmonySplitter(is_open=is_open)
+    if form.messages:
+        return MessageSplitter(DIALECTS[form.messages], is_open=is_open)
     splitter = ReasoningSplitter(form, is_open=is_open)
     return AroundAnswer(splitter, form.around, form.ending) if form.around[0] else splitter
 

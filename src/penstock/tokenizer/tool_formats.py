@@ -1,8 +1,8 @@
 """What a row of the table of call forms says: marks around a call, and how its arguments are written.
 
 Three readers read all rows: `call_reader` reads calls that are JSON, `framed_calls` reads calls whose name
-and arguments stand between marks, and `reasoning` with `harmony` reads what a model thinks. `tool_grammar`
-writes a grammar of any row. The rows are in `form_table`; `model_syntax` chooses those of a model.
+and arguments stand between marks, and `reasoning` with `answer_messages` reads what a model thinks.
+`tool_grammar` writes a grammar of any row. The rows are in `form_table`; `model_syntax` chooses a model's.
 """
 
 from __future__ import annotations
@@ -110,6 +110,7 @@ class ToolFormat(msgspec.Struct, frozen=True, kw_only=True):
         name_key: the key of the name.
         arguments: the key of the arguments.
         index_key: the key of a call's number, which stands first; "" where there is none.
+        is_opened: prompts end with the opening, so that the first call of an answer has none.
         is_single: the family makes one call in an answer.
         has_short_ids: templates of the family want ids of nine letters and digits.
         tokens: what may be special tokens, beside the markers that are seen in the texts.
@@ -130,6 +131,7 @@ class ToolFormat(msgspec.Struct, frozen=True, kw_only=True):
     name_key: str = "name"
     arguments: str = "arguments"
     index_key: str = ""
+    is_opened: bool = False
     is_single: bool = False
     has_short_ids: bool = False
     tokens: tuple[str, ...] = ()
@@ -156,9 +158,10 @@ class ReasoningFormat(msgspec.Struct, frozen=True, kw_only=True):
         is_open: an answer begins inside, even where neither the prompt nor the answer has the opening marker.
         around: what some models write around what they say, and what is no part of it.
         ending: the same behind the whole answer, its calls included.
-        has_channels: the answer is a row of messages, each with a channel (`harmony`).
+        messages: the answer is a row of messages, in this dialect of `answer_messages`; "" where it is not.
         resumes: what stands between reasoning and answer.
         answers: what stands before the text of an answer.
+        remarks: what stands before a text that calls may follow; "" where a text is the end.
         tokens, signs: as for tools.
     """
 
@@ -168,9 +171,10 @@ class ReasoningFormat(msgspec.Struct, frozen=True, kw_only=True):
     is_open: bool = False
     around: tuple[str, str] = ("", "")
     ending: str = ""
-    has_channels: bool = False
+    messages: str = ""
     resumes: str = ""
     answers: str = ""
+    remarks: str = ""
     tokens: tuple[str, ...] = ()
     signs: tuple[str, ...] = ()
     foreign: tuple[str, ...] = ()

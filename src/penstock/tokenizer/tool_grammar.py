@@ -62,7 +62,7 @@ def call_grammar(task: CallTask, syntax: ModelSyntax) -> str:
     """The grammar of an answer; `syntax.tools` is not None."""
     form, ids = syntax.tools, syntax.marker_ids
     assert form is not None
-    channels = syntax.reasoning if syntax.reasoning is not None and syntax.reasoning.has_channels else None
+    channels = syntax.reasoning if syntax.reasoning is not None and syntax.reasoning.messages else None
     if channels is not None:
         rules = [_channels_start(task, form, channels, ids)]
     else:
@@ -100,9 +100,9 @@ def reasoned_grammar(
     answer = answer_rule(structured)
     if answer is None:
         return None
-    if reasoning.has_channels:
+    if reasoning.messages:
         start = _channels(reasoning, ids, is_open=is_open)
-        return f"{start}\nanswer: {_marker(reasoning.answers, ids)} text\ntext: {answer}\n"
+        return f"{start}\nanswer: {written(reasoning.answers, ids, is_exact=True)} text\ntext: {answer}\n"
     return f"{_thinking(reasoning, ids, is_open=is_open)}\nanswer: {answer}\n"
 
 
@@ -225,6 +225,8 @@ def _thinking(form: ReasoningFormat, ids: Mapping[str, int], *, is_open: bool) -
 def _channels(form: ReasoningFormat, ids: Mapping[str, int], *, is_open: bool) -> str:
     """The rule `start`: thoughts, each a message of its own, and the answer behind them."""
     begin, end = _marker(form.opening, ids), _marker(form.closing + form.resumes, ids)
+    if not begin:
+        return "start: answer"
     first = f"{_ANY} {end} " if is_open else ""
     return f"start: {first}({begin} {_ANY} {end})* answer"
 
@@ -233,16 +235,19 @@ def _channels_start(
     task: CallTask, form: ToolFormat, channels: ReasoningFormat, ids: Mapping[str, int]
 ) -> str:
     """The rules of an answer that is a row of messages: thoughts, then a call, or a text where it may be."""
+    call = _calls(form, ids, is_single=task.is_single or form.is_single)
     # Two words, for the library goes on with the longer one of two that begin alike.
-    call = _calls(form, ids, is_single=True).replace('"commentary to="', '"commentary" " to="')
+    call = call.replace('"commentary to="', '"commentary" " to="')
     start = _channels(channels, ids, is_open=task.thinks == "opened")
     if task.is_forced:
         return f"{start}\nanswer: {call}"
-    answers, end = _marker(channels.answers, ids), _marker(channels.closing + channels.resumes, ids)
+    answers = written(channels.answers, ids, is_exact=True)
+    end = _marker(channels.closing + channels.resumes, ids)
     if task.text is not None:
         return f"{start}\nanswer: {call} | {answers} text"
-    before = _marker("<|channel|>commentary<|message|>", ids)
-    return f"{start}\nanswer: ({before} {_ANY} {end})* ({call} | {answers} {_ANY})"
+    before = _marker(channels.remarks, ids)
+    remarks = f"({before} {_ANY} {end})* " if before else ""
+    return f"{start}\nanswer: {remarks}({call} | {answers} {_ANY})"
 
 
 def _marker(marker: str, ids: Mapping[str, int]) -> str:

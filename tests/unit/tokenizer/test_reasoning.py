@@ -92,3 +92,45 @@ def test_marks_around_an_answer_are_left_out_however_it_comes(
     assert all(piece.text for piece in pieces)
     found = ("".join(p.text for p in pieces if p.kind == kind) for kind in ("reasoning", "content"))
     assert tuple(found) == expected
+
+
+MESSAGES = [
+    (
+        "harmony",
+        "<|channel|>analysis<|message|>a<|end|><|start|>assistant<|channel|>final<|message|>b<|return|>",
+        ("a", "b"),
+    ),
+    (
+        "harmony",
+        '<|start|>assistant to=functions.look<|channel|>commentary json<|message|>{"s": 1}<|call|>',
+        ("", '<|channel|>commentary to=functions.look<|message|>{"s": 1}<|call|>'),
+    ),
+    ("harmony", "no <header|>", ("", "no <header|>")),
+    ("harmony", "<|start|>" + "x" * 600, ("", "<|start|>" + "x" * 600)),
+    ("harmony", "<|channel|>analysis<|message|>a<|end|><|start|>assist", ("a", "")),
+    ("solar", "<|think|>a<|end|><|begin|>assistant<|content|>b<|end|>", ("a", "b")),
+    (
+        "solar",
+        "<|think|>a<|end|><|begin|>assistant<|tool_calls|>b<|calls|>",
+        ("a", "<|tool_calls|>b<|calls|>"),
+    ),
+    ("solar", "<|begin|>user says" + " so" * 200, ("", "<|begin|>user says" + " so" * 200)),
+    ("functionary", "all\nb >> c >>> d", ("", "b >> c >>> d")),
+    ("functionary", 'all\nb>>>look\n{"s": 1}>>>now\n{}', ("", 'b>>>look\n{"s": 1}>>>now\n{}')),
+    ("functionary", 'look\n{"s": 1}', ("", '>>>look\n{"s": 1}')),
+    ("functionary", "Well\nb", ("", "Well\nb")),
+    ("functionary", "Well", ("", "Well")),
+]
+
+
+@pytest.mark.parametrize("size", [1, 3, 1000])
+@pytest.mark.parametrize(("form", "text", "expected"), MESSAGES)
+def test_an_answer_of_several_messages_is_taken_apart_however_it_comes(
+    form: str, text: str, expected: tuple[str, str], size: int
+) -> None:
+    splitter = reasoning_splitter(FORMS[form], is_open=False)
+    pieces = [piece for at in range(0, len(text), size) for piece in splitter.feed(text[at : at + size])]
+    pieces += splitter.finish()
+    found = ("".join(p.text for p in pieces if p.kind == kind) for kind in ("reasoning", "content"))
+    assert tuple(found) == expected
+    assert splitter.is_closed == bool(expected[0])

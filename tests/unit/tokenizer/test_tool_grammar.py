@@ -44,8 +44,11 @@ SCHEMAS: dict[str, dict[str, Any] | None] = {
     "now": None,
 }
 # What stands before a text, and before and behind one that a call follows.
-SAID = {"harmony": "<|channel|>final<|message|>"}
-BEFORE = {"harmony": ("<|channel|>commentary<|message|>", "<|end|><|start|>assistant")}
+SAID = {"harmony": "<|channel|>final<|message|>", "functionary_v32": "all\n"}
+BEFORE = {
+    "harmony": ("<|channel|>commentary<|message|>", "<|end|><|start|>assistant"),
+    "functionary_v32": ("all\n", ">>>"),
+}
 # The vocabulary has the markers as tokens, or not; that of harmony has them always.
 WITH_AND_WITHOUT = [
     (form.name, with_markers)
@@ -84,7 +87,7 @@ class Model:
         self.tokenizer = byte_tokenizer(with_markers)
         self.inner = llguidance.LLTokenizer(self.tokenizer.to_str(), eos_token=256)
         added = {token.content: at for at, token in self.tokenizer.get_added_tokens_decoder().items()}
-        reasoning = "harmony" if tools == "harmony" else reasoning
+        reasoning = {"harmony": "harmony", "functionary_v32": "functionary"}.get(tools, reasoning)
         self.syntax = ModelSyntax(
             tools=FORMS[tools],
             reasoning=next((form for form in REASONING_FORMATS if form.name == reasoning), None),
@@ -135,6 +138,8 @@ def task(**changes: Any) -> CallTask:
 def written(form: str, *calls: tuple[str, str]) -> str:
     """Calls as the family writes them."""
     text = written_calls(FORMS[form], [(name, json.loads(arguments)) for name, arguments in calls])
+    if FORMS[form].is_opened:
+        return text.removeprefix(FORMS[form].opening)
     if form == "mistral":
         return text.replace("[TOOL_CALLS]", "[TOOL_CALLS] ")
     return text.replace("<|message|>", " <|constrain|>json<|message|>") if form == "harmony" else text
