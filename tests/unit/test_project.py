@@ -24,25 +24,7 @@ DOCUMENTS = [
     "CHANGELOG.md",
     "CONTRIBUTING.md",
     "SECURITY.md",
-    "docs/adding-a-carrier.md",
-    "docs/adding-a-model.md",
-    "docs/architecture.md",
-    "docs/bench.md",
-    "docs/clients.md",
-    "docs/clusters.md",
-    "docs/monitoring.md",
-    "docs/embeddings.md",
-    "docs/flags.md",
-    "docs/formats.md",
-    "docs/getting-models.md",
-    "docs/live-page.md",
-    "docs/memory.md",
-    "docs/perf-log.md",
-    "docs/python.md",
-    "docs/replay.md",
-    "docs/several-machines.md",
-    "docs/several-machines-security.md",
-    "docs/test-bed.md",
+    *(f"docs/{path.name}" for path in sorted((REPOSITORY / "docs").glob("*.md"))),
 ]
 
 # The distribution that brings a module, where the two names differ.
@@ -478,11 +460,23 @@ def test_entry_points_are_modules_that_run() -> None:
     assert {place for place, _ in strings} == {"src/penstock/process/entry_points.py"}
 
 
+def anchors(text: str) -> set[str]:
+    """The anchors that GitHub and mkdocs give the headings of a page."""
+    headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
 @pytest.mark.parametrize("document", DOCUMENTS)
 def test_links_between_documents_lead_somewhere(document: str) -> None:
     path = REPOSITORY / document
-    links = re.findall(r"\]\((?!https?:|#)([^)#]+)", path.read_text(encoding="utf-8"))
-    assert [link for link in links if not (path.parent / link).exists()] == []
+    links = re.findall(r"\]\((?!https?:)([^)#]*)#?([^)]*)\)", path.read_text(encoding="utf-8"))
+    targets = [(path.parent / link if link else path, anchor) for link, anchor in links]
+    assert [shown(target) for target, _ in targets if not target.exists()] == []
+    assert [
+        f"{shown(target)}#{anchor}"
+        for target, anchor in targets
+        if anchor and anchor not in anchors(target.read_text(encoding="utf-8"))
+    ] == []
 
 
 def test_readme_shows_what_a_newcomer_needs() -> None:

@@ -1,0 +1,204 @@
+"""The prose of README.md and docs/ is plain English: short sentences, and nouns for things."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from statistics import mean
+from typing import NamedTuple
+
+import pytest
+
+from paths import REPOSITORY
+
+LONGEST_SENTENCE = 25
+HIGHEST_MEAN = 18.0
+PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
+# Pages that still break a rule. Remove a page from this list when it passes; never add one.
+NOT_YET_REWRITTEN = {
+    "docs/adding-a-carrier.md",
+    "docs/adding-a-model.md",
+    "docs/api.md",
+    "docs/architecture.md",
+    "docs/bench.md",
+    "docs/clients.md",
+    "docs/clusters.md",
+    "docs/compatibility.md",
+    "docs/embeddings.md",
+    "docs/endpoints.md",
+    "docs/formats.md",
+    "docs/getting-models.md",
+    "docs/kv-cache.md",
+    "docs/layouts.md",
+    "docs/live-page.md",
+    "docs/memory.md",
+    "docs/models.md",
+    "docs/monitoring.md",
+    "docs/operating.md",
+    "docs/perf-log.md",
+    "docs/pipeline.md",
+    "docs/plan.md",
+    "docs/python.md",
+    "docs/reliability.md",
+    "docs/replay.md",
+    "docs/sampling.md",
+    "docs/scoring.md",
+    "docs/several-machines-security.md",
+    "docs/several-machines.md",
+    "docs/simulate.md",
+    "docs/speculative-decoding.md",
+    "docs/structured-output.md",
+    "docs/test-bed.md",
+}
+
+_THINGS = (
+    "block|client|core|host|message|model|page|peer|plan|process|rank|record|replica|request|row|server|"
+    "session|slot|stage|step|store|thread|token|worker"
+)
+# What a sentence must not say, and why.
+FORBIDDEN = [
+    (re.compile(r"\bis no (?!longer\b)"), 'write "is not a", not "is no"'),
+    (re.compile(rf"\b(?:{_THINGS})(?:s|es)?,? (?:who|whom)\b"), 'a thing is "which" or "that", not "who"'),
+    (re.compile(r"^Who\b(?!.*\?$)"), "name the subject instead of beginning with Who"),
+    (re.compile(r"\b(?:he|him|his)\b", re.IGNORECASE), "name the thing instead of he, him or his"),
+]
+_FENCE = re.compile(r"\s*(```|~~~)")
+_NOT_PROSE = re.compile(r"\s*(\||#|<!--|!\[|\[!|---+$|===+$)")
+_ITEM = re.compile(r"\s*(?:[-*+]|\d+\.)\s+")
+_QUOTED = re.compile(r"``.+?``|`[^`]*`")
+_LINK = re.compile(r"!?\[([^\]]*)\]\([^)]*\)")
+_END = re.compile(r"(?<=[.!?])[\"')*_]*\s+(?=[\"'(*_]*[A-Z0-9`])")
+_ABBREVIATION = re.compile(r"\b(?:e\.g|i\.e|cf|vs|No|St)\.$")
+
+
+class Sentence(NamedTuple):
+    line: int
+    text: str
+
+    @property
+    def length(self) -> int:
+        """Return the number of words; a quotation in backticks is one word."""
+        return len([word for word in _QUOTED.sub("code", self.text).split() if re.search(r"\w", word)])
+
+
+def paragraphs(text: str) -> Iterator[tuple[int, list[str]]]:
+    """Yield the lines of each paragraph or list item with its first line number; skip code and tables."""
+    start, lines, fence = 1, list[str](), ""
+    in_list, indented, after_blank = False, False, True
+    for number, line in enumerate([*text.splitlines(), ""], 1):
+        mark = _FENCE.match(line)
+        if mark and fence in ("", mark[1]):
+            fence = "" if fence else mark[1]
+        is_item = bool(_ITEM.match(line))
+        indented = line.startswith("    ") and not in_list and (after_blank or indented)
+        prose = not (mark or fence or indented or _NOT_PROSE.match(line)) and bool(line.strip())
+        if lines and (not prose or is_item):
+            yield start, lines
+            lines = []
+        if prose:
+            start = start if lines else number
+            lines.append(_ITEM.sub("", line, count=1) if is_item else line)
+        if line.strip():
+            in_list = is_item or (in_list and line.startswith(" "))
+        after_blank = not line.strip()
+
+
+def sentences(text: str) -> Iterator[Sentence]:
+    """Yield every sentence of a page with the line on which it begins."""
+    for start, lines in paragraphs(text):
+        whole = _LINK.sub(r"\1", "\n".join(lines))
+        hidden = _QUOTED.sub(lambda found: "`" + "q" * (len(found[0]) - 2) + "`", whole)
+        begin, ends = 0, list(_END.finditer(hidden))
+        for end, after in [*((match.start(), match.end()) for match in ends), (len(whole), len(whole))]:
+            if end < len(whole) and _ABBREVIATION.search(whole[begin:end]):
+                continue
+            said = " ".join(whole[begin:end].split())
+            if said:
+                yield Sentence(start + whole[:begin].count("\n"), said)
+            begin = after
+
+
+def faults(text: str) -> Iterator[tuple[int, str]]:
+    """Yield the line of each broken rule, and the rule with the sentence."""
+    found = list(sentences(text))
+    for sentence in found:
+        if sentence.length > LONGEST_SENTENCE:
+            yield sentence.line, f"{sentence.length} words, {LONGEST_SENTENCE} allowed: {sentence.text}"
+        plain = _QUOTED.sub("code", sentence.text)
+        for pattern, advice in FORBIDDEN:
+            if pattern.search(plain):
+                yield sentence.line, f"{advice}: {sentence.text}"
+    average = mean(sentence.length for sentence in found) if found else 0.0
+    if average >= HIGHEST_MEAN:
+        yield (
+            1,
+            f"{average:.1f} words a sentence on average, under {HIGHEST_MEAN:g} allowed",
+        )
+
+
+def name_of(path: Path) -> str:
+    return path.relative_to(REPOSITORY).as_posix()
+
+
+@pytest.mark.parametrize("path", PAGES, ids=name_of)
+def test_page_is_plain_english(path: Path) -> None:
+    name = name_of(path)
+    found = [f"{name}:{line}: {fault}" for line, fault in faults(path.read_text(encoding="utf-8"))]
+    if name in NOT_YET_REWRITTEN:
+        assert found, f"{name} passes: remove it from NOT_YET_REWRITTEN"
+    else:
+        assert not found, "\n" + "\n".join(found)
+
+
+def test_every_page_that_is_not_yet_rewritten_exists() -> None:
+    assert NOT_YET_REWRITTEN - {name_of(path) for path in PAGES} == set()
+
+
+PAGE = """# A heading that is no sentence and may be as long as it likes, for nobody reads it as prose at all
+
+One short sentence. Another, with `code. That. Has. Full stops.` in it, and
+a [link, too](https://example.org/a.b.c)! `A` third
+
+- An item that
+  goes on.
+- A stage, who waits. The table is no table.
+
+| a cell | that is no sentence |
+|---|---|
+
+```
+he is no code
+```
+
+    nor is this no text
+
+1. He ends it.
+"""
+
+
+def test_sentences_are_found_in_prose_alone_with_their_lines() -> None:
+    assert list(sentences(PAGE)) == [
+        (3, "One short sentence."),
+        (3, "Another, with `code. That. Has. Full stops.` in it, and a link, too!"),
+        (4, "`A` third"),
+        (6, "An item that goes on."),
+        (8, "A stage, who waits."),
+        (8, "The table is no table."),
+        (19, "He ends it."),
+    ]
+
+
+def test_each_rule_gives_the_line_and_the_sentence() -> None:
+    assert [(line, fault.rpartition(": ")[2]) for line, fault in faults(PAGE)] == [
+        (8, "A stage, who waits."),
+        (8, "The table is no table."),
+        (19, "He ends it."),
+    ]
+    long = "The " + "very " * 24 + "end."
+    assert [(line, fault[:8]) for line, fault in faults(f"Short.\n\n{long}\n\n{long[:-4]}long end.\n")] == [
+        (3, "26 words"),
+        (5, "27 words"),
+        (1, "18.0 wor"),
+    ]
+    assert not list(faults("The " + "very " * 15 + "end. It is no longer slow. Who is it?"))
