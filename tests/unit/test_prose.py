@@ -47,7 +47,6 @@ NOT_YET_REWRITTEN = {
     "docs/several-machines-security.md",
     "docs/several-machines.md",
     "docs/simulate.md",
-    "docs/speculative-decoding.md",
     "docs/structured-output.md",
     "docs/test-bed.md",
 }
