@@ -37,7 +37,6 @@ NOT_YET_REWRITTEN = {
     "docs/monitoring.md",
     "docs/operating.md",
     "docs/perf-log.md",
-    "docs/pipeline.md",
     "docs/plan.md",
     "docs/python.md",
     "docs/reliability.md",
