@@ -35,7 +35,6 @@ NOT_YET_REWRITTEN = {
     "docs/memory.md",
     "docs/models.md",
     "docs/monitoring.md",
-    "docs/operating.md",
     "docs/perf-log.md",
     "docs/plan.md",
     "docs/python.md",
