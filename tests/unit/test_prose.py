@@ -38,7 +38,6 @@ NOT_YET_REWRITTEN = {
     "docs/perf-log.md",
     "docs/plan.md",
     "docs/python.md",
-    "docs/reliability.md",
     "docs/replay.md",
     "docs/sampling.md",
     "docs/scoring.md",
