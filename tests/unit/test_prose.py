@@ -22,7 +22,6 @@ NOT_YET_REWRITTEN = {
     "docs/api.md",
     "docs/architecture.md",
     "docs/bench.md",
-    "docs/clients.md",
     "docs/clusters.md",
     "docs/compatibility.md",
     "docs/embeddings.md",
