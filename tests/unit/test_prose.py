@@ -25,7 +25,6 @@ NOT_YET_REWRITTEN = {
     "docs/clusters.md",
     "docs/compatibility.md",
     "docs/embeddings.md",
-    "docs/endpoints.md",
     "docs/formats.md",
     "docs/getting-models.md",
     "docs/kv-cache.md",
