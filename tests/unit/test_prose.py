@@ -26,7 +26,6 @@ NOT_YET_REWRITTEN = {
     "docs/compatibility.md",
     "docs/embeddings.md",
     "docs/formats.md",
-    "docs/getting-models.md",
     "docs/kv-cache.md",
     "docs/layouts.md",
     "docs/live-page.md",
