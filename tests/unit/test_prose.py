@@ -25,7 +25,6 @@ NOT_YET_REWRITTEN = {
     "docs/clusters.md",
     "docs/compatibility.md",
     "docs/embeddings.md",
-    "docs/formats.md",
     "docs/kv-cache.md",
     "docs/layouts.md",
     "docs/live-page.md",
