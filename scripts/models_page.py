@@ -32,18 +32,19 @@ TABLE = ROOT / "scripts" / "models.toml"
 INTRODUCTION = """\
 # Models
 
-{runs} of the {count} models below run: {own} on layers of our own, {foreign} on those of transformers
-(`pip install penstock[hf]`). The others are refused at start, with the reason that stands here.
+Look up here whether a model runs. {runs} of the {count} models below do: {own} on Penstock's own layers,
+{foreign} on those of transformers (`pip install penstock[hf]`). Penstock refuses the others at start, with
+the reason in the table.
 
-This page is written by `scripts/models_page.py`, and a test compares it: each row is what our reader makes of
-a configuration with the model's fields (`scripts/models.toml`). These fields come from what is publicly known
-of a model, not from its files. An architecture that the tested version of transformers does not have is
-*unverified* and is not counted.
+`scripts/models_page.py` writes this page, and a test compares it. Each row shows the result of loading a
+configuration with the model's fields (`scripts/models.toml`). These fields are publicly known facts about a
+model, not its files. A row is *unverified*, and does not count, if the tested version of transformers lacks
+its architecture.
 
-On our own layers a model runs in any number of stages, with as many ranks as can share its heads, and
-quantised by `--quantization`. Transformers' layers run in stages of one rank, unquantised
-([adding a model](adding-a-model.md)). Numbers in float8 or MXFP4 are not read yet: of a model that is
-published so, another checkpoint in BF16 runs where its architecture does.
+On Penstock's own layers a model runs in any number of stages, with as many ranks as can share its heads,
+and with `--quantization`. The layers of transformers run in stages of one rank, without quantisation
+([adding a model](adding-a-model.md)). Penstock does not read numbers in float8 or MXFP4 yet. For a model in
+such a format, use a checkpoint in BF16; it runs where its architecture does.
 
 ## The most used models
 
@@ -54,17 +55,17 @@ published so, another checkpoint in BF16 runs where its architecture does.
 ARCHITECTURES = """
 ## Architectures
 
-These have layers of our own. A checkpoint whose `config.json` names one of them runs, fine-tunes included,
-unless the file asks for something that is not built; then the field is named:
+Penstock has its own layers for the architectures below. A checkpoint whose `config.json` names one of them
+runs, fine-tunes included. If the file asks for something that is not built, the error names the field.
 
 {listed}.
 
-These read pictures too. Their text models run, the rest of a checkpoint is neither read nor sent to another
-host, and a request with a picture is refused:
+The next architectures read images too, but only their text models run. Penstock neither reads the rest of a
+checkpoint nor sends it to another host, and it refuses a request with an image.
 
 {wrapped}.
 
-Most other decoders of transformers run through its own layers.
+Most other decoders of transformers run through the layers of transformers.
 """
 
 _REPEATED = re.compile(r"(\d+) x ([\d.]+)")

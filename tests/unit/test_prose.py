@@ -29,7 +29,6 @@ NOT_YET_REWRITTEN = {
     "docs/layouts.md",
     "docs/live-page.md",
     "docs/memory.md",
-    "docs/models.md",
     "docs/monitoring.md",
     "docs/perf-log.md",
     "docs/plan.md",
@@ -105,7 +104,7 @@ def sentences(text: str) -> Iterator[Sentence]:
             if end < len(whole) and _ABBREVIATION.search(whole[begin:end]):
                 continue
             said = " ".join(whole[begin:end].split())
-            if said:
+            if re.search(r"[A-Za-z]", _QUOTED.sub("", said)):  # a list of names alone is not a sentence
                 yield Sentence(start + whole[:begin].count("\n"), said)
             begin = after
 
@@ -165,6 +164,8 @@ he is no code
     nor is this no text
 
 1. He ends it.
+
+`one`, `two`.
 """
 
 
