@@ -31,7 +31,6 @@ NOT_YET_REWRITTEN = {
     "docs/memory.md",
     "docs/monitoring.md",
     "docs/perf-log.md",
-    "docs/plan.md",
     "docs/python.md",
     "docs/replay.md",
     "docs/sampling.md",
