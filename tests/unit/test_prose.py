@@ -21,7 +21,6 @@ NOT_YET_REWRITTEN = {
     "docs/adding-a-model.md",
     "docs/api.md",
     "docs/architecture.md",
-    "docs/bench.md",
     "docs/clusters.md",
     "docs/compatibility.md",
     "docs/embeddings.md",
