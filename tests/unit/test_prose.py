@@ -26,7 +26,6 @@ NOT_YET_REWRITTEN = {
     "docs/embeddings.md",
     "docs/kv-cache.md",
     "docs/layouts.md",
-    "docs/memory.md",
     "docs/monitoring.md",
     "docs/perf-log.md",
     "docs/python.md",
