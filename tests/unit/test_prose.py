@@ -32,7 +32,6 @@ NOT_YET_REWRITTEN = {
     "docs/sampling.md",
     "docs/scoring.md",
     "docs/several-machines-security.md",
-    "docs/structured-output.md",
     "docs/test-bed.md",
 }
 
