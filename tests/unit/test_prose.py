@@ -24,7 +24,6 @@ NOT_YET_REWRITTEN = {
     "docs/clusters.md",
     "docs/compatibility.md",
     "docs/embeddings.md",
-    "docs/layouts.md",
     "docs/monitoring.md",
     "docs/perf-log.md",
     "docs/python.md",
