@@ -23,7 +23,6 @@ NOT_YET_REWRITTEN = {
     "docs/architecture.md",
     "docs/clusters.md",
     "docs/compatibility.md",
-    "docs/monitoring.md",
     "docs/perf-log.md",
     "docs/python.md",
     "docs/replay.md",
