@@ -26,7 +26,6 @@ NOT_YET_REWRITTEN = {
     "docs/perf-log.md",
     "docs/python.md",
     "docs/replay.md",
-    "docs/scoring.md",
     "docs/several-machines-security.md",
     "docs/test-bed.md",
 }
