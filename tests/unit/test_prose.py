@@ -26,7 +26,6 @@ NOT_YET_REWRITTEN = {
     "docs/perf-log.md",
     "docs/replay.md",
     "docs/several-machines-security.md",
-    "docs/test-bed.md",
 }
 
 _THINGS = (
