@@ -24,7 +24,6 @@ NOT_YET_REWRITTEN = {
     "docs/clusters.md",
     "docs/compatibility.md",
     "docs/perf-log.md",
-    "docs/replay.md",
     "docs/several-machines-security.md",
 }
 
