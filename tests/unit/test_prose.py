@@ -17,7 +17,6 @@ HIGHEST_MEAN = 18.0
 PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
 # Pages that still break a rule. Remove a page from this list when it passes; never add one.
 NOT_YET_REWRITTEN = {
-    "docs/adding-a-carrier.md",
     "docs/api.md",
     "docs/architecture.md",
     "docs/clusters.md",
