@@ -19,7 +19,6 @@ PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
 NOT_YET_REWRITTEN = {
     "docs/api.md",
     "docs/architecture.md",
-    "docs/clusters.md",
     "docs/compatibility.md",
     "docs/perf-log.md",
     "docs/several-machines-security.md",
