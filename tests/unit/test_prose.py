@@ -21,7 +21,6 @@ NOT_YET_REWRITTEN = {
     "docs/architecture.md",
     "docs/compatibility.md",
     "docs/perf-log.md",
-    "docs/several-machines-security.md",
 }
 
 _THINGS = (
