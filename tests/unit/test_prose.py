@@ -37,6 +37,7 @@ FORBIDDEN = [
 _FENCE = re.compile(r"\s*(```|~~~)")
 _NOT_PROSE = re.compile(r"\s*(\||#|<!--|!\[|\[!|---+$|===+$)")
 _ITEM = re.compile(r"\s*(?:[-*+]|\d+\.)\s+")
+_EXAMPLE = re.compile(r"^\s*```.*?^\s*```", re.DOTALL | re.MULTILINE)
 _QUOTED = re.compile(r"``.+?``|`[^`]*`")
 _LINK = re.compile(r"!?\[([^\]]*)\]\([^)]*\)")
 _END = re.compile(r"(?<=[.!?])[\"')*_]*\s+(?=[\"'(*_]*[A-Z0-9`])")
@@ -90,12 +91,21 @@ def sentences(text: str) -> Iterator[Sentence]:
             begin = after
 
 
+def table_cells(text: str) -> Iterator[Sentence]:
+    """Yield every cell of a page's tables: short phrases, for which only the choice of words counts."""
+    outside = _EXAMPLE.sub(lambda found: "\n" * found[0].count("\n"), text)
+    for number, line in enumerate(outside.splitlines(), 1):
+        if line.lstrip().startswith("|"):
+            yield from (Sentence(number, cell.strip()) for cell in line.split("|"))
+
+
 def faults(text: str) -> Iterator[tuple[int, str]]:
     """Yield the line of each broken rule, and the rule with the sentence."""
     found = list(sentences(text))
     for sentence in found:
         if sentence.length > LONGEST_SENTENCE:
             yield sentence.line, f"{sentence.length} words, {LONGEST_SENTENCE} allowed: {sentence.text}"
+    for sentence in [*found, *table_cells(text)]:
         plain = _QUOTED.sub("code", sentence.text)
         for pattern, advice in FORBIDDEN:
             if pattern.search(plain):
@@ -135,7 +145,7 @@ a [link, too](https://example.org/a.b.c)! `A` third
   goes on.
 - A stage, who waits. The table is no table.
 
-| a cell | that is no sentence |
+| a cell, however long it may be and though it has more words than any sentence of a page may have | his |
 |---|---|
 
 ```
@@ -167,6 +177,7 @@ def test_each_rule_gives_the_line_and_the_sentence() -> None:
         (8, "A stage, who waits."),
         (8, "The table is no table."),
         (19, "He ends it."),
+        (10, "his"),
     ]
     long = "The " + "very " * 24 + "end."
     assert [(line, fault[:8]) for line, fault in faults(f"Short.\n\n{long}\n\n{long[:-4]}long end.\n")] == [
