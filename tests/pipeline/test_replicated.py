@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import signal
-import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
@@ -13,7 +11,17 @@ from typing import Any
 import pytest
 
 from depth import sampled
-from disturbed import ADMIN_KEY, NUM_TOKENS, REQUESTS, Server, Stream, StreamFailedError, health, named
+from disturbed import (
+    ADMIN_KEY,
+    NUM_TOKENS,
+    REQUESTS,
+    Server,
+    Stream,
+    StreamFailedError,
+    administer,
+    health,
+    named,
+)
 from served import title_of, wait_until
 
 
@@ -33,14 +41,6 @@ IN_ORDER = pytest.mark.parametrize(
 
 def request(number: int, num_tokens: int) -> dict[str, Any]:
     return REQUESTS[number % len(REQUESTS)] | {"max_tokens": num_tokens}
-
-
-def administer(server: Server, path: str) -> dict[str, Any]:
-    asked = urllib.request.Request(
-        server.url + path, headers={"authorization": f"Bearer {ADMIN_KEY}"}, method="POST"
-    )
-    with urllib.request.urlopen(asked, timeout=60) as answer:
-        return json.load(answer)
 
 
 def running(server: Server) -> float:

@@ -21,10 +21,9 @@ import psutil
 import pytest
 
 from depth import soaked
-from disturbed import REQUESTS, Server, Stream, StreamFailedError, named
+from disturbed import ADMIN_KEY, REQUESTS, Server, Stream, StreamFailedError, administer, named
 from served import wait_until
 
-ADMIN_KEY = "key-of-an-administrator"
 NUM_TOKENS = 300
 
 
@@ -49,11 +48,7 @@ class Operated(Server):
         super().__init__(2, *words, "--admin-key", ADMIN_KEY, "--profile-dir", str(self.folder))
 
     def operate(self, path: str) -> Any:
-        asked = urllib.request.Request(
-            self.url + path, headers={"authorization": f"Bearer {ADMIN_KEY}"}, method="POST"
-        )
-        with urllib.request.urlopen(asked, timeout=90) as answer:
-            return json.load(answer)
+        return administer(self, path)
 
     def rank(self, stage: int, replica: int = -1) -> psutil.Process:
         """The last one of the stage; of the last replica."""

@@ -16,10 +16,9 @@ import openai
 import pytest
 
 from depth import sampled, soaked
-from disturbed import REQUESTS, Server, Stream, named
+from disturbed import ADMIN_KEY, REQUESTS, Server, Stream, administer, named
 from served import wait_until
 
-ADMIN_KEY = "key-of-an-administrator"
 BLOCK, NUM_BLOCKS = 16, 64
 FIRST = [7 + number % 90 for number in range(150)]
 _numbers = itertools.count()  # of prompts that nobody else sends
@@ -39,11 +38,7 @@ class Talks(Server):
         super().__init__(2, *words, *pool, "--admin-key", ADMIN_KEY, "--max-sessions", "2")
 
     def operate(self, path: str) -> Any:
-        asked = urllib.request.Request(
-            self.url + path, headers={"authorization": f"Bearer {ADMIN_KEY}"}, method="POST"
-        )
-        with urllib.request.urlopen(asked, timeout=90) as answer:
-            return json.load(answer)
+        return administer(self, path)
 
     def member(self, replica: int, name: str) -> Any:
         return named(self, f"penstock replica {replica} {name}" if self.replicas > 1 else f"penstock {name}")

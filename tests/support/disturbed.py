@@ -154,6 +154,15 @@ class Stream:
                 yield from chunk["choices"][0].get("token_ids") or []
 
 
+def administer(served: Served, path: str) -> Any:
+    """Ask for an operation of administrators, and return its answer."""
+    asked = urllib.request.Request(
+        served.url + path, headers={"authorization": f"Bearer {ADMIN_KEY}"}, method="POST"
+    )
+    with urllib.request.urlopen(asked, timeout=90) as answer:
+        return json.load(answer)
+
+
 def health(served: Served) -> tuple[int, dict[str, Any]]:
     try:
         return 200, json.loads(served.get("/health"))
