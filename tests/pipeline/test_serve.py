@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,9 @@ import pytest
 from certificates import Certificate
 from checkpoints import make_checkpoint
 from depth import sampled
-from disturbed import SPARE, Server
+from disturbed import REQUESTS, SPARE, Server, Stream, administer
 from paths import shared_data
+from penstock.server.routes.health import PROBE_AGE_S
 from served import Served, is_alive, is_free, named_leftovers, title_of, wait_until
 
 DEMO = ("demo", "--pp", "2", "--threads-per-rank", "1", "--dtype", "float32")
@@ -96,6 +98,29 @@ def replay(served: Served, num_requests: int, result: Path, *more: str) -> dict[
     assert numbers["total_input_tokens"] == sum(max(1, int(row[1]) // 16) for row in rows)
     assert numbers["total_output_tokens"] == sum(max(1, int(row[2]) // 16) for row in rows)
     return numbers
+
+
+def test_g6_a_health_check_beside_a_running_request_adds_none_of_its_own(demo: Server) -> None:
+    """The tokens of the request prove that the pipe works; an idle engine is asked for one."""
+
+    def num_prompt_tokens() -> float:
+        assert json.loads(demo.get("/health/generate"))["state"] == "ready"
+        return demo.metric("penstock_prompt_tokens")
+
+    request = REQUESTS[2] | {"max_tokens": 900}
+    wait_until(lambda: demo.metric("penstock_num_requests_running") == 0, 20)
+    before = demo.metric("penstock_prompt_tokens") + len(request["prompt"])
+    administer(demo, "/slow_down?interval_ms=5")  # the request takes seconds
+    stream = iter(Stream(demo, request))
+    ids = [next(stream)]
+    wait_until(lambda: demo.metric("penstock_prompt_tokens") == before, 20)
+    begun = time.monotonic()
+    while time.monotonic() < begun + 1.5 * PROBE_AGE_S:  # the answer of a probe counts so long
+        assert num_prompt_tokens() == before
+    administer(demo, "/slow_down?interval_ms=0")
+    ids.extend(stream)
+    assert ids[: len(demo.golden[2])] == demo.golden[2]
+    wait_until(lambda: num_prompt_tokens() > before, 20)
 
 
 def test_r1_trace_replay_loses_and_doubles_nothing(demo: Served, tmp_path: Path) -> None:
