@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from hand_core import make_plan
+from hand_core import make_plan, new_row
 from penstock.batch import (
     AllocateKV,
     EntryAnswers,
@@ -130,6 +130,17 @@ def test_a_plan_reaches_every_rank_as_the_same_bytes(fixture: Fixture) -> None:
     fixture.core.submit_plan(plan)
     frames = [rank.recv(0) for rank in fixture.ranks]
     assert frames == [encode(plan)] * 3
+
+
+def test_c11_every_rank_has_all_plans_in_order_before_any_rank_has_answered(fixture: Fixture) -> None:
+    """No stage hands requests on, and no plan waits until a stage has computed the one before."""
+    for step in range(4):
+        fixture.core.submit_plan(make_plan(step, new_rows=[new_row(step, [1, 2])]))
+    frames = [[rank.recv(0) for _ in range(4)] for rank in fixture.ranks]
+    assert frames == [frames[0]] * 3
+    plans = [decode_to_rank(frame) for frame in frames[0] if frame is not None]
+    assert [plan.step_id for plan in plans if isinstance(plan, ScheduledBatch)] == [0, 1, 2, 3]
+    assert [rank.recv(0) for rank in fixture.ranks] == [None] * 3
 
 
 def test_d4_r14_each_plan_is_sealed_as_the_next_of_the_log(fixture: Fixture) -> None:

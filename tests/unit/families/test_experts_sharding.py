@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import checkpoints
@@ -17,7 +18,7 @@ from penstock.errors import CheckpointError
 from penstock.kernels.cpu.collective import SharedGroup
 from penstock.kernels.cpu.library import KERNEL_NAMES
 from penstock.kernels.cpu.ops import CpuKernels
-from penstock.layers.experts import Expert
+from penstock.layers.experts import Expert, RoutedExperts
 from penstock.weights.checkpoint import Checkpoint
 from penstock.weights.loader import load_weights
 from stage_driver import StageDriver
@@ -104,6 +105,43 @@ def test_experts_cost_the_one_sum_of_a_plain_mlp(checkpoint: Path, expert_parall
         lambda group: StageDriver(checkpoint, group=group, expert_parallel=expert_parallel).step({0: PROMPT}),
     )
     assert [group.num_sums for group in groups] == [2 * 3 + 1] * 2
+
+
+def test_h18_a_rank_whose_experts_no_token_chooses_takes_part_in_every_sum(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All tokens go to experts of rank 0, and all ids are of its share of the vocabulary."""
+    routing: dict[str, Any] = {"family": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 1}
+    checkpoints.make_checkpoint(tmp_path, layers=2, vocab_size=150, seed=3, **routing)
+    choose_first_experts(tmp_path)
+    ids = {0: [token % 32 for token in PROMPT]}
+    whole = StageDriver(tmp_path).step(ids)
+    parts: list[tuple[int, bool]] = []
+    compute = RoutedExperts.sum
+
+    def watched(experts: RoutedExperts, hidden_states: Tensor, logits: Tensor) -> Tensor:
+        part = compute(experts, hidden_states, logits)
+        parts.append((experts._group.rank, bool(part.any())))
+        return part
+
+    monkeypatch.setattr(RoutedExperts, "sum", watched)
+    groups = joined([Counting(rank, 2, name="stage 0", timeout_s=20.0) for rank in range(2)])
+    found = together(groups, lambda group: StageDriver(tmp_path, group=group, expert_parallel=True).step(ids))
+    assert sorted(parts) == [(0, True)] * 2 + [(1, False)] * 2, "rank 1 has nothing to add"
+    assert [group.num_sums for group in groups] == [2 * 2 + 1] * 2
+    assert torch.equal(found[0], found[1])
+    torch.testing.assert_close(found[0], whole, atol=1e-4, rtol=0)
+
+
+def choose_first_experts(directory: Path) -> None:
+    """Let the routers of a checkpoint choose the first or the second expert, whatever the token."""
+    path = directory / "model.safetensors"
+    tensors = load_file(path)
+    for name, router in tensors.items():
+        if name.endswith(".gate.weight"):
+            router[1] = -router[0]
+            router[2:] = 0.0
+    save_file(tensors, path)
 
 
 @WAYS

@@ -1,8 +1,9 @@
-"""Samples have a path of their own: hidden states under way do not hold them up (row C12)."""
+"""Each kind of message has a path of its own, so that none holds up another (rows C9, C12)."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import random
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 
 import pytest
@@ -23,21 +24,21 @@ def closing() -> Iterator[ExitStack]:
         yield stack
 
 
-def header(step: int) -> FrameHeader:
+def header(step: int, num_tokens: int = NUM_TOKENS, width: int = WIDTH) -> FrameHeader:
     return FrameHeader(
         epoch=0,
         step_id=step,
         kind=FrameKind.HIDDEN,
-        num_tokens=NUM_TOKENS,
-        width=WIDTH,
+        num_tokens=num_tokens,
+        width=width,
         dtype="float32",
         num_tensors=2,
         digest=5,
     )
 
 
-def hidden(step: int) -> list[torch.Tensor]:
-    return [torch.full((NUM_TOKENS, WIDTH), 10.0 * step + part) for part in range(2)]
+def hidden(step: int, num_tokens: int = NUM_TOKENS, width: int = WIDTH) -> list[torch.Tensor]:
+    return [torch.full((num_tokens, width), 10.0 * step + part) for part in range(2)]
 
 
 @pytest.mark.parametrize(
@@ -69,3 +70,50 @@ def test_c12_hidden_states_under_way_do_not_delay_samples(
         from_before.receive_frame(header(step), out).wait()
         assert all(torch.equal(own, other) for own, other in zip(out, hidden(step), strict=True))
     crew.join()
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(
+    ("frames", "messages"), [("memory", "memory"), ("shared memory", "ring"), ("tcp", "tcp")]
+)
+def test_c9_kinds_may_be_read_in_any_order_and_each_keeps_its_own(
+    closing: ExitStack, frames: str, messages: str, seed: int
+) -> None:
+    """In an inbox that all kinds shared, whoever wants the second kind would first have to put the others
+    aside."""
+    num_steps, kinds, chance = 4, ["frames", "samples", "results"], random.Random(seed)
+    link_out, link_in = connect_link(
+        frames, closing, "stage 0 -> stage 1", LONG_S, num_frames=num_steps, max_num_tokens=1, width=8
+    )
+    channels = {
+        kind: connect_channel(ONE_WAY_CHANNELS, messages, closing, f"{kind} of stage 1") for kind in kinds[1:]
+    }
+
+    def send(kind: str, step: int) -> None:
+        if kind == "frames":
+            link_out.send_frame(header(step, 1, 8), hidden(step, 1, 8))
+        else:
+            channels[kind][0].send(b"%s of step %d" % (kind.encode(), step))
+
+    def check(kind: str, step: int) -> None:
+        if kind == "frames":
+            out = [torch.empty(1, 8) for _ in range(2)]
+            link_in.receive_frame(header(step, 1, 8), out).wait()
+            assert all(torch.equal(own, sent) for own, sent in zip(out, hidden(step, 1, 8), strict=True))
+        else:
+            assert channels[kind][1].recv(LONG_S) == b"%s of step %d" % (kind.encode(), step)
+
+    for act in (send, check):
+        in_any_order(act, kinds, num_steps, chance)
+
+
+def in_any_order(
+    act: Callable[[str, int], None], kinds: list[str], count: int, chance: random.Random
+) -> None:
+    """Do it `count` times for each kind, step by step of each, the kinds mixed."""
+    steps = dict.fromkeys(kinds, 0)
+    mixed = kinds * count
+    chance.shuffle(mixed)
+    for kind in mixed:
+        act(kind, steps[kind])
+        steps[kind] += 1

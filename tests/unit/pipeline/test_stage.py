@@ -5,7 +5,9 @@ from __future__ import annotations
 import random
 import re
 import threading
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -43,7 +45,8 @@ from penstock.errors import (
 from penstock.models.intermediate import IntermediateTensors
 from penstock.pipeline.decision_log import DecisionLog
 from penstock.pipeline.links.plan_channel import QueueChannel
-from penstock.pipeline.stage import plans_from
+from penstock.pipeline.stage import Stage, plans_from
+from penstock.pipeline.token_return import SampleReceiver
 from penstock.runner.request_rows import RequestRows
 from penstock.trace.phases import Phase
 from stage_pipe import BLOCK, NUM_BLOCKS, NUM_ROWS, Pipe
@@ -94,6 +97,82 @@ def test_d3_d4_d5_tokens_are_exact_in_every_layout(
     ends, between = {0, num_stages - 1}, range(1, num_stages - 1)
     assert len({str(known_ids(pipe.runners[stage].rows)) for stage in ends}) == 1
     assert not any(pipe.runners[stage].rows.token_ids.size for stage in between)
+
+
+@pytest.mark.parametrize("num_stages", [2, 6, 8, 10])
+def test_c10_each_stage_receives_each_sample_once_from_the_last_one(
+    num_stages: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    received: Counter[tuple[str, int]] = Counter()
+    receive = SampleReceiver._receive
+
+    def counted(receiver: SampleReceiver, pending: Any) -> bytes:
+        received[receiver._name, pending.step_id] += 1
+        return receive(receiver, pending)
+
+    monkeypatch.setattr(SampleReceiver, "_receive", counted)
+    pipe = Pipe(num_stages, carrier="shared memory")
+    requests = random_requests(seed=num_stages)
+    core = core_for(num_stages, depth=num_stages)
+    core.generate(pipe, requests)
+    come_to_rest(core, pipe)
+    for request in requests:
+        assert request.output == arithmetic_tokens(request.prompt, request.count, num_stages)
+    sampled = [result.step_id for result in core.results if result.token_ids]
+    assert received == Counter((str(stage), step) for stage in range(num_stages - 1) for step in sampled)
+
+
+@pytest.mark.parametrize("async_depth", [0, 1, 2])
+def test_f4_a_step_has_one_order_at_every_depth(async_depth: int) -> None:
+    """Inputs are begun before their samples are waited for, and nothing is sent before it is computed."""
+    num_stages = 3
+    pipe = Pipe(num_stages, num_frames=async_depth + 1)
+    traces = [traced(stage) for stage in pipe.stages]
+    core = core_for(num_stages, depth=num_stages + async_depth)
+    core.generate(pipe, random_requests(seed=async_depth))
+    come_to_rest(core, pipe)
+    for trace in traces:
+        assert trace == ["begin", "samples", "complete", "take", "forward", "put"] * (core.step + 1)
+
+
+def traced(stage: Stage) -> list[str]:
+    """What a stage does from now on, in order."""
+    trace: list[str] = []
+
+    def watched(name: str, act: Callable[..., Any]) -> Callable[..., Any]:
+        def watch(*given: Any) -> Any:
+            trace.append(name)
+            return act(*given)
+
+        return watch
+
+    runner: Any = stage._runner
+    source: Any = stage._source
+    sink: Any = stage._sink
+    runner.begin, runner.complete = watched("begin", runner.begin), watched("complete", runner.complete)
+    sink.consume_samples = watched("samples", sink.consume_samples)
+    source.take_tensors = watched("take", source.take_tensors)
+    stage._compute = watched("forward", stage._compute)
+    stage._pass_on = watched("put", stage._pass_on)
+    return trace
+
+
+def core_for(num_stages: int, depth: int) -> HandCore:
+    return HandCore(
+        num_stages=num_stages,
+        depth=depth,
+        num_rows=NUM_ROWS,
+        num_blocks=NUM_BLOCKS,
+        block_size=BLOCK,
+        chunk=5,
+    )
+
+
+def come_to_rest(core: HandCore, pipe: Pipe) -> None:
+    """Have all stages take every sample, and end them."""
+    pipe.submit_plan(make_plan(core.step, consume_through=core.returned))
+    pipe.poll_results(20.0)
+    pipe.shutdown()
 
 
 def live_rows(rows: RequestRows) -> dict[int, tuple[object, ...]]:

@@ -9,9 +9,11 @@ import pytest
 import torch
 
 from checkpoints import change_one_element, make_checkpoint
-from penstock.errors import ModelChangedError, UsageError
+from penstock.errors import ModelChangedError, UnsupportedModelError, UsageError
 from penstock.kvstore import names
+from penstock.models.decoder import Decoder
 from penstock.process.config import FirstLoad, RankConfig
+from penstock.rank import loading
 from penstock.rank.loading import LoadedRank, build_runner, device_of, load_rank
 from rank_configs import make_rank_configs
 
@@ -36,6 +38,20 @@ def test_i13_a_gpu_that_is_not_there_is_refused(
     monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
     with pytest.raises(UsageError, match=f"stage 1 is to run on cuda:1, .* {seen}.*--device cpu"):
         device_of(msgspec.structs.replace(rank, device="cuda:1"))
+
+
+def test_a7_a_model_that_cannot_be_cut_is_refused_before_its_weights_are_opened(
+    rank: RankConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def opened(*_: object) -> None:
+        raise AssertionError("the weights were opened")
+
+    monkeypatch.setattr(loading, "open_weights", opened)
+    with pytest.raises(AssertionError, match="the weights were opened"):
+        load_rank(rank, lambda done, total: None)
+    monkeypatch.setattr(Decoder, "supports_pp", False)
+    with pytest.raises(UnsupportedModelError, match="Decoder does not implement pipeline parallelism"):
+        load_rank(rank, lambda done, total: None)
 
 
 def test_only_stages_that_embed_or_sample_keep_token_ids(tmp_path: Path) -> None:

@@ -240,6 +240,41 @@ def test_what_the_store_has_given_up_is_stored_again() -> None:
     assert run(again(one, catalogue), "e", [1] * 9) == 8
 
 
+@pytest.mark.parametrize("num_stages", [1, 2])
+def test_h2_the_first_token_comes_sooner_from_the_store_than_by_computing_the_prompt_again(
+    num_stages: int,
+) -> None:
+    """Of a slow model: in the time of a step, which computes one block, the store brings four."""
+    prompt = [(5 * index) % VOCAB_SIZE for index in range(8 * BLOCK + 1)]
+    slow: dict[str, Any] = {"scheduler": SchedulerConfig(prefill_chunk=BLOCK), "num_stages": num_stages}
+    slow["latency"] = None
+    one, catalogue = rig(**slow)
+    cold = steps_to_first_token(one, "cold", prompt)
+    one.executor.answers_at_once = True
+    one.executor.answer(100)
+    settle_store(one)
+    other = again(one, catalogue, **slow)
+    warm = steps_to_first_token(other, "warm", prompt)
+    assert other.updates["warm"][0].num_cached_tokens == 8 * BLOCK
+    assert tokens_of(other, "warm") == tokens_of(one, "cold")
+    assert cold >= 9, "steps, one for each chunk"
+    assert warm <= cold / 2
+
+
+def steps_to_first_token(one: CoreRig, name: str, prompt: list[int]) -> int:
+    """How long it is until a request has its first token, in the time of a step."""
+    one.executor.answers_at_once = False
+    one.add(name, prompt, max_tokens=1)
+    for count in range(50):
+        one.step()
+        if tokens_of(one, name):
+            return count
+        one.executor.answer(4)
+        if one.executor.num_inflight:
+            one.executor.release(1)
+    raise AssertionError("no token has come")
+
+
 def test_h2_blocks_come_while_others_run() -> None:
     """Whoever waits behind others has its blocks when its turn comes."""
     one, catalogue = rig()

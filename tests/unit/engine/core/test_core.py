@@ -13,6 +13,7 @@ from fakes import CoreRig
 from penstock.batch import StepResult
 from penstock.config.engine import SchedulerConfig
 from penstock.errors import InvalidRequestError, StageLostError
+from penstock.operations import StartProfile
 
 
 def busy(num_stages: int, async_depth: int, latency: int | None = None) -> CoreRig:
@@ -189,6 +190,21 @@ def test_no_probe_while_there_is_work() -> None:
         rig.clock.advance(2.0)
         rig.step(timeout_s=1.0)
     assert all(plan.rows for plan in rig.executor.plans)
+
+
+def test_f8_an_operation_that_waits_for_a_plan_brings_no_probe_beside_plans_in_flight() -> None:
+    """The pipe has room for one, but the result of a plan in flight will tell as much."""
+    rig = CoreRig(num_stages=2, latency=None)
+    rig.add("r", 3, max_tokens=4, ignore_eos=True)
+    rig.step()
+    rig.core.operate((b"", 1), StartProfile())
+    assert rig.core.operations.wants_plan
+    assert rig.core.num_inflight == 1
+    rig.step()
+    assert rig.core.num_inflight == 1
+    rig.run_until_idle()
+    assert all(plan.rows for plan in rig.executor.plans)
+    assert rig.result("r") == rig.expected("r")
 
 
 def test_f8_a_request_that_comes_while_a_probe_is_out_starts_at_once() -> None:

@@ -6,6 +6,7 @@ import json
 import os
 import re
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -34,6 +35,7 @@ from penstock.hosts.local import LocalHost
 from penstock.hosts.rank_host import Hosts
 from penstock.hosts.resources import HostResources
 from penstock.pipeline.links.ring_memory import Ring
+from penstock.pipeline.rank_layout import RankLayout
 from penstock.process.control import descriptors_of
 
 HOSTS = Hosts(LocalHost())
@@ -450,6 +452,37 @@ def test_r6_no_descriptor_is_left_after_close(three_stages: LaunchPlan) -> None:
     wiring.close()
     wiring.close()
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+@pytest.mark.parametrize(("num_stages", "tp_size"), [(4, 2), (2, 2), (5, 1), (1, 2)])
+def test_c1_c2_ranks_are_joined_as_their_groups_say(model: str, num_stages: int, tp_size: int) -> None:
+    parallel = ParallelConfig(pipeline_parallel_size=num_stages, tensor_parallel_size=tp_size)
+    plan, layout = plan_for(model, parallel=parallel), RankLayout.regular(num_stages, tp_size)
+    wiring = Wiring(plan, HOSTS)
+    ends = [wiring.rank(rank.stage, rank.tp_rank) for rank in plan.ranks]
+    assert [place.tp_rank for place in layout.places] == [rank.tp_rank for rank in plan.ranks]
+    for rank, end in enumerate(ends):
+        group = layout.pipeline_group(rank)
+        assert (end.incoming is None) == group.is_first
+        assert list(end.outgoing) == ([] if group.is_last else [ends[group.next_rank].incoming])
+        assert group.is_first or list(ends[group.prev_rank].outgoing) == [end.incoming]
+        assert (end.results is not None) == (rank == layout.output_rank())
+        meeting = tuple(i for i, other in enumerate(ends) if other.meeting == end.meeting is not None)
+        assert meeting == (layout.tensor_group(rank).ranks if tp_size > 1 else ())
+    wiring.close()
+
+
+def test_c9_no_ring_carries_two_kinds_of_messages_or_joins_more_than_two_ranks(ragged: LaunchPlan) -> None:
+    wiring = Wiring(ragged, HOSTS)
+    ends = [wiring.rank(rank.stage, rank.tp_rank) for rank in ragged.ranks]
+    uses: dict[int, list[str]] = {}
+    for end in ends:
+        frames = [end.incoming, *end.outgoing]
+        rings: dict[str, list[Any]] = {"frames": frames, "samples": end.tokens, "results": [end.results]}
+        for kind, ring in ((kind, ring) for kind, of_kind in rings.items() for ring in of_kind if ring):
+            uses.setdefault(min(descriptors_of(ring)), []).append(kind)
+    assert sorted(uses.values()) == [["frames"] * 2] * 3 + [["results"]] + [["samples"] * 2] * 3
+    wiring.close()
 
 
 @pytest.fixture
