@@ -40,6 +40,28 @@ def test_d17_the_page_of_compatibility_is_what_was_found(name: str, tmp_path: Pa
     assert found == ROWS[name], "run `python tests/support/compatibility.py`"
 
 
+@pytest.mark.parametrize(("other", "is_near"), [(8, True), (9, False), (3, False)])
+def test_d17_rounding_may_choose_between_tokens_that_are_almost_as_likely_and_no_others(
+    other: int, is_near: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    texts: list[list[int]] = []
+
+    def likeliest(_: object, __: Path, ids: list[int]) -> dict[int, float]:
+        texts.append(ids)
+        return {7: -0.5, 8: -0.51, 9: -0.6}
+
+    monkeypatch.setattr(compatibility, "likeliest_after", likeliest)
+    feature = compatibility.FEATURES["bfloat16"]
+    alone = [[5, 7, 1] for _ in compatibility.PROMPTS]
+    shared = [*alone[1:], [5, other, 2]]  # what comes behind another token may be anything
+    if is_near:
+        compatibility.check_near(feature, tmp_path, shared, alone)
+    else:
+        with pytest.raises(AssertionError):
+            compatibility.check_near(feature, tmp_path, shared, alone)
+    assert texts == [[*compatibility.PROMPTS[-1]["prompt_token_ids"], 5]]
+
+
 def test_the_page_has_a_row_for_each_family_and_its_architecture_in_gguf() -> None:
     families = compatibility_families
     assert list(FAMILY_ROWS) == list(families.ROWS), "run `python tests/support/compatibility.py`"

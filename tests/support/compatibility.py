@@ -8,6 +8,7 @@ What a cell promises is decided here by a rule (`promise`); the test runs the pa
 from __future__ import annotations
 
 import itertools
+import math
 import shutil
 import sys
 import tempfile
@@ -62,6 +63,7 @@ EQUAL, RUNS = "=", "~"
 SCHEMA = StructuredOutputs(json='{"type":"array","items":{"enum":["ay","no"]},"minItems":2,"maxItems":4}')
 CONSTRAINED = SamplingParams(temperature=1.0, seed=7, max_tokens=48, structured_outputs=SCHEMA)
 STEP = 5e-6  # of the numbers of vectors that are compared
+NEAR = 0.03  # of log-probabilities: tokens between which rounding may choose
 
 
 @dataclass(frozen=True)
@@ -255,6 +257,8 @@ def found(feature: Feature, directory: Path) -> list[str]:
         assert [len(ids) for ids in shared] == [len(ids) for ids in alone]
         if promise(feature, layout) == EQUAL:
             check_equal(feature, shared, alone)
+        else:
+            check_near(feature, directory, shared, alone)
     return cells
 
 
@@ -263,6 +267,27 @@ def check_equal(feature: Feature, shared: list[list[int]], alone: list[list[int]
         assert shared == alone
     else:  # a number may lie between two steps
         assert np.abs(np.subtract(shared, alone)).max() <= 1
+
+
+def check_near(feature: Feature, model: Path, shared: list[list[int]], alone: list[list[int]]) -> None:
+    """Two texts part only where one rank finds their next tokens almost as likely."""
+    for prompt, own, other in zip(PROMPTS, alone, shared, strict=True):
+        pairs = enumerate(zip(own, other, strict=True))
+        parting = next((place for place, (one, another) in pairs if one != another), None)
+        if parting is None:
+            continue
+        logprobs = likeliest_after(feature, model, [*prompt["prompt_token_ids"], *own[:parting]])
+        assert logprobs.get(other[parting], -math.inf) > max(logprobs.values()) - NEAR, (parting, logprobs)
+
+
+def likeliest_after(feature: Feature, model: Path, ids: list[int]) -> dict[int, float]:
+    """The log-probabilities of the likeliest tokens behind some, by one rank."""
+    settings = {"dtype": "float32", "threads_per_rank": 1, **feature.settings}
+    params = SamplingParams(temperature=0.0, max_tokens=1, logprobs=5, ignore_eos=True)
+    with LLM(str(model), distributed_executor_backend="inprocess", num_blocks=64, **settings) as llm:
+        (output,) = llm.generate([{"prompt_token_ids": ids}], params)
+    (entry,) = output.outputs[0].logprobs or ()
+    return {token_id: each.logprob for token_id, each in entry.items()}
 
 
 def shown(cell: str, reasons: dict[str, int]) -> str:

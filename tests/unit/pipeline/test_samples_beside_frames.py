@@ -5,13 +5,18 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from types import SimpleNamespace
+from typing import Any
 
+import msgspec
 import pytest
 import torch
 
 from carriers import ONE_WAY_CHANNELS, connect_channel, connect_link
-from hand_core import Crew
+from hand_core import Crew, Part, make_plan
+from penstock.batch import ScheduledBatch, ScoredTokens, StepResult
 from penstock.pipeline.links.frame import FrameHeader, FrameKind
+from penstock.pipeline.ports import SampleSink
 
 LONG_S = 60.0
 NUM_TOKENS, WIDTH = 2048, 512  # two tensors of float32: 8 MiB a frame
@@ -117,3 +122,35 @@ def in_any_order(
     for kind in mixed:
         act(kind, steps[kind])
         steps[kind] += 1
+
+
+def test_c12_samples_leave_before_scores_guesses_and_the_result() -> None:
+    """The first stage may be waiting for them, and nobody waits for the rest."""
+    trace: list[str] = []
+
+    class Watched:
+        """Runner, token return and channel of results in one."""
+
+        def sample(self, *_: object) -> StepResult:
+            return StepResult(step_id=0, token_ids=[[7]], num_rejected=[0])
+
+        def send_samples(self, plan: ScheduledBatch, result: StepResult) -> None:
+            trace.append("samples")
+
+        def with_scores(self, result: StepResult, *_: object) -> StepResult:
+            trace.append("scores")
+            return result
+
+        def with_guesses(self, result: StepResult, *_: object) -> StepResult:
+            trace.append("guesses")
+            return result
+
+        def send(self, frame: bytes, **_: object) -> None:
+            trace.append("result")
+
+    scored = [ScoredTokens(place=0, first=1, count=1)]
+    plan = msgspec.structs.replace(make_plan(0, [Part(row=0, start=0)]), scored=scored, mtp={0: 1})
+    watched: Any = Watched()
+    batch: Any = SimpleNamespace(plan=plan)
+    SampleSink(watched, watched, watched).put_tensors(watched, batch)
+    assert trace == ["samples", "scores", "guesses", "result"]
