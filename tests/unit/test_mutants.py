@@ -4,32 +4,18 @@ from __future__ import annotations
 
 import ast
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 
 import pytest
 
 import mutants
 from mutants import BROKEN, KILLED, SURVIVED, TIMED_OUT, Finding, Findings, Mutant
+from named_tests import fast_tests_in
 from paths import REPOSITORY
 
 MUTANTS = mutants.load()
 NAMES = [mutant.name for mutant in MUTANTS]
 by_name = pytest.mark.parametrize("mutant", MUTANTS, ids=NAMES)
-
-
-@cache
-def fast_tests(file: str) -> dict[str, ast.FunctionDef | ast.AsyncFunctionDef]:
-    """Those at the top of a file; none where all of it is left out of the fast tests."""
-    tree = ast.parse((REPOSITORY / file).read_text(encoding="utf-8"), file)
-    if any(is_slow(ast.unparse(node)) for node in tree.body if isinstance(node, ast.Assign)):
-        return {}
-    return {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
-
-
-def is_slow(mark: str) -> bool:
-    """Of `pytestmark`, or of a function; not a mark that some parameters have."""
-    return "parametrize" not in mark and ("mark.soak" in mark or "mark.gpu" in mark)
 
 
 def test_there_are_enough_and_each_has_a_name() -> None:
@@ -50,9 +36,7 @@ def test_the_tests_that_a_mutant_names_are_fast_tests_that_exist(mutant: Mutant)
     assert 1 <= len(set(mutant.tests)) == len(mutant.tests) <= 3
     for test in mutant.tests:
         file, _, case = test.partition("::")
-        function = fast_tests(file).get(case.partition("[")[0])
-        assert function is not None, f"{test} is no fast test"
-        assert not any(is_slow(ast.unparse(mark)) for mark in function.decorator_list), f"{test} is slow"
+        assert case.partition("[")[0] in fast_tests_in(REPOSITORY / file), f"{test} is not a fast test"
 
 
 @pytest.mark.parametrize(

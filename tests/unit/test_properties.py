@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import ast
 import re
-from functools import cache
-from pathlib import Path
 
 import pytest
 
+from named_tests import all_tests_in, fast_tests_in
 from paths import REPOSITORY
 
 PAGE = (REPOSITORY / "docs" / "properties.md").read_text(encoding="utf-8")
@@ -62,21 +60,22 @@ def sentences(text: str) -> list[str]:
     return re.split(r"(?<=[.:]) (?=[A-Z*`])", bare)
 
 
-@cache
-def names_of_tests(path: Path) -> set[str]:
-    """Return the names of the tests at the top of a file."""
-    tree = ast.parse(path.read_text(encoding="utf-8"), str(path))
-    functions = [node for node in tree.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
-    return {node.name for node in functions if node.name.startswith("test_")}
-
-
 def is_there(proof: str) -> bool:
     """Whether a proof names a test, a file with tests, or a benchmark."""
     file, _, test = proof.partition("::")
     if file.startswith("benchmarks/"):
         return not test and (REPOSITORY / file).is_file()
     path = REPOSITORY / "tests" / file
-    return path.name.startswith("test_") and path.is_file() and (not test or test in names_of_tests(path))
+    return path.name.startswith("test_") and path.is_file() and (not test or test in all_tests_in(path))
+
+
+def is_fast(proof: str) -> bool:
+    """Whether `./run test` runs a proof."""
+    file, _, test = proof.partition("::")
+    if file.startswith(("benchmarks/", "doors/")):
+        return False
+    fast = fast_tests_in(REPOSITORY / "tests" / file)
+    return test in fast if test else bool(fast)
 
 
 def test_every_property_is_on_the_page_once_and_in_order() -> None:
@@ -108,6 +107,7 @@ def test_what_proves_a_property_is_there(id_: str) -> None:
     assert ", ".join(f"`{proof}`" for proof in named) == proofs
     assert len(set(named)) == len(named)
     assert [proof for proof in named if not is_there(proof)] == []
+    assert "*Unproven*" in says or any(map(is_fast, named)), "`./run test` proves it too"
 
 
 def test_the_page_explains_every_row_that_the_source_cites() -> None:
@@ -149,3 +149,9 @@ def test_citations_are_read(text: str, found: set[str]) -> None:
 def test_a_proof_that_is_not_there_is_seen(proof: str) -> None:
     assert not is_there(proof)
     assert is_there("unit/test_properties.py::test_citations_are_read")
+
+
+def test_proofs_that_take_long_are_told_from_others() -> None:
+    assert is_fast("unit/test_properties.py::test_citations_are_read")
+    assert not is_fast("pipeline/test_serve.py::test_r1_trace_replay_of_500_requests")
+    assert not is_fast("doors/test_network.py")
