@@ -149,6 +149,11 @@ def _of_harmony(header: re.Match[str]) -> Body:
     return _THOUGHT if channel is not None and channel[1] == "analysis" else _ANSWER
 
 
+def _of_muse(header: re.Match[str]) -> Body:
+    """A message to itself is a thought; one to a function is the call that stands in its text."""
+    return _THOUGHT if header[1] == "self" else _ANSWER
+
+
 def _of_solar(header: re.Match[str]) -> Body:
     """The mark before a message says what it is."""
     if header[1] == "tool_calls":
@@ -167,6 +172,13 @@ DIALECTS = {
         begun=_begun("<|channel|>", "<|start|>", "to="),
         body=_of_harmony,
         ends=("<|end|>", "<|return|>", "<|call|>", "<|start|>"),
+        start="<|start|>",
+    ),
+    "muse": Dialect(
+        header=re.compile(r"\s*(?:<\|start\|>assistant)?\s*(?:to=([^\s<]+))?<\|message\|>"),
+        begun=_begun("<|start|>", "to=", "<|message|>"),
+        body=_of_muse,
+        ends=("<|eom|>", "<|eot|>", "<|start|>"),
         start="<|start|>",
     ),
     "solar": Dialect(

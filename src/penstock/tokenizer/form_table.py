@@ -116,6 +116,15 @@ _APERTUS = Frame(
     section_end="]<|tools_suffix|>",
     is_section=True,
 )
+_ATEM = Frame(
+    call_open='<atem:invoke name="',
+    call_written=' to={name}<|message|><atem:function_calls>\n<atem:invoke name="',
+    name_end='">\n',
+    body="tags",
+    tags=Tags(key_open='<atem:parameter name="', key_end='">', value_end="</atem:parameter>\n"),
+    call_end="</atem:invoke>\n",
+    section_end="</atem:function_calls>",
+)
 _TO_RECIPIENTS = Frame(name_end="\n", separator=">>>", is_section=True)
 _PYTHONIC = Frame(
     name_end="(",
@@ -313,6 +322,14 @@ TOOL_FORMATS = (
         name="functionary_v3", opening="<function=", frame=_FUNCTION, signs=("<function=", "</function>")
     ),
     ToolFormat(
+        name="muse",
+        opening="<atem:function_calls>\n",
+        also=("<atem:function_calls>",),
+        frame=_ATEM,
+        is_single=True,
+        signs=("<atem:function_calls>",),
+    ),
+    ToolFormat(
         name="functionary_v32",
         opening=">>>",
         is_opened=True,
@@ -423,6 +440,16 @@ REASONING_FORMATS = (
     ),
     ReasoningFormat(
         name="seed_oss", opening="<seed:think>", closing="</seed:think>", signs=("<seed:think>",)
+    ),
+    ReasoningFormat(
+        name="muse",
+        opening=" to=self<|message|>",
+        closing="<|eom|>",
+        messages="muse",
+        resumes="<|start|>assistant",
+        answers="<|message|>",
+        tokens=("<|start|>", "<|message|>", "<|eot|>"),
+        signs=("<atem:function_calls>", "to=self"),
     ),
     ReasoningFormat(
         name="solar",

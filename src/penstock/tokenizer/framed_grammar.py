@@ -55,7 +55,7 @@ def in_regex(text: str) -> str:
 
 def framed_calls(form: ToolFormat, frame: Frame, ids: Ids, *, is_single: bool) -> str:
     """Return the expression for one call, or for one or more, with their marks."""
-    opening = "" if form.is_bare or form.is_opened else form.opening
+    opening = "" if form.is_bare or form.is_opened or frame.call_written else form.opening
     opening, end = written(opening + frame.section_open, ids), written(frame.section_end, ids)
     if not frame.is_section:
         marked = joined(opening, "call", end)
@@ -66,7 +66,8 @@ def framed_calls(form: ToolFormat, frame: Frame, ids: Ids, *, is_single: bool) -
 
 def framed_call(frame: Frame, ids: Ids, name: str, index: int) -> str:
     """Return the expression for a call of this tool; `arguments_rules` has the rule of its arguments."""
-    head = written(f"{frame.call_open}{frame.prefix}{name}", ids)
+    call_open = frame.call_written.replace("{name}", name) or frame.call_open
+    head = written(f"{call_open}{frame.prefix}{name}", ids)
     if frame.id_end:
         head = joined(written(frame.call_open, ids), _ID, written(f"{frame.id_end}{frame.prefix}{name}", ids))
     number = f'":" {_NUMBER}' if frame.has_index else ""

@@ -62,6 +62,8 @@ class Frame(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         call_open: before the name.
+        call_written: what the model writes in place of opening and `call_open`, where a reader is given less
+            of it; `{name}` in it stands for the name.
         prefix: before the name too, and left out by some models.
         id_end: between the call's id, which stands before the name, and the name; "" where there is no id.
         has_index: the name is followed by a colon and a number, and both with the prefix are the call's id.
@@ -78,6 +80,7 @@ class Frame(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     call_open: str = ""
+    call_written: str = ""
     prefix: str = ""
     id_end: str = ""
     has_index: bool = False

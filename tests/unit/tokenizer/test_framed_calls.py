@@ -155,6 +155,11 @@ TEXTS = [
         "deepseek_v4",
         '<｜DSML｜tool_calls>\n<｜DSML｜invoke name="now">\n\n</｜DSML｜invoke>\n</｜DSML｜tool_calls>',
     ),
+    (
+        "muse",
+        '<atem:function_calls>\n<atem:invoke name="look">\n<atem:parameter name="n">4</atem:parameter>\n'
+        "</atem:invoke>\n</atem:function_calls>",
+    ),
     ("pythonic", """[look(s='[1]', n=2), now()]"""),
     ("pythonic", "[other(s=1)]"),
     ("pythonic", "[1] says so."),

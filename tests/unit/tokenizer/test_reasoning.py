@@ -108,6 +108,13 @@ MESSAGES = [
     ("harmony", "no <header|>", ("", "no <header|>")),
     ("harmony", "<|start|>" + "x" * 600, ("", "<|start|>" + "x" * 600)),
     ("harmony", "<|channel|>analysis<|message|>a<|end|><|start|>assist", ("a", "")),
+    (
+        "muse",
+        " to=self<|message|>a<|eom|><|start|>assistant to=look<|message|><atem:x/><|eom|><|start|>assistant"
+        "<|message|>b<|eot|>",
+        ("a", "<atem:x/>b"),
+    ),
+    ("muse", "to be <or not>", ("", "to be <or not>")),
     ("solar", "<|think|>a<|end|><|begin|>assistant<|content|>b<|end|>", ("a", "b")),
     (
         "solar",

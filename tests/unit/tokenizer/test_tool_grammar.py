@@ -44,17 +44,19 @@ SCHEMAS: dict[str, dict[str, Any] | None] = {
     "now": None,
 }
 # What stands before a text, and before and behind one that a call follows.
-SAID = {"harmony": "<|channel|>final<|message|>", "functionary_v32": "all\n"}
+SAID = {"harmony": "<|channel|>final<|message|>", "functionary_v32": "all\n", "muse": "<|message|>"}
 BEFORE = {
     "harmony": ("<|channel|>commentary<|message|>", "<|end|><|start|>assistant"),
     "functionary_v32": ("all\n", ">>>"),
+    "muse": (" to=self<|message|>", "<|eom|><|start|>assistant"),
 }
-# The vocabulary has the markers as tokens, or not; that of harmony has them always.
+OWN_REASONING = {"harmony": "harmony", "functionary_v32": "functionary", "muse": "muse"}
+# The vocabulary has the markers as tokens, or not; those of harmony and Muse have them always.
 WITH_AND_WITHOUT = [
     (form.name, with_markers)
     for form in TOOL_FORMATS
     for with_markers in (True, False)
-    if with_markers or form.name != "harmony"
+    if with_markers or form.name not in ("harmony", "muse")
 ]
 FORMS = {form.name: form for form in TOOL_FORMATS}
 QWEN = next(form for form in REASONING_FORMATS if form.name == "qwen3")
@@ -87,7 +89,7 @@ class Model:
         self.tokenizer = byte_tokenizer(with_markers)
         self.inner = llguidance.LLTokenizer(self.tokenizer.to_str(), eos_token=256)
         added = {token.content: at for at, token in self.tokenizer.get_added_tokens_decoder().items()}
-        reasoning = {"harmony": "harmony", "functionary_v32": "functionary"}.get(tools, reasoning)
+        reasoning = OWN_REASONING.get(tools, reasoning)
         self.syntax = ModelSyntax(
             tools=FORMS[tools],
             reasoning=next((form for form in REASONING_FORMATS if form.name == reasoning), None),
@@ -138,6 +140,8 @@ def task(**changes: Any) -> CallTask:
 def written(form: str, *calls: tuple[str, str]) -> str:
     """Calls as the family writes them."""
     text = written_calls(FORMS[form], [(name, json.loads(arguments)) for name, arguments in calls])
+    if form == "muse":
+        return f" to={calls[0][0]}<|message|>{text}"
     if FORMS[form].is_opened:
         return text.removeprefix(FORMS[form].opening)
     if form == "mistral":
