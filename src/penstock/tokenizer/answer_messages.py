@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from penstock.tokenizer.pieces import Piece, PieceKind, partial_marker
 
-_MAX_HEADER = 512
+_MAX_HEADER = 512  # characters
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,8 +92,9 @@ class MessageSplitter:
 
     def _header(self, text: str, pieces: list[Piece]) -> str:
         """Read a header; return the text behind it, and nothing while it is not whole."""
-        match = self._dialect.header.match(text)
-        if match is None and len(text) <= _MAX_HEADER and self._dialect.begun.fullmatch(text):
+        # A header is looked for in its first characters alone, so that it is one however the text was cut.
+        match = self._dialect.header.match(text[:_MAX_HEADER])
+        if match is None and len(text) < _MAX_HEADER and self._dialect.begun.fullmatch(text):
             self._held = text
             return ""
         if match is None:

@@ -107,6 +107,7 @@ MESSAGES = [
     ),
     ("harmony", "no <header|>", ("", "no <header|>")),
     ("harmony", "<|start|>" + "x" * 600, ("", "<|start|>" + "x" * 600)),
+    ("harmony", "<|start|>" + "x" * 600 + "<|message|>y", ("", "<|start|>" + "x" * 600 + "<|message|>y")),
     ("harmony", "<|channel|>analysis<|message|>a<|end|><|start|>assist", ("a", "")),
     (
         "muse",
