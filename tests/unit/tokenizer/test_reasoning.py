@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 
 import pytest
@@ -142,3 +143,35 @@ def test_an_answer_of_several_messages_is_taken_apart_however_it_comes(
     found = ("".join(p.text for p in pieces if p.kind == kind) for kind in ("reasoning", "content"))
     assert tuple(found) == expected
     assert splitter.is_closed == bool(expected[0])
+
+
+MARKS = {
+    "harmony": (
+        *("<|channel|>", "<|start|>", "to=", "analysis", "final", "<|message|>", "<|end|>", "<|return|>"),
+        *("<|call|>", "assistant", "<", "<|"),
+    ),
+    "muse": ("<|start|>", "to=", "self", "look", "<|message|>", "<|eom|>", "<|eot|>", "assistant", "<|"),
+    "solar": ("<|begin|>", "<|think|>", "<|content|>", "<|tool_calls|>", "<|end|>", "<|calls|>", "assistant"),
+    "functionary": (">>>", ">", ">>", "all", "look", "{", "}"),
+    "kimi_k3": ("<|open|>", "think", "<|sep|>", "<|close|>", "response", "message", "tools"),
+}
+
+
+@pytest.mark.parametrize("form", MARKS)
+def test_no_cut_changes_what_an_answer_of_marks_is(form: str) -> None:
+    source, words = random.Random(1), (*MARKS[form], " ", "\n", "x")
+
+    def taken_apart(chunks: list[str], *, is_open: bool) -> tuple[str, str, bool]:
+        splitter = reasoning_splitter(FORMS[form], is_open=is_open)
+        pieces = [piece for chunk in chunks for piece in splitter.feed(chunk)] + splitter.finish()
+        thought, said = (
+            "".join(p.text for p in pieces if p.kind == kind) for kind in ("reasoning", "content")
+        )
+        return thought, said, splitter.is_closed
+
+    for _ in range(300):
+        text = "".join(source.choice(words) for _ in range(source.randrange(1, 14)))
+        is_open, at = source.random() < 0.3, source.randrange(len(text))
+        whole = taken_apart([text], is_open=is_open)
+        assert taken_apart(list(text), is_open=is_open) == whole, text
+        assert taken_apart([text[:at], text[at:]], is_open=is_open) == whole, (text, at)
