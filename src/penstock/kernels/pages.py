@@ -9,7 +9,6 @@ weights of a layer. Pages are resident only once they are written.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import mmap
 import threading
 import weakref
@@ -50,13 +49,6 @@ def shared_pages(num_bytes: int, purpose: str, remedy: str) -> Tensor:
     """The same, behind other such memory if it is small; given back to the system when all of it is."""
     piece = _shared.take(num_bytes) if num_bytes <= _SHARED // 4 else None
     return zero_pages(num_bytes, purpose, remedy) if piece is None else piece
-
-
-def give_back_freed_pages() -> None:
-    """Have the C library give back what was freed: it keeps up to 64 MiB for whoever asks next."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # of glibc alone
-    if trim is not None:
-        trim(0)
 
 
 class _CountedPages(threading.local):

@@ -7,6 +7,7 @@ by the front while it serves.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 from pathlib import Path
 
 _MEMINFO = Path("/proc/meminfo")
@@ -57,3 +58,10 @@ def forget_peak(process: Path = _PROCESS) -> None:
     """Have the peak of resident memory count from now on, where the kernel lets a process do so."""
     with contextlib.suppress(OSError):
         (process / "clear_refs").write_text(_FORGET_PEAK)
+
+
+def give_back_freed_pages() -> None:
+    """Return freed memory to the system; the C library keeps up to 64 MiB of it for the next allocation."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # of glibc alone
+    if trim is not None:
+        trim(0)

@@ -21,7 +21,6 @@ from penstock.families.sharding import HeadShares
 from penstock.families.spec import ModelSpec
 from penstock.kernels.cpu.collective import SharedGroup
 from penstock.kernels.cpu.ops import CpuKernels
-from penstock.kernels.pages import give_back_freed_pages
 from penstock.kvstore.catalogue import StoreCatalogue
 from penstock.kvstore.entry_calls import NO_ENTRY_CALLS, EntryCalls, NoEntryCalls
 from penstock.kvstore.host_tier import block_bytes
@@ -31,7 +30,7 @@ from penstock.models.decoder import EMBEDDING, Decoder
 from penstock.models.interfaces import require_pp
 from penstock.models.transformers_backend import TransformersModel
 from penstock.process.config import RankConfig
-from penstock.process.host_memory import host_available_bytes
+from penstock.process.host_memory import give_back_freed_pages, host_available_bytes
 from penstock.rank.compute_choice import (
     ChosenKernels,
     format_of,
@@ -241,6 +240,7 @@ def grammar_rows(config: RankConfig, spec: ModelSpec) -> NoGrammars:
     grammars = GrammarRows(spec.vocab_size, open_vocabulary, timeout_s=config.wait_timeout_s)
     if not config.are_threads:
         grammars.open()  # else the first request with a grammar would hold up all others
+        give_back_freed_pages()  # reading a vocabulary took up to 60 MB that nobody needs again
     return grammars
 
 

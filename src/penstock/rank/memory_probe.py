@@ -27,11 +27,11 @@ from torch import Tensor
 from penstock.batch import KNOWN, LogitChanges, NewRow, RowSampling, ScheduledBatch
 from penstock.errors import NotEnoughMemoryError
 from penstock.kernels.candidates import HeadOutput, HeadRequest
-from penstock.kernels.pages import counted_bytes, give_back_freed_pages
+from penstock.kernels.pages import counted_bytes
 from penstock.models.decoder import Decoder
 from penstock.models.intermediate import IntermediateTensors
 from penstock.process.config import RankConfig
-from penstock.process.host_memory import forget_peak, peak_resident_bytes
+from penstock.process.host_memory import forget_peak, give_back_freed_pages, peak_resident_bytes
 from penstock.rank.loading import LoadedRank, available_bytes, build_runner, dtype_of
 from penstock.runner.forward_batch import ForwardBatch
 from penstock.runner.mtp_guesser import NORMED, NoGuesser

@@ -40,6 +40,7 @@ from penstock.kvstore.host_tier import block_bytes
 from penstock.kvstore.opening import open_guarded
 from penstock.process.config import CoreConfig
 from penstock.process.endpoints import NO_RESTARTS, Restarts
+from penstock.process.host_memory import give_back_freed_pages
 from penstock.scheduler.cost_model import CostModel
 from penstock.scheduler.pacing import FixedDepth, PlanDepth
 from penstock.scheduler.scheduler import Scheduler
@@ -190,6 +191,7 @@ def open_guides(config: CoreConfig, *, at_once: bool = True) -> NoGuides:
     try:
         if at_once:
             guides.open()
+            give_back_freed_pages()  # as a rank does after it has read the vocabulary
     except PenstockError:  # a request with a grammar is refused before it comes here
         return NO_GUIDES
     return guides
