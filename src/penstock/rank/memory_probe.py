@@ -19,6 +19,7 @@ import gc
 import math
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -174,6 +175,26 @@ def probe_of(config: RankConfig) -> NoProbe:
     return NoProbe() if are_alike or config.first_load.identity else MemoryProbe()
 
 
+@dataclass(frozen=True, slots=True)
+class _Growth:
+    """By how much memory has grown for `few` tokens or rows, and for `count`.
+
+    A part of the growth for the few is taken once, however many follow: code that is loaded, buffers.
+    """
+
+    count: int
+    num_bytes: int
+    few: int = 0
+    bytes_of_few: int = 0
+
+    def at(self, count: int) -> int:
+        """Return the growth for so many."""
+        if self.count == self.few or not self.few:
+            return self.num_bytes * count // self.count
+        of_each = (self.num_bytes - self.bytes_of_few) / (self.count - self.few)
+        return self.num_bytes + round(of_each * (count - self.count))
+
+
 class _EnoughError(Exception):
     """One layer has run."""
 
@@ -210,39 +231,41 @@ class _Rehearsal:
     def peak_bytes(self) -> int:
         """Run prompts, then decodes with samples."""
         most, largest = self._config.max_num_seqs, self._config.max_num_batched_tokens
-        num_tokens, prefill = self._grown(self._prefill, _FEWEST_TOKENS, largest)
+        prefill = self._grown(self._prefill, _FEWEST_TOKENS, largest)
         decode = self._layers_of_decodes(min(most, largest))
-        num_rows, sampled = self._grown(self._sample, _FEWEST_ROWS, min(most, largest))
-        sampled = self._of_all_samples(num_rows, sampled)
+        sampled = 0
+        if self._config.is_last:
+            sampled = self._of_all_samples(self._grown(self._sample, _FEWEST_ROWS, min(most, largest)))
         if not (self._on_gpu or self._config.is_first):  # what is received, and a stream of zeros
             sampled += 2 * self._received.nbytes
         if self._pages:
-            touched = self._pages * num_tokens // largest
-            return self._pages + max(0, prefill - touched, decode - touched) + sampled
-        return max(prefill * largest // num_tokens, decode + sampled)
+            touched = self._pages * prefill.count // largest
+            return self._pages + max(0, prefill.num_bytes - touched, decode - touched) + sampled
+        return max(prefill.at(largest), decode + sampled)
 
-    def _of_all_samples(self, num_rows: int, grown: int) -> int:
-        """Bytes that the most samples of a plan take, if `num_rows` of them took `grown` bytes.
+    def _of_all_samples(self, sampled: _Growth) -> int:
+        """Return the bytes that the most samples of a plan take.
 
         The logits of all rows are there at once, and copies of a few of them (`rows_at_once`).
         """
         vocab_size, most = self._loaded.spec.vocab_size, self._config.max_num_samples
-        at_once = rows_at_once(vocab_size)
-        logits = min(vocab_size * _LOGIT_BYTES, grown // num_rows)  # bytes of one row
-        copies = grown - num_rows * logits
-        return most * logits + copies * min(most, at_once) // min(num_rows, at_once)
+        num_copied = max(sampled.count, min(most, rows_at_once(vocab_size)))
+        return sampled.at(num_copied) + (most - num_copied) * vocab_size * _LOGIT_BYTES
 
-    def _grown(self, run: Callable[[int], None], fewest: int, most: int) -> tuple[int, int]:
-        """Run as many as there is time for: how many they were, and by how much memory has grown."""
-        count = most if self._on_gpu else min(fewest, most)
+    def _grown(self, run: Callable[[int], None], fewest: int, most: int) -> _Growth:
+        """Run the fewest, and then as many as there is time for; return what both have taken."""
+        few = most if self._on_gpu else min(fewest, most)
+        run(few)
+        by_few = self._meter.growth()
+        if few == most:
+            return _Growth(few, by_few)
         started = self._clock()
-        run(count)
+        run(few)  # once more: the first run loads code, and says little of the time
         spent = max(1e-9, self._clock() - started)
-        possible = min(most, int(count * REHEARSAL_S / spent))
-        if possible > count:
-            count = possible
+        count = max(few, min(most, int(few * REHEARSAL_S / spent)))
+        if count > few:
             run(count)
-        return count, self._meter.growth()
+        return _Growth(count, max(by_few, self._meter.growth()), few, by_few)
 
     def _longest_context(self) -> int:
         """Tokens that all rows of a plan together attend to at most: as many as there is memory for."""
@@ -283,9 +306,7 @@ class _Rehearsal:
             context //= 2  # requests with more must fit the KV cache, which is smaller than what is free now
 
     def _sample(self, num_rows: int) -> None:
-        """Sample the newest token of so many rows, on a rank that samples."""
-        if not self._config.is_last:
-            return
+        """Sample the newest token of so many rows."""
         batch = self._begin(
             [1] * num_rows, min(_KERNEL_CONTEXT, self._config.max_model_len - 1), is_sampled=True
         )

@@ -37,7 +37,7 @@ MIB = 1 << 20
 
 
 class ScriptedMeter:
-    """Says what it was told to: of prompts, of decodes, of samples."""
+    """Says what it was told to: of few prompt tokens and of more, of decodes, of few samples and of more."""
 
     def __init__(self, *growths: int) -> None:
         self._growths = list(growths)
@@ -69,11 +69,11 @@ def never_late() -> float:
 def test_f9_torch_takes_memory_for_each_step_and_the_most_at_once_counts(tmp_path: Path) -> None:
     (config,) = configs(tmp_path, kernels="off")
     rank = loaded(config)
-    meter = ScriptedMeter(90, 20, 50)
+    meter = ScriptedMeter(30, 90, 20, 50)
     probe = MemoryProbe(meter, never_late)
     assert probe.peak_bytes(config, rank) == 90, "prompts take more than decodes and samples"
     assert meter.is_ended
-    probe = MemoryProbe(ScriptedMeter(60, 20, 50), never_late)
+    probe = MemoryProbe(ScriptedMeter(30, 60, 20, 50), never_late)
     assert probe.peak_bytes(config, rank) == 70
 
 
@@ -81,38 +81,50 @@ def test_f9_a_part_of_a_plan_on_a_cpu_stands_for_all_of_it(tmp_path: Path) -> No
     """With each look at the clock an hour has passed: only the fewest tokens run, 64 of 256."""
     (config,) = configs(tmp_path, kernels="off")
     seconds = count(0, 3600)
-    probe = MemoryProbe(ScriptedMeter(100, 0, 0), lambda: float(next(seconds)))
+    probe = MemoryProbe(ScriptedMeter(100, 100, 0, 0), lambda: float(next(seconds)))
     assert probe.peak_bytes(config, loaded(config)) == 400
 
 
 def test_f9_the_outputs_of_our_kernels_are_counted_as_a_whole(tmp_path: Path) -> None:
     built()
     few, many = (
-        MemoryProbe(ScriptedMeter(0, 0, 0)).peak_bytes(config, loaded(config))
+        MemoryProbe(ScriptedMeter(0, 0, 0, 0), never_late).peak_bytes(config, loaded(config))
         for config in (*configs(tmp_path), *configs(tmp_path, max_num_batched_tokens=1024))
     )
     assert many == pytest.approx(4 * few, rel=0.01)
     config = configs(tmp_path)[0]
     assert (
-        MemoryProbe(ScriptedMeter(few + 7, 0, 5), never_late).peak_bytes(config, loaded(config)) == few + 12
+        MemoryProbe(ScriptedMeter(0, few + 7, 0, 5), never_late).peak_bytes(config, loaded(config))
+        == few + 12
     )
 
 
 def test_f9_windows_of_drafts_sample_more_rows(tmp_path: Path) -> None:
     (config,) = configs(tmp_path, kernels="off", max_drafts=4)
-    assert MemoryProbe(ScriptedMeter(0, 0, 10), never_late).peak_bytes(config, loaded(config)) == 50
+    meter = ScriptedMeter(0, 0, 0, 10)
+    assert MemoryProbe(meter, never_late).peak_bytes(config, loaded(config)) == 50
+
+
+def test_f9_what_is_taken_once_does_not_grow_with_the_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Code that the first samples load took 7000 bytes; each row takes 100 more, up to 64 rows."""
+    (config,) = configs(tmp_path, kernels="off", max_num_seqs=16, max_drafts=3)
+    rank = loaded(config)
+    monkeypatch.setattr(sampler, "_LOGITS_AT_ONCE", 100 * rank.spec.vocab_size)
+    meter = ScriptedMeter(0, 0, 0, 7000 + 4 * 100, 7000 + 16 * 100)
+    assert MemoryProbe(meter, never_late).peak_bytes(config, rank) == 7000 + 64 * 100
 
 
 def test_f9_whole_logits_are_there_for_all_rows_and_their_copies_for_a_few(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two rows at once: 16 samples took 16 rows of logits and two rows of copies."""
+    """No row more is copied than the 16 that were sampled, and 48 more have logits."""
     (config,) = configs(tmp_path, kernels="off", max_num_seqs=16, max_drafts=3)
     rank = loaded(config)
     monkeypatch.setattr(sampler, "_LOGITS_AT_ONCE", 2 * rank.spec.vocab_size)
-    row = 4 * rank.spec.vocab_size
-    probe = MemoryProbe(ScriptedMeter(0, 0, 16 * row + 2 * 5000), never_late)
-    assert probe.peak_bytes(config, rank) == 64 * row + 2 * 5000
+    meter = ScriptedMeter(0, 0, 0, 500, 9000)
+    assert MemoryProbe(meter, never_late).peak_bytes(config, rank) == 9000 + 48 * 4 * rank.spec.vocab_size
 
 
 @pytest.mark.parametrize("kernels", ["auto", "off"])
