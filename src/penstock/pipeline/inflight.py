@@ -21,14 +21,13 @@ class InflightQueue(Generic[T]):
 
     Args:
         depth: plans in flight at most (rows D1, F2).
-        num_stages: P, for `next_first_rank_slot`.
+        num_stages: P; the ring has at least as many slots.
         first_step: step id of the first entry.
     """
 
     def __init__(self, depth: int, *, num_stages: int = 1, first_step: int = 0) -> None:
         assert depth >= num_stages >= 1, f"depth {depth} is below the {num_stages} stages"
         self.depth = depth
-        self.num_stages = num_stages
         self._slots: list[T | None] = [None] * depth
         self._oldest = first_step  # step id of the oldest entry, or of the next one when empty
         self._next = first_step  # step id that is pushed next
@@ -51,38 +50,34 @@ class InflightQueue(Generic[T]):
         return self._oldest
 
     def slot(self, step_id: int) -> int:
+        """Return the slot of a step (row F3).
+
+        The first stage enters the step P after the one that leaves a full pipe.
+        """
         return step_id % self.depth
-
-    def next_slot(self, slot: int) -> int:
-        """Slot of the step after (row F3)."""
-        return (slot + 1) % self.depth
-
-    def next_first_rank_slot(self, slot: int) -> int:
-        """Slot of the step P after: the first stage enters it as this one leaves a full pipe (row F3)."""
-        return (slot + self.num_stages) % self.depth
 
     def push(self, entry: T) -> int:
         """Put `entry` in as the next step; its step id."""
         assert not self.is_full, f"step {self._next} would overwrite step {self._oldest}"
         step_id = self._next
-        self._slots[step_id % self.depth] = entry
+        self._slots[self.slot(step_id)] = entry
         self._next += 1
         return step_id
 
     def oldest(self) -> T:
-        entry = self._slots[self._oldest % self.depth]
+        entry = self._slots[self.slot(self._oldest)]
         assert entry is not None, "no step is in flight"
         return entry
 
     def entries(self) -> list[T]:
         """Return all entries, the oldest one first."""
-        slots = (self._slots[step % self.depth] for step in range(self._oldest, self._next))
+        slots = (self._slots[self.slot(step)] for step in range(self._oldest, self._next))
         return [entry for entry in slots if entry is not None]
 
     def pop(self) -> T:
         """Take the oldest entry out; its slot is free again."""
         entry = self.oldest()
-        self._slots[self._oldest % self.depth] = None
+        self._slots[self.slot(self._oldest)] = None
         self._oldest += 1
         return entry
 
@@ -94,5 +89,5 @@ class InflightQueue(Generic[T]):
     def check_invariants(self) -> None:
         assert 0 <= len(self) <= self.depth
         occupied = {slot for slot, entry in enumerate(self._slots) if entry is not None}
-        expected = {step % self.depth for step in range(self._oldest, self._next)}
+        expected = {self.slot(step) for step in range(self._oldest, self._next)}
         assert occupied == expected, f"slots {occupied} are occupied, steps in flight need {expected}"

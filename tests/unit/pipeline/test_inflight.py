@@ -34,8 +34,8 @@ def test_f3_slot_arithmetic_for_two_stages(
 ) -> None:
     depth = 2 + async_depth
     queue: InflightQueue[str] = InflightQueue(depth, num_stages=2)
-    assert [queue.next_slot(slot) for slot in range(depth)] == next_slots
-    assert [queue.next_first_rank_slot(slot) for slot in range(depth)] == first_rank_slots
+    assert [queue.slot(step + 1) for step in range(depth)] == next_slots
+    assert [queue.slot(step + 2) for step in range(depth)] == first_rank_slots
     assert [queue.slot(step) for step in range(2 * depth)] == [*range(depth), *range(depth)]
 
 
