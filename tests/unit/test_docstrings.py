@@ -49,7 +49,6 @@ ALLOWED: dict[str, int] = {
     "reports": 13,
     "runner": 102,
     "sample": 54,
-    "scheduler": 193,
     "server": 268,
     "simulator": 41,
     "speculation": 48,

@@ -1,9 +1,9 @@
-"""Who comes in: the checks at the door, and the check before a row is given.
+"""Checks requests when they arrive, and again before they get a row.
 
-At the door a request is refused that could never finish here, or before which too many stand in line. Before
+On arrival, a request is refused that could never finish here, or that finds too many waiting. Before
 it starts, all its known tokens must fit the free blocks, with one block to spare for each running request, so
-that those can go on for a while before somebody must be preempted for them. First come, first served is the
-doing of `scheduler.queues`.
+that those can go on for a while before a request must be preempted for them. `scheduler.queues` keeps the
+order of arrival.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ _MASK64 = 2**64 - 1
 
 
 class Admission:
-    """Turns requests into states, and says when one may start.
+    """Turns new requests into `RequestState`s, and decides whether one may start.
 
     Args:
-        config: how many may wait.
-        allocator: of KV blocks; asked, never changed.
+        config: bounds on the number of waiting requests and tokens.
+        allocator: the allocator of KV blocks; read, never changed.
         max_model_len: longest prompt + output, in tokens, that the model takes.
         eos_token_ids: the model's own end-of-sequence ids.
-        seed: of the engine; requests without a seed derive theirs from it.
+        seed: seed of the engine, from which requests without a seed derive theirs.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class Admission:
         output_ids: Sequence[int] | None = None,
         num_scores: int = 0,
     ) -> list[RequestState]:
-        """Return the states of a request and of its followers; all are accepted, or none.
+        """Return the states of a request and of its followers; either all are accepted or none.
 
         Args:
             output_ids, num_scores: as in `Scheduler.add_request`.
@@ -88,8 +88,7 @@ class Admission:
         return [first, *others]
 
     def _num_shared(self, request: GenerationRequest) -> int:
-        """Tokens of the prompt that are found by whoever follows another: whole blocks before the last
-        token."""
+        """Return how many prompt tokens a follower can reuse: the whole blocks before the last token."""
         if not self._allocator.pool.cache.is_on:
             return 0
         return (len(request.prompt_token_ids) - 1) // self._allocator.block_size * self._allocator.block_size
@@ -105,7 +104,7 @@ class Admission:
             )
 
     def refuse_overload(self, queues: RequestQueues, num_tokens: int, num_requests: int = 1) -> None:
-        """Raise `OverloadedError` unless so many requests, of so many tokens in all, may wait."""
+        """Raise `OverloadedError` unless `num_requests` more requests of `num_tokens` tokens may wait."""
         limit = self._config.max_waiting_requests
         free_rows = self._config.max_num_seqs - len(queues.running)  # for those about to start
         if len(queues.waiting) + num_requests > limit + free_rows:
@@ -125,11 +124,14 @@ class Admission:
     def receive(
         self, request: GenerationRequest, now: float, output_ids: Sequence[int] = (), num_scores: int = 0
     ) -> RequestState:
-        """The state of a new request, or of one that had these outputs, and so many scores of its prompt,
-        before the core was lost.
+        """Return the state of a new request, or of one that another core had begun.
+
+        Args:
+            output_ids: tokens that the lost core had generated for it.
+            num_scores: scores of its prompt that the lost core had returned.
 
         Raises:
-            InvalidRequestError: it could never come to its end: the prompt is empty or too long.
+            InvalidRequestError: it could never finish, because the prompt is empty or too long.
         """
         prompt_len = len(request.prompt_token_ids)
         self._check_lengths(request)
@@ -160,13 +162,15 @@ class Admission:
         return self._allocator.has_room(request.num_to_prefill, cached_blocks, num_running)
 
     def _longest(self, prompt_len: int, sampling: SamplingParams) -> int:
-        """Tokens, prompt and output, at which it ends."""
+        """Return the length, prompt and output, at which a request ends."""
         wanted = sampling.max_tokens
         return self.max_len if wanted is None else min(self.max_len, prompt_len + wanted)
 
     def _check_lengths(self, request: GenerationRequest) -> None:
-        """Room for the prompt and, unless it is pooled or nothing is to be generated, for one token more. The
-        last token of all needs no place in the KV cache, but where it is pooled it does."""
+        """Raise `InvalidRequestError` unless the prompt, and one more token where one is generated, has room.
+
+        The last token of all needs no place in the KV cache, except where the prompt is pooled.
+        """
         prompt_len, sampling = len(request.prompt_token_ids), request.sampling
         is_pooled = request.pooling is not None
         least = 0 if is_pooled or sampling.max_tokens == 0 else 1
@@ -229,7 +233,7 @@ def _logit_changes(sampling: SamplingParams) -> LogitChanges | None:
 
 
 def derive_seed(engine_seed: int, arrival: int) -> int:
-    """A seed in [0, 2**63) for the `arrival`-th request of an engine: the output function of SplitMix64.
+    """Return a seed in [0, 2**63) for the `arrival`-th request of an engine, by SplitMix64.
 
     Source: Steele, Lea, Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014.
     """

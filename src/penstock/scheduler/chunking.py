@@ -1,4 +1,4 @@
-"""How many tokens of whom go into one plan: the plain rules, without knowledge of times.
+"""Sizes the parts of a plan by plain rules, without knowledge of times.
 
 With costs of the stages known, `scheduler.pacing` sizes chunks instead. Here prompts are cut at multiples of
 the chunk size, counted from the start of the prompt, whatever else is in the plan: a chunk that does not fit
@@ -17,21 +17,21 @@ from penstock.config.engine import SchedulerConfig
 
 
 class PromptBudget(Protocol):
-    """What is left of a plan for prompt chunks."""
+    """The room for prompt chunks that is left in a plan."""
 
     def take(self, start: int, remaining: int) -> int:
-        """Tokens of a chunk that begins at position `start` of a prompt with `remaining` more; 0: no room."""
+        """Return the tokens of a chunk from position `start`, with `remaining` left; 0 for lack of room."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenBudget:
-    """The limits of a plan.
+    """The token limits of a plan.
 
     Attributes:
-        max_tokens: of the whole plan.
-        chunk: prompt tokens of one request at most.
-        max_decodes_beside_prefill: decode rows at most when somebody has prompt tokens to run, so that a
+        max_tokens: tokens of the whole plan.
+        chunk: most prompt tokens of one request.
+        max_decodes_beside_prefill: most decode rows while any request has prompt tokens to run, so that a
             chunk still fits. Felt only where `max_num_batched_tokens` is scarcely above `max_num_seqs`.
         num_stages: P.
     """
@@ -43,7 +43,7 @@ class TokenBudget:
 
     @classmethod
     def from_config(cls, config: SchedulerConfig, num_stages: int) -> TokenBudget:
-        """Prefill keeps room for one chunk, decode for all rows that there can be or half of the plan."""
+        """Return a budget that keeps room for one chunk, and for all decode rows or half of the plan."""
         max_tokens = config.max_num_batched_tokens
         kept_for_decodes = min(config.max_num_seqs, max_tokens // 2)
         chunk = min(config.prefill_chunk, max_tokens - kept_for_decodes)
@@ -55,12 +55,12 @@ class TokenBudget:
         )
 
     def decode_quota(self, num_decoding: int, prefill_tokens: int, micro_batches: int | None = None) -> int:
-        """Decode rows of one plan, of `micro_batches` (default P) in a cycle: an equal part, rounded up."""
+        """Return the decode rows of one plan: an equal part for each micro-batch, rounded up."""
         share = -(-num_decoding // (micro_batches or self.num_stages))
         return min(share, self.max_decodes_beside_prefill if prefill_tokens else self.max_tokens)
 
     def for_prompts(self, num_decodes: int, backlog: int) -> FixedBudget:
-        """Of one plan with `num_decodes` decodes.
+        """Return the prompt budget of one plan that has `num_decodes` decodes.
 
         Once it has 1/P of the `backlog`, the prompt tokens that wait or are in flight, a plan takes no
         further chunk, so that a burst of prompts fills the pipe instead of one plan. But never less than a
@@ -71,11 +71,11 @@ class TokenBudget:
 
 
 class FixedBudget:
-    """Chunks of one size.
+    """A prompt budget that gives out chunks of one size.
 
     Args:
-        num_tokens: that the plan has room for.
-        share: prompt tokens after which it takes no further chunk.
+        num_tokens: tokens that the plan has room for.
+        share: prompt tokens after which the plan takes no further chunk.
         chunk: tokens of a chunk, unless the prompt ends before.
     """
 
@@ -93,7 +93,7 @@ class FixedBudget:
 
 
 def yields_sample(end: int, known_len: int, max_len: int) -> bool:
-    """Whether a chunk that ends before position `end` samples a token (row E3).
+    """Return whether a chunk that ends before position `end` samples a token (row E3).
 
     It does when it reaches all `known_len` known tokens, unless the request may hold no further token.
     """

@@ -1,4 +1,4 @@
-"""How long each stage takes for a plan, learnt from what the stages report.
+"""Learns how long each stage takes for a plan, from what the stages report.
 
     seconds = overhead                             take, put, copying
             + max(read, per_token x tokens)        the layers: weights are read while rows are multiplied
@@ -37,7 +37,7 @@ _NEGLIGIBLE = 1e-12
 
 
 class StepShape(NamedTuple):
-    """What of a plan decides its time."""
+    """The quantities of a plan that decide how long it takes."""
 
     tokens: int
     attended: int  # sum over the tokens of the positions that each attends to
@@ -50,13 +50,13 @@ class StepShape(NamedTuple):
 
 
 def attended_by(start: int, num_tokens: int) -> int:
-    """Positions that the tokens `[start, start + num_tokens)` of one sequence attend to, each its own too."""
+    """Return how many positions the tokens `[start, start + num_tokens)` attend to, their own included."""
     return num_tokens * start + num_tokens * (num_tokens + 1) // 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageCost:
-    """Seconds of one stage; see the module."""
+    """The seconds that one stage takes, as coefficients; the module docstring has the formula."""
 
     read: float
     per_token: float
@@ -73,7 +73,7 @@ class StageCost:
 
 
 class StepSample(NamedTuple):
-    """What a stage reported of a step, in seconds; waiting is left out."""
+    """The times that a stage reported of a step, in seconds, without waiting."""
 
     shape: StepShape
     forward_s: float
@@ -82,7 +82,7 @@ class StepSample(NamedTuple):
 
 
 class CostModel:
-    """Costs of all stages.
+    """The costs of all stages.
 
     Args:
         num_stages: P.
@@ -93,10 +93,10 @@ class CostModel:
         self._shared = [_StageSamples() for _ in range(num_stages)] if num_stages > 1 else self._alone
 
     def learn(self, stage: int, samples: Iterable[StepSample], *, alone: bool) -> None:
-        """Take in what a stage reported of steps with tokens.
+        """Learn from the times that a stage reported of steps with tokens.
 
         Args:
-            alone: no other stage computed meanwhile.
+            alone: whether no other stage computed meanwhile.
         """
         kept = (self._alone if alone else self._shared)[stage]
         for sample in samples:
@@ -104,7 +104,7 @@ class CostModel:
         kept.fit()
 
     def costs(self, *, alone: bool = False) -> list[StageCost] | None:
-        """By stage; None while a stage is unknown."""
+        """Return the costs by stage, or None while a stage is unknown."""
         costs = [stage.cost for stage in (self._alone if alone else self._shared)]
         known = [cost for cost in costs if cost is not None]
         return known if len(known) == len(costs) else None
@@ -149,8 +149,7 @@ class _StageSamples:
 
 
 class _Averages:
-    """Moving averages of like rows. The weight of those that are not seen again sinks, until they are
-    forgotten for newer ones."""
+    """Moving averages of similar samples; the weight of old ones sinks until newer ones replace them."""
 
     def __init__(self) -> None:
         self._rows: dict[
@@ -165,7 +164,7 @@ class _Averages:
         return [row for _, row in self._rows.values()]
 
     def weights(self) -> list[float]:
-        """Of each row: 1 if it was seen just now."""
+        """Return the weight of each row: 1 if it was seen just now, less the older it is."""
         ages = [self._time - seen for seen, _ in self._rows.values()]
         return [max(0.5 ** (age / _HALF_LIFE), _OLDEST_WEIGHT) for age in ages]
 
@@ -178,7 +177,7 @@ class _Averages:
 
 
 def _size_class(number: int) -> int:
-    """Numbers that differ by less than a quarter or so share a class."""
+    """Return a class number that sizes within about a quarter of each other share."""
     bits = number.bit_length()
     return number if bits <= 2 else 4 * bits + ((number >> (bits - 3)) & 3)
 
@@ -221,7 +220,7 @@ def fit_roofline(
 
 
 def _tell_attention(rows: Sequence[Sequence[float]]) -> bool:
-    """Whether what is attended to can be told from what is multiplied."""
+    """Return whether the samples can tell the cost of attention from that of multiplication."""
     pairs = combinations(sorted((row[0], row[1]) for row in rows), 2)
     return any(big <= 1.25 * small and 4.0 * min(a, b) <= max(a, b) for (small, a), (big, b) in pairs)
 
@@ -266,7 +265,7 @@ def _non_negative(rows: Sequence[Sequence[float]], targets: Sequence[float]) -> 
 
 
 def _least_squares(rows: Sequence[Sequence[float]], targets: Sequence[float]) -> list[float] | None:
-    """Coefficients for which `rows @ coefficients` is nearest to the targets; None if not determined."""
+    """Return the coefficients that bring `rows @ coefficients` nearest to the targets, if determined."""
     width = len(rows[0])
     scale = [max(max(abs(row[i]) for row in rows), _NEGLIGIBLE) for i in range(width)]
     unit = [[row[i] / scale[i] for i in range(width)] for row in rows]

@@ -1,4 +1,4 @@
-"""Which grammars the last stage has: what each row may be sampled by is decided here, and nowhere else (DR5).
+"""Tracks which grammars the last stage has built; here alone it is decided how rows are constrained (DR5).
 
     plan n       a row enters, of grammar 7 (`NewRow.grammar`)    the last stage begins to build it
     plan n + 1   its prompt, but for the last token               other rows go on
@@ -37,7 +37,9 @@ BYTES_AT_LEAST = 1 << 20  # more than the larger part of them ever gets to
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Grammar:
-    """Attributes:
+    """A grammar that the last stage builds, has built, or keeps for later requests.
+
+    Attributes:
     num_bytes: estimated.
     rows: requests that hold a row with it.
     """
@@ -50,9 +52,11 @@ class _Grammar:
 
 
 class GrammarBuilds:
-    """Args:
-    max_bytes: of all that a rank of the last stage has, as estimated. What is larger is there alone.
-    max_unused: see `MAX_UNUSED`.
+    """The grammars that rows use or may use again, as the ranks of the last stage hold them.
+
+    Args:
+        max_bytes: estimated bytes of all grammars on a rank of the last stage; a larger one is there alone.
+        max_unused: most grammars kept without a row; see `MAX_UNUSED`.
     """
 
     def __init__(self, max_bytes: int, max_unused: int = MAX_UNUSED) -> None:
@@ -68,7 +72,7 @@ class GrammarBuilds:
         return any(grammar.rows and not grammar.is_built for grammar in self._known.values())
 
     def is_built(self, request: RequestState) -> bool:
-        """Whether a request that would enter now could be sampled at once."""
+        """Return whether the request could be sampled at once if it entered now."""
         structured = _wanted(request)
         if structured is None:
             return True
@@ -76,7 +80,10 @@ class GrammarBuilds:
         return grammar is not None and grammar.is_built
 
     def has_room(self, request: RequestState) -> bool:
-        """Whether its grammar may be there beside those of the rows. In the end it has: the rows go."""
+        """Return whether the request's grammar fits beside those that rows use.
+
+        A grammar that is too large fits once no row uses another, so that every request can start in the end.
+        """
         structured = _wanted(request)
         if structured is None or not (in_use := [known for known in self._known.values() if known.rows]):
             return True
@@ -85,8 +92,10 @@ class GrammarBuilds:
         return others == 0 or others + _estimated(key) <= self._max_bytes
 
     def is_kept_by_older(self, request: RequestState, arrival: int) -> bool:
-        """Return whether the request needs no room: it has no grammar, or a row that is older than `arrival`
-        has the same."""
+        """Return whether the request needs no further room for a grammar.
+
+        It needs none if it has no grammar, or if a row that is older than `arrival` has the same.
+        """
         structured = _wanted(request)
         if structured is None:
             return True
@@ -94,7 +103,7 @@ class GrammarBuilds:
         return grammar is not None and any(row.arrival < arrival for row in grammar.rows)
 
     def enter(self, request: RequestState) -> int:
-        """It gets a row: the number of its grammar."""
+        """Register a request that gets a row, and return the number of its grammar."""
         structured = _wanted(request)
         if structured is None:
             return NO_GRAMMAR
@@ -111,7 +120,7 @@ class GrammarBuilds:
         return grammar.number
 
     def leave(self, request: RequestState) -> None:
-        """It has lost its row."""
+        """Release the grammar of a request that has lost its row."""
         if request.grammar == NO_GRAMMAR:
             return
         grammar = self._by_number[request.grammar]
@@ -121,11 +130,11 @@ class GrammarBuilds:
             self._leave_unused(grammar)
 
     def settle(self, reports: Iterable[BuiltGrammar]) -> list[tuple[RequestState, BuiltGrammar]]:
-        """Apply reports of the last stage; rows of the grammars that are built may be sampled from now on.
+        """Apply reports of the last stage: rows whose grammar is built may be sampled from now on.
 
         Returns:
-            Requests whose grammar cannot be built there, and the reports why. The requests have to end; a
-            later request for the same grammar tries again.
+            The requests whose grammar cannot be built there, with the reports that say why. They have
+            to end; a later request for the same grammar tries again.
         """
         failed = []
         for report in reports:
@@ -141,12 +150,12 @@ class GrammarBuilds:
         return failed
 
     def take_dropped(self) -> list[int]:
-        """For the plan that is issued now."""
+        """Return the numbers of grammars that the plan being issued tells the ranks to drop."""
         dropped, self._dropped = self._dropped, []
         return dropped
 
     def forget_all(self) -> None:
-        """The ranks have forgotten all, and nobody has a row."""
+        """Forget all grammars, since the ranks have forgotten them and no request has a row."""
         for grammar in self._known.values():
             for request in grammar.rows:
                 request.grammar, request.awaits_grammar = NO_GRAMMAR, False
@@ -165,7 +174,7 @@ class GrammarBuilds:
         assert sorted(held) == with_grammar, "a grammar is held without a row"
 
     def _leave_unused(self, grammar: _Grammar) -> None:
-        """Its last row has gone."""
+        """Drop a grammar whose last row has gone, or keep it for later requests if it is built."""
         if not grammar.is_built:
             self._drop(grammar)
             return
@@ -173,7 +182,7 @@ class GrammarBuilds:
         self._drop_unused()
 
     def _drop_unused(self) -> None:
-        """As many as are too many."""
+        """Drop the longest unused grammars, as many as exceed the bounds."""
         unused = [grammar for grammar in self._known.values() if not grammar.rows]
         num_bytes = sum(grammar.num_bytes for grammar in self._known.values())
         num_kept = len(unused)
@@ -190,7 +199,7 @@ class GrammarBuilds:
 
 
 def _wanted(request: RequestState) -> StructuredOutputs | None:
-    """What it is to be sampled by, if a token of it is to be sampled."""
+    """Return what constrains the request's samples, or None if no further token is to be sampled."""
     return request.sampling.structured if len(request.token_ids) < request.max_len else None
 
 
@@ -199,5 +208,5 @@ def _key(structured: StructuredOutputs) -> bytes:
 
 
 def _estimated(key: bytes) -> int:
-    """Bytes that it takes on a rank."""
+    """Return the estimated bytes that a grammar takes on a rank."""
     return BYTES_AT_LEAST + BYTES_PER_BYTE * len(key)

@@ -1,4 +1,4 @@
-"""The way in: requests are checked and join the line, and those that wait for too long leave it.
+"""Checks new requests, puts them in line, and ends those that have waited too long.
 
     request ──admission──▶ line ──▶ (`scheduler.placement` starts requests)
                              └── longer than `queue_timeout_s` without a start ──▶ error
@@ -22,8 +22,8 @@ class Intake:
     """The line of requests that have not started, from its end to its head.
 
     Args:
-        admission: refuses what can never run here.
-        prefixes: hears of each request that joins.
+        admission: refuses requests that can never run here.
+        prefixes: is told of each request that joins.
         queue_timeout_s: how long a request may wait for its first start.
         clock: monotonic seconds.
     """
@@ -46,7 +46,7 @@ class Intake:
 
     @property
     def max_len(self) -> int:
-        """Longest prompt + output served: the model's, or what the KV pool holds, whichever is less."""
+        """The longest prompt + output served: the lesser of the model's limit and the KV pool's."""
         return self._admission.max_len
 
     def add_request(
@@ -76,7 +76,6 @@ class Intake:
         return updates
 
     def next_expiry(self) -> float | None:
-        """Clock time at which `expire_requests` has something to do; None while nobody waits for a first
-        start."""
+        """Return the clock time at which `expire_requests` next has work, or None if no new request waits."""
         request = self._queues.first_new()
         return None if request is None else request.arrival_time + self._queue_timeout_s

@@ -10,7 +10,7 @@ from penstock.scheduler.queues import NO_STEP, RequestState
 
 
 class IssuedSteps:
-    """The drafts of all plans that were issued and are not settled.
+    """The plans that were issued and are not settled.
 
     Attributes:
         returned_step: the last step whose result has come.
@@ -27,7 +27,7 @@ class IssuedSteps:
         return len(self._issued)
 
     def issue(self, draft: PlanBuilder) -> int:
-        """Note a plan that is issued now.
+        """Record a plan that is issued now.
 
         Returns:
             The step up to which earlier stages consume token returns before this plan.
@@ -38,23 +38,23 @@ class IssuedSteps:
         return self._consume_through
 
     def settle(self, step_id: int) -> PlanBuilder:
-        """Take out the step whose result has come."""
+        """Remove the step whose result has come, and return its plan."""
         self.returned_step = step_id
         issued = self._issued.pop(step_id)
         self.prefill_tokens -= issued.prefill_tokens
         return issued
 
     def requests_of(self, step_id: int) -> list[str]:
-        """Whose tokens a step in flight computes; nobody's when it is a probe, or in flight no more."""
+        """Return the ids of the requests in a step; none if it is a probe or not in flight."""
         issued = self._issued.get(step_id)
         return [] if issued is None else [request.request_id for request in issued.requests]
 
     def rows(self) -> set[int]:
-        """The rows of all steps in flight."""
+        """Return the rows of all steps in flight."""
         return {row for issued in self._issued.values() for row in issued.all_rows}
 
     def pending(self) -> list[RequestState]:
-        """One entry for each id that is to come, if all drafts are right."""
+        """Return one entry for each id that is still to come if all drafts are right."""
         return [
             request
             for issued in self._issued.values()

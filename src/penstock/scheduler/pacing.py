@@ -1,6 +1,6 @@
-"""How large a plan should be, in time: micro-batches of equal length, and none that others wait long for.
+"""Sizes plans by time: micro-batches of equal length, and none that delays other requests for long.
 
-Answers three questions of `scheduler.placement` from the costs of the stages (`scheduler.cost_model`):
+It answers three questions of `scheduler.placement` from the costs of the stages (`scheduler.cost_model`):
 
 - Into how many micro-batches are the decoding requests split? Into as many as fill the pipe
   (`PlanDepth`), unless fewer have the shorter cycle: each of them reads the weights again (d10).
@@ -39,12 +39,12 @@ _NEGLIGIBLE_S = 1e-9
 
 
 class WireTime(NamedTuple):
-    """What a plan takes between the stages and back, in seconds.
+    """The time that a plan takes between the stages and back, in seconds.
 
     Attributes:
-        latency: of all ways together, whatever they carry.
-        per_token: that one link takes for the hidden states of a token.
-        num_links: between hosts. A link carries one plan at a time, as a stage computes one at a time.
+        latency: seconds of all links together, whatever they carry.
+        per_token: seconds that one link takes for the hidden states of a token.
+        num_links: links between hosts. A link carries one plan at a time, as a stage computes one at a time.
     """
 
     latency: float = 0.0
@@ -52,7 +52,7 @@ class WireTime(NamedTuple):
     num_links: int = 0
 
     def of_links(self, num_tokens: int) -> list[float]:
-        """Return what each link takes for the hidden states of a plan."""
+        """Return the seconds that each link takes for the hidden states of a plan."""
         return [self.per_token * num_tokens] * self.num_links
 
 
@@ -60,12 +60,12 @@ NO_WIRE_TIME = WireTime()
 
 
 class PlanDepth(Protocol):
-    """Says how many plans fill the pipe.
+    """The number of plans that fill the pipe, which may change with what it learns.
 
     Attributes:
-        number: of plans that do, now.
-        largest: that `number` may become; what plans in flight need is allocated for it.
-        wire: what plans take between stages.
+        number: plans that fill the pipe now.
+        largest: largest value that `number` may take; what plans in flight need is allocated for it.
+        wire: the time that plans take between stages.
     """
 
     number: int
@@ -73,11 +73,11 @@ class PlanDepth(Protocol):
     wire: WireTime
 
     def planned(self, draft: PlanBuilder) -> None:
-        """Note what a plan has in it that is issued now."""
+        """Record the contents of a plan that is issued now."""
 
 
 class Costs(Protocol):
-    """Knows what stages cost; `CostModel` does once it was taught."""
+    """The known costs of the stages; `CostModel` implements it."""
 
     def costs(self, *, alone: bool = False) -> list[StageCost] | None:
         """Return the costs by stage; None while a stage is unknown."""
@@ -85,7 +85,7 @@ class Costs(Protocol):
 
 
 class FixedDepth:
-    """One plan for each stage: there is no wire between stages that could hold another.
+    """A depth of one plan for each stage, since no wire between stages could hold another.
 
     Args:
         num_stages: P.
@@ -97,7 +97,7 @@ class FixedDepth:
         self.number = self.largest = num_stages
 
     def planned(self, draft: PlanBuilder) -> None:
-        """Nothing follows from it."""
+        """Do nothing, since the depth never changes."""
 
 
 class Pacing:
@@ -105,9 +105,9 @@ class Pacing:
 
     Args:
         model: costs of the stages; others may go on teaching it.
-        budget: the limits of a plan, which stand.
-        depth: says how many plans fill the pipe, and what a wire between stages takes.
-        inter_token_target_s: to be kept by prompts that run beside decodes.
+        budget: the token limits of a plan, which hold in any case.
+        depth: how many plans fill the pipe, and what a wire between stages takes.
+        inter_token_target_s: inter-token time that prompts must keep while they run beside decodes.
     """
 
     def __init__(
@@ -120,7 +120,7 @@ class Pacing:
         self._num_micro_batches = depth.number
 
     def num_micro_batches(self, num_decoding: int, attended: int) -> int:
-        """Return the micro-batches of one cycle while nobody prefills.
+        """Return the number of micro-batches in one cycle while there are no prompts to run.
 
         They are at most as many as fill the pipe: more lengthen the cycle, since the slowest stage runs all.
         Their number changes only for a clear gain; where it is above that of the stages it follows the wire.
@@ -159,11 +159,11 @@ class Pacing:
         return splits
 
     def prompt_budget(self, decodes: StepShape, *, anybody_decodes: bool, backlog: int) -> PromptBudget:
-        """What one plan may take of prompts; by the plain rules while the costs are unknown.
+        """Return the room for prompts in one plan; plain rules apply while the costs are unknown.
 
         Args:
-            decodes: of this plan.
-            anybody_decodes: in this plan or another: whether somebody waits for the cycle.
+            decodes: shape of this plan's decodes.
+            anybody_decodes: whether a request decodes in this plan or another, and so waits for the cycle.
             backlog: prompt tokens that wait or are in flight.
         """
         costs = self._model.costs()
@@ -184,15 +184,17 @@ class Pacing:
         )
 
     def _share(self, costs: list[StageCost], backlog: int, decodes: StepShape) -> int:
-        """Prompt tokens for one plan: what passes the pipe soonest, but no more than an equal part of the
-        backlog, so that the plans in flight are alike."""
+        """Return the prompt tokens for one plan, so that they pass the pipe soonest.
+
+        They are at most an equal part of the backlog, so that the plans in flight are alike.
+        """
         share = -(-backlog // self._budget.num_stages)
         if self._budget.num_stages > 1:
             share = min(share, max(self._soonest(cost, backlog, decodes) for cost in costs))
         return max(share, MIN_CHUNK)
 
     def _soonest(self, cost: StageCost, backlog: int, decodes: StepShape) -> int:
-        """Tokens of a chunk with which the backlog passes the pipe about as soon as it can."""
+        """Return the chunk size, in tokens, with which the backlog passes the pipe about soonest."""
         per_token = max(cost.per_token, _NEGLIGIBLE_S)
         fixed_s = cost.seconds(decodes) if decodes.tokens else cost.overhead
         others = self._budget.num_stages - 1
@@ -208,8 +210,7 @@ class Pacing:
         return round(min(largest, backlog))
 
     def _seconds_beside(self, cost: StageCost, decodes: StepShape) -> float:
-        """What a stage may spend on prompts in a plan that somebody's next token waits for: what the target
-        leaves, but at least some."""
+        """Return the seconds that a stage may spend on prompts in a plan that decodes wait for."""
         alone_s = cost.seconds(decodes)
         until_s = max(self._target_s / self._depth.number, _LENGTHEN * alone_s)
         # While the weights are read, more rows than those of the decodes may be multiplied.
@@ -217,11 +218,13 @@ class Pacing:
 
 
 class PlainPacing:
-    """Where times are not known, or would decide tokens: micro-batches that fill the pipe, plain chunks.
+    """Sizes plans without times, where these are unknown or would change tokens.
+
+    Micro-batches fill the pipe, and chunks have the plain size.
 
     Args:
-        budget: the limits of a plan.
-        depth: says how many plans fill the pipe.
+        budget: the token limits of a plan.
+        depth: how many plans fill the pipe.
     """
 
     def __init__(self, budget: TokenBudget, depth: PlanDepth) -> None:
@@ -229,7 +232,7 @@ class PlainPacing:
         self._depth = depth
 
     def num_micro_batches(self, num_decoding: int, attended: int) -> int:
-        """Return as many as fill the pipe, and over a wire no fewer when all are made of equal size."""
+        """Return as many as fill the pipe; over a wire, as many as equal sizes allow."""
         number = self._depth.number
         if number <= self._budget.num_stages:
             return number
@@ -241,7 +244,7 @@ class PlainPacing:
 
 
 class TimedBudget:
-    """What is left of a plan for prompt chunks: seconds of each stage, and tokens."""
+    """The room for prompt chunks that is left in a plan: seconds of each stage, and tokens."""
 
     def __init__(
         self, costs: list[StageCost], seconds: list[float], *, num_tokens: int, max_chunk: int, min_chunk: int
@@ -254,9 +257,9 @@ class TimedBudget:
         self._is_untouched = True
 
     def take(self, start: int, remaining: int) -> int:
-        """Tokens of a chunk that begins at position `start` of a prompt with `remaining` more; 0: no room.
+        """Return the tokens of a chunk from position `start`, with `remaining` left; 0 if there is no room.
 
-        The first chunk of a plan is never refused for lack of time: prompts get on, whatever the target.
+        The first chunk of a plan is never refused for lack of time: prompts get on whatever the target.
         """
         wanted = min(self._max_chunk, remaining, self._num_tokens)
         if wanted <= 0:
@@ -281,7 +284,7 @@ class TimedBudget:
 
 
 def cycle_seconds(stage_seconds: list[float], micro_batches: int, latency: float = 0.0) -> float:
-    """Return the time from one token of a request to its next, when so many equal micro-batches go round.
+    """Return the time between two tokens of a request when `micro_batches` equal ones go round.
 
     A micro-batch passes all stages one after the other, and the slowest stage runs all micro-batches.
 
@@ -292,12 +295,12 @@ def cycle_seconds(stage_seconds: list[float], micro_batches: int, latency: float
 
 
 def _multiplying(cost: StageCost, start: int, num_tokens: int) -> float:
-    """Seconds that a chunk adds to a plan that is bound by arithmetic."""
+    """Return the seconds that a chunk adds to a plan that is bound by arithmetic."""
     return cost.per_token * num_tokens + cost.per_attended * attended_by(start, num_tokens)
 
 
 def _tokens_in(cost: StageCost, seconds: float, start: int) -> int:
-    """The largest n with per_token n + per_attended (n start + n^2 / 2) <= seconds."""
+    """Return the largest n with per_token n + per_attended (n start + n^2 / 2) <= seconds."""
     if seconds <= 0.0:
         return 0
     linear = cost.per_token + cost.per_attended * start

@@ -1,4 +1,4 @@
-"""Which requests go into a plan: decodes first, then prompt chunks, then newcomers.
+"""Chooses the requests of a plan: decodes first, then prompt chunks, then newcomers.
 
 Cadence (row E8). A request's next decode may go into step n when the result of its last sampling step s has
 returned, or when n - s >= P: in a full pipe once per trip, with at most one sample per trip not yet returned.
@@ -39,13 +39,13 @@ _by_scheduled = attrgetter("num_scheduled")
 
 
 class Placement:
-    """Fills drafts; gives out rows and blocks, and takes them from whoever is preempted.
+    """Fills plans with requests; gives out rows and blocks, and takes them back by preemption.
 
     Args:
         pacing: sizes plans, by time where times are known and do not decide tokens.
-        depth: says how many plans fill the pipe, and hears of those that are made.
-        micro_batches: that the decoding requests are split into, if not up to `pacing`.
-        grammars: of the rows; whoever gets or loses one passes there.
+        depth: how many plans fill the pipe.
+        micro_batches: micro-batches that the decoding requests are split into; None: `pacing` decides.
+        grammars: grammars of the rows; told of each request that gets or loses a row.
         clock: monotonic seconds.
 
     Attributes:
@@ -86,12 +86,12 @@ class Placement:
     def fill(
         self, draft: PlanBuilder, returned_step: int, prefill_in_flight: int, *, newcomers: bool = True
     ) -> None:
-        """Place everybody who may run in the draft's step.
+        """Place all requests that may run in the draft's step.
 
         Args:
             returned_step: the last step settled.
             prefill_in_flight: prompt tokens of the steps since.
-            newcomers: whether somebody may start who never has.
+            newcomers: whether requests may start that never have.
         """
         prefill_tokens = self._count_prefill_tokens()
         self.has_prompts = prefill_tokens > 0
@@ -104,8 +104,10 @@ class Placement:
             self._admit(draft, budget, newcomers)
 
     def settle_orders(self, finished: list[OrderResult], use: StoreUse) -> None:
-        """As `PrefixReuse.settle_orders`. Who has begun behind blocks that have not come begins again, and so
-        do all that have come after him."""
+        """Apply what ranks report of orders, as `PrefixReuse.settle_orders` does.
+
+        If awaited blocks failed to load, restart their request and every running one that arrived after it.
+        """
         request = self._prefixes.settle_orders(finished, use)
         while request is not None and request.phase is RequestPhase.RUNNING:
             self._preempt_youngest()
@@ -116,12 +118,12 @@ class Placement:
         self._grammars.check_invariants(self._queues.running)
 
     def _count_prefill_tokens(self) -> int:
-        """Prompt tokens that could run now: of running requests, and of the line if a row is free."""
+        """Return the prompt tokens that could run now, those in line included if a row is free."""
         running = sum(request.num_runnable for request in self._queues.prefilling())
         return running + (self._queues.backlog_tokens if self._rows.num_free else 0)
 
     def _choose_micro_batches(self, decoding: list[RequestState], prefill_tokens: int) -> int:
-        """As asked; else by a cycle's time, and at least P while there are prompts to run."""
+        """Return the configured number, or the best by time; at least P while prompts run."""
         num_stages, largest = self._budget.num_stages, self._depth.largest
         if self._micro_batches is not None:
             return min(self._micro_batches, largest)
@@ -133,7 +135,7 @@ class Placement:
 
     @property
     def lag(self) -> int:
-        """Plans after which a request may go again though its result is not back.
+        """The number of plans after which a request may go again although its result is not back.
 
         Over a wire chunks of prompts are in flight between the micro-batches: a decode that came too early
         would hold them up at the first stage until its token is there.
@@ -165,12 +167,14 @@ class Placement:
                     draft.add_decode(request, blocks)
 
     def _must_wait(self, request: RequestState) -> bool:
-        """Whether it goes on when its result is back, and not before: what it says next is worth guessing, or
-        is guessed already by a window that may turn out void."""
+        """Return whether a request may go on only when its result is back.
+
+        It waits if its next tokens are worth guessing, or if a window ahead of it may turn out void.
+        """
         return request.num_windows_ahead > 0 or (request.awaits_result and not self.has_prompts)
 
     def _grow_by_one(self, request: RequestState, step_id: int) -> list[int] | None:
-        """Blocks for one more token, preempting younger requests for them; None: skip this plan."""
+        """Return blocks for one more token, preempting younger requests; None: skip this plan."""
         while (blocks := self._allocator.grow(request.arrival, request.num_scheduled + 1)) is None:
             if choose_victim(self._queues.running, request, step_id) is None:
                 return None
@@ -183,7 +187,7 @@ class Placement:
         self.num_preemptions += 1
 
     def _prompt_budget(self, draft: PlanBuilder, anybody_decodes: bool, backlog: int) -> PromptBudget:
-        """What the plan, which has its decodes, may take of prompts."""
+        """Return the room for prompts in a plan that has its decodes."""
         decodes = StepShape(draft.num_decodes, draft.attended, draft.num_decodes)
         return self._pacing.prompt_budget(decodes, anybody_decodes=anybody_decodes, backlog=backlog)
 

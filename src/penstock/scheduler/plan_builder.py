@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 
 class PlanBuilder:
-    """The rows so far. Placing a request moves its *scheduled* clock on."""
+    """The rows of a plan so far. Placing a request advances its *scheduled* clock."""
 
     def __init__(self, step_id: int) -> None:
         self.step_id = step_id
@@ -37,7 +37,7 @@ class PlanBuilder:
         self.need_sampled: list[bool] = []
         self.token_from: list[int] = []
         self.new_rows: list[NewRow] = []
-        self.entering: list[RequestState] = []  # of these, who have no tokens in the plan
+        self.entering: list[RequestState] = []  # requests of these that have no tokens in the plan
         self.sampling: list[RequestState] = []  # aligned with the True entries of need_sampled
         self.drafts: dict[int, list[int]] = {}  # by row index
         self.awaited: list[int] = []
@@ -50,34 +50,36 @@ class PlanBuilder:
 
     @property
     def window_sizes(self) -> list[int]:
-        """Of each request of `sampling`, how many of its positions are sampled."""
+        """The number of sampled positions of each request of `sampling`."""
         return window_sizes(self.need_sampled, self.num_tokens, self.drafts)
 
     @property
     def attended(self) -> int:
-        """Positions that the tokens attend to, all together: without the drafts that were rejected before,
-        which plans count as positions."""
+        """The positions that all tokens together attend to.
+
+        Drafts that were rejected before are left out, although plans count them as positions.
+        """
         rows = zip(self.requests, self.start_positions, self.num_tokens, strict=True)
         return sum(attended_by(start - request.num_rejected, count) for request, start, count in rows)
 
     @property
     def prefill_tokens(self) -> int:
-        """Those that are neither decodes nor drafts."""
+        """The number of tokens that are neither decodes nor drafts."""
         rows = zip(self.num_tokens, self.token_from, strict=True)
         return sum(count for count, source in rows if source == KNOWN)
 
     @property
     def all_rows(self) -> list[int]:
-        """Those that only enter too."""
+        """The rows of the plan, those included that only enter."""
         return [*self.rows, *(new.row for new in self.new_rows)]
 
     def add_decode(self, request: RequestState, blocks: list[int]) -> None:
-        """One token, the one that the request's last sampling step yields."""
+        """Add one token of a request: the one that its last sampling step yields."""
         self.token_from.append(request.last_sampled_step)
         self._add(request, 1, blocks, True)
 
     def add_drafts(self, index: int, draft_ids: Sequence[int], blocks: list[int]) -> None:
-        """A decode of the plan brings these behind its token. All rows so far must be decodes."""
+        """Add drafts behind the token of a decode row. All rows so far must be decodes."""
         request, num_drafts = self.requests[index], len(draft_ids)
         self.drafts[index] = list(draft_ids)
         self.num_tokens[index] += num_drafts
@@ -87,8 +89,11 @@ class PlanBuilder:
         request.guessed_ids = list(draft_ids)
 
     def add_guessed_window(self, request: RequestState, draft_ids: Sequence[int], blocks: list[int]) -> None:
-        """Drafts that follow those in flight, and the id that is guessed for the last of them to yield. It is
-        the only row of the plan, so that stages can leave it out when a guess was wrong."""
+        """Add a window of guesses behind the drafts that are in flight.
+
+        Its first id is guessed for the last draft in flight to yield. The window is the only row of the plan,
+        so that stages can leave the plan out when a guess was wrong.
+        """
         assert not self.rows, "a guessed window is a plan of its own"
         self.token_from.append(GUESSED)
         self.drafts[0] = list(draft_ids)
@@ -98,12 +103,14 @@ class PlanBuilder:
         request.num_windows_ahead += 1
 
     def add_blocks(self, index: int, blocks: Sequence[int]) -> None:
-        """A row gets these, too."""
+        """Add blocks to a row of the plan."""
         self.new_blocks[index] = [*self.new_blocks[index], *blocks]
 
     def put_windows_last(self) -> None:
-        """Move rows with drafts behind the others: single tokens at the front are attended to together
-        (`attention.metadata`). All rows so far must be decodes."""
+        """Move rows with drafts behind the others. All rows so far must be decodes.
+
+        Single tokens at the front are attended to together (`attention.metadata`).
+        """
         if not self.drafts:
             return
         order = sorted(range(len(self.rows)), key=self.drafts.__contains__)
@@ -114,7 +121,7 @@ class PlanBuilder:
         self.drafts = {place: self.drafts[index] for place, index in enumerate(order) if index in self.drafts}
 
     def add_chunk(self, request: RequestState, num_tokens: int, blocks: list[int]) -> None:
-        """The next `num_tokens` of the tokens that were known when the request was admitted."""
+        """Add the next `num_tokens` of the tokens that were known when the request was admitted."""
         self.token_from.append(KNOWN)
         scored = plan_scores(request, len(self.rows), num_tokens)
         if scored is not None:

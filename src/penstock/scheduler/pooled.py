@@ -1,4 +1,4 @@
-"""Requests that end with a vector of their prompt, in place of tokens.
+"""Ends requests that want a vector of their prompt, in place of tokens.
 
 They are scheduled as any other: their prompt runs in chunks, and `max_len`, which is its length, leaves no
 room for a sample. With the last chunk the last stage has pooled the prompt, and that step's result ends them,
@@ -24,11 +24,13 @@ from penstock.scheduler.queues import RequestPhase, RequestState
 def returned_vectors(
     ending: Iterable[RequestState], result: StepResult
 ) -> Iterator[tuple[RequestState, bytes]]:
-    """The requests whose last step has returned, and their vectors; b"" of one that is not pooled, or whose
-    vector is not finite. Requests that have ended since are left out.
+    """Yield the requests whose last step has returned, with their vectors.
+
+    The vector is b"" where the request is not pooled, or its vector is not finite. Requests that have ended
+    since are left out.
 
     Args:
-        ending: those that yield no token; `result.pooled` runs over the pooled ones among them.
+        ending: requests that yield no token; `result.pooled` runs over the pooled ones among them.
     """
     vectors = iter(result.pooled)
     for request in ending:

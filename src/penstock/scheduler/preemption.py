@@ -1,12 +1,12 @@
-"""Who gives way when the KV pool is empty.
+"""Chooses the request that gives way when the KV pool is empty, and takes its row and blocks.
 
 The youngest running request does. It loses its row and its blocks, keeps its tokens, and comes back as the
 first in line, prefilling prompt and output again (row D10). Why nothing livelocks:
 
-- Only somebody younger ever gives way, so the oldest request always gets its block; it fits the pool alone,
+- Only a younger request ever gives way, so the oldest always gets its block; it fits the pool alone,
   as `scheduler.admission` has seen to.
-- A request that nobody younger can make room for keeps what it has and skips the plan.
-- A preempted request is admitted before everybody waiting. They are younger, unless their grammar waits for
+- A request for which no younger one can make room keeps what it has and skips the plan.
+- A preempted request is admitted before all that wait. They are younger, unless their grammar waits for
   room; then they start behind it, and it can give way to them.
 """
 
@@ -18,7 +18,7 @@ from penstock.scheduler.rows import RowPool
 
 
 def choose_victim(running: list[RequestState], needy: RequestState, step_id: int) -> RequestState | None:
-    """The running request that gives way to `needy`, or None when `needy` has to skip this plan.
+    """Return the running request that gives way to `needy`, or None if `needy` has to skip this plan.
 
     A request whose decode is in the plan being made (`step_id`) stays: its blocks are in use there. Requests
     are placed in the order of their last sample, so `needy` comes before it in the next plan.
@@ -30,12 +30,12 @@ def choose_victim(running: list[RequestState], needy: RequestState, step_id: int
 
 
 def preempt_youngest(queues: RequestQueues, rows: RowPool, allocator: BlockAllocator) -> None:
-    """The youngest running request loses its row and its blocks, and is the first in line."""
+    """Take row and blocks from the youngest running request, and put it first in line."""
     release(queues.running[-1], rows, allocator)
     queues.preempt_youngest()
 
 
 def release(request: RequestState, rows: RowPool, allocator: BlockAllocator) -> None:
-    """Free the row and the blocks of a running request, once; the next plan tells the ranks of the row."""
+    """Free the row and the blocks of a running request, once; the next plan announces the freed row."""
     rows.give_back(request.row)
     allocator.free(request.arrival)

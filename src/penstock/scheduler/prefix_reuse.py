@@ -1,7 +1,7 @@
-"""Between requests and the prefix cache: whose beginning is there already, and what becomes findable.
+"""Reuses the prefixes that the cache or the store holds, and names blocks that become reusable.
 
     positions       0 . . . . . . . . . . . . . . .
-    found           [ block ][ block ]                 computed before, by whomever; not computed again
+    found           [ block ][ block ]                 computed before, by any request; not computed again
     first chunk                       [ . . . . . ]    at least the newest known token: its logits are wanted
     findable        [ block ][ block ][ block ]        whole blocks of known tokens whose plan is issued
 
@@ -32,12 +32,14 @@ NO_MORE_NAMES = sys.maxsize  # as the number of blocks of a request that are nam
 
 
 class PrefixReuse:
-    """Args:
-    allocator: gives blocks out; without a cache nothing is ever found.
-    queues: of all requests; none of them runs when all is lost.
-    sessions: that keep what their requests leave.
-    tier: knows what is in the store; a request that begins so waits for it.
-    ledger: of what the ranks are told; who only asks what is found needs none.
+    """The link between requests and the prefix cache, with the store behind it.
+
+    Args:
+        allocator: gives blocks out; without a cache nothing is ever found.
+        queues: all requests; none of them runs when all is lost.
+        sessions: keep the blocks that their requests leave.
+        tier: knows what is in the store; a request whose prefix is there waits for it.
+        ledger: records what the ranks are told; a `NoLedger` suffices where no plan is issued.
 
     Attributes:
         sessions: to be opened and closed.
@@ -59,26 +61,28 @@ class PrefixReuse:
         self._flushes: list[CacheFlush] = []  # the newest, and those that still empty the store
         self._rank_use = NO_STORE_USE
         self.num_queried = self.num_found = 0
-        self._unproven: RequestState | None = None  # who has begun before his blocks were there
+        self._unproven: RequestState | None = None  # the request that has begun before its blocks were there
         self._numeric_class = ""  # of the ranks
 
     def enter(self, request: RequestState) -> None:
-        """It has come to wait: what the pool has not may be in the store. Whoever follows another finds what
-        that one has loaded."""
+        """Register a waiting request, and start to load blocks from the store that the pool lacks.
+
+        A follower loads nothing, because it finds what its leader has loaded.
+        """
         self.sessions.enter(request.session_id, request.arrival)
         if self._may_use_store and not _is_led(request):
             names = self._wanted(request)
             self._tier.fetch_blocks(request.arrival, names, len(self._allocator.find(names)))
 
     def must_wait(self, request: RequestState) -> bool:
-        """Whether more of its beginning is on its way from the store."""
+        """Return whether more of the request's prefix is on its way from the store."""
         return self._tier.must_wait(request.arrival)
 
     def must_follow(self, request: RequestState, num_found: int) -> bool:
-        """Whether more of its beginning is being computed for the request that it follows, or scored.
+        """Return whether the leader of the request still computes or scores more of their prompt.
 
         Args:
-            num_found: blocks that it could begin with now.
+            num_found: blocks that the request could begin with now.
         """
         leader = request.leader
         if leader is None or leader.phase is not RequestPhase.RUNNING:
@@ -88,7 +92,7 @@ class PrefixReuse:
         return max(num_found, leader.num_named) < request.num_shared // self._block_size
 
     def leave(self, request: RequestState) -> None:
-        """It goes; its session keeps what it could begin with if it came again."""
+        """Forget a request that ends; its session keeps the blocks that it could begin with again."""
         if request.session_id:
             names = request.block_hashes
             self.sessions.leave(
@@ -99,7 +103,7 @@ class PrefixReuse:
         self._tier.forget_request(request.arrival)
 
     def find(self, request: RequestState) -> list[int]:
-        """Blocks that the request could begin with now."""
+        """Return the cached blocks that the request could begin with now."""
         return self._allocator.find(self._wanted(request)) if self._is_on else []
 
     def attach(
@@ -120,7 +124,10 @@ class PrefixReuse:
             self.num_found += request.num_scheduled
 
     def note(self, request: RequestState) -> None:
-        """A plan for it was issued, or a token of it has become known: whole blocks are findable now."""
+        """Name the whole blocks of a request that have become reusable.
+
+        Call it when a plan for the request was issued, or when a token of it has become known.
+        """
         if not self._is_on or request.num_unproven or request.pooling is not None:
             return
         whole = min(request.num_scheduled, len(request.token_ids)) // self._block_size
@@ -132,25 +139,28 @@ class PrefixReuse:
                 self._tier.store_named(self._allocator.table(request.arrival)[first:whole], hashes)
 
     def issued(self, requests: list[RequestState]) -> tuple[list[TierOrder], int]:
-        """A plan is issued that runs these, or lets them enter: the orders that ride on it, and the digest of
-        `ResidencyLedger`."""
-        orders = self.take_orders()  # before the blocks that this plan fills are ordered
+        """Name the blocks that a plan fills, and return its orders and its residency digest.
+
+        Args:
+            requests: the requests that the plan runs, or lets enter.
+        """
+        orders = self.take_orders()  # before `note` orders that the blocks of this plan be stored
         residency = self._ledger.digest_after(requests, orders)
         for request in requests:
             self.note(request)
         return orders, residency
 
     def distrust(self, request: RequestState) -> None:
-        """Its numbers are no good: nobody is to begin with them, nor with those that it began with."""
+        """Remove the names of a request's blocks, so that no request reuses numbers that are not finite."""
         self._allocator.forget(request.block_hashes)
         self._tier.distrust(request.block_hashes)
 
     def flush(self, *, with_store: bool) -> CacheFlush:
-        """Nobody who starts from now on finds anything that was computed before, except in the store; with
-        the store, not there either once the flush is done.
+        """Hide all that was computed before from requests that start from now on.
 
-        Who runs goes on with the blocks that it has. What it computes hangs on what was computed before, so
-        none of it gets a name, until it has to start again.
+        Blocks in the store stay findable, unless `with_store` is set; then these go too.
+        Running requests go on with the blocks that they have. What they compute depends on what was computed
+        before, so none of it gets a name until they have to start again.
         """
         self._flushes = [flush for flush in self._flushes if flush.withholds]
         self._flushes.append(flush := CacheFlush(self._tier, with_store=with_store))
@@ -167,25 +177,25 @@ class PrefixReuse:
 
     @property
     def has_orders(self) -> bool:
-        """Whether a plan should go out although nobody may run."""
+        """Whether a plan should go out although no request may run."""
         return self._tier.has_orders
 
     def take_orders(self) -> list[TierOrder]:
-        """For the plan that is issued now."""
+        """Return the orders to ranks that ride on the plan being issued."""
         return self._tier.take_orders()
 
     def take_given_up(self) -> list[bytes]:
-        """Names of blocks that ranks are to forget, for the plan that is issued now, with its orders."""
+        """Return the names of blocks that the plan being issued tells ranks to forget."""
         return self._tier.take_given_up()
 
     def settle_orders(self, finished: list[OrderResult], use: StoreUse = NO_STORE_USE) -> RequestState | None:
-        """Take what became of orders to the ranks (`batch.TierOrder`), and order more.
+        """Apply what became of orders to the ranks (`batch.TierOrder`), and order more.
 
         Args:
-            use: of the store by the ranks, since the last call.
+            use: how the ranks have used the store since the last call.
 
         Returns:
-            Who has begun behind blocks that have not come, and must begin again.
+            The request that has begun behind blocks that failed to load, and must restart, if any.
         """
         if use is not NO_STORE_USE:
             self._rank_use = self._rank_use.plus(use)
@@ -194,23 +204,25 @@ class PrefixReuse:
         return next((request for request in failed if request is not None), None)
 
     def on_the_way(self, request: RequestState, num_found: int) -> list[int]:
-        """Blocks behind those found that come from the store, if it may begin before they are there: where
-        nobody else runs, whom it would keep waiting with it."""
+        """Return the blocks behind those found that are being loaded, if the request may begin before.
+
+        It may only where no other request runs, since a step that awaits blocks would delay the others too.
+        """
         if self._queues.running:
             return []
         first, coming = self._tier.on_the_way(request.arrival)
         return coming if first == num_found else []
 
     def awaited(self, request: RequestState) -> list[int]:
-        """Numbers of orders that a step of this request must wait for, layer by layer."""
+        """Return the numbers of the orders that a step of this request must wait for, layer by layer."""
         return self._tier.open_orders(request.arrival) if request.num_unproven else []
 
     def are_answered(self, orders: list[int]) -> bool:
-        """Whether all ranks have answered these orders to load."""
+        """Return whether all ranks have answered these orders to load."""
         return not orders or not self._tier.is_any_open(orders)
 
     def _prove(self, loaded: LoadedBlocks) -> RequestState | None:
-        """If somebody has begun with these already, he may go on, or is returned: he must begin again."""
+        """Return the request that began with these blocks if it must restart, since not all have come."""
         request = self._unproven
         if request is None or request.arrival != loaded.arrival:
             return None
@@ -230,14 +242,14 @@ class PrefixReuse:
         return request
 
     def next_look(self) -> float:
-        """Clock time at which `settle_orders` may have something to do though no rank has answered."""
+        """Return the clock time at which `settle_orders` may have work without an answer of a rank."""
         return self._tier.next_look()
 
     def lose_all(self) -> None:
-        """The ranks have lost what they had; whoever waits may find it in the store."""
+        """Forget what the ranks had, which is lost; waiting requests look in the store again."""
         self._unproven = None
         self._tier.lose_all()
-        # Who lives tells it again.
+        # The ranks that live report these two again.
         self._rank_use = msgspec.structs.replace(self._rank_use, switched_off=0, host_bytes_used=0)
         self._forget_all()
         self._ledger.forget_all()
@@ -245,9 +257,9 @@ class PrefixReuse:
             self.enter(request)
 
     def name_for(self, numeric_class: str) -> None:
-        """Name blocks from now on as ranks of this class compute them; nobody finds those of another class.
+        """Name blocks from now on as ranks of this numeric class compute them.
 
-        Nothing may be in flight.
+        Blocks of another class are not found any more. Nothing may be in flight.
         """
         if numeric_class == self._numeric_class:
             return
@@ -257,7 +269,7 @@ class PrefixReuse:
         self.lose_all()
 
     def meet_stores(self, sites: StoreSites, calls: StoreCalls) -> None:
-        """The ranks of a new epoch keep their parts of blocks at these sites; see `StorageTier.meet`."""
+        """Adopt the sites at which the ranks of a new epoch keep blocks; see `StorageTier.meet`."""
         self._tier.meet(sites, calls)
 
     def _forget_all(self) -> None:
@@ -265,11 +277,11 @@ class PrefixReuse:
         self.sessions.forget()
 
     def close(self) -> None:
-        """The last call."""
+        """Close the storage tier. No call may follow."""
         self._tier.close()
 
     def cache_stats(self) -> CacheStats:
-        """Of the pool, and of what was found in it."""
+        """Return the numbers of the pool and of what was found in it."""
         cache = self._allocator.pool.cache
         return CacheStats(
             num_blocks=self._allocator.num_blocks,
@@ -281,7 +293,7 @@ class PrefixReuse:
         )
 
     def store_stats(self) -> StoreStats:
-        """Of the store behind it."""
+        """Return the numbers of the store behind the pool."""
         totals = self._tier.totals
         return StoreStats(
             stored_blocks=totals.num_stored,
@@ -291,15 +303,18 @@ class PrefixReuse:
         )
 
     def _wanted(self, request: RequestState) -> list[bytes]:
-        """Names of all blocks that it could begin with: all whole ones before the last token that it must
-        run; none while tokens of its prompt are to be scored, or the hidden states of all are wanted."""
+        """Return the names of all blocks that the request could begin with.
+
+        These are all whole blocks before the last token that it must run. There are none while tokens of its
+        prompt are to be scored, or where the hidden states of all tokens are wanted.
+        """
         if request.wants_scores or request.pooling is not None:
             return []
         most = (request.num_to_prefill - 1) // self._block_size
         return self._hashes(request, most)[:most]
 
     def _hashes(self, request: RequestState, count: int) -> list[bytes]:
-        """Those of its first `count` blocks at least."""
+        """Return the names of at least the first `count` blocks of the request."""
         known = request.block_hashes
         if len(known) < count:
             start = len(known) * self._block_size
@@ -310,5 +325,5 @@ class PrefixReuse:
 
 
 def _is_led(request: RequestState) -> bool:
-    """Whether it follows one that lives."""
+    """Return whether the request follows one that lives."""
     return request.leader is not None and request.leader.phase is not RequestPhase.FINISHED

@@ -1,4 +1,4 @@
-"""Which step scores which tokens of a prompt, and what comes of it.
+"""Plans which step scores which tokens of a prompt, and hands out the scores that return.
 
     position            0   1   2   3   4   5   6   7   8   9
     first chunk        [.   .   .   .]
@@ -13,9 +13,9 @@ steps, scores come in the order of the tokens. When the steps in flight are lost
 that have returned; another core, to those that the client has. A request starts at its first token, whatever
 a prefix cache has, until all its scores are planned.
 
-Who follows another with the same prompt (`n`) has the same scores: what returns for the leader is told to
-those in line behind it too, who wait for it (`scheduler.prefix_reuse`). Whom it leaves with less, because it
-has ended or gives way, plans the rest on his own, and is told no more.
+A request that follows another with the same prompt (`n`) has the same scores: those of the leader go to
+those in line behind it too, which wait for it (`scheduler.prefix_reuse`). A follower that gets less, because
+the leader has ended or gives way, plans the rest itself and is told no more.
 
 Called by `scheduler.plan_builder` and `scheduler.scheduler`.
 """

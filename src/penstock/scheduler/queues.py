@@ -1,4 +1,4 @@
-"""The requests of the core, and where each of them is.
+"""The requests of the core, and the queue that each of them is in.
 
     add ──▶ waiting ──admit──▶ running ──finish──▶ (forgotten)
                                 │    ▲
@@ -37,6 +37,8 @@ _by_arrival = attrgetter("arrival")
 
 
 class RequestPhase(Enum):
+    """The phase of a request."""
+
     WAITING = "waiting"  # never ran
     RUNNING = "running"  # holds a row and blocks
     PREEMPTED = "preempted"  # lost them; keeps its tokens
@@ -45,7 +47,7 @@ class RequestPhase(Enum):
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class RequestState:
-    """One request. Only `Scheduler` and `RequestQueues` write to it.
+    """The state of one request. Only the parts of the scheduler write to it.
 
     Attributes:
         arrival: 0, 1, 2, ...; never used again; owns the KV blocks.
@@ -124,13 +126,12 @@ class RequestState:
 
     @property
     def num_planned(self) -> int:
-        """Positions as plans count them: there every draft since it got its row counts as right, for a stage
-        may know more about that than the core did when it made the plan (row D5)."""
+        """The positions as plans count them: every draft since the request got its row counts as right."""
         return self.num_scheduled + self.num_rejected
 
     @property
     def num_awaited(self) -> int:
-        """Ids that steps in flight will yield, if all drafts are right."""
+        """The number of ids that steps in flight will yield, if all drafts are right."""
         return self.num_pending - self.num_void
 
     @property
@@ -139,10 +140,12 @@ class RequestState:
         return self.num_awaited == len(self.guessed_ids) + 1
 
     def follow(self, token_ids: Sequence[int], step_id: int) -> int:
-        """A step has yielded these. If windows ahead guessed others, they are void, and it goes on from here.
+        """Compare the tokens that a step has yielded with the guesses in flight.
+
+        If windows ahead guessed other tokens, they become void, and the request goes on from here.
 
         Returns:
-            Tokens of windows that have become void.
+            The number of tokens in windows that have become void.
         """
         if not self.num_windows_ahead:
             self.guessed_ids.clear()
@@ -161,29 +164,31 @@ class RequestState:
 
     @property
     def num_outputs(self) -> int:
-        """Tokens generated and returned."""
+        """The number of tokens generated and returned."""
         return len(self.token_ids) - self.prompt_len
 
     @property
     def progress(self) -> int:
-        """What has returned: it never falls."""
+        """The number of tokens and scores that have returned; it never falls."""
         return self.num_outputs + self.num_scores
 
     @property
     def wants_scores(self) -> bool:
-        """Whether tokens of its prompt are to be scored by steps that are not planned."""
+        """Whether tokens of the prompt are to be scored by steps that are not planned."""
         return self.sampling.num_prompt_logprobs >= 0 and self.num_scores_planned < self.prompt_len - 1
 
     @property
     def num_to_prefill(self) -> int:
-        """Tokens to run when it starts, or starts again: all that it has; but not the last that it may have,
-        since nothing follows from that, unless its hidden state is wanted. At least one, so that there is a
-        step that ends it."""
+        """The number of tokens to run when the request starts, or starts again.
+
+        These are all known tokens, but for the last that the request may have: nothing follows from that one,
+        unless its hidden state is wanted. At least one, so that there is a step that ends the request.
+        """
         return max(1, min(len(self.token_ids), self.max_len - (self.pooling is None)))
 
     @property
     def backlog_tokens(self) -> int:
-        """Tokens that it will have to prefill when it starts, as far as that is known."""
+        """The number of tokens to prefill when the request starts, as far as that is known."""
         return len(self.token_ids) - self.num_shared
 
     @property
@@ -192,13 +197,15 @@ class RequestState:
 
     @property
     def num_runnable(self) -> int:
-        """Of the tokens to prefill, those that may run now: not the last, while it could not be sampled."""
+        """The number of tokens to prefill that may run now; the last waits while it cannot be sampled."""
         return self.prefill_len - self.num_scheduled - self.awaits_grammar
 
     @property
     def has_started(self) -> bool:
-        """Whether it has had a row, here or in another core, or the one that it follows has one or has got
-        anything: they begin as one."""
+        """Whether the request has had a row, here or in another core.
+
+        It also counts as started when its leader has a row or has got anything, because they begin as one.
+        """
         if self.queue_seconds is not None or self.progress > 0:
             return True
         leader = self.leader
@@ -208,7 +215,7 @@ class RequestState:
 
 
 class RequestQueues:
-    """All live requests, oldest first in each queue.
+    """The queues of all live requests, oldest first in each.
 
     Running ones are older than all preempted ones, and those than all waiting ones, but for requests that
     others may pass (`scheduler.start_order`): those start later, and take their place by age. The youngest
@@ -245,10 +252,10 @@ class RequestQueues:
         return chain(self.preempted, self.waiting)
 
     def decoding(self) -> list[RequestState]:
-        """Return the running requests whose next token to run is a sampled one that can be relied on, and
-        whose own sample stays within `max_len`; oldest first.
+        """Return the running requests whose next token to run is a sampled one, oldest first.
 
-        Behind its prompt a request has scheduled all tokens that it will have but the newest
+        The token must be reliable, and the sample stay within `max_len`. Behind its prompt a request has
+        scheduled all tokens that it will have but the newest
         (`scheduler.invariants`). This runs over all rows for every plan.
         """
         return [
@@ -262,15 +269,15 @@ class RequestQueues:
         return [request for request in self.running if request.num_scheduled < request.prefill_len]
 
     def first_new(self) -> RequestState | None:
-        """The oldest that waits and has not run, here or in another core."""
+        """Return the oldest waiting request that has not run, here or in another core."""
         return next((request for request in self.waiting if not request.has_started), None)
 
     def followers_in_line(self, leader: RequestState) -> list[RequestState]:
-        """Those that follow it and have no row."""
+        """Return the requests that follow `leader` and have no row."""
         return [request for request in (*self.preempted, *self.waiting) if request.leader is leader]
 
     def admit(self, request: RequestState, row: int) -> None:
-        """Move a request of the line to `running`, to prefill the tokens that it has."""
+        """Move a request from the line to `running`, to prefill the tokens that it has."""
         self._queue_of(request).remove(request)
         self.backlog_tokens -= request.backlog_tokens
         request.phase = RequestPhase.RUNNING

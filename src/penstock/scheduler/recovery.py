@@ -1,4 +1,4 @@
-"""After a loss of ranks: running requests go back to the line, and what may be the reason ends.
+"""Puts running requests back in line after a loss of ranks, and ends those that may be the reason.
 
 The ranks that come next know no row, no block and no grammar, so that the core forgets what the lost ones
 had. The tokens of the requests stay. Called by `scheduler.scheduler`.
@@ -19,7 +19,7 @@ from penstock.scheduler.updates import quarantined
 
 
 class Recovery:
-    """Takes back what lost ranks had.
+    """Takes back the rows, blocks and grammars that lost ranks had.
 
     Attributes:
         num_requeued: requests that a loss has interrupted, counted once for each loss.
@@ -68,7 +68,7 @@ class Recovery:
             request.guessed_ids.clear()
             request.num_scores_planned = request.num_scores
         issued.give_up()
-        self._rows.announce_freed()  # there is nobody to tell
+        self._rows.announce_freed()  # the new ranks know no rows: no plan may name freed ones
         self._grammars.forget_all()
-        self._prefixes.lose_all()  # who takes a lost rank's place has an empty cache
+        self._prefixes.lose_all()  # a rank that replaces a lost one has an empty cache
         return updates

@@ -1,4 +1,4 @@
-"""How a request ends: it lets go of all that it holds, and its client gets one last update.
+"""Ends requests: each lets go of all that it holds, and its client gets one last update.
 
 A request may hold a row, blocks, a grammar and the attention of its session; where it waits it holds none of
 the first three. Where a stage had no memory for a step, the keys and values of its tokens are not all there:
@@ -29,12 +29,12 @@ from penstock.scheduler.windows import NoWindows
 class RequestEndings:
     """Ends requests, wherever they are.
 
-    Attributes:
-        num_failed_steps: for which a stage had no memory.
-
     Args:
-        queues: of all live requests.
+        queues: all live requests.
         rows, allocator, prefixes, grammars, windows: what a request may hold something of.
+
+    Attributes:
+        num_failed_steps: steps for which a stage had no memory.
     """
 
     def __init__(
@@ -64,13 +64,14 @@ class RequestEndings:
         self._queues.remove(request)
 
     def fail(self, request: RequestState, error: ErrorInfo) -> RequestUpdate:
-        """End a request with `error`; returns its last update."""
+        """End a request with `error`, and return its last update."""
         self.remove(request)
         return failed(request, error)
 
     def fail_step(self, issued: PlanBuilder, error: ErrorInfo) -> list[RequestUpdate]:
-        """End with `error` the requests of a step that was not computed, and those that have begun with what
-        it was to compute. Nobody finds that any more.
+        """End with `error` the requests of a step that was not computed, and those that build on it.
+
+        Blocks that the step was to compute are not found any more.
 
         Args:
             issued: the plan of the step.
@@ -101,14 +102,16 @@ class RequestEndings:
         ]
 
     def _blocks_from(self, request: RequestState, position: int) -> set[int]:
-        """The blocks of a request with its tokens from a position on, though it may have ended."""
+        """Return a request's blocks with tokens from `position` on, though it may have ended."""
         first = max(0, position) // self._allocator.block_size
         named = self._allocator.find(request.block_hashes)
         return {*self._allocator.table(request.arrival)[first:], *named[first:]}
 
     def _holders_of(self, missing: set[int], known: Sequence[RequestState]) -> list[RequestState]:
-        """Running requests, but for the `known` ones, that have begun with blocks which are missing; what
-        they compute is missing then, too."""
+        """Return the running requests, but for the `known` ones, that began with missing blocks.
+
+        What these compute is missing then, too.
+        """
         tables = {
             request: self._allocator.table(request.arrival)
             for request in self._queues.running
@@ -123,5 +126,5 @@ class RequestEndings:
         return found
 
     def fail_each(self, error: ErrorInfo, concerns: Callable[[RequestState], bool]) -> list[RequestUpdate]:
-        """End with `error` all live requests that it concerns."""
+        """End with `error` all live requests for which `concerns` returns True."""
         return [self.fail(request, error) for request in list(self._queues) if concerns(request)]

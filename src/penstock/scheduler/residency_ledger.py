@@ -17,19 +17,21 @@ from penstock.scheduler.rows import RowPool
 
 
 class NoLedger:
-    """For who asks what is found and issues no plan."""
+    """A ledger that records nothing, for callers that look up prefixes and issue no plan."""
 
     def digest_after(self, requests: Sequence[RequestState], orders: Sequence[TierOrder]) -> int:
         return 0
 
     def forget_all(self) -> None:
-        """Nothing was told."""
+        """Do nothing, since nothing was recorded."""
 
 
 class ResidencyLedger:
-    """Args:
-    allocator: its block tables.
-    rows: who holds which.
+    """The core's record of what each row of the ranks holds.
+
+    Args:
+        allocator: its block tables are read.
+        rows: says which request holds which row.
     """
 
     def __init__(self, allocator: BlockAllocator, rows: RowPool) -> None:
@@ -37,12 +39,12 @@ class ResidencyLedger:
         self.table = Residency(allocator.block_size)
 
     def digest_after(self, requests: Sequence[RequestState], orders: Sequence[TierOrder]) -> int:
-        """Take in a plan that is being issued, before any block of it is named.
+        """Record a plan that is being issued, before any block of it is named; return the digest.
 
         Args:
-            requests: whose tokens it runs, or who enter without any; nobody else's tables have grown
+            requests: requests whose tokens the plan runs, or that enter without any; no other table has grown
                 since the plan before.
-            orders: that ride on it.
+            orders: orders that ride on the plan.
         """
         table, residents, generations = self.table, self.table.rows, self._rows.generations
         tail, gained = self._allocator.tail, 0
@@ -67,5 +69,5 @@ class ResidencyLedger:
         return table.digest
 
     def forget_all(self) -> None:
-        """The ranks have forgotten all."""
+        """Forget everything, since the ranks have forgotten it."""
         self.table = Residency(self._allocator.block_size)

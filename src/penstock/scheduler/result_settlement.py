@@ -31,12 +31,12 @@ class ResultSettlement:
     """Turns results into updates of requests.
 
     Args:
-        endings: of the requests whose last token has come, or that have failed.
-        windows: hear what became of drafts.
+        endings: ends the requests whose last token has come, or that have failed.
+        windows: told what became of drafts.
 
     Attributes:
         prompt_tokens: of requests that have yielded their first token, or ended without one.
-        generated_tokens: that were appended to requests.
+        generated_tokens: tokens that were appended to requests.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class ResultSettlement:
         return updates
 
     def _take_back(self, request: RequestState, num_rejected: int) -> None:
-        """Rejected drafts were never scheduled; if it has lost its row since, nothing of it is."""
+        """Take rejected drafts off the scheduled clock, unless the request has lost its row since."""
         if request.phase is RequestPhase.RUNNING:
             request.num_scheduled -= num_rejected
             request.num_rejected += num_rejected

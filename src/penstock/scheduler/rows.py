@@ -9,12 +9,12 @@ from __future__ import annotations
 
 
 class RowPool:
-    """Rows `0 .. num_rows - 1`; the one that was freed last is given out first."""
+    """The rows `0 .. num_rows - 1`; the one that was freed last is given out first."""
 
     def __init__(self, num_rows: int) -> None:
         self.num_rows = num_rows
         self._free = list(range(num_rows - 1, -1, -1))
-        self.generations = [-1] * num_rows  # of who holds each row, or held it last
+        self.generations = [-1] * num_rows  # of the request that holds each row, or held it last
         self._unannounced: list[int] = []  # freed since the last plan
 
     @property
@@ -29,7 +29,7 @@ class RowPool:
         return list(self._free)
 
     def take(self) -> tuple[int, int]:
-        """A free row and its generation; the caller has seen that one is free."""
+        """Return a free row and its next generation; the caller has checked that one is free."""
         row = self._free.pop()
         self.generations[row] += 1
         return row, self.generations[row]
@@ -40,7 +40,7 @@ class RowPool:
         self._unannounced.append(row)
 
     def announce_freed(self) -> list[int]:
-        """Rows freed since the last call, for the plan being made."""
+        """Return the rows freed since the last call, for the plan being made."""
         freed, self._unannounced = self._unannounced, []
         return freed
 

@@ -1,6 +1,6 @@
-"""The scheduler: the one place that decides who runs, when, and in which blocks (row S3).
+"""The scheduler: the one place that decides which requests run, when, and in which blocks (row S3).
 
-The engine core calls `schedule` for a plan whenever the pipe has room, and `update` with each step's result,
+The engine core calls `plan_step` whenever the pipe has room, and `settle_result` with each step's result,
 in step order. Plans are pure data; ranks replay them in order, so what is freed here may be given out again
 by the next plan although steps that use it are still in flight.
 
@@ -42,7 +42,7 @@ from penstock.scheduler.windows import NoWindows
 
 
 class SchedulerParts(NamedTuple):
-    """What a scheduler is made of, to be read alone."""
+    """The parts of a scheduler, for reading alone."""
 
     placement: Placement
     queues: RequestQueues
@@ -56,7 +56,7 @@ class SchedulerParts(NamedTuple):
 
 
 class Scheduler:
-    """Continuous batching with chunked prefill over `num_stages` stages.
+    """A scheduler with continuous batching and chunked prefill over `num_stages` stages.
 
     Each part of a request's life is a part of its own: `Intake` takes it in, `Placement` puts it into plans,
     `ResultSettlement` takes its results, `Recovery` puts it back after a loss, `RequestEndings` ends it.
@@ -69,15 +69,15 @@ class Scheduler:
         clock: monotonic seconds.
         costs: of the stages, if plans may be sized by time (`scheduler.pacing`).
         tier: of the blocks in a store, over the same allocator, if there is one.
-        depth: says how many plans fill the pipe; None: one for each stage.
+        depth: how many plans fill the pipe; None: one for each stage.
         windows: of rows that bring drafts; None: none does.
-        gate: shut, nobody starts who never has; whoever runs goes on.
+        gate: while it is shut no new request starts; running requests go on.
 
     Attributes:
         prefixes: what was computed before, and orders to ranks.
         grammars: of the rows.
         windows: of rows that bring drafts.
-        paused: nobody runs ("keep"), or only who has started ("wait").
+        paused: no request runs ("keep"), or only those that have started ("wait").
     """
 
     def __init__(
@@ -148,13 +148,16 @@ class Scheduler:
 
     @property
     def max_len(self) -> int:
-        """Longest prompt + output served: the model's, or what the KV pool holds, whichever is less."""
+        """The longest prompt + output served: the lesser of the model's limit and the KV pool's."""
         return self._intake.max_len
 
     @property
     def useful_depth(self) -> int:
-        """Plans in flight that keep the pipe busy: as many as fill it; with fewer micro-batches, one more
-        than those, so that the next plan lies at the first stage when the token comes."""
+        """The number of plans in flight that keep the pipe busy.
+
+        It is as many as fill the pipe. With fewer micro-batches it is one more than those, so that the next
+        plan lies at the first stage when the token comes.
+        """
         micro_batches, full = self._placement.num_micro_batches, self._depth.number
         is_full = self._placement.has_prompts or micro_batches >= full or self.windows.is_streaming
         return max(full, micro_batches) if is_full else micro_batches + 1
@@ -171,7 +174,7 @@ class Scheduler:
 
     @property
     def is_quiet(self) -> bool:
-        """Whether nobody is left whom a pause still lets run."""
+        """Whether no request is left that a pause still lets run."""
         return self.paused != "wait" or not any(request.has_started for request in self._queues)
 
     def add_request(
@@ -209,12 +212,11 @@ class Scheduler:
         return self._intake.expire_requests()
 
     def next_expiry(self) -> float | None:
-        """Clock time at which `expire_requests` has something to do; None while nobody waits for a first
-        start."""
+        """Return the clock time at which `expire_requests` next has work, or None if no new request waits."""
         return self._intake.next_expiry()
 
     def settle_orders(self, finished: list[OrderResult], use: StoreUse) -> None:
-        """See `Placement.settle_orders`."""
+        """Apply what ranks report of orders to the store; see `Placement.settle_orders`."""
         self._placement.settle_orders(finished, use)
 
     def settle_grammars(self, reports: Sequence[BuiltGrammar]) -> list[RequestUpdate]:
@@ -225,11 +227,11 @@ class Scheduler:
         ]
 
     def plan_step(self, step_id: int) -> ScheduledBatch | None:
-        """The plan of step `step_id`, or None when nobody may run now.
+        """Return the plan of step `step_id`, or None when no request may run now.
 
         Decode rows come first, then prompt chunks. `step_id` grows by one per plan issued. None is never
         returned while there are requests and no step is in flight, unless the first waits for the store, all
-        who run wait for their grammars, the gate is shut, or there is a pause.
+        running requests wait for their grammars, the gate is shut, or there is a pause.
         """
         draft = PlanBuilder(step_id)
         if self.paused != "keep":
@@ -243,15 +245,15 @@ class Scheduler:
         return self._issue(draft) if draft.rows or draft.new_rows or self.prefixes.has_orders else None
 
     def plan_probe(self, step_id: int) -> ScheduledBatch:
-        """An empty plan, which crosses every stage and proves them alive. Freed rows ride on it too."""
+        """Return an empty plan, which crosses every stage to prove them alive and announces freed rows."""
         return self._issue(PlanBuilder(step_id))
 
     def requests_of(self, step_id: int) -> list[str]:
-        """Whose tokens a step in flight computes; nobody's when it is a probe, or in flight no more."""
+        """Return the ids of the requests in a step; none if it is a probe or not in flight."""
         return self._issued.requests_of(step_id)
 
     def settle_result(self, plan: ScheduledBatch, result: StepResult) -> list[RequestUpdate]:
-        """Settle a step: append its tokens, end the requests that they end.
+        """Settle a step: append its tokens, and end the requests that they end.
 
         Results of requests that have finished or been aborted in the meantime are dropped (row D11).
         Call it in step order, once per plan, for plans without samples too.
@@ -263,19 +265,19 @@ class Scheduler:
     def fail_all(
         self, error: ErrorInfo, concerns: Callable[[str], bool] = lambda _: True
     ) -> list[RequestUpdate]:
-        """End requests, by their ids, with `error`; results of steps in flight for them are dropped."""
+        """End requests, chosen by their ids, with `error`; results in flight for them are dropped."""
         return self._endings.fail_each(error, lambda request: concerns(request.request_id))
 
     def requeue(self) -> list[RequestUpdate]:
-        """The ranks have forgotten all rows and blocks, and no step in flight will return.
+        """Put running requests back in line after a loss of ranks: no step in flight will return.
 
-        Whoever runs goes back to the head of the line, with the tokens that it has; who may be the reason
-        ends with an error (`scheduler.recovery`).
+        The ranks have forgotten all rows and blocks. Requests keep their tokens and their order; one that may
+        be the reason for the loss ends with an error (`scheduler.recovery`).
         """
         return self._recovery.requeue(self._issued)
 
     def fail_started(self, error: ErrorInfo) -> list[RequestUpdate]:
-        """End all that have had a row, here or in another core."""
+        """End with `error` all requests that have had a row, here or in another core."""
         return self._endings.fail_each(error, lambda request: request.has_started)
 
     def stats(self) -> SchedulerStats:
@@ -296,7 +298,7 @@ class Scheduler:
         )
 
     def parts(self) -> SchedulerParts:
-        """Return what decides, for whoever explains a plan."""
+        """Return the scheduler's parts, for code that explains a plan."""
         return self._parts._replace(paused=self.paused)
 
     def check_invariants(self) -> None:
@@ -305,7 +307,7 @@ class Scheduler:
         self._issued.check_invariants()
 
     def _speculate(self, draft: PlanBuilder) -> None:
-        """Add drafts to a plan of decodes; where nobody may run and the pipe has room, guess ahead."""
+        """Add drafts to a plan of decodes; if the plan stays empty and the pipe has room, guess ahead."""
         running = self._queues.running
         self.windows.widen(draft, num_running=len(running), is_alone=self.is_one_alone)
         if not draft.rows and not draft.new_rows:

@@ -1,4 +1,4 @@
-"""Which request of the line starts next: the oldest, unless it waits for room for its grammar.
+"""Chooses the request that starts next: the oldest, unless it waits for room for its grammar.
 
     rows    a: grammar 1   b: grammar 2            there is room for two grammars
     line    c: grammar 3   d: none   e: grammar 1   f: grammar 4   g: none
@@ -6,7 +6,7 @@
 
 A request without room keeps its place, and is asked first for every plan. Until it has room, a request behind
 it may start only if that takes none of the room: it has no grammar, or one that a row older than the request
-without room has too. Those rows end, so that nobody waits for ever behind a popular grammar. Whoever has room
+without room has too. Those rows end, so that no request waits for ever for a grammar. One that has room
 and is short of something else, such as blocks, holds up those behind it. Called by `scheduler.placement`.
 """
 
@@ -17,16 +17,16 @@ from penstock.scheduler.queues import RequestQueues, RequestState
 
 
 class StartGate:
-    """Says whether requests that have never run may start. This one is always open.
+    """The gate that lets requests start that have never run. This one is always open.
 
     Attributes:
-        reason: why it is shut, as of the last question; empty: it is open.
+        reason: why it was shut at the last call of `is_open`; empty if it was open.
     """
 
     reason = ""
 
     def is_open(self) -> bool:
-        """Asked for every plan."""
+        """Return whether new requests may start. Called for every plan."""
         return True
 
 
@@ -35,11 +35,11 @@ MAX_PASSED = 64  # requests without room that others pass; a bound on the work f
 
 
 class StartOrder:
-    """Chooses who starts.
+    """Chooses the request that starts next.
 
     Args:
-        queues: whose line is read.
-        grammars: of the rows.
+        queues: queues whose line is read.
+        grammars: grammars of the rows.
     """
 
     def __init__(self, queues: RequestQueues, grammars: GrammarBuilds) -> None:

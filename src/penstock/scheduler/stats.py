@@ -1,4 +1,4 @@
-"""The numbers of the scheduler. Plain data."""
+"""The numbers of the scheduler, as plain data."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import msgspec
 
 
 class SpeculationStats(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What became of drafts, since the start.
+    """The counts of drafts since the start.
 
     Attributes:
-        drafter: whose they were; empty: nobody drafts.
+        drafter: name of the drafter; empty where there is none.
         num_drafted: drafts that were sent.
         num_accepted: of these, those that were right, and came before the end of their request.
         num_forced_drafted, num_forced_accepted: of both, those that a grammar forced.
@@ -28,7 +28,7 @@ class SpeculationStats(msgspec.Struct, frozen=True, omit_defaults=True):
     def plus(
         self, num_drafted: int = 0, num_accepted: int = 0, num_cancelled: int = 0, *, is_forced: bool = False
     ) -> SpeculationStats:
-        """What has come to it."""
+        """Return these counts with others added."""
         return msgspec.structs.replace(
             self,
             num_drafted=self.num_drafted + num_drafted,
@@ -39,14 +39,14 @@ class SpeculationStats(msgspec.Struct, frozen=True, omit_defaults=True):
         )
 
     def by_drafter(self) -> dict[str, tuple[int, int]]:
-        """Drafts that were sent, and those that were right, of each who has guessed."""
+        """Return the drafts sent and the drafts that were right, by drafter."""
         forced = self.num_forced_drafted, self.num_forced_accepted
         own = self.num_drafted - forced[0], self.num_accepted - forced[1]
         return {self.drafter: own} | ({"grammar": forced} if any(forced) else {})
 
 
 class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Gauges of now, and totals since the start."""
+    """The scheduler's gauges of now, and totals since the start."""
 
     paused: bool = False  # an administrator has asked for it (`penstock.operations`)
     held_back: str = ""  # why no waiting request starts; empty: nothing stands in its way

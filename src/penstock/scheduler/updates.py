@@ -1,4 +1,4 @@
-"""What a client is told of its request, and the errors that end one. Called by `scheduler.scheduler`."""
+"""Builds the updates that a client gets of its request, and the errors that end one."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ def tokens_came(
     reason: FinishReason | None,
     drafts: tuple[int, int],
 ) -> RequestUpdate:
-    """Its newest tokens, which it has already, and whether the last of them ends it.
+    """Return the update for the newest tokens of a request, which are appended already.
 
     Args:
+        reason: why the last of them ends the request; None if it does not.
         drafts: how many of them had been guessed, and how many guesses were wrong.
     """
     token_ids, is_first = request.token_ids[-num_tokens:], request.num_outputs == num_tokens
@@ -35,7 +36,7 @@ def tokens_came(
 
 
 def scores_came(request: RequestState, scores: list[TokenLogprobs]) -> RequestUpdate:
-    """Of the next tokens of its prompt."""
+    """Return the update with scores of the next tokens of the prompt."""
     return RequestUpdate(
         request_id=request.request_id,
         prompt_logprobs=scores,
@@ -45,7 +46,11 @@ def scores_came(request: RequestState, scores: list[TokenLogprobs]) -> RequestUp
 
 
 def ended_without_tokens(request: RequestState, vector: bytes) -> RequestUpdate:
-    """Its prompt is computed, and no token was wanted; `vector`: that of a pooled request."""
+    """Return the last update of a request whose prompt is computed and that wanted no token.
+
+    Args:
+        vector: the vector of a pooled request.
+    """
     return RequestUpdate(
         request_id=request.request_id,
         logprobs=None if request.sampling.num_logprobs < 0 else [],
@@ -73,7 +78,11 @@ def quarantined(request: RequestState) -> ErrorInfo:
 
 
 def row_error(request: RequestState, step_id: int, unmet: str | None) -> ErrorInfo:
-    """Why a row has no token; `unmet`: the logits were good, and this left none of them."""
+    """Return the error of a row that has no token.
+
+    Args:
+        unmet: why no token was allowed although the logits were good; None if they were not.
+    """
     if unmet is None:
         return numerical_error(request, step_id)
     names = _constraints(request)
@@ -121,7 +130,7 @@ def numerical_error(request: RequestState, step_id: int) -> ErrorInfo:
 
 
 def _place(request: RequestState) -> str:
-    """Where it stands: what would have come next."""
+    """Return the token that the request would have got next, in words."""
     num_scores = request.prompt_len - 1 if request.sampling.num_prompt_logprobs >= 0 else 0
     if request.num_scores < num_scores:
         return f"token {request.num_scores + 1} of the prompt"

@@ -1,19 +1,19 @@
-"""Windows in plans: rows whose tokens are known bring drafts, and windows follow them on a guess.
+"""Puts windows into plans: rows whose tokens are known bring drafts, and more windows follow on a guess.
 
     plan without drafts   row 3: position 70, one token            sampled once
     widened               row 3: position 70, token and 3 drafts   sampled four times, yields 1 to 4 tokens
     guessed window        row 3: position 74, 4 drafts             as if the window before were all right
 
-The decodes of a plan are placed first. Then drafts are added to what is there: they take blocks that are free
-and nobody else's, and no row leaves the plan for them. A request whose sample is on its way decodes one token
-as ever, for its newest token is not known here. So a request that has a draft worth sending waits for its
-result (`RequestState.awaits_result`), though the pipe may have room before. While prompts are computed, steps
-are bound by computing, and nobody drafts.
+The decodes of a plan are placed first. Then drafts are added to what is there: they take only free blocks
+that no other row needs, and no row leaves the plan for them. A request whose sample is on its way decodes one
+token as ever, for its newest token is not known here. So a request that has a draft worth sending waits for
+its result (`RequestState.awaits_result`), though the pipe may have room before. While prompts are computed,
+steps are bound by computing, and no request drafts.
 
 Where fewer requests run than plans fill the pipe, stages would wait. Then a window may follow one whose
 result is not back: its first token guesses what the last draft before it yields. It is a plan of its own, and
-only made when nobody else may run. When a guess was wrong, all windows behind it are void: the last stage
-drops them, and the next plan, whatever it runs, rewinds the row, so that nobody waits for them.
+only made when no other request may run. When a guess was wrong, all windows behind it are void: the last
+stage drops them, and the next plan, whatever it runs, rewinds the row, so that no step waits for them.
 
 A drafter may compute elsewhere, and have its guesses some time later than the result. Where that is worth it
 the request waits for them (`RequestState.awaits_drafts`), and no longer than they should take.
@@ -58,7 +58,7 @@ _FREE_TOKENS = 8  # of a step whose cost is not known: so many cost little more 
 
 
 class NoWindows:
-    """Nobody drafts.
+    """The interface of windows, and the implementation where no drafter is in use.
 
     Attributes:
         is_streaming: windows of some request follow each other through the pipe.
@@ -78,11 +78,11 @@ class NoWindows:
         """Put a window into an empty plan that guesses what a window in flight will yield.
 
         Args:
-            is_full: as many plans are in flight as fill the pipe; it would wait at the first stage.
+            is_full: as many plans are in flight as fill the pipe; the window would wait at the first stage.
         """
 
     def wanted_guesses(self, plan: PlanBuilder, num_running: int) -> dict[int, int]:
-        """The rows of a plan are placed: what the last stage is to guess of them, as `ScheduledBatch.mtp`.
+        """Return what the last stage is to guess of the rows of a plan, as `ScheduledBatch.mtp`.
 
         Args:
             num_running: requests that have a row.
@@ -90,56 +90,56 @@ class NoWindows:
         return {}
 
     def hear(self, request: RequestState, accepted: Sequence[int], guessed: Sequence[int]) -> None:
-        """The last stage has guessed these behind tokens that the request has not got yet."""
+        """Pass on what the last stage guesses to follow tokens that the request has not got yet."""
 
     def follow(
         self, request: RequestState, token_ids: Sequence[int], size: int, step_id: int
     ) -> tuple[int, int]:
-        """A window of a request has yielded these tokens, which it has not got yet.
+        """Compare the tokens that a window has yielded with what was guessed; the request gets them next.
 
         Args:
-            size: of the window.
+            size: tokens of the window.
 
         Returns:
-            Drafts that were decided on, and how many of these were right.
+            The number of drafts that were decided on, and how many of these were right.
         """
         return size - 1, len(token_ids) - 1
 
     def settle(self, request: RequestState, num_drafted: int, num_accepted: int) -> None:
-        """Tokens of a request have come. So many drafts were sampled, and so many of these became tokens."""
+        """Count the drafts that were sampled and those that became tokens, and plan the next guesses."""
 
     def take_rewound(self) -> list[tuple[RequestState, RewoundRow]]:
-        """The rows that the next plan rewinds."""
+        """Return the requests and rows that the next plan rewinds."""
         return []
 
     def refresh(self) -> None:
-        """Take what drafters have guessed meanwhile, and let go on who has waited long enough for it."""
+        """Take new guesses of drafters, and release requests that have waited long enough for them."""
 
     def next_due(self) -> float:
-        """Clock time at which `refresh` has something to do though no drafter has news; infinite: never."""
+        """Return the clock time at which `refresh` has work without news of a drafter; infinite: never."""
         return math.inf
 
     def wait_sources(self) -> Sequence[int]:
-        """Descriptors that become readable when a drafter has news."""
+        """Return descriptors that become readable when a drafter has news."""
         return ()
 
     def forget(self, request: RequestState) -> None:
-        """The request has ended."""
+        """Forget a request that has ended."""
 
     def close(self) -> None:
-        """The engine ends."""
+        """Close the drafter, since the engine ends."""
 
     def stats(self) -> SpeculationStats:
         return SpeculationStats()
 
 
 class DraftWindows(NoWindows):
-    """Asks a drafter for each request.
+    """The windows that a drafter fills for each request.
 
     Args:
-        most: drafts of a row in one step.
-        max_tokens: of a plan.
-        depth: says how many plans fill the pipe.
+        most: most drafts of a row in one step.
+        max_tokens: most tokens of a plan.
+        depth: how many plans fill the pipe.
         with_grammars: requests with a grammar draft too.
         guides: know what grammars force and forbid.
         is_exact: as `SpeculationStats` has it.
@@ -170,7 +170,7 @@ class DraftWindows(NoWindows):
         self._guides = guides
         self._drafts: dict[int, Draft] = {}  # by request: what follows the tokens that it has
         self._streamed: dict[int, int] = {}  # by request that streams: tokens of its windows
-        self._hopeful: dict[int, RequestState] = {}  # those of whom more will be guessed
+        self._hopeful: dict[int, RequestState] = {}  # requests that a drafter still guesses for
         self._waits = Waits()  # of those
         self._forced: set[int] = set()  # requests whose drafts in flight a grammar has forced
         self._rewound: list[tuple[RequestState, RewoundRow]] = []  # since the last plan
@@ -204,7 +204,7 @@ class DraftWindows(NoWindows):
         plan.put_windows_last()
 
     def _add(self, plan: PlanBuilder, index: int, draft_ids: Sequence[int]) -> bool:
-        """Whether there were blocks to spare for the drafts of a row, which takes them then."""
+        """Add drafts to a row if there are blocks to spare for them, and return whether there were."""
         blocks = self._spare_blocks(plan.requests[index], len(draft_ids), self._prices.num_running)
         if blocks is None:
             return False
@@ -212,7 +212,7 @@ class DraftWindows(NoWindows):
         return True
 
     def _spare_blocks(self, request: RequestState, num_guesses: int, num_running: int) -> list[int] | None:
-        """What guesses take must not be what another row's next token needs."""
+        """Return blocks for guesses, or None if other rows may need these for their next token."""
         num_tokens = request.num_scheduled + num_guesses
         return self._allocator.grow(request.arrival, num_tokens, num_spare=num_running)
 
@@ -230,11 +230,11 @@ class DraftWindows(NoWindows):
                 return
 
     def _note_source(self, request: RequestState, draft: Draft) -> None:
-        """These are on their way; those of a stream that are there already count as they do."""
+        """Record whether a grammar forced the drafts that are on their way."""
         (self._forced.add if draft.is_forced else self._forced.discard)(request.arrival)
 
     def _next_ids(self, request: RequestState, least_chance: float) -> Sequence[int]:
-        """Of a window behind what is in flight; none if that is not all guessed, or hardly all right."""
+        """Return a window behind the tokens in flight; empty if these are not all, or badly, guessed."""
         draft, ahead = self._drafts.get(request.arrival, NO_DRAFT), len(request.guessed_ids)
         if not request.is_guessed or list(draft.token_ids[:ahead]) != request.guessed_ids:
             return ()
@@ -272,7 +272,10 @@ class DraftWindows(NoWindows):
         return counts
 
     def _with_blocks(self, plan: PlanBuilder, index: int, wanted: int, num_running: int) -> int:
-        """How many tokens the last stage may guess of a row: it keeps something of each but the last."""
+        """Return how many tokens the last stage may guess of a row, and add blocks for them.
+
+        The last stage keeps keys and values of each guess but the last.
+        """
         wanted = min(wanted, self._prices.most)
         blocks = self._spare_blocks(plan.requests[index], wanted - 1, num_running)
         plan.add_blocks(index, blocks or ())
@@ -318,8 +321,10 @@ class DraftWindows(NoWindows):
         self._consider(request)
 
     def _consider(self, request: RequestState) -> None:
-        """Decide what the request does with the guesses that there are: it goes on with them, alone or in a
-        stream, or waits for more."""
+        """Decide what the request does with the guesses that there are.
+
+        It goes on with them, alone or in a stream, or waits for more.
+        """
         arrival, draft = request.arrival, self._propose(request)
         self._drop_guesses(arrival)
         if draft is NO_DRAFT:
@@ -344,7 +349,7 @@ class DraftWindows(NoWindows):
         self._hopeful.pop(arrival, None)
 
     def _should_hold(self, request: RequestState, draft: Draft) -> bool:
-        """Whether more guesses are worth the time, and should not have come long ago."""
+        """Return whether more guesses are worth the wait, and are not overdue."""
         if request.num_awaited > 0 or self._waits.are_vain(request.arrival):
             return False
         num_there, now = len(draft.token_ids), self._clock()
@@ -371,7 +376,7 @@ class DraftWindows(NoWindows):
         return min(map(self._due, self._hopeful), default=math.inf)
 
     def _due(self, arrival: int) -> float:
-        """When a request goes on in any case; infinite: it does not wait."""
+        """Return when a request goes on in any case; infinite if it does not wait."""
         return self._waits.until(arrival) if self._hopeful[arrival].awaits_drafts else math.inf
 
     def wait_sources(self) -> Sequence[int]:
@@ -394,7 +399,7 @@ class DraftWindows(NoWindows):
         )
 
     def _question(self, request: RequestState) -> Question | None:
-        """What drafters are asked; None: it is not worth while, or may not be."""
+        """Return what to ask the drafter, or None where drafts are not allowed or not worth it."""
         prices, token_ids, sampling = self._prices, request.token_ids, request.sampling
         if not request.may_draft or prices.is_pointless:
             return None
@@ -416,7 +421,7 @@ class DraftWindows(NoWindows):
 
 
 class _Prices:
-    """What windows cost, and so which are worth their time.
+    """The costs of windows, which decide the windows that are worth their time.
 
     Args:
         costs, depth, most: as for `DraftWindows`.
@@ -443,7 +448,7 @@ class _Prices:
         self.note_running(1)
 
     def note_running(self, num_running: int) -> None:
-        """So many requests have a row now."""
+        """Record the number of requests that have a row."""
         self.num_running = num_running
         self.has_gaps = num_running < self._depth.number
         self.num_busy = 1 if self.has_gaps else self._depth.number
@@ -451,11 +456,11 @@ class _Prices:
 
     @property
     def is_pointless(self) -> bool:
-        """Whether even a certain guess would cost more time than it saves; then nobody is asked."""
+        """Whether even a certain guess would cost more time than it saves."""
         return self.least_chance > 1.0 and not self.has_gaps
 
     def planned(self, shape: _Shape, step_id: int, now: float) -> None:
-        """A plan is made, so far without drafts."""
+        """Record a plan that has no drafts yet."""
         self._shape = shape
         self._streamed_sizes.planned(step_id)
         if self._costs is None:
@@ -464,18 +469,18 @@ class _Prices:
 
     @property
     def is_timing(self) -> bool:
-        """Whether `returned` is to be told of steps."""
+        """Whether `returned` needs the results of steps."""
         return bool(self._made_at)
 
     def returned(self, step_id: int, now: float) -> None:
-        """The result of a step has come."""
+        """Record when the result of a step has come."""
         made_at = self._made_at.pop(step_id, None)
         if made_at is not None:
             self._trip_s += (_NEWEST_WEIGHT if self._has_trips else 1.0) * (now - made_at - self._trip_s)
             self._has_trips = True
 
     def sizes(self, drafts: Sequence[Draft]) -> list[int]:
-        """How many tokens of each draft to add to a plan such as the last one."""
+        """Return how many tokens of each draft to add to a plan such as the last one."""
         if all(draft.chance < self.least_chance for draft in drafts):
             return [0] * len(drafts)
         cut = [Draft(draft.token_ids[: self.most], draft.chance) for draft in drafts]
@@ -483,7 +488,7 @@ class _Prices:
 
     @property
     def _num_rows(self) -> int:
-        """Rows of the newest plan; where no stage waits at least as many as plans have on average.
+        """The rows of the newest plan; where no stage waits, at least as many as plans have on average.
 
         Drafts look cheap in a plan of few rows, and they fill it up: the other rows come later, in plans of
         few rows, too. So more plans than stages would go round, each with drafts in the place of rows.
@@ -492,13 +497,13 @@ class _Prices:
         return max(self._shape.num_rows, share)
 
     def _step_seconds(self) -> Callable[[int], float]:
-        """What a plan such as the last one takes with so many tokens."""
+        """Return a function from a number of tokens to the seconds of a plan such as the last one."""
         combine = sum if self._shape.is_alone else max
         stages = self._stage_seconds(alone=self._shape.is_alone)
         return lambda tokens: combine(stages(tokens))
 
     def streamed_size(self, draft: Draft) -> int:
-        """Tokens of each window of a request that streams; 0: it should not."""
+        """Return the tokens of each window of a request that streams; 0: it should not."""
         if not self.has_gaps:
             return 0
         if math.isfinite(draft.more_s):
@@ -511,7 +516,7 @@ class _Prices:
         )
 
     def _window_prices(self) -> list[float]:
-        """Seconds of the smallest and of the largest window, through all stages and on the slowest one."""
+        """Return the seconds of the smallest and largest window, on all stages and on the slowest."""
         alone, shared = self._stage_seconds(alone=True), self._stage_seconds(alone=False)
         sizes = (1, self.most + 1)
         return [*(sum(alone(size)) for size in sizes), *(max(shared(size)) for size in sizes)]
@@ -526,7 +531,7 @@ class _Prices:
         )
 
     def _stage_seconds(self, *, alone: bool) -> Callable[[int], list[float]]:
-        """Of each stage for a step of so many tokens, with contexts as in the last plan."""
+        """Return a function from a number of tokens to each stage's seconds, with the last contexts."""
         costs = None if self._costs is None else self._costs.costs(alone=alone)
         if costs is None:
             stage_s = max(self._trip_s / self._depth.number, _LEAST_STAGE_S)
@@ -540,13 +545,13 @@ class _Prices:
         return seconds
 
     def worth_waiting(self, draft: Draft, waited_s: float) -> int:
-        """Guesses with which a request should go on; no more than there are if it should not wait."""
+        """Return with how many guesses a request should go on; no more than there are if at once."""
         rows, seconds = self._num_rows, self._step_seconds()
         return guesses_worth_waiting(draft, self.most, rows, seconds, waited_s)
 
 
 class _Shape(NamedTuple):
-    """What a plan was like.
+    """The shape of a plan, as far as it decides the price of drafts.
 
     Attributes:
         attended: positions, of one token, on average.
