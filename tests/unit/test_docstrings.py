@@ -34,7 +34,6 @@ ALLOWED: dict[str, int] = {
     "hosts": 260,
     "hub": 9,
     "kernels": 105,
-    "kvcache": 199,
     "kvstore": 119,
     "layers": 68,
     "layouts": 45,

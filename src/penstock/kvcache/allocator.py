@@ -1,11 +1,11 @@
-"""Which KV blocks belong to which request.
+"""Assigns KV blocks to requests, in a block table for each.
 
 The scheduler asks for enough blocks to hold a number of tokens; the answer is the ids to append to the
 request's block table on every rank. Owners are the scheduler's arrival numbers, which are never used again,
 unlike request ids and rows. Blocks given back may be named by the very next plan: ranks run plans in order.
 
-A table may begin with blocks that others hold too, or have held (`attach`): they are whole, and nobody writes
-to them any more. Its own blocks are found by others once they are named (`name`).
+A table may begin with blocks that others hold too, or have held (`attach`): they are whole, and never written
+again. Its own blocks are found by others once they are named (`name`).
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from penstock.kvcache.block_pool import BlockPool
 
 
 class BlockAllocator:
-    """Block tables over a pool.
+    """The block tables of all requests, over one pool.
 
     Args:
-        pool: shared by all owners.
+        pool: the pool that all owners share.
         block_size: tokens per block.
     """
 
@@ -41,20 +41,22 @@ class BlockAllocator:
 
     @property
     def capacity_tokens(self) -> int:
-        """Tokens that the whole pool holds."""
+        """The number of tokens that the whole pool holds."""
         return self.pool.num_blocks * self.block_size
 
     def blocks_for(self, num_tokens: int) -> int:
-        """Blocks that hold `num_tokens` tokens."""
+        """Return the number of blocks that hold `num_tokens` tokens."""
         return -(-num_tokens // self.block_size)
 
     def find(self, hashes: Sequence[bytes]) -> list[int]:
-        """Cached blocks of the longest beginning of a chain (`kvcache.block_hash`)."""
+        """Return the cached blocks of the longest prefix of a chain of hashes (`kvcache.block_hash`)."""
         return self.pool.cache.find(hashes)
 
     def has_room(self, num_tokens: int, matched_blocks: Sequence[int], num_spare: int) -> bool:
-        """Return whether a new owner could hold `num_tokens` tokens, the first of them in `matched_blocks`,
-        and leave `num_spare` blocks."""
+        """Return whether a new owner could hold `num_tokens` tokens and leave `num_spare` blocks.
+
+        The first of the tokens are in `matched_blocks`.
+        """
         missing = self.blocks_for(num_tokens) - len(matched_blocks)
         return missing + num_spare <= self.pool.num_free - self.pool.num_idle_of(matched_blocks)
 
@@ -66,27 +68,27 @@ class BlockAllocator:
             self._tables[owner] = list(matched_blocks)
 
     def attach_reserved(self, owner: int, blocks: Sequence[int]) -> None:
-        """Go on with blocks that are reserved, and are being filled by others; the owner holds them too."""
+        """Append reserved blocks, which are still being loaded, to the owner's table."""
         for block in blocks:
             self.pool.pin(block)
         self._tables.setdefault(owner, []).extend(blocks)
 
     def name(self, owner: int, first: int, hashes: Sequence[bytes], priority: int = 0) -> None:
-        """The owner's blocks from its `first` on are being filled with what these hashes name."""
+        """Name the owner's blocks from its `first` on, which are being filled with what the hashes name."""
         table = self._tables[owner]
         for depth, content in enumerate(hashes, first):
             self.pool.name(table[depth], depth, content, priority)
 
     def forget(self, hashes: Sequence[bytes]) -> None:
-        """What these name is not to be trusted: nobody finds it any more. Who holds it keeps it."""
+        """Remove these names, so that no request finds their blocks; requests that hold them keep them."""
         self.pool.forget(hashes)
 
     def forget_all(self) -> None:
-        """Nobody finds anything any more; who holds blocks keeps them."""
+        """Remove all names, so that no request finds a block; requests keep the blocks they hold."""
         self.pool.forget_all()
 
     def pin(self, blocks: Sequence[int]) -> None:
-        """These blocks are given to nobody else until they are unpinned."""
+        """Hold these blocks, so that they are not given out until they are unpinned."""
         for block in blocks:
             self.pool.pin(block)
             self._pinned[block] += 1
@@ -96,14 +98,14 @@ class BlockAllocator:
         self.pool.give_back(list(blocks))
 
     def reserve(self, count: int) -> list[int]:
-        """Blocks that nobody holds yet, pinned; the caller has seen that there are so many."""
+        """Return `count` free blocks, pinned; the caller has checked that there are so many."""
         blocks = self.pool.take(count)
         assert blocks is not None
         self._pinned.update(blocks)
         return blocks
 
     def release_reserved(self, blocks: Sequence[int], first: int, hashes: Sequence[bytes]) -> None:
-        """Unpin blocks of a chain from its `first` on; those that hold what the hashes name are findable."""
+        """Name as many blocks of a chain, from its `first` on, as there are hashes; unpin all blocks."""
         for depth, (block, content) in enumerate(zip(blocks, hashes, strict=False), first):
             self.pool.name(block, depth, content)
         self.unpin(blocks)
@@ -128,15 +130,15 @@ class BlockAllocator:
         return added
 
     def free(self, owner: int) -> None:
-        """Give back all blocks of the owner, who must hold some."""
+        """Give back all blocks of the owner, which must hold some."""
         self.pool.give_back(self._tables.pop(owner))
 
     def table(self, owner: int) -> list[int]:
-        """A copy of the owner's blocks in position order; empty for one that holds none."""
+        """Return a copy of the owner's blocks in position order; empty if it holds none."""
         return list(self._tables.get(owner, ()))
 
     def tail(self, owner: int, first: int) -> list[int]:
-        """The owner's blocks from its `first` on."""
+        """Return the owner's blocks from its `first` on."""
         return self._tables[owner][first:]
 
     def owners(self) -> set[int]:

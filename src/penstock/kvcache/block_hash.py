@@ -1,4 +1,4 @@
-"""Names of KV blocks: each says what a block holds, and all that came before it.
+"""Names KV blocks: a name says what a block holds, and all that came before it.
 
     root (salt, numeric class) ──▶ hash of block 0 ──▶ hash of block 1 ──▶ …
                                     tokens 0 .. B-1     tokens B .. 2B-1
@@ -6,7 +6,7 @@
 A hash is the SHA-256 of the hash before and of the block's tokens, so that equal hashes mean equal keys and
 values, given one model and dtype. The names know nothing of stages, ranks or epochs (row d15), but in which
 numeric class the ranks compute: what one class has computed differs in the last bits from what another would.
-A salt keeps those who do not share it apart: they cannot tell from the time an answer takes what others have
+A salt keeps clients that do not share it apart: they cannot tell from the time of an answer what others have
 asked.
 """
 
@@ -21,17 +21,17 @@ HASH_BYTES = 32
 
 
 def root_hash(salt: str = "") -> bytes:
-    """What the first block's hash carries on from."""
+    """Return the hash that the first block's hash is chained to."""
     return hashlib.sha256(b"penstock kv block\0" + salt.encode("utf-8", "surrogatepass")).digest()
 
 
 def root_in_class(root: bytes, numeric_class: str) -> bytes:
-    """Return the root of blocks that ranks of this class compute (`process.numeric_class`); "": unknown."""
+    """Return the root for blocks that ranks of this numeric class compute; "" is the unknown class."""
     return hashlib.sha256(root + numeric_class.encode()).digest() if numeric_class else root
 
 
 def block_hashes(parent: bytes, token_ids: Sequence[int], block_size: int) -> list[bytes]:
-    """Hashes of the whole blocks of `token_ids`, in order; what is left over has none.
+    """Return the hashes of the whole blocks of `token_ids`, in order; a partial block has none.
 
     Args:
         parent: hash of the block before, or the root.

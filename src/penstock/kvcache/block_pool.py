@@ -1,4 +1,4 @@
-"""The pool of KV blocks: which ids are free, and how many hold each of the others.
+"""The pool of KV blocks: which ids are free, and how many references each of the others has.
 
 A block id means the same slots on every stage, so one pool in the engine core serves the whole pipe. Knows
 nothing of requests (`kvcache.allocator`) nor of bytes (`runner.device_kv`). What blocks hold, and what is
@@ -14,12 +14,12 @@ from penstock.kvcache.prefix_cache import NoPrefixCache, PrefixCache
 
 
 class BlockPool:
-    """Ids `0 .. num_blocks - 1`, each free, held, or cached and idle: idle ones are taken when none is free.
+    """The block ids `0 .. num_blocks - 1`, each free, held, or cached and idle.
 
-    The block freed last is taken first: it is warm.
+    Idle blocks are taken when none is free. The block freed last is taken first: it is warm.
 
     Args:
-        cache: knows what blocks hold; without one nothing is kept that nobody holds.
+        cache: knows what blocks hold; without one no block is kept that has no holder.
     """
 
     def __init__(self, num_blocks: int, cache: PrefixCache | None = None) -> None:
@@ -31,11 +31,11 @@ class BlockPool:
 
     @property
     def num_free(self) -> int:
-        """Blocks that `take` could give."""
+        """The number of blocks that `take` could give."""
         return len(self._free) + self.cache.num_idle
 
     def take(self, count: int) -> list[int] | None:
-        """`count` ids, or None (and nothing changed) when there are fewer."""
+        """Return `count` ids, or None, with nothing changed, when there are fewer."""
         if count > self.num_free:
             return None
         taken = [self._free.pop() if self._free else self._evict() for _ in range(count)]
@@ -44,24 +44,24 @@ class BlockPool:
         return taken
 
     def share(self, blocks: Iterable[int], priority: int = 0) -> None:
-        """One more holds these cached blocks."""
+        """Add a reference to each of these cached blocks, which counts as a use."""
         for block in blocks:
             self.cache.use(block, priority)
             self._holders[block] += 1
 
     def pin(self, block: int) -> None:
-        """One more holds this block, whatever it holds."""
+        """Add a reference to `block`, cached or not."""
         self.cache.hold(block)
         self._holders[block] += 1
 
     def name(self, block: int, depth: int, content: bytes, priority: int = 0) -> None:
-        """This held block is being filled with what that names (`PrefixCache.name`)."""
+        """Name a held block, which is being filled with the content of that name (`PrefixCache.name`)."""
         freed = self.cache.name(block, depth, content, priority)
         if freed is not None:
             self._free.append(freed)
 
     def give_back(self, blocks: list[int]) -> None:
-        """One less holds each of them, in the order of a chain; what is cached stays findable."""
+        """Drop a reference to each block of a chain; cached blocks stay findable."""
         cache = self.cache
         cache.tick()
         for block in reversed(blocks):
@@ -74,21 +74,21 @@ class BlockPool:
                     self._free.append(block)
 
     def forget(self, hashes: Iterable[bytes]) -> None:
-        """Nothing is found under these names any more."""
+        """Remove these names, so that no request finds their blocks."""
         self._free += self.cache.forget(hashes)
 
     def forget_all(self) -> None:
         self._free += self.cache.forget(self.cache.names())
 
     def num_idle_of(self, blocks: Iterable[int]) -> int:
-        """How many of these are cached and held by nobody."""
+        """Return how many of these blocks are cached and have no holder."""
         return sum(map(self.cache.is_idle, blocks))
 
     def _evict(self) -> int:
         return self.cache.evict()
 
     def check_holders(self, owners: Mapping[int, int]) -> None:
-        """Assert all invariants, and that blocks are held by as many as have them in their tables."""
+        """Assert all invariants, and that each block is held as often as it stands in tables."""
         self.check_invariants()
         for block, count in enumerate(self._holders):
             num_owners = owners.get(block, 0)

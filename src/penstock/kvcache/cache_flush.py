@@ -1,4 +1,4 @@
-"""A flush of the cache, until nothing is on its way any more that was so when it was asked for (row H16).
+"""A flush of the cache, which lasts until all copies are over that were under way when it began (row H16).
 
     asked ── nothing is found from here on ──▶ all open orders answered, or lost ──▶ done
                                                        └── store emptied as well ──▶ done
@@ -16,11 +16,11 @@ from penstock.kvcache.stored_names import Emptying
 
 
 class CacheFlush:
-    """Begins at once.
+    """A flush that begins when it is made.
 
     Args:
-        tier: of the blocks in a store.
-        with_store: what the store has of this model goes too.
+        tier: the storage tier behind the pool.
+        with_store: whether to delete the blocks of this model in the store too.
     """
 
     def __init__(self, tier: AnyStorageTier, *, with_store: bool) -> None:
@@ -31,11 +31,11 @@ class CacheFlush:
 
     @property
     def withholds(self) -> bool:
-        """Whether the store is not to be used now: what is there is to go, and what came would go in part."""
+        """Whether the store must not be used now, because its blocks are to be deleted."""
         return self._to_empty is not None and not (self._emptying is not None and self._emptying.is_done)
 
     def is_done(self) -> bool:
-        """Looks, and goes on to its next part when it is time."""
+        """Return whether the flush is done; start to empty the store once no copy is open."""
         if self._tier.has_open(self._orders):
             return False
         self._orders = frozenset()
@@ -45,5 +45,5 @@ class CacheFlush:
 
     @property
     def error(self) -> ErrorInfo | None:
-        """Why something may be left in the store, when it is done."""
+        """The reason why blocks may be left in the store, once the flush is done."""
         return None if self._emptying is None else self._emptying.error

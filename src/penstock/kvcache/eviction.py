@@ -1,4 +1,4 @@
-"""Which of the cached blocks that nobody holds is given up first.
+"""Decides which cached block without a holder is evicted first.
 
     lru        the one that was let go longest ago
     lfu        the one that was found least often; of those the one that was let go longest ago
@@ -22,7 +22,7 @@ from penstock.config.engine import EvictionPolicy
 
 
 class Worth(NamedTuple):
-    """What a policy may know of a block.
+    """The properties of a block that an eviction policy may use.
 
     Attributes:
         uses: how often it was found.
@@ -39,19 +39,23 @@ class Worth(NamedTuple):
 
 
 class EvictionOrder(Protocol):
-    """The cached blocks that nobody holds."""
+    """An order of the cached blocks that have no holder."""
 
     def add(self, block: int, worth: Worth) -> None:
-        """It may be given up from now on; it is worth no less than any that was added at an earlier event."""
+        """Add a block, worth no less than any that was added at an earlier event."""
 
     def restore(self, block: int, worth: Worth) -> None:
-        """The same of one that was let go before others that are here."""
+        """Add a block that was let go before others that are here."""
 
     def discard(self, block: int) -> None:
-        """It is held again, or holds nothing any more."""
+        """Remove a block that is held again, or holds nothing any more."""
 
     def pop(self, worth_of: Callable[[int], Worth]) -> int:
-        """The one to give up now; `worth_of` tells what one that is here was worth when it came."""
+        """Remove and return the block to evict now.
+
+        Args:
+            worth_of: returns what a block that is here was worth when it came.
+        """
 
     def __contains__(self, block: int) -> bool: ...
 
@@ -59,10 +63,10 @@ class EvictionOrder(Protocol):
 
 
 class HeapOrder:
-    """A heap; entries of blocks that have left it stay until they come up.
+    """An eviction order as a heap; entries of blocks that have left stay until they come up.
 
     Args:
-        policy: what counts before the time at which a block was let go.
+        policy: decides what counts before the time at which a block was let go.
     """
 
     def __init__(self, policy: EvictionPolicy) -> None:
@@ -89,7 +93,7 @@ class HeapOrder:
         return block
 
     def gives_before(self, worth: Worth) -> bool:
-        """Whether one of its blocks is to be given up before another of that worth."""
+        """Return whether one of its blocks is to be evicted before another of that worth."""
         self._drop_stale()
         return bool(self._heap) and self._heap[0][:-1] < self._place(worth)
 
@@ -109,8 +113,11 @@ class HeapOrder:
 
 
 class LruOrder:
-    """Blocks come in the order of their worth, so a queue is enough, but for those that are restored. None
-    are equal: those of one event are let go as a chain, the deepest first (`BlockPool.give_back`)."""
+    """An eviction order by time, for which a queue suffices, since blocks come in order of their worth.
+
+    Only restored blocks do not. No two are equal: those of one event are let go as a chain, the deepest first
+    (`BlockPool.give_back`).
+    """
 
     def __init__(self) -> None:
         self._queue: OrderedDict[int, None] = OrderedDict()
@@ -143,10 +150,10 @@ class LruOrder:
 
 
 class KeptLast:
-    """An `EvictionOrder` of two: blocks that hold what is to be kept are given up when there are no others.
+    """An eviction order that gives up kept blocks only when there are no others.
 
     Args:
-        policy: of both.
+        policy: of both kinds of blocks.
     """
 
     def __init__(self, policy: EvictionPolicy) -> None:
@@ -154,11 +161,11 @@ class KeptLast:
         self._names: set[bytes] = set()
 
     def keep(self, name: bytes) -> None:
-        """Blocks of that name are kept that are added from now on."""
+        """Keep blocks of this name that are added from now on."""
         self._names.add(name)
 
     def release(self, name: bytes) -> None:
-        """Those that are added from now on are not."""
+        """Treat blocks of this name that are added from now on as ordinary ones."""
         self._names.discard(name)
 
     def add(self, block: int, worth: Worth) -> None:

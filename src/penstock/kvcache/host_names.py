@@ -1,11 +1,11 @@
-"""Which blocks lie in host memory (L2): the same ones on every rank, chosen by the core.
+"""Chooses the blocks that lie in host memory (L2): the same ones on every rank.
 
     store or load ordered ──▶ in memory on every rank ──memory is full, or a copy failed──▶ given up by all
 
 Every rank has room for an equal number of blocks, however many bytes its own part of a block takes
 (`engine.supervisor.host_blocks`). So the core alone chooses what memory gives up: what was used longest ago.
 A plan tells all ranks, which forget those blocks before they carry out the orders of that plan. Without a
-store behind memory, such a block is struck from the catalogue at once: nobody waits for half of a block.
+store behind memory, such a block is struck from the catalogue at once: no request waits for half of a block.
 
 A block counts from the order to copy it on, so that memory is never fuller than it seems. Called by
 `kvcache.storage_tier` and its parts; knows no bytes.
@@ -26,7 +26,7 @@ class HostNames:
     """The names of the blocks in host memory, in front of a store.
 
     Args:
-        max_blocks: that each rank has room for, at least one.
+        max_blocks: blocks that each rank has room for, at least one.
     """
 
     def __init__(self, max_blocks: int) -> None:
@@ -45,11 +45,11 @@ class HostNames:
 
     @property
     def names(self) -> frozenset[bytes]:
-        """All of them."""
+        """The names of all blocks in host memory."""
         return frozenset(self._names)
 
     def make_room(self, name: bytes) -> bool:
-        """Begin to store a block; returns False, and does nothing, while orders hold all of the memory."""
+        """Begin to store a block; return False, and do nothing, while orders hold all of the memory."""
         if name not in self._names and len(self._names) >= self._max_blocks:
             oldest = self._oldest_idle()
             if oldest is None:
@@ -59,14 +59,14 @@ class HostNames:
         return True
 
     def begin_copy(self, name: bytes) -> None:
-        """An order to copy this block is made; what was used longest ago makes room for it."""
+        """Count an order to copy this block; the block used longest ago makes room for it."""
         self._names[name] = None
         self._names.move_to_end(name)
         self._copying[name] += 1
         self._shrink()
 
     def end_store(self, name: bytes, status: OrderStatus) -> None:
-        """All ranks have answered an order to store this block; if one has failed, others may have a part."""
+        """Settle an order to store this block; if it failed, other ranks may have a part, so drop it."""
         if status == "done":
             self._doomed.discard(name)
         else:
@@ -74,7 +74,7 @@ class HostNames:
         self._end_copy(name)
 
     def end_load(self, name: bytes, status: OrderStatus) -> None:
-        """All ranks have answered an order to load this block; if one has failed, its part is nowhere."""
+        """Settle an order to load this block; if it failed, a part is missing, so drop the block."""
         if status == "failed":
             self._doomed.add(name)
         self._end_copy(name)
@@ -88,13 +88,13 @@ class HostNames:
         self._shrink()
 
     def use(self, names: Sequence[bytes]) -> None:
-        """A chain of blocks is used; its first one counts as used last, for without it none is found."""
+        """Mark a chain of blocks as used; the first counts as used last, for without it none is found."""
         for name in reversed(names):
             if name in self._names:
                 self._names.move_to_end(name)
 
     def drop(self, names: Iterable[bytes]) -> None:
-        """Give these up: now, or when no order is open that copies them, unless one stores them anew."""
+        """Give these blocks up, now or when no open order copies them, unless one stores them anew."""
         for name in names:
             if name in self._copying:
                 self._doomed.add(name)
@@ -106,17 +106,17 @@ class HostNames:
         self.drop(list(self._names))
 
     def count_there(self, names: Sequence[bytes]) -> int:
-        """Return how many of the first of these, which the catalogue has, can be loaded."""
+        """Return how many of the first of these names, which the catalogue has, can be loaded."""
         return len(names)
 
     def take_given_up(self) -> list[bytes]:
-        """What ranks are to forget, for the plan that is issued now."""
+        """Return the names that ranks are to forget, for the plan that is issued now."""
         names, self._given_up = self._given_up, []
         self._told.extend(names)
         return names
 
     def lose_all(self) -> None:
-        """No order will be answered any more, and ranks may not have heard of what was given up last."""
+        """Forget open orders, which will not be answered, and announce the last given-up names again."""
         self._copying.clear()
         self.drop(self._doomed & self._names.keys())
         self._given_up = [*dict.fromkeys([*self._told, *self._given_up])]
@@ -137,10 +137,10 @@ class HostNames:
 
 
 class OnlyHostNames(HostNames):
-    """The names of the blocks in host memory, where no store is behind it: what it gives up is nowhere.
+    """The names of the blocks in host memory without a store behind it: a given-up block is gone.
 
     Args:
-        stored: is told what is nowhere.
+        stored: told of each block that is gone.
     """
 
     def __init__(self, max_blocks: int, stored: StoredNames) -> None:
@@ -148,7 +148,7 @@ class OnlyHostNames(HostNames):
         self._stored = stored
 
     def count_there(self, names: Sequence[bytes]) -> int:
-        """The catalogue may have answered before a block was given up."""
+        """Return how many of the first names are still there; the catalogue's answer may be old."""
         return next((index for index, name in enumerate(names) if name not in self), len(names))
 
     def _give_up(self, name: bytes) -> None:
@@ -157,7 +157,7 @@ class OnlyHostNames(HostNames):
 
 
 class NoHostNames:
-    """Host memory that keeps no blocks."""
+    """A host memory that keeps no blocks."""
 
     names: frozenset[bytes] = frozenset()
 
@@ -165,22 +165,22 @@ class NoHostNames:
         return True
 
     def begin_copy(self, name: bytes) -> None:
-        """Nothing is kept."""
+        """Do nothing."""
 
     def end_store(self, name: bytes, status: OrderStatus) -> None:
-        """Nothing was kept."""
+        """Do nothing."""
 
     def end_load(self, name: bytes, status: OrderStatus) -> None:
-        """Nothing was kept."""
+        """Do nothing."""
 
     def use(self, names: Sequence[bytes]) -> None:
-        """Nothing is kept."""
+        """Do nothing."""
 
     def drop(self, names: Iterable[bytes]) -> None:
-        """Nothing is kept."""
+        """Do nothing."""
 
     def drop_all(self) -> None:
-        """Nothing is kept."""
+        """Do nothing."""
 
     def count_there(self, names: Sequence[bytes]) -> int:
         return len(names)
@@ -189,7 +189,7 @@ class NoHostNames:
         return []
 
     def lose_all(self) -> None:
-        """Nothing was kept."""
+        """Do nothing."""
 
 
 AnyHostNames = HostNames | NoHostNames

@@ -45,17 +45,17 @@ class HostsEmptying:
         return self._own.error or self._error
 
     def note(self, error: ErrorInfo | None) -> None:
-        """Another store is empty, or cannot be emptied."""
+        """Record that another store is empty, or cannot be emptied."""
         self._num_awaited -= 1
         self._error = self._error or error
 
 
 @dataclass(slots=True)
 class _Question:
-    """What other hosts are asked.
+    """A question to other hosts.
 
     Attributes:
-        count: of the blocks that all have who have answered.
+        count: leading blocks that all hosts have that have answered.
         num_awaited: hosts that have not answered.
     """
 
@@ -64,8 +64,10 @@ class _Question:
 
 
 class HostsCatalogue:
-    """Args:
-    own: of the core's store; closed with this.
+    """The catalogue of the blocks that the stores of all hosts have.
+
+    Args:
+        own: the catalogue of the core's store; closed with this one.
     """
 
     def __init__(self, own: StoreCatalogue) -> None:
@@ -87,7 +89,7 @@ class HostsCatalogue:
         return True
 
     def lose_all(self) -> None:
-        """No other host will answer any more."""
+        """Forget what other hosts were asked, since they will not answer any more."""
         self._calls = NO_STORE_CALLS
         if self._sites.others:
             self._asked.clear()
@@ -128,7 +130,7 @@ class HostsCatalogue:
             self._call(site, EntryCall(number=0, what="strike", names=list(names)))
 
     def use(self) -> StoreUse:
-        """See `CataloguedStore.use`. What other hosts have done is told by their ranks."""
+        """Return how the core has used its own store; other hosts' ranks report for theirs."""
         return self._own.use()
 
     def empty(self) -> Emptying:
@@ -146,7 +148,7 @@ class HostsCatalogue:
         self._own.close()
 
     def _ask_others(self, ticket: int, names: Sequence[bytes]) -> None:
-        """Ask about no more than the own store has."""
+        """Ask the other hosts about the blocks that the own store has."""
         others = self._sites.others if names else ()
         if not others:
             self._answered.append((ticket, len(names)))

@@ -1,4 +1,4 @@
-"""Blocks on their way from the store, for requests that wait for them.
+"""Loads blocks from the store for requests that wait for them.
 
     LOOKED_UP ──found──▶ LOADING ──▶ (no longer waits)
         └──────nothing found, no room, or too late──▶ (no longer waits)
@@ -22,14 +22,14 @@ from penstock.kvcache.host_names import AnyHostNames
 from penstock.kvcache.stored_names import Catalogue, StoredNames
 from penstock.kvcache.tier_orders import TierOrders
 
-EARLY_S = 0.5  # that a load may take, by how long the last one took, for somebody to begin before it is done
+EARLY_S = 0.5  # longest load, judged by the last one, behind which a request begins before it is done
 LOOK_S = 0.001  # between two looks for what the catalogue has answered
 ANSWER_S = 10.0  # for the catalogue's answer, where a request waits for all of its blocks
 
 
 @dataclass(frozen=True, slots=True)
 class PrefetchPatience:
-    """How long a request waits, in seconds since its blocks were asked for.
+    """The times that a request waits, in seconds since its blocks were asked for.
 
     Attributes:
         answer_s: for the catalogue to say which of them are stored.
@@ -44,7 +44,7 @@ def prefetch_patience(policy: PrefetchPolicy, timeout_s: float) -> PrefetchPatie
     """Return how long requests wait by this policy.
 
     Args:
-        timeout_s: of the policy `timeout`.
+        timeout_s: seconds of the policy `timeout`.
     """
     return {
         "timeout": PrefetchPatience(timeout_s, timeout_s),
@@ -55,13 +55,13 @@ def prefetch_patience(policy: PrefetchPolicy, timeout_s: float) -> PrefetchPatie
 
 @dataclass(slots=True)
 class Prefetch:
-    """What a waiting request is waiting for.
+    """The blocks that a waiting request is waiting for.
 
     Attributes:
         before: names of its blocks that are in the pool; `names` are of those behind.
         open_orders: not answered yet.
         good: of the blocks that were to be loaded, those that were.
-        held: blocks of `before`, while others are loaded: without them nobody finds those.
+        held: blocks of `before`, pinned while others are loaded: without them those are not found.
         ordered_at: when the orders to load were made.
     """
 
@@ -90,10 +90,10 @@ class Prefetch:
 
 @dataclass(slots=True)
 class _Manner:
-    """How the store has been of late.
+    """The recent behaviour of the store.
 
     Attributes:
-        is_slow: it did not answer in time: nobody waits for it until it has.
+        is_slow: it did not answer in time: no request waits for it until it has.
         block_s: what each block of the last load took; infinite if one failed, and before the first load.
     """
 
@@ -102,7 +102,7 @@ class _Manner:
 
 
 class LoadedBlocks(NamedTuple):
-    """The blocks of a request, or as many of them as have come, from its `first` on."""
+    """The outcome of a load for one request: how many blocks have come, from its `first` on."""
 
     arrival: int
     first: int
@@ -111,14 +111,14 @@ class LoadedBlocks(NamedTuple):
 
 
 class Prefetching:
-    """Loads what requests begin with.
+    """Loads the prefixes of requests from the store.
 
     Args:
-        allocator: of the pool's blocks.
-        catalogue: of what is in the store.
-        stored: what this core knows of it.
+        allocator: the pool's blocks.
+        catalogue: says what is in the store.
+        stored: what this core knows of the store.
         orders: takes the orders to the ranks.
-        memory: that ranks keep what they load in.
+        memory: the host memory in which ranks keep what they load.
         patience: how long a request may wait for its blocks.
     """
 
@@ -143,16 +143,15 @@ class Prefetching:
 
     @property
     def all_open_orders(self) -> list[int]:
-        """Numbers of the orders that are not answered."""
+        """The numbers of the orders that are not answered."""
         return list(self._loads)
 
     def has_ordered(self, order: int) -> bool:
-        """Whether it is an order to load a block, and open."""
+        """Return whether `order` is an open order to load a block."""
         return order in self._loads
 
     def next_look(self) -> float:
-        """Return the clock time at which `take_answers` or `must_wait` may find something new though no rank
-        has answered."""
+        """Return the clock time at which there may be something new though no rank has answered."""
         now = self._clock()
         prefetches = [prefetch for prefetch in self._prefetches.values() if not prefetch.is_flushed]
         waiting = [prefetch for prefetch in prefetches if now < prefetch.give_up_at]
@@ -161,7 +160,7 @@ class Prefetching:
         return min((prefetch.give_up_at for prefetch in waiting), default=math.inf)
 
     def fetch_blocks(self, arrival: int, names: Sequence[bytes], first: int) -> None:
-        """A request waits: are its blocks from its `first` on in the store?"""
+        """Look up a waiting request's blocks from its `first` on in the store, to load them."""
         if len(names) > first:
             wanted, now = list(names[first:]), self._clock()
             give_up_at = now + self._patience.answer_s
@@ -169,8 +168,7 @@ class Prefetching:
             self._ask(arrival, wanted, now)
 
     def ask_again(self) -> None:
-        """The catalogue answers nothing of what it was asked: ask it anew. Whoever waits does so from now
-        on."""
+        """Repeat all open questions to the catalogue, which will not answer the old ones."""
         asked, self._tickets = self._tickets, {}
         now = self._clock()
         for arrival, _ in asked.values():
@@ -184,8 +182,10 @@ class Prefetching:
         self._catalogue.look_up(ticket, names)
 
     def must_wait(self, arrival: int) -> bool:
-        """Whether blocks of this request are on their way, and it is worth while to wait. If not, those that
-        have come are findable: as many as nothing is missing before."""
+        """Return whether blocks of this request are on their way, and are worth the wait.
+
+        If not, the blocks that have come are made findable, up to the first that is missing.
+        """
         prefetch = self._prefetches.get(arrival)
         if prefetch is None or prefetch.is_flushed:
             return False
@@ -196,9 +196,11 @@ class Prefetching:
         return not self._manner.is_slow
 
     def on_the_way(self, arrival: int) -> tuple[int, list[int]]:
-        """The blocks of a waiting request that are being loaded, and which of its own the first of them is;
-        none where one has not come, where the store is not as quick as a step, or where the request no longer
-        waits: it would wait on, within its step."""
+        """Return the index of the first block that is being loaded for a request, and these blocks.
+
+        There are none where one has not come, where the store is not as quick as a step, or where the request
+        no longer waits: it would wait on, within its step.
+        """
         prefetch = self._prefetches.get(arrival)
         if prefetch is None or prefetch.is_flushed or not prefetch.blocks:
             return 0, []
@@ -209,12 +211,12 @@ class Prefetching:
         return len(prefetch.before), prefetch.blocks if is_whole else []
 
     def open_orders(self, arrival: int) -> list[int]:
-        """To load blocks of this request."""
+        """Return the open orders to load blocks of this request."""
         prefetch = self._prefetches.get(arrival)
         return [] if prefetch is None else list(prefetch.open_orders)
 
     def forget_request(self, arrival: int) -> None:
-        """The request starts, or has gone: what is on its way becomes findable all the same."""
+        """Forget a request that starts or has gone; blocks under way become findable all the same."""
         prefetch = self._prefetches.get(arrival)
         if prefetch is not None and not prefetch.open_orders:
             del self._prefetches[arrival]
@@ -245,21 +247,20 @@ class Prefetching:
                 self._release(self._prefetches.pop(arrival), 0)
 
     def _reserve(self, prefetch: Prefetch, count: int, num_spare: int) -> None:
-        """Blocks for what is loaded, and none that it would be found behind is given up for them."""
+        """Reserve blocks for the load, and pin those before them, so that none of these is evicted."""
         prefetch.held = self._allocator.find(prefetch.before)
         self._allocator.pin(prefetch.held)
         room = max(0, self._allocator.num_free_blocks - num_spare)
         prefetch.blocks = self._allocator.reserve(min(count, room))
 
     def _release(self, prefetch: Prefetch, count: int) -> None:
-        """What was reserved; the first `count` blocks are findable, and given up before what is in front."""
+        """Release what was reserved; the first `count` blocks become findable."""
         first = len(prefetch.before)
         self._allocator.release_reserved(prefetch.blocks, first, prefetch.names[:count])
         self._allocator.unpin(prefetch.held)
 
     def settle_order(self, order: int, status: OrderStatus) -> list[LoadedBlocks]:
-        """Settle an order that all ranks have answered; return the load's result once all its orders are
-        settled."""
+        """Settle an answered order; return the load's outcome once all its orders are settled."""
         arrival = self._loads.pop(order)
         prefetch = self._prefetches[arrival]
         index = prefetch.open_orders.pop(order)
@@ -281,8 +282,9 @@ class Prefetching:
         return [LoadedBlocks(arrival, len(prefetch.before), wanted, come)]
 
     def lose_all(self) -> None:
-        """No order will be answered any more."""
+        """Forget all loads, since no order will be answered any more."""
         for prefetch in self._prefetches.values():
+            # The ranks that were to fill these blocks are gone: nothing in them may be found.
             self._release(prefetch, 0)
         self._prefetches.clear()
         self._tickets.clear()

@@ -1,4 +1,4 @@
-"""What blocks hold, and which of those that nobody holds are worth keeping: one index for the whole pipe.
+"""Knows what blocks hold, and which of those without a holder to keep: one index for the whole pipe.
 
 A block id means the same slots on every stage, so what is found here is there on all of them, whatever their
 number (architecture, section 3). A block is named when the plan that fills it is issued: ranks run plans in
@@ -10,7 +10,7 @@ order, so a later plan may read it at once.
 
 Two requests may compute the same block side by side; the first one's is named, the other's stays without a
 name. The last block of a prompt that is found whole is computed again, for the logits, and takes the name.
-Owned by `kvcache.block_pool`, which counts who holds what. Pure: no clock, no chance.
+Owned by `kvcache.block_pool`, which counts the holders. Pure: no clock, no chance.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _NO_HASH = b""
 
 
 class NoPrefixCache:
-    """Of a pool that keeps nothing that nobody holds: no block has a name."""
+    """A cache that keeps nothing, so that no block has a name."""
 
     is_on = False
     num_cached = 0
@@ -47,22 +47,22 @@ class NoPrefixCache:
         raise AssertionError(f"block {block} was found where nothing is kept")
 
     def hold(self, block: int) -> None:
-        """It is held as any block."""
+        """Do nothing."""
 
     def num_uses(self, block: int) -> int:
         return 0
 
     def tick(self) -> None:
-        """Nothing depends on when."""
+        """Do nothing."""
 
     def let_go(self, block: int) -> None:
         raise AssertionError(f"block {block} holds nothing to keep")
 
     def keep(self, content: bytes) -> None:
-        """Nothing has this name."""
+        """Do nothing."""
 
     def release(self, content: bytes) -> None:
-        """Nothing has this name."""
+        """Do nothing."""
 
     def evict(self) -> int:
         raise AssertionError("no block is idle")
@@ -77,15 +77,15 @@ class NoPrefixCache:
         return []
 
     def check_invariants(self) -> None:
-        """Nothing is held, so nothing can be wrong."""
+        """Do nothing."""
 
 
 class PrefixCache:
-    """What blocks hold, by name, and the order in which idle ones are given up.
+    """The contents of blocks, by name, and the order in which idle blocks are evicted.
 
     Args:
-        num_blocks: of the pool.
-        order: gives up idle blocks.
+        num_blocks: blocks of the pool.
+        order: the eviction order of idle blocks.
     """
 
     is_on = True
@@ -103,16 +103,16 @@ class PrefixCache:
 
     @property
     def num_cached(self) -> int:
-        """Blocks that have a name, held or idle."""
+        """The number of blocks that have a name, held or idle."""
         return len(self._blocks)
 
     @property
     def num_idle(self) -> int:
-        """Of these, those that nobody holds."""
+        """The number of cached blocks that have no holder."""
         return len(self._order)
 
     def find(self, hashes: Sequence[bytes]) -> list[int]:
-        """Return the blocks of the longest cached beginning of a chain."""
+        """Return the blocks of the longest cached prefix of a chain of hashes."""
         matched_blocks, blocks = [], self._blocks
         for name in hashes:
             block = blocks.get(name)
@@ -128,11 +128,12 @@ class PrefixCache:
         return self._hashes[block] is not _NO_HASH
 
     def name(self, block: int, depth: int, content: bytes, priority: int = 0) -> int | None:
-        """This block, which somebody holds, is being filled with that. Where another one that is held has it
-        already, that one keeps the name; an idle one gives it away.
+        """Name a held block, which is being filled with the content of that name.
+
+        If another held block has the name already, that one keeps it; an idle block gives it away.
 
         Returns:
-            The block that was idle, and is nobody's now.
+            The idle block that has lost the name, and is free now.
         """
         assert self._hashes[block] is _NO_HASH, f"block {block} holds something else"
         other, uses = self._blocks.get(content), 0
@@ -149,50 +150,50 @@ class PrefixCache:
         return other
 
     def use(self, block: int, priority: int = 0) -> None:
-        """It was found, and is held from now on."""
+        """Take a found block out of the eviction order, and count the use."""
         self.hold(block)
         self._uses[block] += 1
         self._priorities[block] = max(self._priorities[block], priority)
 
     def hold(self, block: int) -> None:
-        """It is held from now on, by somebody who does not make it worth more."""
+        """Take a block out of the eviction order, without counting a use."""
         if block in self._order:
             self._order.discard(block)
 
     def num_uses(self, block: int) -> int:
-        """How often what it holds was found."""
+        """Return how often the block's content was found."""
         return self._uses[block]
 
     def tick(self) -> None:
-        """Another event: what is let go from now on was let go later than all before."""
+        """Begin another event: blocks let go from now on were let go later than all before."""
         self._now += 1
 
     def let_go(self, block: int) -> None:
-        """Nobody holds this cached block any more."""
+        """Put a cached block without a holder into the eviction order."""
         self._freed_at[block] = self._now
         self._order.add(block, self._worth(block))
 
     def keep(self, content: bytes) -> None:
-        """What has this name is given up after all that is not kept, whenever it is idle."""
+        """Evict the block of this name, whenever it is idle, only after all that are not kept."""
         idle = self._taken_out(content)
         self._order.keep(content)
         self._put_back(idle)
 
     def release(self, content: bytes) -> None:
-        """What has this name is as any other, in the place that it would have had."""
+        """Treat the block of this name as any other, at the place that it would have had."""
         idle = self._taken_out(content)
         self._order.release(content)
         self._put_back(idle)
 
     def evict(self) -> int:
-        """The idle block that is given up; it holds nothing any more."""
+        """Return the idle block to give up, which loses its name."""
         block = self._order.pop(self._worth)
         self._unname(block)
         self.num_evicted += 1
         return block
 
     def forget(self, hashes: Iterable[bytes]) -> list[int]:
-        """Nothing is found under these names any more; the blocks that were idle, and are nobody's now."""
+        """Remove these names, and return the blocks that were idle and are free now."""
         freed = []
         for content in hashes:
             block = self._blocks.get(content)
@@ -205,11 +206,11 @@ class PrefixCache:
         return freed
 
     def names(self) -> list[bytes]:
-        """Of all cached blocks."""
+        """Return the names of all cached blocks."""
         return list(self._blocks)
 
     def idle_blocks(self) -> list[int]:
-        """For checks."""
+        """Return the idle blocks, for checks."""
         return [block for block in self._blocks.values() if block in self._order]
 
     def _worth(self, block: int) -> Worth:
@@ -222,7 +223,7 @@ class PrefixCache:
         )
 
     def _taken_out(self, content: bytes) -> list[int]:
-        """The idle block of this name, if there is one, which is out of the order now."""
+        """Take the idle block of this name, if there is one, out of the eviction order, and return it."""
         block = self._blocks.get(content)
         if block is None or block not in self._order:
             return []

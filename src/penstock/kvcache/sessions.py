@@ -1,10 +1,10 @@
-"""Open sessions: conversations whose blocks are kept, though other traffic passes between two turns (row G4).
+"""The open sessions: conversations whose blocks are kept between turns, despite other traffic (row G4).
 
-    open ──▶ a request of it ends: the blocks that it found or made are kept ──▶ … ──▶ close, or nobody has
-                      ▲                                                      │         used it for too long
+    open ──▶ a request of it ends: the blocks that it found or made are kept ──▶ … ──▶ close, or it was
+                      ▲                                                      │         idle for too long
                       └──── its next turn finds them ────────────────────────┘
 
-Kept blocks are given up last (`kvcache.eviction`), and never refuse anybody a place. What is kept are names
+Kept blocks are given up last (`kvcache.eviction`), and never make a request wait. What is kept are names
 (`kvcache.block_hash`), whether their blocks are there or not. There are three bounds:
 
     of each session     its capacity: what only older turns had goes first, and of one turn the deepest block,
@@ -33,7 +33,7 @@ KEPT_SHARE = 2  # one part in so many of the pool
 
 
 def unknown_session(session_id: str) -> NotFoundError:
-    """For who names one that is not open."""
+    """Return the error for a request that names a session which is not open."""
     return NotFoundError(
         f"session {session_id!r} is not open: it never was, was closed, or nobody has used it for too long.",
         remedy="Open it (POST /open_session), or leave session_id out.",
@@ -44,9 +44,11 @@ def unknown_session(session_id: str) -> NotFoundError:
 
 @dataclass(slots=True)
 class _Session:
-    """Attributes:
-    live: arrival numbers of its requests that have not ended.
-    names: that are kept for it; the first is given up first.
+    """An open session.
+
+    Attributes:
+        live: arrival numbers of its requests that have not ended.
+        names: that are kept for it; the first is given up first.
     """
 
     asked: OpenSession
@@ -56,18 +58,20 @@ class _Session:
     names: OrderedDict[bytes, None] = field(default_factory=OrderedDict)
 
     def idle_until(self, now: float) -> float:
-        """When it will have been idle for too long, if nobody uses it, at the earliest."""
+        """Return the earliest time at which the session will have been idle for too long."""
         return (now if self.live else self.used_at) + self.asked.idle_s
 
 
 class Sessions:
-    """Args:
-    allocator: of the blocks that are kept; with a prefix cache, or no session can be opened.
-    max_sessions: open at once.
-    clock: monotonic seconds.
+    """The open sessions and the block names that they keep.
+
+    Args:
+        allocator: holds the blocks that are kept; without a prefix cache no session can be opened.
+        max_sessions: most sessions open at once.
+        clock: monotonic seconds.
 
     Attributes:
-        num_reaped: sessions that were closed because nobody used them.
+        num_reaped: sessions that were closed because they were idle.
     """
 
     def __init__(self, allocator: BlockAllocator, max_sessions: int, clock: Callable[[], float]) -> None:
@@ -83,19 +87,19 @@ class Sessions:
         self.num_reaped = 0
 
     def __len__(self) -> int:
-        """Open ones."""
+        """Return the number of open sessions."""
         return len(self._open)
 
     @property
     def num_kept(self) -> int:
-        """Blocks that all of them keep."""
+        """The number of blocks that all sessions together keep."""
         return len(self._keepers)
 
     def stats(self) -> SessionStats:
         return SessionStats(num_open=len(self._open), kept_blocks=self.num_kept, num_reaped=self.num_reaped)
 
     def opened(self) -> list[OpenSession]:
-        """All that are open, as they were asked for."""
+        """Return all open sessions, as they were asked for."""
         return [session.asked for session in self._open.values()]
 
     def take_changes(self) -> tuple[list[OpenSession], list[str]]:
@@ -107,7 +111,7 @@ class Sessions:
     # --- what administrators ask ----------------------------------------------------------------
 
     def apply(self, operation: OpenSession | CloseSession) -> None:
-        """Raises what `open` and `close` do."""
+        """Open or close a session; raise what `open` and `close` do."""
         if isinstance(operation, OpenSession):
             self.open(operation)
         else:
@@ -146,7 +150,11 @@ class Sessions:
         self._changed[operation.session_id] = operation
 
     def close(self, session_id: str) -> None:
-        """What it kept is as any other's; its requests go on. Raises `NotFoundError` if it is not open."""
+        """Close a session: its blocks are kept no longer, and its requests go on.
+
+        Raises:
+            NotFoundError: it is not open.
+        """
         self.require(session_id)
         self._drop_all(self._open.pop(session_id))
         self._changed[session_id] = None
@@ -154,22 +162,22 @@ class Sessions:
     # --- what requests do -----------------------------------------------------------------------
 
     def require(self, session_id: str) -> None:
-        """Raise `NotFoundError` unless it is open, or "", which is none."""
+        """Raise `NotFoundError` unless the session is open; "" names none and passes."""
         if session_id and session_id not in self._open:
             raise unknown_session(session_id)
 
     def enter(self, session_id: str, arrival: int) -> None:
-        """A request of it is there; perhaps it was before. Without meaning where the session is closed."""
+        """Record that the session, if it is open, has a live request; it may have been recorded before."""
         session = self._open.get(session_id)
         if session is not None:
             session.live.add(arrival)
             self._use(session, self._clock())
 
     def leave(self, session_id: str, arrival: int, names: Sequence[bytes]) -> None:
-        """That request has ended.
+        """Record that a request of the session has ended, and keep its blocks.
 
         Args:
-            names: of its blocks that are there, from its first on.
+            names: names of its blocks that are there, from its first on.
         """
         session = self._open.get(session_id)
         if session is None:
@@ -191,7 +199,7 @@ class Sessions:
         self._look_at = min((session.idle_until(now) for session in self._open.values()), default=math.inf)
 
     def forget(self) -> None:
-        """There is nothing left to keep; the sessions stay open."""
+        """Drop all kept names, since no block is there any more; the sessions stay open."""
         for session in self._open.values():
             self._drop_all(session)
 
@@ -202,7 +210,7 @@ class Sessions:
         self._open.move_to_end(session.asked.session_id)
 
     def _keep(self, session: _Session, names: Sequence[bytes]) -> None:
-        """They are worth more than all that it keeps already, the first of them most."""
+        """Keep names, which are worth more than all that the session keeps already, the first most."""
         for name in reversed(names):
             if name in session.names:
                 session.names.move_to_end(name)

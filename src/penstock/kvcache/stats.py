@@ -1,4 +1,4 @@
-"""The numbers of the KV cache, of the store behind it and of sessions. Plain data."""
+"""The numbers of the KV cache, of the store behind it and of sessions, as plain data."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from penstock.batch import NO_STORE_USE, StoreUse
 
 
 class CacheStats(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Blocks of the pool, and what was found in it."""
+    """The numbers of the pool's blocks, and of what was found in it."""
 
     num_blocks: int = 0
     free_blocks: int = 0
@@ -19,7 +19,7 @@ class CacheStats(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class StoreStats(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Blocks that were copied to the store and from it."""
+    """The numbers of blocks that were copied to the store and from it."""
 
     stored_blocks: int = 0  # all parts of which the ranks have put into the store
     loaded_blocks: int = 0  # and got from it
@@ -28,8 +28,8 @@ class StoreStats(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class SessionStats(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Open sessions (`kvcache.sessions`)."""
+    """The numbers of open sessions (`kvcache.sessions`)."""
 
     num_open: int = 0
     kept_blocks: int = 0
-    num_reaped: int = 0  # closed because nobody used them
+    num_reaped: int = 0  # closed because they were idle

@@ -8,7 +8,7 @@ The core decides, ranks carry out, and nothing counts before all of them have an
 or loaded on all stages or on none, whatever each of them met with (rows H5, H6, H13). The catalogue says that
 all parts of a block were stored once; it is a hint: a part that is gone or bad only makes a load fail.
 
-A request whose blocks are being loaded may begin before they are there, where nobody else runs: ranks wait
+A request whose blocks are being loaded may begin before they are there, where no other runs: ranks wait
 for each layer before they run it, and the core waits with the result until all have answered. If some blocks
 do not come it drops that, and the request begins again behind those that have.
 
@@ -36,11 +36,13 @@ from penstock.kvcache.write_back import WriteBack
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TierPolicy:
-    """Attributes:
-    store_when_found: 0 stores a block when it is named; n when it has been found n times.
-    host_blocks: that each rank has room for in host memory; 0: none is kept there.
-    has_store: a store is behind host memory.
-    patience: how long a request may wait for its blocks.
+    """The settings of the storage tier.
+
+    Attributes:
+        store_when_found: 0 stores a block when it is named; n when it has been found n times.
+        host_blocks: blocks that each rank has room for in host memory; 0: none is kept there.
+        has_store: a store is behind host memory.
+        patience: how long a request may wait for its blocks.
     """
 
     store_when_found: int = 0
@@ -51,7 +53,7 @@ class TierPolicy:
 
 @dataclass(slots=True, kw_only=True)
 class TierTotals:
-    """Blocks since the start."""
+    """The numbers of blocks copied since the start."""
 
     num_stored: int = 0
     num_loaded: int = 0
@@ -62,8 +64,8 @@ class StorageTier:
     """The store as the scheduler sees it.
 
     Args:
-        allocator: of the pool's blocks.
-        catalogue: of what is in the store.
+        allocator: the pool's blocks.
+        catalogue: says what is in the store.
     """
 
     is_there = True
@@ -87,37 +89,36 @@ class StorageTier:
 
     @property
     def has_orders(self) -> bool:
-        """Whether a plan should go out for their sake."""
+        """Whether a plan should go out to carry orders to the ranks."""
         return len(self._orders) > 0
 
     def next_look(self) -> float:
-        """Clock time at which `take_answers` or `must_wait` may find something new though no rank has
-        answered."""
+        """Return the clock time at which there may be something new though no rank has answered."""
         return self._prefetching.next_look()
 
     def take_orders(self) -> list[TierOrder]:
-        """For the plan that is issued now."""
+        """Return the orders for the plan that is issued now."""
         return self._orders.take_orders()
 
     @property
     def names_in_memory(self) -> frozenset[bytes]:
-        """Names of all blocks of which ranks may have parts in host memory."""
+        """The names of all blocks of which ranks may have parts in host memory."""
         return self._memory.names
 
     def take_given_up(self) -> list[bytes]:
-        """Names of blocks that ranks are to forget before the orders of the plan that is issued now."""
+        """Return the names that ranks forget before the orders of the plan being issued."""
         return self._memory.take_given_up()
 
     def store_named(self, blocks: Sequence[int], names: Sequence[bytes]) -> None:
-        """These blocks can be found from now on."""
+        """Store blocks that have just been named, if the policy says so."""
         self._write_back.store_named(blocks, names)
 
     def store_found(self, blocks: Sequence[int], names: Sequence[bytes]) -> None:
-        """These were found by a request that starts."""
+        """Store blocks that a starting request has found, if they were found often enough."""
         self._write_back.store_found(blocks, names)
 
     def fetch_blocks(self, arrival: int, names: Sequence[bytes], first: int) -> None:
-        """A request waits: are its blocks from its `first` on in the store?"""
+        """Look up a waiting request's blocks from its `first` on in the store, to load them."""
         self._prefetching.fetch_blocks(arrival, names, first)
 
     def must_wait(self, arrival: int) -> bool:
@@ -129,15 +130,15 @@ class StorageTier:
         return self._prefetching.on_the_way(arrival)
 
     def is_any_open(self, orders: Sequence[int]) -> bool:
-        """Whether one of these, all to load, is not answered."""
+        """Return whether one of these orders, all to load, is not answered."""
         return any(map(self._prefetching.has_ordered, orders))
 
     def open_orders(self, arrival: int) -> list[int]:
-        """To load blocks of this request."""
+        """Return the open orders to load blocks of this request."""
         return self._prefetching.open_orders(arrival)
 
     def forget_request(self, arrival: int) -> None:
-        """The request starts, or has gone: what is on its way becomes findable all the same."""
+        """Forget a request that starts or has gone; blocks under way become findable all the same."""
         self._prefetching.forget_request(arrival)
 
     def take_answers(self, num_spare: int) -> None:
@@ -149,10 +150,10 @@ class StorageTier:
         self._prefetching.take_answers(num_spare)
 
     def settle_orders(self, finished: Sequence[OrderResult]) -> list[LoadedBlocks]:
-        """All ranks have answered these orders.
+        """Settle orders that all ranks have answered.
 
         Returns:
-            What has become of the loads that are over.
+            The outcome of each load that is over.
         """
         entered, loaded = [], []
         for order, status in finished:
@@ -170,24 +171,24 @@ class StorageTier:
         return loaded
 
     def distrust(self, names: Sequence[bytes]) -> None:
-        """What the store has under these names is not to be found any more."""
+        """Remove what the store has under these names, so that no request finds it."""
         self._stored.distrust(names)
         self._write_back.disown(names)
         self._memory.drop(names)
 
     def meet(self, sites: StoreSites, calls: StoreCalls) -> None:
-        """The ranks of a new epoch have come.
+        """Use the stores at which the ranks of a new epoch keep blocks.
 
         Args:
-            sites: where they keep their parts of blocks.
-            calls: the way to them.
+            sites: where the ranks keep their parts of blocks.
+            calls: the way to the ranks.
         """
         if self._catalogue.meet(sites, calls):
             self._stored.forget()
             self._prefetching.ask_again()
 
     def lose_all(self) -> None:
-        """No order will be answered any more."""
+        """Forget all open orders, which will not be answered any more."""
         self._catalogue.lose_all()
         self._write_back.lose_all()
         self._prefetching.lose_all()
@@ -195,29 +196,32 @@ class StorageTier:
         self._orders.clear()
 
     def flush_orders(self) -> frozenset[int]:
-        """What is on its way from the store becomes findable for nobody, and no more of what the pool has now
-        is stored. Returns the orders that are open."""
+        """Hide what is on its way from the store, and store no more of what the pool has now.
+
+        Returns:
+            The orders that are open.
+        """
         self._write_back.flush_orders()
         self._prefetching.flush_orders()
         return frozenset((*self._write_back.open_orders, *self._prefetching.all_open_orders))
 
     def has_open(self, orders: Iterable[int]) -> bool:
-        """Whether any of these is still to be answered."""
+        """Return whether any of these orders is still to be answered."""
         return any(
             self._write_back.has_ordered(order) or self._prefetching.has_ordered(order) for order in orders
         )
 
     def own_use(self) -> StoreUse:
-        """Of the store by the core itself, since the start."""
+        """Return how the core itself has used the store since the start."""
         return self._catalogue.use()
 
     def empty_store(self) -> Emptying:
-        """Delete all that is in it of this model; nothing may be on its way there."""
+        """Delete all blocks of this model in the store; no copy may be under way there."""
         self._memory.drop_all()
         return self._stored.empty()
 
     def close(self) -> None:
-        """The last call."""
+        """Close the catalogue. No call may follow."""
         self._catalogue.close()
 
 
@@ -228,7 +232,7 @@ def _host_names(policy: TierPolicy, stored: StoredNames) -> AnyHostNames:
 
 
 class _NothingToEmpty:
-    """The emptying of no store."""
+    """The emptying of a store that does not exist."""
 
     is_done = True
     error: ErrorInfo | None = None
@@ -253,13 +257,13 @@ class NoStorageTier:
         return []
 
     def store_named(self, blocks: Sequence[int], names: Sequence[bytes]) -> None:
-        """Nothing is stored."""
+        """Do nothing."""
 
     def store_found(self, blocks: Sequence[int], names: Sequence[bytes]) -> None:
-        """Nothing is stored."""
+        """Do nothing."""
 
     def fetch_blocks(self, arrival: int, names: Sequence[bytes], first: int) -> None:
-        """Nothing is loaded."""
+        """Do nothing."""
 
     def must_wait(self, arrival: int) -> bool:
         return False
@@ -274,22 +278,22 @@ class NoStorageTier:
         return []
 
     def forget_request(self, arrival: int) -> None:
-        """Nothing is on its way."""
+        """Do nothing."""
 
     def take_answers(self, num_spare: int) -> None:
-        """Nobody was asked."""
+        """Do nothing."""
 
     def settle_orders(self, finished: Sequence[OrderResult]) -> list[LoadedBlocks]:
         return []
 
     def distrust(self, names: Sequence[bytes]) -> None:
-        """Nothing is found anyway."""
+        """Do nothing."""
 
     def meet(self, sites: StoreSites, calls: StoreCalls) -> None:
-        """They keep nothing."""
+        """Do nothing."""
 
     def lose_all(self) -> None:
-        """Nothing is on its way."""
+        """Do nothing."""
 
     def flush_orders(self) -> frozenset[int]:
         return frozenset()
@@ -304,7 +308,7 @@ class NoStorageTier:
         return _NothingToEmpty()
 
     def close(self) -> None:
-        """There is nothing to let go of."""
+        """Do nothing."""
 
 
 AnyStorageTier = StorageTier | NoStorageTier

@@ -1,4 +1,4 @@
-"""Where the ranks of a pipeline keep their parts of blocks: in the core's store, or in stores of their hosts.
+"""Finds where the ranks of a pipeline keep their parts of blocks: in the core's store, or in their hosts'.
 
 Ranks say it when they have loaded. Used by the core, once an epoch, and by `kvcache.hosts_catalogue`. Pure.
 """
@@ -14,11 +14,11 @@ from penstock.kvstore.layer_share import WHOLE, LayerShare
 
 
 class HostStore(NamedTuple):
-    """The store that another host has to itself.
+    """A store that another host has to itself.
 
     Attributes:
         host: its name.
-        rank: that answers for it.
+        rank: the rank that answers for it.
         share: layers of all ranks there.
     """
 
@@ -29,7 +29,7 @@ class HostStore(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StoreSites:
-    """Where the ranks of a pipeline keep their parts of blocks.
+    """The stores in which the ranks of a pipeline keep their parts of blocks.
 
     Attributes:
         own: layers of the ranks that use the core's store.
@@ -44,7 +44,7 @@ ONE_STORE = StoreSites()
 
 
 def store_sites(ranks: Sequence[RankLoaded]) -> StoreSites:
-    """Return where these ranks, which come stage by stage, keep their parts."""
+    """Return the stores in which these ranks, given stage by stage, keep their parts of blocks."""
     if not any(rank.store_host for rank in ranks):
         return ONE_STORE
     ends = {rank.stage: rank.end_layer for rank in ranks}

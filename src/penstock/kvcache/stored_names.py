@@ -1,4 +1,4 @@
-"""Which names are in the store, as far as the core knows, and the catalogue that is asked for the rest.
+"""The names in the store, as far as the core knows, and the catalogue that is asked for the rest.
 
 Looking things up in the catalogue may take long: it is done beside, by `kvcache.hosts_catalogue`.
 """
@@ -14,36 +14,36 @@ from penstock.kvcache.store_sites import StoreSites
 
 
 class Emptying(Protocol):
-    """Done beside; `is_done` in the end."""
+    """The emptying of a store, done in another thread; `is_done` in the end."""
 
     @property
     def is_done(self) -> bool: ...
 
     @property
     def error(self) -> ErrorInfo | None:
-        """Why something may be left."""
+        """The reason why blocks may be left."""
 
 
 class EntryReports(Protocol):
-    """What ranks have said of the catalogues of their hosts' stores."""
+    """The answers of ranks about the catalogues of their hosts' stores."""
 
     def entry_answers(self) -> list[EntryAnswers]:
-        """Answers since the last call."""
+        """Return the answers since the last call."""
 
 
 class StoreCalls(Protocol):
-    """The way to the ranks that answer for the stores of other hosts (`executor.base.Executor`)."""
+    """The connection to the ranks that answer for the stores of other hosts (`executor.base.Executor`)."""
 
     @property
     def reports(self) -> EntryReports:
-        """Where their answers come."""
+        """The place at which the answers arrive."""
 
     def call_store(self, rank: int, call: EntryCall) -> bool:
-        """Send a call to a rank, without waiting; whether it was sent."""
+        """Send a call to a rank, without waiting; return whether it was sent."""
 
 
 class NoStoreCalls:
-    """The way to nobody: no other host has a store, or the pipe is lost."""
+    """A connection to no rank: no other host has a store, or the pipe is lost."""
 
     @property
     def reports(self) -> NoStoreCalls:
@@ -60,50 +60,50 @@ NO_STORE_CALLS = NoStoreCalls()
 
 
 class CataloguedStore(Protocol):
-    """The stores that a catalogue is in."""
+    """The stores that a catalogue covers."""
 
     def use(self) -> StoreUse:
-        """What the core has done with its own, since the start."""
+        """Return how the core has used its own store since the start."""
 
     def empty(self) -> Emptying:
-        """Delete the parts of all blocks of this model, and the entries, once all before it is done."""
+        """Delete this model's blocks and their entries, once all calls before are done."""
 
 
 class Catalogue(CataloguedStore, Protocol):
-    """Which names are in the store; asked now, answered later."""
+    """A catalogue of the names in the store; questions are answered later."""
 
     def meet(self, sites: StoreSites, calls: StoreCalls) -> bool:
-        """Use these stores from now on, over the ranks of a new epoch; nothing is under way.
+        """Use these stores from now on, over the ranks of a new epoch, while no copy is under way.
 
         Returns:
-            Whether they may be others than before: then what is known of them is so no longer, and what was
-            asked is not answered any more.
+            Whether the stores may differ from those before. Then what is known of them is void, and open
+            questions are not answered any more.
         """
 
     def lose_all(self) -> None:
-        """The ranks are lost: other hosts answer nothing any more."""
+        """Forget open questions to other hosts, since the ranks that would answer are lost."""
 
     def look_up(self, ticket: int, names: Sequence[bytes]) -> None:
-        """How many of the first of these are there?"""
+        """Ask how many of the first of these names are stored; `answers` returns it."""
 
     def answers(self) -> list[tuple[int, int]]:
-        """(ticket, number) of what was answered since the last call."""
+        """Return the (ticket, number) answered since the last call."""
 
     def enter(self, names: Sequence[bytes]) -> None:
-        """All parts of these are stored."""
+        """Record that all parts of these blocks are stored."""
 
     def strike(self, names: Sequence[bytes]) -> None:
-        """These are not to be found any more."""
+        """Remove these names, so that they are not found any more."""
 
     def close(self) -> None:
-        """The last call."""
+        """Close the catalogue. No call may follow."""
 
 
 class StoredNames:
-    """What this core knows to be stored; each change of it is told to the catalogue where that must know.
+    """The names that this core knows to be stored; it keeps the catalogue informed of changes.
 
     Args:
-        catalogue: of what is in the store, for all cores that use it.
+        catalogue: covers the store, for all cores that use it.
     """
 
     def __init__(self, catalogue: Catalogue) -> None:
@@ -114,26 +114,26 @@ class StoredNames:
         return name in self._stored
 
     def learn(self, there: Sequence[bytes], gone: Sequence[bytes]) -> None:
-        """Take what the catalogue has answered: these are there, and the store has given those up."""
+        """Apply an answer of the catalogue: `there` are stored, `gone` are not any more."""
         self._stored.difference_update(gone)
         self._stored.update(there)
 
     def enter(self, names: Sequence[bytes]) -> None:
-        """All parts of these are stored now."""
+        """Record that all parts of these blocks are stored now."""
         if names:
             self._stored.update(names)
             self._catalogue.enter(names)
 
     def distrust(self, names: Sequence[bytes]) -> None:
-        """What the store has under these names is not to be found any more."""
+        """Remove these names, so that their blocks in the store are not found any more."""
         self._stored.difference_update(names)
         self._catalogue.strike(names)
 
     def forget(self) -> None:
-        """Know of nothing any more: the stores are others."""
+        """Forget all names, since the stores are different ones."""
         self._stored.clear()
 
     def empty(self) -> Emptying:
-        """Delete all that is in the store of this model."""
+        """Delete all blocks of this model in the store."""
         self._stored.clear()
         return self._catalogue.empty()

@@ -1,4 +1,4 @@
-"""Orders to the ranks to copy blocks to the store or from it: numbered, and kept until a plan takes them.
+"""The orders to ranks to copy blocks to or from the store: numbered, and kept until a plan takes them.
 
 Shared by `kvcache.write_back` and `kvcache.prefetching`; the ranks' answers bear the numbers.
 """
@@ -21,20 +21,20 @@ class TierOrders:
         return len(self._new_orders)
 
     def next_number(self) -> int:
-        """A number that no order and no question has."""
+        """Return a number that no order and no question has."""
         return next(self._numbers)
 
     def order_copy(self, is_load: bool, block: int, name: bytes) -> int:
-        """Order a copy of a block from the store, or to it; returns the order's number."""
+        """Order a copy of a block from the store, or to it, and return the order's number."""
         order = next(self._numbers)
         self._new_orders.append(TierOrder(order, is_load, block, name))
         return order
 
     def take_orders(self) -> list[TierOrder]:
-        """All orders since the last call, for the plan that is issued now."""
+        """Return all orders since the last call, for the plan that is issued now."""
         orders, self._new_orders = self._new_orders, []
         return orders
 
     def clear(self) -> None:
-        """Forget what no plan has taken."""
+        """Forget the orders that no plan has taken."""
         self._new_orders.clear()

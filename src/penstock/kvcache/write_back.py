@@ -1,4 +1,4 @@
-"""Blocks on their way to the store.
+"""Copies blocks to the store, a few at a time.
 
     named, or found often enough ──▶ waiting line ──few at a time──▶ order ──all ranks have answered──▶ stored
 
@@ -24,10 +24,10 @@ class WriteBack:
     """Decides which blocks are stored, and when.
 
     Args:
-        allocator: of the pool's blocks.
+        allocator: the pool's blocks.
         stored: names that need not be stored again.
         orders: takes the orders to the ranks.
-        memory: that ranks keep what they store in.
+        memory: the host memory in which ranks keep what they store.
         store_when_found: 0 stores a block when it is named; n when it has been found n times.
     """
 
@@ -50,20 +50,20 @@ class WriteBack:
 
     @property
     def open_orders(self) -> list[int]:
-        """Numbers of the orders that are not answered."""
+        """The numbers of the orders that are not answered."""
         return list(self._stores)
 
     def has_ordered(self, order: int) -> bool:
-        """Whether it is an order to store a block, and open."""
+        """Return whether `order` is an open order to store a block."""
         return order in self._stores
 
     def store_named(self, blocks: Sequence[int], names: Sequence[bytes]) -> None:
-        """These blocks can be found from now on."""
+        """Store blocks that have just been named, if the policy says so."""
         if not self._store_when_found:
             self._store(zip(blocks, names, strict=True))
 
     def store_found(self, blocks: Sequence[int], names: Sequence[bytes]) -> None:
-        """These were found by a request that starts."""
+        """Store blocks that a starting request has found, if they were found often enough."""
         cache = self._allocator.pool.cache
         self._memory.use(names)
         self._store(
@@ -73,11 +73,11 @@ class WriteBack:
         )
 
     def disown(self, names: Sequence[bytes]) -> None:
-        """What is being stored under these names is not to be found, though ranks may yet store it."""
+        """Keep blocks that are being stored under these names from being found, though they may be stored."""
         self._disowned.update({name for _, name in self._stores.values()}.intersection(names))
 
     def settle_order(self, order: int, status: OrderStatus) -> list[bytes]:
-        """All ranks have answered this order; returns the name that is stored now, if one is."""
+        """Settle an order that all ranks have answered; return the name that is stored now, if one is."""
         block, name = self._stores.pop(order)
         self._allocator.unpin([block])
         self._pending.discard(name)
@@ -88,7 +88,7 @@ class WriteBack:
         return [name] if status == "done" else []
 
     def lose_all(self) -> None:
-        """No order will be answered any more."""
+        """Forget all orders, since none will be answered any more."""
         for block, _ in self._stores.values():
             self._allocator.unpin([block])
         self._to_store.clear()
@@ -97,7 +97,7 @@ class WriteBack:
         self._stores.clear()
 
     def flush_orders(self) -> None:
-        """No more of what the pool has now is stored, but for what is on its way."""
+        """Drop the waiting line, so that no more of the pool's blocks are stored but those under way."""
         self._pending.difference_update(name for _, name in self._to_store)
         self._to_store.clear()
 
@@ -112,8 +112,7 @@ class WriteBack:
         self._memory.use([name for _, name in candidates])
 
     def order_more(self) -> None:
-        """Order as many of the waiting blocks to be stored as may be on their way at once, and as host memory
-        has room for."""
+        """Order to store waiting blocks, as many as may be under way and host memory has room for."""
         most = min(MAX_OPEN_STORES, max(1, self._allocator.num_blocks // 4))
         while self._to_store and len(self._stores) < most:
             block, name = self._to_store[0]
