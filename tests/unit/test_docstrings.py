@@ -40,7 +40,6 @@ ALLOWED: dict[str, int] = {
     "llm": 23,
     "local_models": 4,
     "models": 61,
-    "pipeline": 139,
     "planner": 35,
     "process": 84,
     "rank": 50,

@@ -28,9 +28,9 @@ class DecisionLog:
         epoch, first_step: of the first plan.
 
     Attributes:
-        epoch: that of all its plans.
-        next_step: of the plan that comes next.
-        digest: of all plans so far.
+        epoch: epoch of all its plans.
+        next_step: step of the plan that comes next.
+        digest: digest of all plans so far.
     """
 
     def __init__(self, epoch: int = 0, first_step: int = 0) -> None:
@@ -39,16 +39,16 @@ class DecisionLog:
         self.digest = zlib.crc32(f"epoch {epoch} from step {first_step}".encode())
 
     def seal(self, plan: ScheduledBatch) -> ScheduledBatch:
-        """The plan with its digest filled in, as the next of the log. Only the core's side seals."""
+        """Return the plan with its digest, as the next of the log. Only the core's side seals."""
         sealed = seal(plan, self.digest)
         self._carry_on(sealed)
         return sealed
 
     def append(self, plan: ScheduledBatch, names_of: Callable[[ScheduledBatch], Sequence[str]]) -> None:
-        """Append a plan that has arrived as the next of the log.
+        """Check a plan that has arrived, and append it as the next of the log.
 
         Args:
-            names_of: the requests of a plan, for the error.
+            names_of: returns the requests of a plan, for the error.
 
         Raises:
             ProtocolError: a plan was lost or repeated, or this one or another before it is not the core's.

@@ -17,10 +17,10 @@ T = TypeVar("T")
 
 
 class InflightQueue(Generic[T]):
-    """What belongs to each step in flight, by slot. A slot never sees another slot's entry.
+    """The entries of the steps in flight, one in each slot.
 
     Args:
-        depth: plans in flight at most (rows D1, F2).
+        depth: most plans in flight (rows D1, F2).
         num_stages: P; the ring has at least as many slots.
         first_step: step id of the first entry.
     """
@@ -41,12 +41,12 @@ class InflightQueue(Generic[T]):
 
     @property
     def next_step(self) -> int:
-        """Step id that the next `push` takes; steps have no gaps."""
+        """The step id that the next `push` takes; steps have no gaps."""
         return self._next
 
     @property
     def oldest_step(self) -> int:
-        """Step id of the oldest entry; equals `next_step` when empty."""
+        """The step id of the oldest entry; equals `next_step` when empty."""
         return self._oldest
 
     def slot(self, step_id: int) -> int:
@@ -57,7 +57,7 @@ class InflightQueue(Generic[T]):
         return step_id % self.depth
 
     def push(self, entry: T) -> int:
-        """Put `entry` in as the next step; its step id."""
+        """Put `entry` in as the next step, and return its step id."""
         assert not self.is_full, f"step {self._next} would overwrite step {self._oldest}"
         step_id = self._next
         self._slots[self.slot(step_id)] = entry
@@ -75,7 +75,7 @@ class InflightQueue(Generic[T]):
         return [entry for entry in slots if entry is not None]
 
     def pop(self) -> T:
-        """Take the oldest entry out; its slot is free again."""
+        """Remove and return the oldest entry; its slot is free again."""
         entry = self.oldest()
         self._slots[self.slot(self._oldest)] = None
         self._oldest += 1

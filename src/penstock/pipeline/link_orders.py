@@ -1,4 +1,4 @@
-"""Where a rank obeys orders to exchange one of its links at a named step.
+"""Exchanges a rank's links at named steps, as plans order it.
 
     supervisor ──AttachLink(7, one end)──▶ both ranks, beside the plans
     core       ──plan with LinkOrder(7, first_step=N)──▶ all ranks: the two that it concerns open their ends
@@ -20,14 +20,14 @@ from penstock.pipeline.links.switched_link import SwitchedLink
 
 
 class LinkOrders:
-    """The orders of plans, as one rank obeys them.
+    """The orders of plans to exchange links, as one rank carries them out.
 
     Args:
-        stage, tp_rank: of this rank.
-        incoming: from the stage before, if there is one.
-        outgoing: to ranks of the next stage, by their numbers there.
+        stage, tp_rank: this rank.
+        incoming: link from the stage before, if there is one.
+        outgoing: links to ranks of the next stage, by their numbers there.
         open_end: opens this rank's end of the link that an order names.
-        released: is told the number of a link once the one before it is empty.
+        released: called with the number of a link once the one before it is empty.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class LinkOrders:
         self._open_end, self._released = open_end, released
 
     def obey(self, orders: Sequence[LinkOrder]) -> None:
-        """Obey the orders of a plan.
+        """Carry out the orders of a plan.
 
         Raises:
             WaitTimeoutError: an end was not handed over in time.
@@ -58,7 +58,7 @@ class LinkOrders:
                 self._send_over(order)
 
     def _receive_over(self, order: LinkOrder) -> None:
-        """The receiver says when the old link is empty: it is the one that empties it."""
+        """Attach the new link for receiving, and report when this end has emptied the old one."""
         if self._incoming is None:
             raise _no_such_link(order)
         self._incoming.attach(self._open_end(order), order.first_step, lambda: self._released(order.number))
@@ -71,10 +71,10 @@ class LinkOrders:
 
 
 class NoLinkOrders:
-    """Of a rank whose links stay as long as the epoch."""
+    """The orders of a rank whose links stay as long as the epoch."""
 
     def obey(self, orders: Sequence[LinkOrder]) -> None:
-        """Raise `ProtocolError` if there are any."""
+        """Raise `ProtocolError` if there are any orders."""
         for order in orders:
             raise _no_such_link(order)
 

@@ -1,4 +1,4 @@
-"""Which layers each stage holds.
+"""Cuts the layers of a model into one range for each stage.
 
 A pure function of layer count, stage count and policy; called when an engine is resolved and by anything that
 prints a plan. Does not weigh times or memory: `engine.supervisor.auto_partition` does, and puts numbers in
@@ -51,7 +51,7 @@ def partition_layers(
 
 
 def get_pp_indices(num_layers: int, stage: int, num_stages: int) -> tuple[int, int]:
-    """Half-open layer range of one stage under the default policy."""
+    """Return the half-open layer range of one stage under the default policy."""
     if not 0 <= stage < num_stages:
         raise PartitionError(f"stage {stage} does not exist among {num_stages} stages.")
     return partition_layers(num_layers, num_stages)[stage]
@@ -72,7 +72,7 @@ def _check_counts(num_layers: int, num_stages: int) -> None:
 
 
 def _remainder_before_last(num_layers: int, num_stages: int) -> list[int]:
-    """With r layers over, stages P-2, P-3, ..., P-1-r get one more (rows A2, S6)."""
+    """Return the counts in which stages P-2, P-3, ..., P-1-r have one of the r extra layers (A2, S6)."""
     base, remainder = divmod(num_layers, num_stages)
     first_extra = num_stages - 1 - remainder
     return [base + (first_extra <= stage < num_stages - 1) for stage in range(num_stages)]

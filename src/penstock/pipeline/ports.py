@@ -32,15 +32,15 @@ from penstock.trace.phases import NOBODYS, Phase, PhaseClock
 
 
 class Source(Protocol):
-    """Where the tensors of a step come from."""
+    """The port at which the tensors of a step arrive."""
 
     def take_tensors(self, batch: ForwardBatch) -> IntermediateTensors:
-        """What the stage's first layer takes; may still be under way (`AsyncIntermediateTensors`)."""
+        """Return the input of the stage's first layer; it may be under way (`AsyncIntermediateTensors`)."""
         ...
 
 
 class Sink(Protocol):
-    """Where the tensors of a step go, and how its samples come to the row table."""
+    """The port at which the tensors of a step leave, and at which samples come to the row table."""
 
     def consume_samples(self, plan: ScheduledBatch) -> None:
         """Bring the row table up to the samples that the plan consumes."""
@@ -52,7 +52,7 @@ class Sink(Protocol):
 
 
 class EmbedSource:
-    """First stage: the step's token ids, embedded."""
+    """The source of the first stage: it embeds the step's token ids."""
 
     def __init__(self, runner: ModelRunner) -> None:
         self._runner = runner
@@ -62,19 +62,22 @@ class EmbedSource:
 
 
 def carried_share(width: int, tp_rank: int, tp_size: int) -> Share:
-    """The columns of the hidden states that a rank of a stage gets from the stage before; the ranks gather
-    the rest among themselves (row C5). All, where the columns cannot be shared equally."""
+    """Return the columns of the hidden states that a rank receives from the stage before.
+
+    The ranks of a stage gather the other columns among themselves (row C5). The share is all columns where
+    these cannot be divided equally.
+    """
     return even_share(width, tp_rank, tp_size) if width % tp_size == 0 else Share.all(width)
 
 
 class LinkSource:
-    """Later stages: what the stage before has sent, received into buffers of a fixed address (row C7).
+    """The source of later stages: receives tensors into buffers of a fixed address (row C7).
 
     Args:
-        link: from the stage before.
+        link: link from the stage before.
         max_num_tokens, width, dtype: of the largest step and of one token.
         group: the ranks of this stage, each of which gets a share of the columns.
-        clock: of the rank.
+        clock: clock of the rank.
     """
 
     def __init__(
@@ -98,7 +101,7 @@ class LinkSource:
         self._views: KeptViews[int, tuple[torch.Tensor, torch.Tensor]] = KeptViews(self._first)
 
     def _first(self, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The whole tensor, and what is received of it: [num_tokens, columns]."""
+        """Return the whole tensor, [num_tokens, width], and what is received of it, [num_tokens, columns]."""
         whole = self._buffer[:num_tokens]
         if self._share.is_whole:
             return whole, whole
@@ -119,7 +122,7 @@ class LinkSource:
 
 
 class ForwardSink:
-    """Every stage but the last: tensors to the next stage; samples come back when a plan consumes them.
+    """The sink of every stage but the last: sends tensors on, and consumes samples as plans say.
 
     Args:
         links: to the ranks of the next stage that this one sends to, and the columns that each gets.
@@ -151,15 +154,15 @@ class ForwardSink:
 
 
 class SampleSink:
-    """Last stage: samples go to its own row table at once, to the earlier stages, and to the core.
+    """The sink of the last stage: sends samples to its row table, the earlier stages and the core.
 
-    Where ranks share the stage, all of them sample, from the same bits; the first one tells the others.
+    Where ranks share the stage, all of them sample, from the same bits; the first one sends.
 
     Args:
         runner: samples, and owns the row table.
-        tokens: to the earlier stages; before results and scores, because they may be waiting for them.
-        results: to the core; None: another rank tells it.
-        clock: of the rank.
+        tokens: to the earlier stages; sent before results and scores, because stages may be waiting for them.
+        results: to the core; None: another rank sends the result.
+        clock: clock of the rank.
     """
 
     def __init__(
@@ -175,7 +178,7 @@ class SampleSink:
         self._clock = clock
 
     def consume_samples(self, plan: ScheduledBatch) -> None:
-        """Its own samples are in the table already."""
+        """Do nothing, since the own samples are in the table already."""
 
     def put_tensors(self, tensors: IntermediateTensors, batch: ForwardBatch) -> None:
         before = self._clock.begin(Phase.SAMPLE)

@@ -1,4 +1,4 @@
-"""Which rank is where: replica, stage, context part and tensor part; its groups, and the rank that answers.
+"""The numbering of ranks by replica, stage, context part and tensor part, and their groups.
 
 Ranks are numbered replica by replica (`dp`), in it stage by stage (`pp`), in a stage context part by context
 part (`cp`), and the tensor ranks (`tp`) of one part side by side:
@@ -19,7 +19,7 @@ from operator import attrgetter
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankCoordinates:
-    """Where a rank is."""
+    """The coordinates of a rank."""
 
     replica: int
     stage: int
@@ -63,7 +63,7 @@ class RankGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankLayout:
-    """Sizes of everything.
+    """The sizes of all dimensions along which ranks are laid out.
 
     Attributes:
         tp_sizes: tensor ranks of each stage.
@@ -82,7 +82,7 @@ class RankLayout:
         data_parallel_size: int = 1,
         context_parallel_size: int = 1,
     ) -> RankLayout:
-        """All stages alike."""
+        """Return a layout in which all stages are alike."""
         return cls(
             tp_sizes=(tensor_parallel_size,) * num_stages,
             data_parallel_size=data_parallel_size,
@@ -91,7 +91,7 @@ class RankLayout:
 
     @property
     def places(self) -> list[RankCoordinates]:
-        """Of each rank, in order."""
+        """The coordinates of each rank, in order."""
         return [
             RankCoordinates(replica=replica, stage=stage, context_rank=part, tp_rank=tp_rank)
             for replica in range(self.data_parallel_size)
@@ -102,7 +102,7 @@ class RankLayout:
 
     @property
     def replica_size(self) -> int:
-        """Ranks of one replica."""
+        """The number of ranks of one replica."""
         return sum(self.tp_sizes) * self.context_parallel_size
 
     @property
@@ -110,24 +110,26 @@ class RankLayout:
         return self.data_parallel_size * self.replica_size
 
     def output_rank(self, replica: int = 0) -> int:
-        """The rank of a replica that answers its core: the first of the last stage (row D8)."""
+        """Return the rank that answers a replica's core: the first of the last stage (row D8)."""
         return (replica + 1) * self.replica_size - self.context_parallel_size * self.tp_sizes[-1]
 
     def tensor_group(self, rank: int) -> RankGroup:
-        """The ranks that share the layers of a stage."""
+        """Return the ranks that share the layers of a stage."""
         return self._group(rank, "replica", "stage", "context_rank")
 
     def context_group(self, rank: int) -> RankGroup:
-        """The ranks that share a context."""
+        """Return the ranks that share a context."""
         return self._group(rank, "replica", "stage", "tp_rank")
 
     def pipeline_group(self, rank: int) -> RankGroup:
-        """The ranks that have the same place in each stage, first stage first; of ragged stages those that
-        have it."""
+        """Return the ranks that have the same place in each stage, first stage first.
+
+        Ragged stages that lack the place are left out.
+        """
         return self._group(rank, "replica", "context_rank", "tp_rank")
 
     def data_group(self, rank: int) -> RankGroup:
-        """The ranks that hold the same weights."""
+        """Return the ranks that hold the same weights."""
         return self._group(rank, "stage", "context_rank", "tp_rank")
 
     def _group(self, rank: int, *alike: str) -> RankGroup:

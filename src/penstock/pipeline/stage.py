@@ -5,7 +5,7 @@
     source ──▶ [ prepare ▶ take ▶ forward ▶ put ] ──▶ sink
 
 `rank.rank` builds a `Stage` and runs it. Decides nothing: it replays the plans in order. An error ends
-the loop; whoever runs it reports the error and ends the rank.
+the loop; the caller reports the error and ends the rank.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ from penstock.trace.phases import NOBODYS, Phase, PhaseClock, StageReporter
 
 
 class Stage:
-    """One rank's part of every step.
+    """The part of one rank in every step.
 
     Args:
         stage: its number, for errors.
         runner: the model with its rows.
         source, sink: chosen by the place of the stage in the pipe.
-        times: hears of each step's end; its clock is that of the ports.
+        times: reports how long each step took; its clock is that of the ports.
         faults: what a test has armed.
         orders: takes the orders of plans, if they may have any.
-        void_steps: of the plans that are carried out.
+        void_steps: knows which plans need not be computed.
         group: the ranks of this stage. A plan without tokens gives them nothing to exchange, so they meet for
             its sake: its result says that every rank has come to it, and not one rank of each stage.
     """
@@ -79,15 +79,17 @@ class Stage:
                 self._put(hidden, batch)
 
     def _timed(self, plans: Iterable[ScheduledBatch]) -> Iterator[ScheduledBatch]:
-        """The plans; the reporter hears when the step of each begins and ends."""
+        """Yield the plans, and report when the step of each begins and ends."""
         for plan in plans:
             self._times.step_begun(plan.step_id, plan.total_tokens, plan.prompt_tokens)
             yield plan
             self._times.step_done(plan.meta.wants_times)
 
     def _prepare(self, plan: ScheduledBatch) -> ForwardBatch:
-        """Orders and rows, then all that can be done without the samples that the plan consumes, then
-        those."""
+        """Prepare a step: orders and rows, then all that needs no samples, then the samples.
+
+        What needs no samples comes first, because the wait for them may be long.
+        """
         self._orders.send_answers()
         self._orders.take_orders(plan.orders, plan.given_up)
         self._runner.admit(plan)
@@ -98,7 +100,7 @@ class Stage:
     def _forward(self, hidden: IntermediateTensors, batch: ForwardBatch) -> IntermediateTensors:
         """Run the own layers; each waits for its blocks where the step reads some that are being loaded.
 
-        What is void passes through: the next stage waits for it, and nobody reads it.
+        A void step passes through: the next stage waits for its frame, and nothing reads it.
         """
         if batch.is_void or self._void_steps.has(batch.plan.step_id):
             return self._runner.skip(hidden, batch)
@@ -108,12 +110,12 @@ class Stage:
         return self._compute(hidden, batch, self._orders.layers_of(batch.plan.awaited))
 
     def _put(self, hidden: IntermediateTensors, batch: ForwardBatch) -> None:
-        """Hand on what was computed."""
+        """Pass on what was computed."""
         self._times.clock.begin(Phase.PUT)
         self._pass_on(hidden, batch)
 
     def _is_of_clients(self, _: IntermediateTensors, batch: ForwardBatch, *__: object) -> bool:
-        """Whether the step is neither a probe nor a measurement."""
+        """Return whether the step is neither a probe nor a measurement."""
         names = self._runner.rows.names_of(batch.plan)
         return any(not name.startswith(MADE_UP) for name in names)
 
@@ -129,20 +131,20 @@ def plans_from(
     check: Callable[[ScheduledBatch], None] = lambda plan: None,
     void_steps: NoVoidSteps = NOTHING_VOID,
 ) -> Iterator[ScheduledBatch]:
-    """The core's plans until it says `Shutdown`; waits without end, since an idle engine sends nothing.
+    """Yield the core's plans until `Shutdown`; wait without end, since an idle engine sends nothing.
 
     Args:
-        clock: is told of the waiting, and why.
-        is_last: of the stages; the others wait for it when the pipe is full.
-        log: of the rank; it knows which plan comes first.
-        names_of: the requests of a plan, for errors.
-        orders: are to tell what they have to tell while there is no plan.
+        clock: measures the waiting, and its cause.
+        is_last: whether this is the last stage; the others wait for it when the pipe is full.
+        log: log of the rank, which knows the plan that comes first.
+        names_of: returns the requests of a plan, for errors.
+        orders: sends its answers while there is no plan.
         check: raises `ProtocolError` for a plan that is the next of the log, and cannot be carried out.
-        void_steps: looks at plans that have come behind each.
+        void_steps: looks at the plans that have come behind each.
 
     Raises:
-        ProtocolError: a plan was lost, repeated or changed on the way, or the plans before were others than
-            the core's.
+        ProtocolError: a plan was lost, repeated or changed on the way, or the plans before differ from the
+            core's.
         LinkClosedError: the core has gone.
     """
     log = log or DecisionLog()
@@ -157,7 +159,7 @@ def plans_from(
 
 
 def _cause(plan: ScheduledBatch, is_last: bool) -> Phase:
-    """What the wait for a plan was. The last stage has sent the result itself that a held plan waited for."""
+    """Return the phase that a wait for a plan counts as; the last stage has sent an awaited result itself."""
     if plan.meta.starved:
         return Phase.NO_WORK
     return Phase.WAIT_NEXT if plan.meta.held and not is_last else Phase.WAIT_PLAN
@@ -166,7 +168,7 @@ def _cause(plan: ScheduledBatch, is_last: bool) -> Phase:
 def _receive(
     channel: MessageChannel, step_id: int, orders: TransferOrders | NoOrders, void_steps: NoVoidSteps
 ) -> ScheduledBatch | None:
-    """The next plan; None when there are no more. Calls that come before it are handed on."""
+    """Return the next plan, or None when there are no more; calls that come before it are passed on."""
     due = f"the plan of step {step_id}"
     try:
         while isinstance(
@@ -183,7 +185,7 @@ def _receive(
 
 
 def _next_message(channel: MessageChannel, orders: TransferOrders | NoOrders) -> CoreToRank:
-    """What the core says next; meanwhile answers go to it that are due."""
+    """Return the core's next message; send due answers to the core meanwhile."""
     frame = None
     while frame is None and orders.patience_s is not None:
         frame = channel.recv(orders.patience_s)
@@ -193,7 +195,7 @@ def _next_message(channel: MessageChannel, orders: TransferOrders | NoOrders) ->
 
 
 def _polled(channel: MessageChannel) -> CoreToRank | None:
-    """What the core has said already. That it has gone is told when there is nothing left to carry out."""
+    """Return a message that has come already, if any; a lost core is reported only after the last of them."""
     try:
         frame = channel.recv(0.0)
     except LinkClosedError:
@@ -203,7 +205,7 @@ def _polled(channel: MessageChannel) -> CoreToRank | None:
 
 @contextmanager
 def blaming(stage: int, when: str) -> Iterator[None]:
-    """Put the stage on whatever escapes; a foreign exception becomes a `StageLostError` that says when."""
+    """Add the stage to any error that escapes; a foreign exception becomes a `StageLostError`."""
     try:
         yield
     except PenstockError as error:

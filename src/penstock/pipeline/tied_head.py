@@ -1,4 +1,4 @@
-"""A tied head by transfer: the first stage's embedding goes down the pipe to the last (rows S2, A14).
+"""Sends a tied head down the pipe: the first stage's embedding goes to the last (rows S2, A14).
 
 The other way, and the default, is that the last stage reads the embedding from the checkpoint as well.
 Transfer is for a last stage whose host has not got that file. `rank.rank` calls it in each epoch, when
@@ -32,7 +32,7 @@ PutRows = Callable[[int, Tensor], None]  # first row within the rank's own share
 
 
 class HeadBlock(NamedTuple):
-    """Rows `[start, end)` of the embedding, which cross each link of their way in one frame."""
+    """The rows `[start, end)` of the embedding, which cross each link of their route in one frame."""
 
     number: int
     receiver: int  # rank of the last stage
@@ -102,7 +102,7 @@ class HeadRoute:
         return links[(self.rank_of(self.stage + 1, block) - self.tp_rank) // self.tp_sizes[self.stage]]
 
     def header(self, block: HeadBlock, rows: Tensor) -> FrameHeader:
-        """Return what the frame of the block begins with."""
+        """Return the header of the block's frame."""
         return FrameHeader(
             epoch=self.epoch,
             step_id=block.number,

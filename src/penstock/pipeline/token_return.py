@@ -1,4 +1,4 @@
-"""Token return: what the last stage sampled goes back to every earlier stage, on a path of its own.
+"""Sends what the last stage sampled back to every earlier stage, on a path of its own.
 
 The first stage embeds the sampled ids, so it gets them (`SampledTokens`). Every other stage only computes
 positions, for which it needs to know how many ids there were and how many drafts were rejected; it gets no
@@ -39,11 +39,11 @@ MOST_IDS = 1 << 31
 
 
 class TokenSender:
-    """The last stage's end.
+    """The last stage's end of the token return.
 
     Args:
-        embedding: to the ranks of the first stage, which get the ids.
-        others: to the ranks of the stages between, which get counts.
+        embedding: channels to the ranks of the first stage, which get the ids.
+        others: channels to the ranks of the stages between, which get counts.
     """
 
     def __init__(self, embedding: Sequence[MessageChannel], others: Sequence[MessageChannel] = ()) -> None:
@@ -51,7 +51,7 @@ class TokenSender:
         self._others = list(others)
 
     def send_samples(self, plan: ScheduledBatch, result: StepResult) -> None:
-        """Send the samples of a step; nothing at all if the plan samples no row."""
+        """Send the samples of a step, unless the plan samples no row."""
         if not any(plan.need_sampled):
             return
         frame = encode(_tokens(plan, result))
@@ -85,7 +85,7 @@ def _counts(plan: ScheduledBatch, result: StepResult) -> SampledCounts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PendingReturn:
-    """Samples that will come: of which step, for which rows as they were then (row E2)."""
+    """The samples of a step that are awaited, with their rows as they were then (row E2)."""
 
     step_id: int
     epoch: int
@@ -98,9 +98,9 @@ class SampleReceiver(ABC):
     """An earlier stage's end: a queue of the steps whose samples have not been consumed yet.
 
     Args:
-        channel: from the last stage.
+        channel: channel from the last stage.
         rows: the row table that the samples go to.
-        name: of this path, for messages, such as "stage 1 -> stage 0".
+        name: name of this path, for messages, such as "stage 1 -> stage 0".
         timeout_s: deadline of every wait.
     """
 
@@ -148,7 +148,7 @@ class SampleReceiver(ABC):
 
     @abstractmethod
     def _write(self, pending: PendingReturn, frame: bytes) -> None:
-        """Write the samples of a message to the rows; raises `ProtocolError` if it holds others."""
+        """Write the samples of a message to the rows; raise `ProtocolError` if it holds others."""
 
     def _receive(self, pending: PendingReturn) -> bytes:
         what = _samples_of(pending)
@@ -163,7 +163,7 @@ class SampleReceiver(ABC):
 
 
 class TokenReceiver(SampleReceiver):
-    """The end of a stage that embeds.
+    """The receiving end of a stage that embeds.
 
     Args:
         vocab_size: of the embedding; any id may come if it is left out.
@@ -191,7 +191,7 @@ class TokenReceiver(SampleReceiver):
 
 
 class CountReceiver(SampleReceiver):
-    """The end of a stage that neither embeds nor samples: no id comes to it."""
+    """The receiving end of a stage that neither embeds nor samples, and so gets no ids."""
 
     def _write(self, pending: PendingReturn, frame: bytes) -> None:
         counts = decode_sampled_counts(frame)

@@ -1,4 +1,4 @@
-"""Where a rank takes orders for copies of blocks, and tells the core what became of them, and of grammars.
+"""Takes the orders of plans to copy blocks, and reports to the core what became of them, and of grammars.
 
 The stage loop gives the orders of each plan, and while answers are due it looks for them between plans, so
 that a request that waits for its blocks, or its grammar, does not wait for another plan. Calls about the
@@ -19,7 +19,7 @@ PATIENCE_S = 0.001
 
 
 class Transfer(Protocol):
-    """Who copies (`runner.kv_transfer`)."""
+    """The interface of what copies blocks (`runner.kv_transfer`)."""
 
     @property
     def is_busy(self) -> bool: ...
@@ -34,7 +34,7 @@ class Transfer(Protocol):
 
 
 class Entries(Protocol):
-    """Who knows the catalogue of the host's store (`kvstore.entry_calls`)."""
+    """The interface of the catalogue of the host's store (`kvstore.entry_calls`)."""
 
     @property
     def is_busy(self) -> bool: ...
@@ -45,7 +45,7 @@ class Entries(Protocol):
 
 
 class Builds(Protocol):
-    """Who builds grammars (`sample.grammar_rows`)."""
+    """The interface of what builds grammars (`sample.grammar_rows`)."""
 
     @property
     def is_building(self) -> bool: ...
@@ -54,7 +54,7 @@ class Builds(Protocol):
 
 
 class NoTransfer:
-    """Of a rank without a store: refuses every order, which the core then counts as failed."""
+    """The transfer of a rank without a store: refuses every order, which the core counts as failed."""
 
     def __init__(self) -> None:
         self._refused: list[int] = []
@@ -67,7 +67,7 @@ class NoTransfer:
         self._refused += [order.order for order in orders]
 
     def forget_blocks(self, names: Sequence[bytes]) -> None:
-        """It keeps none."""
+        """Do nothing, since no block is kept."""
 
     def collect(self) -> OrdersDone | None:
         refused, self._refused = self._refused, []
@@ -78,7 +78,7 @@ class NoTransfer:
 
 
 class NoBuilds:
-    """Of a rank that builds no grammars."""
+    """The builds of a rank that builds no grammars."""
 
     is_building = False
 
@@ -87,13 +87,13 @@ class NoBuilds:
 
 
 class TransferOrders:
-    """The orders of plans on a rank, and what is reported of them.
+    """The orders of plans on a rank, and the reports about them.
 
     Args:
         transfer: copies blocks.
-        core: takes the answers.
-        builds: grammars.
-        entries: of the catalogue of the host's store.
+        core: channel for the answers.
+        builds: builds grammars.
+        entries: the catalogue of the host's store.
     """
 
     def __init__(
@@ -102,32 +102,33 @@ class TransferOrders:
         self._transfer, self._core, self._builds, self._entries = transfer, core, builds, entries
 
     def take_orders(self, orders: list[TierOrder], given_up: Sequence[bytes] = ()) -> None:
-        """Those of a plan; the rank has run all steps before it.
+        """Take the orders of a plan; the rank has run all steps before it.
 
         Args:
             given_up: names of blocks that host memory is not to keep, before the orders.
         """
         if given_up:
+            # First: an order of the same plan may store one of these names anew.
             self._transfer.forget_blocks(given_up)
         if orders:
             self._transfer.submit_orders(orders)
 
     def take_call(self, call: EntryCall) -> None:
-        """Have it carried out beside the steps."""
+        """Start to carry out a call about the store's catalogue, beside the steps."""
         self._entries.carry_out(call)
 
     def layers_of(self, orders: Sequence[int]) -> BeforeLayer | None:
-        """What returns when a layer is there of all that these load, or will not come; None: of none."""
+        """Return a function that waits until these loads have a layer or have failed; None: no loads."""
         return self._transfer.layers_of(orders) if orders else None
 
     @property
     def patience_s(self) -> float | None:
-        """How long to wait for a plan before the next `send_answers`; None: without end."""
+        """The seconds to wait for a plan before the next `send_answers`; None: without end."""
         is_due = self._transfer.is_busy or self._builds.is_building or self._entries.is_busy
         return PATIENCE_S if is_due else None
 
     def send_answers(self) -> None:
-        """Send what has been answered, or built."""
+        """Send the answers about copies, grammars and the catalogue that are ready."""
         for source in (self._transfer, self._builds, self._entries):
             answers = source.collect()
             if answers is not None:
@@ -135,21 +136,21 @@ class TransferOrders:
 
 
 class NoOrders:
-    """Of a rank whose plans bear no orders, and which builds nothing."""
+    """The orders of a rank whose plans bear none, and which builds nothing."""
 
     patience_s = None
 
     def take_orders(self, orders: list[TierOrder], given_up: Sequence[bytes] = ()) -> None:
-        """There are none."""
+        """Do nothing."""
 
     def take_call(self, call: EntryCall) -> None:
-        """Nobody asks."""
+        """Do nothing."""
 
     def layers_of(self, orders: Sequence[int]) -> BeforeLayer | None:
         return None
 
     def send_answers(self) -> None:
-        """There is nothing to tell."""
+        """Do nothing."""
 
 
 NO_ORDERS = NoOrders()

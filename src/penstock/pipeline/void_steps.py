@@ -1,4 +1,4 @@
-"""Steps that need not be computed: windows behind a wrong guess, as soon as a later plan says so.
+"""Skips steps that need not be computed: windows behind a wrong guess, as soon as a later plan says so.
 
     plans that wait here    7: guessed window of row 3    8: guessed window of row 3    9: rewinds row 3
                                void                          void                          is computed next
@@ -20,26 +20,26 @@ from penstock.batch import GUESSED, CoreToRank, ScheduledBatch
 
 
 class NoVoidSteps:
-    """Every plan is computed."""
+    """The interface of void steps, and the implementation that computes every plan."""
 
     def next_message(self, receive: Callable[[], CoreToRank]) -> CoreToRank:
-        """What the core says next: `receive` waits for it."""
+        """Return the core's next message; `receive` waits for it."""
         return receive()
 
     def look_ahead(self, plan: ScheduledBatch, poll: Callable[[], CoreToRank | None]) -> None:
-        """A plan is going to be computed.
+        """Look at the plans that have come behind `plan`, which is about to be computed.
 
         Args:
-            poll: returns what has come behind it and was not taken; None when there is nothing.
+            poll: returns the next message that has come behind it; None when there is none.
         """
 
     def has(self, step_id: int) -> bool:
-        """Whether a later plan has made the plan that was looked at last void."""
+        """Return whether a later plan has made the step of the plan looked at last void."""
         return False
 
 
 class VoidSteps(NoVoidSteps):
-    """Takes plans ahead of their time."""
+    """Takes plans ahead of their time, to find rewound rows."""
 
     def __init__(self) -> None:
         self._waiting: deque[CoreToRank] = deque()
@@ -59,7 +59,7 @@ class VoidSteps(NoVoidSteps):
             if isinstance(message, ScheduledBatch)
             for rewound in message.rewound
         )
-        # The newest token of a rewound row was sampled before: who holds the row now, held it at this plan.
+        # The newest token of a rewound row was sampled before: the row's request is the one of this plan.
         if any(one.row in plan.rows and one.step < plan.step_id for one in rewound):
             self._void_step = plan.step_id
 

@@ -1,4 +1,4 @@
-"""Bulk channels: named payloads of bytes from one rank to another, below hidden states in precedence.
+"""The bulk channels: named payloads of bytes from one rank to another, below hidden states in precedence.
 
     BulkSender ──chunks, each when it has its turn──▶ ring or stream ──▶ BulkReceiver ──whole payloads──▶
 
@@ -38,7 +38,7 @@ class ChunkChannel(MessageChannel, Protocol):
     """A channel of messages whose sender can wait for room before it decides what to send."""
 
     def await_room(self, timeout_s: float) -> None:
-        """Return when a message could be sent at once; raises as `send` does."""
+        """Wait until a message could be sent at once; raise as `send` does."""
         ...
 
 
@@ -49,7 +49,7 @@ _OPENERS: Mapping[type, Callable[..., ChunkChannel]] = {
 
 
 def open_bulk(endpoint: ChannelEndpoint, name: str) -> ChunkChannel:
-    """Return this process' end of what carries a bulk channel.
+    """Return this process's end of a bulk channel.
 
     Args:
         endpoint: of a `BulkNeed`, as the host has handed it over. Its descriptors stay the caller's.
@@ -63,18 +63,18 @@ def open_bulk(endpoint: ChannelEndpoint, name: str) -> ChunkChannel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Payload:
-    """What has arrived, whole and checked."""
+    """A payload that has arrived, whole and checked."""
 
     name: str
     data: memoryview
 
 
 class BulkSender:
-    """The end that sends.
+    """The sending end of a bulk channel.
 
     Args:
         channel: from `open_bulk`; belongs to the sender from now on.
-        turns: say when a chunk may go.
+        turns: decide when a chunk may go.
         timeout_s: for a chunk to get room and its turn.
     """
 
@@ -82,7 +82,7 @@ class BulkSender:
         self._channel, self._turns, self._timeout_s = channel, turns, timeout_s
 
     def send_payload(self, name: str, payload: Bytes) -> None:
-        """Send a payload; returns when its last chunk is on its way.
+        """Send a payload, and return when its last chunk is on its way.
 
         Args:
             name: what the receiver knows it by, at most `chunk.MAX_NAME_BYTES` in UTF-8.
@@ -102,12 +102,12 @@ class BulkSender:
                 raise _within(error, chunk.name, chunk.offset, chunk.payload_bytes) from error
 
     def close(self) -> None:
-        """Let the receiver know that nothing follows; what was sent is still delivered."""
+        """Tell the receiver that nothing follows; what was sent is still delivered."""
         self._channel.close()
 
 
 class BulkReceiver:
-    """The end that receives.
+    """The receiving end of a bulk channel.
 
     Args:
         channel: from `open_bulk`; belongs to the receiver from now on.
@@ -121,7 +121,7 @@ class BulkReceiver:
         self._arriving: _Arriving | None = None
 
     def receive_payload(self, timeout_s: float | None) -> Payload | None:
-        """Return the next payload; None when none was whole in time. What has come is kept for the next call.
+        """Return the next payload, or None when none was whole in time; its parts are kept.
 
         Args:
             timeout_s: 0 takes only what is there; None waits without end.
@@ -141,7 +141,7 @@ class BulkReceiver:
                 return payload
 
     def close(self) -> None:
-        """Receive nothing more; the sender is told."""
+        """Close the channel, which tells the sender."""
         self._channel.close()
 
     def _receive(self, timeout_s: float | None) -> bytes | None:
@@ -154,7 +154,7 @@ class BulkReceiver:
             raise _within(error, arriving.name, arriving.num_bytes, arriving.payload_bytes) from error
 
     def _take(self, chunk: Chunk) -> Payload | None:
-        """Add a chunk to the payload that arrives; the payload once it is whole."""
+        """Add a chunk to the payload under way, and return the payload once it is whole."""
         if chunk.offset == 0:  # the sender has given the one before up, if that was not whole
             if chunk.payload_bytes > self._max_payload_bytes:
                 raise ProtocolError(
@@ -206,12 +206,12 @@ class _Arriving:
         self.num_bytes = chunk.end
 
     def payload(self) -> Payload:
-        """What has arrived."""
+        """Return the payload that has arrived."""
         return Payload(name=self.name, data=memoryview(self._data).toreadonly())
 
 
 def _within(error: PeerError, name: str, num_bytes: int, payload_bytes: int) -> PeerError:
-    """The same error, which says what was under way."""
+    """Return the same error, with the payload that was under way."""
     where = f"That was within payload {name!r}, behind {num_bytes} of {payload_bytes} bytes."
     remedy = error.remedy if isinstance(error, WaitTimeoutError) else _AGAIN_REMEDY
     return type(error)(f"{error.message} {where}", remedy=remedy, code=error.code)

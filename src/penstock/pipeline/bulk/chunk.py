@@ -1,6 +1,6 @@
-"""The chunks that a payload of a bulk channel is cut into, and how each of them is checked.
+"""Cuts the payloads of bulk channels into chunks, each with a checksum.
 
-A chunk says whose it is, where it belongs, and the checksum (XXH3-64) of all bytes of the payload up to its
+A chunk has the payload's name, its place there, and the checksum (XXH3-64) of all bytes of the payload to its
 own end. So a chunk that is changed, lost, repeated or exchanged is found out when it comes, and not at the
 end of a long payload. A chunk is one message of a channel, and fits one frame of a ring.
 
@@ -48,18 +48,18 @@ class Chunk:
 
     @property
     def end(self) -> int:
-        """Where its data end in the payload."""
+        """The offset in the payload at which the chunk's data end."""
         return self.offset + len(self.data)
 
     def pack(self) -> bytes:
-        """The chunk as it crosses."""
+        """Return the chunk in its wire format."""
         name = self.name.encode()
         head = _LAYOUT.pack(_MARK, _VERSION, len(name), self.payload_bytes, self.offset, self.checksum)
         return b"".join((head, name, self.data))
 
     @classmethod
     def unpack(cls, message: bytes) -> Chunk:
-        """Read a chunk; raises `ProtocolError` for anything that this build does not write."""
+        """Return the chunk that a message holds; raise `ProtocolError` for what this build does not write."""
         if len(message) < _LAYOUT.size:
             raise ProtocolError(f"a chunk of {len(message)} bytes has no head.", remedy=_REMEDY)
         mark, version, name_bytes, payload_bytes, offset, checksum = _LAYOUT.unpack_from(message)
@@ -78,7 +78,7 @@ class Chunk:
 
 
 def chunks_of(name: str, payload: Bytes) -> Iterator[Chunk]:
-    """Cut a payload into chunks, in order; one without data if it is empty.
+    """Yield the chunks of a payload, in order; an empty payload is one chunk without data.
 
     Args:
         name: at most `MAX_NAME_BYTES` in UTF-8.

@@ -1,4 +1,4 @@
-"""When the next chunk of a bulk channel may go: behind hidden states, and no faster than a byte rate.
+"""Decides when the next chunk of a bulk channel may go: behind hidden states, and within a byte rate.
 
     a chunk ──▶ room in the channel ──▶ no link is sending ──▶ the rate allows it ──▶ it goes
 
@@ -20,7 +20,7 @@ _LONGEST_PAUSE_S = 0.05
 
 
 class SendingLink(Protocol):
-    """What goes before chunks: a link of hidden states (`pipeline.links.link.Link`)."""
+    """A link of hidden states, which goes before chunks (`pipeline.links.link.Link`)."""
 
     @property
     def is_sending(self) -> bool:
@@ -29,22 +29,22 @@ class SendingLink(Protocol):
 
 
 class Rate(Protocol):
-    """How many bytes may go when."""
+    """A limit on the bytes that may be sent over time."""
 
     def take(self, num_bytes: int) -> float:
-        """Take the right to send so many bytes now; 0.0 if it is granted, else the seconds to wait."""
+        """Take the right to send `num_bytes` now; return 0.0 if it is granted, else the seconds to wait."""
         ...
 
 
 class NoRateLimit:
-    """As fast as it goes."""
+    """A rate that never makes a chunk wait."""
 
     def take(self, num_bytes: int) -> float:
         return 0.0
 
 
 class ByteRate:
-    """A token bucket: so many bytes a second on average, and a burst at once.
+    """A token bucket: bytes a second on average, and a burst at once.
 
     Args:
         bytes_per_s: above 0.
@@ -75,11 +75,11 @@ class ByteRate:
 
 
 class Turns:
-    """Gives a bulk channel its turns.
+    """The turns of a bulk channel, which come when links are idle and the rate allows.
 
     Args:
-        links: that go before it.
-        rate: of its bytes.
+        links: links that go before the channel.
+        rate: limit on the channel's bytes.
         clock: monotonic seconds.
         pause: waits for so many seconds.
     """
@@ -96,7 +96,7 @@ class Turns:
         self._clock, self._pause = clock, pause
 
     def await_turn(self, num_bytes: int, timeout_s: float) -> None:
-        """Return when a chunk of so many bytes may go at once.
+        """Wait until a chunk of `num_bytes` may go at once.
 
         Raises:
             WaitTimeoutError: hidden states or the rate have not let it go in time.

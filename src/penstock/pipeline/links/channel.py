@@ -15,7 +15,7 @@ SEND_TIMEOUT_S = 60.0
 
 
 class MessageChannel(Protocol):
-    """One end of a two-way, ordered, loss-free path of messages between two threads or processes."""
+    """One end of a two-way, ordered, loss-free channel of messages between two threads or processes."""
 
     def send(self, frame: bytes, timeout_s: float = SEND_TIMEOUT_S) -> None:
         """Queue one message.
@@ -30,7 +30,7 @@ class MessageChannel(Protocol):
         ...
 
     def recv(self, timeout_s: float | None) -> bytes | None:
-        """The next message; None when none came in time.
+        """Return the next message, or None when none came in time.
 
         Args:
             timeout_s: 0 only looks; None waits without end, but returns when the other end closes.
@@ -41,19 +41,19 @@ class MessageChannel(Protocol):
         ...
 
     def close(self) -> None:
-        """Let the other end know that nothing follows. Messages sent before are still delivered."""
+        """Tell the other end that nothing follows. Messages sent before are still delivered."""
         ...
 
 
 class PolledChannel(MessageChannel, Protocol):
-    """A channel between processes: it can be waited for together with others."""
+    """A channel between processes, which can be waited for together with others."""
 
     def pollables(self) -> list[Any]:
-        """Sockets of zmq, or descriptors: readable while a message is there or the other end has gone."""
+        """Return zmq sockets or descriptors, readable while a message or the peer's end is there."""
         ...
 
     def filenos(self) -> list[int]:
-        """Descriptors, readable when something *may* have come.
+        """Return descriptors that become readable when something *may* have come.
 
         Edge-triggered: look after each event and each send.
         """
@@ -61,7 +61,7 @@ class PolledChannel(MessageChannel, Protocol):
 
 
 def send_of_step(channel: MessageChannel, frame: bytes, what: str, step_id: int) -> None:
-    """Send what belongs to a step; the errors of `MessageChannel.send` then say so."""
+    """Send a message of a step; errors of `MessageChannel.send` then name `what` and the step."""
     try:
         channel.send(frame)
     except (LinkClosedError, WaitTimeoutError) as error:

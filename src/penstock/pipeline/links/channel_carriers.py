@@ -1,4 +1,4 @@
-"""Which carrier opens a message channel, by the kind of its endpoint.
+"""Chooses the carrier that opens a message channel, by the kind of its endpoint.
 
 Another carrier is another line of the table (docs/adding-a-carrier.md). Torch-free; links are in
 `pipeline.links.link_carriers`.
@@ -30,7 +30,7 @@ _OPENERS: Mapping[type, Callable[..., PolledChannel]] = {
 
 
 def open_channel(endpoint: ChannelEndpoint, name: str) -> PolledChannel:
-    """Return this process' end of a message channel.
+    """Return this process's end of a message channel.
 
     Args:
         endpoint: as its host has handed it over. Its descriptors stay the caller's, to be closed when the

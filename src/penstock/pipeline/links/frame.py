@@ -36,7 +36,7 @@ _ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 class FrameKind(IntEnum):
-    """What a frame carries."""
+    """The kinds of contents that a frame may carry."""
 
     HIDDEN = 1  # hidden_states and residual, both [num_tokens, width]
     WEIGHT = 2  # rows of an embedding, [num_tokens, width], before the first plan; the step is their number
@@ -50,7 +50,7 @@ _KINDS = {kind.value for kind in FrameKind}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FrameHeader:
-    """What a frame is. Two headers are equal if and only if both ends agree about the step."""
+    """The description of a frame; two headers are equal if and only if both ends agree on the step."""
 
     epoch: int
     step_id: int
@@ -62,7 +62,7 @@ class FrameHeader:
     digest: int  # of the plan
 
     def pack(self) -> bytes:
-        """The header as it stands in front of a frame, `HEADER_BYTES` bytes."""
+        """Return the header as it stands in front of a frame, `HEADER_BYTES` bytes."""
         packed = _LAYOUT.pack(
             _MAGIC,
             _VERSION,
@@ -108,13 +108,13 @@ class FrameHeader:
 
     @property
     def purpose(self) -> str:
-        """What a wait for the frame waits for."""
+        """The contents of the frame in words, for messages about waits."""
         is_weight = self.kind is FrameKind.WEIGHT
         return f"weight block {self.step_id}" if is_weight else f"the hidden states of step {self.step_id}"
 
     @property
     def payload_bytes(self) -> int:
-        """Of all tensors of the frame as they lie behind its header, each padded."""
+        """The bytes of all tensors of the frame, each padded, without the header."""
         return self.num_tensors * padded(self.num_tokens * self.width * _ITEM_BYTES[self.dtype])
 
     def differences(self, received: FrameHeader) -> list[str]:
@@ -127,8 +127,10 @@ class FrameHeader:
 
 
 def check_header(expected: FrameHeader, received: FrameHeader, link: str, requests: Sequence[str]) -> None:
-    """Raise `ProtocolError` naming link, step and requests if the frame is not the one of this step, nor the
-    one that says that the step has failed."""
+    """Raise `ProtocolError` naming link, step and requests unless the frame is the one of this step.
+
+    The frame that says that the step has failed passes too.
+    """
     if received not in (expected, expected.as_failed):
         raise _not_of_this_step(expected, "; ".join(expected.differences(received)), link, requests)
 
@@ -136,7 +138,7 @@ def check_header(expected: FrameHeader, received: FrameHeader, link: str, reques
 def check_packed(
     expected: FrameHeader, received: bytes | memoryview, link: str, requests: Sequence[str]
 ) -> None:
-    """Do the same as `check_header` for a header as it stands in front of a frame."""
+    """Check a packed header, as it stands in front of a frame, as `check_header` does."""
     if received == expected.pack() or received == expected.as_failed.pack():
         return
     try:
@@ -149,12 +151,12 @@ def check_packed(
 
 
 def is_failed(received: bytes | memoryview) -> bool:
-    """Whether a header as it stands in front of a frame says that the step was not computed."""
+    """Return whether a packed header says that the step was not computed."""
     return bool(_KIND.unpack_from(received, len(_MAGIC) + 2)[0] == FrameKind.FAILED)
 
 
 def failed_step(header: FrameHeader, stage: int | None) -> PlanMemoryError:
-    """Return the error of a step that a stage before has not computed.
+    """Return the error of a step that an earlier stage has not computed.
 
     Args:
         stage: as its frame says; None where the frame has no payload.
@@ -209,10 +211,10 @@ def _not_of_this_step(
 
 
 def padded(num_bytes: int) -> int:
-    """`num_bytes` rounded up to the alignment of a frame."""
+    """Return `num_bytes` rounded up to the alignment of a frame."""
     return -(-num_bytes // ALIGNMENT) * ALIGNMENT
 
 
 def frame_bytes(*, max_num_tokens: int, width: int, itemsize: int, num_tensors: int = NUM_CARRIED) -> int:
-    """Bytes of the largest frame of a link whose steps have at most `max_num_tokens` tokens."""
+    """Return the bytes of the largest frame of a link whose steps have at most `max_num_tokens` tokens."""
     return ALIGNMENT + num_tensors * padded(max_num_tokens * width * itemsize)

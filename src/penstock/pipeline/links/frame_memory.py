@@ -1,4 +1,4 @@
-"""The frames of a link in memory: tensors are copied in behind a header, and out of a frame once checked.
+"""The frames of a link in memory: tensors are copied in behind a header, and out once they are checked.
 
 All carriers whose payloads leave a process share it (`pipeline.links.ring`, `pipeline.links.stream_link`),
 so that a frame is the same bytes in shared memory and on a wire. Knows no waiting.
@@ -30,7 +30,7 @@ from penstock.pipeline.links.link import check_shapes, stage_in
 
 
 class FrameSlot(NamedTuple):
-    """Which tensors in which frame."""
+    """The shape of a frame's tensors, and the index of the frame that holds them."""
 
     frame: int
     num_tokens: int
@@ -41,18 +41,18 @@ class FrameSlot(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Payload:
-    """Where the tensors of a frame lie, behind its header: as tensors and as bytes."""
+    """The tensors of a frame behind its header, as tensors and as bytes."""
 
     tensors: list[Tensor]
     parts: list[memoryview]
 
 
 class FrameMemory:
-    """Frames one after the other.
+    """The memory of a link's frames, one after the other.
 
     Args:
         frames: frame i begins at `i * frame_bytes`.
-        name: of the link, for messages.
+        name: name of the link, for messages.
     """
 
     def __init__(self, frames: memoryview, frame_bytes: int, name: str) -> None:
@@ -61,7 +61,7 @@ class FrameMemory:
         self._payloads: KeptViews[FrameSlot, Payload] = KeptViews(self._view)
 
     def frame(self, index: int) -> memoryview:
-        """All bytes that a frame may have."""
+        """Return all bytes of a frame's place."""
         begin = index * self._frame_bytes
         return self._frames[begin : begin + self._frame_bytes]
 
@@ -86,7 +86,7 @@ class FrameMemory:
         self._frames[begin : begin + ALIGNMENT] = header.pack() + payload_checksum(payload.parts)
 
     def check_header(self, index: int, header: FrameHeader, requests: Sequence[str]) -> None:
-        """Raise `ProtocolError` if a frame is another than `header` says; its payload may be under way."""
+        """Raise `ProtocolError` unless a frame is as `header` says; its payload may be under way."""
         begin = index * self._frame_bytes
         check_packed(header, self._frames[begin : begin + HEADER_BYTES], self._name, requests)
 

@@ -1,4 +1,4 @@
-"""Links: how the hidden states of a step get from one stage to the next.
+"""The seam that carries the hidden states of a step from one stage to the next.
 
 `pipeline.ports` sends and receives through the `Link` seam. The carriers: `SharedMemoryLink` between
 processes of one host, `StreamSender` and `StreamReceiver` between hosts, `MemoryLink` between threads
@@ -39,7 +39,7 @@ class RecvHandle:
         return self._outcome is not False
 
     def wait(self) -> None:
-        """Block until the tensors given to the receive are filled; raises what the link raised, each time."""
+        """Block until the tensors of the receive are filled; raise what the link raised, each time."""
         if self._outcome is False:
             try:
                 self._fetch()
@@ -51,7 +51,7 @@ class RecvHandle:
 
 
 class Link(Protocol):
-    """One direction between two neighbouring stages; frames arrive in the order in which they were sent."""
+    """A link in one direction between two neighbouring stages; frames arrive in the order of sending."""
 
     @property
     def is_sending(self) -> bool:
@@ -62,7 +62,7 @@ class Link(Protocol):
         """Copy the tensors into the link; they may be written over when this returns.
 
         Args:
-            clock: is told what is waiting and what is copying.
+            clock: measures waiting and copying.
 
         Raises:
             WaitTimeoutError: the receiver has not made room before the deadline.
@@ -97,12 +97,12 @@ class Link(Protocol):
 
 
 class AsyncIntermediateTensors(IntermediateTensors):
-    """Intermediate tensors still under way: the first access to `tensors` waits, no other does (row C4).
+    """A set of tensors under way: the first access to `tensors` waits (row C4).
 
     Args:
         tensors: the buffers that the receive fills.
-        handle: of the receive.
-        postprocess: run once, after the wait, in order.
+        handle: handle of the receive.
+        postprocess: functions to run once, after the wait, in order.
     """
 
     def __init__(
@@ -124,11 +124,11 @@ class AsyncIntermediateTensors(IntermediateTensors):
 
 
 class Carrier(ABC):
-    """What all carriers share: a receive that is posted is done when it is waited for."""
+    """The base of all carriers: a receive that is posted is done when it is waited for."""
 
     @property
     def is_sending(self) -> bool:
-        """See `Link.is_sending`: memory that is shared has no way to leave by."""
+        """Always False here, since shared memory has no wire to leave by; see `Link.is_sending`."""
         return False
 
     def receive_frame(
@@ -148,7 +148,10 @@ class Carrier(ABC):
 
 
 def check_shapes(header: FrameHeader, tensors: Sequence[Tensor]) -> None:
-    """Own tensors must be what the own header says, else the other end would believe a lie (row DR2)."""
+    """Assert that own tensors are what the own header says.
+
+    Otherwise the other end would believe a wrong header (row DR2).
+    """
     shape, dtype = (header.num_tokens, header.width), getattr(torch, header.dtype)
     assert len(tensors) == header.num_tensors, (len(tensors), header)
     for tensor in tensors:
@@ -157,5 +160,5 @@ def check_shapes(header: FrameHeader, tensors: Sequence[Tensor]) -> None:
 
 
 def stage_in(payload: Tensor) -> int | None:
-    """Return which stage has failed, by the payload of its frame; None where a frame has none."""
+    """Return the stage that has failed, by the payload of its frame; None where a frame has none."""
     return int(payload.flatten()[0]) if payload.numel() else None

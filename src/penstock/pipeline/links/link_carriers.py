@@ -1,4 +1,4 @@
-"""Which carrier opens a link between stages, or the meeting of a stage, by the kind of the endpoint.
+"""Chooses the carrier that opens a link, or the meeting of a stage, by the kind of the endpoint.
 
 Another carrier is another line of a table (docs/adding-a-carrier.md). Message channels, which need no torch,
 are in `pipeline.links.channel_carriers`.
@@ -32,7 +32,7 @@ _MEETING_OPENERS: Mapping[type, Callable[..., MeetingPlace]] = {MeetingHandle: o
 
 
 def open_link(endpoint: LinkEndpoint, name: str, timeout_s: float) -> Link:
-    """Return this process' end of a link.
+    """Return this process's end of a link.
 
     Args:
         endpoint: as its host has handed it over. Its descriptors stay the caller's.
@@ -46,10 +46,12 @@ def open_link(endpoint: LinkEndpoint, name: str, timeout_s: float) -> Link:
 
 
 def open_meeting(endpoint: MeetingEndpoint, name: str) -> MeetingPlace:
-    """Return where the ranks of a stage meet; the caller keeps the descriptors as long as the epoch lasts.
+    """Return the place at which the ranks of a stage meet.
+
+    The caller keeps the descriptors as long as the epoch lasts.
 
     Args:
-        name: of the stage, for messages.
+        name: name of the stage, for messages.
 
     Raises:
         ProtocolError: this build has no carrier for endpoints of this kind.

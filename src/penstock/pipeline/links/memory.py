@@ -21,14 +21,14 @@ _links: WeakValueDictionary[int, MemoryLink] = WeakValueDictionary()
 
 
 class MemoryLink(Carrier):
-    """The in-memory twin: one object that both threads hold.
+    """A link in memory: one object that both threads hold.
 
     Args:
         name, timeout_s: as for `SharedMemoryLink`.
         num_frames: frames that may be under way at once.
 
     Attributes:
-        handle: what it is known by in this process, as long as somebody holds it.
+        handle: identifies the link in this process, as long as any thread holds it.
     """
 
     def __init__(self, name: str, timeout_s: float, num_frames: int = 1) -> None:
@@ -43,7 +43,7 @@ class MemoryLink(Carrier):
 
     @classmethod
     def known_by(cls, handle: MemoryHandle, name: str, timeout_s: float) -> MemoryLink:
-        """The link that a thread of this process has made: both ends are this one object.
+        """Return the link that a thread of this process has made: both ends are this one object.
 
         Args:
             name, timeout_s: as `open_link` gives them to every carrier; the link keeps its own.

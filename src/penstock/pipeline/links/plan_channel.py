@@ -1,4 +1,4 @@
-"""Message channels: plans to the ranks, results and token returns back.
+"""The message channels that carry plans to the ranks, and results and token returns back.
 
 `ZmqChannel` joins processes, `QueueChannel` threads; both implement `MessageChannel`. A zmq PAIR per rank,
 never a PUB socket, which drops. Carries bytes and does not look into them.
@@ -22,13 +22,13 @@ from penstock.pipeline.links.channel import MessageChannel as MessageChannel
 from penstock.process.endpoints import SocketHandle, SocketListener
 
 _QUEUE_LIMIT = 4096  # messages; far above any depth, so that a full queue means a peer that has stopped
-_LINGER_MS = 1_000  # last words (a shutdown, the cause of a failure) get this long to leave a closed socket
+_LINGER_MS = 1_000  # the last messages (a shutdown, the cause of a failure) get this long after a close
 
 
 class ZmqChannel:
     """One end of a zmq PAIR. Use `bind` on one side and `connect` on the other, in either order.
 
-    Belongs to one thread. Notices through the socket's monitor that the other end has gone, even by kill -9.
+    It belongs to one thread. The socket's monitor notices that the other end has gone, even by kill -9.
     """
 
     def __init__(self, address: str, name: str = "") -> None:
@@ -46,7 +46,7 @@ class ZmqChannel:
 
     @classmethod
     def bind(cls, address: str, name: str = "") -> ZmqChannel:
-        """The side that owns the address; raises `PortInUseError` if it cannot be had.
+        """Return the end that owns the address; raise `PortInUseError` if it cannot be bound.
 
         Args:
             name: for messages, such as "core - stage 1".
@@ -61,20 +61,19 @@ class ZmqChannel:
 
     @classmethod
     def connect(cls, address: str, name: str = "") -> ZmqChannel:
-        """The other side; may come first."""
+        """Return the connecting end; it may be made before the other."""
         channel = cls(address, name)
         channel._socket.connect(address)
         return channel
 
     @classmethod
     def listen_at(cls, endpoint: SocketListener, name: str = "") -> ZmqChannel:
-        """The binding end, at a listening socket that this process was given; zmq closes the copy that it
-        gets."""
+        """Return the end that binds a listening socket given to this process; zmq closes its own copy."""
         return cls.bind(bind_address(os.dup(endpoint.listen_fd)), name)
 
     @classmethod
     def connect_to(cls, endpoint: SocketHandle, name: str = "") -> ZmqChannel:
-        """The connecting end, by the handle of a socket's file, which stays open as long as the channel."""
+        """Return the end that connects by a handle of a socket's file, which must stay open."""
         return cls.connect(connect_address(endpoint.handle_fd), name)
 
     def pollables(self) -> list[Any]:
@@ -140,12 +139,12 @@ class ZmqChannel:
 
 
 def has_message(socket: zmq.Socket[bytes]) -> bool:
-    """Whether `recv` would return at once. An exception that says that it would not costs five times this."""
+    """Return whether `recv` would return at once; five times cheaper than an exception."""
     return bool(int(socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
 
 
 def wait_any(channels: Iterable[PolledChannel], timeout_s: float | None) -> None:
-    """Return when a message or a farewell is there on any channel, or after `timeout_s`."""
+    """Wait until a message or a farewell is there on any channel, for at most `timeout_s`."""
     poller = zmq.Poller()
     for channel in channels:
         for pollable in channel.pollables():
@@ -154,7 +153,7 @@ def wait_any(channels: Iterable[PolledChannel], timeout_s: float | None) -> None
 
 
 class QueueChannel:
-    """The in-memory twin, between two threads."""
+    """A channel in memory between two threads, the twin of `ZmqChannel`."""
 
     def __init__(self, inbox: _Inbox, outbox: _Inbox) -> None:
         self._inbox = inbox
@@ -162,13 +161,13 @@ class QueueChannel:
 
     @classmethod
     def pair(cls, name: str = "in memory") -> tuple[QueueChannel, QueueChannel]:
-        """The two ends of one channel; `name` is for messages."""
+        """Return the two ends of one channel; `name` is for messages."""
         (mine,), (theirs,) = cls._between([name])
         return mine, theirs
 
     @classmethod
     def star(cls, count: int) -> tuple[list[QueueChannel], list[QueueChannel]]:
-        """Channels from the core to `count` stages; its ends can be waited for together (`wait_any`)."""
+        """Return channels from the core to `count` stages, which can be waited for together (`wait_any`)."""
         return cls._between([f"core - stage {stage}" for stage in range(count)])
 
     @classmethod
@@ -179,7 +178,7 @@ class QueueChannel:
 
     @staticmethod
     def wait_any(channels: Sequence[QueueChannel], timeout_s: float | None) -> None:
-        """Return when a message or a farewell is there on any channel of a star, or after `timeout_s`."""
+        """Wait until a message or a farewell is there on any channel of a star, or for `timeout_s`."""
         inboxes = [channel._inbox for channel in channels]
         with inboxes[0].changed:
             inboxes[0].changed.wait_for(lambda: any(inbox.is_ready for inbox in inboxes), timeout_s)
@@ -232,12 +231,12 @@ class _Inbox:
 
 
 def bind_address(fd: int) -> str:
-    """Of a listening socket whose descriptor this process has."""
+    """Return the address of a listening socket whose descriptor this process has."""
     return f"fd:{fd}"
 
 
 def connect_address(fd: int) -> str:
-    """Of a listening socket, by a handle (`O_PATH`) of its file, which stays open as long as it is needed."""
+    """Return the address of a listening socket, by an open handle (`O_PATH`) of its file."""
     return f"ipc:///proc/self/fd/{fd}"
 
 

@@ -1,4 +1,4 @@
-"""Messages of any length over a ring: samples and results on their way back, on one host.
+"""A one-way channel of messages over a ring: samples and results on their way back, on one host.
 
 One direction of a `MessageChannel`. Needs no thread of its own, unlike a socket of zmq, and touches little
 memory, which counts behind a forward pass that has emptied the caches. A message begins with its length and
@@ -28,19 +28,19 @@ _LONG_S = 3600.0
 
 
 def create_channel_ring(num_messages: int, num_rows: int) -> RingHandle:
-    """The memory of one channel, for the two ends that inherit it.
+    """Create the memory of one channel, for the two ends that inherit it.
 
     Args:
-        num_messages: that may be under way while nobody reads: an earlier stage takes samples only when a
+        num_messages: most messages under way while none is read: an earlier stage takes samples only when a
             plan consumes them, and the last stage must not wait for that.
-        num_rows: sampled rows of a message.
+        num_rows: most sampled rows of a message.
     """
     frames_each = -(-(_HEAD.size + num_rows * _ROW_BYTES) // FRAME_BYTES) + 1
     return create_ring(FRAME_BYTES, max(_LEAST_FRAMES, num_messages * frames_each))
 
 
 class RingChannel:
-    """One end of a one-way path: its writer only sends, its reader only receives.
+    """One end of a one-way channel: its writer only sends, its reader only receives.
 
     Args:
         handle: from `create_channel_ring`, as inherited.
@@ -54,7 +54,7 @@ class RingChannel:
         self._parts = bytearray()  # of the message that is coming
 
     def fileno(self) -> int:
-        """Readable while there is a message to receive, or the writer has gone."""
+        """Return a descriptor, readable while there is a message to receive or the writer has gone."""
         return self._ring.data_fd
 
     def pollables(self) -> list[Any]:
@@ -66,7 +66,7 @@ class RingChannel:
         return [self.fileno()]
 
     def await_room(self, timeout_s: float) -> None:
-        """Return when a message of one frame could be sent at once; raises as `send` does."""
+        """Wait until a message of one frame could be sent at once; raise as `send` does."""
         self._ring.await_room(timeout_s, self._purpose)
 
     def send(self, frame: bytes, timeout_s: float = SEND_TIMEOUT_S) -> None:
@@ -76,7 +76,7 @@ class RingChannel:
             self._ring.write(message[begin : begin + FRAME_BYTES], timeout_s, self._purpose)
 
     def recv(self, timeout_s: float | None) -> bytes | None:
-        """See `MessageChannel.recv`. What has come of a message is kept until the rest is there.
+        """See `MessageChannel.recv`. The parts of a message are kept until the rest is there.
 
         Raises `ProtocolError`, too, if the message has changed on its way.
         """
@@ -98,7 +98,7 @@ class RingChannel:
         return message
 
     def _is_whole(self) -> bool:
-        """Whether all of a message has come; a frame holds its head and more."""
+        """Return whether all of a message has come; a frame holds its head and more."""
         return len(self._parts) > 0 and len(self._parts) >= _HEAD.size + _HEAD.unpack_from(self._parts)[0]
 
     def close(self) -> None:

@@ -75,7 +75,10 @@ def close_handle(handle: RingHandle) -> None:
 
 
 def end_ring(handle: RingHandle) -> None:
-    """Close a ring from outside: both ends stop waiting. For who made it, and still has its descriptors."""
+    """Close a ring from outside, so that both ends stop waiting.
+
+    Only the maker of the ring, which still has its descriptors, may call it.
+    """
     os.pwrite(handle.memory_fd, (1).to_bytes(8, "little"), _WORD_CLOSED * 8)
     for fd in (handle.data_fd, handle.space_fd):
         with contextlib.suppress(BlockingIOError):
@@ -83,7 +86,7 @@ def end_ring(handle: RingHandle) -> None:
 
 
 class Ring:
-    """One end of a ring: either its writer or its reader.
+    """An end of a ring: either its writer or its reader.
 
     Args:
         handle: from `create_ring`, as inherited. The descriptors are duplicated.
@@ -102,12 +105,12 @@ class Ring:
 
     @property
     def frames(self) -> memoryview:
-        """All frames, one after the other: frame i begins at `i * frame_bytes`."""
+        """The memory of all frames: frame i begins at `i * frame_bytes`."""
         return self._memory[_WORDS_BYTES:]
 
     @property
     def data_fd(self) -> int:
-        """Readable while there is a frame to read, or the writer has gone."""
+        """The descriptor that is readable while there is a frame to read, or the writer has gone."""
         return self._data.fd
 
     @property
@@ -115,7 +118,7 @@ class Ring:
         return self._words[_WORD_CLOSED] != 0
 
     def reserve(self, timeout_s: float, purpose: str) -> int:
-        """Index of the next frame to write, once the reader has left it.
+        """Wait until the reader has left the next frame, and return its index.
 
         The previous frame in the same place has then been read: this wait is the "commit" before a buffer is
         sent again (rows C6, C8).
@@ -134,9 +137,9 @@ class Ring:
         return self._num_passed % self.num_frames
 
     def await_room(self, timeout_s: float, purpose: str) -> None:
-        """Return when `reserve` would return at once; raises as it does."""
+        """Wait until `reserve` would return at once; raise as it does."""
         self.reserve(timeout_s, purpose)
-        self._space.give()  # nobody else writes, so that it stays
+        self._space.give()  # this end is the only writer, so that the room stays
 
     def publish(self) -> None:
         """Give the reserved frame to the reader."""
@@ -145,7 +148,7 @@ class Ring:
         self._data.give()
 
     def take(self, timeout_s: float, purpose: str) -> int:
-        """Index of the next frame to read. Frames written before a close are still delivered.
+        """Return the index of the next frame to read. Frames written before a close are still delivered.
 
         Raises:
             LinkClosedError: the writer has gone and no frame is left.
@@ -157,7 +160,7 @@ class Ring:
         return index
 
     def take_if_any(self, timeout_s: float, purpose: str) -> int | None:
-        """As `take`, but None when no frame came in time; `timeout_s` 0 only looks."""
+        """Return what `take` does, or None when no frame came in time; `timeout_s` 0 only looks."""
         if not self._data.take(timeout_s, self._must_stop_reading):
             return None
         self._raise_if(self._must_stop_reading(), purpose)
@@ -175,14 +178,14 @@ class Ring:
         self.publish()
 
     def read(self, timeout_s: float, purpose: str) -> bytes:
-        """A copy of the next frame, all `frame_bytes` of it."""
+        """Return a copy of the next frame, all `frame_bytes` of it."""
         begin = self.take(timeout_s, purpose) * self.frame_bytes
         data = bytes(self.frames[begin : begin + self.frame_bytes])
         self.release()
         return data
 
     def close(self) -> None:
-        """Tell both ends that no frame follows, and wake whoever waits. May be called twice."""
+        """Tell both ends that no frame follows, and wake any that waits. May be called twice."""
         if self._data.is_closed:
             return
         self._words[_WORD_CLOSED] = 1
@@ -227,7 +230,7 @@ class _Semaphore:
         os.eventfd_write(self._fd, 1)
 
     def take(self, timeout_s: float, must_stop: Callable[[], bool]) -> bool:
-        """Count down once, or return because `must_stop` says so; False when neither came in time."""
+        """Count down once, or return because `must_stop` says so; return False if neither came in time."""
         started = time.monotonic_ns()
         deadline = started + int(timeout_s * 1e9)
         while not must_stop():

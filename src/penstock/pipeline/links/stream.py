@@ -1,5 +1,4 @@
-"""A connected stream between two processes, read and written by one thread, which can be stopped at any
-time.
+"""A connected stream between two processes, which one thread uses and any thread can stop.
 
 `Interruption` says that a stream is over at this end, because its owner has closed it or its host has ended
 the epoch. `Stream` waits for the other end and for an interruption together, so that no call outlives
@@ -11,7 +10,7 @@ time; both carriers see to it.
 
 - `TCP_NODELAY` is set: a frame is written in one piece, and must not wait for the acknowledgement of the
   one before.
-- Keepalive ends a stream whose way is dead for longer than the heartbeat between hosts bears: the heartbeat
+- Keepalive ends a stream whose path is dead for longer than the heartbeat between hosts bears: the heartbeat
   may cross by another cable. The kernels ask and answer each other, so that a process which is stopped or
   busy ends nothing. An end with unsent bytes is not asked; the other end of a one-way stream always is.
 - `TCP_USER_TIMEOUT` is unset while a stream lives: it would end links to a reader that has stopped reading.
@@ -64,7 +63,7 @@ class StreamEndedError(LinkClosedError):
 
 
 class Interruption:
-    """Whether a stream is over at this end; wakes who waits in `wait`, in any thread.
+    """The end of a stream at this side, which wakes every thread that waits in `wait`.
 
     Args:
         end_fd: eventfd of the host, as in `StreamPath`. It is duplicated, and never read.
@@ -75,7 +74,7 @@ class Interruption:
         self._stop = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
 
     def watch(self, poll: select.poll) -> None:
-        """Have a poll return once the stream is over."""
+        """Make a poll return once the stream is over."""
         poll.register(self._end, select.POLLIN)
         poll.register(self._stop, select.POLLIN)
 
@@ -96,7 +95,7 @@ class Interruption:
         os.eventfd_write(self._stop, 1)
 
     def wait(self, fd: int, events: int, deadline: float | None = None) -> None:
-        """Return when `fd` has one of the events of poll(2), or an error.
+        """Wait until `fd` has one of the events of poll(2), or an error.
 
         Args:
             deadline: by `time.monotonic`; None: without end.
@@ -112,7 +111,7 @@ class Interruption:
         raise_if_interrupted(ready, fd)
 
     def close(self) -> None:
-        """Give the descriptors back; nobody may wait any more."""
+        """Close the descriptors; no thread may wait any more."""
         os.close(self._end)
         os.close(self._stop)
 
@@ -152,9 +151,9 @@ class Stream:
         return self._socket.fileno()
 
     def try_read(self, into: memoryview) -> int | None:
-        """Read what is there, at most `into`; 0 at the end of the stream, None if nothing has come yet.
+        """Read what is there into `into`; return the number of bytes, or None if none has come yet.
 
-        An end that nobody has announced reads as 0, too: what carries frames knows how long they are.
+        0 is the end of the stream, announced or not: what carries frames knows how long they are.
         """
         try:
             return self._socket.recv_into(into)
@@ -171,7 +170,7 @@ class Stream:
         return None
 
     def try_write(self, data: memoryview) -> int | None:
-        """Write what fits now; the number of bytes, or None if none does. Raises `OSError`."""
+        """Write what fits now; return the number of bytes, or None if none does. Raises `OSError`."""
         try:
             return self._socket.send(data)
         except (BlockingIOError, ssl.SSLWantWriteError):
@@ -181,7 +180,7 @@ class Stream:
         return None
 
     def read(self, into: memoryview) -> bool:
-        """Fill `into`; False if the stream ends before. Raises `StreamEndedError`."""
+        """Fill `into`, and return False if the stream ends before. Raises `StreamEndedError`."""
         done = 0
         while done < len(into):
             count = self.try_read(into[done:])
@@ -235,7 +234,7 @@ class Stream:
         raise_if_interrupted(poll.poll(), self.fileno())
 
     def has_lost_peer(self) -> bool:
-        """Whether the stream is over, or the other end has closed it. Reads nothing: any thread may ask."""
+        """Return whether the stream is over or closed by the other end. Any thread may ask."""
         return bool(self._interruption.poll_with(self.fileno(), _GONE).poll(0))
 
     def raise_alert(self) -> None:
@@ -246,7 +245,7 @@ class Stream:
             self.try_read(memoryview(bytearray(1)))
 
     def close(self) -> None:
-        """Close the socket. What was written goes on its way for `FAREWELL_MS` at most."""
+        """Close the socket. The kernel sends what was written for `FAREWELL_MS` at most."""
         plain, rest = socket.socket, bytearray(1 << 16)
         with contextlib.suppress(OSError):
             plain.shutdown(self._socket, socket.SHUT_WR)
@@ -260,7 +259,7 @@ class Stream:
 
 
 def stream_error(name: str, error: Exception) -> PeerError:
-    """Return an error of a stream as one of ours that names its link or channel."""
+    """Return an error of a stream as a typed one that names its link or channel."""
     if isinstance(error, StreamEndedError):
         return LinkClosedError(f"{name} has ended.")
     if isinstance(error, ssl.SSLError):

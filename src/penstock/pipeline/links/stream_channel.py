@@ -1,4 +1,4 @@
-"""Messages over a stream between hosts: plans, results and samples, in both directions.
+"""A channel of messages over a stream between hosts: plans, results and samples, in both directions.
 
 One class serves the two-way channel of plans and the one-way channels alike. A message begins with its
 length, which stands there twice, and its checksum (XXH3-64). A thread of the channel reads ahead into a
@@ -32,11 +32,11 @@ _HEAD = struct.Struct("<IIQ")  # length, the same length XOR `_MARK`, checksum
 _MARK = 0x4D545350
 _READ_BYTES = 1 << 16
 _REMEDY = "Run the same Penstock version on all hosts, and let nothing else connect to the link ports."
-_LINGER_S = 1.0  # last words (a shutdown, the cause of a failure) get this long to leave
+_LINGER_S = 1.0  # last messages (a shutdown, the cause of a failure) get this long to leave
 
 
 class StreamChannel:
-    """One end of a two-way, ordered, loss-free path of messages; its calls belong to one thread.
+    """One end of a two-way, ordered, loss-free channel of messages; its calls belong to one thread.
 
     Args:
         handle: as the host has handed it over; its descriptors stay the caller's.
@@ -65,7 +65,7 @@ class StreamChannel:
         return [self._inbox.fileno()]
 
     def await_room(self, timeout_s: float) -> None:
-        """Return when a message could be sent at once; raises as `send` does."""
+        """Wait until a message could be sent at once; raise as `send` does."""
         with self._outbox.changed:
             self._wait_for_room(timeout_s)
 
@@ -102,7 +102,7 @@ class StreamChannel:
         self._nudge = -1
 
     def _wait_for_room(self, timeout_s: float) -> None:
-        """Called by who holds `changed`."""
+        """Wait for room in the outbox; the caller holds `changed`."""
         has_room = self._outbox.changed.wait_for(
             lambda: self._error is not None or self._outbox.has_room, timeout_s
         )
@@ -140,11 +140,11 @@ class StreamChannel:
 
 
 class _Outbox:
-    """What the kernel has not taken yet of the messages that were sent.
+    """The bytes of sent messages that the kernel has not taken yet.
 
     Attributes:
         changed: guards the outbox, and the stream against two threads at a time.
-        stream: once there is one.
+        stream: the stream, once there is one.
     """
 
     def __init__(self, limit: int) -> None:
@@ -162,14 +162,14 @@ class _Outbox:
         return not self._parts
 
     def put(self, message: memoryview) -> bool:
-        """Write a message as far as it goes at once; whether that is to its end. Raises `OSError`."""
+        """Write a message as far as it goes at once; return whether all of it went. Raises `OSError`."""
         self._parts.append(message)
         if self.stream is not None and len(self._parts) == 1:
             self.flush()
         return not self._parts
 
     def flush(self) -> int:
-        """Write what goes at once; the events to wait for, 0 if nothing is left. Raises `OSError`."""
+        """Write what goes at once; return the events to wait for, 0 if nothing is left. Raises `OSError`."""
         stream, parts = self.stream, self._parts
         assert stream is not None
         while parts:
@@ -185,7 +185,7 @@ class _Outbox:
 
 
 class _Inbox:
-    """Messages that have come, and a descriptor that is readable while there is one or the end has come."""
+    """The messages that have come, with a descriptor that is readable while there is one, or at the end."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
@@ -205,7 +205,7 @@ class _Inbox:
 
     @property
     def has_room_again(self) -> bool:
-        """Whether the message that was taken last was one too many for the thread, which then sleeps."""
+        """Whether the message taken last was one too many for the thread, which then sleeps."""
         return len(self._messages) == self._limit - 1
 
     def put(self, message: bytes) -> None:
@@ -215,14 +215,14 @@ class _Inbox:
                 os.eventfd_write(self._ready, 1)
 
     def end(self, error: PeerError) -> None:
-        """Nothing follows what is there."""
+        """Record that nothing follows what is there."""
         with self._lock:
             self._error = error
             if not self._messages:
                 os.eventfd_write(self._ready, 1)
 
     def take(self, timeout_s: float | None) -> bytes | None:
-        """As `MessageChannel.recv`."""
+        """Return the next message, as `MessageChannel.recv` does."""
         if timeout_s != 0 and not self._messages and self._error is None:
             self._poll.poll(None if timeout_s is None else math.ceil(timeout_s * 1000))
         with self._lock:
@@ -240,10 +240,10 @@ class _Inbox:
 
 
 class _Incoming:
-    """Cuts what comes into messages, and checks each.
+    """Cuts the incoming bytes into messages, and checks each.
 
     Args:
-        name: of the channel, for messages.
+        name: name of the channel, for messages.
     """
 
     def __init__(self, name: str, inbox: _Inbox) -> None:
@@ -251,7 +251,7 @@ class _Incoming:
         self._pending = bytearray()
 
     def add(self, data: memoryview) -> None:
-        """Take what has come next; raises `ProtocolError` if it is not what a channel writes."""
+        """Take the next bytes; raise `ProtocolError` if they are not what a channel writes."""
         self._pending += data
         begin = 0
         with memoryview(self._pending) as pending:
@@ -274,5 +274,5 @@ class _Incoming:
 
 
 def _again(error: PeerError) -> PeerError:
-    """The same error, to be raised once more."""
+    """Return the same error, to be raised once more."""
     return type(error)(error.message, remedy=error.remedy, code=error.code)

@@ -1,4 +1,4 @@
-"""The carrier between hosts: a link over a stream, which no stage ever waits for while it could compute.
+"""The carrier between hosts: a link over a stream, for which no stage waits while it could compute.
 
     stage 0 ─copies─▶ free frame ─writes─▶ TCP ─thread reads─▶ free frame ─copies─▶ stage 1
 
@@ -37,7 +37,7 @@ from penstock.pipeline.links.stream_opening import StreamThread
 from penstock.process.endpoints import StreamLinkHandle
 from penstock.trace.phases import NOBODYS, Phase, PhaseClock
 
-_OVER: Final = -1  # in place of the index of a frame: there is none any more
+_OVER: Final = -1  # in place of the index of a frame: there are no more
 DIRECT_BYTES: Final = 1 << 18  # of a frame that the stage writes itself: 0.2 ms of encryption
 Indices = SimpleQueue[int]
 
@@ -55,7 +55,7 @@ def open_stream_link(handle: StreamLinkHandle, name: str, timeout_s: float) -> S
 
 
 class _StreamLink(Carrier):
-    """What both ends have: frames, a thread and the reason of the end."""
+    """The base of both ends: frames, a thread and the reason of the end."""
 
     def __init__(self, handle: StreamLinkHandle, name: str, timeout_s: float) -> None:
         self._name = f"link {name}"
@@ -66,7 +66,7 @@ class _StreamLink(Carrier):
         self._error: PeerError | None = None  # why nothing follows
 
     def _take(self, queue: Indices, deadline: float, purpose: str) -> int:
-        """The next index of a queue; raises what `Link` says."""
+        """Return the next index of a queue; raise what `Link` says."""
         try:
             index = queue.get(timeout=max(0.0, deadline - monotonic()))
         except Empty:
@@ -74,12 +74,12 @@ class _StreamLink(Carrier):
                 f"{self._name}: waited {self._timeout_s:g} s for {purpose}, and it did not come."
             ) from None
         if index == _OVER:
-            queue.put(_OVER)  # for whoever asks again
+            queue.put(_OVER)  # for the next call, too
             raise self._ended(purpose)
         return index
 
     def _ended(self, purpose: str) -> PeerError:
-        """Why there is nothing more, and for whom."""
+        """Return the reason of the end, with what it came before."""
         error = self._error or LinkClosedError(f"{self._name} has ended.")
         return type(error)(
             f"{error.message} That was before {purpose}.", remedy=error.remedy, code=error.code
@@ -147,7 +147,11 @@ class StreamSender(_StreamLink):
             raise LinkClosedError(f"{self._name} was closed before {purpose}.")
 
     def _is_written_at_once(self, index: int) -> bool:
-        """Write a short frame if the thread has no frame before it; whether the kernel took all of it."""
+        """Write a short frame if the thread has none before it; return whether it all went.
+
+        While the thread has frames, it alone writes: frames could overtake each other, and two threads use
+        the stream at a time.
+        """
         unsent, stream = self._unsent[index], self._stream
         is_threads = self._num_handed != self._num_written  # and no two threads may use a stream at a time
         if stream is None or is_threads or len(unsent) > DIRECT_BYTES:
@@ -192,7 +196,7 @@ class StreamReceiver(_StreamLink):
         raise AssertionError(f"{self._name} only receives at this end")
 
     def close(self) -> None:
-        """See `Link.close`. Frames that nobody has waited for are dropped."""
+        """See `Link.close`. Frames that no stage has waited for are dropped."""
         self._is_closed = True
         self._free.put(_OVER)
         self._thread.close()
@@ -231,7 +235,7 @@ class StreamReceiver(_StreamLink):
             self._whole.put(index)
 
     def _frame_end(self, frame: memoryview) -> int:
-        """Where a frame ends whose header has come. The stage finds out what else is wrong with it."""
+        """Return where a frame ends whose header has come; the stage checks all else."""
         end = ALIGNMENT + FrameHeader.unpack(frame).payload_bytes
         if end > len(frame):
             raise ProtocolError(

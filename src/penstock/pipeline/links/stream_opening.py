@@ -27,13 +27,13 @@ from penstock.process.endpoints import AcceptedStream, ConnectedStream, DialledS
 from penstock.trust.door import DEFAULT_LIMITS, Door
 
 CONNECT_TIMEOUT_S = 10.0  # for all addresses of a name together
-LIMITS = DEFAULT_LIMITS  # of what strangers may cost
+LIMITS = DEFAULT_LIMITS  # on what unknown peers may cost
 _LEAVE_S = 5.0  # far above what a thread that has been stopped takes
 _REACH_REMEDY = "Check that a firewall lets the link ports (--link-ports) of that host through."
 
 
 class Opening(ABC):
-    """How one end of a stream comes about."""
+    """The way in which one end of a stream is connected."""
 
     @abstractmethod
     def connect(self, interruption: Interruption, deadline: float, name: str) -> socket.socket:
@@ -44,12 +44,12 @@ class Opening(ABC):
             name: of the link or channel, for messages.
 
         Raises:
-            StreamEndedError: it is over before.
-            PeerError: the other end does not come, cannot be reached or is somebody else.
+            StreamEndedError: the stream is over before.
+            PeerError: the other end does not come, cannot be reached or is not the one expected.
         """
 
     def close(self) -> None:  # noqa: B027  # most have nothing
-        """Give back what it holds."""
+        """Close what it holds."""
 
 
 class Dialling(Opening):
@@ -82,12 +82,12 @@ class Dialling(Opening):
 
 
 class Accepting(Opening):
-    """Accepts the other end. Strangers are sent away, and cost no more than `LIMITS` says."""
+    """Accepts the other end. Other peers are sent away, and cost no more than `LIMITS` says."""
 
     def __init__(self, way: AcceptedStream, path: StreamPath) -> None:
         proof = proof_of(path.security, "accepter")
         self._listener = socket.socket(fileno=os.dup(way.listen_fd))
-        self._refused = ""  # who was sent away last
+        self._refused = ""  # the peer that was sent away last
         self._door = Door(self._listener, proof.wrap, proof.begin, self._note_refusal, LIMITS)
 
     def connect(self, interruption: Interruption, deadline: float, name: str) -> socket.socket:
@@ -108,7 +108,7 @@ class Accepting(Opening):
                 return entered[0]
 
     def close(self) -> None:
-        """Listen no longer, though the host may have the listener still: whoever dials now is refused."""
+        """Stop listening, even if the host still has the listener: later dials are refused."""
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
         self._door.close()
@@ -137,7 +137,7 @@ class TakingOver(Opening):
         return secured(connected, self._proof, _waiting(interruption, deadline))
 
     def close(self) -> None:
-        """Let the other end know if the stream has not come about; the host may have the socket still."""
+        """Shut the socket down if no stream came about, even if the host still has it."""
         with contextlib.suppress(OSError):
             self._connected.shutdown(socket.SHUT_RDWR)
         self._connected.close()
@@ -175,7 +175,7 @@ def _connect(
 
 
 def _numeric(own_address: str) -> Any:
-    """The address of a socket of this host; a scope such as `%eth0` becomes a number."""
+    """Return the address of a socket of this host; a scope such as `%eth0` becomes a number."""
     return socket.getaddrinfo(own_address, 0, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)[0][4]
 
 
@@ -222,10 +222,10 @@ class StreamThread:
     """The thread that opens one end of a stream and reads or writes it, from its making until `close`.
 
     Args:
-        path: its descriptors stay the caller's, who may close them at once.
+        path: its descriptors stay the caller's, which may close them at once.
         name: of the link or channel, for messages.
         use: reads and writes the stream until it ends; returns when the other end has closed it.
-        end: is told once why there will be nothing more; the last call of the thread.
+        end: called once with the reason of the end; the last call of the thread.
 
     Raises:
         ProtocolError: what is needed to make the stream safe cannot be used.
@@ -252,7 +252,7 @@ class StreamThread:
             connected = self._opening.connect(
                 self._interruption, time.monotonic() + self._timeout_s, self._name
             )
-            self._opening.close()  # nobody else is to come
+            self._opening.close()  # one peer is all that was expected
             self._stream = Stream(connected, self._interruption, self._precedence)
             self._use(self._stream)
             error: PeerError = LinkClosedError(f"{self._name} was closed by the other end.")
@@ -261,7 +261,7 @@ class StreamThread:
         self._tell_end(error)
 
     def _told_reason(self, caught: Exception) -> Exception:
-        """What the other end has said in TLS about its leaving, if it has; else what was caught."""
+        """Return the reason that the other end gave in TLS for leaving, if any; else `caught`."""
         if self._stream is not None and isinstance(caught, OSError):
             try:
                 self._stream.raise_alert()
@@ -270,11 +270,14 @@ class StreamThread:
         return caught
 
     def has_lost_peer(self) -> bool:
-        """Whether the stream is over, even if the thread has not come to it yet. Not after `close`."""
+        """Return whether the stream is over, even if the thread has not noticed yet.
+
+        Not to be called after `close`.
+        """
         return self._interruption.is_over() if self._stream is None else self._stream.has_lost_peer()
 
     def close(self) -> None:
-        """Stop the thread, wait for it, and give back all descriptors. May be called twice."""
+        """Stop the thread, wait for it, and close all descriptors. May be called twice."""
         if self._is_closed:
             return
         self._is_closed = True

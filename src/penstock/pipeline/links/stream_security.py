@@ -45,14 +45,14 @@ Answer = TypeVar("Answer")
 
 
 class Proof(Protocol):
-    """How one end of a stream knows the other one, and is known to it."""
+    """The way in which the two ends of a stream prove their identities to each other."""
 
     def wrap(self, connected: socket.socket) -> socket.socket:
-        """Return the stream over a socket, which has it from now on. A handshake comes later."""
+        """Return the stream over a socket, which owns the socket from now on. A handshake comes later."""
         ...
 
     def begin(self, stream: socket.socket) -> Conversation:
-        """Return what is said over the stream after its handshake.
+        """Return the conversation over the stream after its handshake.
 
         Raises:
             PeerError: the other end is not the one that is expected.
@@ -61,7 +61,7 @@ class Proof(Protocol):
 
 
 def proof_of(security: StreamSecurity, side: StreamSide) -> Proof:
-    """Return what makes streams of this kind safe.
+    """Return the proof for streams of this kind.
 
     Args:
         security: its descriptors are read now, and stay the caller's.
@@ -75,7 +75,7 @@ def proof_of(security: StreamSecurity, side: StreamSide) -> Proof:
 
 
 def secured(connected: socket.socket, proof: Proof, wait: Wait) -> socket.socket:
-    """Return the stream over a socket once both ends have proved who they are.
+    """Return the stream over a socket once both ends have proved their identities.
 
     Args:
         connected: belongs to the stream from now on, which does not block; it is closed if this raises.
@@ -98,7 +98,7 @@ def secured(connected: socket.socket, proof: Proof, wait: Wait) -> socket.socket
 
 
 class ProvedByNothing:
-    """Whoever has connected; a `Proof`."""
+    """A `Proof` that accepts any peer."""
 
     def __init__(self, security: PlainText, side: StreamSide) -> None:
         self._begin = Welcoming if side == "accepter" else Welcomed
@@ -111,7 +111,7 @@ class ProvedByNothing:
 
 
 class ProvedByCertificates:
-    """TLS in which both ends show certificates of their cluster; a `Proof`."""
+    """A `Proof` by TLS, in which both ends show certificates of their cluster."""
 
     def __init__(self, security: Certified, side: StreamSide) -> None:
         self._is_server = side == "accepter"
@@ -128,7 +128,7 @@ class ProvedByCertificates:
 
 
 class ProvedByChallenge:
-    """Plain text after both ends have proved the key of the epoch; a `Proof`."""
+    """A `Proof` for plain text, after both ends have proved that they have the key of the epoch."""
 
     def __init__(self, security: Challenged, side: StreamSide) -> None:
         self._is_accepter = side == "accepter"
@@ -157,7 +157,7 @@ _KINDS: Mapping[type, Callable[[Any, StreamSide], Proof]] = {
 
 
 def _converse(conversation: Conversation, stream: socket.socket, wait: Wait) -> None:
-    """Speak until all is said. Not a byte more is read: what follows belongs to the link."""
+    """Exchange messages until the conversation is over; a byte more would belong to the link."""
     _say(conversation, stream, wait)
     while conversation.wanted:
         data = _when_ready(lambda: stream.recv(conversation.wanted), stream, wait)
@@ -178,7 +178,7 @@ def _say(conversation: Conversation, stream: socket.socket, wait: Wait) -> None:
 def _when_ready(
     call: Callable[[], Answer], stream: socket.socket, wait: Wait, events: int = select.POLLIN
 ) -> Answer:
-    """Call again and again until the socket was ready for it.
+    """Repeat `call` until the socket was ready for it.
 
     Args:
         events: what a plain socket waits for; TLS says so itself.
@@ -198,7 +198,7 @@ def _when_ready(
 
 
 def _credentials(fd: int) -> Credentials:
-    """Read them through a descriptor that stays the caller's."""
+    """Return the credentials behind a descriptor, which stays the caller's."""
     return Credentials.from_memory(os.dup(fd))
 
 

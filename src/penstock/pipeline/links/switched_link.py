@@ -1,4 +1,4 @@
-"""A link in whose place another one comes at a named step, without a new epoch.
+"""A link that another one replaces at a named step, without a new epoch.
 
     frames of steps < N ──▶ link of before ──╮
                                              ├──▶ the same receive, in the order of steps
@@ -27,7 +27,7 @@ class SwitchedLink:
     """One end of a link that can be exchanged between two steps. Implements `Link`; belongs to one thread.
 
     Args:
-        link: with which the epoch begins; belongs to this one, as all that follow do.
+        link: link with which the epoch begins; this object owns it and all that follow.
         keep_steps: for how many steps a link that was left is kept open.
     """
 
@@ -46,9 +46,9 @@ class SwitchedLink:
         """Use another link for the frames of a step and of all later ones.
 
         Args:
-            first_step: not before that of any link attached earlier. It is the next step if it has passed:
-                both ends hear of the link with the same plan.
-            released: called when the link of before has been closed at this end.
+            first_step: not before that of any link attached earlier. If it has passed, the next one: both
+                ends read of the link in the same plan.
+            released: called when the old link has been closed at this end.
         """
         self._coming.append((first_step, link, released))
 
@@ -77,7 +77,7 @@ class SwitchedLink:
         self._present.close()
 
     def _advance(self, step_id: int) -> None:
-        """Take the link of this step, and let go of those that nobody needs any more."""
+        """Change over to the link of this step, and close those that are not needed any more."""
         while self._coming and self._coming[0][0] <= step_id:
             first_step, link, released = self._coming.popleft()
             self._left.append((first_step + self._keep_steps, self._present, released))
