@@ -32,17 +32,19 @@ AWAY_S = 60.0  # as long as a client waits for another core when one has gone
 
 
 def silence_limit_s(heartbeat_limit_s: float) -> float:
-    """When a client with requests under way gives a silent core up: the supervisor must have had the time to
-    notice it and to end it, so that another one comes."""
+    """Return how long a core may be silent until a client with requests under way gives it up.
+
+    The supervisor must have had the time to notice the silence and to end the core, so that another comes.
+    """
     return max(SILENCE_S, heartbeat_limit_s + SILENCE_S / 2)
 
 
 class Hello(msgspec.Struct, frozen=True, tag="hello"):
-    """First message of a client; answered by `Welcome` once the pipeline stands."""
+    """The first message of a client; answered by `Welcome` once the pipeline stands."""
 
 
 class AddRequest(msgspec.Struct, frozen=True, tag="add"):
-    """A request; one that another core had before it was lost brings what that core has generated for it."""
+    """A request; one that a lost core had begun brings what that core has generated for it."""
 
     request: GenerationRequest
     output_ids: list[int] | None = None
@@ -50,26 +52,26 @@ class AddRequest(msgspec.Struct, frozen=True, tag="add"):
 
 
 class AbortRequests(msgspec.Struct, frozen=True, tag="abort"):
-    """End these requests; unknown ids are ignored. No update of them follows."""
+    """A message that ends these requests; unknown ids are ignored. No update of them follows."""
 
     request_ids: list[str]
 
 
 class GetTrace(msgspec.Struct, frozen=True, tag="get_trace", omit_defaults=True):
-    """Answered by a `Trace`; where it names what was seen, by one of all ranks with what came behind that."""
+    """A question answered by a `Trace`; with `seen`, by one of all ranks with what came behind that."""
 
     seen: list[SpansKey] | None = None  # the newest of each rank
 
 
 class Operate(msgspec.Struct, frozen=True, tag="operate"):
-    """Answered by an `Operated` of the same number, which may come late, when the operation is complete."""
+    """A request for an operation; an `Operated` of the same number answers it when it is complete."""
 
     number: int
     operation: Operation
 
 
 class Welcome(msgspec.Struct, frozen=True, tag="welcome", kw_only=True):
-    """The pipeline is ready; what clients need to know of it.
+    """A message that the pipeline is ready, with what clients need to know of it.
 
     Attributes:
         max_model_len: longest prompt + output served: the model's, or what the KV pool holds.
@@ -86,28 +88,30 @@ class Welcome(msgspec.Struct, frozen=True, tag="welcome", kw_only=True):
 
 
 class StepUpdates(msgspec.Struct, frozen=True, tag="updates"):
-    """What the last step brought to this client's requests; without updates once a second, as heartbeat."""
+    """The updates of this client's requests from the last step; empty once a second, as heartbeat."""
 
     updates: list[RequestUpdate]
     stats: CoreStats
 
 
 class Trace(msgspec.Struct, frozen=True, tag="trace"):
-    """What each stage did in the last seconds, by stage and time."""
+    """A record of what each stage did in the last seconds, by stage and time."""
 
     spans: list[StageSpans]
 
 
 class Operated(msgspec.Struct, frozen=True, tag="operated"):
-    """An operation that this client has asked for has come to its end."""
+    """A message that an operation which this client has asked for has come to its end."""
 
     number: int
     done: OperationDone
 
 
 class SessionsChanged(msgspec.Struct, frozen=True, tag="sessions"):
-    """To every client: sessions that were opened, or given other bounds, and those that were closed since the
-    last of these. After a `Welcome` all that are open, if there are any."""
+    """A message to every client about sessions opened, given other bounds, or closed.
+
+    It has the changes since the last such message; after a `Welcome`, all open sessions, if there are any.
+    """
 
     opened: list[OpenSession]
     closed: list[str]
@@ -118,7 +122,7 @@ CoreToClient = Welcome | StepUpdates | Trace | Operated | SessionsChanged | Pipe
 
 
 class CoreGone:
-    """In place of a message: the core has ended. Another one may come to the same address."""
+    """A value in place of a message: the core has ended. Another may come to the same address."""
 
 
 _encoder = msgspec.msgpack.Encoder()
@@ -138,7 +142,7 @@ def _open(kind: int) -> tuple[zmq.Context[zmq.Socket[bytes]], zmq.Socket[bytes]]
 
 
 class _Endpoint:
-    """What both ends share: a socket of its own context, closed once."""
+    """The base of both ends: a socket of its own context, closed once."""
 
     def __init__(self, kind: int) -> None:
         self._context, self._socket = _open(kind)
@@ -150,21 +154,21 @@ class _Endpoint:
 
 
 class CoreSocket(_Endpoint):
-    """The core's end: many clients, each known by an opaque id. Its last words get half a second."""
+    """The core's end: many clients, each known by an opaque id. Its last messages get half a second."""
 
     def __init__(self, address: str) -> None:
         super().__init__(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 500)
-        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # else what is sent to nobody is not noticed
+        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # else a send to a lost client would not fail
         bind_socket(self._socket, address)
         self._poller = zmq.Poller()
         self._polled: tuple[int, ...] | None = None  # descriptors that are waited for beside the socket
 
     def wait(self, others: Sequence[int], timeout_s: float) -> set[int]:
-        """Return when a client's message or one of the `others` (descriptors) is there, or after this time.
+        """Wait until a client's message or one of the `others` (descriptors) is there, or for `timeout_s`.
 
         Returns:
-            Those of `others` that are readable.
+            The descriptors of `others` that are readable.
         """
         if self._polled != tuple(others):
             self._polled = tuple(others)
@@ -175,7 +179,7 @@ class CoreSocket(_Endpoint):
         return {source for source, _ in ready if isinstance(source, int)}
 
     def drain(self) -> list[tuple[bytes, ClientToCore]]:
-        """All messages that have come, with their senders."""
+        """Return all messages that have come, with their senders."""
         received: list[tuple[bytes, ClientToCore]] = []
         while has_message(self._socket):
             client, frame = self._socket.recv_multipart(zmq.NOBLOCK)
@@ -183,7 +187,7 @@ class CoreSocket(_Endpoint):
         return received
 
     def send(self, client: bytes, message: CoreToClient) -> bool:
-        """Whether the client is still there to get it."""
+        """Send a message, and return whether the client is still there to get it."""
         try:
             self._socket.send_multipart((client, _encoder.encode(message)))
         except zmq.ZMQError as error:
@@ -212,13 +216,15 @@ class ClientSocket(_Endpoint):
         self._has_no_peer = False
 
     def reconnect(self) -> None:
-        """To the core that comes to the same address. What was sent and not read is lost, and so is what the
-        core before has sent; descriptors change."""
+        """Connect to the next core at the same address.
+
+        What was sent and not read is lost, and so is what the core before has sent; descriptors change.
+        """
         self.close()
         self._connect()
 
     def filenos(self) -> list[int]:
-        """Readable when something *may* have come; edge-triggered: drain after each event and each send."""
+        """Return edge-triggered descriptors: drain after each event on them, and after each send."""
         return [_descriptor(self._socket), _descriptor(self._monitor)]
 
     def __enter__(self) -> ClientSocket:
@@ -230,7 +236,7 @@ class ClientSocket(_Endpoint):
         self.close()
 
     def send(self, message: ClientToCore) -> None:
-        """Never waits. What cannot be sent is lost with the core: a `CoreGone` follows."""
+        """Send without waiting. What cannot be sent is lost with the core: a `CoreGone` follows."""
         if self._socket.closed:
             raise LinkClosedError("the engine's client is closed.")
         try:
@@ -239,7 +245,7 @@ class ClientSocket(_Endpoint):
             self._has_no_peer = True
 
     def drain(self) -> list[CoreToClient | CoreGone]:
-        """All messages that have come."""
+        """Return all messages that have come."""
         received: list[CoreToClient | CoreGone] = []
         if self._socket.closed:
             return received
@@ -249,7 +255,7 @@ class ClientSocket(_Endpoint):
         return [*received, CoreGone()] if lost else received
 
     def wait(self, timeout_s: float) -> bool:
-        """Whether something has come, after at most this time."""
+        """Wait for at most `timeout_s`, and return whether something has come."""
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
         poller.register(self._monitor, zmq.POLLIN)
@@ -273,7 +279,7 @@ def _descriptor(socket: zmq.Socket[bytes]) -> int:
 
 
 def _receive_now(socket: zmq.Socket[bytes]) -> bytes | None:
-    """The next message, or the last part of one; None when there is none."""
+    """Return the next message, or the last part of one; None when there is none."""
     try:
         return socket.recv_multipart(zmq.NOBLOCK)[-1]
     except zmq.Again:

@@ -1,4 +1,4 @@
-"""The engine core's numbers for clients, metrics and the readiness check. Plain data, and sums of it."""
+"""The engine core's numbers for clients, metrics and the readiness check, as plain data, and sums of them."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _USE_TOTALS = (
 
 
 class StageMemory(msgspec.Struct, frozen=True, kw_only=True):
-    """What a stage's memory is used for, over its ranks.
+    """The uses of a stage's memory, over its ranks.
 
     Attributes:
         weight_bytes: of the weights as they are held.
@@ -82,8 +82,10 @@ def stage_memory(ranks: Sequence[RankLoaded], num_blocks: int) -> list[StageMemo
 
 
 def with_peaks_of(ranks: Sequence[RankLoaded], before: Sequence[RankLoaded]) -> list[RankLoaded]:
-    """Return what ranks say of themselves, with the peaks that were measured in their places before: a rank
-    that takes the place of another measures nothing."""
+    """Return what ranks say of themselves, with the peaks that were measured in their places before.
+
+    A rank that takes the place of another measures nothing itself.
+    """
     known = {(rank.stage, rank.tp_rank): rank.peak_bytes for rank in before}
     return [
         msgspec.structs.replace(rank, peak_bytes=known.get((rank.stage, rank.tp_rank), 0))
@@ -94,7 +96,7 @@ def with_peaks_of(ranks: Sequence[RankLoaded], before: Sequence[RankLoaded]) -> 
 
 
 class CoreStats(msgspec.Struct, frozen=True, kw_only=True):
-    """Gauges of now, and totals since the start. Rates and histograms are made where they are shown."""
+    """The core's gauges of now, and totals since the start. Rates and histograms are made where shown."""
 
     scheduler: SchedulerStats = SchedulerStats()
     cache: CacheStats = CacheStats()
@@ -111,7 +113,7 @@ class CoreStats(msgspec.Struct, frozen=True, kw_only=True):
     stall_limit_s: float  # beyond it the pipe is not ready: seconds, more for a plan of many tokens
     epoch: int
     loss: ErrorInfo | None = None  # why the pipe is broken, until a step has crossed it again
-    is_loss_lasting: bool = False  # it has been tried again and again: nobody should wait for the pipe
+    is_loss_lasting: bool = False  # it has been tried again and again: no request should wait for the pipe
     restarts: Restarts = Restarts()
     stage_times: list[StageTimes] = []  # the newest report of each stage that has sent one
     stage_memory: list[StageMemory] = []
@@ -119,7 +121,7 @@ class CoreStats(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def without_requests(stats: CoreStats) -> CoreStats:
-    """The last word of a core that has gone: its totals stay, and nobody runs or waits there."""
+    """Return the last numbers of a core that has gone: its totals stay, without running requests."""
     return msgspec.structs.replace(
         stats,
         scheduler=msgspec.structs.replace(stats.scheduler, num_running=0, num_waiting=0),
@@ -131,7 +133,7 @@ def without_requests(stats: CoreStats) -> CoreStats:
 
 
 def with_totals_of(stats: CoreStats, before: CoreStats) -> CoreStats:
-    """The numbers of a core, and the totals of the one before it."""
+    """Return the numbers of a core, with the totals of the one before it added."""
     scheduler = _added(stats.scheduler, before.scheduler, _SCHEDULER_TOTALS)
     speculation = _added(scheduler.speculation, before.scheduler.speculation, _SPECULATION_TOTALS)
     use = _added(stats.store.use, before.store.use, _USE_TOTALS)
@@ -147,22 +149,25 @@ def with_totals_of(stats: CoreStats, before: CoreStats) -> CoreStats:
 
 
 class SteadyStats:
-    """The numbers of an engine, whose totals never fall: while its core is away they are those of the core's
-    last word, and a core that takes its place goes on from them."""
+    """The numbers of an engine, whose totals never fall.
+
+    While its core is away they are those of the core's last message, and a core that takes its place goes on
+    from them.
+    """
 
     def __init__(self) -> None:
         self._last: CoreStats | None = None
         self._before: CoreStats | None = None  # with the totals of all cores before this one
 
     def note(self, stats: CoreStats) -> None:
-        """Take in what a core says, the first one or another that was started in its place."""
+        """Record what a core says, the first one or another that was started in its place."""
         last = self._last
         if last is not None and stats.restarts.core != last.restarts.core:
             self._before = last if self._before is None else with_totals_of(last, self._before)
         self._last = stats
 
     def shown(self, *, is_away: bool) -> CoreStats | None:
-        """Return what to show; None before the first word of a core."""
+        """Return the numbers to show; None before the first message of a core."""
         if self._last is None:
             return None
         stats = without_requests(self._last) if is_away else self._last
@@ -170,7 +175,7 @@ class SteadyStats:
 
 
 def summed(parts: Sequence[Part], **others: Any) -> Part:
-    """One part of the numbers of several cores: the sums of all fields but the `others`, which are given."""
+    """Return one part of several cores' numbers: the sums of all fields but `others`, which are given."""
     names = (name for name in parts[0].__struct_fields__ if name not in others)
     sums = {name: sum(getattr(part, name) for part in parts) for name in names}
     return type(parts[0])(**sums, **others)

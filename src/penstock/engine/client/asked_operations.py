@@ -58,7 +58,7 @@ class AskedOperations:
 
     @property
     def sessions_asked(self) -> set[str]:
-        """Return the ids of the sessions whose opening or closing has no answer yet."""
+        """The ids of the sessions whose opening or closing has no answer yet."""
         return {
             pending.message.operation.session_id
             for pending in self._open.values()
@@ -66,10 +66,10 @@ class AskedOperations:
         }
 
     def note(self, stats: CoreStats) -> None:
-        """Note how the core is. A change that it has been asked for it may not know of yet, and a new core
-        not of the state that it is to begin in.
+        """Note the core's numbers, as far as the core knows of all that it was asked for.
 
-        It says which sessions are open before its first numbers.
+        A change that it has been asked for it may not know of yet, and a new core not of the state that it is
+        to begin in. The core says which sessions are open before its first numbers.
         """
         self.knows_sessions = True
         if not self._is_open(Pause, Resume):
@@ -107,7 +107,7 @@ class AskedOperations:
             pending.answer.set_result(message.done)
 
     def first(self) -> list[Operate]:
-        """Return what a new core is asked before any request is sent: to begin as the last core was.
+        """Return the operations that make a new core begin as the last one was, before any request.
 
         A session that it will be asked again to close is opened first.
         """

@@ -10,7 +10,7 @@ from penstock.errors import ErrorInfo, error_from_info
 
 
 class AskedTraces:
-    """Futures of traces that have not come yet, oldest first. The core answers in this order."""
+    """The futures of traces that have not come yet, oldest first. The core answers in this order."""
 
     def __init__(self) -> None:
         self._answers: deque[asyncio.Future[list[StageSpans]]] = deque()

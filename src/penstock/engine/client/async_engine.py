@@ -63,7 +63,7 @@ from penstock.tokenizer.tokenizer import Tokenizer
 
 
 class AsyncEngine:
-    """Client of one engine core, on the running event loop.
+    """The client of one engine core, on the running event loop.
 
     Args:
         client_address: where the core listens.
@@ -92,7 +92,7 @@ class AsyncEngine:
         self._link = CoreLink(client_address, self._take)
         self._health = CoreHealth(info, clock, wall_clock)
         self._steady = SteadyStats()
-        self._arrivals: list[asyncio.Future[None]] = []  # of those who wait for a core
+        self._arrivals: list[asyncio.Future[None]] = []  # of callers that wait for a core
         self._traces = AskedTraces()
         self._operations = AskedOperations()
         self._timer: asyncio.TimerHandle | None = None
@@ -121,12 +121,12 @@ class AsyncEngine:
 
     @property
     def max_model_len(self) -> int:
-        """Longest prompt + output: the model's, or from `start` on what the KV pool holds if that is less."""
+        """The longest prompt + output; from `start` on, what the KV pool holds if that is less."""
         return self._limits.max_model_len
 
     @property
     def tokens_ahead(self) -> int:
-        """Estimate the tokens that this client asked for before a new request (`engine.client.routing`)."""
+        """The estimated tokens that this client asked for before a new request (`engine.client.routing`)."""
         return self._streams.tokens_ahead
 
     @property
@@ -136,12 +136,12 @@ class AsyncEngine:
 
     @property
     def sessions(self) -> Collection[str] | None:
-        """Ids of the sessions that are open, as far as the core has said; None before its first message."""
+        """The ids of the sessions that the core has said are open; None before its first message."""
         return self._operations.sessions if self._operations.knows_sessions else None
 
     @property
     def sessions_asked(self) -> Collection[str]:
-        """Ids of the sessions whose opening or closing is under way, perhaps for the next core."""
+        """The ids of the sessions whose opening or closing is under way, perhaps for the next core."""
         return self._operations.sessions_asked
 
     def add(self, request_id: str, prompt_token_ids: list[int], sampling: SamplingParams) -> RequestStream:
@@ -168,7 +168,7 @@ class AsyncEngine:
         )
 
     def embed(self, request_id: str, prompt_token_ids: list[int], params: PoolingParams) -> RequestStream:
-        """Have a prompt pooled; the stream has one delta, with the vector. Raises what `add_all` does."""
+        """Pool a prompt; the stream has one delta, with the vector. Raises what `add_all` does."""
         request = GenerationRequest(
             request_id=request_id,
             prompt_token_ids=prompt_token_ids,
@@ -223,11 +223,11 @@ class AsyncEngine:
         return [self._health.status()]
 
     async def trace(self) -> list[StageSpans]:
-        """What each stage did in the last seconds. Raises `PenstockError` when there is no core."""
+        """Return what each stage did in the last seconds. Raises `PenstockError` without a core."""
         return await self._trace(GetTrace())
 
     async def news(self, seen: Collection[StageSpans]) -> list[StageSpans]:
-        """What each rank did since the last of its reports that was seen. Raises as `trace` does."""
+        """Return what each rank did since the last of its reports in `seen`. Raises as `trace` does."""
         return await self._trace(GetTrace(seen=[report.key for report in seen]))
 
     async def _trace(self, question: GetTrace) -> list[StageSpans]:
@@ -240,7 +240,7 @@ class AsyncEngine:
             raise WaitTimeoutError(f"the engine core gave no trace in {SILENCE_S:g} s.") from error
 
     async def operate(self, operation: Operation, timeout_s: float) -> list[OperationDone]:
-        """Have the core carry out an operation; if the core is lost meanwhile, have the next core do so.
+        """Let the core carry out an operation; if the core is lost meanwhile, let the next one.
 
         Raises:
             WaitTimeoutError: the operation is not complete after `timeout_s`; it stays in force, or will be.
@@ -274,7 +274,7 @@ class AsyncEngine:
             self._end_all(error)
 
     def lose(self, error: PenstockError) -> None:
-        """End what is open with this error: nobody will start another core."""
+        """End what is open with this error, since no other core will be started."""
         self._end_all(error)
         arrivals, self._arrivals = self._arrivals, []
         for arrival in arrivals:

@@ -1,4 +1,4 @@
-"""Whether the core of an engine is there and its stages work, from its messages and its silence."""
+"""Tracks whether the core of an engine is there and its stages work, from its messages and its silence."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CORE_AWAY = UnavailableError(
 
 
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """What a client must know of the engine before the core says anything.
+    """The facts that a client must know of the engine before the core says anything.
 
     Attributes:
         vector: what vectors the model gives.
@@ -54,7 +54,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """Whether tokens come through the pipe.
+    """The state of the engine: whether tokens come through the pipe.
 
     Attributes:
         stage: the stage at fault, when one is known.
@@ -77,7 +77,7 @@ class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CoreHealth:
-    """Whether the core is ready, from what it says and from how long it has said nothing.
+    """The health of the core, from what it says and from how long it has said nothing.
 
     The core says how long its stages have owed it a result, and how long is too long for what they compute.
     It probes every stage once a second when idle, so a stage that does not answer shows at once.
@@ -124,7 +124,7 @@ class CoreHealth:
         return 0.0 if self._heard_at is None else self._clock() - self._heard_at
 
     def gave_up(self) -> PenstockError | None:
-        """Return why nobody should go on waiting for the core, if so. Asked once a second."""
+        """Return why no stream should wait for the core any longer, if so. Called once a second."""
         unchecked_s, self._checked_at = self._clock() - self._checked_at, self._clock()
         if unchecked_s >= SILENCE_S:
             return None  # this process was stopped: what the core said meanwhile may still be in the kernel

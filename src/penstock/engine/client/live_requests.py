@@ -1,4 +1,4 @@
-"""The requests of one client that have not ended: enough to have another core go on with them.
+"""The requests of one client that have not ended: enough for another core to go on with them.
 
 The core alone knows where a request is. What another core needs to go on stands here too: the request, and
 the tokens and scores that have come. Kept by `engine.client.async_engine`.
@@ -24,12 +24,12 @@ class _Live:
 
     @property
     def progress(self) -> int:
-        """Tokens and scores that have come."""
+        """The number of tokens and scores that have come."""
         return len(self.output_ids) + self.num_scores
 
 
 class LiveRequests:
-    """Sequences by their ids, in the order in which they were sent, which is that of their numbers.
+    """The live sequences by their ids, in the order in which they were sent, that of their numbers.
 
     Attributes:
         num_asked: sequences that were ever added; the number of the next one.

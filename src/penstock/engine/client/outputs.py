@@ -1,4 +1,4 @@
-"""From token updates to text: one `OutputAssembler` per request, and the results that `LLM` gives.
+"""Turns token updates into text: one `OutputAssembler` per request, and the results that `LLM` gives.
 
 The core ends a request at stop ids and lengths. Stop *strings* need text and are found here: the assembler
 cuts the text at the stop string, counts only the tokens up to the one that completed it, and the caller then
@@ -24,7 +24,7 @@ StopReason = int | str | None
 
 
 class TextDelta(msgspec.Struct, frozen=True, gc=False):
-    """What came to a request since the last delta.
+    """The output of a request since the last delta.
 
     Attributes:
         text: characters to append; may be empty although tokens came (text is held back while it may still
@@ -95,12 +95,14 @@ def _num_numbers(delta: TextDelta) -> int:
 
 
 class Assembler(Protocol):
-    """Makes what a client gets of what the core says: text (`OutputAssembler`) or a vector
-    (`engine.client.vectors`)."""
+    """Makes a client's output of what the core says.
+
+    It is text (`OutputAssembler`) or a vector (`engine.client.vectors`).
+    """
 
     @property
     def num_tokens(self) -> int:
-        """Tokens generated, up to the stop."""
+        """The number of tokens generated, up to the stop."""
         ...
 
     def append(self, update: RequestUpdate) -> TextDelta:
@@ -198,7 +200,7 @@ def output_assembler(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Logprob:
-    """Log-probability of one token at one position (vLLM's shape)."""
+    """The log-probability of one token at one position (vLLM's shape)."""
 
     logprob: float
     rank: int
@@ -207,7 +209,7 @@ class Logprob:
 
 @dataclass(slots=True, kw_only=True)
 class CompletionOutput:
-    """One generated sequence (vLLM's shape).
+    """A generated sequence (vLLM's shape).
 
     Attributes:
         token_ids: generated ids, the one that ended the request included.
@@ -229,13 +231,13 @@ class CompletionOutput:
 
 
 class DraftCounts(NamedTuple):
-    """What became of the tokens that were guessed ahead for a request (OpenAI's names)."""
+    """The fate of the tokens that were guessed ahead for a request (OpenAI's names)."""
 
     accepted_prediction_tokens: int = 0
     rejected_prediction_tokens: int = 0
 
     def plus(self, accepted: int, rejected: int) -> DraftCounts:
-        """With so many more."""
+        """Return these counts with others added."""
         if not accepted and not rejected:
             return self
         return DraftCounts(
@@ -247,7 +249,7 @@ NO_DRAFTS = DraftCounts()
 
 
 def total_drafts(counts: Iterable[DraftCounts]) -> DraftCounts:
-    """Those of several sequences together."""
+    """Return the counts of several sequences together."""
     total = NO_DRAFTS
     for count in counts:
         total = total.plus(*count)

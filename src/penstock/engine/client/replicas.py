@@ -1,4 +1,4 @@
-"""Several pipelines that look like one engine: each request goes to one of them and stays there (row I4).
+"""Makes several pipelines look like one engine: each request goes to one of them and stays there (row I4).
 
 The whole is ready as long as one pipeline is. Its numbers are those of all pipelines together.
 """
@@ -28,7 +28,7 @@ Started = TypeVar("Started")
 
 
 class Replicas:
-    """One engine of several replicas, in the place of a single `AsyncEngine`.
+    """An engine of several replicas, in the place of a single `AsyncEngine`.
 
     Args:
         engines: the client of each replica, at least one.
@@ -53,7 +53,7 @@ class Replicas:
 
     @property
     def max_model_len(self) -> int:
-        """Longest prompt + output that every replica takes."""
+        """The longest prompt + output that every replica takes."""
         return min(engine.max_model_len for engine in self._engines)
 
     def add(self, request_id: str, prompt_token_ids: list[int], sampling: SamplingParams) -> RequestStream:
@@ -64,11 +64,11 @@ class Replicas:
     def add_all(
         self, request_id: str, prompt_token_ids: list[int], sampling: SamplingParams
     ) -> list[RequestStream]:
-        """Start `sampling.n` sequences in the replica that will come to them first, or in the next best one
-        where that replica is full or away.
+        """Start `sampling.n` sequences in the replica that will come to them first.
 
-        A refusal by a core is final: its queue has filled meanwhile. Sequences of a session go to the replica
-        that has the session; another replica takes them like any others.
+        Where that replica is full or away, the next best one takes them. A refusal by a core is final: its
+        queue has filled meanwhile. Sequences of a session go to the replica that has the session; another
+        replica takes them like any others.
 
         Raises what `AsyncEngine.add_all` and `_home` do.
         """
@@ -183,10 +183,10 @@ class Replicas:
         ]
 
     async def operate(self, operation: Operation, timeout_s: float) -> list[OperationDone]:
-        """Have every replica do it, one that is away too as soon as it is back. A session is one replica's:
-        the one that has it, or is to have it, or else the one that has fewest.
+        """Let every replica carry out an operation, one that is away as soon as it is back.
 
-        Raises what `AsyncEngine.operate` does; the others have done it all the same.
+        An operation on a session goes to one replica: the one that has it, or is to have it, or else the one
+        that has fewest. Raises what `AsyncEngine.operate` does; the other replicas have done it all the same.
         """
         if isinstance(operation, OpenSession | CloseSession):
             index = self._replica_for(operation)

@@ -1,4 +1,4 @@
-"""What a request must satisfy before it is sent to the core.
+"""Checks what a request must satisfy before it is sent to the core.
 
 Called by `engine.client.async_engine` and `llm.llm`.
 """
@@ -12,7 +12,7 @@ from penstock.request import PoolingParams, SamplingParams, VectorShape
 
 
 class RequestLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """Bounds of the model that is served.
+    """The bounds of the model that is served.
 
     Attributes:
         max_model_len: longest prompt + output in tokens.

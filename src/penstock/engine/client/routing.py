@@ -1,4 +1,4 @@
-"""Which replica gets a request: the one that has least to compute before its first token.
+"""Chooses the replica of a request: the one that has least to compute before its first token.
 
     tokens ahead of it in the replica  +  its own that the replica has not cached
 
@@ -22,7 +22,7 @@ Replica = TypeVar("Replica", bound=Hashable)
 
 
 class Load(NamedTuple):
-    """What a replica has to do.
+    """The work that a replica has.
 
     Attributes:
         ahead: tokens that it has to compute before it comes to another request.

@@ -1,4 +1,4 @@
-"""Seeds for sequences that bring none, drawn once by the client, whatever becomes of the core.
+"""Draws seeds for sequences that bring none: once, in the client, whatever becomes of the core.
 
 Sequence k of an engine, in the order in which sequences are sent, gets the k-th seed that follows from the
 engine's own (`scheduler.admission.derive_seed`). A core draws the same seeds for requests without one, but

@@ -1,4 +1,4 @@
-"""Several sequences of one prompt (`n`): one request to the core, in which others follow the first.
+"""Makes one request of several sequences of a prompt (`n`), in which others follow the first.
 
 Called by `engine.client.async_engine` and `llm.offline_requests`. The core takes all sequences or none. The
 others wait until the first has computed the prompt, whose blocks they then find (`scheduler.prefix_reuse`).

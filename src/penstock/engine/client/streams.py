@@ -1,4 +1,4 @@
-"""What comes of one sequence in the core: a stream of text, or one vector, for one reader.
+"""The output of a sequence in the core: a stream of text, or one vector, for one reader.
 
 What came between two reads is merged, so a stream never holds more than the output of its own request. A
 reader that comes late gets much of it in pieces, between which the event loop serves others.
@@ -60,7 +60,7 @@ class RequestStream:
 
     @property
     def completion_tokens(self) -> int:
-        """Tokens generated so far, up to the stop."""
+        """The number of tokens generated so far, up to the stop."""
         return self._assembler.num_tokens
 
     async def next(self) -> TextDelta:
@@ -99,7 +99,7 @@ class RequestStream:
         return self._unread(len(self._deltas))
 
     def cancel(self) -> None:
-        """Abort in the core at once. Harmless after the end and when called twice."""
+        """Abort the sequence in the core at once. Harmless after the end and when called twice."""
         if not self.has_ended:
             self._abort(self.request_id)
             self.fail(AbortedError(f"request {self.request_id} has ended."))

@@ -1,4 +1,4 @@
-"""From the pooled states of a request to the vector that its client gets: the cut, then the length.
+"""Turns the pooled states of a request into the vector that its client gets: the cut, then the length.
 
 Used where outputs are made (`engine.client.async_engine`, `llm`). Pooling itself is the last stage's
 (`sample.pooling`).
@@ -32,7 +32,7 @@ def finished_vector(pooled: bytes, params: PoolingParams) -> Vector:
 
 
 class VectorAssembler:
-    """Makes the vector of one request; in the place of an `outputs.OutputAssembler`."""
+    """Makes the vector of one request, in the place of an `outputs.OutputAssembler`."""
 
     num_tokens = 0  # generated
 
@@ -60,7 +60,7 @@ class EmbeddingOutput:
 
     @property
     def hidden_size(self) -> int:
-        """Its length, after any cut."""
+        """The length of the vector, after any cut."""
         return len(self.embedding)
 
 

@@ -1,11 +1,11 @@
-"""What the stages cost and how many plans to issue ahead, measured before the first request.
+"""Measures, before the first request, what the stages cost and how many plans to issue ahead.
 
 Sends plans of made-up rows through the real pipe: decodes and prompt chunks of several sizes, each with one
 plan in flight (*alone*) and with a full pipe (*shared*). The stages' own reports teach the cost model; how
 soon results follow one another decides `async_depth` where that is `auto`. This also touches all memory and
 runs all code once, so that the first request does not pay for it.
 
-The rows are freed and the steps counted: the engine core goes on from `next_step`. Called by whoever makes
+The rows are freed and the steps counted: the engine core goes on from `next_step`. Called by the maker of
 the core. No trial begins once `BUDGET_S` have passed, but for the first two, without which nothing is known.
 """
 
@@ -35,7 +35,7 @@ _AHEAD_GAIN = 0.02  # of the time between results, for which a plan is issued ah
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Calibration:
-    """What the engine core starts with."""
+    """The measured values that the engine core starts with."""
 
     next_step: int = 0
     async_depth: int = 0
@@ -43,13 +43,13 @@ class Calibration:
 
     @classmethod
     def none(cls, parallel: ParallelConfig) -> Calibration:
-        """Nothing is measured; what is left to `auto` is as simple as can be."""
+        """Return the values without a measurement; settings left to `auto` are as simple as can be."""
         return cls(async_depth=0 if parallel.async_depth == "auto" else parallel.async_depth)
 
 
 @dataclass(frozen=True, slots=True)
 class _Case:
-    """Alike rows: `num_tokens` each, from position `start` on."""
+    """A set of similar rows: `num_tokens` each, from position `start` on."""
 
     num_rows: int
     num_tokens: int
@@ -114,7 +114,7 @@ def _best_depth(seconds: dict[int, list[float]]) -> int:
 
 
 class _Trials:
-    """Made-up plans, in order, through an executor that nobody else uses."""
+    """The made-up plans, in order, through an executor that nothing else uses."""
 
     def __init__(
         self, executor: Executor, config: CoreConfig, clock: Callable[[], float], epoch: int
@@ -131,11 +131,11 @@ class _Trials:
         self._came_at: list[float] = []
 
     def run_alone(self, case: _Case) -> None:
-        """Two plans, one after the other; the first finds caches cold and memory untouched."""
+        """Run two plans, one after the other; the first finds caches cold and memory untouched."""
         self._run(case, in_flight=1, before=1, count=1, alone=True)
 
     def run_full(self, case: _Case, async_depth: int) -> float:
-        """P plans through a full pipe. Plans that run while it fills or empties go before and after them.
+        """Run P plans through a full pipe, with others before and after them to fill and empty it.
 
         Returns:
             Seconds that the P plans took, from result to result.
@@ -179,8 +179,10 @@ class _Trials:
         self.costs.learn(self._executor.reports.spans())
 
     def _plan(self, case: _Case) -> ScheduledBatch:
-        """The next plan: rows that take the place of the plan's before; all of them write to one set of
-        blocks, which nobody reads afterwards."""
+        """Return the next plan, whose rows take the place of the rows of the plan before.
+
+        All of them write to one set of blocks, which is never read afterwards.
+        """
         step, rows = self.next_step, list(range(case.num_rows))
         freed, self._rows = self._rows, rows
         end = case.start + case.num_tokens
@@ -215,7 +217,7 @@ class _Trials:
         self.next_step += 1
 
     def _await(self, num_back: int) -> None:
-        """Wait until so many results have come in all."""
+        """Wait until `num_back` results have come in all."""
         deadline = self._clock() + self._config.stall_timeout_s
         while self._num_back < num_back:
             self._poll(deadline)
@@ -233,7 +235,7 @@ class _Trials:
         self._came_at += [self._clock()] * len(results)
 
     def _has_reported(self, stage: int) -> bool:
-        """Whether the report of a stage has come that the last plan asked for."""
+        """Return whether the report of a stage has come that the last plan asked for."""
         last = self.next_step - 1
         reports = [spans for spans in self._executor.reports.spans() if spans.stage == stage]
         return bool(reports) and any(step == last for _, step, _ in reports[-1].steps)

@@ -2,7 +2,7 @@
 
 One object between a `Scheduler` and an `Executor`. A process loop (`engine.core.core_process`), a thread or a
 test calls `step` after any event (a result came, a request came, `next_wakeup` passed); every call first
-settles the results that have come and then submits plans until the pipe is full or nobody may run. Never
+settles the results that have come and then submits plans until the pipe is full or no request may run. Never
 sleeps on its own, starts nothing, and reads only the injected clock.
 """
 
@@ -36,7 +36,7 @@ _DRAFT_POLL_S = 0.002  # where only results can be waited for
 
 
 class EngineCore:
-    """Drives one pipeline.
+    """The core of one pipeline, which drives it from call to call.
 
     Args:
         scheduler: decides; this core is its only caller.
@@ -44,12 +44,12 @@ class EngineCore:
         parallel: gives the largest depth (rows D1, S8).
         clock: monotonic seconds.
         calibration: where steps begin, how many plans are issued ahead, and what goes on learning.
-        recovers: somebody will join a broken pipe again (`enter_epoch`); else its loss is the end.
+        recovers: whether a broken pipe will be joined again (`enter_epoch`); else its loss is the end.
         stall_limit: how long a plan may be in the stages until the pipeline is lost.
         wire: measures what is between the stages.
-        epoch: that the executor was started for.
-        restarts: of all processes before that epoch.
-        ranks: what they have said of themselves, stage by stage.
+        epoch: epoch that the executor was started for.
+        restarts: restarts of all processes before that epoch.
+        ranks: what the ranks have said of themselves, stage by stage.
 
     Attributes:
         leave_s: how long stages may have needed for what was in them when the epoch was lost.
@@ -104,17 +104,17 @@ class EngineCore:
 
     @property
     def loss(self) -> ErrorInfo | None:
-        """Why the pipe is broken; until a step has crossed it again. Requests wait meanwhile."""
+        """The reason why the pipe is broken, until a step has crossed it again. Requests wait meanwhile."""
         return self._loss
 
     @property
     def epoch(self) -> int:
-        """The present one, or between two the one that is over."""
+        """The present epoch, or between two epochs the one that is over."""
         return self._epoch
 
     @property
     def numeric_classes(self) -> list[str]:
-        """Of each rank, stage by stage, in the newest epoch that was entered."""
+        """The numeric class of each rank, stage by stage, in the newest epoch that was entered."""
         return [rank.numeric_class for rank in self._ranks]
 
     @property
@@ -124,7 +124,7 @@ class EngineCore:
 
     @property
     def is_idle(self) -> bool:
-        """No request is alive and every slot is empty (row F8): only then may an engine check itself."""
+        """Whether no request is alive and every slot is empty (row F8), so that checks are possible."""
         return not self._scheduler.has_requests and len(self._steps) == 0
 
     @property
@@ -133,7 +133,7 @@ class EngineCore:
 
     @property
     def steps_in_flight(self) -> tuple[int, int]:
-        """Half-open range of the steps in flight; it changes just when something is settled or submitted.
+        """The half-open range of the steps in flight; it changes when one is settled or submitted.
 
         A loop over edge-triggered descriptors calls `step` until this stays the same.
         """
@@ -142,7 +142,7 @@ class EngineCore:
     def add_request(
         self, request: GenerationRequest, output_ids: Sequence[int] | None = None, num_scores: int = 0
     ) -> None:
-        """Queue a request; the next `step` may run it, on from what another core that had it has given it.
+        """Queue a request; the next `step` may run it, on from what a lost core has given it.
 
         Raises:
             InvalidRequestError, OverloadedError: it is refused, as `Scheduler.add_request` says.
@@ -153,11 +153,11 @@ class EngineCore:
         self._scheduler.add_request(request, output_ids, num_scores)
 
     def abort(self, request_id: str) -> bool:
-        """End a request in whatever state; no update of it follows (row D13). False: there is none."""
+        """End a request in any state; no update of it follows (row D13). Return False if there is none."""
         return self._scheduler.abort_request(request_id)
 
     def operate(self, ticket: Ticket, operation: Operation) -> list[RequestUpdate]:
-        """See `OperationsInForce.accept`."""
+        """Put an operation into force; see `OperationsInForce.accept`."""
         return self.operations.accept(ticket, operation, self._steps.next_step)
 
     def step(self, timeout_s: float = 0.0) -> list[RequestUpdate]:
@@ -230,22 +230,22 @@ class EngineCore:
         self._steps.expect_probe()
 
     def fail(self, error: ErrorInfo) -> list[RequestUpdate]:
-        """Give the pipeline up, `error` being the first cause: one last update for each request."""
+        """Give the pipeline up, with `error` as the first cause; return one last update for each request."""
         self._failure = error
         self._steps.give_up()
         return self._scheduler.fail_all(error)
 
     def close(self) -> None:
-        """Let go of the store and of drafters; the executor is its owner's."""
+        """Close the store and the drafters; the executor belongs to the caller."""
         self._scheduler.prefixes.close()
         self._scheduler.windows.close()
 
     def wait_sources(self) -> Sequence[int]:
-        """Descriptors beside the executor's that become readable when `step` has work."""
+        """Return descriptors beside the executor's that become readable when `step` has work."""
         return self._scheduler.windows.wait_sources() if self._failure is None else ()
 
     def next_wakeup(self) -> float:
-        """Clock time at which `step` has work even if no event comes; infinite if there is none."""
+        """Return the clock time at which `step` has work even without an event; infinite if none."""
         expiry = self._scheduler.next_expiry()
         scheduler = self._scheduler
         looks = scheduler.prefixes.next_look(), scheduler.windows.next_due()
@@ -278,15 +278,15 @@ class EngineCore:
         )
 
     def stage_times(self) -> list[StageTimes]:
-        """The newest report of each stage; none between two epochs."""
+        """Return the newest report of each stage; none between two epochs."""
         return self._executor.reports.stage_times()
 
     def spans(self) -> list[StageSpans]:
-        """What each stage did lately, for a trace."""
+        """Return what each stage did lately, for a trace."""
         return self._executor.reports.spans()
 
     def rank_spans(self, seen: Container[SpansKey]) -> list[StageSpans]:
-        """What each rank did since the reports that were seen, for who looks on."""
+        """Return what each rank did since the reports in `seen`, for a live view."""
         return self._executor.reports.rank_spans(seen)
 
     def check_invariants(self) -> None:
@@ -295,8 +295,7 @@ class EngineCore:
         self._scheduler.check_invariants()
 
     def _meet(self, ranks: Sequence[RankLoaded]) -> None:
-        """Take what ranks compute for what they compute in the same class, and nothing else; what they store
-        is where they say."""
+        """Adopt the ranks of an epoch: name blocks by their numeric class, and find blocks in their stores."""
         self._ranks = with_peaks_of(ranks, self._ranks)
         self._scheduler.prefixes.name_for(class_of_pipe(ranks))
         self._scheduler.prefixes.meet_stores(store_sites(ranks), self._executor)
@@ -312,7 +311,7 @@ class EngineCore:
             self._feed.probe(executor, self._epoch)
 
     def _wait(self, executor: Executor, timeout_s: float, updates: list[RequestUpdate]) -> None:
-        """For a result, for blocks from the store, for a grammar, or for guesses."""
+        """Wait for a result, for blocks from the store, for a grammar, or for guesses."""
         look_s = self._scheduler.prefixes.next_look() - self._clock()
         if self._scheduler.windows.next_due() < math.inf:
             look_s = min(look_s, _DRAFT_POLL_S)
@@ -322,8 +321,7 @@ class EngineCore:
             self._feed.fill(executor, self._epoch)
 
     def _take(self, executor: Executor, timeout_s: float, updates: list[RequestUpdate]) -> None:
-        """Settle what has come. The result of a step that read blocks while they were being loaded waits
-        until all ranks have said whether they were."""
+        """Settle the results that have come; that of a step behind loads waits for all ranks' answers."""
         self._steps.add_results(executor.poll_results(timeout_s))
         reports = executor.reports
         self._scheduler.settle_orders(reports.finished_orders(), reports.store_use())

@@ -1,6 +1,6 @@
 """Makes scheduler and core over ranks that have come, and proves that a step crosses all of them.
 
-Called by the core's process and by whoever runs a core in a thread. Torch-free.
+Called by the core's process and by callers that run a core in a thread. Torch-free.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def build_core(
     guides: NoGuides | None = None,
     recorder: NoRecorder = NO_RECORDER,
 ) -> tuple[EngineCore, Scheduler]:
-    """Scheduler and core over an executor that has been started; measures the stages.
+    """Return scheduler and core over an executor that has been started; the stages are measured first.
 
     Args:
         recorder: all that scheduler and core read passes there. It is the core's.
@@ -155,7 +155,7 @@ def start_drafting(config: CoreConfig) -> DrafterChild | None:
 def depth_and_wire(
     parallel: ParallelConfig, costs: CostModel | None, *, num_links: int
 ) -> tuple[PlanDepth, AnyWireTimes]:
-    """Return what says how many plans fill the pipe, and what measures the wires for it.
+    """Return the depth that decides how many plans fill the pipe, and what measures the wires for it.
 
     Where no more plans may be in flight than stages need, nothing is measured.
 
@@ -171,7 +171,7 @@ def depth_and_wire(
 
 
 def open_guides(config: CoreConfig, *, at_once: bool = True) -> NoGuides:
-    """What guides the guesses of requests with a grammar.
+    """Return what guides the guesses of requests with a grammar.
 
     Args:
         at_once: open the vocabulary, which holds up everything in this process, maybe for seconds; else the
@@ -234,7 +234,7 @@ def _windows(
 
 
 def _stall_limit(config: CoreConfig, recovers: bool) -> StallLimit:
-    """Where nobody would join the pipe again the limit is generous: a debugger may hold up a thread."""
+    """Return the stall limit; where a lost pipe would not be joined again it is generous, for debuggers."""
     if config.is_stall_timeout_fixed or not recovers:
         return FixedLimit(config.stall_timeout_s)
     return MeasuredLimit(config.stall_timeout_s)
@@ -269,7 +269,7 @@ def _tier(config: CoreConfig, allocator: BlockAllocator, clock: Callable[[], flo
 
 
 def prove_stages(core: EngineCore) -> None:
-    """Send the first probe and wait until it has crossed every stage. Raises the cause if it does not."""
+    """Send the first probe and wait until it has crossed every stage; raise the cause if it does not."""
     while math.isinf(core.stats().last_result_age_s):
         core.step(timeout_s=HEARTBEAT_S)
         cause = core.failure or core.loss

@@ -1,4 +1,4 @@
-"""The clients of a core: who is connected, which requests are whose, and what each of them is sent.
+"""The clients of a core: their connections, their requests, and the messages that each is sent.
 
 Owned by `engine.core.core_server`. Knows no request but by its id.
 """
@@ -42,7 +42,7 @@ class CoreClients:
 
     @property
     def live_requests(self) -> list[str]:
-        """Ids of all requests that some client waits for."""
+        """The ids of all requests that some client waits for."""
         return list(self._owners)
 
     def welcome(self, client: bytes, messages: Sequence[CoreToClient]) -> None:
@@ -57,7 +57,7 @@ class CoreClients:
         self._owners |= {sequence.request_id: client for sequence in request.alone()}
 
     def disown(self, request_id: str) -> None:
-        """Nobody waits for this request any more."""
+        """Forget a request that no client waits for any more."""
         self._owners.pop(request_id, None)
 
     def refuse(self, client: bytes, request: GenerationRequest, error: PenstockError) -> None:
@@ -88,7 +88,7 @@ class CoreClients:
             self.send(client, message)
 
     def send(self, client: bytes, message: CoreToClient) -> None:
-        """Send a message; a client that has gone cannot abort what it asked for (row R13)."""
+        """Send a message; if the client has gone, abort its requests, which it cannot do itself (row R13)."""
         if self._socket.send(client, message):
             return
         self._known.discard(client)

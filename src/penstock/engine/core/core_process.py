@@ -57,7 +57,7 @@ def _serve(
     clients = CoreSocket(config.client_address)
     closing.callback(clients.close)
     if drafting is not None:
-        # Before the ranks look how much memory is free. Who is started anew has endpoints, and does not wait.
+        # Before the ranks look how much memory is free. A core that replaces another has endpoints: no wait.
         drafting.await_ready(config.core.parallel.load_timeout_s, control.has_news)
         status.write(DrafterLoaded())
     # While the ranks load, too. A core whose ranks are waiting leaves it to the first request with a grammar.
@@ -86,9 +86,10 @@ def _join_first(
     guides: NoGuides,
     recorder: NoRecorder,
 ) -> tuple[Executor, EngineCore, Welcome] | None:
-    """Join the first epoch to which all ranks come; its executor ends with `stopping`. None: it is to stop.
+    """Join the first epoch to which all ranks come; return None if this process is told to stop.
 
-    Where another core was before, a rank that is lost ends but the epoch: the next one is waited for.
+    The executor ends with `stopping`. Where another core was before, a rank that is lost ends only the epoch:
+    the next one is waited for.
     """
     while not isinstance(ends := control.receive(), Stop):
         if not isinstance(ends, CoreEndpoints):
@@ -115,7 +116,7 @@ def _start(
     guides: NoGuides,
     recorder: NoRecorder,
 ) -> tuple[EngineCore, Welcome]:
-    """A core over ranks that have come and have proved to work, and what its clients are told."""
+    """Return a core over ranks that have come and have proved to work, and the welcome for its clients."""
     kv_plan = executor.start(control.has_news)
     core, scheduler = build_core(
         config,
@@ -140,8 +141,8 @@ def _start(
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the core; returns the exit code."""
-    with ExitStack() as closing:  # after the failure has been told: the ranks' end must not be seen before it
+    """Run the core, and return the exit code."""
+    with ExitStack() as closing:  # closed after a failure is reported: the ranks' end must not be seen first
         return run_child(
             entry_points.CORE,
             arguments,

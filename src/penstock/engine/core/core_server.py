@@ -45,23 +45,23 @@ POLL_S = 0.1
 
 
 class _Epoch(NamedTuple):
-    """The epoch that the core is in, or joins, and how often processes were started again until then."""
+    """The epoch that the core is in, or joins, and the number of process restarts until then."""
 
     number: int
     restarts: Restarts
 
 
 class CoreServer:
-    """Serves the clients of one core, which recovers, until the supervisor says stop.
+    """The server of the clients of one core, which recovers, until the supervisor says stop.
 
     Args:
         core: in the epoch of its executor.
-        executor: that of the core.
-        welcome: what a client is told when it says hello.
-        control: from the supervisor.
+        executor: executor of the core.
+        welcome: message to a client that says hello.
+        control: messages from the supervisor.
         join: makes the executor of another epoch, which is then started.
-        beat: told that the loop turns.
-        report: hears when the core leaves an epoch by itself, and when it has come through another one.
+        beat: called whenever the loop turns.
+        report: called when the core leaves an epoch by itself, and when it has come through another one.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class CoreServer:
         self._last_beat = clock()
 
     def run(self) -> None:
-        """Returns when told to stop."""
+        """Serve until the supervisor says stop."""
         while True:
             ready = self._socket.wait([*self._sources, *self._core.wait_sources()], self._patience())
             if self._control.fileno() in ready and not self._obey(self._control.receive()):
@@ -106,17 +106,17 @@ class CoreServer:
             self._tell_supervisor()
 
     def shutdown(self) -> None:
-        """Let the ranks go."""
+        """End the ranks, and close the core."""
         self._executor.shutdown()
         self._core.close()
 
     def _use(self, executor: Executor) -> None:
-        """Talk to the ranks over this one; `NO_EXECUTOR` between two epochs."""
+        """Use this executor from now on; `NO_EXECUTOR` between two epochs."""
         self._executor = executor
         self._sources = [*executor.wait_sources(), self._control.fileno()]
 
     def _obey(self, message: ControlMessage) -> bool:
-        """Whether to go on."""
+        """Carry out a message of the supervisor; return whether to go on."""
         if isinstance(message, EpochLost):
             self._lose(message)
         elif isinstance(message, CoreEndpoints):
@@ -132,7 +132,7 @@ class CoreServer:
         return True
 
     def _lose(self, lost: EpochLost) -> None:
-        """The supervisor knows the first cause, whatever the core has noticed."""
+        """Lose the epoch; the supervisor knows the first cause, whatever the core has noticed."""
         if not self._core.has_pipe:
             self._executor.abandon()  # not all ranks had come
         updates = self._core.lose_epoch(lost.error, ends=lost.ends)
@@ -142,7 +142,7 @@ class CoreServer:
         self._beat()
 
     def _begin_epoch(self, ends: CoreEndpoints) -> None:
-        """The ranks come to these ends; `_join_ranks` waits for them."""
+        """Connect to the ends of a new epoch; `_join_ranks` waits for the ranks there."""
         _, first_step = self._core.steps_in_flight
         start = AllocateKV(num_blocks=self._welcome.num_blocks, epoch=ends.epoch, first_step=first_step)
         self._epoch = _Epoch(ends.epoch, ends.restarts)
@@ -163,8 +163,10 @@ class CoreServer:
             self._use(NO_EXECUTOR)
 
     def _tell_done(self) -> None:
-        """Everybody, which sessions are open; whoever asked for an operation, that it is complete; everybody,
-        what is so since."""
+        """Report operations that are complete, and changes of sessions.
+
+        All clients are told of sessions, before the client that asked is told that its operation is complete.
+        """
         opened, closed = self._core.operations.sessions.take_changes()
         if opened or closed:
             self._clients.send_all(SessionsChanged(opened, closed))
@@ -175,7 +177,7 @@ class CoreServer:
             self._clients.send(client, Operated(number, how))
 
     def _tell_supervisor(self) -> None:
-        """Of a loss that it may not know of, and of its end."""
+        """Report a loss that the supervisor may not know of, and its end."""
         loss = self._core.loss
         if loss is not self._told_loss:
             self._told_loss = loss
@@ -205,7 +207,7 @@ class CoreServer:
             self._beat()
 
     def _abandon(self) -> None:
-        """End what still runs, and let the steps in flight come back, so that no rank sends to nobody."""
+        """End what still runs, and settle the steps in flight, so that ranks do not send to a closed end."""
         for request_id in self._clients.live_requests:
             self._core.abort(request_id)
         deadline = self._clock() + ABANDON_S

@@ -1,4 +1,4 @@
-"""From the reports of the stages to the costs of plans.
+"""Learns the costs of plans from the reports of the stages.
 
 `engine.core.calibration` and `engine.core.core` tell which plans they submit, and hand over what the stages
 report; `scheduler.cost_model` learns. Knows no executor.
@@ -17,12 +17,12 @@ from penstock.trace.phases import Phase
 
 OVERHEAD = (Phase.TAKE, Phase.COMM, Phase.PUT)
 LEARN_INTERVAL_S = 1.0
-_MAX_SHAPES = 4096  # of steps that nobody has reported yet
+_MAX_SHAPES = 4096  # of steps that no stage has reported yet
 _MAX_SAMPLES = 128  # of one report: a tiny model makes thousands of steps a second
 
 
 class StepTimes(NamedTuple):
-    """What one stage spent on one step, in seconds, waiting left out."""
+    """The time that one stage spent on one step, in seconds, without waiting."""
 
     step: int
     forward_s: float
@@ -31,12 +31,12 @@ class StepTimes(NamedTuple):
 
     @property
     def seconds(self) -> float:
-        """All together."""
+        """The sum of all parts."""
         return self.forward_s + self.sample_s + self.overhead_s
 
 
 class _Told(NamedTuple):
-    """What is known of a step that was submitted.
+    """The facts about a step that was submitted.
 
     Attributes:
         alone: only one stage at a time computes for it.
@@ -49,15 +49,15 @@ class _Told(NamedTuple):
 
 
 class NoCosts:
-    """Where plans are not sized by time, nothing is learnt."""
+    """A learner that learns nothing, where plans are not sized by time."""
 
     model = None
 
     def submitted(self, plan: ScheduledBatch, *, alone: bool) -> None:
-        """It may cost what it will."""
+        """Do nothing."""
 
     def follow(self, now: float, spans: Callable[[], Sequence[StageSpans]]) -> None:
-        """Nothing is looked at."""
+        """Do nothing."""
 
 
 NO_COSTS = NoCosts()
@@ -66,11 +66,11 @@ NO_COSTS = NoCosts()
 class CostLearner:
     """Teaches a cost model.
 
-    What rows with a grammar or a pooling do in the sampling phase, waiting for masks and adding up states, is
-    no cost of the head: of steps with such a row only the rest is learnt.
+    In the sampling phase, rows with a grammar or a pooling wait for masks and add up states, which is not a
+    cost of the head: of steps with such a row only the rest is learnt.
 
     Args:
-        model: is taught.
+        model: the cost model to teach.
     """
 
     def __init__(self, model: CostModel) -> None:
@@ -81,7 +81,7 @@ class CostLearner:
         self._seen_ns: dict[int, int] = {}  # by stage: when the newest report that was learnt from had begun
 
     def submitted(self, plan: ScheduledBatch, *, alone: bool) -> None:
-        """A plan is on its way. `alone`: only one stage at a time computes for it."""
+        """Record a plan that is on its way. `alone`: only one stage at a time computes for it."""
         self._special_rows.difference_update(plan.freed_rows, [new.row for new in plan.new_rows])
         self._special_rows |= {new.row for new in plan.new_rows if _is_special(new)}
         # What waits for the store, or scores prompts, says nothing of other plans.
@@ -107,7 +107,7 @@ class CostLearner:
             samples: dict[bool, list[StepSample]] = defaultdict(list)
             for times in step_times(report):
                 step = self._steps.get(times.step)
-                if step is not None and times.forward_s:  # else it was void, and nobody computed it
+                if step is not None and times.forward_s:  # else it was void, and was not computed
                     sample_s = times.sample_s if step.samples_only else None
                     sample = StepSample(step.shape, times.forward_s, sample_s, times.overhead_s)
                     samples[step.alone].append(sample)

@@ -14,7 +14,7 @@ a run, and a run is compared with what it would take at the measured speed:
 - well: not more than twice as long at most;
 - neither: too few bytes to tell. An idle link is not judged.
 
-Only frames count that the receiver has waited for: when one has come that a busy receiver took late nobody
+Only frames count that the receiver has waited for: when a frame came that a busy receiver took late cannot be
 knows.
 
 A link becomes slow when all runs were slow in some windows of time in a row, and is well again likewise, so
@@ -49,7 +49,7 @@ MAX_STEPS = 1024  # of a report: of a tiny model they are left out
 
 
 class _Passage(NamedTuple):
-    """A step at one stage, in nanoseconds of the head's time.
+    """The passage of a step through one stage, in nanoseconds of the head's time.
 
     Attributes:
         arrived_ns: its hidden states were there, or the stage came to them.
@@ -84,7 +84,7 @@ def passages_of(report: StageSpans) -> Iterator[_Passage]:
 
 
 class _Verdict:
-    """What many runs say together.
+    """The verdict of many runs about a link.
 
     Attributes:
         is_slow: as of now.
@@ -127,7 +127,7 @@ class _Verdict:
 
 
 class _Run:
-    """Frames that followed each other on the wire without a pause, and that the receiver has waited for.
+    """A run of frames that followed each other without a pause, and that the receiver has waited for.
 
     Attributes:
         expected_ns: that they take at the measured speed.
@@ -206,7 +206,7 @@ class _Hop:
 
 
 class LinkWatch:
-    """Watches the links of one pipe that lead to another host."""
+    """The links of one pipe that lead to another host, under watch."""
 
     def __init__(self) -> None:
         self._layout: object = None
@@ -215,7 +215,7 @@ class LinkWatch:
         self._newest: dict[int, int] = {}  # by stage: the last step that was looked at
 
     def lay(self, hosts: PipeHosts) -> None:
-        """Take over which hosts the pipe runs; links that are as before go on."""
+        """Take over the hosts that the pipe runs over; links that are as before go on."""
         self._hosts = hosts
         layout = hosts.stages, hosts.links, hosts.token_bytes
         if layout != self._layout:
@@ -231,7 +231,7 @@ class LinkWatch:
             hop.spare_ns = SPARE_NS + hop.fuzz_ns + round(SPARE_TRIPS * 1e9 * link.round_trip_s)
 
     def follow(self, reports: Sequence[StageSpans]) -> list[LinkJudged]:
-        """Learn from what the stages report, on one clock; return what has become slow, or is well again."""
+        """Learn from the stages' reports, on one clock; return the links whose state has changed."""
         passages = self._new_passages(reports)
         judged = []
         for stage, (hop, link) in self._hops.items():
@@ -250,7 +250,7 @@ class LinkWatch:
         return judged
 
     def _new_passages(self, reports: Sequence[StageSpans]) -> dict[int, list[_Passage]]:
-        """What has passed each stage at an end of a watched link since the last look."""
+        """Return what has passed each stage at an end of a watched link since the last look."""
         ends = {end for stage in self._hops for end in (stage, stage + 1)}
         known = {clock.host for clock in self._hosts.clocks}
         passages: dict[int, list[_Passage]] = {}

@@ -1,11 +1,11 @@
-"""Waiting requests start only while the host has memory to spare, so that what runs can end.
+"""A gate that lets waiting requests start only while the host has memory to spare.
 
     free memory    ─────╲                        ╱──────
     opens at       - - - ╲ - - - - - - - - - - ╱ - - - -     5/4 of the limit
     limit          - - - -╲- - - - - - - - - -╱- - - - -
-                   open    │      shut        │   open       whoever has started goes on all the time
+                   open    │      shut        │   open       running requests go on all the time
 
-Who waits is not refused: a request starts when memory is back, or waits until the limits of the queue end it.
+Waiting requests are not refused: they start when memory is back, or wait until the queue's limits end them.
 Asked by `scheduler.scheduler` for every plan; looks once a second at most, at the memory of the core's host
 and at what the stages on CPUs have told of theirs.
 """
@@ -25,12 +25,14 @@ _logger = logging.getLogger(__name__)
 
 
 class MemoryGate(StartGate):
-    """Shut while a host has less memory left than a limit, and until it has a quarter more than that.
+    """A gate that shuts while a host has less memory left than a limit.
+
+    It opens again when the host has a quarter more than that.
 
     Args:
         min_bytes: the limit.
         clock: monotonic seconds.
-        available: bytes that the core's host can still give.
+        available: returns the bytes that the core's host can still give.
 
     Attributes:
         told: returns the newest reports of the stages; their owner sets it.
@@ -65,7 +67,7 @@ class MemoryGate(StartGate):
         self.reason = reason
 
     def _free(self) -> Iterator[tuple[int, str]]:
-        """What each host has left, with words for it."""
+        """Yield what each host has left, with words for the host."""
         try:
             yield self._available(), "the host"
         except OSError:  # a host that does not say
@@ -76,12 +78,12 @@ class MemoryGate(StartGate):
 
     @property
     def _enough(self) -> int:
-        """What opens a gate that is shut."""
+        """The free memory that opens a gate which is shut."""
         return self._min_bytes + self._min_bytes // 4
 
 
 def memory_gate(
     min_bytes: int, clock: Callable[[], float], available: Callable[[], int] = host_available_bytes
 ) -> MemoryGate | None:
-    """Return the gate of a core; None: the limit is 0, and nobody is held back."""
+    """Return the gate of a core, or None if the limit is 0 and no request is held back."""
     return MemoryGate(min_bytes, clock, available) if min_bytes else None

@@ -1,10 +1,10 @@
-"""Takes an administrator's operations between two plans, and says when all ranks have them behind them.
+"""Applies admin operations at plan boundaries, and reports when every rank has passed that boundary.
 
-    accept ──▶ in force at once ──▶ quiet: nobody runs who must not, ──▶ a plan made from then on ──▶ done
+    accept ──▶ in force at once ──▶ quiet: nothing runs that must not, ─▶ a plan made from then on ──▶ done
                                     no copy is under way that was        has crossed all stages
                                     when the cache was flushed
 
-When no plan is in flight, one without rows is sent for the sake of it. A stage that is lost in between delays
+When no plan is in flight, one without rows is sent for that purpose. A stage that is lost in between delays
 the end: the first plan of the next epoch serves as well. Belongs to `engine.core.core`; knows no clock.
 """
 
@@ -49,9 +49,11 @@ class _Open:
 
 
 class OperationsInForce:
-    """Args:
-    scheduler: obeys.
-    pace: of the plans.
+    """The operations that are in force, and those that have come to their end.
+
+    Args:
+        scheduler: carries them out.
+        pace: pace of the plans.
     """
 
     def __init__(self, scheduler: Scheduler, pace: Pace) -> None:
@@ -103,23 +105,23 @@ class OperationsInForce:
 
     @property
     def sessions(self) -> Sessions:
-        """Those that are open."""
+        """The open sessions."""
         return self._scheduler.prefixes.sessions
 
     @property
     def num_open(self) -> int:
-        """How many are in force and not complete."""
+        """The number of operations that are in force and not complete."""
         return len(self._open)
 
     @property
     def wants_plan(self) -> bool:
-        """Whether a plan should go out, though without rows, when none is in flight."""
+        """Whether a plan should go out, even without rows, when none is in flight."""
         self._note_quiet()
         return len(self._open) > len(self._unquiet)
 
     @property
     def wants_times(self) -> bool:
-        """Return whether ranks should report their times after the next plan: a profile begins or ends."""
+        """Whether ranks should report their times after the next plan: a profile begins or ends."""
         return any(isinstance(entry.operation, StartProfile | StopProfile) for entry in self._open)
 
     def settled(self, step_id: int, next_step: int) -> None:
@@ -133,12 +135,12 @@ class OperationsInForce:
         self._note_quiet()
 
     def take_done(self) -> list[tuple[Ticket, OperationDone]]:
-        """What has come to its end since the last call, with its tickets."""
+        """Return what has come to its end since the last call, with its tickets."""
         done, self._done = self._done, []
         return done
 
     def _apply_to_sessions(self, operation: OpenSession | CloseSession) -> ErrorInfo | None:
-        """Why it comes to nothing, if it does."""
+        """Open or close a session; return the error, if any."""
         try:
             self.sessions.apply(operation)
         except PenstockError as error:

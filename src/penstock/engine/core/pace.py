@@ -1,8 +1,8 @@
-"""How fast plans follow one another while an administrator has slowed the engine down (row G4).
+"""Limits how fast plans follow one another while an administrator has slowed the engine down (row G4).
 
     plan n ──── interval ────▶ plan n+1 ──── interval ────▶ plan n+2        probes go in between as ever
 
-The core asks before it makes a plan, and wakes when the next may be made: nobody sleeps, so that results,
+The core asks before it makes a plan, and wakes when the next may be made: no thread sleeps, so that results,
 probes, aborts and health are as prompt as ever. Owned by `engine.core.operations_in_force`; set between two
 plans.
 """
@@ -14,8 +14,10 @@ from collections.abc import Callable
 
 
 class Pace:
-    """Args:
-    clock: monotonic seconds.
+    """The least interval between two plans with work.
+
+    Args:
+        clock: monotonic seconds.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
@@ -28,11 +30,11 @@ class Pace:
         return self._clock() >= self._due_at
 
     def planned(self) -> None:
-        """A plan with work was made now."""
+        """Record that a plan with work was made now."""
         self._planned_at = self._clock()
 
     def next_wakeup(self) -> float:
-        """Clock time at which the next plan may be made; infinite if that is so already."""
+        """Return the clock time at which the next plan may be made; infinite if it may be now."""
         return math.inf if self.allows_plan else self._due_at
 
     @property

@@ -1,4 +1,4 @@
-"""Where the stages of the core are, and what follows from it: one clock for what all of them report.
+"""Keeps the hosts of the stages, and puts what all stages report on one clock.
 
 A stage reports instants of its own host's clock. The supervisor tells by how much that of each host differs
 from the head's (`process.pipe_hosts`), and here the reports are shifted by it, so that a trace shows what
@@ -20,7 +20,7 @@ from penstock.process.pipe_hosts import NO_PIPE_HOSTS, PipeHosts
 
 
 class PipeWatch:
-    """What is known of the hosts of the pipe."""
+    """The known facts about the hosts of the pipe."""
 
     def __init__(self) -> None:
         self._told = NO_PIPE_HOSTS
@@ -28,7 +28,7 @@ class PipeWatch:
         self._slow: dict[tuple[str, str], float] = {}  # bytes per second, by sender and receiver
 
     def note(self, hosts: PipeHosts) -> None:
-        """Take what the supervisor tells. Of ways that are others than before nothing is known yet."""
+        """Take what the supervisor says. If links have changed, nothing is known yet of the new ones."""
         if hosts.links != self._told.links:
             self._slow.clear()
         self._told = hosts

@@ -1,4 +1,4 @@
-"""How many plans in flight keep every stage busy: one for each stage, and more where a wire is between them.
+"""Finds how many plans in flight keep every stage busy: one for each stage, and more for wires between.
 
 A plan is on its way for as long as all stages and all wires take for it, the way back included. Meanwhile the
 slowest of them could take other plans, so that the pipe is full with
@@ -28,7 +28,7 @@ _MARGIN = 0.05  # of the number: the share of the slowest stage's time that anot
 
 
 class WireDepth:
-    """As many plans as stages and wires can hold.
+    """A depth of as many plans as stages and wires can hold.
 
     Args:
         num_stages: P, the least number.
@@ -36,8 +36,8 @@ class WireDepth:
         costs: of the stages; None: they are not known, and what stages report counts.
 
     Attributes:
-        wire: written by who measures it.
-        reported: seconds of each stage for a plan, on average; written by who gets the reports.
+        wire: written by what measures it.
+        reported: seconds of each stage for a plan, on average; written by what gets the reports.
         trip_s: seconds from a plan to its result, without queues; an average over the last plans.
     """
 

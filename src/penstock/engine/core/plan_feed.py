@@ -1,7 +1,7 @@
 """Fills the pipe: makes plans while there is room for them, and notes why a plan comes late.
 
-    room in the pipe? ──▶ pace allows it? ──▶ somebody may run? ──▶ plan ──▶ executor
-          no: held              no                no: starved
+    room in the pipe? ──▶ pace allows it? ──▶ a request may run? ──▶ plan ──▶ executor
+          no: held              no                 no: starved
 
 Owned by `engine.core.core`, which settles results; the scheduler decides what is in a plan.
 """
@@ -27,7 +27,7 @@ class PlanFeed:
     """Submits plans to an executor.
 
     Args:
-        steps: in flight; what is submitted joins them.
+        steps: steps in flight; what is submitted joins them.
         pace: how fast plans may follow one another.
         operations: say what ranks are asked for besides.
         calibration: how many plans are issued ahead, and what learns from them.
@@ -53,15 +53,15 @@ class PlanFeed:
 
     @property
     def interval_ms(self) -> int:
-        """Between two plans with work at least; 0: an administrator has not slowed the engine down."""
+        """The least time between two plans with work; 0: an administrator has not slowed the engine."""
         return self._pace.interval_ms
 
     def next_wakeup(self) -> float:
-        """Clock time at which a plan may be made that may not be made now; infinite if there is none."""
+        """Return the clock time at which the pace allows the next plan; infinite if it does now."""
         return self._pace.next_wakeup()
 
     def fill(self, executor: Executor, epoch: int) -> None:
-        """Submit plans until the pipe is full or nobody may run."""
+        """Submit plans until the pipe is full or no request may run."""
         if self._wire.wants_look and not self._look(executor, epoch):
             return
         while len(self._steps) < self._scheduler.useful_depth + self._calibration.async_depth:
@@ -86,7 +86,7 @@ class PlanFeed:
         self._wire.follow(now, executor.reports)
 
     def _look(self, executor: Executor, epoch: int) -> bool:
-        """Once the pipe is empty, send a plan that meets no other, and say that others may follow."""
+        """Send a plan that meets no other once the pipe is empty; return whether others may follow."""
         if len(self._steps):
             self._meta = _HELD
             return False

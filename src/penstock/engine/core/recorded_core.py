@@ -1,6 +1,6 @@
 """An engine core whose calls are recorded, so that its decisions can be replayed (`decisions.recorder`).
 
-Used in place of an `EngineCore` where somebody has asked for it; it decides nothing itself.
+Used in place of an `EngineCore` where recording was asked for; it decides nothing itself.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ Result = TypeVar("Result")
 
 
 class RecordedCore(EngineCore):
-    """A core that tells a recorder of each call.
+    """A core that reports each call to a recorder.
 
     Args:
-        recorder: is told; all that this core reads has passed there, and the call in which it is made ends
-            with its making.
+        recorder: takes the calls; all that this core reads has passed there, and the call in which it is made
+            ends with its making.
         parts: of the core, as `EngineCore` takes them.
     """
 

@@ -1,6 +1,6 @@
-"""Whether the result of a step can be used, whatever the last stage computes it on.
+"""Checks that the result of a step can be used, whatever the last stage computes it on.
 
-That it is the right one, and complete, is compared with its plan (`engine.core.steps_in_flight`). Here is
+Whether it is the right one, and complete, is checked with its plan (`engine.core.steps_in_flight`). Here is
 what holds for each result: ids of the vocabulary for rows that have not failed, and lists that fit together.
 What the scheduler and the clients do with it then needs no checks.
 """
@@ -22,7 +22,7 @@ def require_sense(result: StepResult, vocab_size: int, stage: int) -> None:
 
     Args:
         vocab_size: of the model.
-        stage: whose result it is.
+        stage: stage that the result came from.
     """
     num_rows, failed = len(result.token_ids), result.failed
     for row, ids in enumerate(result.token_ids):

@@ -1,4 +1,4 @@
-"""How long the stages may take for a plan until the pipe counts as lost.
+"""Decides how long the stages may take for a plan until the pipe counts as lost.
 
 Without `--step-timeout` the limit follows what plans have taken: twenty times the slowest of its size, at
 least five seconds. A plan larger than all that were seen is taken to cost as much a token as the largest of
@@ -22,7 +22,7 @@ AFTER_LOSS = 4.0  # a plan that was too slow once may take so many times as long
 
 
 class StallLimit(Protocol):
-    """Decides how long a plan may take; sizes are tokens, times are clock seconds."""
+    """The limit on how long a plan may take; sizes are tokens, times are clock seconds."""
 
     def seconds(self, num_tokens: int) -> float:
         """Return how long a plan of this size may take."""
@@ -31,7 +31,7 @@ class StallLimit(Protocol):
         """Return how long stages may go on that have a plan of this size when it is given up."""
 
     def look(self, now: float) -> float:
-        """Return since when waiting counts. Asked at each look of the core."""
+        """Return since when waiting counts. Called at each look of the core."""
 
     def next_look(self, now: float) -> float:
         """Return when the core should look again, even if nothing happens."""
@@ -44,7 +44,7 @@ class StallLimit(Protocol):
 
 
 class FixedLimit:
-    """The same for every plan, as the user has asked.
+    """A limit that is the same for every plan, as the user has asked.
 
     Args:
         limit_s: of silence with plans in flight.
@@ -66,17 +66,17 @@ class FixedLimit:
         return math.inf
 
     def crossed(self, num_tokens: int, submitted_at: float, now: float) -> None:
-        """It changes nothing."""
+        """Do nothing."""
 
     def exceeded(self, num_tokens: int) -> None:
-        """It changes nothing."""
+        """Do nothing."""
 
 
 NO_LIMIT = FixedLimit(math.inf)
 
 
 class MeasuredLimit:
-    """Follows what plans have taken.
+    """A limit that follows what plans have taken.
 
     Args:
         unmeasured_s: the limit while no plan with tokens has crossed.

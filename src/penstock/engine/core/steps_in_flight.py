@@ -38,15 +38,15 @@ class StepInFlight:
 
 
 class StepsInFlight:
-    """What was submitted and is not settled.
+    """The steps that were submitted and are not settled.
 
     Args:
         parallel: gives the largest depth (rows D1, S8).
         first_step: step id of the first plan.
         clock: monotonic seconds.
         stall_limit: how long a plan may take until the pipeline is lost.
-        wire: hears of all plans, and when their results come.
-        concerned_by: says whose a step is, for messages.
+        wire: is told of all plans, and when their results come.
+        concerned_by: returns the requests of a step, for messages.
         vocab_size: of the model: no token has a number beyond it.
     """
 
@@ -85,7 +85,7 @@ class StepsInFlight:
 
     @property
     def awaited(self) -> list[int]:
-        """Orders that must be answered before the oldest step is settled."""
+        """The orders that must be answered before the oldest step is settled."""
         return self._inflight.oldest().plan.awaited if len(self._inflight) else []
 
     def push(self, plan: ScheduledBatch) -> StepInFlight:
@@ -105,7 +105,7 @@ class StepsInFlight:
         return bool(self._results)
 
     def settle(self, epoch: int) -> tuple[ScheduledBatch, StepResult]:
-        """Take out the oldest step and its result.
+        """Remove the oldest step, and return its plan and its result.
 
         Raises:
             ProtocolError: it is not the result of that step.
@@ -120,7 +120,7 @@ class StepsInFlight:
         return step.plan, result
 
     def note_result(self) -> None:
-        """A result was settled now."""
+        """Record that a result was settled now."""
         self._last_result_at = self._clock()
 
     def give_up(self) -> None:
@@ -130,19 +130,22 @@ class StepsInFlight:
         self._wire.forget()
 
     def expect_probe(self) -> None:
-        """A probe is due at once."""
+        """Make a probe due at once."""
         self._last_result_at = self._clock() - PROBE_INTERVAL_S
 
     def last_result_age_s(self) -> float:
-        """Seconds since a result was settled; infinite before the first."""
+        """Return the seconds since a result was settled; infinite before the first."""
         return self._clock() - self._last_result_at
 
     def stalled_s(self) -> float:
-        """Seconds since a result came or the oldest step in flight was submitted; 0 when there is none."""
+        """Return the seconds since a result came or the oldest step was submitted; 0 if there is none."""
         return self._clock() - self._waiting_since() if len(self._inflight) else 0.0
 
     def stall_limit_s(self) -> float:
-        """How long a healthy pipe may be silent now: an empty plan crosses at once, a large one does not."""
+        """Return how long a healthy pipe may be silent now, in seconds.
+
+        An empty plan crosses at once, a large one does not.
+        """
         return STALL_BASE_S + STALL_PER_TOKEN_S * self._oldest_tokens()
 
     def check_progress(self) -> None:
@@ -158,19 +161,19 @@ class StepsInFlight:
             )
 
     def due(self) -> float:
-        """When the pipe counts as lost, or if it is empty when it is probed."""
+        """Return when the pipe counts as lost, or, if it is empty, when it is to be probed."""
         if len(self._inflight) == 0:
             return next_beat(self._last_result_at, PROBE_INTERVAL_S)
         return min(self._waiting_since() + self.loss_limit_s(), self._stall_limit.next_look(self._clock()))
 
     def loss_limit_s(self) -> float:
-        """How long the oldest step, or an empty one, may take until the pipe counts as lost."""
+        """Return how long the oldest step, or an empty one, may take until the pipe counts as lost."""
         return self._stall_limit.seconds(self._oldest_tokens())
 
     def leave_s(self) -> float:
-        """How long stages may go on with what is in them, once it is given up.
+        """Return how long stages may go on with what is in them, once it is given up.
 
-        That of the slowest plan: a stage may have begun with a chunk of a prompt behind the oldest step.
+        It is the limit of the slowest plan: a stage may have begun with a chunk behind the oldest step.
         """
         sizes = {step.plan.total_tokens for step in self._inflight.entries()} or {0}
         return max(self._stall_limit.leave_s(num_tokens) for num_tokens in sizes)
@@ -179,8 +182,10 @@ class StepsInFlight:
         self._inflight.check_invariants()
 
     def _has_lost(self, counts_from: float) -> bool:
-        """Whether the oldest step has been in the stages for too long. A result that is here waits for the
-        store, and not for them."""
+        """Return whether the oldest step has been in the stages for too long.
+
+        A step whose result is here waits for the store, and not for the stages.
+        """
         if len(self._inflight) == 0 or self.has_results:
             return False
         return self._clock() - max(self._waiting_since(), counts_from) > self.loss_limit_s()
@@ -192,7 +197,7 @@ class StepsInFlight:
         return max(self._last_result_at, self._inflight.oldest().submitted_at)
 
     def _concerned(self) -> str:
-        """Whose the oldest step in flight is, for a message."""
+        """Return the requests of the oldest step in flight, for a message."""
         return self._concerned_by(self._inflight.oldest_step)
 
 

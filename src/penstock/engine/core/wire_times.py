@@ -1,4 +1,4 @@
-"""What plans take between the stages and back, measured with the core's clock and the stages' reports.
+"""Measures what plans take between the stages and back, with the core's clock and the stages' reports.
 
     round trip of a plan = what its stages took + what the wires took + queues
 
@@ -34,7 +34,7 @@ _MAX_UNREPORTED = 16  # plans that stages have not reported of yet
 
 
 class NoWireTimes:
-    """Where there is no wire between the stages, nothing is measured.
+    """The times of a pipe without a wire between its stages: nothing is measured.
 
     Attributes:
         wants_look: as of `WireTimes`.
@@ -43,26 +43,26 @@ class NoWireTimes:
     wants_look = False
 
     def submitted(self, plan: ScheduledBatch) -> None:
-        """It may take what it will."""
+        """Do nothing."""
 
     def crossed(self, plan: ScheduledBatch, seconds: float) -> None:
-        """It is not compared with anything."""
+        """Do nothing."""
 
     def forget(self) -> None:
-        """Nothing is known."""
+        """Do nothing."""
 
     def follow(self, now: float, reports: Reports) -> None:
-        """Nothing is looked at."""
+        """Do nothing."""
 
 
 NO_WIRE_TIMES = NoWireTimes()
 
 
 class WireTimes:
-    """Measures the wires of one pipeline.
+    """The measured times of the wires of one pipeline.
 
     Args:
-        depth: is told.
+        depth: gets what is measured.
         num_stages: P; each of them must have reported of a plan.
         num_links: between hosts, each way through the stages.
 
@@ -161,7 +161,7 @@ class WireTimes:
         self._depth.wire = WireTime(latency, per_token, self._num_links)
 
     def _average(self, reports: Sequence[StageTimes]) -> None:
-        """Tell what each stage takes for a plan on average, once all of them have reported of some."""
+        """Write what each stage takes for a plan on average, once all of them have reported of some."""
         for times in reports:
             steps, busy_ns = self._busy.get(times.stage, (0, 0))
             if times.num_steps > steps:

@@ -1,4 +1,4 @@
-"""`--partition auto`: the ranks are measured, the best split is chosen, and numbers stand in place of `auto`.
+"""Implements `--partition auto`: ranks are measured, and the best split, in numbers, replaces `auto`.
 
 Called before `launch.resolve` by the supervisor and by `llm`, and by the command `plan`. Starts one measuring
 process per rank (`planner.measure`) unless the cache knows the costs; all have ended when it returns.
@@ -35,7 +35,7 @@ _QUANTIZED_ITEM_SIZES = {"int8": 1.0, "int4": 0.5}
 
 
 def settle_partition(config: EngineConfig, hosts: Hosts, reporter: Reporter) -> EngineConfig:
-    """The configuration with layers per stage in place of `auto`; any other as it is.
+    """Return the configuration with layers per stage in place of `auto`; any other as it is.
 
     Raises:
         UsageError: the mix cannot be read, or what `launch.resolve` raises.
@@ -53,7 +53,7 @@ def settle_partition(config: EngineConfig, hosts: Hosts, reporter: Reporter) -> 
 
 
 def choose_partition(config: EngineConfig, mix: Mix, hosts: Hosts, reporter: Reporter) -> PartitionChoice:
-    """Measure the ranks of a configuration with several stages, or recall what was measured; and choose."""
+    """Choose the split of several stages, from measured or remembered costs of the ranks."""
     resources = hosts.resources()
     plan = _plan_of_any_split(config, resources)
     configs = measure_configs(plan, config.scheduler.prefill_chunk, mix, resources)
@@ -85,12 +85,12 @@ def _stages(number: int) -> str:
 
 
 def _plan_of_any_split(config: EngineConfig, hosts: Sequence[HostResources]) -> LaunchPlan:
-    """All but the layers of the ranks is what it will be."""
+    """Return a plan that is right in all but the layers of the ranks."""
     return resolve(config.with_partition("last"), hosts)
 
 
 def _with_free_memory(costs: StageCosts, rank: RankConfig, hosts: Sequence[HostResources]) -> StageCosts:
-    """What is free on the host is another number at every start."""
+    """Return the costs with what is free on the host now, which differs at every start."""
     if rank.device != "cpu":
         return costs
     return msgspec.structs.replace(costs, available_bytes=_free_bytes(rank, hosts))
@@ -99,7 +99,7 @@ def _with_free_memory(costs: StageCosts, rank: RankConfig, hosts: Sequence[HostR
 def measure_configs(
     plan: LaunchPlan, prefill_chunk: int, mix: Mix, hosts: Sequence[HostResources]
 ) -> list[MeasureConfig]:
-    """What each rank is to time."""
+    """Return what each rank is to time."""
     first = plan.ranks[0]
     context = mix.mean_length(first.max_model_len)
     longest = min(prefill_chunk, first.max_num_batched_tokens, first.max_model_len, _MAX_PREFILL_TOKENS)
@@ -119,13 +119,13 @@ def measure_configs(
 
 
 def _numbers_of_rows(most: int) -> list[int]:
-    """1, 4, 8, 16, ... and the largest number itself."""
+    """Return 1, 4, 8, 16, ... and the largest number itself."""
     doubled = (1 << power for power in range(2, max(most, 1).bit_length()))
     return sorted({1, *doubled, max(most, 1)})
 
 
 def _free_bytes(rank: RankConfig, hosts: Sequence[HostResources]) -> int:
-    """Of the host that the rank runs on."""
+    """Return the free bytes of the host that the rank runs on."""
     return _host_of(rank, hosts).free_bytes
 
 
@@ -141,7 +141,7 @@ def _host_of(rank: RankConfig, hosts: Sequence[HostResources]) -> HostResources:
 
 
 def _num_timed_layers(plan: LaunchPlan, rank: RankConfig, hosts: Sequence[HostResources]) -> int:
-    """More than caches hold, if a stage can have so many and half of its host's free memory takes them."""
+    """Return as many layers as exceed caches, if a stage and half of its free memory can hold them."""
     spec = plan.spec
     num_neighbours = sum(other.host == rank.host for other in plan.ranks)
     layer_bytes = max(1, int(spec.layer_parameters() * _item_size(spec, rank)))
@@ -151,14 +151,14 @@ def _num_timed_layers(plan: LaunchPlan, rank: RankConfig, hosts: Sequence[HostRe
 
 
 def _item_size(spec: ModelSpec, rank: RankConfig) -> float:
-    """Bytes of a parameter, about."""
+    """Return about the bytes of a parameter."""
     if spec.quantization is not None:
         return spec.quantization.mean_bits / 8
     return _QUANTIZED_ITEM_SIZES.get(rank.quantization, ITEM_SIZES[rank.dtype])
 
 
 def _with_layers(rank: RankConfig, count: int, num_layers: int) -> RankConfig:
-    """The rank with its end of the model, if it has one, and so many layers; it reads a tied head itself."""
+    """Return the rank with its end of the model, if any, and `count` layers; it reads a tied head itself."""
     start = 0 if rank.is_first else num_layers - count if rank.is_last else 1
     return msgspec.structs.replace(
         rank, start_layer=start, end_layer=start + count, tied_head="load", depth=1, link_frames=1

@@ -1,6 +1,6 @@
-"""`--numeric-class`: whether all ranks can compute in the class that was chosen for them.
+"""Implements `--numeric-class`: checks that all ranks can compute in the class that was chosen.
 
-Called by `engine.supervisor.launch`, before a process starts. That the kernels of a host can be built for the
+Called by `engine.supervisor.launch`, before a process starts. If the kernels of a host can be built for the
 class is only known there, by its ranks (`rank.compute_choice`).
 """
 
@@ -51,7 +51,7 @@ def require_class(
 def _without_kernels(
     parallel: ParallelConfig, spec: ModelSpec, dtype: str, devices: Sequence[str]
 ) -> Iterator[str]:
-    """Yield why torch would compute, or a part of it."""
+    """Yield the reasons why torch would compute all or a part."""
     if any(device != "cpu" for device in devices):
         yield "some ranks run on a GPU"
     if parse_kernels(parallel.kernels).enabled != frozenset(KERNEL_NAMES):

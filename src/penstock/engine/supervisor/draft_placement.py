@@ -1,4 +1,4 @@
-"""Where the model that drafts runs, and how: decided once all of the served model is.
+"""Decides where and how the draft model runs, once all of the served model is decided.
 
 It runs beside the core, in a process of its own, as a pipeline of one stage would: so
 `engine.supervisor.launch` decides it as it decides that. Called from there. Starts nothing.
@@ -37,13 +37,13 @@ def drafter_config(
     head: HostResources,
     decide: Decide,
 ) -> DrafterConfig | None:
-    """Return what the process of the draft model is told; None: no model drafts.
+    """Return the config of the draft model's process, or None if no model drafts.
 
     Args:
         spec, directory: of the served model.
-        ranks: that serve it, of all replicas.
-        head: where the core runs, with the memory that the weights of its ranks leave.
-        decide: everything about the only rank of an engine.
+        ranks: ranks that serve it, of all replicas.
+        head: host of the core, with the memory that the weights of its ranks leave.
+        decide: decides everything about the only rank of an engine.
 
     Raises:
         UsageError: it has another vocabulary, or a setting cannot be met.
@@ -107,7 +107,7 @@ def _counted(count: int, what: str) -> str:
 
 
 def _engine_config(config: EngineConfig, model: str, first: RankConfig, num_idle_cpus: int) -> EngineConfig:
-    """An engine of one stage that serves the draft model."""
+    """Return the config of an engine of one stage that serves the draft model."""
     speculation = config.speculation
     device = speculation.speculative_device
     if device == "auto":  # quantised weights are for the CPU
@@ -135,8 +135,11 @@ def _engine_config(config: EngineConfig, model: str, first: RankConfig, num_idle
 
 
 def _num_idle_cpus(ranks: Sequence[RankConfig], head: HostResources) -> int:
-    """Cores of the head that no rank computes on. Where there is none the draft model takes one thread: it
-    computes while a stage does as well, and of two threads that wait for each other one would be held up."""
+    """Return the number of the head's cores that no rank computes on.
+
+    Where there is none the draft model takes one thread: it computes while a stage does as well, and of two
+    threads that wait for each other one would be held up.
+    """
     return head.num_cpus - sum(rank.threads for rank in ranks if rank.host == head.name)
 
 

@@ -1,4 +1,4 @@
-"""What the ranks of a pipeline read when it was loaded first, for the ranks that take their places.
+"""Keeps what the ranks of a pipeline read when it was loaded first, for the ranks that replace them.
 
 One table serves all ranks of a pipeline, so that what several of them have read is kept once.
 """

@@ -1,4 +1,4 @@
-"""How many plans may be in flight at most, and how many frames the links between stages hold for them.
+"""Decides how many plans may be in flight at most, and how many frames the links between stages hold.
 
 On one host there is room for a plan in each stage and for those issued ahead. A wire between hosts holds
 plans too; how many is measured later (`engine.core.plan_depth`), and here is room for as many as that may be.
@@ -71,5 +71,5 @@ def notes_on_frames(ranks: Sequence[RankConfig], given: ParallelConfig, frame_by
 
 
 def _sends_far(rank: RankConfig, hosts: dict[int, str]) -> bool:
-    """Whether the next stage is on another host."""
+    """Return whether the next stage is on another host."""
     return hosts.get(rank.stage + 1, rank.host) != rank.host

@@ -1,4 +1,4 @@
-"""Who uses an engine: an API process, or the program that started the supervisor.
+"""The users of an engine: an API process, or the program that started the supervisor.
 
 The supervisor is given one and treats both alike.
 """
@@ -28,28 +28,28 @@ HOLD_S = 5.0  # for a connection that comes while another API process starts
 
 
 class EngineUser(Protocol):
-    """What the supervisor asks of either."""
+    """The interface of both kinds of users to the supervisor."""
 
     def open(self) -> None:
         """Claim what can be refused, before anything is loaded."""
         ...
 
     def start(self, watch: MemberWatch, plan: LaunchPlan, clients: Sequence[LocalSocket]) -> None:
-        """Start its process, if any; the next one when it was lost."""
+        """Start its process, if any; again when it was lost."""
         ...
 
     def address(self, client: LocalSocket) -> str:
-        """Where users connect, once all is ready."""
+        """Return where users connect, once all is ready."""
         ...
 
     @property
     def lifelines(self) -> Sequence[Waitable]:
-        """What becomes readable when the user is gone."""
+        """The sources that become readable when the user is gone."""
         ...
 
     @property
     def drain_s(self) -> float:
-        """How long running requests may go on after a signal."""
+        """The seconds that running requests may go on after a signal."""
         ...
 
     def close(self) -> None: ...
@@ -136,7 +136,7 @@ class CallingProgram:
         self._caller_fd = os.pidfd_open(self._caller_pid)
 
     def start(self, watch: MemberWatch, plan: LaunchPlan, clients: Sequence[LocalSocket]) -> None:
-        """None: they are there already."""
+        """Do nothing, since the clients are the caller's and there already."""
 
     def address(self, client: LocalSocket) -> str:
         return client.connect_address_from_outside()

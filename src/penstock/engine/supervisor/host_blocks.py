@@ -1,7 +1,8 @@
-"""How many KV blocks host memory has room for: its bytes, divided by what a block takes over a host's ranks.
+"""Computes how many KV blocks host memory has room for on each rank.
 
+It is the host's bytes, divided by what a block takes over its ranks.
 Ranks have unequal parts of a block: other numbers of layers and heads. With equal bytes for each, the rank
-with the largest part would keep the fewest blocks, and nobody could use what the others have: so every rank
+with the largest part would keep the fewest blocks, and the others' rest would be of no use: so every rank
 gets room for the same number of blocks. Each host has as many bytes, and the one whose ranks have the largest
 part of a block decides. Torch-free; called by `engine.supervisor.launch`.
 """

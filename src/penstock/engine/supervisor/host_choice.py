@@ -1,10 +1,10 @@
-"""Decides which hosts the next epoch of a pipeline is laid over: who is there, and who is still waited for.
+"""Decides which hosts the next epoch of a pipeline is laid over, and which are still waited for.
 
     all are there ──a host is lost──▶ it is waited for ──it is back──▶ over the hosts of before
                                         │        └──another host can take its place──▶ over that one too
                                         └──the time is over──▶ over those that are there
 
-It is told who is there and what time it is, and knows no host and no clock. Used by
+It is told which hosts are there and what time it is, and knows no host and no clock. Used by
 `engine.supervisor.pipe_layout`.
 """
 
@@ -38,11 +38,11 @@ class HostChoice:
 
     @property
     def missing(self) -> tuple[str, ...]:
-        """Return the hosts of the pipeline that were not there at the last look."""
+        """The hosts of the pipeline that were not there at the last look."""
         return tuple(self._missing_since)
 
     def look(self, there: Collection[str], now: float) -> None:
-        """Note who is there.
+        """Note which hosts are there.
 
         Args:
             now: monotonic seconds.
@@ -68,6 +68,6 @@ class HostChoice:
         return tuple(name for name in there if name in preferred)
 
     def lay_over(self, names: Sequence[str]) -> None:
-        """The next epoch begins over these hosts."""
+        """Record that the next epoch begins over these hosts."""
         self.laid_over = tuple(names)
         self._missing_since.clear()

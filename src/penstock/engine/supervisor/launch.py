@@ -1,4 +1,4 @@
-"""From an `EngineConfig` to what each process is told: pure, and the same for every backend.
+"""Decides from an `EngineConfig` what each process is told: pure, and the same for every backend.
 
 `resolve` replaces every "auto" by a value (model directory, layer ranges, dtype, device, threads and their
 cores) and refuses settings that do not go together; `--partition auto` has become numbers before
@@ -64,7 +64,7 @@ QUANTIZATION_BITS = {"int8": 8, "int4": 4}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _WeightForm:
-    """In which form the weights are held, and where.
+    """The form in which the weights are held, and where.
 
     Attributes:
         quantization: what is left to do at load, as in `RankConfig`.
@@ -80,7 +80,7 @@ class _WeightForm:
 
 
 class LaunchPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything that is decided of a replica before a process starts.
+    """The plan of a replica: everything that is decided of it before a process starts.
 
     Attributes:
         ranks: of one replica, stage by stage, those of one stage side by side.
@@ -115,12 +115,12 @@ class LaunchPlan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def resolve(config: EngineConfig, hosts: Sequence[HostResources]) -> LaunchPlan:
-    """The plan of the only replica, or of the first; raises what `resolve_replicas` does."""
+    """Return the plan of the only replica, or of the first; raises what `resolve_replicas` does."""
     return resolve_replicas(config, hosts)[0]
 
 
 def _only_rank(config: EngineConfig, host: HostResources) -> RankConfig:
-    """The rank of an engine that has one, on this host."""
+    """Return the rank of an engine that has one, on this host."""
     return resolve(config, [host]).ranks[0]
 
 
@@ -207,7 +207,7 @@ def resolve_replicas(
 
 
 def replica_seed(seed: int, replica: int) -> int:
-    """The engine's own seed in each replica, so that k-th sequences differ; the first has the given one."""
+    """Return the engine's own seed in a replica, so that k-th sequences differ; the first has `seed`."""
     return derive_seed(seed ^ _REPLICAS, replica) if replica else seed
 
 
@@ -290,7 +290,7 @@ def _rank_configs(
 def _threads_and_cpus(
     parallel: ParallelConfig, devices: list[str], homes: Sequence[HostResources]
 ) -> tuple[list[int], list[tuple[int, ...]]]:
-    """How many threads each rank has, and the cores that they are bound to."""
+    """Return how many threads each rank has, and the cores that they are bound to."""
     threads = parallel.rank_threads or on_each_host(
         homes, lambda host, own: shared_threads([devices[rank] for rank in own], host.num_cpus)
     )
@@ -304,7 +304,7 @@ def _threads_and_cpus(
 
 
 def with_faults(plan: LaunchPlan, faults: Sequence[Fault]) -> LaunchPlan:
-    """The plan with what a test wants to break."""
+    """Return the plan with the faults that a test has armed."""
     ranks = [
         msgspec.structs.replace(
             rank,
@@ -347,8 +347,7 @@ def _core_config(
 
 
 def _speculation(config: EngineConfig, spec: ModelSpec, form: _WeightForm) -> SpeculationConfig:
-    """Who guesses; nobody by default where guesses could change tokens, for all computes without our kernels
-    or some of it."""
+    """Return the speculation settings; `auto` is off where torch computes, so that tokens could change."""
     speculation = config.speculation
     is_invariant = (
         all(device == "cpu" for device in form.devices)
@@ -362,14 +361,13 @@ def _speculation(config: EngineConfig, spec: ModelSpec, form: _WeightForm) -> Sp
 
 
 def _kind(spec: ModelSpec, form: _WeightForm, ranges: Sequence[tuple[int, int]], sizes: Sequence[int]) -> str:
-    """Whatever decides the numbers of KV blocks besides the model and its dtype."""
+    """Return what decides the numbers of KV blocks besides the model and its dtype."""
     widths = "" if form.quantization == "none" else _widths(ranges, sizes)
     return f"{spec.implementation}, {'dequantised ' * spec.is_dequantized}{form.quantization} weights{widths}"
 
 
 def _widths(ranges: Sequence[tuple[int, int]], sizes: Sequence[int]) -> str:
-    """Which layers several ranks share: with quantised weights each rank rounds its own part of the
-    activations, so that numbers depend on how many there are. Empty if none do."""
+    """Return which layers several ranks share, as text: each rounds its part of quantised activations."""
     shared: list[tuple[int, int, int]] = []
     for (start, end), size in zip(ranges, sizes, strict=True):
         if shared and shared[-1][2] == size:
@@ -382,11 +380,11 @@ def _widths(ranges: Sequence[tuple[int, int]], sizes: Sequence[int]) -> str:
 def _store_config(
     config: EngineConfig, directory: Path, kind: str, dtype: str, num_host_blocks: int
 ) -> StoreConfig | None:
-    """How the tiers beyond the pool are opened, and what their records of this model are called.
+    """Return how the tiers beyond the pool are opened, and the name of this model's records there.
 
     Args:
         kind: whatever else decides the numbers.
-        num_host_blocks: that each rank has room for in the host tier.
+        num_host_blocks: blocks that each rank has room for in the host tier.
     """
     cache = config.cache
     if cache.kv_store is None and not cache.kv_host_bytes:
@@ -544,7 +542,7 @@ def _check_tensor_parallel(parallel: ParallelConfig, spec: ModelSpec, form: _Wei
 
 
 def _check_devices_of_stage(devices: list[str]) -> None:
-    """Sums over the ranks of a stage are taken on the CPU, or between GPUs."""
+    """Raise `UsageError` unless the ranks are on the CPU, or each on a GPU of its own."""
     kinds = {device.partition(":")[0] for device in devices}
     shared = next((device for device in devices if device != "cpu" and devices.count(device) > 1), None)
     if len(kinds) == 1 and shared is None:
@@ -564,7 +562,7 @@ def _weight_bytes(
     form: _WeightForm,
     homes: Sequence[HostResources],
 ) -> Counter[str]:
-    """By host: bytes that the weights of its ranks on the CPU take at least."""
+    """Return by host the bytes that the weights of its ranks on the CPU take at least."""
     parallel = config.parallel
     of_stages = [spec.stage_parameters(start, end) for start, end in ranges]
     if config.speculation.method == "mtp":
@@ -582,7 +580,7 @@ def _weight_bytes(
 
 
 def _with_weights(host: HostResources, weight_bytes: Counter[str]) -> HostResources:
-    """The host once the weights of its ranks are loaded."""
+    """Return the host as it is once the weights of its ranks are loaded."""
     return msgspec.structs.replace(host, free_bytes=max(0, host.free_bytes - weight_bytes[host.name]))
 
 

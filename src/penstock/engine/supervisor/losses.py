@@ -1,6 +1,6 @@
-"""Which epoch it is, who has left it, who counts as lost, and when the next one begins.
+"""Tracks the present epoch, the members that have left it or are lost, and when the next one begins.
 
-The supervisor and its `PipelineProcesses` tell what they see, in member indices and seconds, and do what
+The supervisor and its `PipelineProcesses` report what they see, in member indices and seconds, and do what
 follows; no process and no clock here.
 """
 
@@ -24,7 +24,7 @@ Key = TypeVar("Key")
 
 
 class BackOff:
-    """When to try again what has failed: at once at first, then after pauses that double."""
+    """The times to try again what has failed: at once at first, then after pauses that double."""
 
     def __init__(self) -> None:
         self._num = 0  # losses since it went well
@@ -33,7 +33,7 @@ class BackOff:
 
     @property
     def is_repeated(self) -> bool:
-        """Whether it has been tried so often that nobody should be kept waiting."""
+        """Whether it has been tried so often that no request should be kept waiting."""
         return self._num > MAX_LOSSES
 
     @property
@@ -42,7 +42,7 @@ class BackOff:
         return self._num > 0
 
     def lose(self, now: float) -> float:
-        """Returns the seconds until it should be tried again."""
+        """Record a loss, and return the seconds until the next try."""
         self._first_at = self._first_at if self._num else now
         self._num += 1
         pause_s = min(2.0 ** (self._num - MAX_LOSSES), MAX_RETRY_S) if self.is_repeated else 0.0
@@ -54,20 +54,20 @@ class BackOff:
         return max(0.0, self._retry_at - now)
 
     def is_due(self, now: float) -> bool:
-        """Whether to try again; told until `begin`."""
+        """Return whether to try again; True until `begin`."""
         return now >= self._retry_at
 
     def begin(self) -> None:
         self._retry_at = math.inf
 
     def succeed(self, now: float) -> float:
-        """It goes well; seconds since the first of the losses."""
+        """Record a success, and return the seconds since the first of the losses."""
         self._num = 0
         return now - self._first_at
 
 
 class Heartbeats(Generic[Key]):
-    """Who has been silent for too long. All children say each second that they are alive.
+    """Finds children that have been silent for too long. All say each second that they are alive.
 
     Args:
         limit_s: of silence.
@@ -77,7 +77,7 @@ class Heartbeats(Generic[Key]):
         self._limit_s = limit_s
         self._looked_at = math.inf
         self._heard_from = -math.inf  # silence before it does not count
-        self._away_at: dict[Key, float] = {}  # when those last could not be heard whose host was away
+        self._away_at: dict[Key, float] = {}  # when children last could not be heard, as their host was away
         self._due_at = math.inf  # when the next silence is too long, if it lasts
 
     def due_in(self, now: float) -> float:
@@ -93,7 +93,7 @@ class Heartbeats(Generic[Key]):
         elsewhere: Collection[Key] = (),
         away: Collection[Key] = (),
     ) -> dict[Key, float]:
-        """Seconds of silence of each that has been silent for too long.
+        """Return the seconds of silence of each child that has been silent for too long.
 
         Args:
             heard_at: when each was heard last.
@@ -144,7 +144,7 @@ class Losses:
 
     @property
     def is_repeated(self) -> bool:
-        """Whether it has been tried so often that nobody should be kept waiting."""
+        """Whether it has been tried so often that no request should be kept waiting."""
         return self._back_off.is_repeated
 
     @property
@@ -153,7 +153,7 @@ class Losses:
         return self.missing is None and not self._back_off.is_pending
 
     def leave(self, epoch: int, cause: ErrorInfo, member: int, *, leave_s: float | None = None) -> None:
-        """A member has left an epoch by itself: the present one is then over for all.
+        """Record that a member has left an epoch by itself; the present one is then over for all.
 
         Args:
             leave_s: how long the others may take, where the member knows better than the configuration.
@@ -165,7 +165,7 @@ class Losses:
                 self._patience_s = min(leave_s, self._patience_s)
 
     def end(self, lost: Set[int], now: float) -> float:
-        """The epoch is over, these members are lost. Returns the seconds until the next one should begin.
+        """End the epoch with these members lost; return the seconds until the next one should begin.
 
         Members that are lost before it has begun belong to the same loss: with a host that is gone, links
         break at once, and its members count as lost once it has not come back.
@@ -180,16 +180,16 @@ class Losses:
         return self._back_off.lose(now)
 
     def give_up(self, members: Set[int]) -> None:
-        """Between two epochs these members were ended: they are to be started again too."""
+        """Add members that were ended between two epochs, to be started again too."""
         assert self.missing is not None, "an epoch goes on"
         self.missing |= members
 
     def is_due(self, now: float) -> bool:
-        """Whether the next epoch should begin."""
+        """Return whether the next epoch should begin."""
         return self.missing is not None and self._back_off.is_due(now)
 
     def begin(self) -> list[int]:
-        """The next epoch; the members to start for it."""
+        """Begin the next epoch, and return the members to start for it."""
         started = sorted(self.missing or ())
         self._left |= dict.fromkeys(started, self.epoch)  # they were never there
         self.epoch, self.missing = self.epoch + 1, None
@@ -198,12 +198,12 @@ class Losses:
         return started
 
     def recovered(self, now: float) -> float:
-        """A step has crossed the present epoch; seconds since the first loss before it."""
+        """Record that a step has crossed this epoch; return the seconds since the first loss before it."""
         self._leave_by = math.inf
         return self._back_off.succeed(now)
 
     def hung(self, members: set[int], now: float, away: Collection[int] = ()) -> set[int]:
-        """Which of these have not left an epoch that is over for long; each is told once.
+        """Return which of these have not left an epoch that has been over for long; each is returned once.
 
         Args:
             away: members whose host is not there, so that they can say nothing. Once it is back they have as

@@ -24,7 +24,7 @@ from penstock.process.control import BeginMeasuring
 from penstock.process.endpoints import MeetingEndpoint
 from penstock.trust.peer_names import rank_role
 
-LOOK_S = 1.0  # for hosts that must hear that somebody is there
+LOOK_S = 1.0  # for hosts that must hear that the head is there
 TIMEOUT_S = 900.0  # to measure, once all have loaded; a rank that dies is noticed at once
 
 
@@ -34,7 +34,7 @@ def measure(
     load_timeout_s: float,
     clock: Callable[[], float] = time.monotonic,
 ) -> list[StageCosts]:
-    """The costs of each rank, in order.
+    """Return the costs of each rank, in order.
 
     Args:
         load_timeout_s: for the ranks to get their weights and to load them.
@@ -58,7 +58,7 @@ def measure(
 def _meetings(
     ranks: Sequence[RankConfig], hosts: Hosts, closing: contextlib.ExitStack
 ) -> dict[int, Connection]:
-    """Where the ranks of each stage meet that several share."""
+    """Return where the ranks of each stage meet that several share."""
     meetings = {}
     for first in ranks:
         if first.tp_size > 1 and first.tp_rank == 0:
@@ -87,7 +87,7 @@ class _Fleet:
         clock: monotonic seconds.
 
     Attributes:
-        costs: of those that are done.
+        costs: costs from the processes that are done.
     """
 
     def __init__(self, hosts: Hosts, clock: Callable[[], float]) -> None:
@@ -123,7 +123,7 @@ class _Fleet:
                 )
 
     def _hear(self, deadline: float) -> bool:
-        """Wait for news and take them; whether there are any, or may yet be."""
+        """Wait for news and take them; return whether there are any, or may yet be."""
         remaining = deadline - self._clock()
         news, _ = self._watch.wait(min(LOOK_S, max(0.0, remaining)))
         self._hosts.tend(self._clock())
@@ -147,5 +147,5 @@ class _Fleet:
         self._watch.reap(member)
 
     def close(self) -> None:
-        """End those that are left."""
+        """End the processes that are left."""
         self._watch.close()

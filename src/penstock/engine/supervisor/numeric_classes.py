@@ -1,4 +1,4 @@
-"""In which numeric class each rank of a pipeline computes, epoch by epoch, and what the user is told of it.
+"""Tracks the numeric class of each rank of a pipeline, epoch by epoch, and what the user is told of it.
 
     all ranks in one class           nothing: tokens are those of every other pipe of that class, bit for bit
     several classes                  which rank has which, and how all would compute in one
@@ -52,7 +52,7 @@ class NumericClasses:
         )
 
     def _remedy(self, ranks: Sequence[RankConfig]) -> str:
-        """How all ranks would compute in one class, as far as names tell."""
+        """Return how all ranks would compute in one class, as far as names show."""
         names = [own.partition(" ")[0] for own in self._classes]
         if any("torch" in own for own in self._classes) or not set(names) <= set(NUMERIC_CLASSES):
             return "They are one where our kernels compute everything on all ranks."

@@ -1,4 +1,4 @@
-"""Where the ranks of a pipeline run, from epoch to epoch: on the hosts of before, or laid over others.
+"""Decides where the ranks of a pipeline run, from epoch to epoch: on the hosts of before, or over others.
 
 A lost host is waited for (`host_choice`). If it does not come back, its stages are placed again over the
 hosts that are there, if memory allows (`stage_spread`), and `launch` plans for these hosts as at a start: a
@@ -31,7 +31,7 @@ from penstock.process.config import RankConfig
 
 
 class Settlement(NamedTuple):
-    """What has come of the question over which hosts the next epoch is laid.
+    """The answer to the question over which hosts the next epoch is laid.
 
     Attributes:
         is_settled: the epoch can begin, by `PipeLayout.plan`.
@@ -88,11 +88,11 @@ class PipeLayout:
         return [f"{_listed(new)} may take stages when the next epoch begins."] if new else []
 
     def tell(self, core: Member) -> None:
-        """Let the core know where its stages are now; to be called each second while it serves."""
+        """Tell the core where its stages are now; to be called each second while it serves."""
         self._told.tell(core, self.plan)
 
     def settle(self, loaded: Mapping[int, RankLoaded], living: Set[int]) -> Settlement:
-        """Decide over which hosts the next epoch is laid. Asked again and again until that is settled.
+        """Decide over which hosts the next epoch is laid; called again until that is settled.
 
         Args:
             loaded: what ranks have said of themselves, by number.
@@ -114,7 +114,7 @@ class PipeLayout:
         return Settlement(is_settled=True, notes=notes)
 
     def _wait(self) -> Settlement:
-        """A host is waited for; that is said once for each loss."""
+        """Return that a host is waited for, with a note once for each loss."""
         missing = self._choice.missing
         if self._awaited == missing:
             return Settlement(is_settled=False)
@@ -127,7 +127,7 @@ class PipeLayout:
         return Settlement(is_settled=False, notes=[note])
 
     def _refuse(self, missing: Sequence[str], names: Sequence[str], error: ErrorInfo) -> Settlement:
-        """The hosts that are there cannot take over; the user is told once for each loss."""
+        """Return that the hosts which are there cannot take over; the user is told once for each loss."""
         refusal = HostMissingError(
             f"nothing runs without {self._with_stages(missing)}, and {_listed(names)} cannot take over: "
             f"{error.message}",
@@ -139,7 +139,7 @@ class PipeLayout:
         return Settlement(is_settled=False, notes=notes, refusal=refusal.info())
 
     def _with_stages(self, missing: Sequence[str]) -> str:
-        """Such as "the host desk (stage 1)"."""
+        """Return text such as "the host desk (stage 1)"."""
         stages = sorted({rank.stage for rank in self.plan.ranks if rank.host in missing})
         hosts, numbers = "host" + "s" * (len(missing) > 1), "stage" + "s" * (len(stages) > 1)
         return f"the {hosts} {_listed(missing)} ({numbers} {_listed(map(str, stages))})"
@@ -183,7 +183,7 @@ class PipeLayout:
     def _demand(
         self, stage: int, names: Sequence[str], loaded: Mapping[int, RankLoaded], living: Set[int]
     ) -> StageDemand:
-        """What a stage needs, by what its ranks have said when they had loaded."""
+        """Return what a stage needs, by what its ranks have said when they had loaded."""
         num_blocks = min((message.max_blocks for message in loaded.values()), default=0)
         ranks = {number: rank for number, rank in enumerate(self.plan.ranks) if rank.stage == stage}
         on_cpu = [number for number, rank in ranks.items() if rank.device_type == "cpu" and number in loaded]
@@ -238,6 +238,6 @@ def _without_tiers(cache: CacheConfig) -> CacheConfig:
 
 
 def _listed(words: Iterable[str]) -> str:
-    """Such as "a, b and c"."""
+    """Return text such as "a, b and c"."""
     *others, last = words
     return f"{', '.join(others)} and {last}" if others else last

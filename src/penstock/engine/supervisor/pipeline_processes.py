@@ -1,4 +1,4 @@
-"""Core and stages: the processes that meet in an epoch, and what happens when one of them is lost.
+"""The core and the stages of an epoch as processes, and what happens when one of them is lost.
 
     epoch e ──a member has ended, or left it──▶ between epochs ──due──▶ epoch e + 1 ──a step has crossed it
                                                      ▲                      │
@@ -57,17 +57,17 @@ DUMP_S = 0.05  # for a member to print where its threads are
 
 
 class PipelineProcesses:
-    """The core and the stages of one replica.
+    """The processes of one replica: its core and its stages.
 
     Args:
         layout: where each of them runs, from epoch to epoch.
-        hosts: all that there are.
+        hosts: all hosts.
         watch: gets them as members; its events about them come back by `take`.
         standbys: ranks beside the pipe; belong to this replica.
 
     Attributes:
         client: where the core meets its clients.
-        classes: in which the ranks compute.
+        classes: numeric classes of the ranks.
     """
 
     def __init__(
@@ -97,17 +97,17 @@ class PipelineProcesses:
 
     @property
     def members(self) -> list[Member]:
-        """Those that have not been buried."""
+        """The members that have not been buried."""
         return list(self._members.values())
 
     @property
     def _plan(self) -> LaunchPlan:
-        """That of the present epoch, or of the next one once it is settled."""
+        """The plan of the present epoch, or of the next one once it is settled."""
         return self._layout.plan
 
     @property
     def have_loaded(self) -> bool:
-        """Whether all stages have, and the core's model that drafts."""
+        """Whether all stages have loaded, and the core's draft model."""
         return all(self._members[index].has_loaded for index in _loading(self._plan, self._members))
 
     @property
@@ -116,12 +116,12 @@ class PipelineProcesses:
         return self._losses.is_whole
 
     def start(self) -> None:
-        """Stages first: they take longest."""
+        """Start all members; stages first, because they take longest."""
         for index in (*self._rank_indices, CORE):
             self._fill(index)
 
     def begin(self) -> None:
-        """The first epoch."""
+        """Begin the first epoch."""
         self._hand_endpoints()
 
     def take(self, member: Member, event: child_process.StatusEvent) -> None:
@@ -147,7 +147,7 @@ class PipelineProcesses:
             self._reporter.report(_has_loaded(self._plan.ranks[member.member_index], member, event))
 
     def _note_recovery(self, event: child_process.Ready) -> None:
-        """Report that a step has crossed the pipe again; the core knows who computes in which class."""
+        """Report that a step has crossed the pipe again, with the numeric classes of the core."""
         seconds = self._losses.recovered(time.monotonic())
         notes = self.classes.settle(self._plan.ranks, event.numeric_classes)
         replica = self._plan.core.replica
@@ -179,7 +179,7 @@ class PipelineProcesses:
         self._standbys.tend(now, ranks, self._ranks, self._replacement)
 
     def exchange_link(self, sender: RankAddress, receiver: RankAddress, first_step: int = 0) -> None:
-        """Have another link take the place of one, in the epoch that goes on; as `Wiring.exchange_link`."""
+        """Replace a link in the epoch that goes on; as `Wiring.exchange_link`."""
         assert self.is_whole, "what is lost is joined anew, in another epoch"
         exchange = self._wiring.exchange_link(sender, receiver, first_step)
         for index, rank in enumerate(self._plan.ranks):
@@ -211,14 +211,14 @@ class PipelineProcesses:
         member.kill(reason)
 
     def stop_all(self) -> None:
-        """Tell all to leave."""
+        """Tell all members to leave."""
         for member in self._members.values():
             member.hand(Stop())
             if not member.is_ready:
                 member.kill_now()  # it loads, and looks at nothing until it has
 
     def close(self) -> None:
-        """Let go of all connections; the members belong to `MemberWatch`."""
+        """Close all connections; the members belong to `MemberWatch`."""
         self._wiring.close()
         self.client.close()
         self._standbys.close()
@@ -248,7 +248,7 @@ class PipelineProcesses:
         return _replacement(self._plan.ranks[index], self._ranks.values(), self._first_loads.of(index))
 
     def _hand_endpoints(self) -> None:
-        """All learn where they meet in this epoch."""
+        """Hand all members the endpoints at which they meet in this epoch."""
         restarts = Restarts(stages=[0] * self._plan.num_stages, core=self._restarts[CORE])
         for index, rank in enumerate(self._plan.ranks):
             restarts.stages[rank.stage] += self._restarts[index]
@@ -258,7 +258,7 @@ class PipelineProcesses:
         self._wiring.delivered()
 
     def _await_culprit(self) -> None:
-        """A member has left the epoch because of another: that one may be about to end."""
+        """Wait for the end of the member because of which another has left the epoch."""
 
         def has_ended() -> bool:
             for member in self.members:
@@ -269,15 +269,14 @@ class PipelineProcesses:
         self._watch.hear_until(has_ended, CAUSE_GRACE_S)
 
     def _end_epoch(self) -> None:
-        """All leave it; those that have ended are to be started again, at once at first."""
+        """End the epoch for all; members that have ended are started again, at once at first."""
         ended = self._ended()
         guilty = ended[max(ended)] if ended else None  # a rank before the core
         cause = self._watch.first_cause(guilty, self.members) if guilty else first_cause(self._losses.causes)
         self._lose(cause, self._ended())  # finding the cause may have taken a while
 
     def _is_settled(self) -> bool:
-        """Whether it is known where the next epoch runs. Where a host is missing that the others cannot
-        stand in for, all requests end with that; the engine stays, and waits for the host."""
+        """Return whether it is known where the next epoch runs; if it cannot, requests end."""
         loaded = {index for index, member in self._members.items() if index != CORE and member.has_loaded}
         settlement = self._layout.settle(self._ranks, loaded)
         for text in settlement.notes:
@@ -287,8 +286,7 @@ class PipelineProcesses:
         return settlement.is_settled
 
     def _have_ways(self) -> bool:
-        """Whether the ways between the hosts of the pipe are known. Where nobody has ended perhaps a way has,
-        so that all of them are looked at again first."""
+        """Return whether the ways between the hosts of the pipe are known, and were looked at."""
         routes = self._hosts.routes
         names = {self._hosts.head.name, *(rank.host for rank in self._plan.ranks)}
         if self._losses.missing or any(self._has_moved(index) for index in self._members):
@@ -296,11 +294,11 @@ class PipelineProcesses:
         return routes.review((self._plan.core.replica, self._losses.epoch), names)
 
     def _has_ended(self) -> bool:
-        """Whether any member has."""
+        """Return whether any member has ended."""
         return any(member.exit_code is not None for member in self.members)
 
     def _are_hosts_there(self) -> bool:
-        """Whether all hosts of ranks are. Links to one that is not break, and none of its members may end."""
+        """Return whether all hosts of ranks are there; if not, links break and ranks live."""
         return all(self._hosts[rank.host].is_there for rank in self._placed.values())
 
     def _ended(self) -> dict[int, Member]:
@@ -350,7 +348,7 @@ class PipelineProcesses:
         self._hand_endpoints()
 
     def _has_moved(self, index: int) -> bool:
-        """Whether a rank has another place in the plan than it was started at."""
+        """Return whether a rank has another place in the plan than it was started at."""
         return index != CORE and self._placed[index] != self._plan.ranks[index]
 
     def _bury(self, index: int) -> None:
@@ -358,8 +356,10 @@ class PipelineProcesses:
 
 
 def begin_together(replicas: Sequence[PipelineProcesses]) -> bool:
-    """Begin the first epoch of all once every weight is in memory: only then is known how much is free for
-    KV caches. Whether it was time."""
+    """Begin the first epoch of all replicas once every weight is in memory; return whether it was time.
+
+    Only then is known how much memory is free for KV caches.
+    """
     have_loaded = all(replica.have_loaded for replica in replicas)
     if have_loaded:
         for replica in replicas:
@@ -399,7 +399,7 @@ def _startup_notices(
 
 
 def _named(rank: RankConfig) -> dict[str, Any]:
-    """Who it is, for a report."""
+    """Return the names of a rank, for a report."""
     tp_rank = rank.tp_rank if rank.tp_size > 1 else None
     return {"replica": rank.replica, "stage": rank.stage, "tp_rank": tp_rank}
 
@@ -415,9 +415,11 @@ def _has_loaded(rank: RankConfig, member: Member, event: child_process.WeightsLo
 
 
 def _replacement(rank: RankConfig, ranks: Iterable[RankLoaded], first_load: FirstLoad) -> RankConfig:
-    """Return the config of a rank that is started again: as at the start, but for what the others have
-    settled, which hold their KV cache and the weights of the first load. A tied head that is sent down the
-    pipe is sent in every epoch."""
+    """Return the config of a rank that is started again.
+
+    It is as at the start, but for what the other ranks have settled, which hold their KV cache and the
+    weights of the first load. A tied head that is sent down the pipe is sent in every epoch.
+    """
     num_blocks = min(message.max_blocks for message in ranks)
     return msgspec.structs.replace(
         rank, num_blocks=num_blocks, num_sharers=1, faults=[], first_load=first_load

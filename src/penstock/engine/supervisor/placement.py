@@ -1,4 +1,4 @@
-"""Which host each rank runs on, and what it gets there: device, threads, cores.
+"""Decides the host of each rank, and gives the rank device, threads and cores there.
 
 Asked by `engine.supervisor.launch`. Ranks come stage by stage, those of one stage side by side.
 """
@@ -81,7 +81,10 @@ def devices_of_ranks(requested_devices: list[str], host: HostResources) -> list[
 
 
 def shared_threads(devices: list[str], num_cpus: int) -> list[int]:
-    """Threads of each rank of a host: the cores go to the ranks on the CPU, but for one to drive each GPU."""
+    """Return the threads of each rank of a host.
+
+    The cores go to the ranks on the CPU, but for one to drive each GPU.
+    """
     num_on_cpu = devices.count("cpu")
     if not num_on_cpu:
         return [max(1, num_cpus // len(devices))] * len(devices)
@@ -92,9 +95,10 @@ def shared_threads(devices: list[str], num_cpus: int) -> list[int]:
 def cpus_of_ranks(
     parallel: ParallelConfig, threads: list[int], devices: list[str], host: HostResources
 ) -> list[tuple[int, ...]]:
-    """Cores of the threads of each rank of a host, in the order of the cores; all empty: not pinned.
+    """Return the cores of the threads of each rank of a host, in the order of the cores.
 
-    A rank on a GPU is never bound; but the cores that its threads need are left to it.
+    All are empty where ranks are not pinned. A rank on a GPU is never bound; but the cores that its threads
+    need are left to it.
     """
     ends = list(itertools.accumulate(threads))
     reason = _why_not_pinned(parallel, ends[-1], devices, host)
@@ -115,8 +119,10 @@ def cpus_of_ranks(
 
 
 def cpus_of_core(ranks: list[RankConfig], head: HostResources) -> tuple[int, ...]:
-    """Any but those that output ranks are bound to: a result wakes the core up where it was sent, and there
-    it would push the sender aside, which has the next micro-batch to run. One stage has none.
+    """Return the core's own cores: any but those that output ranks are bound to.
+
+    A result wakes the core up where it was sent, and there it would push the sender aside, which has the next
+    micro-batch to run. A pipe of one stage has none.
 
     Args:
         ranks: of all replicas.
@@ -130,7 +136,7 @@ def cpus_of_core(ranks: list[RankConfig], head: HostResources) -> tuple[int, ...
 def _why_not_pinned(
     parallel: ParallelConfig, num_threads: int, devices: list[str], host: HostResources
 ) -> str:
-    """Why threads cannot be bound to cores of their own; "" if they can."""
+    """Return why threads cannot be bound to cores of their own; "" if they can."""
     if "cpu" not in devices:
         return "the stages run on a GPU"
     if parallel.backend == "inprocess":

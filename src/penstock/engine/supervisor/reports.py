@@ -1,4 +1,4 @@
-"""What a supervisor tells while it works, and a plain way to print it.
+"""The events that a supervisor reports while it works, and a plain way to print them.
 
 A `Reporter` is a port with one method; the command line may give one with bars and colours. Events are
 values, also sent as JSON lines over the status pipe of a supervisor that an `LLM` started.
@@ -25,7 +25,7 @@ _LOG = logging.getLogger("penstock")
 
 
 class _OfRank(msgspec.Struct, frozen=True, kw_only=True):
-    """About a rank.
+    """An event about a rank.
 
     Attributes:
         tp_rank: None where it is the only one of its stage.
@@ -43,7 +43,7 @@ class _OfRank(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LoadProgress(_OfRank, frozen=True, kw_only=True, tag_field="event", tag="progress"):
-    """A rank is reading its weights, or its host fetches them."""
+    """An event while a rank reads its weights, or its host fetches them."""
 
     done_bytes: int
     total_bytes: int
@@ -51,7 +51,7 @@ class LoadProgress(_OfRank, frozen=True, kw_only=True, tag_field="event", tag="p
 
 
 class StageLoaded(_OfRank, frozen=True, kw_only=True, tag_field="event", tag="stage_loaded"):
-    """A rank has its weights."""
+    """An event when a rank has its weights."""
 
     process: str  # how people find it, such as "pid 4711"
     bytes_read: int
@@ -59,7 +59,7 @@ class StageLoaded(_OfRank, frozen=True, kw_only=True, tag_field="event", tag="st
 
 
 class ModelFound(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag="model_found"):
-    """The model is there and the settings go together; its processes start.
+    """An event when the model is there and the settings go together; its processes start.
 
     Attributes:
         directory: of its files.
@@ -69,19 +69,19 @@ class ModelFound(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", t
 
 
 class Notice(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag="notice"):
-    """What was decided for the user, such as which kernels compute."""
+    """A note about what was decided for the user, such as which kernels compute."""
 
     text: str
 
 
 class Caution(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag="caution"):
-    """What will not work as the user may expect, and what to do about it."""
+    """A warning about what will not work as the user may expect, and what to do about it."""
 
     text: str
 
 
 class PartitionChosen(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag="partition_chosen"):
-    """`--partition auto` has cut the model.
+    """An event when `--partition auto` has cut the model.
 
     Attributes:
         layers: of each stage.
@@ -93,7 +93,7 @@ class PartitionChosen(msgspec.Struct, frozen=True, kw_only=True, tag_field="even
 
 
 class StageReady(_OfRank, frozen=True, kw_only=True, tag_field="event", tag="stage_ready"):
-    """A rank serves.
+    """An event when a rank serves.
 
     Attributes:
         parts: what it holds, such as "embed, layers 0-3".
@@ -114,7 +114,7 @@ class StageReady(_OfRank, frozen=True, kw_only=True, tag_field="event", tag="sta
 
 
 class EngineReady(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag="engine_ready"):
-    """All stages serve, and the front too.
+    """An event when all stages serve, and the front too.
 
     Attributes:
         address: URL of the server; for a caller's own engine, where its client connects.
@@ -127,7 +127,7 @@ class EngineReady(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", 
 
 
 class StageLost(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag="stage_lost"):
-    """The pipe is broken; running requests wait until it is joined again.
+    """An event when the pipe is broken; running requests wait until it is joined again.
 
     Attributes:
         epoch: that has ended.
@@ -149,7 +149,7 @@ class StageLost(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", ta
 
 
 class Recovered(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag="recovered"):
-    """A step has crossed the new pipe; `seconds` since the loss was noticed.
+    """An event when a step has crossed the new pipe; `seconds` since the loss was noticed.
 
     Attributes:
         notes: what is not as it was, or not as it should be.
@@ -162,19 +162,19 @@ class Recovered(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", ta
 
     @property
     def name(self) -> str:
-        """Of the epoch, for messages."""
+        """The name of the epoch, for messages."""
         return of_replica(self.replica, f"epoch {self.epoch}")
 
 
 class SpareReady(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag="spare_ready"):
-    """A process waits on this host for a rank that is lost; it holds `own_bytes` of memory."""
+    """An event when a process waits on this host for a rank that is lost, with `own_bytes` of memory."""
 
     host: str
     own_bytes: int
 
     @property
     def line(self) -> str:
-        """Of a log."""
+        """The event as a line of a log."""
         return f"a spare process waits on {self.host}, with {megabytes(self.own_bytes)} of memory"
 
 
@@ -191,32 +191,32 @@ class HostSaid(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag
 
     @property
     def line(self) -> str:
-        """Of a log."""
+        """The event as a line of a log."""
         return f"{self.host} {self.process}".rstrip() + f": {self.text}"
 
 
 class FrontLost(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag="front_lost"):
-    """The API process has ended, and is started again after `retry_s`; connections are reset."""
+    """An event when the API process has ended; it starts again after `retry_s`, connections are reset."""
 
     error: ErrorInfo
     retry_s: float = 0.0
 
 
 class FrontRecovered(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag="front_recovered"):
-    """The API process answers again; `seconds` since the loss was noticed."""
+    """An event when the API process answers again; `seconds` since the loss was noticed."""
 
     seconds: float
     name: ClassVar[str] = "API process"
 
 
 class Draining(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag="draining"):
-    """A signal has come; running requests may finish."""
+    """An event when a signal has come; running requests may finish."""
 
     seconds: float
 
 
 class EngineFailed(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag="engine_failed"):
-    """It is over; `error` is the first cause. `trace` is for those who ask for details."""
+    """An event when the engine has failed; `error` is the first cause, `trace` the details."""
 
     error: ErrorInfo
     trace: str = ""
@@ -243,7 +243,7 @@ Event = (
 
 
 class Reporter(Protocol):
-    """Takes events as they happen, on the supervisor's thread. Must not block."""
+    """A receiver of events as they happen, on the supervisor's thread. It must not block."""
 
     def report(self, event: Event) -> None: ...
 
@@ -260,7 +260,7 @@ class SteadyReporter:
 
 
 class LogReporter:
-    """For programs that hold the engine as a library: one INFO record of logger `penstock` for each event."""
+    """A reporter for programs that hold the engine as a library: it logs each event as INFO."""
 
     def report(self, event: Event) -> None:
         if not isinstance(event, LoadProgress) and (line := event_line(event)):
@@ -268,7 +268,7 @@ class LogReporter:
 
 
 class PlainReporter:
-    """One line per rank and event, without colours or cursor movement.
+    """A reporter that prints one line per rank and event, without colours or cursor movement.
 
     Args:
         stream: where to print; standard error by default.
@@ -336,7 +336,7 @@ def event_line(event: Event) -> str:
 
 
 def of_replica(replica: int | None, name: str) -> str:
-    """Such as "replica 1 stage 0"; the name alone where there is one replica."""
+    """Return a name such as "replica 1 stage 0"; the name alone where there is one replica."""
     return name if replica is None else f"replica {replica} {name}"
 
 
@@ -349,7 +349,7 @@ def _pause(seconds: float) -> str:
 
 
 def _plans(event: StageReady) -> str:
-    """What is in the memory of a rank beside its weights, where it was measured."""
+    """Return what is in the memory of a rank beside its weights, as text, where it was measured."""
     if not event.peak_bytes:
         return ""
     parts = megabytes(event.kv_bytes), megabytes(event.peak_bytes), megabytes(event.margin_bytes)
@@ -361,7 +361,7 @@ def _stranded(count: int) -> str:
 
 
 def rank_parts(config: RankConfig) -> str:
-    """What a rank holds, in words."""
+    """Return what a rank holds, in words."""
     start, last = config.start_layer, config.end_layer - 1
     layers = f"layers {start}-{last}" if last > start else f"layer {start}"
     parts = ["embed"] * config.is_first + [layers] + ["norm", "head"] * config.is_last

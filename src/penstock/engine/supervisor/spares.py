@@ -1,4 +1,4 @@
-"""When each host keeps a process ready for a rank that is lost: while the engine is whole.
+"""Decides when each host keeps a process ready for a rank that is lost: while the engine is whole.
 
 A rank that takes over such a process is back sooner by the start of an interpreter and its imports. Engines
 that live for a moment only never start one. After a loss the next one is started soon after a step has
@@ -24,7 +24,7 @@ LOOK_READY_S = 5.0  # at a host whose spare waits: it may have died, or memory m
 
 
 class Spares:
-    """A spare process on each host that has ranks, or stands by to have some.
+    """The spare processes, one on each host that has ranks or stands by to have some.
 
     Args:
         hosts: by name; others may come.
@@ -45,7 +45,7 @@ class Spares:
         self._looked_at: dict[str, float] = {}  # at each host, while the engine is whole
 
     def tend(self, now: float, *, is_whole: bool) -> None:
-        """See to them; to be called at least every second.
+        """Start and check the spares; to be called at least every second.
 
         Args:
             now: monotonic seconds.

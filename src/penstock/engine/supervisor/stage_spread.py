@@ -23,7 +23,9 @@ MAX_PERMUTED = 4  # hosts whose order along the pipeline is tried out
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageDemand:
-    """What a stage needs, and what of it is in memory. Bytes are of host memory, GPUs have their own.
+    """The memory that a stage needs, and how much of it is held already.
+
+    Bytes are of host memory; GPUs have their own.
 
     Attributes:
         host: where the stage was, if that host is there; else "".
@@ -45,7 +47,7 @@ class StageDemand:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostRoom:
-    """What a host has to give.
+    """The room that a host has for stages.
 
     Attributes:
         free_bytes: of memory, beside what its stages hold.
@@ -109,7 +111,7 @@ def _best_blocks(stages: Sequence[StageDemand], rooms: Sequence[HostRoom]) -> _B
 
 
 def _fits(room: HostRoom, block: range, stages: Sequence[StageDemand]) -> bool:
-    """Whether a host takes these stages, and lets go of its others."""
+    """Return whether a host can take these stages, once its others have left."""
     gets_more = any(stages[number].host != room.name for number in block)
     needed_bytes = num_gpus = num_own_gpus = 0
     for number, stage in enumerate(stages):

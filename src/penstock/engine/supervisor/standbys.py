@@ -1,12 +1,12 @@
-"""Ranks that are started beside a running pipe: they load their weights, and wait for a place in it.
+"""Starts ranks beside a running pipe: they load their weights, and wait for a place in it.
 
-    nobody ──the pipe has been whole for a while──▶ loading ──WeightsLoaded──▶ waiting ──take──▶ a member
+    none ────the pipe has been whole for a while──▶ loading ──WeightsLoaded──▶ waiting ──take──▶ a member
       ▲                                                │                          │
       └─────────── it has ended, or its place is another one now ◀────────────────┘
 
 A standby is a process like that of any rank, for the same layers and with the same checks of what it reads;
 it is handed no endpoints. A rank that is lost is then replaced without reading weights. It costs the memory
-of the weights a second time, so that nobody has one who has not asked for it. Decides when;
+of the weights a second time, so that there are none unless the user asks for them. Decides when;
 `RankHost.start_rank` does it, on whatever host the rank is for. Used by
 `engine.supervisor.pipeline_processes`, in the supervisor's thread.
 """
@@ -28,7 +28,7 @@ KEEP_FREE_BYTES = 2 << 30  # of the host's memory, beyond the weights of the sta
 
 
 class StandbyRanks(Protocol):
-    """Ranks beside the pipe of one replica."""
+    """The ranks beside the pipe of one replica."""
 
     def tend(
         self,
@@ -37,7 +37,7 @@ class StandbyRanks(Protocol):
         loaded: Mapping[int, RankLoaded],
         config_of: Callable[[int], RankConfig],
     ) -> None:
-        """See to them; to be called at least every second.
+        """Start, check and end the standbys; to be called at least every second.
 
         Args:
             now: monotonic seconds.
@@ -48,16 +48,16 @@ class StandbyRanks(Protocol):
         ...
 
     def take(self, rank: RankConfig, member_index: int) -> Member | None:
-        """Return the standby of this rank, which has loaded, as this member; None where nobody waits."""
+        """Return the standby of this rank, which has loaded, as this member; None if there is none."""
         ...
 
     def close(self) -> None:
-        """End them all."""
+        """End all standbys."""
         ...
 
 
 class NoStandbys:
-    """No rank has a standby: whoever is lost reads its weights again."""
+    """The standbys of no rank: a rank that replaces a lost one reads its weights again."""
 
     def tend(
         self,
@@ -66,13 +66,13 @@ class NoStandbys:
         loaded: Mapping[int, RankLoaded],
         config_of: Callable[[int], RankConfig],
     ) -> None:
-        """There is nobody to see to."""
+        """Do nothing."""
 
     def take(self, rank: RankConfig, member_index: int) -> Member | None:
         return None
 
     def close(self) -> None:
-        """There is nobody to end."""
+        """Do nothing."""
 
 
 NO_STANDBYS = NoStandbys()
@@ -86,11 +86,11 @@ class _Standby:
 
 
 class Standbys:
-    """A standby for each rank of some stages.
+    """The standbys of some stages, one for each rank.
 
     Args:
         hosts: by name.
-        stages: whose ranks have one.
+        stages: stages whose ranks have one.
     """
 
     def __init__(self, hosts: Mapping[str, RankHost], stages: Collection[int], reporter: Reporter) -> None:
@@ -145,7 +145,7 @@ class Standbys:
         return next((standby for standby in self._standbys if standby.rank == rank), None)
 
     def _has_room(self, rank: RankConfig, loaded: RankLoaded) -> bool:
-        """Whether its host can spare the memory, as far as that is the host's and not a GPU's."""
+        """Return whether the rank's host can spare the memory; that of a GPU is not looked at."""
         host = self._hosts[rank.host]
         if not host.is_there:
             return False
@@ -160,7 +160,7 @@ class Standbys:
             self._whole_since = now
 
     def _hear(self, standby: _Standby, now: float) -> None:
-        """Take what it has said; one that has ended is let go of, and is tried again after a while."""
+        """Take what a standby has said; one that has ended is removed, and tried again after a while."""
         standby.member.read_status()
         if standby.member.exit_code is not None:
             self._say(standby.rank, f"has ended: {standby.member.end().message}")
@@ -180,7 +180,7 @@ class Standbys:
 
 
 def standbys_of(stages: Collection[int], hosts: Mapping[str, RankHost], reporter: Reporter) -> StandbyRanks:
-    """Return what keeps standbys of these stages for one replica; of none, nothing is kept."""
+    """Return what keeps standbys of these stages for one replica; for no stages, it keeps none."""
     return Standbys(hosts, stages, reporter) if stages else NO_STANDBYS
 
 

@@ -81,11 +81,13 @@ class _ChildEnded(Exception):
 
 
 class Supervisor:
-    """Args:
-    engine: what to serve.
-    front: who uses it.
-    reporter: gets every event; by default a line each on standard error.
-    standby_stages: whose ranks have standbys with their weights (`engine.supervisor.standbys`).
+    """The supervisor of an engine: starts, watches and ends its processes.
+
+    Args:
+        engine: what to serve.
+        front: the user of the engine.
+        reporter: gets every event; by default a line each on standard error.
+        standby_stages: stages whose ranks have standbys with their weights (`engine.supervisor.standbys`).
     """
 
     def __init__(
@@ -105,11 +107,11 @@ class Supervisor:
     def for_server(
         cls, engine: EngineConfig, server: ServerConfig, reporter: Reporter | None = None
     ) -> Supervisor:
-        """The supervisor of `penstock serve`."""
+        """Return the supervisor of `penstock serve`."""
         return cls(engine, ApiProcessFront(engine, server), reporter)
 
     def run(self) -> int:
-        """Serve until told to stop, in the main thread. Returns the exit code; raises nothing of ours."""
+        """Serve until told to stop, in the main thread; return the exit code. Raises nothing of ours."""
         started = time.monotonic()
         gathered: EngineHosts | None = None
         try:
@@ -149,7 +151,7 @@ class Supervisor:
         self._reporter.report(HostSaid(host=host, process=process, text=text))
 
     def _refuse(self, error: PenstockError | OSError) -> int:
-        """Report why nothing was started; the exit code."""
+        """Report why nothing was started, and return the exit code."""
         if isinstance(error, OSError):  # no descriptors, no memory, no temporary directory
             error = PeerError(f"the engine cannot be started: {error}.", remedy="See `penstock doctor`.")
         self._reporter.report(EngineFailed(error=error.info()))
@@ -197,7 +199,7 @@ class _RunningEngine:
 
     @property
     def _members(self) -> list[Member]:
-        """Of all replicas."""
+        """The members of all replicas."""
         return [child for replica in self._replicas for child in replica.members]
 
     def run(self) -> int:
@@ -232,7 +234,7 @@ class _RunningEngine:
         self._front.start(self._watch, self._plan, [replica.client for replica in self._replicas])
 
     def _serve_on(self, leaving: Set[Member] = frozenset()) -> Set[Member]:
-        """Wait for what comes next, and recover what is broken; who of `leaving` has ended."""
+        """Wait for what comes next, and recover what is broken; return which of `leaving` have ended."""
         ended = self._hear(min(TICK_S, self._heartbeats.due_in(time.monotonic())))
         self._end_the_lifeless()
         self._mend_front((ended & self._fronts) - leaving)
@@ -272,11 +274,14 @@ class _RunningEngine:
             replica.kill_slow_loaders()
 
     def _replica_of(self, child: Member) -> PipelineProcesses:
-        """Where it is a member; the first one's for a child that is none."""
+        """Return the replica of a member; the first one for a child that is not a member."""
         return next((replica for replica in self._replicas if child in replica.members), self._replicas[0])
 
     def _hear(self, timeout_s: float) -> set[Member]:
-        """Wait for news and hear them; the children that have ended. Raises `_Stop` for what is no child."""
+        """Wait for news and hear them; return the children that have ended.
+
+        Raises `_Stop` for a signal, and when the user is gone.
+        """
         children, sources = self._watch.wait(timeout_s)
         if sources.intersection(self._gathered.sources):
             self._gathered.admit()
@@ -298,7 +303,7 @@ class _RunningEngine:
             self._reporter.report(FrontRecovered(seconds=self._front_losses.succeed(time.monotonic())))
 
     def _consume(self, sources: Set[Waitable]) -> None:
-        """A signal is taken; a lifeline that was cut stays cut and is not watched any more."""
+        """Clear a signal, or stop watching a lifeline that was cut and stays cut."""
         for source in sources:
             if source is self._signals:
                 self._signals.clear()
@@ -347,7 +352,7 @@ class _RunningEngine:
         return 0
 
     def _await_end(self, children: Sequence[Member], timeout_s: float) -> None:
-        """Let children end that were asked to; those that have not after this long are killed later."""
+        """Wait for children that were asked to end; those that do not in time are killed later."""
         deadline = time.monotonic() + timeout_s
         leaving = set(children)
         while leaving and (remaining := deadline - time.monotonic()) > 0:
@@ -357,7 +362,7 @@ class _RunningEngine:
                 self._watch.reap(child)
 
     def _fail(self, cause: ErrorInfo) -> int:
-        """It cannot be started: say why, end all."""
+        """Report why the engine cannot start, and end all children."""
         traces = [child.trace for child in self._watch.members if child.failure is cause]
         self._reporter.report(EngineFailed(error=cause, trace="".join(traces)))
         self._watch.kill()
@@ -365,7 +370,7 @@ class _RunningEngine:
 
 
 def _once(events: Iterable[Notice | StageReady]) -> Iterator[Notice | StageReady]:
-    """What all replicas say is said once."""
+    """Yield the events, with notices that several replicas have in common only once."""
     said: set[str] = set()
     for event in events:
         if not isinstance(event, Notice):
@@ -376,7 +381,7 @@ def _once(events: Iterable[Notice | StageReady]) -> Iterator[Notice | StageReady
 
 
 class StatusReporter:
-    """Sends events as JSON lines to the program that started this process."""
+    """A reporter that sends events as JSON lines to the program that started this process."""
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
@@ -388,14 +393,14 @@ class StatusReporter:
 
 
 class CallerConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """What `LLM` writes to the config pipe, as one line of JSON; the pipe then stays open as its lifeline."""
+    """The line of JSON that `LLM` writes to the config pipe, which then stays open as its lifeline."""
 
     engine: EngineConfig
     caller_pid: int
 
 
 def read_caller_config(fd: int) -> CallerConfig:
-    """Read the line, and leave the pipe open."""
+    """Return the config in the first line of the pipe, which stays open."""
     line = b""
     while not line.endswith(b"\n"):
         chunk = os.read(fd, 65536)
@@ -406,7 +411,7 @@ def read_caller_config(fd: int) -> CallerConfig:
 
 
 def main() -> int:
-    """Entry point of the supervisor that an `LLM` starts."""
+    """Run the supervisor that an `LLM` starts, and return its exit code."""
     show_threads_on_request()
     parser = argparse.ArgumentParser()
     parser.add_argument("--config-fd", type=int, required=True)

@@ -26,10 +26,10 @@ MOVED_NS = 1_000_000  # of a clock that began anew with its host: no drift
 
 
 class ToldHosts:
-    """What one core has been told.
+    """The facts about hosts that one core has been told.
 
     Args:
-        hosts: all that there are.
+        hosts: all hosts.
         clock: monotonic seconds.
     """
 
@@ -77,7 +77,7 @@ def link_speed_report(link: LinkJudged) -> Caution | Notice:
 
 
 def _is_news(present: PipeHosts, told: PipeHosts) -> bool:
-    """Whether stages or ways are others, or a clock is known or has moved that was not."""
+    """Return whether stages or links have changed, or a clock is new or has moved."""
     if (present.stages, present.links) != (told.stages, told.links):
         return True
     offsets = {clock.host: clock.offset_ns for clock in told.clocks}

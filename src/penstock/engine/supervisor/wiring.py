@@ -1,4 +1,4 @@
-"""Who is connected to whom in one epoch: links, channels of messages, and the meetings of stages.
+"""Connects the processes of one epoch: links, channels of messages, and the meetings of stages.
 
 What a connection is made of is up to the hosts of its ends (`hosts.connections`). A process gets the
 endpoints of its own ends and no others.
@@ -7,7 +7,7 @@ endpoints of its own ends and no others.
              output rank ──results──▶ core         output rank ──tokens──▶ every rank of earlier stages
     ranks of one stage share a meeting
 
-`══` goes both ways, `──▶` one way. Who receives accepts, and of a plan channel the core. Within an epoch a
+`══` goes both ways, `──▶` one way. The receiver accepts, of a plan channel the core. Within an epoch a
 link may be exchanged for another one (`Wiring.exchange_link`).
 """
 
@@ -36,7 +36,7 @@ class LinkExchange:
     Attributes:
         order: for the core, once the ends are handed over.
         ends: for each of its two ranks.
-        connection: of the new link; `delivered` is to be called once the ends are handed over.
+        connection: connection of the new link; `delivered` is to be called once the ends are handed over.
     """
 
     order: LinkOrder
@@ -68,7 +68,7 @@ class Wiring:
         }
         try:
             self._create(plan)
-        except BaseException:  # no more descriptors: those made so far are for whoever tries again
+        except BaseException:  # no more descriptors: those made so far are given back for the next try
             self.close()
             raise
 
@@ -107,7 +107,7 @@ class Wiring:
         yield from self._results
 
     def core(self) -> CoreEndpoints:
-        """What the core is told."""
+        """Return the endpoints of the core."""
         return CoreEndpoints(
             epoch=self._epoch,
             plans=[connection.accepting for connection in self._plans.values()],
@@ -143,12 +143,12 @@ class Wiring:
         return endpoint
 
     def exchange_link(self, sender: RankAddress, receiver: RankAddress, first_step: int = 0) -> LinkExchange:
-        """Make another link between two neighbours; the one of before is kept until `release_link`.
+        """Make another link between two neighbours; the old one is kept until `release_link`.
 
         Args:
-            first_step: that is to cross the new link, or one of the next ones if it is too late for that.
+            first_step: first step to cross the new link; a later one if it is too late for that.
 
-        Raises what `hosts.connections.connect` does; then the link stays.
+        Raises what `hosts.connections.connect` does; then the old link stays.
         """
         replaced, number = self._links[sender, receiver], next(self._numbers)
         connection = self._links[sender, receiver] = self._new_link(sender, receiver)
@@ -169,23 +169,23 @@ class Wiring:
         )
 
     def release_link(self, epoch: int, number: int) -> None:
-        """Let go of the link whose place the one of this number has taken: nothing is in it any more."""
+        """Close the link that link `number` has replaced: nothing is in it any more."""
         if epoch == self._epoch and number in self._replaced:  # else it has ended with its epoch
             self._replaced.pop(number).end()
 
     def delivered(self) -> None:
-        """All processes have been told where they meet."""
+        """Record that all processes have their endpoints."""
         for connection in self._connections:
             connection.delivered()
 
     def end(self) -> None:
-        """The epoch is over: whoever waits at a connection stops."""
+        """End the epoch, so that all waits at its connections stop."""
         for connection in self._connections:
             connection.end()
         self._forget()
 
     def close(self) -> None:
-        """Let go of everything; what processes have goes on. May be called twice."""
+        """Close all connections at this end; what processes have goes on. May be called twice."""
         for connection in self._connections:
             connection.close()
         self._forget()
@@ -207,5 +207,5 @@ def _receivers(rank: RankConfig) -> list[RankAddress]:
 
 
 def _samples(rank: RankConfig) -> ChannelNeed:
-    """For what all steps in flight sample, and those of the trip before, which no plan has consumed."""
+    """Return the need of a channel for the samples of all steps in flight, and of the trip before."""
     return ChannelNeed(num_messages=2 * rank.depth, num_rows=rank.max_num_samples)
