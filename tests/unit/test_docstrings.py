@@ -26,7 +26,6 @@ ALLOWED: dict[str, int] = {
     "decisions": 15,
     "distributed": 37,
     "drafting": 16,
-    "executor": 43,
     "families": 177,
     "gguf": 6,
     "grammar": 35,

@@ -58,55 +58,58 @@ _GONE = "rank_gone"
 _CAUSE_GRACE_S = 0.2
 LINK_LEAD_STEPS = 4  # between the plan that orders a link and the first step over it: its ends meet meanwhile
 _LOOK_S = 0.1  # at most between two questions whether a handshake is over
-# What is seen where another one has failed, the better explanation first: who waited in vain leaves, and then
+# What is seen where another rank has failed, the better explanation first: one waits in vain and leaves, then
 # the others miss it.
 _CONSEQUENCES = ("WaitTimeoutError", "LinkClosedError")
 
 
 class KVPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """What the ranks agreed on at start."""
+    """The number of KV blocks that the ranks agreed on at start, with what they said."""
 
     num_blocks: int  # the minimum over the ranks, allocated on each of them
     ranks: list[RankLoaded]  # stage by stage
 
     @property
     def stranded_bytes(self) -> list[int]:
-        """Memory that each rank could have used for KV, had the tightest one not set the limit."""
+        """The memory that each rank could have used for KV, had the tightest one not set the limit."""
         return [stranded_bytes(rank.max_blocks, self.num_blocks, rank.block_bytes) for rank in self.ranks]
 
 
 class Reports(Protocol):
-    """What the ranks have told beside results."""
+    """The reports of the ranks beside results."""
 
     def stage_times(self) -> list[StageTimes]:
-        """The newest report of each stage that has sent one, by stage."""
+        """Return the newest report of each stage that has sent one, by stage."""
         ...
 
     def spans(self) -> list[StageSpans]:
-        """What the first rank of each stage did in the last `rank_reports.TRACE_S` seconds or so, by stage
-        and time."""
+        """Return what each stage's first rank did in the last `TRACE_S` seconds, by stage and time."""
         ...
 
     def rank_spans(self, seen: Container[SpansKey]) -> list[StageSpans]:
-        """What each rank did in that time, by stage, rank and time; of a rank of which a report was seen,
-        what came behind that one."""
+        """Return what each rank did in that time, by stage, rank and time.
+
+        Of a rank of which a report is in `seen`, only what came behind that report.
+        """
         ...
 
     def finished_orders(self) -> list[OrderResult]:
-        """Orders that all ranks have answered since the last call, and what has become of each."""
+        """Return the orders that all ranks have answered since the last call, with their outcomes."""
         ...
 
     def store_use(self) -> StoreUse:
-        """What the ranks have told since the last call of what they did with the store; `NO_STORE_USE` itself
-        if nothing. `switched_off`: how many more have it switched off now."""
+        """Return how the ranks have used the store since the last call; `NO_STORE_USE` itself if not at all.
+
+        Its `switched_off` says how many more have it switched off now.
+        """
         ...
 
     def entry_answers(self) -> list[EntryAnswers]:
-        """What ranks have answered to `Executor.call_store` since the last call."""
+        """Return what ranks have answered to `Executor.call_store` since the last call."""
         ...
 
     def built_grammars(self) -> list[BuiltGrammar]:
-        """Grammars that all ranks of the last stage have told of since the last call, by number."""
+        """Return the grammars that all ranks of the last stage have reported since the last call."""
         ...
 
 
@@ -115,18 +118,18 @@ class Executor(Protocol):
 
     @property
     def reports(self) -> Reports:
-        """What the ranks have told so far; kept by `poll_results`."""
+        """The reports of the ranks so far; kept by `poll_results`."""
         ...
 
     def start(self) -> KVPlan:
-        """Wait until all ranks have loaded, agree on the KV blocks, wait until all are ready.
+        """Wait until all ranks have loaded, agree on the KV blocks, and wait until all are ready.
 
         Raises the error of the first rank that failed, or `WaitTimeoutError` naming the silent ones.
         """
         ...
 
     def poll_start(self) -> KVPlan | None:
-        """As `start`, without waiting: None while it is not done. Call it until it is."""
+        """Do what `start` does, without waiting: return None while it is not done. Call it until it is."""
         ...
 
     def submit_plan(self, plan: ScheduledBatch) -> int:
@@ -138,22 +141,22 @@ class Executor(Protocol):
         ...
 
     def call_store(self, rank: int, call: EntryCall) -> bool:
-        """Send a call to one rank, by its number; it goes in front of the plans that are submitted later.
+        """Send a call to one rank, by its number, in front of the plans that are submitted later.
 
         Returns:
-            Whether it was sent; without waiting. If not, or when the rank is lost, nobody answers.
+            Whether it was sent; without waiting. If not, or when the rank is lost, no answer comes.
         """
         ...
 
     def exchange_link(self, order: LinkOrder) -> None:
-        """Have the next plan order that a link is exchanged, at the step of the order or later.
+        """Let the next plan order that a link is exchanged, at the step of the order or later.
 
         Both ends of the new link have been handed to their ranks.
         """
         ...
 
     def poll_results(self, timeout_s: float) -> list[StepResult]:
-        """Results that have come, in order of their steps; waits at most `timeout_s` for the first.
+        """Return results that have come, in step order; wait at most `timeout_s` for the first.
 
         Raises `StageLostError` with the first cause when a rank has failed or gone.
         """
@@ -164,22 +167,20 @@ class Executor(Protocol):
         ...
 
     def abandon(self) -> None:
-        """Let go of the ranks without a word: whoever of them lives waits for another epoch."""
+        """Close the connections without a word: ranks that live wait for another epoch."""
         ...
 
     def wait_sources(self) -> list[int]:
-        """Descriptors that become readable when `poll_results` may have something; empty if only that can
-        wait.
+        """Return descriptors that become readable when `poll_results` may have something.
 
-        Edge-triggered: call `poll_results(0)` after each event and after each `submit_plan`, before waiting
-        for them.
+        There are none if only `poll_results` can wait. They are edge-triggered: call `poll_results(0)` after
+        each event and after each `submit_plan`, before waiting for them.
         """
         ...
 
 
 class NoExecutor:
-    """What there is between two epochs: no rank, to which nothing may be submitted and from which nothing
-    comes."""
+    """The executor between two epochs: it has no rank, takes no plan and gives no result."""
 
     reports = RankReports(0)
 
@@ -196,16 +197,16 @@ class NoExecutor:
         return False
 
     def exchange_link(self, order: LinkOrder) -> None:
-        """The links of the epoch that is over are gone, and so is what was to be done with them."""
+        """Do nothing, since the links of the epoch that is over are gone."""
 
     def poll_results(self, timeout_s: float) -> list[StepResult]:
         return []
 
     def shutdown(self) -> None:
-        """There is nobody to let go."""
+        """Do nothing."""
 
     def abandon(self) -> None:
-        """There is nobody to let go of."""
+        """Do nothing."""
 
     def wait_sources(self) -> list[int]:
         return []
@@ -223,10 +224,10 @@ class RankChannels:
         results: from the last stage, if its results come on a path of their own.
         clock: monotonic seconds.
         start: what the ranks are told once they have loaded; 0 blocks: what the tightest stage can hold.
-        stages: of each rank; none: each rank is a stage.
+        stages: stage of each rank; empty: each rank is a stage.
 
     Attributes:
-        reports: what the ranks have told beside results.
+        reports: reports of the ranks beside results.
     """
 
     def __init__(
@@ -256,10 +257,10 @@ class RankChannels:
         self._link_orders: list[LinkOrder] = []  # for the next plan
 
     def handshake(self, timeout_s: float, is_over: Callable[[], bool] = lambda: False) -> KVPlan:
-        """Loaded, allocate, ready: `poll_start` until it is done; each half has so much time.
+        """Call `poll_start` until it is done; each half, to load and to allocate, has `timeout_s`.
 
         Raises:
-            LinkClosedError: `is_over`, which is asked now and then: not all of them will come any more.
+            LinkClosedError: `is_over`, which is called now and then, says that not all ranks will come.
         """
         deadline, were_loaded = self._clock() + timeout_s, False
         while (plan := self.poll_start()) is None:
@@ -299,7 +300,7 @@ class RankChannels:
                 channel.send(frame)
 
     def _check_carriers(self) -> None:
-        """The ranks of a stage add by our kernels, or all of them without."""
+        """Raise `PeerError` unless the ranks of each stage all add by our kernels, or all without."""
         for stage in set(self._stages):
             own = [rank for rank, of_stage in enumerate(self._stages) if of_stage == stage]
             without = [rank for rank in own if self._loaded[rank].kernels.startswith("none")]
@@ -315,7 +316,7 @@ class RankChannels:
         self._link_orders.append(order)
 
     def submit_plan(self, plan: ScheduledBatch) -> int:
-        """Encode once, send to every rank. That a rank has gone is told by `poll_results`, with the cause."""
+        """Encode once, send to every rank. `poll_results` raises the cause if a rank has gone."""
         if self._link_orders:
             plan = self._with_link_orders(plan)
         sealed = self._log.seal(plan)
@@ -334,7 +335,7 @@ class RankChannels:
         return True
 
     def poll_results(self, timeout_s: float) -> list[StepResult]:
-        """Results that have come, those before a failure first; see `Executor.poll_results`."""
+        """Return results that have come, those before a failure first; see `Executor.poll_results`."""
         messages, deadline = self._drain(), self._clock() + timeout_s
         while not self._has_news(messages) and (left_s := deadline - self._clock()) > 0:
             self._wait(left_s)
@@ -344,21 +345,21 @@ class RankChannels:
         return [_expect(StepResult, message) for message in messages]
 
     def shutdown(self) -> None:
-        """Say `Shutdown` and leave."""
+        """Send `Shutdown` and close all channels."""
         for channel in self._channels:
             with contextlib.suppress(PenstockError):  # that rank may have gone, or never have come
                 channel.send(encode(Shutdown()), timeout_s=0.0)
         self.close()
 
     def close(self) -> None:
-        """Leave."""
+        """Close all channels."""
         for channel in self._channels:
             channel.close()
         if self._results is not None:
             self._results.close()
 
     def _with_link_orders(self, plan: ScheduledBatch) -> ScheduledBatch:
-        """The plan with the orders that wait; their steps come when both ends have had time to meet."""
+        """Return the plan with the waiting orders; their steps leave both ends time to meet."""
         soonest = plan.step_id + LINK_LEAD_STEPS
         orders = [
             msgspec.structs.replace(order, first_step=max(order.first_step, soonest))
@@ -368,12 +369,14 @@ class RankChannels:
         return msgspec.structs.replace(plan, links=sorted(orders, key=lambda order: order.first_step))
 
     def _has_news(self, messages: Sequence[RankToCore]) -> bool:
-        """Something that whoever polls should look at."""
+        """Return whether there is something that the caller of `poll_results` should look at."""
         return bool(messages or self._failures or self.reports.has_answers)
 
     def _drain(self) -> list[RankToCore]:
-        """What the ranks have sent. Reports of time are put aside, and so are failures: what was sent before
-        them still counts."""
+        """Return what the ranks have sent, but for reports and failures, which are kept.
+
+        Failures are kept because what was sent before them still counts.
+        """
         messages: list[RankToCore] = []
         is_starting = len(self._ready) < len(self._channels)
         for rank in range(len(self._channels)):
@@ -392,7 +395,7 @@ class RankChannels:
         return messages + self._drain_results()
 
     def _drain_results(self) -> list[RankToCore]:
-        """After all else, so that nothing is missed that was sent before a failure."""
+        """Return the results; called after all else, so that none sent before a failure is missed."""
         messages: list[RankToCore] = []
         if self._results is not None:
             with contextlib.suppress(LinkClosedError):  # the last stage's other channel tells of its end
@@ -412,7 +415,7 @@ class RankChannels:
             raise
 
     def _first_cause(self) -> ErrorInfo:
-        """The failure to report; a rank that misses its neighbour may speak before the culprit does."""
+        """Return the failure to report; a rank that misses its neighbour may speak before the culprit."""
         if all(_is_consequence(failure) for failure in self._failures):
             self._wait(_CAUSE_GRACE_S)
             self._drain()
@@ -429,7 +432,7 @@ class RankChannels:
 
 
 def first_cause(failures: Sequence[ErrorInfo]) -> ErrorInfo:
-    """The failure that explains the others: words before silence, ranks that miss a neighbour last."""
+    """Return the failure that explains the others: words before silence, a missed neighbour last."""
 
     def remoteness(failure: ErrorInfo) -> tuple[int, bool]:
         steps = 1 + _CONSEQUENCES.index(failure.kind) if _is_consequence(failure) else 0

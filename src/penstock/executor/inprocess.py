@@ -1,4 +1,4 @@
-"""Ranks as threads of this process: for tests, notebooks and debuggers.
+"""Runs ranks as threads of this process: for tests, notebooks and debuggers.
 
 The same `run_rank` as in a process of its own, joined by in-memory links and channels. `llm` and tests make
 one.
@@ -30,7 +30,7 @@ _LOAD_TIMEOUT_S = 3600.0
 
 
 class InprocessExecutor:
-    """Runs all ranks as threads.
+    """An executor that runs all ranks as threads.
 
     Args:
         rank_configs: stage by stage, the ranks of one stage side by side.
@@ -93,7 +93,7 @@ class InprocessExecutor:
 
 
 def connect_ranks(configs: Sequence[RankConfig], plan_ends: Sequence[QueueChannel]) -> list[RankConnections]:
-    """In-memory links between neighbours, meetings within stages, token paths from the output rank.
+    """Return in-memory links between neighbours, meetings within stages, and token paths.
 
     Args:
         configs: stage by stage, the ranks of one stage side by side.
@@ -130,4 +130,4 @@ def connect_ranks(configs: Sequence[RankConfig], plan_ends: Sequence[QueueChanne
 
 
 def _ignore(event: StatusEvent) -> None:
-    """Nobody watches the threads; the core hears of a failure over the plan channel."""
+    """Do nothing: threads are not watched, and the core hears of a failure over the plan channel."""

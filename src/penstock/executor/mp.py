@@ -1,4 +1,4 @@
-"""One process per rank: the core's side.
+"""Runs one process per rank: the core's side.
 
 The engine core makes a `MpExecutor` over the ends that the supervisor gave it. It does not start the rank
 processes (`python -m penstock.rank.process`), the supervisor does; it only talks to them. Torch-free.
@@ -25,7 +25,7 @@ from penstock.process.endpoints import CoreEndpoints
 
 
 class MpExecutor:
-    """Talks to rank processes, for one epoch.
+    """An executor over rank processes, for one epoch.
 
     Args:
         ends: where the ranks are met, and where the output rank's results come. Their descriptors are closed

@@ -1,5 +1,7 @@
-"""What ranks tell beside results: where their time went, what became of orders, and which grammars are built.
-Kept for whoever asks, as are answers to calls about the stores of their hosts."""
+"""Keeps what ranks report beside results: times, outcomes of orders, and built grammars.
+
+Answers to calls about the stores of their hosts are kept, too.
+"""
 
 from __future__ import annotations
 
@@ -25,9 +27,11 @@ _SEVERITY: tuple[OrderStatus, ...] = ("done", "late", "failed")
 
 
 class RankReports:
-    """Args:
-    num_ranks: that answer each order.
-    num_last: of them on the last stage, which build grammars.
+    """The reports of all ranks of an epoch that have not been taken.
+
+    Args:
+        num_ranks: number of ranks that answer each order.
+        num_last: number of ranks on the last stage, which build grammars.
     """
 
     def __init__(self, num_ranks: int, num_last: int = 1) -> None:
@@ -41,7 +45,7 @@ class RankReports:
 
     @property
     def has_answers(self) -> bool:
-        """Whether an order or a call has been answered by any rank, or a grammar by all, and is not taken."""
+        """Whether any rank's answer, or a grammar that all have reported, is not taken."""
         return bool(self._answers or self._entries) or any(map(self._is_told, self._grammars.values()))
 
     def keep(self, report: StageTimes | StageSpans | OrdersDone | EntryAnswers | GrammarsBuilt) -> None:
@@ -130,7 +134,7 @@ def _behind(reports: Iterable[StageSpans], seen: Container[SpansKey]) -> list[St
 
 
 def _each(report: GrammarsBuilt) -> Iterator[BuiltGrammar]:
-    """What one rank has told."""
+    """Yield what one rank has reported."""
     for number in report.built:
         yield BuiltGrammar(number)
     for number, why in report.failed.items():

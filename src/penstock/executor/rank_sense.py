@@ -1,7 +1,7 @@
-"""Whether what a rank says can be used: a rank may run on a host that is broken, or is somebody else's.
+"""Checks that what a rank says can be used: a rank may run on a host that is broken or hostile.
 
 Decoding has checked the types and bounds of a message (`penstock.bounds`). Here is what no type says, so that
-whoever uses the message need not look. A message without sense loses its rank, as if that had gone; the core
+the users of the message need not look. A message without sense loses its rank, as if that had gone; the core
 and all other ranks go on. Results of steps are compared with their plans, in `engine.core.steps_in_flight`.
 Used by `executor.base`.
 """
@@ -34,7 +34,7 @@ def sensible(message: RankToCore, stage: int) -> RankToCore:
     """Return a message of a rank with its text fit to be shown.
 
     Args:
-        stage: of the rank.
+        stage: stage of the rank.
 
     Raises:
         ProtocolError: it makes no sense.
@@ -57,7 +57,7 @@ def _has_text(message: RankToCore) -> bool:
 
 
 def _is_whole(report: StageSpans) -> bool:
-    """Whether each span has a known phase and a duration, and the steps begin one after the other in them."""
+    """Return whether each span has a known phase and a duration, and the steps begin in order in them."""
     begins = [begin for begin, _, _ in report.steps]
     return (
         len(report.durations_ns) == len(report.phases)
