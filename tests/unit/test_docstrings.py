@@ -40,7 +40,6 @@ ALLOWED: dict[str, int] = {
     "models": 61,
     "planner": 35,
     "process": 84,
-    "rank": 50,
     "replay": 26,
     "reports": 13,
     "runner": 102,

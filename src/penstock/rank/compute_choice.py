@@ -1,4 +1,4 @@
-"""With what a rank computes: our kernels or torch, on which cores, over weights in which form.
+"""Chooses how a rank computes: with our kernels or torch, on which cores, over weights in which form.
 
 Called by `rank.rank` before the model is built.
 """
@@ -27,7 +27,7 @@ _BITS = {"int8": 8, "int4": 4}
 
 
 class ChosenKernels(NamedTuple):
-    """What our kernels do on a rank.
+    """The kernels that run on a rank.
 
     Attributes:
         kernels: None: torch does everything.
@@ -98,8 +98,11 @@ def numeric_class(chosen: ChosenKernels, spec: ModelSpec, device: torch.device) 
 
 
 def is_invariant(kernels: CpuKernels | None) -> bool:
-    """Whether numbers do not depend on what is computed together with them: torch does not promise that, but
-    for what it computes beside all our kernels, number by number (`layers.elementwise`)."""
+    """Return whether numbers do not depend on what is computed together with them.
+
+    Torch does not promise that, but for what it computes beside all our kernels, number by number
+    (`layers.elementwise`).
+    """
     return kernels is not None and kernels.enabled == frozenset(KERNEL_NAMES)
 
 
@@ -129,7 +132,7 @@ def pin_threads(config: RankConfig, kernels: CpuKernels | None) -> None:
 
 
 def format_of(config: RankConfig, weights: StoredWeights) -> FormatOf:
-    """How each matrix is to be held; raises `CheckpointError` for shapes that config.json denies."""
+    """Return how each matrix is to be held; raises `CheckpointError` for shapes that config.json denies."""
     if weights.is_quantized:
         return weights.form_of
     if config.quantization == "none":

@@ -1,4 +1,4 @@
-"""One rank's model, loaded, and the runner over it: all that computes, without neighbours or messages.
+"""Loads one rank's model and makes the runner over it: all that computes, without neighbours or messages.
 
 Called by `rank.rank`, which serves with it, and by `planner.step_timing`, which times it.
 """
@@ -59,10 +59,10 @@ _NO_KERNELS = ChosenKernels(None, "none for transformers' layers: plain torch, w
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedRank:
-    """Weights in memory.
+    """The weights of a rank in memory, with what was learnt while they were loaded.
 
     Attributes:
-        samples: of the model's files, taken before the weights were read.
+        samples: samples of the model's files, taken before the weights were read.
         group: the ranks that share them; it is joined in every epoch.
         storage: of the KV cache; nothing is allocated yet.
         kernels: which run, or why none do.
@@ -85,7 +85,7 @@ class LoadedRank:
 
 
 def load_rank(config: RankConfig, progress: Callable[[int, int], None]) -> LoadedRank:
-    """Set up this process' (or thread's) compute threads, and load the rank's weights.
+    """Set up this process's (or thread's) compute threads, and load the rank's weights.
 
     Args:
         progress: called with (bytes done, bytes in all).
@@ -135,7 +135,7 @@ def load_rank(config: RankConfig, progress: Callable[[int, int], None]) -> Loade
 
 
 def tensor_group(config: RankConfig, kernels: CpuKernels | None) -> TensorGroup:
-    """The ranks of the stage as this one sees them; over the best carrier that there is."""
+    """Return the ranks of the stage as this one sees them, over the best carrier that there is."""
     if config.tp_size == 1:
         return SOLO
     name, timeout_s = f"stage {config.stage}", config.wait_timeout_s
@@ -156,7 +156,7 @@ def build_model(
     weights: StoredWeights,
     group: TensorGroup = SOLO,
 ) -> Decoder:
-    """The rank's layers, not filled."""
+    """Return the rank's layers, not filled."""
     return Decoder(
         spec,
         (config.start_layer, config.end_layer),
@@ -172,7 +172,7 @@ def build_model(
 
 
 def build_transformers(config: RankConfig, spec: ModelSpec, stored: frozenset[str]) -> TransformersModel:
-    """The rank's layers as transformers has them, not filled.
+    """Return the rank's layers as transformers has them, not filled.
 
     Args:
         stored: names of the checkpoint's tensors.
@@ -190,7 +190,7 @@ def build_transformers(config: RankConfig, spec: ModelSpec, stored: frozenset[st
 def build_runner(
     config: RankConfig, loaded: LoadedRank, kv: Sequence[AnyKV], grammars: NoGrammars | None = None
 ) -> ModelRunner:
-    """The runner over a model and its KV storage; that of an MTP layer comes last."""
+    """Return the runner over a model and its KV storage; that of an MTP layer comes last."""
     model, num_layers = loaded.model, config.num_layers
     model.record(kv[:num_layers], config.max_num_batched_tokens)
     ids = NoIds if config.is_between else KeptIds
@@ -228,7 +228,7 @@ def build_runner(
 
 
 def grammar_rows(config: RankConfig, spec: ModelSpec) -> NoGrammars:
-    """What obeys the grammars of requests, on a rank that samples."""
+    """Return what applies the grammars of requests, on a rank that samples."""
     if not config.is_last:
         return NoGrammars()
 
@@ -245,7 +245,7 @@ def grammar_rows(config: RankConfig, spec: ModelSpec) -> NoGrammars:
 
 
 def kv_transfer(config: RankConfig, loaded: LoadedRank, kv: Sequence[AnyKV]) -> KVTransfer | None:
-    """Between this rank's KV storage and the store, if there is one."""
+    """Return the transfer between this rank's KV storage and the store, if there is one."""
     if config.store is None:
         return None
     heads = HeadShares.of(loaded.spec, loaded.group)
@@ -269,7 +269,7 @@ def kv_transfer(config: RankConfig, loaded: LoadedRank, kv: Sequence[AnyKV]) -> 
 
 
 def entry_calls(config: RankConfig) -> EntryCalls | NoEntryCalls:
-    """What carries out calls of the core at the store of this host, if the host has it to itself."""
+    """Return what carries out calls about the store of this host, if the host has it to itself."""
     store = config.store
     if store is None or not store.host:
         return NO_ENTRY_CALLS
@@ -281,12 +281,12 @@ def entry_calls(config: RankConfig) -> EntryCalls | NoEntryCalls:
 
 
 def transfers_head(config: RankConfig, spec: ModelSpec) -> bool:
-    """Whether a tied head comes down the pipe."""
+    """Return whether a tied head comes down the pipe."""
     return config.tied_head == "transfer" and spec.tie_word_embeddings and config.num_stages > 1
 
 
 def device_of(config: RankConfig) -> torch.device:
-    """The device of the rank, which must be there."""
+    """Return the device of the rank; raise `UsageError` if it is not there."""
     device, num_gpus = torch.device(config.device), torch.cuda.device_count()
     if device.type == "cpu" or device.index < num_gpus:
         return device
@@ -299,12 +299,12 @@ def device_of(config: RankConfig) -> torch.device:
 
 
 def available_bytes(device: torch.device) -> int:
-    """What is free on the device now, other processes' use deducted."""
+    """Return what is free on the device now, other processes' use deducted."""
     return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else host_available_bytes()
 
 
 def dtype_of(config: RankConfig) -> torch.dtype:
-    """The torch type of a rank's numbers."""
+    """Return the torch type of a rank's numbers."""
     dtype = getattr(torch, config.dtype)
     assert isinstance(dtype, torch.dtype)
     return dtype

@@ -2,7 +2,7 @@
 
     weights ─▶ small KV cache, runner ─▶ prompts that fill a plan ─▶ every row decodes and is sampled ─▶ peak
 
-Every rank measures by itself and waits for nobody: where ranks share a stage, each takes the others to bring
+Every rank measures by itself, without waiting: where ranks share a stage, each takes the others to bring
 what it brings (`TensorGroup.rehearsing`). Rows read the blocks of the small cache again and again, as if it
 were as large as the one that comes.
 
@@ -59,23 +59,23 @@ _ANY_SAMPLING = RowSampling(  # of whole logits, with everything that is done to
 
 
 class PeakMeter(Protocol):
-    """Says how much more memory was in use at once than when it was begun."""
+    """A meter of how much more memory was in use at once than when it was begun."""
 
     def begin(self) -> None:
         """Count from what is in use now."""
         ...
 
     def growth(self) -> int:
-        """The most bytes more that were in use, since it was begun or asked last."""
+        """Return the most bytes more that were in use, since it was begun or called last."""
         ...
 
     def end(self) -> None:
-        """What was used is free again: give it back, so that it is seen to be free."""
+        """Give back what was used, so that it is seen to be free."""
         ...
 
 
 class ResidentMeter:
-    """Goes by the resident memory of this process."""
+    """A meter of the resident memory of this process."""
 
     def __init__(
         self, peak: Callable[[], int] = peak_resident_bytes, forget: Callable[[], None] = forget_peak
@@ -97,7 +97,7 @@ class ResidentMeter:
 
 
 class DeviceMeter:
-    """Goes by torch's allocator for a GPU: by what it has reserved, with what lies between allocations."""
+    """A meter of what torch's allocator has reserved on a GPU, with what lies between allocations."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -127,19 +127,19 @@ def meter_of(config: RankConfig) -> PeakMeter:
 
 
 class NoProbe:
-    """Measures nothing.
+    """A probe that measures nothing.
 
     A rank that takes the place of another gets as many KV blocks as that had. What one thread takes of the
-    memory of its process, nobody can tell.
+    memory of its process cannot be told.
     """
 
     def peak_bytes(self, config: RankConfig, loaded: LoadedRank) -> int:
-        """What the largest plan takes, in bytes beside weights and KV cache; 0: it is not known."""
+        """Return the bytes of the largest plan beside weights and KV cache; 0: it is not known."""
         return 0
 
 
 class MemoryProbe(NoProbe):
-    """Runs what the largest plan is made of.
+    """A probe that runs what the largest plan is made of.
 
     Args:
         meter: None: the one for the rank.
@@ -152,7 +152,7 @@ class MemoryProbe(NoProbe):
         self._meter, self._clock = meter, clock
 
     def peak_bytes(self, config: RankConfig, loaded: LoadedRank) -> int:
-        """As `NoProbe.peak_bytes`.
+        """Measure what `NoProbe.peak_bytes` returns.
 
         Raises:
             NotEnoughMemoryError: the device has no room for such a plan, whatever the KV cache takes.
@@ -196,11 +196,11 @@ class _Growth:
 
 
 class _EnoughError(Exception):
-    """One layer has run."""
+    """A signal that one layer has run."""
 
 
 class _HeadAlone(NoGuesser):
-    """In place of the MTP layer: the states of the tokens that are sampled are at hand."""
+    """A guesser in place of the MTP layer: the states of the tokens that are sampled are at hand."""
 
     def __init__(self, model: Decoder) -> None:
         self._model = model
@@ -210,7 +210,7 @@ class _HeadAlone(NoGuesser):
 
 
 class _Rehearsal:
-    """One measurement. What it has made goes with it."""
+    """The state of one measurement; what it has made goes with it."""
 
     def __init__(
         self, config: RankConfig, loaded: LoadedRank, meter: PeakMeter, clock: Callable[[], float]
@@ -229,7 +229,7 @@ class _Rehearsal:
         self._longest = self._longest_context()
 
     def peak_bytes(self) -> int:
-        """Run prompts, then decodes with samples."""
+        """Run prompts, then decodes with samples, and return the peak in bytes."""
         most, largest = self._config.max_num_seqs, self._config.max_num_batched_tokens
         prefill = self._grown(self._prefill, _FEWEST_TOKENS, largest)
         decode = self._layers_of_decodes(min(most, largest))
@@ -268,7 +268,7 @@ class _Rehearsal:
         return _Growth(count, max(by_few, self._meter.growth()), few, by_few)
 
     def _longest_context(self) -> int:
-        """Tokens that all rows of a plan together attend to at most: as many as there is memory for."""
+        """Return the most tokens that all rows of a plan may attend to, by the free memory."""
         if self._loaded.has_kernels and not self._on_gpu:
             return _KERNEL_CONTEXT
         of_token = max(1, self._loaded.storage.block_bytes // self._config.block_size)
@@ -276,7 +276,7 @@ class _Rehearsal:
         return max(2, min(free // of_token, self._config.max_num_seqs * self._config.max_model_len))
 
     def _prefill(self, num_tokens: int) -> None:
-        """Chunks of prompts, as long as they may be, that together have so many tokens."""
+        """Run chunks of prompts, as long as they may be, that together have `num_tokens` tokens."""
         longest = self._config.max_model_len - 1  # behind a chunk there is another token
         per_row = min(self._config.prefill_chunk or longest, longest, num_tokens)
         counts = [per_row] * min(self._config.max_num_seqs, num_tokens // per_row)
@@ -345,7 +345,7 @@ class _Rehearsal:
         return runner.complete(runner.begin(plan))
 
     def _inputs(self, batch: ForwardBatch) -> IntermediateTensors:
-        """What the first own layer takes: tokens, or what the stage before might have sent."""
+        """Return the input of the first own layer: tokens, or what the stage before might have sent."""
         if self._config.is_first:
             return self._runner.embed(batch)
         received = self._received[: batch.num_tokens]

@@ -16,7 +16,7 @@ from penstock.weights.read_digests import parse_table, record
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSamples:
-    """What the samples of a model's files say.
+    """The samples of a model's files.
 
     Attributes:
         identity: of the model (`model_identity`).

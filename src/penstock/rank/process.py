@@ -1,4 +1,4 @@
-"""A rank's process: `python -m penstock.rank.process --config-fd N --status-fd M --control-fd K`.
+"""The process of a rank: `python -m penstock.rank.process --config-fd N --status-fd M --control-fd K`.
 
 Started by its host, which hands it the ends of its connections over the control socket, for each epoch anew.
 Sets up the process before torch is imported, opens the connections, each by the carrier of its kind, and lets
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one rank; returns the exit code."""
+    """Run one rank, and return the exit code."""
     return run_child(entry_points.RANK, arguments, RankProcessConfig, _run, more=[CONTROL_OPTION])
 
 
@@ -49,13 +49,13 @@ def _run(config: RankProcessConfig, status: StatusWriter, options: argparse.Name
 
 
 def process_title(rank: RankConfig) -> str:
-    """How tables of processes show it."""
+    """Return the title of a rank's process in tables of processes."""
     replica = "" if rank.replica is None else f"replica {rank.replica} "
     return f"penstock {replica}stage {rank.stage} tp {rank.tp_rank}"
 
 
 def live(rank: RankConfig, status: StatusWriter, control: ControlReader) -> int:
-    """Be this rank, from its weights to its end; the exit code. The process has been set up."""
+    """Run this rank, from its weights to its end, in a process that is set up; return the exit code."""
     # Here and not above: torch reads its environment when it is imported.
     from penstock.rank.rank import run_rank
 
@@ -71,7 +71,7 @@ def live(rank: RankConfig, status: StatusWriter, control: ControlReader) -> int:
 def _epochs(
     rank: RankConfig, control: ControlReader, report: Callable[[StatusEvent], None]
 ) -> Iterator[RankConnections]:
-    """The connections of each epoch that the supervisor begins; waits for it. Ends with the supervisor."""
+    """Yield the connections of each epoch that the supervisor begins, until the supervisor ends."""
     while isinstance(ends := control.receive(), RankEndpoints):
         if control.has_news():  # that epoch is over before it has begun here
             error = LinkClosedError(f"epoch {ends.epoch} was over before this stage came to it.")
@@ -128,7 +128,7 @@ def _connect(
 
 
 def _name_of_link(rank: RankConfig, sender: int) -> str:
-    """As a rank knows the link from this stage to the next, such as "stage 0 -> stage 1"."""
+    """Return a rank's name of the link from stage `sender` to the next, such as "stage 0 -> stage 1"."""
     if sender == rank.stage:
         return f"{rank.name} -> stage {rank.stage + 1}"
     return f"stage {sender} -> {rank.name}"

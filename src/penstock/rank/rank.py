@@ -1,4 +1,4 @@
-"""One rank from weights to the end of its last stage loop.
+"""Runs one rank, from its weights to the end of its last stage loop.
 
 `run_rank` is the whole life of a rank, the same in a process of its own (`rank.process`) and in a thread
 (`executor.inprocess`); they differ in the channels and links that they pass in.
@@ -99,7 +99,7 @@ from penstock.weights.read_digests import RECORD_BYTES
 START_POLL_S = 0.2
 DIGESTS_PER_LINE = 80  # a line of 3.5 kB
 
-# Others have failed; or a rank that shares its stage had no memory for a step, and has its weights still.
+# Others have failed; or a rank that shares its stage had no memory for a step: it has its weights still.
 _LIVES_ON = LinkClosedError | WaitTimeoutError | PlanMemoryError
 
 Report = Callable[[StatusEvent], None]
@@ -107,18 +107,18 @@ Report = Callable[[StatusEvent], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankConnections:
-    """How a rank reaches the others.
+    """The connections of a rank to the others.
 
     Attributes:
-        epoch: whose connections they are.
+        epoch: epoch that the connections belong to.
         plans: from the core, and what is told to it.
         results: output rank: of its steps, to the core.
         tokens: output rank: to each rank of the earlier stages, in order; any of those: from the output rank.
         incoming: from the stage before; absent on the first stage.
         outgoing: to ranks of the next stage (`RankConfig.receivers`).
         meeting: where the ranks of the stage meet, if there are several.
-        link_orders: obeys plans that exchange a link.
-        is_over: whether the epoch has ended; asked until it begins, when nobody is there who could be missed.
+        link_orders: carries out plans that exchange a link.
+        is_over: returns whether the epoch has ended; called until it begins, while no peer could be missed.
     """
 
     plans: MessageChannel
@@ -132,7 +132,7 @@ class RankConnections:
     is_over: Callable[[], bool] = lambda: False
 
     def close(self) -> None:
-        """Let all neighbours know that this rank has ended."""
+        """Close all connections, which tells all neighbours that this rank has ended."""
         for end in (self.incoming, *self.outgoing, *self.tokens, self.results, self.plans):
             if end is not None:
                 end.close()
@@ -141,8 +141,7 @@ class RankConnections:
 def run_rank(
     config: RankConfig, epochs: Iterable[RankConnections], report: Report, *, loads_first: bool = False
 ) -> ChildFailed | None:
-    """Live the life of a rank. Whatever ends an epoch, core and supervisor learn the cause before the
-    neighbours do.
+    """Run a rank to its end. Core and supervisor learn the cause of any loss before the neighbours do.
 
     Args:
         epochs: the connections of one epoch after the other; what is next may be waited for there.
@@ -166,7 +165,7 @@ def run_rank(
 def _live(
     config: RankConfig, rank: Rank, epochs: Iterable[RankConnections], report: Report
 ) -> ChildFailed | None:
-    """One epoch after the other, as `run_rank` says."""
+    """Serve one epoch after the other, as `run_rank` says."""
     for connections in epochs:
         try:
             with blaming(config.stage, "while starting"):
@@ -187,7 +186,7 @@ def _live(
 
 
 class Rank:
-    """What outlives an epoch: the weights, and the KV storage with its runner.
+    """The parts of a rank that outlive an epoch: the weights, and the KV storage with its runner.
 
     Args:
         report: as for `run_rank`.
@@ -205,7 +204,7 @@ class Rank:
         self._entries = entry_calls(config)
 
     def load(self) -> LoadedRank:
-        """The weights."""
+        """Load the weights once, and return them."""
         if self._loaded is None:
             report = self._report
             load = armed(self._config.faults, "rank.load", self._config.stage, load_rank)
@@ -216,7 +215,7 @@ class Rank:
         return self._loaded
 
     def serve(self, connections: RankConnections) -> None:
-        """One epoch, until the core says `Shutdown`."""
+        """Serve one epoch, until the core says `Shutdown`."""
         config, plans = self._config, connections.plans
         loaded = self.load()
         if self._message is None:
@@ -260,7 +259,7 @@ class Rank:
             )
 
     def leave(self) -> None:
-        """The epoch is over: who waits for this rank at a meeting of the stage is let go."""
+        """Leave the epoch that is over: ranks that wait for this one at a meeting of the stage are let go."""
         if self._transfer is not None:
             self._transfer.reset()
         self._entries.reset()
@@ -268,7 +267,7 @@ class Rank:
             self._loaded.group.close()
 
     def close(self) -> None:
-        """It ends."""
+        """Close what the rank holds, since it ends."""
         if self._runner is not None:
             self._runner.close()
         if self._transfer is not None:
@@ -276,7 +275,7 @@ class Rank:
         self._entries.close()
 
     def _runner_for(self, num_blocks: int, loaded: LoadedRank) -> ModelRunner:
-        """Over storage of so many blocks; they are as many in every epoch."""
+        """Return the runner over storage of `num_blocks` blocks, which are as many in every epoch."""
         if self._runner is None:
             allocate = armed(
                 self._config.faults, "rank.allocate", self._config.stage, loaded.storage.allocate
@@ -293,7 +292,7 @@ class Rank:
 
 
 def _checking(residency: Residency, connections: RankConnections) -> Callable[[ScheduledBatch], None]:
-    """Return what is done with a plan before its step: the own log is compared, and links are exchanged."""
+    """Return a function that checks a plan before its step, and exchanges the links that it names."""
 
     def check(plan: ScheduledBatch) -> None:
         residency.replay(plan)
@@ -321,7 +320,7 @@ def _transfer_head(
 ) -> None:
     """Send a tied head down the pipe, pass it on or take it.
 
-    All ranks have loaded by then, so that nobody waits for another's disk. It is done in every epoch: a rank
+    All ranks have loaded by then, so that none waits for another's disk. It is done in every epoch: a rank
     cannot know whether the last one has started anew. A rank that has the head still (`has_it`) takes what
     comes and forgets it.
     """
@@ -404,7 +403,7 @@ def _loaded_message(config: RankConfig, loaded: LoadedRank, peak_bytes: int) -> 
 
 
 def _await_start(connections: RankConnections) -> AllocateKV | None:
-    """What the core has decided on; None when it shuts down instead."""
+    """Return the core's decision on the KV blocks, or None when it shuts down instead."""
     while (frame := connections.plans.recv(START_POLL_S)) is None:  # others may load as long as they need
         if connections.is_over():
             raise LinkClosedError(f"epoch {connections.epoch} was over before all stages had come.")
@@ -471,7 +470,7 @@ def _tell_core(stage: int, failed: ChildFailed, plans: MessageChannel) -> None:
 
 
 def _host_free_bytes(config: RankConfig) -> int | None:
-    """What the host of a rank that computes on a CPU can still give, where it says so."""
+    """Return what the host of a rank on a CPU can still give, where the host says so."""
     if config.device_type != "cpu":
         return None
     with contextlib.suppress(OSError):
@@ -480,8 +479,10 @@ def _host_free_bytes(config: RankConfig) -> int | None:
 
 
 def _teller(config: RankConfig, plans: MessageChannel) -> Callable[[StageTimes | StageSpans], None]:
-    """Return a function that sends where the time of a rank went. The first rank tells the totals for all
-    ranks of the stage, which go in step; spans are each rank's own."""
+    """Return a function that sends where the time of a rank went.
+
+    The first rank sends the totals for all ranks of the stage, which go in step; spans are each rank's own.
+    """
 
     def tell(report: StageTimes | StageSpans) -> None:
         if isinstance(report, StageTimes):

@@ -1,4 +1,4 @@
-"""A process that waits to become a rank: `python -m penstock.rank.spare`, with descriptors as `rank.process`.
+"""A process that waits to become a rank: `python -m penstock.rank.spare`, run as `rank.process` is.
 
 Started by its host while all is well, or ahead of a rank that a worker is about to be asked for. It imports
 what every rank needs, says so and waits, without weights. A rank is then started in it (`BecomeRank`), which
@@ -37,7 +37,7 @@ from penstock.rank.process import live, process_title
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Wait to become a rank, and be it; returns the exit code."""
+    """Wait to become a rank, and run it; return the exit code."""
     return run_child(entry_points.SPARE, arguments, SpareProcessConfig, _run, more=[CONTROL_OPTION])
 
 
@@ -54,7 +54,7 @@ def _run(config: SpareProcessConfig, status: StatusWriter, options: argparse.Nam
     own = SpareSelf(threads=config.threads, own_bytes=own_bytes())
     status.write(Warm(own_bytes=own.own_bytes))
     control, end_with_parent = ControlReader.inherited(options), partial(bind_to_parent, config)
-    while not isinstance(message := control.receive(), BecomeRank):  # whoever has started it is gone
+    while not isinstance(message := control.receive(), BecomeRank):  # the process that started it is gone
         parent = door.await_parent(own)
         if parent is None:
             return 0
@@ -69,7 +69,7 @@ def _run(config: SpareProcessConfig, status: StatusWriter, options: argparse.Nam
 
 
 def _door(config: SpareProcessConfig) -> SuccessorDoor | NoSuccessor:
-    """Where the next worker may come; where there is no such place this process dies with its parent."""
+    """Return where the next worker may come; without such a place this process dies with its parent."""
     if config.successor_path:
         with contextlib.suppress(OSError):
             return SuccessorDoor(Path(config.successor_path))
@@ -78,14 +78,14 @@ def _door(config: SpareProcessConfig) -> SuccessorDoor | NoSuccessor:
 
 
 def _import_rank(nice: int) -> None:
-    """Import what a rank needs. In a thread, as Linux gives each its own priority, and takes back none."""
+    """Import what a rank needs, in a thread of lower priority, which Linux does not let it raise again."""
     thread = threading.get_native_id()
     os.setpriority(os.PRIO_PROCESS, thread, max(nice, os.getpriority(os.PRIO_PROCESS, thread)))
     import penstock.rank.rank  # noqa: F401
 
 
 def own_bytes(statm: Path = Path("/proc/self/statm")) -> int:
-    """Memory that this process holds and shares with no file and no other process."""
+    """Return the memory that this process holds and shares with no file and no other process."""
     resident, shared = (int(field) for field in statm.read_text().split()[1:3])
     return (resident - shared) * os.sysconf("SC_PAGE_SIZE")
 

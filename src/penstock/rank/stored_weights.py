@@ -1,4 +1,4 @@
-"""A model's weights as its files hold them: safetensors, or blocks of a GGUF file.
+"""The weights of a model as its files hold them: safetensors, or blocks of a GGUF file.
 
 `open_weights` chooses by the model's path. Called by `rank.loading`, which knows no format: it asks in which
 form each matrix is to be held, and has the model filled.
@@ -28,7 +28,7 @@ from penstock.weights.read_digests import ReadDigests
 
 
 class StoredWeights(Protocol):
-    """The weights of a model."""
+    """The weights of a model, whatever the format of its files."""
 
     @property
     def is_quantized(self) -> bool:
@@ -37,7 +37,7 @@ class StoredWeights(Protocol):
 
     @property
     def names(self) -> frozenset[str]:
-        """Names of all tensors."""
+        """The names of all tensors."""
         ...
 
     def form_of(self, parts: Mapping[str, int], in_size: int) -> HeldForm | None:
@@ -64,7 +64,7 @@ def open_weights(path: Path, spec: ModelSpec, digests: bytes) -> StoredWeights:
 
 
 class SafetensorsWeights:
-    """Weights in safetensors, some of them perhaps quantised."""
+    """The weights of safetensors files, some of them perhaps quantised."""
 
     def __init__(self, checkpoint: Checkpoint, spec: ModelSpec) -> None:
         self._checkpoint = checkpoint
@@ -108,7 +108,7 @@ class SafetensorsWeights:
 
 
 class GgufWeights:
-    """Weights in a GGUF file."""
+    """The weights of a GGUF file."""
 
     def __init__(self, file: GgufFile, spec: ModelSpec, digests: bytes) -> None:
         self._stored = gguf_tensors(file, spec)
