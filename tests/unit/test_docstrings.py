@@ -42,7 +42,6 @@ ALLOWED: dict[str, int] = {
     "process": 84,
     "replay": 26,
     "reports": 13,
-    "runner": 102,
     "sample": 54,
     "server": 268,
     "simulator": 41,

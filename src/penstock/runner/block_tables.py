@@ -1,4 +1,4 @@
-"""Which KV blocks each row has, and so where in the cache its positions are.
+"""The block tables of all rows, which say where in the cache each row's positions are.
 
 A part of `runner.request_rows`. Tables are never moved, so that views of them stay good.
 """
@@ -17,7 +17,7 @@ class BlockTables:
     """The tables of all rows.
 
     Args:
-        num_rows: of them.
+        num_rows: number of tables.
         width: blocks that a row may have.
         block_size: tokens per block.
 
@@ -33,7 +33,7 @@ class BlockTables:
         self._words = words_of(self.by_row)
 
     def set(self, row: int, blocks: Sequence[int]) -> None:
-        """A row begins with these blocks."""
+        """Begin a row's table with these blocks."""
         self.num_blocks[row] = 0
         self.append(row, blocks)
 
@@ -44,16 +44,16 @@ class BlockTables:
         self.num_blocks[row] = held + len(blocks)
 
     def room(self, row: int) -> int:
-        """Tokens that the blocks of a row can hold."""
+        """Return the tokens that the blocks of a row can hold."""
         return self.num_blocks[row] * self.block_size
 
     def first(self, row: int, num_blocks: int) -> Sequence[int]:
-        """The first entries of a row's table, [num_blocks]: a view."""
+        """Return the first entries of a row's table, [num_blocks], as a view."""
         start = row * self.width
         return self._words[start : start + num_blocks]
 
     def slots(self, row: int, start: int, end: int) -> Iterator[range]:
-        """Slots of a row's positions from `start` to before `end` (`attention.metadata`), block by block."""
+        """Yield the slots of a row's positions from `start` to before `end`, block by block."""
         first = row * self.width
         while start < end:
             block, offset = divmod(start, self.block_size)

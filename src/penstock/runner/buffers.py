@@ -1,4 +1,4 @@
-"""Input buffers of a stage: filled on the host, at a fixed address on the device (rows C7, E9).
+"""The input buffers of a stage: filled on the host, at a fixed address on the device (rows C7, E9).
 
 `runner.forward_batch` writes a step's inputs into them; the tensors of a `ForwardBatch` are views of the
 first n elements. `BufferPool` holds as many sets as plans may be in flight, so that a copy still under way to
@@ -31,15 +31,15 @@ class InputBuffer:
 
     @property
     def host_address(self) -> int:
-        """Where the values lie in host memory, at every step."""
+        """The address of the values in host memory, the same at every step."""
         return self._host.data_ptr()
 
     def publish(self, values: Sequence[int]) -> Tensor:
-        """`values` on the device: a view of the buffer. [len(values)]"""
+        """Copy `values` to the device, and return them as a view of the buffer, [len(values)]."""
         return self.publish_parts([values], len(values))
 
     def publish_parts(self, parts: Iterable[Sequence[int]], *shape: int) -> Tensor:
-        """The same for values that come in parts, one behind the other.
+        """Copy values that come in parts, one behind the other, to the device; return a view.
 
         Args:
             shape: of the view; as many values as all parts together have.
@@ -61,7 +61,7 @@ class InputBuffer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InputBuffers:
-    """One set: all inputs of one step."""
+    """A set of buffers for all inputs of one step."""
 
     input_ids: InputBuffer  # [max_num_tokens]
     positions: InputBuffer  # [max_num_tokens]
@@ -74,10 +74,10 @@ class InputBuffers:
 
 
 class BufferPool:
-    """As many sets of buffers as plans in flight, used in turn.
+    """The sets of buffers, as many as plans in flight, used in turn.
 
     Args:
-        depth: plans in flight at most.
+        depth: most plans in flight.
         max_num_tokens, max_num_rows, max_num_samples: of one step.
         max_blocks_per_row: blocks of a row of full length.
     """
@@ -107,7 +107,7 @@ class BufferPool:
         ]
 
     def for_step(self, step_id: int) -> InputBuffers:
-        """The set of a step: the same one again `depth` steps later."""
+        """Return the set of a step: the same one again `depth` steps later."""
         return self._sets[step_id % len(self._sets)]
 
 

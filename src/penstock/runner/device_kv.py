@@ -1,7 +1,7 @@
-"""Where a rank keeps the keys and values of its own layers.
+"""Allocates a rank's memory for the keys and values of its own layers.
 
-Works out how many blocks the memory holds (`runner.kv_demand`; the core takes the minimum over the stages,
-row D9) and allocates them, for the rank's own attention layers only (row A17). Which block belongs to whom is
+It works out how many blocks the memory holds (`runner.kv_demand`; the core takes the minimum over the stages,
+row D9) and allocates them, for the rank's own attention layers only (row A17). The owner of each block is
 decided in the core.
 """
 
@@ -17,7 +17,7 @@ from penstock.runner.kv_demand import KVDemand
 
 
 class DeviceKV:
-    """Keys and values of `num_layers` layers in blocks of `block_size` tokens, laid out by the backend."""
+    """The keys and values of `num_layers` layers in blocks, laid out by the attention backend."""
 
     def __init__(
         self, backend: AttentionBackend, *, num_layers: int, block_size: int, device: torch.device
@@ -29,11 +29,14 @@ class DeviceKV:
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of one block over all layers, keys and values."""
+        """The bytes of one block over all layers, keys and values."""
         return self.num_layers * self._backend.block_bytes(self._block_size)
 
     def max_blocks(self, demand: KVDemand, available: int) -> int:
-        """How many blocks this rank can offer of `available` free bytes; raises as `KVDemand.max_blocks`."""
+        """Return how many blocks this rank can offer of `available` free bytes.
+
+        Raises what `KVDemand.max_blocks` does.
+        """
         return demand.max_blocks(
             block_bytes=self.block_bytes,
             block_size=self._block_size,
@@ -42,7 +45,7 @@ class DeviceKV:
         )
 
     def allocate(self, num_blocks: int) -> list[AnyKV]:
-        """Storage of the own layers, in order. All zeros, and not resident before it is written."""
+        """Return storage of the own layers, in order: all zeros, and not resident before it is written."""
         num_bytes = num_blocks * self._backend.block_bytes(self._block_size)
         return [self._backend.layer_kv(self._zeros(num_bytes)) for _ in range(self.num_layers)]
 

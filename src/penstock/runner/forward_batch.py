@@ -1,11 +1,11 @@
-"""From a plan and the row table to the inputs of the model.
+"""Turns a plan and the row table into the inputs of the model.
 
 `runner.model_runner` builds one `ForwardBatch` per step. Everything is worked out row by row, as ranges and
 slices, and written into persistent buffers.
 
 A batch is built in two parts, so that a stage can do most of it while it still waits for samples:
 `begin_batch` needs none, `complete_batch` corrects the positions once they are there. What only one stage
-reads is no part of a batch: the first stage gathers its `input_ids`, the last one publishes its
+reads is not part of a batch: the first stage gathers its `input_ids`, the last one publishes its
 `sample_indices`.
 """
 
@@ -27,7 +27,7 @@ from penstock.runner.request_rows import RequestRows, RowSnapshot
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForwardBatch:
-    """One step's inputs on this rank. Tensors are views of buffers that later steps use again."""
+    """The inputs of one step on this rank. Tensors are views of buffers that later steps use again."""
 
     plan: ScheduledBatch
     positions: Tensor  # [num_tokens] int64
@@ -45,8 +45,11 @@ class ForwardBatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Samples:
-    """The positions that a step samples: the last token of each sampled row, or, where it brings drafts, all
-    of its tokens (`sample.windows`)."""
+    """The positions that a step samples.
+
+    They are the last token of each sampled row, or, where it brings drafts, all of its tokens
+    (`sample.windows`).
+    """
 
     indices: list[int]  # [num_samples] of the step's tokens
     rows: NDArray[np.int64]  # [num_samples]; the sampled rows themselves, where none brings drafts
@@ -95,8 +98,7 @@ def complete_batch(batch: ForwardBatch, rows: RequestRows, buffers: InputBuffers
 def input_ids(batch: ForwardBatch, rows: RequestRows, buffers: InputBuffers) -> Tensor:
     """Return the ids of a complete batch, [num_tokens] int64, on a stage that embeds.
 
-    Those of a prompt chunk, of a decode and of drafts alike (row D7) are slices of the row table: known
-    tokens lie at their positions, and drafts behind them.
+    They are slices of the row table (row D7): known tokens lie at their positions, and drafts behind them.
     """
     ends = batch.metadata.seq_lens
     spans = zip(batch.addressed.places, batch.starts, ends, strict=True)
@@ -133,7 +135,7 @@ def _samples(
     ends: list[int],
     query_starts: list[int],
 ) -> Samples:
-    """What is sampled of the rows at the indices `chosen`."""
+    """Return the positions that are sampled of the rows at the indices `chosen`."""
     if not plan.drafts:
         return Samples(
             indices=[query_starts[index + 1] - 1 for index in chosen],

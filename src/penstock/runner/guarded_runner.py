@@ -34,7 +34,7 @@ _logger = logging.getLogger(__name__)
 
 
 class FailedTensors(IntermediateTensors):
-    """Stand for what was not computed: the number of the stage that has failed, in the memory of one number.
+    """A stand-in for tensors that were not computed: the failed stage's number, in one number's memory.
 
     Args:
         num_tokens, width, dtype: of the step's hidden states.
@@ -48,7 +48,7 @@ class FailedTensors(IntermediateTensors):
 
 
 class GuardedRunner(ModelRunner):
-    """Runs as `ModelRunner` does, and makes of an allocation that fails the failure of its plan.
+    """A `ModelRunner` that turns an allocation which fails into the failure of its plan.
 
     Args:
         runner: as for `ModelRunner`.
@@ -112,7 +112,10 @@ class GuardedRunner(ModelRunner):
     def _extended(
         self, result: StepResult, batch: ForwardBatch, extend: Callable[[], StepResult]
     ) -> StepResult:
-        """The result with more in it, or with the error: its samples are on their way already."""
+        """Return the result with more in it, or with the error.
+
+        The samples of the result are on their way already, so that these stay as they are.
+        """
         if result.error is not None:
             return result
         try:
@@ -123,7 +126,7 @@ class GuardedRunner(ModelRunner):
             return msgspec.structs.replace(result, scores=scores, guesses={}, error=failure)
 
     def _failure(self, step_id: int, error: BaseException) -> PlanMemoryError:
-        """The error of a step in which an allocation has failed; gives back what the allocator keeps."""
+        """Return the error of a step in which an allocation failed, after freeing cached memory."""
         _logger.warning("stage %d had no memory left in step %d: %s", self._stage, step_id, error)
         if isinstance(error, torch.OutOfMemoryError) and torch.cuda.is_available():
             torch.cuda.empty_cache()
@@ -137,7 +140,7 @@ class GuardedRunner(ModelRunner):
         return failure
 
     def _failed_result(self, batch: ForwardBatch, failure: PlanMemoryError) -> StepResult:
-        """The result of a step that was not computed, noted in the row table as any other."""
+        """Return the result of a step that was not computed, and note it in the row table."""
         plan = batch.plan
         if batch.is_void:
             return self._void(batch)

@@ -1,4 +1,4 @@
-"""How many KV blocks a rank offers: a rule over numbers, without a tensor.
+"""Decides how many KV blocks a rank offers: a rule over numbers, without a tensor.
 
     free once the weights are loaded, of one of the ranks that share the memory
     |  KV cache (of a CPU at most a quarter)  |  measured peak of the largest plan  |  margin  |
@@ -18,7 +18,7 @@ from penstock.errors import NotEnoughMemoryError
 from penstock.process.config import RankConfig
 
 # Of the memory that is free once the weights are loaded, over all ranks of the host. Modest on a CPU, where
-# the memory belongs to everybody; a GPU is ours.
+# other programs need memory too; a GPU is ours.
 _DEFAULT_SHARE = {"cpu": 0.25, "cuda": 1.0}
 _MOST_KEPT = {"cpu": 0.9, "cuda": math.inf}  # for plans, of a rank's part of what is free
 # Left free by a rank beside what was measured: for what lies between allocations, and for the libraries.
@@ -38,7 +38,7 @@ def margin_bytes(device: str, num_ranks: int) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVDemand:
-    """What the storage is wanted for, and what the user said about its size."""
+    """The purpose of a rank's KV storage, and what the user said about its size."""
 
     max_model_len: int
     max_num_seqs: int
@@ -49,7 +49,7 @@ class KVDemand:
 
     @classmethod
     def of_rank(cls, config: RankConfig, num_sharers: int, peak_bytes: int | None = None) -> KVDemand:
-        """What the user asks of one rank.
+        """Return the demand of one rank, by its config.
 
         Args:
             peak_bytes: that its largest plan takes; None: it is not known, and nothing is kept free.
@@ -66,7 +66,7 @@ class KVDemand:
         )
 
     def max_blocks(self, *, block_bytes: int, block_size: int, available: int, device: str) -> int:
-        """How many blocks a rank can offer.
+        """Return how many blocks a rank can offer.
 
         The user's number of blocks, or what fits the user's bytes. By default what is free and not reserved,
         on a CPU at most a share of what is free, but no more than all requests at full length could use.
@@ -112,11 +112,11 @@ class KVDemand:
             )
 
     def _kept(self, available: int, device: str) -> int:
-        """Bytes that are kept for plans, and as a margin, unless the user says how large the cache is."""
+        """Return the bytes kept for plans, and as a margin, unless the user says how large the cache is."""
         return int(min(self.reserved_bytes, _MOST_KEPT[device] * available / self.num_sharers))
 
     def _own(self, available: int, kept: int) -> int:
-        """Of the free bytes, those that this rank may use for KV; negative where there are too few."""
+        """Return how many of the free bytes this rank may use for KV; negative where there are too few."""
         return available // self.num_sharers - kept
 
 
@@ -129,5 +129,5 @@ def _mib(num_bytes: int) -> str:
 
 
 def stranded_bytes(max_blocks: int, num_blocks: int, block_bytes: int) -> int:
-    """Memory that a rank could use for KV, did the tightest one not set the number of blocks."""
+    """Return the memory that a rank could use for KV, did the tightest one not limit the blocks."""
     return (max_blocks - num_blocks) * block_bytes

@@ -4,8 +4,8 @@
     blocks given up ──forget──▶ thread: out of host memory, before the orders of the same plan
 
 The stage loop submits the orders of a plan when all steps before it have run, so a block that is to be stored
-is filled. The core holds every block of an order until all ranks have answered, so nobody writes to it; and
-nobody reads what is being loaded but a step that waits for each layer (`layers_of`). A store that does
+is filled. The core holds every block of an order until all ranks have answered, so no step writes to it; and
+only a step that waits for each layer (`layers_of`) reads what is being loaded. A store that does
 not work makes orders fail, and nothing else; one that does not answer at all makes them fail in the end: then
 the block is the core's again, and is not touched any more, whatever the store still says.
 """
@@ -54,7 +54,7 @@ class _Open:
 
 
 class _Waiting:
-    """Orders that have not been begun: what is to be loaded first, the rest at a pace."""
+    """The orders that have not been begun: loads go first, the rest at a pace."""
 
     def __init__(self, write_bytes_per_s: int) -> None:
         self._write_bytes_per_s = write_bytes_per_s
@@ -68,17 +68,17 @@ class _Waiting:
         self._saves.extend(some_at_a_time([order for order in orders if not order.is_load], SAVE_AT_ONCE))
 
     def due_in(self, now: float) -> float:
-        """Seconds until something may begin; infinite if there is nothing."""
+        """Return the seconds until something may begin; infinite if there is nothing."""
         if self._loads:
             return 0.0
         return max(0.0, self._save_at - now) if self._saves else math.inf
 
     def take(self) -> Sequence[TierOrder]:
-        """Of one kind."""
+        """Remove and return orders of one kind, loads first."""
         return (self._loads or self._saves).popleft()
 
     def saved(self, num_bytes: int, now: float) -> None:
-        """So much was taken out of the cache."""
+        """Count bytes that were taken out of the cache, which delays the next save."""
         if self._write_bytes_per_s:
             self._save_at = now + num_bytes / self._write_bytes_per_s
 
@@ -88,13 +88,15 @@ class _Waiting:
 
 
 class KVTransfer:
-    """Args:
-    store: where to; closed with this.
-    codec, kv: of the rank's own layers, the first of which is `first_layer` of the model.
-    first_head: of the model's key-value heads, the first that this rank has.
-    namespace: of all its records.
-    write_bytes_per_s: that are taken out of the cache at most, so that steps keep their share of the memory's
-        bandwidth; 0: as fast as it goes. Nothing holds up what is to be loaded.
+    """The transfer of blocks between a rank's KV cache and the store, in a thread of its own.
+
+    Args:
+        store: where to; closed with this.
+        codec, kv: of the rank's own layers, the first of which is `first_layer` of the model.
+        first_head: of the model's key-value heads, the first that this rank has.
+        namespace: of all its records.
+        write_bytes_per_s: most bytes taken out of the cache, so that steps keep their share of the memory's
+            bandwidth; 0: as fast as it goes. Loads are never held up.
     """
 
     def __init__(
@@ -129,7 +131,7 @@ class KVTransfer:
         return bool(self._open or self._answers)
 
     def submit_orders(self, orders: list[TierOrder]) -> None:
-        """Loads go before all that is to be stored: somebody waits for them."""
+        """Queue orders; loads go before all that is to be stored, since a request waits for them."""
         with self._lock:
             deadline = self._clock() + DEADLINE_S
             self._open.update({order.order: _Open(order, deadline) for order in orders})
@@ -137,7 +139,7 @@ class KVTransfer:
             self._lock.notify_all()
 
     def forget_blocks(self, names: Sequence[bytes]) -> None:
-        """Keep these in host memory no longer; done before any order that is submitted later."""
+        """Remove blocks from host memory; done before any order that is submitted later."""
         with self._lock:
             self._given_up += names
             self._lock.notify_all()
@@ -160,8 +162,11 @@ class KVTransfer:
         )
 
     def layers_of(self, orders: Sequence[int]) -> BeforeLayer:
-        """For one step: returns when a layer (of the rank's, from 0) of the blocks of these orders is loaded,
-        or will not be. Those that keep the step waiting for too long fail."""
+        """Return a function for one step that waits until these orders have loaded a layer.
+
+        It takes the number of a layer of the rank, from 0. Orders that have failed are not waited for, and
+        those that keep the step waiting for too long fail.
+        """
         give_up_at = self._clock() + AWAIT_S
 
         def wait(layer: int) -> None:
@@ -180,7 +185,7 @@ class KVTransfer:
         return open_order is not None and open_order.num_layers <= layer
 
     def reset(self) -> None:
-        """Nobody waits for the answers any more. When it returns no block is being copied, nor will be."""
+        """Drop all orders and answers. When it returns no block is being copied, nor will be."""
         with self._lock:
             for waiting in (self._open, self._answers, self._waiting):
                 waiting.clear()
@@ -188,7 +193,7 @@ class KVTransfer:
             self._lock.notify_all()
 
     def close(self) -> None:
-        """Leaves a store alone that does not answer."""
+        """End the thread, and close the store; a store that does not answer is left alone."""
         self.reset()
         with self._lock:
             self._is_closed = True
@@ -203,7 +208,7 @@ class KVTransfer:
             job()
 
     def _next(self) -> Callable[[], None] | None:
-        """What to do now; None: it is to end."""
+        """Return what to do now, or None if the thread is to end."""
         with self._lock:
             while not self._is_closed:
                 if self._given_up:
@@ -273,7 +278,7 @@ class KVTransfer:
     def _is_open(self, order: TierOrder) -> bool:
         """Return whether this very order is open.
 
-        Numbers begin again with another core; nobody waits for an order of an earlier core.
+        Numbers begin again with another core, and orders of an earlier core are not awaited any more.
         """
         open_order = self._open.get(order.order)
         return open_order is not None and open_order.order is order
@@ -286,7 +291,7 @@ class KVTransfer:
             self._lock.notify_all()
 
     def _keys(self, name: bytes, layer: int) -> list[bytes]:
-        """Of the records of a block of one layer on this rank."""
+        """Return the keys of the records of a block of one layer on this rank."""
         return [
             record_key(self._namespace, name, self._first_layer + layer, self._first_head + head)
             for head in range(self._codec.num_records)

@@ -71,14 +71,14 @@ class ModelRunner:
         self._pooling = PoolingRows()
 
     def reset(self) -> None:
-        """Forget all requests; what the KV storage holds is nobody's then."""
+        """Forget all requests; the contents of the KV storage are void then."""
         self.rows.reset()
         self.guesser.reset()
         self.grammars.reset()
         self._pooling.reset()
 
     def close(self) -> None:
-        """The rank ends."""
+        """Close the grammars, since the rank ends."""
         self.grammars.close()
 
     def admit(self, plan: ScheduledBatch) -> None:
@@ -96,17 +96,17 @@ class ModelRunner:
             self.grammars.expect({plan.rows[index]: plan.compared_drafts(index) for index in plan.drafts})
 
     def begin(self, plan: ScheduledBatch) -> ForwardBatch:
-        """Inputs of a plan that was admitted; the samples that it consumes may be to come."""
+        """Return the inputs of a plan that was admitted; the samples that it consumes may be to come."""
         return begin_batch(plan, self.rows, self._buffers.for_step(plan.step_id))
 
     def complete(self, batch: ForwardBatch) -> ForwardBatch:
-        """The same, once the samples have come."""
+        """Return the inputs as they are run, once the samples have come."""
         batch = complete_batch(batch, self.rows, self._buffers.for_step(batch.plan.step_id))
         self.guesser.begin(batch)
         return batch
 
     def embed(self, batch: ForwardBatch) -> IntermediateTensors:
-        """What the first layer takes. First stage only."""
+        """Return the input of the first layer. First stage only."""
         return self._model.embed(input_ids(batch, self.rows, self._buffers.for_step(batch.plan.step_id)))
 
     def forward(
@@ -163,7 +163,7 @@ class ModelRunner:
         return result
 
     def _void(self, batch: ForwardBatch) -> StepResult:
-        """A window behind a wrong guess yields nothing, and all that it has scheduled is taken back."""
+        """Return the result of a window behind a wrong guess: no ids, and all its tokens taken back."""
         plan = batch.plan
         result = StepResult(
             step_id=plan.step_id,
@@ -179,9 +179,9 @@ class ModelRunner:
     def with_scores(
         self, result: StepResult, tensors: IntermediateTensors, batch: ForwardBatch
     ) -> StepResult:
-        """The result of `sample` with the scores of the prompt tokens that the plan names. Last stage only.
+        """Return the result with the scores of the prompt tokens that the plan names. Last stage only.
 
-        No token is asked for twice: a row is sampled behind the last token of its prompt, which scores none.
+        No token is scored twice: a row is sampled behind the last token of its prompt, which scores none.
         """
 
         def head(indices: Tensor, request: HeadRequest) -> HeadOutput:
@@ -193,7 +193,7 @@ class ModelRunner:
     def with_guesses(
         self, result: StepResult, tensors: IntermediateTensors, batch: ForwardBatch
     ) -> StepResult:
-        """The result of `sample` with what the MTP layer guesses (`ScheduledBatch.mtp`). Last stage only."""
+        """Return the result with the MTP layer's guesses (`ScheduledBatch.mtp`). Last stage only."""
         if batch.is_void:
             return result
         return msgspec.structs.replace(result, guesses=self.guesser.guesses(tensors, batch, result))
@@ -209,14 +209,14 @@ class ModelRunner:
         )
 
     def _final_states(self, tensors: IntermediateTensors, indices: NDArray[np.int64]) -> NDArray[np.float32]:
-        """[len(indices), hidden] on the host, until the next call."""
+        """Return the final states at these indices, [len(indices), hidden], on the host."""
         at, normed = torch.from_numpy(indices).to(tensors["hidden_states"].device), states_of(tensors)
         found = self._model.final_states(tensors, at) if normed is None else normed[at]
         states: NDArray[np.float32] = found.float().cpu().numpy()
         return states
 
     def _candidates(self, tensors: IntermediateTensors, indices: Tensor, request: HeadRequest) -> HeadOutput:
-        """What `request` asks of the logits after the tokens `indices` of the step."""
+        """Return what `request` asks of the logits after the tokens `indices` of the step."""
         normed = states_of(tensors)
         if normed is None:
             return self._model.compute_candidates(tensors, indices, request)

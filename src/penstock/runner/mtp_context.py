@@ -1,7 +1,7 @@
-"""Says which entries of the MTP layer's KV cache mean something.
+"""Tracks which entries of the MTP layer's KV cache mean something.
 
-The layer does not read every token: nobody asks it to while guesses are worth nothing, and blocks that come
-from a store bring nothing for it. Its entries there are somebody else's, or old. So each block counts how
+The layer does not read every token: it is not run while guesses are worth nothing, and blocks that come
+from a store bring nothing for it. Its entries there are another request's, or old. So each block counts how
 many of its first entries are good, and a row is attended to from the first block on behind which all are.
 
     row       [ whole ][ not read ][ whole ][ whole ][ 5 of 16 ]
@@ -23,7 +23,7 @@ from penstock.runner.block_tables import BlockTables
 
 
 class Begin(NamedTuple):
-    """Where the layer begins to read a row.
+    """The place at which the layer begins to read a row.
 
     Attributes:
         first_block: of the row's context, by its place in the table.
@@ -35,7 +35,7 @@ class Begin(NamedTuple):
 
 
 class MTPContext:
-    """Keeps account of all blocks and rows.
+    """The valid entries of all blocks, and what was read of each row.
 
     Args:
         num_blocks: of the KV cache.
@@ -48,25 +48,25 @@ class MTPContext:
         self._read: dict[int, tuple[int, int]] = {}  # row -> position behind what was read, first block
 
     def reset(self) -> None:
-        """Nothing is good."""
+        """Mark all entries as invalid."""
         self._num_good = array("q", [0]) * len(self._num_good)
         self._read.clear()
 
     def enter(self, row: int) -> None:
-        """Another request has the row."""
+        """Forget what was read of a row that another request gets."""
         self._read.pop(row, None)
 
     def overwrite(self, block: int) -> None:
-        """The other layers of a block get what somebody has stored."""
+        """Mark a block as invalid whose other layers are loaded from the store."""
         self._num_good[block] = 0
 
     def leave_out(self, row: int, start: int, end: int) -> None:
-        """These positions of a row are computed, and the layer does not read them."""
+        """Mark positions as invalid that are computed without being read by the layer."""
         for block, first, _ in self._pieces(row, start, end):
             self._num_good[block] = min(self._num_good[block], first)
 
     def read(self, row: int, start: int, end: int) -> Begin:
-        """The layer reads these positions of a row."""
+        """Mark positions of a row as read by the layer, and return where its context begins."""
         begin = self._begin(row, start)
         for block, first, last in self._pieces(row, start, end):
             assert first == 0 or block == begin.cleared or self._num_good[block] >= first
@@ -87,7 +87,7 @@ class MTPContext:
         return Begin(place)
 
     def _pieces(self, row: int, start: int, end: int) -> Iterator[tuple[int, int, int]]:
-        """Yield the blocks of these positions, and which entries of each they are: from, and to before."""
+        """Yield the blocks of these positions, each with its entries: from, and to before."""
         size = self._tables.block_size
         ids = self._tables.first(row, -(-end // size))
         while start < end:

@@ -48,22 +48,22 @@ class GuessingModel(SupportsPP, Protocol):
 
 
 class NoGuesser:
-    """There is no MTP layer here."""
+    """The interface of guessers, and the implementation where there is no MTP layer."""
 
     def reset(self) -> None:
-        """No row is held."""
+        """Forget all rows."""
 
     def admit(self, plan: ScheduledBatch) -> None:
-        """The plan's rows enter, and its orders are given."""
+        """Apply the plan's new rows, and its orders."""
 
     def begin(self, batch: ForwardBatch) -> None:
-        """A step is about to run."""
+        """Note a step that is about to run."""
 
     def prepare(self, plan: ScheduledBatch, tensors: IntermediateTensors) -> None:
-        """The layers have run, and nobody has asked for a state of theirs: add what `states_of` returns."""
+        """Add what `states_of` returns, once the layers have run and before their states are read."""
 
     def candidates(self, states: Tensor, request: HeadRequest) -> HeadOutput:
-        """What `request` asks of the logits behind some of these states."""
+        """Return what `request` asks of the logits behind some of these states."""
         raise AssertionError("nothing was prepared")
 
     def guesses(
@@ -80,12 +80,12 @@ NORMED = "normed"
 
 
 def states_of(tensors: IntermediateTensors) -> Tensor | None:
-    """[num_tokens, hidden] of a step whose tokens the layer reads, behind the final norm; else None."""
+    """Return [num_tokens, hidden] behind the final norm, if the layer reads the step's tokens; else None."""
     return tensors.tensors.get(NORMED)
 
 
 class _Reading(NamedTuple):
-    """Names tokens of a row that the layer reads.
+    """The tokens of a row that the layer reads.
 
     Attributes:
         start, end: their positions.
@@ -105,13 +105,13 @@ class _Reading(NamedTuple):
 
 
 class MTPGuesser(NoGuesser):
-    """Guesses with the layer of a model.
+    """A guesser with the MTP layer of a model.
 
     Args:
         model: has the layer.
         kv: the layer's storage.
-        num_blocks: of that.
-        rows: of the rank; they keep token ids.
+        num_blocks: blocks of that storage.
+        rows: row table of the rank; it keeps token ids.
         sampling: of the rows.
         is_shared: other ranks compute the layer with this one.
     """
@@ -193,8 +193,10 @@ class MTPGuesser(NoGuesser):
         return {readings[place].sample: ids for place, ids in zip(asked, guessed, strict=True) if ids}
 
     def _readings(self, batch: ForwardBatch, result: StepResult) -> list[_Reading]:
-        """The rows that are read. What behind a wrong guess was computed is not, nor a row whose next token
-        is not known."""
+        """Return the rows that are read.
+
+        What was computed behind a wrong guess is left out, and so is a row whose next token is not known.
+        """
         plan, sampled = batch.plan, np.cumsum(batch.plan.need_sampled) - 1
         readings = []
         for index, wanted in sorted(plan.mtp.items()):
@@ -226,7 +228,7 @@ class MTPGuesser(NoGuesser):
             memory.view(self._num_blocks, -1)[block].zero_()
 
     def _following(self, readings: Sequence[_Reading]) -> list[int]:
-        """The token that follows each that is read."""
+        """Return the token that follows each token that is read."""
         return [
             token_id
             for reading in readings
@@ -263,13 +265,13 @@ class MTPGuesser(NoGuesser):
         return guessed
 
     def _goes_on(self, reading: _Reading, num_guessed: int) -> bool:
-        """Whether more are wanted, and the row has a block for what the layer keeps of the newest."""
+        """Return whether more guesses are wanted, and the row has a block for the newest."""
         return num_guessed < reading.wanted and reading.end + num_guessed <= self._rows.tables.room(
             reading.row
         )
 
     def _drawn(self, readings: Sequence[_Reading], states: Tensor, num_guessed: int) -> list[int]:
-        """One token of each row, as if so many guesses were right."""
+        """Return one token of each row, as if `num_guessed` guesses were right."""
         rows = np.array([reading.row for reading in readings], dtype=np.int64)
         params = self._sampling.bare(rows)
         lengths = [reading.end + 1 - int(self._rows.prompt_len[reading.row]) for reading in readings]
@@ -278,14 +280,14 @@ class MTPGuesser(NoGuesser):
         return self._sampler.sample(output, params, output_index).token_ids
 
     def _run(self, states: Tensor, readings: Sequence[_Reading], next_ids: Sequence[int]) -> Tensor:
-        """[num_tokens, hidden] -> the same, as `MTPLayer.guess`."""
+        """Run the layer: [num_tokens, hidden] -> the same, as `MTPLayer.guess`."""
         positions = [position for reading in readings for position in range(reading.start, reading.end)]
         return self._model.guess(
             states, self._tensor(next_ids), self._tensor(positions), self._kv, self._metadata(readings)
         )
 
     def _metadata(self, readings: Sequence[_Reading]) -> AttentionMetadata:
-        """Rows whose contexts begin with the first block of each."""
+        """Return the metadata of rows whose contexts begin with the first block of each."""
         tables, size = self._rows.tables, self._rows.tables.block_size
         seq_lens = [reading.end - reading.first_block * size for reading in readings]
         blocks = np.zeros((len(readings), -(-max(seq_lens) // size)), dtype=np.int64)
@@ -307,5 +309,5 @@ class MTPGuesser(NoGuesser):
         )
 
     def _tensor(self, values: object) -> Tensor:
-        """Whole numbers on the device."""
+        """Return whole numbers as a tensor on the device."""
         return torch.as_tensor(values, dtype=torch.int64, device=self._device)

@@ -36,7 +36,10 @@ _NOT_STARTED = -1  # num_computed until the first plan says where the request st
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowSnapshot:
-    """Rows, and who held them at the time: the address of samples that come back later. Never changed."""
+    """The rows of a step with the requests that held them: the address of samples that come later.
+
+    It is never changed.
+    """
 
     rows: NDArray[np.int64]  # [num_rows]
     places: tuple[int, ...]  # [num_rows] the same rows
@@ -49,7 +52,7 @@ class RowSnapshot:
         return len(self.places)
 
     def select(self, indices: Sequence[int]) -> RowSnapshot:
-        """Some of the rows, by their indices in this snapshot."""
+        """Return some of the rows, by their indices in this snapshot."""
         return RowSnapshot(
             rows=self.rows[indices],
             places=tuple(self.places[index] for index in indices),
@@ -65,7 +68,7 @@ class TokenIds(Protocol):
 
     @property
     def by_row(self) -> NDArray[np.int64]:
-        """[num_rows, width]; width 0 where none are kept."""
+        """The ids as [num_rows, width]; width 0 where none are kept."""
         ...
 
     def write(self, row: int, start: int, token_ids: Sequence[int]) -> None:
@@ -73,16 +76,16 @@ class TokenIds(Protocol):
         ...
 
     def read(self, row: int, start: int, end: int) -> Sequence[int]:
-        """The ids of a row at positions from `start` to before `end`."""
+        """Return the ids of a row at positions from `start` to before `end`."""
         ...
 
     def is_other(self, row: int, position: int, token_id: int) -> bool:
-        """Whether the known id at a position is another one; where none are kept nobody can say so."""
+        """Return whether the known id at a position differs; False where none are kept."""
         ...
 
 
 class KeptIds:
-    """The ids of the first stage, which embeds them, and of the last, which counts and scores them."""
+    """The ids on the first stage, which embeds them, and on the last, which counts and scores them."""
 
     def __init__(self, num_rows: int, width: int) -> None:
         # zeros, not empty: untouched pages of a long context cost no memory, and stay valid token ids.
@@ -102,13 +105,13 @@ class KeptIds:
 
 
 class NoIds:
-    """In place of the ids on a stage between the first and the last, which reads none."""
+    """The stand-in for ids on a stage between the first and the last, which reads none."""
 
     def __init__(self, num_rows: int, width: int) -> None:
         self.by_row = np.zeros((num_rows, 0), dtype=np.int64)
 
     def write(self, row: int, start: int, token_ids: Sequence[int]) -> None:
-        """They are not kept."""
+        """Do nothing."""
 
     def read(self, row: int, start: int, end: int) -> Sequence[int]:
         raise AssertionError("this stage keeps no token ids")
@@ -118,7 +121,7 @@ class NoIds:
 
 
 class RequestRows:
-    """State of all rows of one rank.
+    """The state of all rows of one rank.
 
     Args:
         num_rows: requests that hold a row at once.
@@ -157,12 +160,14 @@ class RequestRows:
 
     @property
     def token_ids(self) -> NDArray[np.int64]:
-        """[num_rows, width] known tokens at their positions, on a stage that keeps them."""
+        """The known tokens at their positions, [num_rows, width], on a stage that keeps them."""
         return self._ids.by_row
 
     def reset(self) -> None:
-        """No row is held, as at the start. Steps may be counted anew: another core does not know how many
-        there were."""
+        """Free all rows, as at the start.
+
+        Steps may be counted anew: another core does not know how many there were.
+        """
         for row in range(len(self.generation)):
             self.generation[row] = _FREE
             self._live_from[row] = 0
@@ -171,7 +176,7 @@ class RequestRows:
         self._changes_hands()
 
     def apply(self, plan: ScheduledBatch) -> None:
-        """The first parts of a plan: freed rows, then new ones, then those that are rewound."""
+        """Apply the first parts of a plan: freed rows, then new ones, then those that are rewound."""
         for row in plan.freed_rows:
             self.free(row)
         for new_row in plan.new_rows:
@@ -180,13 +185,13 @@ class RequestRows:
             self._rewind(rewound, plan.step_id)
 
     def free(self, row: int) -> None:
-        """The request of a row has ended; samples of it that are still to come will be dropped (row E7)."""
+        """Free a row whose request has ended; samples that are still to come for it are dropped (row E7)."""
         self.generation[row] = _FREE
         self._state.drop(row)
         self._changes_hands()
 
     def add(self, new: NewRow) -> None:
-        """A request enters, or enters again with what it had generated before it was preempted."""
+        """Add a request, or one that enters again with what it had generated before a preemption."""
         row = new.row
         self._ids.write(row, 0, new.token_ids)
         self.tables.set(row, new.blocks)
@@ -201,7 +206,7 @@ class RequestRows:
         self._changes_hands()
 
     def _rewind(self, rewound: RewoundRow, step_id: int) -> None:
-        """The row goes on from here; samples of steps before `step_id` that are still to come are dropped."""
+        """Let the row go on from here; awaited samples of steps before `step_id` are dropped."""
         row, num_tokens = rewound.row, rewound.num_tokens
         self._ids.write(row, num_tokens - len(rewound.newest_ids), rewound.newest_ids)
         self.total_len[row] = num_tokens
@@ -223,11 +228,11 @@ class RequestRows:
                 self.tables.append(row, blocks)
 
     def known_ids(self, row: int, start: int, end: int) -> Sequence[int]:
-        """The ids of a row, drafts included, at positions from `start` to before `end`."""
+        """Return the ids of a row, drafts included, at positions from `start` to before `end`."""
         return self._ids.read(row, start, end)
 
     def snapshot(self, rows: Sequence[int]) -> RowSnapshot:
-        """Address samples to the requests that hold these rows now; kept while no row changes hands."""
+        """Return a snapshot of these rows as they are held now; kept while no row changes hands."""
         return self._snapshots.of(tuple(rows))
 
     def _snapshot(self, places: tuple[int, ...]) -> RowSnapshot:
@@ -242,28 +247,32 @@ class RequestRows:
         )
 
     def names_of(self, plan: ScheduledBatch) -> list[str]:
-        """The requests of a plan that may not be applied yet, and may be wrong: rows that are none are left
-        out."""
+        """Return the requests of a plan that may not be applied yet, and may be wrong.
+
+        Rows that do not exist or hold no request are left out.
+        """
         entering = {new.row: new.request_id for new in plan.new_rows}
         known = dict(enumerate(self.request_ids)) | entering
         return [known[row] for row in plan.rows if known.get(row)]
 
     def span_of(self, plan: ScheduledBatch) -> tuple[list[int], list[int]]:
-        """As `accepted_span_of`; raises `ProtocolError` if core and rank do not agree about a row."""
+        """Return what `accepted_span_of` does; raise `ProtocolError` if core and rank disagree on a row."""
         starts, ends = self.accepted_span_of(plan)
         self._check(plan, starts, ends)
         return starts, ends
 
     def accepted_span_of(self, plan: ScheduledBatch) -> tuple[list[int], list[int]]:
-        """True position of each row's first token, and behind its last, two [num_rows]: the plan's, less the
-        rejections consumed."""
+        """Return the true position of each row's first token, and behind its last.
+
+        Both are [num_rows]: the plan's positions, less the rejections consumed.
+        """
         starts = plan.start_positions
         if self._has_rejected:
             starts = [start - self.num_rejected[row] for row, start in zip(plan.rows, starts, strict=True)]
         return starts, [start + count for start, count in zip(starts, plan.num_tokens, strict=True)]
 
     def fitted(self, plan: ScheduledBatch, starts: list[int]) -> list[int]:
-        """The positions, or, of rows that do not have the blocks for them, the last ones that fit.
+        """Return the positions, or, of rows without the blocks for them, the last ones that fit.
 
         Rejections that are to be consumed may bring a row back to where it has blocks: the core knew of them
         when it made the plan. What is built meanwhile with other positions is built anew then.
@@ -291,17 +300,20 @@ class RequestRows:
             self.num_computed[row] = end
 
     def run(self, plan: ScheduledBatch, starts: Sequence[int], ends: Sequence[int]) -> None:
-        """The tokens of a plan are computed now, at these true positions."""
+        """Note that the tokens of a plan are computed now, at these true positions."""
         self._state.step(plan.rows, starts, ends, plan.need_sampled)
 
     def put_drafts(self, row: int, end: int, draft_ids: Sequence[int]) -> None:
-        """Speculative tokens, placed behind a row's known ones and before `end`; what is sampled in their
-        places overwrites them (row D7)."""
+        """Place speculative tokens behind a row's known ones and before `end`.
+
+        What is sampled in their places overwrites them (row D7).
+        """
         self._ids.write(row, end - len(draft_ids), draft_ids)
 
     def is_void(self, plan: ScheduledBatch, starts: Sequence[int]) -> bool:
-        """Whether the plan is a window behind a wrong guess: its input was guessed, and is not what was
-        sampled, or follows what was not.
+        """Return whether the plan is a window behind a wrong guess.
+
+        Its input was guessed then, and is not what was sampled, or follows what was not.
 
         The last stage finds out in any case, and before the core does: samples of all earlier steps are in
         its table. Other stages do if another row had them consume these.
@@ -322,7 +334,7 @@ class RequestRows:
         return row in self._strayed
 
     def last_tokens(self, rows: Sequence[int]) -> list[int]:
-        """The newest known token of each row. [num_rows]"""
+        """Return the newest known token of each row, [num_rows]."""
         return [int(self.token_ids[row, self.total_len[row] - 1]) for row in rows]
 
     def post_update(
@@ -354,7 +366,7 @@ class RequestRows:
     def post_counts(
         self, step_id: int, addressed: RowSnapshot, num_ids: Sequence[int], num_rejected: Sequence[int]
     ) -> None:
-        """Do the same as `post_update` where no ids are kept.
+        """Write the counts of what a step sampled, as `post_update` does, where no ids are kept.
 
         Args:
             num_ids: how many ids were accepted and sampled of each.
@@ -365,8 +377,10 @@ class RequestRows:
         self._has_rejected = self._has_rejected or any(num_rejected)
 
     def _still_held(self, step_id: int, addressed: RowSnapshot) -> Iterator[tuple[int, int]]:
-        """Yield those rows that the requests of the snapshot still hold, and that were not rewound since the
-        step, each behind its index there."""
+        """Yield the rows that still belong to the snapshot's requests, each behind its index there.
+
+        Rows that were rewound since the step are left out.
+        """
         if addressed.num_changes == self._num_changes:
             yield from enumerate(addressed.places)
             return

@@ -1,4 +1,4 @@
-"""The seam for state that a row carries from token to token, where it is no KV cache.
+"""The seam for state, other than a KV cache, that a row carries from token to token.
 
 Keys and values of a rejected draft are written over, and cost nothing. A recurrent layer, or a head that
 drafts from hidden states, has one state a row, which has taken in the draft already. So it is told of each
@@ -9,7 +9,7 @@ step what may have to be taken back:
                            commit(row, 0)           the first stays whole
                            rewind(row, 78)          of the second one position stays; no more is told of it
 
-What is kept to go back, a copy of the state or its inputs, is the affair of whoever has it. Called by
+What is kept to go back, a copy of the state or its inputs, is the affair of the implementation. Called by
 `runner.request_rows` on every stage, in the order of the steps. No family needs it yet.
 """
 
@@ -19,30 +19,32 @@ from collections.abc import Sequence
 
 
 class RowState:
-    """Nobody carries a state."""
+    """The interface of such state, and the implementation where rows carry none."""
 
     def begin(self, row: int) -> None:
-        """A request enters a row; who had it before is gone."""
+        """Begin the state of a row that a new request gets; the state of the one before is void."""
 
     def step(
         self, rows: Sequence[int], starts: Sequence[int], ends: Sequence[int], are_sampled: Sequence[bool]
     ) -> None:
-        """Positions from `starts` to before `ends` of these rows are computed now.
+        """Note that positions from `starts` to before `ends` of these rows are computed now.
 
         Args:
-            are_sampled: a `commit` or a `rewind` will tell how many of them stay; the others stay.
+            are_sampled: whether a `commit` or a `rewind` will say how many positions stay; else all stay.
         """
 
     def commit(self, row: int, num_rejected: int) -> None:
-        """Of the oldest step of a row that was sampled and not told of, so many of the last positions are
-        taken back, and the others stay. Steps behind it are void then: the same is told of them in turn, with
-        all their positions, or the row is rewound."""
+        """Take back the last `num_rejected` positions of the oldest uncommitted sampled step of a row.
+
+        The other positions of that step stay. If any is taken back, the steps behind it are void: they are
+        committed in turn, with all their positions rejected, or the row is rewound.
+        """
 
     def rewind(self, row: int, length: int) -> None:
-        """Positions below `length` stay, and no other; nothing more is told of the steps so far."""
+        """Keep only the positions below `length`; the steps so far are not committed or rewound again."""
 
     def drop(self, row: int) -> None:
-        """The request of a row has ended."""
+        """Drop the state of a row whose request has ended."""
 
 
 NO_STATE = RowState()
