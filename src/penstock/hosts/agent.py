@@ -1,14 +1,14 @@
-"""The agent of a host that is not the head's: starts, watches and reaps the ranks there, and decides nothing.
+"""The agent of a host other than the head's: starts, watches and reaps the ranks there, and decides nothing.
 
 It has a host of its own (`hosts.local`) and does there what the head asks for over a wire
 (`hosts.agent_messages`), as the supervisor does on the head. It is torch-free.
 
-What it takes from the head are numbers and names. A model is looked up by its identity (`hosts.weights`),
+It takes only numbers and names from the head. A model is looked up by its identity (`hosts.weights`),
 faults are not taken at all, KV blocks are kept where its own command line says (`kvstore.own_store`), and
 links are proved as that says, not as the head likes (`hosts.link_streams`).
 
 When the connection to the head breaks, what runs here goes on for a while: the worker joins again, and the
-head goes on where it was (`hosts.lasting_wire`). If the head does not know of it any more, or nobody comes in
+head goes on where it was (`hosts.lasting_wire`). If the head does not know of it any more, or none comes in
 that time, all ranks are ended. A spare process stays in any case.
 """
 
@@ -81,7 +81,7 @@ NO_OWN_STORE = NoOwnStore()
 
 
 class AllowedNames:
-    """Credentials that the head has sent for processes of this host. `issue` is for `ProvedStreams`.
+    """The credentials that the head has sent for processes of this host. `issue` is for `ProvedStreams`.
 
     Attributes:
         run_of_head: in which the head counts its epochs, as it has said last; "" before.
@@ -92,7 +92,7 @@ class AllowedNames:
         self._by_name: dict[PeerName, Credentials] = {}
 
     def allow(self, name: PeerName, credentials: Credentials) -> None:
-        """Keep them; those of older epochs are forgotten."""
+        """Keep the credentials of a process; those of older epochs are forgotten."""
         self._by_name = {each: kept for each, kept in self._by_name.items() if each.epoch >= name.epoch}
         self._by_name[name] = credentials
         self.run_of_head = name.run
@@ -123,7 +123,7 @@ class HeldEnds:
         self._errors[number] = error
 
     def end_all(self) -> None:
-        """End all of them, and hold none."""
+        """End all ends, and hold none."""
         for end in self._ends.values():
             end.end()
         self._ends.clear()
@@ -145,11 +145,11 @@ class HeldEnds:
             end.close()
 
     def resolved_invitation(self, invitation: Any) -> Any:
-        """Of an end that was accepted here it is what that end says; of others where they listen."""
+        """Return an invitation; for an end that was accepted here it is that end's own."""
         return self._end(invitation).invitation if isinstance(invitation, HeldEnd) else invitation
 
     def resolved(self, message: ControlMessage) -> ControlMessage:
-        """The message with the endpoints of ends that are held here.
+        """Return the message with the endpoints of ends that are held here.
 
         Raises:
             ProtocolError: an end is none of these, or the head names descriptors of this host.
@@ -167,7 +167,7 @@ class HeldEnds:
         return value
 
     def _end(self, held: HeldEnd) -> HostEnd:
-        """Raises why it could not be made, or `ProtocolError` if the head has never asked for it."""
+        """Return an end; raise why it was not made, or `ProtocolError` if the head never asked for it."""
         if (error := self._errors.get(held.number)) is not None:
             raise error_from_info(error)
         end = self._ends.get(held.number)
@@ -177,8 +177,9 @@ class HeldEnds:
 
 
 class _AskedHost:
-    """The own host, asked for what no rank depends on: where that fails, the ranks go on without (EMFILE,
-    a limit of processes).
+    """The own host, for questions that no rank depends on.
+
+    Where one fails (EMFILE, a limit of processes), the ranks go on without an answer.
     """
 
     def __init__(self, host: WorkerHost) -> None:
@@ -196,7 +197,7 @@ class _AskedHost:
         return self._resources
 
     def keep_spare(self, threads: int) -> list[SpareKept]:
-        """Keep a spare process, as `RankHost.keep_spare`; what is new of it."""
+        """Keep a spare process, as `RankHost.keep_spare`, and return what is new of it."""
         try:
             own_bytes = self._host.keep_spare(threads)
         except OSError:  # no descriptors, no memory: perhaps later
@@ -205,13 +206,13 @@ class _AskedHost:
         return [SpareKept(own_bytes=own_bytes)] if is_new else []
 
     def begin_anew(self) -> None:
-        """The next head has been told of no spare."""
+        """Forget that the head was told of a spare, since the next head was not."""
         self._spare_bytes = -1
 
 
 @dataclass(slots=True)
 class _Times:
-    """When the head was last heard and told something, and when the connection to it broke."""
+    """The times at which the head was last heard and told something, and at which the connection broke."""
 
     heard_at: float = -math.inf
     said_at: float = -math.inf
@@ -224,11 +225,11 @@ class _Times:
 
 
 class Agent:
-    """What the head asks of a host, done there.
+    """The agent of a host: it carries out there what the head asks.
 
     Args:
-        host: the own one.
-        wire: the first one to the head. Belongs to the agent, as the members do.
+        host: the own host.
+        wire: the first wire to the head. Belongs to the agent, as the members do.
         models: gets ranks their weights; belongs to the agent.
         allowed: takes the credentials that the head sends.
         clock: monotonic seconds.
@@ -266,12 +267,12 @@ class Agent:
 
     @property
     def failure(self) -> PeerError | None:
-        """Why the head can ask for nothing now; None while it is connected."""
+        """The reason why the head can ask for nothing now; None while it is connected."""
         return self._wire.failure
 
     @property
     def reception(self) -> Reception:
-        """How the head has received this host over the present connection, or the last one."""
+        """The way in which the head has received this host over the present connection, or the last one."""
         return self._wire.reception
 
     @property
@@ -280,7 +281,7 @@ class Agent:
         return bool(self._members)
 
     def watch(self, source: Waitable) -> None:
-        """Let `serve` return too when this one is readable, and say so."""
+        """Let `serve` return too when this source is readable, and say so."""
         self._watch.watch(source)
 
     def reconnect(self, wire: AgentWire[ToAgent]) -> None:
@@ -290,7 +291,7 @@ class Agent:
         self._begin_connection()
 
     def serve(self, timeout_s: float = HEARTBEAT_S) -> set[Waitable]:
-        """Wait for something to do, for a heartbeat or so long at most, and do it.
+        """Wait for something to do, for about a heartbeat at most, and do it.
 
         Returns:
             The watched sources that are readable.
@@ -344,7 +345,7 @@ class Agent:
         )
 
     def _bear_break(self, now: float) -> None:
-        """Let go of a connection that is broken; what runs here is ended when that is long ago."""
+        """Leave a connection that is broken; what runs here is ended when that is long ago."""
         if self._times.broken_at == math.inf:
             self._times.broken_at = now
             self._watch.unwatch(self._wire.connection)
@@ -354,7 +355,7 @@ class Agent:
             self._wire.forget()
 
     def _begin_anew(self) -> None:
-        """End all that the head has asked for: it is gone, or does not know of it."""
+        """End all that the head has asked for, since the head is gone or does not know of it."""
         self._end_all()
         self._allowed.forget()
         self._host.forget_credentials()
@@ -373,7 +374,7 @@ class Agent:
         self._watch.kill()
 
     def close(self) -> None:
-        """End all members, and let go of all ends."""
+        """End all members, and close all ends."""
         self._wire.connection.send(Leaving())
         self._end_all()
         self._watch.close()
@@ -401,7 +402,7 @@ class Agent:
             self._obey_of_host(message)
 
     def _obey_of_host(self, message: ToAgent) -> None:
-        """What is about no member and no end."""
+        """Carry out a message that is about neither a member nor an end."""
         if isinstance(message, KeepSpare):
             for news in self._asked.keep_spare(message.threads):
                 self._wire.send(news)
@@ -419,8 +420,8 @@ class Agent:
     def _start(
         self, message: StartRank | StartMeasuring, rank: RankConfig, start: Callable[[RankConfig], Member]
     ) -> None:
-        """Start a process with what this host takes of a rank's config, or say why not. It imports what it
-        needs while its weights are sought, and then waits for them."""
+        """Start a process with what this host takes of a rank's config, or report why not.
+        The process imports what it needs while its weights are sought, and then waits for them."""
         number = message.number
         own = msgspec.structs.replace(
             rank, model_path="", model_identity=b"", faults=[], store=None, host=self._host.name
@@ -459,7 +460,7 @@ class Agent:
         self._wire.send(Said(number=member.member_index, event=event))
 
     def _hear(self, member: Member) -> None:
-        """Tell what a member has said, and its end behind all that."""
+        """Report what a member has said, and its end behind all that."""
         exit_code = member.exit_code  # first: then all that it said is there
         self._watch.hear(member)
         if exit_code is not None and member.member_index in self._members:
@@ -494,7 +495,7 @@ class Agent:
             member.kill_now()
 
     def _end_member(self, number: int, member: Member, error: PenstockError | OSError) -> None:
-        """End a member that cannot have what it needs, and tell why."""
+        """End a member that cannot have what it needs, and report why."""
         member.kill_now()
         member.await_end()
         self._forget(number)

@@ -1,4 +1,4 @@
-"""What the head and the agent of another host say to each other once the agent has been let in.
+"""The messages between the head and the agent of another host, once the agent has been let in.
 
 The head asks; the agent carries it out and tells what happens. Members and ends of connections have numbers
 that the head gives, so that it need not wait for an answer, except for where a stream can be dialled.
@@ -52,7 +52,7 @@ AtEnd = Literal["delivered", "end", "close"]
 
 
 class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat"):
-    """Whoever says it is there; both do, each second.
+    """A sign of life; both sides send one each second.
 
     Attributes:
         num_received: messages of the talk that have come.
@@ -62,28 +62,28 @@ class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat"):
 
 
 class TalkBegins(msgspec.Struct, frozen=True, tag="talk_begins"):
-    """The head does not know the talk of this agent: nothing that was said or started before holds."""
+    """A message that the head does not know this agent's talk: nothing said or started before holds."""
 
 
 class TalkGoesOn(msgspec.Struct, frozen=True, kw_only=True, tag="talk_goes_on"):
-    """The head goes on where the connection broke; so many messages of the agent have come."""
+    """A message that the head goes on where the connection broke, with `num_received` messages received."""
 
     num_received: int
 
 
 class NotNeeded(msgspec.Struct, frozen=True, tag="not_needed"):
-    """The head has all the hosts that it waits for. It closes the connection; the worker may try again."""
+    """A message that the head has all the hosts it waits for. It hangs up; the worker may try again."""
 
 
 class AllowEpoch(msgspec.Struct, frozen=True, kw_only=True, tag="allow_epoch"):
-    """Credentials of a process of the agent's host, for one epoch."""
+    """The credentials of a process of the agent's host, for one epoch."""
 
     name: PeerName
     credentials: Credentials
 
 
 class StartRank(msgspec.Struct, frozen=True, kw_only=True, tag="start_rank"):
-    """Start the process of a rank as this member.
+    """A request to start the process of a rank as this member.
 
     Attributes:
         model: identity of its model (`kvstore.names.model_identity`), in place of a path.
@@ -98,7 +98,7 @@ class StartRank(msgspec.Struct, frozen=True, kw_only=True, tag="start_rank"):
 
 
 class StartMeasuring(msgspec.Struct, frozen=True, kw_only=True, tag="start_measuring"):
-    """Start a process that times the steps of a rank as this member; `model` as in `StartRank`."""
+    """A request to start, as this member, a process that times a rank's steps; `model` as in `StartRank`."""
 
     number: int
     config: MeasureConfig
@@ -107,27 +107,27 @@ class StartMeasuring(msgspec.Struct, frozen=True, kw_only=True, tag="start_measu
 
 
 class KeepSpare(msgspec.Struct, frozen=True, kw_only=True, tag="keep_spare"):
-    """See to it that a process waits for a rank that is lost."""
+    """A request to keep a process ready for a rank that is lost."""
 
     threads: int
 
 
 class Hand(msgspec.Struct, frozen=True, kw_only=True, tag="hand"):
-    """Hand a message to a member; `HeldEnd` stands for an end."""
+    """A request to hand a message to a member; `HeldEnd` stands for an end."""
 
     number: int
     message: Stop | EpochLost | BeginMeasuring | AttachLink | RankEndpoints
 
 
 class TouchMember(msgspec.Struct, frozen=True, kw_only=True, tag="touch_member"):
-    """Do this to a member."""
+    """A request to do something to a member."""
 
     number: int
     what: AtMember
 
 
 class Accept(msgspec.Struct, frozen=True, kw_only=True, tag="accept"):
-    """Make the end that others join."""
+    """A request to make the end that others join."""
 
     number: int
     kind: str
@@ -136,7 +136,7 @@ class Accept(msgspec.Struct, frozen=True, kw_only=True, tag="accept"):
 
 
 class Join(msgspec.Struct, frozen=True, kw_only=True, tag="join"):
-    """Make an end that joins one that was accepted, here by its number or elsewhere where it listens."""
+    """A request to make an end that joins an accepted one, here by number or elsewhere where it listens."""
 
     number: int
     kind: str
@@ -146,18 +146,18 @@ class Join(msgspec.Struct, frozen=True, kw_only=True, tag="join"):
 
 
 class TouchEnd(msgspec.Struct, frozen=True, kw_only=True, tag="touch_end"):
-    """Do this to an end."""
+    """A request to do something to an end."""
 
     number: int
     what: AtEnd
 
 
 class AskResources(msgspec.Struct, frozen=True, tag="ask_resources"):
-    """Say what the host can give now."""
+    """A question about what the host can give now."""
 
 
 class AskClock(msgspec.Struct, frozen=True, kw_only=True, tag="ask_clock"):
-    """Say what the host's monotonic clock shows. `asked_ns`: what the head's shows; comes back."""
+    """A question about the host's monotonic clock. `asked_ns`: what the head's shows; it comes back."""
 
     asked_ns: int
 
@@ -183,7 +183,9 @@ ToAgent = (
 
 
 class AgentHello(msgspec.Struct, frozen=True, kw_only=True, tag="agent_hello"):
-    """The first word of an agent over each connection: what its host can give, and where their talk is.
+    """The first message of an agent over each connection.
+
+    It says what its host can give, and where their talk is.
 
     Attributes:
         kinds: of connections to other hosts, best first.
@@ -198,17 +200,17 @@ class AgentHello(msgspec.Struct, frozen=True, kw_only=True, tag="agent_hello"):
 
 
 class Leaving(msgspec.Struct, frozen=True, tag="leaving"):
-    """The worker ends, because somebody has ended it; it does not come back by itself."""
+    """A message that the worker ends, because a user has ended it; it does not come back by itself."""
 
 
 class Resources(msgspec.Struct, frozen=True, kw_only=True, tag="resources"):
-    """What the host can give now."""
+    """An answer with what the host can give now."""
 
     resources: HostResources
 
 
 class ToldClock(msgspec.Struct, frozen=True, kw_only=True, tag="told_clock"):
-    """What the host's monotonic clock has shown when it read an `AskClock`, and when it answered."""
+    """An answer with the host's monotonic clock when it read an `AskClock`, and when it answered."""
 
     asked_ns: Nanoseconds
     heard_ns: Nanoseconds
@@ -216,21 +218,21 @@ class ToldClock(msgspec.Struct, frozen=True, kw_only=True, tag="told_clock"):
 
 
 class Started(msgspec.Struct, frozen=True, kw_only=True, tag="started"):
-    """The process of a member runs; `identity` as in `Member`."""
+    """A message that the process of a member runs; `identity` as in `Member`."""
 
     number: Small
     identity: Word
 
 
 class Said(msgspec.Struct, frozen=True, kw_only=True, tag="said"):
-    """A member has said this."""
+    """A status event of a member."""
 
     number: Small
     event: StatusEvent
 
 
 class Ended(msgspec.Struct, frozen=True, kw_only=True, tag="ended"):
-    """A member has ended; all that it said has been told.
+    """A message that a member has ended; all that it said has been sent.
 
     Attributes:
         error: why it was never started, where it was not.
@@ -242,27 +244,27 @@ class Ended(msgspec.Struct, frozen=True, kw_only=True, tag="ended"):
 
 
 class Accepted(msgspec.Struct, frozen=True, kw_only=True, tag="accepted"):
-    """An end waits for who joins it; `invitation` is for another host."""
+    """A message that an end waits to be joined; `invitation` is for another host."""
 
     number: Small
     invitation: StreamInvitation | None = None
 
 
 class EndFailed(msgspec.Struct, frozen=True, kw_only=True, tag="end_failed"):
-    """An end could not be made."""
+    """A message that an end could not be made."""
 
     number: Small
     error: ErrorInfo
 
 
 class SpareKept(msgspec.Struct, frozen=True, kw_only=True, tag="spare_kept"):
-    """Memory of the process that waits; 0: there is none."""
+    """The memory of the process that waits; 0: there is none."""
 
     own_bytes: Count
 
 
 class LogLines(msgspec.Struct, frozen=True, kw_only=True, tag="log_lines"):
-    """What was printed on the host.
+    """The lines that were printed on the host.
 
     Attributes:
         lines: each behind the name of its process; "" is the worker itself.

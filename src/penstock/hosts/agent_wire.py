@@ -1,9 +1,9 @@
-"""Messages over the connection between the head and an agent, both ways, without ever waiting.
+"""Carries messages between the head and an agent, both ways, without ever waiting.
 
 A message is its length in four bytes and JSON, as over a status pipe. What the other side does not take at
 once is kept here and goes with the next call: the heartbeats judge whether it is gone, not the kernel's
-buffers. A call takes a bounded number of bytes, and a message has a bounded length: whoever sends without end
-neither holds the receiver up nor fills its memory.
+buffers. A call takes a bounded number of bytes, and a message has a bounded length: a peer that sends without
+end neither holds the receiver up nor fills its memory.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Incoming = TypeVar("Incoming")
 
 
 class AgentWire(Generic[Incoming]):
-    """One end.
+    """One end of a wire between the head and an agent.
 
     Args:
         connection: authenticated, as `trust` has let it in. Belongs to the wire from now on.
@@ -40,7 +40,7 @@ class AgentWire(Generic[Incoming]):
 
     Attributes:
         failure: why nothing follows; None while the connection stands.
-        max_bytes: may be raised once the other side has said who it is.
+        max_bytes: may be raised once the other side has identified itself.
     """
 
     def __init__(self, connection: socket.socket, incoming: Any, max_bytes: int = MAX_MESSAGE_BYTES) -> None:
@@ -55,7 +55,7 @@ class AgentWire(Generic[Incoming]):
         self._is_held = False
 
     def fileno(self) -> int:
-        """Readable when something has come, or the other side is gone; negative after `close`."""
+        """Return a descriptor, readable for news or when the peer has gone; negative after `close`."""
         return self._connection.fileno()
 
     def send(self, message: msgspec.Struct) -> None:
@@ -83,7 +83,7 @@ class AgentWire(Generic[Incoming]):
                 self.flush()
 
     def flush(self) -> bool:
-        """Send what the other side takes now; whether nothing is left."""
+        """Send what the other side takes now, and return whether nothing is left."""
         while self._unsent and self.failure is None:
             try:
                 num_sent = self._connection.send(self._unsent)
@@ -134,8 +134,10 @@ class AgentWire(Generic[Incoming]):
         self._connection.close()
 
     def _is_kept_by_tls(self) -> bool:
-        """Whether bytes wait above the socket: they make nothing readable, and must not be left. They are the
-        rest of one record of TLS."""
+        """Return whether bytes wait above the socket, the rest of one record of TLS.
+
+        They make nothing readable, and so must not be left.
+        """
         return isinstance(self._connection, ssl.SSLSocket) and self._connection.pending() > 0
 
     def _take_messages(self) -> list[Incoming]:

@@ -1,4 +1,4 @@
-"""Sources of news whose descriptors stay the same: a bell that a program rings, and a changing connection."""
+"""The sources of news whose descriptors stay the same: a bell, and a connection that may be replaced."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Protocol
 
 
 class Bell:
-    """Readable while it rings. Any thread may ring it."""
+    """A source that is readable while it rings. Any thread may ring it."""
 
     def __init__(self) -> None:
         self._event = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
@@ -25,22 +25,22 @@ class Bell:
             os.eventfd_read(self._event)
 
     def close(self) -> None:
-        """Give the descriptor back. May be called twice."""
+        """Close the descriptor. May be called twice."""
         if self._event >= 0:
             os.close(self._event)
             self._event = -1
 
 
 class Connection(Protocol):
-    """What a `LastingSource` stands for, one at a time."""
+    """A connection that a `LastingSource` stands for, one at a time."""
 
     def fileno(self) -> int: ...
 
 
 class LastingSource:
-    """Readable when the present connection is, however often that is replaced.
+    """A source that is readable when the present connection is, however often that is replaced.
 
-    Selectors hold a descriptor by its number. Whoever waits at a connection itself must leave it before it is
+    Selectors hold a descriptor by its number. A waiter at a connection itself must leave it before it is
     closed: the freed number may be given to another file at once. At this source all may wait for ever.
     """
 
@@ -52,17 +52,17 @@ class LastingSource:
         return self._epoll.fileno()
 
     def use(self, connection: Connection) -> None:
-        """Stand for this connection from now on."""
+        """Use this connection from now on."""
         self.leave()
         self._epoll.register(connection.fileno(), select.EPOLLIN)
         self._present = connection
 
     def leave(self) -> None:
-        """Stand for no connection; to be called before the present one is closed."""
+        """Use no connection; to be called before the present one is closed."""
         if self._present is not None:
             self._epoll.unregister(self._present.fileno())
         self._present = None
 
     def close(self) -> None:
-        """Give the descriptor back. May be called twice."""
+        """Close the descriptor. May be called twice."""
         self._epoll.close()

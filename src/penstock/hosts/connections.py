@@ -13,7 +13,7 @@ from penstock.hosts.rank_host import HostEnd, Need, Parties, RankHost
 
 
 class Connection:
-    """What joins processes for one epoch: an end that was accepted, and those that have joined it."""
+    """A connection of processes for one epoch: an end that was accepted, and those that have joined it."""
 
     def __init__(self, accepted: HostEnd, joined: Sequence[HostEnd]) -> None:
         self._accepted = accepted
@@ -30,23 +30,23 @@ class Connection:
         return [end.endpoint for end in self._joined]
 
     def delivered(self) -> None:
-        """All processes have been given their endpoints."""
+        """Record that all processes have been given their endpoints."""
         for end in (self._accepted, *self._joined):
             end.delivered()
 
     def end(self) -> None:
-        """The epoch is over: whoever waits at it stops; then as `close`."""
+        """End the connection with its epoch, so that all waits at it stop; then close it."""
         for end in (*self._joined, self._accepted):
             end.end()
 
     def close(self) -> None:
-        """Let go of it; a process that has its endpoint goes on."""
+        """Close the hosts' ends; a process that has its endpoint goes on."""
         for end in (*self._joined, self._accepted):
             end.close()
 
 
 class Place(NamedTuple):
-    """Where a process is, and its role there (`trust.peer_names`)."""
+    """The host of a process, and its role there (`trust.peer_names`)."""
 
     host: RankHost
     role: str
@@ -103,7 +103,7 @@ def _parties(epoch: int, own: Place, peer: Place, route: Route) -> Parties:
 
 
 def _common_kind(need: Need, accepting: RankHost, joining: Sequence[RankHost]) -> str:
-    """The one that the accepting host likes best."""
+    """Return the kind that all hosts offer and the accepting host likes best."""
     offers = [(accepting, accepting.offers(need, host.name)) for host in joining]
     offers += [(host, host.offers(need, accepting.name)) for host in joining]
     first, *others = (kinds for _, kinds in offers)

@@ -1,7 +1,7 @@
-"""The hosts of an engine that workers join: this one and theirs.
+"""Gathers the hosts of an engine that workers join: this one and theirs.
 
-The head listens, and a starter (`hosts.launchers.starter`) has the workers started: it says what a user is to
-type on the other hosts, or has a launcher do it.
+The head listens, and a starter (`hosts.launchers.starter`) gets the workers started: it says what a user is
+to type on the other hosts, or has a launcher do it.
 
 There are as many places for workers as `--hosts` says. Workers that come when all are taken are let in too,
 once the engine has begun, and stand by: when a worker is lost, one of them has its place at once. The lost
@@ -53,7 +53,7 @@ from penstock.trust.worker_door import worker_door
 
 
 class GatheredHosts:
-    """This host and the workers that join it. Implements `EngineHosts`.
+    """The hosts of an engine: this one and the workers that join it. Implements `EngineHosts`.
 
     Args:
         voices: of the engine.
@@ -137,7 +137,7 @@ class GatheredHosts:
 
     @property
     def sources(self) -> Sequence[Waitable]:
-        """What becomes readable when `admit` has something to do."""
+        """The sources that become readable when `admit` has something to do."""
         return self._gate, self._search, *self._starter.sources
 
     def gather(self, lifelines: Sequence[Waitable]) -> None:
@@ -164,8 +164,10 @@ class GatheredHosts:
         self.hosts = Hosts(self._head, *workers, routes=self._search, readmit=self._readmit)
 
     def admit(self) -> None:
-        """Take in who has joined: those that are waited for, and those that are back. Go on looking for the
-        ways to them."""
+        """Take in the workers that have joined, expected ones and those that are back.
+
+        Go on looking for the ways to them.
+        """
         self._starter.attend()
         for name in self._starter.take_lost():
             if name in self._workers and not self._workers[name].is_there:
@@ -174,7 +176,7 @@ class GatheredHosts:
         self._let_stand_by()
 
     def tend(self, now: float) -> None:
-        """Let each worker know that the head is there, and see whether it is, and whether it still may be."""
+        """Tell each worker that the head is there, and check that it is there and still allowed."""
         self._revocations.apply(now, self._workers)
         for host in self._workers.values():
             host.tend(now)
@@ -182,7 +184,7 @@ class GatheredHosts:
         self._let_stand_by()
 
     def close(self) -> None:
-        """Let all go."""
+        """Close the gate and all hosts."""
         self._gate.close()
         self._weights.close()
         self._search.close()
@@ -208,8 +210,10 @@ class GatheredHosts:
         return self._has_gathered or host in self._workers or is_missing
 
     def _readmit(self, now: float) -> None:
-        """Take in who is back before the engine begins, and shut out who is revoked. Others would change what
-        is planned meanwhile."""
+        """Take in workers that are back before the engine begins, and shut out revoked ones.
+
+        Others would change what is planned meanwhile.
+        """
         self._admit(self.hosts.__contains__)
         self._revocations.apply(now, self._workers)
 
@@ -234,7 +238,7 @@ class GatheredHosts:
     def _own_scout(
         self, identity: ClusterIdentity, ports: PortRange, address_for: Callable[[str], str]
     ) -> OwnScout:
-        """Who looks for ways from this host, which another one reaches as `address_for` says."""
+        """Return the scout of this host, which another one reaches as `address_for` says."""
         return OwnScout(
             PeerName(cluster=identity.name, host=self._name, role=HEAD_ROLE),
             identity.head_credentials(self._name),
@@ -263,15 +267,17 @@ class GatheredHosts:
         return self._search.scout_of(self._workers[host], peer)
 
     def _find_ways(self, host: str) -> None:
-        """Look for the ways to a host that has joined late, or is back: any stage may be its neighbour. Its
-        stages start meanwhile."""
+        """Look for the ways to a host that has joined late, or is back.
+
+        Any stage may be its neighbour. Its stages start meanwhile.
+        """
         others = [self._name, *(worker.name for worker in self._workers_there if worker.name != host)]
         for other in others:
             self._search.find(self._scout_of(other), self._scout_of(host))
 
     @property
     def _has_gathered(self) -> bool:
-        """Whether all were there, and the engine is laid over them."""
+        """Whether all hosts were there, and the engine is laid over them."""
         return self.hosts.routes is self._search
 
     @property
@@ -303,7 +309,10 @@ class GatheredHosts:
             self._find_ways(worker.host)
 
     def _turn_away(self, worker: JoinedWorker) -> None:
-        """All are there. The worker tries again every few seconds; once the engine has begun it stands by."""
+        """Turn away a worker for which there is no place.
+
+        It tries again every few seconds; once the engine has begun it stands by.
+        """
         if worker.host not in self._not_needed:
             self._not_needed.add(worker.host)
             self._voices.tell(

@@ -20,7 +20,7 @@ CLOSE_S = 1.0  # for a thread that is cancelled
 
 
 class JoinAttempts:
-    """Attempts to join, one after the other. Readable when one has ended.
+    """The attempts to join, one after the other. Readable when one has ended.
 
     Args:
         join: joins the head, or raises; called in a thread.

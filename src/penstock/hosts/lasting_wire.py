@@ -44,7 +44,7 @@ Reception = Literal["awaited", "welcome", "not_needed"]
 
 
 class LastingWire(Generic[Incoming]):
-    """One end.
+    """One end of a wire that outlasts its connection.
 
     Args:
         connection: the first one. Belongs to the wire, as all later ones do.
@@ -70,7 +70,7 @@ class LastingWire(Generic[Incoming]):
 
     @property
     def failure(self) -> PeerError | None:
-        """Why nothing crosses now; None while the connection stands."""
+        """The reason why nothing crosses now; None while the connection stands."""
         return self.connection.failure
 
     def send(self, message: msgspec.Struct) -> None:
@@ -164,7 +164,7 @@ class LastingWire(Generic[Incoming]):
             self.connection.send(message)
 
     def _drop(self, num_received: int) -> None:
-        """Keep no longer what the other side has."""
+        """Drop what the other side has received."""
         if not 0 <= num_received - self._num_dropped <= len(self._kept):
             if num_received > self._num_dropped:
                 self.connection.give_up("it says that more messages have come than were sent.")

@@ -1,4 +1,4 @@
-"""Streams to other hosts, as a host offers them: where it listens, and what its processes are proved by.
+"""The streams to other hosts, as a host offers them: where it listens and how its processes prove themselves.
 
 Used by `hosts.local` on the head and on every worker. A host offers one kind: `tls`, or `challenged` (plain
 text) where its own command line says so. What the other side would like does not count.
@@ -24,18 +24,18 @@ Issue = Callable[[PeerName], Credentials]  # of a process of this host; raises P
 
 
 class LinkStreams(Protocol):
-    """What a host can do for connections to other hosts."""
+    """The interface of what a host can do for connections to other hosts."""
 
     def offers(self, need: Need) -> Sequence[str]:
-        """Kinds of connections, best first."""
+        """Return the kinds of connections, best first."""
         ...
 
     def accept(self, kind: str, need: Need, parties: Parties) -> HostEnd:
-        """As `RankHost.accept`."""
+        """See `RankHost.accept`."""
         ...
 
     def join(self, kind: str, need: Need, parties: Parties, invitation: object) -> HostEnd:
-        """As `RankHost.join`."""
+        """See `RankHost.join`."""
         ...
 
     def close(self) -> None:
@@ -44,7 +44,7 @@ class LinkStreams(Protocol):
 
 
 class NoStreams:
-    """Of a host that is alone."""
+    """The streams of a host that is alone: it offers none."""
 
     def offers(self, need: Need) -> Sequence[str]:
         return []
@@ -56,11 +56,11 @@ class NoStreams:
         raise _not_offered(kind)
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing."""
 
 
 class ProvedStreams:
-    """Streams whose ends prove that they are processes of the cluster and of the epoch.
+    """The streams whose ends prove that they are processes of the cluster and of the epoch.
 
     Args:
         host, cluster: names that stand in the credentials of its processes.
@@ -134,8 +134,10 @@ class ProvedStreams:
         return Challenged(credentials_fd=memory, own=own.uri, peer=peer.uri)
 
     def _memory(self, own: PeerName) -> int:
-        """Return the credentials of a process, in memory that it is handed. Forget those of its older epochs,
-        and of other runs of the head."""
+        """Return the credentials of a process, in memory that it is handed.
+
+        Those of its older epochs, and of other runs of the head, are forgotten.
+        """
         if own not in self._memories:
             older = [
                 name

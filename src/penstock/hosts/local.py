@@ -72,7 +72,7 @@ class LocalHost:
         self.is_there = True
 
     def tend(self, now: float) -> None:
-        """Whoever asks is there, and so is this host."""
+        """Do nothing: the caller runs on this host, so that it is there."""
 
     def resources(self) -> HostResources:
         return msgspec.structs.replace(self._detect(), name=self.name)
@@ -91,7 +91,7 @@ class LocalHost:
         return self._spare.keep(threads)
 
     def start_ahead(self, threads: int) -> None:
-        """Have a process for the next rank before it is known which one that is.
+        """Start or adopt a process for the next rank before it is known which one that is.
 
         It is the spare that a worker before this one has left, or one that starts now.
 

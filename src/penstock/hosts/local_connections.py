@@ -18,13 +18,13 @@ from penstock.process.endpoints import RingHandle, SocketHandle, SocketListener
 
 
 class RingEnd:
-    """A ring, kept open so that it can be ended from outside."""
+    """The end of a ring, kept open so that the ring can be ended from outside."""
 
     def __init__(self, ring: RingHandle) -> None:
         self.endpoint = self.invitation = ring
 
     def delivered(self) -> None:
-        """It is kept."""
+        """Do nothing, since the ring is kept."""
 
     def end(self) -> None:
         end_ring(self.endpoint)
@@ -35,13 +35,13 @@ class RingEnd:
 
 
 class MeetingEnd:
-    """Shared memory in which the ranks of a stage meet, kept open so that it can be ended from outside."""
+    """The shared memory in which a stage's ranks meet, kept open so that it can be ended from outside."""
 
     def __init__(self, num_ranks: int) -> None:
         self.endpoint = self.invitation = create_meeting(num_ranks)
 
     def delivered(self) -> None:
-        """It is kept."""
+        """Do nothing, since the memory is kept."""
 
     def end(self) -> None:
         end_meeting(self.endpoint)
@@ -76,13 +76,13 @@ class JoinedEnd:
         self.endpoint = self.invitation = invitation
 
     def delivered(self) -> None:
-        """The other end does what there is to do."""
+        """Do nothing; the other end does it."""
 
     def end(self) -> None:
-        """The other end does what there is to do."""
+        """Do nothing; the other end does it."""
 
     def close(self) -> None:
-        """The other end does what there is to do."""
+        """Do nothing; the other end does it."""
 
 
 def _link(need: LinkNeed) -> RingEnd:

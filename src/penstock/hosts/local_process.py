@@ -1,4 +1,4 @@
-"""Processes of this machine: start, hear, end.
+"""Starts, hears and ends the processes of this machine.
 
 A child is `python -m penstock...` with its config on an inherited pipe and a status pipe that it writes JSON
 lines to; what it is told later comes over a control socket. Its end is seen on a pidfd, so nothing depends on
@@ -32,13 +32,13 @@ class Control(Protocol):
 
 
 class NoControl:
-    """For a child that is told nothing after its start."""
+    """The control of a child that is told nothing after its start."""
 
     def send(self, message: ControlMessage) -> None:
         raise AssertionError(f"nobody to hand {message} to")
 
     def close(self) -> None:
-        """There is nothing to close."""
+        """Do nothing."""
 
 
 class Descriptor(NamedTuple):
@@ -51,7 +51,7 @@ class Descriptor(NamedTuple):
 
 
 class Process(Protocol):
-    """What a member needs of its process; `subprocess.Popen` of a child."""
+    """The interface of a member's process, as `subprocess.Popen` of a child has it."""
 
     @property
     def pid(self) -> int: ...
@@ -62,7 +62,9 @@ class Process(Protocol):
 
 
 class TakenProcess:
-    """A process that another one has started, which is gone: of its end nothing is known but that it came.
+    """A process that another one has started, which is gone.
+
+    Of its end nothing is known but that it came.
 
     Attributes:
         pid: of the process.
@@ -144,7 +146,7 @@ class LocalMember(Member):
         self.send_signal(signal.SIGKILL)
 
     def send_signal(self, number: int) -> None:
-        """Signal it, if it is still there."""
+        """Send the process a signal, if it is still there."""
         with contextlib.suppress(ProcessLookupError):
             signal.pidfd_send_signal(self._end.number, number)
 

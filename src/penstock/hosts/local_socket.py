@@ -1,4 +1,4 @@
-"""Local sockets without a name.
+"""The local sockets of the supervisor, which have no name in the file system.
 
 A Unix socket needs a path only to be connected to. A `LocalSocket` is bound in a fresh 0700 directory and
 keeps two descriptors: the listening socket, and an `O_PATH` handle of the socket file. Path and directory are
@@ -24,7 +24,7 @@ BACKLOG = 64
 
 @contextlib.contextmanager
 def _passing_directory() -> Iterator[str]:
-    """A path for a socket in a directory of our own; both are gone afterwards.
+    """Yield a path for a socket in a directory of our own; both are gone afterwards.
 
     The path leads through a descriptor of the directory, because socket paths may have 107 bytes at most.
     """
@@ -54,12 +54,12 @@ class LocalSocket:
 
     @property
     def listen_fd(self) -> int:
-        """Descriptor that the binding child inherits."""
+        """The descriptor that the binding child inherits."""
         return self._listener.fileno()
 
     @property
     def handle_fd(self) -> int:
-        """Descriptor that each connecting child inherits."""
+        """The descriptor that each connecting child inherits."""
         return self._handle
 
     @property
@@ -68,15 +68,18 @@ class LocalSocket:
 
     @property
     def connect_address(self) -> str:
-        """For a process that has inherited `handle_fd`."""
+        """The address for a process that has inherited `handle_fd`."""
         return connect_address(self._handle)
 
     def connect_address_from_outside(self) -> str:
-        """For another process of the same user, while this one lives and has not called `close`."""
+        """Return the address for another process of the same user.
+
+        It holds while this process lives and has not called `close`.
+        """
         return f"ipc:///proc/{os.getpid()}/fd/{self._handle}"
 
     def close_listener(self) -> None:
-        """Once the binding child has it: a dead binder must refuse connections, not queue them."""
+        """Close the listener once the child has it: a dead binder must refuse, not queue."""
         self._listener.close()
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""The process of a host that waits to become a rank (`rank.spare`): whether there is one, and who takes it.
+"""Keeps the process of a host that waits to become a rank (`rank.spare`).
 
     none ──keep, memory is free──▶ starting ──Warm──▶ waiting ──take──▶ a member like any other
       ▲                               │                  │                 ▲
@@ -26,17 +26,17 @@ LEAST_NICE = 19  # so that the steps of others lose next to nothing to the impor
 
 
 class StartSpare(Protocol):
-    """Starts the process of a spare; raises OSError where there is no room for it."""
+    """A function that starts the process of a spare; it raises OSError where there is no room for it."""
 
     def __call__(self, config: SpareProcessConfig) -> Member: ...
 
 
 class SpareProcess:
-    """At most one process that waits.
+    """The spare process of a host, at most one.
 
     Args:
         start: starts it.
-        free_bytes: of memory, on this host, now.
+        free_bytes: returns the bytes of memory that are free on this host now.
     """
 
     def __init__(self, start: StartSpare, free_bytes: Callable[[], int]) -> None:
@@ -48,13 +48,13 @@ class SpareProcess:
         self._is_hasty = False
 
     def keep(self, threads: int) -> int:
-        """See to it that there is one, as far as memory allows; to be called every few seconds.
+        """Keep a spare process, as far as memory allows; to be called every few seconds.
 
         Args:
             threads: the most that a rank of this host has.
 
         Returns:
-            Bytes of memory that the one holds which waits; 0 while there is none.
+            Bytes of memory that the waiting process holds; 0 while there is none.
         """
         self._hear()
         free = self._free_bytes()
@@ -65,7 +65,7 @@ class SpareProcess:
         return self._own_bytes
 
     def start_ahead(self, threads: int) -> None:
-        """Start one that has no time to be kind to others: a rank is about to need it.
+        """Start a spare without regard to other processes, because a rank is about to need it.
 
         Args:
             threads: the most that the rank may have.
@@ -74,12 +74,12 @@ class SpareProcess:
             self._begin(threads, 0)
 
     def adopt(self, member: Member, own: SpareSelf) -> None:
-        """Have a process that waits already, and that a worker before this one has started."""
+        """Adopt a process that waits already, and that a worker before this one has started."""
         self._member, self._threads, self._own_bytes = member, own.threads, own.own_bytes
         self._is_hasty = False
 
     def take(self, rank: RankConfig, name: str, member_index: int) -> Member | None:
-        """Let the one that waits, or soon will, become this rank; None: there is none for such a rank."""
+        """Let the waiting process become this rank; return None if there is none for such a rank."""
         self._hear()
         member = self._member
         is_soon_warm = self._own_bytes or self._is_hasty
@@ -97,7 +97,7 @@ class SpareProcess:
         return member
 
     def close(self) -> None:
-        """End it."""
+        """End the spare process."""
         if self._member is not None:
             self._member.kill_now()
             self._member.close()
@@ -109,7 +109,7 @@ class SpareProcess:
         self._member = self._start(config)
 
     def _hear(self) -> None:
-        """Take what it has said, and let go of it if it has ended."""
+        """Take what the spare has said, and forget it if it has ended."""
         if self._member is None:
             return
         for event in self._member.read_status():

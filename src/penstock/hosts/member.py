@@ -19,7 +19,7 @@ from penstock.process.control import ControlMessage
 
 
 class Waitable(Protocol):
-    """What one can wait for: readable when something has happened."""
+    """A source to wait for: readable when something has happened."""
 
     def fileno(self) -> int: ...
 
@@ -30,7 +30,7 @@ class Member(ABC):
     Args:
         name: for messages, such as "stage 1".
         stage: its stage, or None.
-        member_index: where its parent finds it among the members of an epoch; whatever the parent likes.
+        member_index: place at which its parent finds it among the members of an epoch; the parent chooses it.
 
     Attributes:
         failure: the error that it reported before its end, if it did; `trace` is the end of its stack trace.
@@ -52,7 +52,7 @@ class Member(ABC):
         self.started_at = self.heard_at = time.monotonic()
 
     def begin_as(self, name: str, stage: int | None, member_index: int) -> None:
-        """It begins anew as this member, as if it had been started now."""
+        """Begin anew as this member, as if the process had been started now."""
         self.name, self.stage, self.member_index = name, stage, member_index
         self.started_at = self.heard_at = time.monotonic()
 
@@ -60,59 +60,64 @@ class Member(ABC):
 
     @property
     def is_away(self) -> bool:
-        """Whether its host is not there: it may be well, and nobody can hear it."""
+        """Whether its host is not there: the process may be well, and cannot be heard."""
         return False
 
     @property
     @abstractmethod
     def identity(self) -> str:
-        """How people find the process, such as "pid 4711"."""
+        """The words by which people find the process, such as "pid 4711"."""
 
     @property
     @abstractmethod
     def exit_code(self) -> int | None:
-        """As `subprocess` gives it (negative: a signal); None while it runs."""
+        """The exit code as `subprocess` gives it (negative: a signal); None while it runs."""
 
     @property
     @abstractmethod
     def sources(self) -> Collection[Waitable]:
-        """What becomes readable when there is news of it. May be shared with others of its host, and may be
-        fewer after `read_status`."""
+        """The sources that become readable when there is news of the process.
+
+        They may be shared with others of its host, and may be fewer after `read_status`.
+        """
 
     @abstractmethod
     def hand(self, message: ControlMessage) -> None:
-        """Send it a message, with its endpoints. Never fails: that the process has gone is seen elsewhere."""
+        """Send the process a message, with its endpoints. Never fails: a lost process is seen elsewhere."""
 
     @abstractmethod
     def show_threads(self) -> None:
-        """Have it print where its threads are."""
+        """Make the process print where its threads are."""
 
     @abstractmethod
     def ask_to_leave(self) -> None:
-        """Let it end in its own time."""
+        """Let the process end in its own time."""
 
     @abstractmethod
     def kill_now(self) -> None:
-        """End it at once, if it is still there."""
+        """End the process at once, if it is still there."""
 
     @abstractmethod
     def await_end(self) -> int:
-        """Wait until it has ended; its exit code."""
+        """Wait until the process has ended, and return its exit code."""
 
     @abstractmethod
     def close(self) -> None:
-        """Reap it and let go of all that belongs to it; it must have ended."""
+        """Reap the process and release all that belongs to it; it must have ended."""
 
     def disown(self, error: Exception) -> None:
-        """Take that something it has said led to an error here. Of a process of this host that is a bug."""
+        """Raise the error that something which the process has said led to here.
+
+        For a process of this host that is a bug; on another host the host is lost.
+        """
         raise error
 
     @abstractmethod
     def _receive(self) -> list[StatusEvent]:
-        """What has come since the last call, without waiting."""
+        """Return what has come since the last call, without waiting."""
 
     def read_status(self) -> list[StatusEvent]:
-        """What it has said since the last call."""
+        """Return what the process has said since the last call."""
         events = self._receive()
         self.heard_at = time.monotonic() if events else self.heard_at
         for event in events:
@@ -124,13 +129,13 @@ class Member(ABC):
         return events
 
     def kill(self, reason: str) -> None:
-        """End it, as it cannot be asked to."""
+        """End the process for this reason, as it cannot be asked to."""
         if self.failure is None:
             self.failure = self._lost(f"{reason}, and was killed")
         self.kill_now()
 
     def end(self) -> ErrorInfo:
-        """Why it has ended: its own words, or how."""
+        """Return why the process has ended: its own words, or how."""
         if self.failure is not None:
             return self.failure
         code = self.await_end()
@@ -140,12 +145,12 @@ class Member(ABC):
 
     @property
     def has_failed(self) -> bool:
-        """It has not merely left."""
+        """Whether the process has failed, and not merely left."""
         return self.failure is not None or bool(self.exit_code)
 
     @property
     def is_cause(self) -> bool:
-        """It has failed by itself, and not because another one has."""
+        """Whether the process has failed by itself, and not because another one has."""
         if self.failure is not None:
             some_failure = ErrorInfo(kind="PenstockError", message="")  # goes before what is a consequence
             return first_cause([self.failure, some_failure]) is self.failure

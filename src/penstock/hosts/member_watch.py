@@ -1,4 +1,4 @@
-"""All members of an engine, on whatever hosts, and one place to wait for anything that happens to them."""
+"""Watches all members of an engine, on all hosts: one place to wait for anything that happens to them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ POLL_S = 0.01
 
 
 class MemberWatch:
-    """Waits for members and for other sources of news, hears members and ends them.
+    """A watch that waits for members and for other sources of news, hears members and ends them.
 
     Args:
         take: is given each event of a member, when it is heard.
@@ -30,7 +30,7 @@ class MemberWatch:
 
     @property
     def members(self) -> list[Member]:
-        """Those that have not been reaped."""
+        """The members that have not been reaped."""
         return list(self._sources)
 
     def add(self, member: Member) -> Member:
@@ -39,7 +39,7 @@ class MemberWatch:
         return member
 
     def watch(self, source: Waitable) -> None:
-        """Let `wait` return too when this one is readable."""
+        """Let `wait` return too when this source is readable."""
         self._watched.add(source)
         self._selector.register(source, selectors.EVENT_READ)
 
@@ -48,14 +48,17 @@ class MemberWatch:
         self._selector.unregister(source)
 
     def wait(self, timeout_s: float | None) -> tuple[set[Member], set[Waitable]]:
-        """Members with news, and watched sources that are readable, after at most this time."""
+        """Wait for at most `timeout_s`; return members with news, and watched sources that are readable."""
         readable = {key.fileobj for key, _ in self._selector.select(timeout_s)}
         members = {member for member, sources in self._sources.items() if not readable.isdisjoint(sources)}
         return members, {source for source in self._watched if source in readable}
 
     def hear(self, member: Member) -> None:
-        """Take what it has said. An error on the way loses the host of the member, where that is another one;
-        its events behind that mean nothing."""
+        """Take what a member has said.
+
+        An error on the way loses the host of the member, where that is another one; its events behind that
+        mean nothing.
+        """
         events = member.read_status()
         self._listen(member, member.sources)
         try:
@@ -66,7 +69,7 @@ class MemberWatch:
             self._listen(member, member.sources)
 
     def hear_until(self, condition: Callable[[], object], timeout_s: float) -> None:
-        """Hear everybody until the condition holds; for this long at most."""
+        """Listen to all members until the condition holds, for `timeout_s` at most."""
         deadline = time.monotonic() + timeout_s
         while not condition() and time.monotonic() < deadline:
             time.sleep(POLL_S)
@@ -74,10 +77,10 @@ class MemberWatch:
                 self.hear(member)
 
     def first_cause(self, ended: Member, suspects: Sequence[Member]) -> ErrorInfo:
-        """What explains the end of this member: its own words, or those of a stage that brought it down.
+        """Return what explains the end of this member: its own words, or those of a stage before it.
 
         Args:
-            suspects: those that can have, itself among them.
+            suspects: members that can have brought it down, itself among them.
         """
         if not ended.is_cause or (ended.stage is None and ended.failure is not None):
             stages = [member for member in suspects if member.stage is not None]
@@ -87,13 +90,13 @@ class MemberWatch:
         return first_cause([member.end() for member in guilty or [ended]])
 
     def reap(self, member: Member) -> None:
-        """Take out a member that has ended."""
+        """Remove a member that has ended."""
         self._listen(member, ())
         member.close()
         del self._sources[member]
 
     def kill(self) -> None:
-        """End everybody at once and reap them."""
+        """End all members at once and reap them."""
         for member in self.members:
             member.kill_now()
         for member in self.members:

@@ -1,4 +1,4 @@
-"""Where a worker has models: found by their identity below its own directories, by no path of the head."""
+"""Finds the models of a worker: by their identity below its own directories, by no path of the head."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class ModelShelf:
 
     @property
     def places(self) -> str:
-        """Where models are looked for, for messages; empty where no directory was given."""
+        """The directories that are searched, for messages; empty where none was given."""
         return ", ".join(map(str, self._directories))
 
     def locate(self, identity: bytes) -> Path:

@@ -1,9 +1,9 @@
 """The seam between the supervisor and the machines that ranks run on.
 
-The supervisor decides which rank runs on which host, who is connected to whom and what follows a loss. A host
-carries it out: it starts processes and reports their words and their end (`hosts.member`), makes its ends of
-connections, and knows what it can give. Descriptors, process numbers and addresses stay behind this seam;
-above it an endpoint is a value to be handed on.
+The supervisor decides which rank runs on which host, which processes are connected and what follows a loss. A
+host carries it out: it starts processes and reports their words and their end (`hosts.member`), makes its
+ends of connections, and knows what it can give. Descriptors, process numbers and addresses stay behind this
+seam; above it an endpoint is a value to be handed on.
 
     host.start_rank(...) ──▶ member       member.hand(endpoints)   .read_status()   .kill_now()   .await_end()
     host.accept(...)     ──▶ end          end.endpoint             .end()           .close()
@@ -38,7 +38,7 @@ class ChannelNeed(msgspec.Struct, frozen=True, kw_only=True, tag="channel"):
     """A one-way channel of messages, from the joining end to the accepting one.
 
     Attributes:
-        num_messages: that may be under way while nobody reads.
+        num_messages: most messages under way while none is read.
         num_rows: sampled rows of a message.
     """
 
@@ -50,7 +50,7 @@ class BulkNeed(msgspec.Struct, frozen=True, kw_only=True, tag="bulk"):
     """A bulk channel, from the joining end to the accepting one (`pipeline.bulk`).
 
     Attributes:
-        num_chunks: that may be under way while nobody reads.
+        num_chunks: most chunks under way while none is read.
     """
 
     num_chunks: int = 8
@@ -61,7 +61,7 @@ class PlanNeed(msgspec.Struct, frozen=True, tag="plan"):
 
 
 class MeetingNeed(msgspec.Struct, frozen=True, kw_only=True, tag="meeting"):
-    """Where the ranks of one stage meet; the first of them accepts."""
+    """A place at which the ranks of one stage meet; the first of them accepts."""
 
     num_ranks: int
 
@@ -70,7 +70,7 @@ Need = LinkNeed | ChannelNeed | BulkNeed | PlanNeed | MeetingNeed
 
 
 class Parties(msgspec.Struct, frozen=True, kw_only=True):
-    """Whose connection it is, seen from one of its ends: what links between hosts are proved by.
+    """The parties of a connection, seen from one of its ends: what links between hosts are proved by.
 
     Attributes:
         own, peer: roles of the processes at this end and at the other (`trust.peer_names`).
@@ -95,24 +95,24 @@ class HostEnd(Protocol):
 
     @property
     def endpoint(self) -> Any:
-        """What the process at this end is given (`process.endpoints`)."""
+        """The endpoint that the process at this end is given (`process.endpoints`)."""
         ...
 
     @property
     def invitation(self) -> Any:
-        """Of an end that accepts: what the host of a joining end needs to know; opaque to all others."""
+        """The facts that the host of a joining end needs of an accepting one; opaque to all others."""
         ...
 
     def delivered(self) -> None:
-        """All processes have been given their endpoints."""
+        """Record that all processes have been given their endpoints."""
         ...
 
     def end(self) -> None:
-        """The epoch is over: whoever waits at it stops; then as `close`."""
+        """End the connection with its epoch, so that all waits at it stop; then close it."""
         ...
 
     def close(self) -> None:
-        """Let go of it; a process that has its endpoint goes on."""
+        """Close the host's end; a process that has its endpoint goes on."""
         ...
 
 
@@ -121,16 +121,16 @@ class RankHost(Protocol):
 
     @property
     def name(self) -> str:
-        """As `HostResources.name` and `RankConfig.host` have it."""
+        """The name that `HostResources.name` and `RankConfig.host` have."""
         ...
 
     @property
     def is_there(self) -> bool:
-        """Whether anything can be asked of it; a host elsewhere may be lost, and come back."""
+        """Whether anything can be asked of the host; a host elsewhere may be lost, and come back."""
         ...
 
     def tend(self, now: float) -> None:
-        """Say that the supervisor is there, and see whether the host is; to be called each second.
+        """Tell the host that the supervisor is there, and check whether it is; to be called each second.
 
         Args:
             now: monotonic seconds.
@@ -138,11 +138,11 @@ class RankHost(Protocol):
         ...
 
     def resources(self) -> HostResources:
-        """What it can give now."""
+        """Return what the host can give now."""
         ...
 
     def clocks(self) -> Sequence[HostClock]:
-        """What is known of its clock: one entry, or none yet."""
+        """Return what is known of the host's clock: one entry, or none yet."""
         ...
 
     def start_rank(self, rank: RankConfig, name: str, member_index: int) -> Member:
@@ -174,7 +174,7 @@ class RankHost(Protocol):
         ...
 
     def offers(self, need: Need, peer: str) -> Sequence[str]:
-        """Kinds of connections for this need between a process here and one at the host `peer`.
+        """Return the kinds of connections for this need between here and the host `peer`, best first.
 
         The best comes first.
         """
@@ -194,7 +194,7 @@ class RankHost(Protocol):
         ...
 
     def close(self) -> None:
-        """Let go of the host: a process that waits there ends. Members are ended before, by who has them."""
+        """Close the host: a process that waits there ends. The owner of members ends them before."""
         ...
 
 
@@ -214,7 +214,10 @@ class WorkerHost(RankHost, Protocol):
     """The host of an agent, which may serve one head after the other."""
 
     def forget_credentials(self) -> None:
-        """Forget what links have been proved by: epochs of the next head have names that were used before."""
+        """Forget what links have been proved by.
+
+        Epochs of the next head have names that were used before.
+        """
         ...
 
 
@@ -251,28 +254,28 @@ class Hosts(Mapping[str, RankHost]):
 
     @property
     def names_there(self) -> list[str]:
-        """Return the names of those of which anything can be asked, in order."""
+        """The names of the hosts of which anything can be asked, in order."""
         return [host.name for host in self._by_name.values() if host.is_there]
 
     def add(self, host: RankHost) -> None:
-        """Take in a host that has come later, behind the others; one that is known keeps its place."""
+        """Add a host that has come later, behind the others; one that is known keeps its place."""
         self._by_name[host.name] = host
 
     def close(self) -> None:
-        """Let go of all of them."""
+        """Close all hosts."""
         for host in self._by_name.values():
             host.close()
 
     def tend(self, now: float) -> None:
-        """Do what `RankHost.tend` does for all of them, before an engine runs that takes in who is back."""
+        """Call `RankHost.tend` for all hosts; before an engine runs, take in those that are back."""
         self._readmit(now)
         for host in self._by_name.values():
             host.tend(now)
 
     def resources(self) -> list[HostResources]:
-        """What each of them can give now."""
+        """Return what each host can give now."""
         return [host.resources() for host in self._by_name.values()]
 
     def clocks(self) -> list[HostClock]:
-        """What is known of their clocks, in order."""
+        """Return what is known of the hosts' clocks, in order."""
         return [clock for host in self._by_name.values() for clock in host.clocks()]

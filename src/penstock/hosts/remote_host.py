@@ -125,7 +125,7 @@ class RemoteMember(Member):
 
     @property
     def has_news(self) -> bool:
-        """Whether it has said something that nobody has read."""
+        """Whether it has said something that was not read yet."""
         return bool(self._said)
 
     def hand(self, message: ControlMessage) -> None:
@@ -141,7 +141,7 @@ class RemoteMember(Member):
         self._touch("kill_now")
 
     def await_end(self) -> int:
-        """See `Member.await_end`. Of an agent that does not answer it is taken as killed."""
+        """See `Member.await_end`. If the agent does not answer the process is taken as killed."""
         if not self._host.pump_until(lambda: self._exit_code is not None, LEAVE_S):
             self._exit_code = -9
         assert self._exit_code is not None
@@ -153,7 +153,7 @@ class RemoteMember(Member):
         self._host.forget(self)
 
     def note(self, message: Started | Said | Ended) -> None:
-        """Take what the agent tells of it."""
+        """Take a message of the agent about it."""
         if isinstance(message, Started):
             self._identity = message.identity
         elif isinstance(message, Said):
@@ -172,13 +172,13 @@ class RemoteMember(Member):
         """Raise `ProtocolError` where no process of this kind says such a thing."""
 
     def note_end(self, exit_code: int, error: ErrorInfo | None) -> None:
-        """It has ended, or nobody knows what becomes of it."""
+        """Record its end, seen or assumed."""
         if self._exit_code is None:
             self._exit_code = exit_code
             self.failure = self.failure or error
 
     def lose(self, why: str) -> None:
-        """Take it for ended, as nothing more will be heard of it."""
+        """Take it as ended, as nothing more will be heard of it."""
         self.note_end(1, StageLostError(why, stage=self.stage).info())
 
     def _receive(self) -> list[StatusEvent]:
@@ -225,7 +225,7 @@ class RemoteEnd:
 
 
 class Cluster(msgspec.Struct, frozen=True, kw_only=True):
-    """What the head gives to the processes of its workers.
+    """The cluster, as far as the head shares it with the processes of its workers.
 
     Attributes:
         name: of the cluster.
@@ -284,7 +284,7 @@ class RemoteHost:
         self._begin(wire, hello)
 
     def attach(self, wire: AgentWire[ToHead], hello: AgentHello) -> bool:
-        """Talk to the agent over this wire from now on, as the host is back.
+        """Use this wire to the agent from now on, as the host is back.
 
         Args:
             hello: what its agent has said first.
@@ -321,28 +321,28 @@ class RemoteHost:
 
     @property
     def is_there(self) -> bool:
-        """See `RankHost.is_there`. A host that is silent may be lost: with a cable that is pulled it is the
-        links that break first, and what begins anew at once would wait for the host in vain."""
+        """See `RankHost.is_there`."""
+        # A silent host may be lost: if a cable is pulled, the links break first. Begin nothing on it then.
         return self._wire.failure is None and not self._is_doubtful
 
     @property
     def sources(self) -> Collection[Waitable]:
-        """What becomes readable when a member has news."""
+        """The sources that become readable when a member has news."""
         return [self.bell, self._line]
 
     @property
     def wires(self) -> Collection[Waitable]:
-        """What becomes readable when its agent has said something."""
+        """The sources that become readable when its agent has said something."""
         return [] if self._wire.failure else [self._wire.connection]
 
     def attend(self) -> None:
-        """Take what has come, and wake whoever waits for a member that has news."""
+        """Take what has come, and wake the waiters for a member that has news."""
         self.pump()
         if any(member.has_news for member in self._members.values()):
             self.bell.ring()
 
     def tend(self, now: float) -> None:
-        """See `RankHost.tend`. A host that is silent or away for too long is lost, and its members are."""
+        """See `RankHost.tend`. A host that is silent or away for too long is lost, with its members."""
         if now < next_beat(self._tended_at, TEND_EVERY_S) or self._is_lost:
             return
         if now - self._tended_at > LONG_LOOK_S:
@@ -365,7 +365,7 @@ class RemoteHost:
         return [HostClock(host=self.name, offset_ns=best.offset_ns, error_ns=best.error_at_ns(now_ns))]
 
     def resources(self) -> HostResources:
-        """As of the agent's last word: it is asked each second (`tend`), and now."""
+        """Return the agent's last answer: it is asked each second (`tend`), and now."""
         self.pump()
         self.tell(AskResources())
         return self._resources
@@ -400,7 +400,7 @@ class RemoteHost:
             return RemoteEnd(self, number, HeldEnd(number=number))
         try:
             invitation = self._invitation(number)
-        except BaseException:  # whenever the agent makes the end, nobody else lets go of it
+        except BaseException:  # if the agent makes the end after all, nothing else closes it
             self.tell(TouchEnd(number=number, what="close"))
             raise
         return RemoteEnd(self, number, invitation)
@@ -416,7 +416,7 @@ class RemoteHost:
         self.bell.close()
 
     def tell(self, message: msgspec.Struct) -> None:
-        """Send a message to the agent, once it is back; nobody hears it if the host is lost."""
+        """Send a message to the agent, once it is back; it is dropped if the host is lost."""
         if self._is_lost:
             return
         if isinstance(message, ListenForHost | SurveyHost):
@@ -437,7 +437,7 @@ class RemoteHost:
             self._break_off()
 
     def pump_until(self, condition: Callable[[], bool], timeout_s: float) -> bool:
-        """Take what comes until the condition holds, or the connection breaks; whether it holds."""
+        """Take what comes until the condition holds or the connection breaks; return whether it holds."""
         deadline = time.monotonic() + timeout_s
         self.pump()
         while not condition() and self._wire.failure is None:
@@ -454,12 +454,12 @@ class RemoteHost:
         self._lose(error if isinstance(error, PeerError) else _of_nonsense(error))
 
     def hush(self) -> None:
-        """A member has been heard: once all have, the bell is silent."""
+        """Stop the bell, once all members have been heard."""
         if not any(member.has_news for member in self._members.values()):
             self.bell.hush()
 
     def forget(self, member: RemoteMember) -> None:
-        """It has been reaped."""
+        """Forget a member that has been reaped."""
         self._members.pop(member.number, None)
 
     def _made(self, kind: type[RemoteMember], name: str, stage: int | None, index: int) -> RemoteMember:
@@ -470,7 +470,7 @@ class RemoteHost:
         return member
 
     def _begin_end(self, parties: Parties) -> int:
-        """A number for a new end, whose process has what links are proved by."""
+        """Return a number for a new end, whose process gets the credentials for its links."""
         if parties.peer_host != self.name:
             name = self._cluster.name_of(self.name, parties.own, parties.epoch)
             if name not in self._allowed:
@@ -532,7 +532,7 @@ class RemoteHost:
             self._on_broken()
 
     def _lose(self, failure: PeerError) -> None:
-        """The host is lost, and all its members are."""
+        """Lose the host, and with it all its members."""
         if self._is_lost:
             return
         self._is_lost = True
@@ -562,6 +562,6 @@ def _invitation_in(answer: Accepted | EndFailed, host: str) -> StreamInvitation:
 
 
 def _of_nonsense(error: Exception) -> ProtocolError:
-    """Return what a host is lost with whose message led to an error of another kind."""
+    """Return the error of a host whose message led to an error of another kind."""
     what = shown_line(describe(error).message).rstrip(".")
     return ProtocolError(f"the head cannot use what it has said ({what}).", remedy=SAME_VERSION)

@@ -1,4 +1,4 @@
-"""What a host can give: cores, free memory, GPUs."""
+"""The resources of a host: cores, free memory, GPUs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _Cpu = Annotated[int, msgspec.Meta(ge=0, lt=_MOST_CPUS)]
 
 
 class HostResources(msgspec.Struct, frozen=True, kw_only=True):
-    """What a host can give.
+    """The resources that a host can give.
 
     Attributes:
         name: as ranks name it (`RankConfig.host`).
@@ -60,13 +60,13 @@ class HostResources(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def hardware(self) -> tuple[object, ...]:
-        """What decides how long a step takes here; equal for two hosts that nothing tells apart."""
+        """The properties that decide how long a step takes here; equal for like hosts."""
         return self.num_cpus, self.cpu_model, self.numeric_classes, self.num_gpus, self.gpu_models
 
 
 @functools.cache
 def _numeric_classes() -> tuple[str, ...]:
-    """Of the CPU, which stays what it is."""
+    """Return the numeric classes of the CPU, which stays what it is."""
     machine = Machine.detect()
     return tuple(targets_of(machine.architecture, machine.cpu_flags))
 
@@ -95,7 +95,7 @@ def _text(path: Path) -> str:
 
 
 def _num_gpus(devices: Path, visible: str | None) -> int:
-    """NVIDIA devices that torch may see; `visible` is CUDA_VISIBLE_DEVICES."""
+    """Return the number of NVIDIA devices that torch may see; `visible` is CUDA_VISIBLE_DEVICES."""
     present = sum(re.fullmatch(r"nvidia\d+", path.name) is not None for path in devices.glob("nvidia*"))
     if visible is None:
         return present

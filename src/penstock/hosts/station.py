@@ -1,4 +1,4 @@
-"""What a worker has for as long as it lives: its host with a spare process, its log, and the agent.
+"""The lasting parts of a worker: its host with a spare process, its log, and the agent.
 
     serve(head)       until the connection breaks; the agent goes on where it was, if the head knows it still
     await_attempt()   while the worker joins: what runs here goes on, for a while (`agent.KEEP_RANKS_S`)
@@ -43,7 +43,7 @@ Tell = Callable[[str], None]
 
 
 class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """What a worker's own command line says.
+    """The settings on a worker's own command line.
 
     Attributes:
         name: of this host.
@@ -74,7 +74,7 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _NoAgent:
-    """Before a head has been joined: nothing is served.
+    """A stand-in before a head has been joined: nothing is served.
 
     Args:
         watched: sources that end a wait.
@@ -89,11 +89,11 @@ class _NoAgent:
         return set(select.select(self._watched, [], [], timeout_s)[0])
 
     def close(self) -> None:
-        """There is nothing to close."""
+        """Do nothing."""
 
 
 class Station:
-    """What a worker has for as long as it lives.
+    """The lasting parts of a worker, in use from its start to its end.
 
     Args:
         spare_path: where a spare process waits for the next worker, in a directory of the user's own.
@@ -136,7 +136,7 @@ class Station:
         return self._agent.has_members
 
     def serve(self, head: JoinedHead) -> bool:
-        """Serve the head until the connection breaks, or the worker is to stop; whether it is."""
+        """Serve the head until the connection breaks or the worker is to stop; return whether to stop."""
         agent = self._join(head)
         had_members, is_welcome = agent.has_members, False
         while agent.failure is None:
@@ -157,7 +157,7 @@ class Station:
         )
 
     def _say_end(self, agent: Agent, why: str, had_members: bool) -> None:
-        """Say why a connection to the head has ended, and what becomes of what runs here."""
+        """Tell why a connection to the head has ended, and what becomes of what runs here."""
         if agent.has_members:
             self._tell(
                 f"the connection to the head is broken: {why} What runs here goes on for {KEEP_RANKS_S:g} s, "
@@ -185,7 +185,7 @@ class Station:
         return self._stop in readable
 
     def wait(self, seconds: float) -> bool:
-        """Wait for the next try to join, while what runs here goes on; whether the worker is to stop."""
+        """Wait for the next try to join, while what runs here goes on; return whether to stop."""
         deadline = self._clock() + seconds
         while (left_s := deadline - self._clock()) > 0:
             if self._stop in self._serve_without_head(min(left_s, LOOK_EVERY_S)):
@@ -199,7 +199,7 @@ class Station:
         self._log.close()
 
     def _serve_without_head(self, timeout_s: float) -> set[Waitable]:
-        """Serve what runs here; the sources that are readable."""
+        """Serve what runs here, and return the sources that are readable."""
         had_members = self._agent.has_members
         readable = self._agent.serve(timeout_s)
         if had_members and not self._agent.has_members:
@@ -251,14 +251,14 @@ class Station:
         return agent
 
     def _own_store(self) -> OwnStore:
-        """Where this host keeps KV blocks, if the head wants that."""
+        """Return where this host keeps KV blocks, if the head wants that."""
         settings = self._settings
         return OwnStore(
             settings.name, settings.store, settings.state / "kv-store" / settings.name, self._log.say
         )
 
     def _finder(self) -> ModelFinder:
-        """What gets ranks their weights: from this host, or from the head that it has joined."""
+        """Return what gets ranks their weights: from this host, or from the head that it has joined."""
         return ModelFinder(
             ModelShelf(self._settings.models),
             self._cache,
@@ -268,7 +268,7 @@ class Station:
         )
 
     def _make_scout(self) -> ScoutingAgent:
-        """Who looks for ways from this host to others of the head's cluster."""
+        """Return what looks for ways from this host to others of the head's cluster."""
         settings = self._settings
         peer = PeerName(cluster=self._head.name.cluster, host=settings.name, role=AGENT_ROLE)
         return ScoutingAgent(

@@ -1,7 +1,7 @@
 """The ends of streams between hosts, as a host makes them for its processes: one listens, one dials.
 
-Which of two hosts listens is up to who makes the ends, and has nothing to do with the direction of what the
-stream carries: of two ranks the one that can be reached is dialled. The process opens the stream itself
+The maker of the ends chooses which of two hosts listens. That has nothing to do with the direction of what
+the stream carries: of two ranks the one that can be reached is dialled. The process opens the stream itself
 (`pipeline.links.stream_opening`), because the state of TLS cannot be handed over. Its host keeps an eventfd,
 with which it ends the stream from outside, also where the other host has fallen silent.
 """
@@ -33,7 +33,7 @@ OPEN_TIMEOUT_S = 3600.0  # the other rank may have to load its weights first
 
 
 class StreamInvitation(msgspec.Struct, frozen=True, kw_only=True, tag="listens"):
-    """Where a stream is accepted: what the host of the other end is told."""
+    """The place where a stream is accepted, for the host of the other end."""
 
     host: Word
     port: Port
@@ -73,7 +73,7 @@ class StreamEnd:
         self.endpoint: Any = _endpoint(need, path, is_joining)
 
     def delivered(self) -> None:
-        """What the process needs is in its hands; the host keeps what ends the stream."""
+        """Do nothing: the process has what it needs, and the host keeps what ends the stream."""
 
     def end(self) -> None:
         """See `HostEnd.end`."""
@@ -113,7 +113,7 @@ class ListeningEnd(StreamEnd):
         self.invitation = StreamInvitation(host=host, port=listener.getsockname()[1])
 
     def delivered(self) -> None:
-        """Listen no longer: where the process has died a dialler must be refused, and not queued."""
+        """Stop listening: where the process has died a dialler must be refused, and not queued."""
         self._listener.close()
 
     def close(self) -> None:
@@ -154,7 +154,7 @@ def _endpoint(need: StreamNeed, path: StreamPath, is_joining: bool) -> StreamLin
 
 
 def _num_messages(need: ChannelNeed | BulkNeed | PlanNeed, is_joining: bool) -> int:
-    """How many messages this end has room for in each direction."""
+    """Return how many messages this end has room for in each direction."""
     if isinstance(need, ChannelNeed):
         return need.num_messages
     if isinstance(need, BulkNeed):  # what waits at the sending end has had its turn: one chunk at most

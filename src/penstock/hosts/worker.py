@@ -38,12 +38,14 @@ def credentials_path(state: Path, head: Address, name: str) -> Path:
 
 
 class Worker:
-    """Args:
-    settings: of this host.
-    tokens: where the join token comes from; asked where this host has no certificate of the head yet.
-    tell: takes lines for the user.
-    stop: readable when the worker is to end.
-    clock: monotonic seconds.
+    """The life of a worker on this host.
+
+    Args:
+        settings: of this host.
+        tokens: where the join token comes from; asked where this host has no certificate of the head yet.
+        tell: takes lines for the user.
+        stop: readable when the worker is to end.
+        clock: monotonic seconds.
     """
 
     def __init__(

@@ -1,6 +1,6 @@
-"""Where workers come in: a thread that serves the door, and hands over those that have joined.
+"""The gate where workers come in: a thread that serves the door, and hands over those that have joined.
 
-The door (`trust.worker_door`) lets in whoever has a certificate of the cluster. The first word of a worker
+The door (`trust.worker_door`) lets in hosts with a certificate of the cluster. The first word of a worker
 says what its host can give; then its wire is the supervisor's.
 """
 
@@ -60,11 +60,11 @@ def _send_away(connection: socket.socket, visitor: PeerName) -> None:
 
 
 class WorkerGate:
-    """Readable when a worker has joined.
+    """A gate for workers. Readable when a worker has joined.
 
     Args:
         door: served by the thread of the gate from now on.
-        make_door: makes the door, given whom it tells who was not let in.
+        make_door: makes the door, given a function that takes the address of each refused peer, and why.
         connected: names in use, as the door knows them.
         give_weights: takes the connections over which workers fetch weights, and the names of their hosts; it
             is called in the thread of the gate, and must not wait.
@@ -106,7 +106,7 @@ class WorkerGate:
         return joined
 
     def take_refused(self) -> list[tuple[str, PenstockError]]:
-        """Return the addresses of those that were not let in since the last call, and why."""
+        """Return the addresses of the peers that were not let in since the last call, and why."""
         refused = []
         while not self._refused.empty():
             refused.append(self._refused.get())
@@ -120,11 +120,11 @@ class WorkerGate:
         return num_left_out
 
     def leave(self, host: str) -> None:
-        """Its connection is gone: it may come back."""
+        """Free the name of a host whose connection is gone: it may come back."""
         self._connected.leave(host)
 
     def close(self) -> None:
-        """Let nobody in any more."""
+        """Close the gate, so that no worker comes in any more."""
         self._is_over.set()
         self._thread.join()
         self._door.close()
@@ -145,8 +145,10 @@ class WorkerGate:
                 self._bell.ring()
 
     def _receive(self, entered: Entered[HeadConversation]) -> None:
-        """Pass a connection on. Where that fails, as without memory for a thread, it is closed: the gate goes
-        on for all others."""
+        """Pass a connection on, or close it where that fails, as without memory for a thread.
+
+        The gate goes on for all others.
+        """
         try:
             self._pass_on(entered)
         except Exception as error:
@@ -166,7 +168,7 @@ class WorkerGate:
             entered.connection.close()  # it has its certificate, and comes back with it
 
     def _refuse(self, address: str, error: PenstockError) -> None:
-        """Report who was not let in, within bounds: anybody may come, as often as he likes."""
+        """Report a peer that was not let in, within bounds: peers may come without end."""
         if self._ration.admit():
             self._refused.put((address, error))
             self._bell.ring()
@@ -179,7 +181,7 @@ class WorkerGate:
         self._arriving.append(_Arriving(worker.host, worker.serial, wire, address, local_address, deadline))
 
     def _has_said_hello(self, worker: _Arriving) -> bool:
-        """Whether it need not be waited for any more: it is in, or gone."""
+        """Return whether it need not be waited for any more: it is in, or gone."""
         told = worker.wire.receive()
         if told and isinstance(told[0], AgentHello):
             worker.wire.max_bytes = MAX_TOLD_BYTES

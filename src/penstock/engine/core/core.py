@@ -295,7 +295,7 @@ class EngineCore:
         self._scheduler.check_invariants()
 
     def _meet(self, ranks: Sequence[RankLoaded]) -> None:
-        """Adopt the ranks of an epoch: name blocks by their numeric class, and find blocks in their stores."""
+        """Adopt an epoch's ranks: name blocks by their numeric class, and find blocks in their stores."""
         self._ranks = with_peaks_of(ranks, self._ranks)
         self._scheduler.prefixes.name_for(class_of_pipe(ranks))
         self._scheduler.prefixes.meet_stores(store_sites(ranks), self._executor)

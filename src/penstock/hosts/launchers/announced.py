@@ -1,4 +1,4 @@
-"""A user starts the workers, and they find the head by themselves (`--discover`)."""
+"""Announces the head, so that workers that a user starts find it by themselves (`--discover`)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from penstock.hosts.network.joining_address import join_hosts
 
 
 class Announced(TypedByUser):
-    """Announces the head in the local network. Implements `WorkerStarter`.
+    """A starter that announces the head in the local network. Implements `WorkerStarter`.
 
     Args:
         tell: takes lines for the user.

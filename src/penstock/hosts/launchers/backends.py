@@ -1,4 +1,4 @@
-"""Which hosts an engine runs on, by the executor backend that its user has named.
+"""Chooses the hosts that an engine runs on, by the executor backend that its user has named.
 
     mp            this host alone, or with the workers that join it    `hosts.gathering`
     ray           the same; Ray starts the workers                     `ray_hosts`

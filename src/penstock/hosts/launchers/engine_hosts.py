@@ -1,4 +1,4 @@
-"""The seam between an engine and whatever brings its hosts together: an executor backend makes these.
+"""The seam between an engine and what brings its hosts together: an executor backend makes these.
 
     hosts = open_hosts(engine, voices)    begins (`hosts.launchers.backends`); what takes time is `gather`
     hosts.gather(lifelines)               until all hosts are there
@@ -29,7 +29,7 @@ def _show_nothing(host: str, process: str, line: str) -> None:
 
 
 class Voices(NamedTuple):
-    """What a backend says to the user.
+    """The functions by which a backend speaks to the user.
 
     Attributes:
         tell: takes lines.
@@ -47,12 +47,12 @@ class EngineHosts(Protocol):
 
     @property
     def hosts(self) -> Hosts:
-        """Return the hosts that ranks may run on. Before `gather` has returned some may be missing."""
+        """The hosts that ranks may run on. Before `gather` has returned some may be missing."""
         ...
 
     @property
     def sources(self) -> Sequence[Waitable]:
-        """Return what becomes readable when `admit` has something to do: the same ones from `gather` on."""
+        """The sources that become readable when `admit` has work: the same ones from `gather` on."""
         ...
 
     def gather(self, lifelines: Sequence[Waitable]) -> None:
@@ -72,7 +72,7 @@ class EngineHosts(Protocol):
         ...
 
     def tend(self, now: float) -> None:
-        """Let each host know that the head is there, and look whether the host is.
+        """Tell each host that the head is there, and check whether the host is.
 
         Args:
             now: monotonic seconds.
@@ -80,7 +80,7 @@ class EngineHosts(Protocol):
         ...
 
     def close(self) -> None:
-        """Let go of all hosts. Their ranks are ended before, by the supervisor."""
+        """Close all hosts. Their ranks are ended before, by the supervisor."""
         ...
 
 
@@ -97,7 +97,7 @@ class MakeHosts(Protocol):
 
 
 class OneHost:
-    """This host alone. Implements `EngineHosts`.
+    """The hosts of an engine on this host alone. Implements `EngineHosts`.
 
     Args:
         hosts: what stands for it.
@@ -108,13 +108,13 @@ class OneHost:
         self.sources: Sequence[Waitable] = ()
 
     def gather(self, lifelines: Sequence[Waitable]) -> None:
-        """It is there."""
+        """Do nothing, since the host is there."""
 
     def admit(self) -> None:
-        """Nobody comes."""
+        """Do nothing."""
 
     def tend(self, now: float) -> None:
-        """It is there."""
+        """Do nothing."""
 
     def close(self) -> None:
         self.hosts.close()

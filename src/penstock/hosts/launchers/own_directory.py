@@ -1,4 +1,4 @@
-"""Where an engine whose workers Ray starts keeps what is of this engine alone: identity, certificates.
+"""Keeps what belongs to one engine alone whose workers Ray starts: its identity and certificates.
 
 Any part may be killed, and Ray ends actors in no other way: what they leave is deleted by the next engine.
 """

@@ -1,8 +1,8 @@
-"""Which of the processes that another program has started this one is, and where the first of them runs.
+"""Finds out which copy this process is of those that another program has started, and where the first runs.
 
 `torchrun`, `srun`, `mpirun` and Kubernetes' LeaderWorkerSet start the same command on each host and say in
 environment variables which copy it is. Penstock takes no more from them than that: the first copy serves, the
-others are its workers, and whom they trust is decided by the join token alone. Nothing of these programs is
+others are its workers, and the join token alone decides about trust. Nothing of these programs is
 imported.
 
     launcher    which copy                        where the first one runs
@@ -33,7 +33,7 @@ _MPI = (  # names of rank, number of processes, and place on the host: Open MPI,
 
 
 class Place(NamedTuple):
-    """One of the processes that were started together.
+    """The place of one process among those that were started together.
 
     Attributes:
         number: 0 for the one that serves.

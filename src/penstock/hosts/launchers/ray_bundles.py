@@ -1,4 +1,4 @@
-"""What Ray reserves for the hosts of an engine: one bundle of a placement group for each.
+"""Computes what Ray reserves for the hosts of an engine: one bundle of a placement group for each.
 
     bundle 0      the head's: it runs where the driver does, so the bundle is bound to that node
     bundle 1 …    one for each worker

@@ -127,7 +127,7 @@ class Placed:
         )
 
     def _await_placement(self, group: PlacementGroup) -> bool:
-        """Wait until the hosts are placed; whether they are, and the head is still there."""
+        """Wait until the hosts are placed; return whether they are, and the head is still there."""
         said_at = -SAY_EVERY_S
         while not self._is_over.is_set():
             if group.wait(LOOK_S):
@@ -140,7 +140,7 @@ class Placed:
         return False
 
     def _watch(self, number: int, actor: Any) -> None:
-        """Have a worker run, again and again, and say what becomes of it."""
+        """Run a worker again and again, and report what becomes of it."""
         num_short_lives, is_lost, host = 0, False, ""
         host_name = actor.host_name.options(max_task_retries=-1)  # it waits for an actor that Ray restarts
         while not self._is_over.is_set():
@@ -197,7 +197,7 @@ def _last(lines: str) -> str:
 
 
 def watch_gcs(address: str, report: Report) -> None:
-    """Say when Ray's control service is gone, and when it is back. Never returns.
+    """Report when Ray's control service is gone, and when it is back. Never returns.
 
     Args:
         address: of the service, as HOST:PORT.
@@ -222,7 +222,7 @@ def end_with_raylet(node: Mapping[str, Any]) -> None:
 
 
 def _await_end(host: str, port: int) -> None:
-    """Wait until nobody listens there. A connection ends when its server does, so that nothing is polled."""
+    """Wait until nothing listens there, on a connection, so that nothing is polled."""
     while True:
         try:
             with socket.create_connection((host, port), CONNECT_S) as connection:

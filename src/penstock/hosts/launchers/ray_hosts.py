@@ -31,7 +31,7 @@ _TOKEN_FILE, _STATE = "join-token", "state"
 
 
 class RayHosts(GatheredHosts):
-    """This host, and the workers that Ray starts.
+    """The hosts of an engine: this one, and the workers that Ray starts.
 
     Raises:
         UsageError: ray is not installed.
@@ -62,7 +62,7 @@ class RayHosts(GatheredHosts):
             at_failure.pop_all()
 
     def close(self) -> None:
-        """Let all go, and remove what was of this start alone."""
+        """Close all hosts, and remove what belonged to this start alone."""
         super().close()
         self._own_directory.delete()
 

@@ -1,4 +1,4 @@
-"""What a head and its Ray driver say to each other: one order as JSON on standard input, then lines of JSON.
+"""The messages between a head and its Ray driver: one order as JSON on standard input, then lines of JSON.
 
 The driver is a process of its own (`ray_driver`): Ray ends the process that speaks to it when a part of Ray
 dies, and that must not be the one that watches over the ranks. It ends, and cleans up, when its input does.
@@ -47,7 +47,7 @@ class Warned(msgspec.Struct, frozen=True, tag="warned"):
 
 
 class CannotPlace(msgspec.Struct, frozen=True, tag="cannot_place"):
-    """No worker will come.
+    """A report that no worker will come.
 
     Attributes:
         remedy: what the user can do; may be empty.
@@ -58,7 +58,7 @@ class CannotPlace(msgspec.Struct, frozen=True, tag="cannot_place"):
 
 
 class LostWorker(msgspec.Struct, frozen=True, tag="lost"):
-    """Ray has lost a worker, and starts it again.
+    """A report that Ray has lost a worker, and starts it again.
 
     Attributes:
         host: name of the host; empty if it has never run.

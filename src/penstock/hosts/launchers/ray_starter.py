@@ -1,4 +1,4 @@
-"""Has Ray start the workers of an engine, by way of a driver process (`ray_driver`).
+"""Lets Ray start the workers of an engine, by way of a driver process (`ray_driver`).
 
     head ── PlaceWorkers ──▶ driver ──▶ Ray ──▶ actors ──▶ penstock worker ──▶ joins the head
          ◀── lines of text ──
@@ -38,7 +38,7 @@ RAY_IS_GONE = (
 
 
 class RayStarter:
-    """A `WorkerStarter`.
+    """A `WorkerStarter` that lets Ray start the workers.
 
     Args:
         order_for: the order to the driver for workers that are wanted.

@@ -1,4 +1,4 @@
-"""What runs on a node of Ray: an actor that starts `penstock worker` and waits for its end.
+"""The actor on a node of Ray that starts `penstock worker` and waits for its end.
 
 The worker is a process of its own, which ends with its actor: what Ray ends, restarts or moves is the host.
 `ray_driver` makes an actor of the class.
@@ -22,11 +22,11 @@ from penstock.trust.held_directories import HeldDirectory
 from penstock.trust.token_prompt import JOIN_TOKEN
 
 LAST_LINES = 12  # of what a worker has printed, kept for the message of its end
-UNUSED_S = 60.0  # without a worker; then nobody will want one any more
+UNUSED_S = 60.0  # without a worker; then no driver will want one any more
 
 
 class WorkerOrder(NamedTuple):
-    """How a worker is to be started.
+    """The order to start a worker.
 
     Attributes:
         join: address of the head.
@@ -40,7 +40,7 @@ class WorkerOrder(NamedTuple):
 
 
 class RayWorker:
-    """One worker of an engine. Ray makes another one after a loss, perhaps on another node.
+    """A worker of an engine. Ray makes another one after a loss, perhaps on another node.
 
     A worker starts with its actor, in the main thread, with which it ends: Ray tells the driver of an actor
     that it has restarted only a second later.
@@ -48,7 +48,7 @@ class RayWorker:
     Args:
         engine: a name that no other engine has.
         number: of the worker, 1 for the first.
-        give_back: called when nobody has wanted a worker for `UNUSED_S`, in a thread: the driver is gone.
+        give_back: called when no worker was wanted for `UNUSED_S`, in a thread: the driver is gone.
     """
 
     def __init__(self, engine: str, number: int, order: WorkerOrder, give_back: Callable[[], None]) -> None:

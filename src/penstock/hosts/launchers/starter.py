@@ -1,4 +1,4 @@
-"""The seam between a head that waits for workers and whatever starts them: a user, or a launcher.
+"""The seam between a head that waits for workers and what starts them: a user, or a launcher.
 
     starter.start(wanted)     once, when workers can join
     starter.attend()          when one of `starter.sources` is readable
@@ -43,29 +43,29 @@ class WantedWorkers(NamedTuple):
 
     @property
     def counted(self) -> str:
-        """How many workers, in words."""
+        """The number of workers, in words."""
         return f"{self.number} worker" + "s" * (self.number != 1)
 
 
 class WorkerStarter(Protocol):
-    """What starts the workers of an engine. All calls come from one thread."""
+    """The interface of what starts the workers of an engine. All calls come from one thread."""
 
     @property
     def sources(self) -> Sequence[Waitable]:
-        """Return what becomes readable when `attend` has something to do: always the same ones."""
+        """The sources that become readable when `attend` has work: always the same ones."""
         ...
 
     @property
     def failure(self) -> PenstockError | None:
-        """Return why no more workers will come; None while that is not so."""
+        """The reason why no more workers will come; None while there is none."""
         ...
 
     def start(self, wanted: WantedWorkers) -> None:
-        """Have the workers started; returns at once."""
+        """Begin to start the workers; return at once."""
         ...
 
     def attend(self) -> None:
-        """Take what is new, and say it."""
+        """Take what is new, and tell the user."""
         ...
 
     def take_lost(self) -> Sequence[str]:
@@ -73,12 +73,12 @@ class WorkerStarter(Protocol):
         ...
 
     def close(self) -> None:
-        """Have the workers ended that were started, and wait for it."""
+        """End the workers that were started, and wait for it."""
         ...
 
 
 class TypedByUser:
-    """A user starts the workers, by the line that this prints. Implements `WorkerStarter`.
+    """A starter that prints the command with which a user starts the workers. Implements `WorkerStarter`.
 
     Args:
         tell: takes lines for the user.
@@ -95,7 +95,7 @@ class TypedByUser:
         self._invite(wanted, f"on {where}", f"--join {join_address(wanted.host, wanted.port)}")
 
     def _invite(self, wanted: WantedWorkers, where: str, head: str) -> None:
-        """Say what is to be typed.
+        """Tell the user the command to type.
 
         Args:
             where: the hosts, in words.
@@ -110,10 +110,10 @@ class TypedByUser:
         )
 
     def attend(self) -> None:
-        """Nothing comes from the user here."""
+        """Do nothing."""
 
     def take_lost(self) -> Sequence[str]:
         return ()
 
     def close(self) -> None:
-        """The workers are the user's."""
+        """Do nothing, since the workers are the user's."""

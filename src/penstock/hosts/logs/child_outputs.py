@@ -1,4 +1,4 @@
-"""What the processes of a host print: read line by line where they are started, or left to the terminal.
+"""The outputs of the processes of a host: read line by line where they are started, or left to the terminal.
 
 `hosts.local` gives each process that it starts an output. On the head that is the head's own standard error;
 on a worker it is a pipe, whose lines are printed there and go to the head (`worker_log`).
@@ -15,11 +15,11 @@ from typing import Protocol
 from penstock.hosts.member import Member
 
 MAX_LINE_BYTES = 4096  # a longer line is taken in pieces
-_READ_BYTES = 1 << 14  # of a pipe at once: who floods it waits, and nobody else does
+_READ_BYTES = 1 << 14  # of a pipe at once: a process that floods it waits, and no other does
 
 
 class ChildOutput:
-    """Where a process prints to.
+    """The output of a process.
 
     Attributes:
         fd: its standard output and error; None: those of this process.
@@ -32,12 +32,12 @@ class ChildOutput:
 
     @property
     def name(self) -> str:
-        """Return the name of the process; a spare process gets another one."""
+        """The name of the process; a spare process gets another one."""
         return "" if self.member is None else self.member.name
 
 
 class Outputs(Protocol):
-    """Makes the outputs of processes."""
+    """A maker of the outputs of processes."""
 
     def opened(self) -> contextlib.AbstractContextManager[ChildOutput]:
         """Return the output of a process that is started in the block; the process keeps its end."""
@@ -45,7 +45,7 @@ class Outputs(Protocol):
 
 
 class InheritedOutputs:
-    """Processes print where this one does."""
+    """The outputs of processes that print where this one does."""
 
     def opened(self) -> contextlib.AbstractContextManager[ChildOutput]:
         return contextlib.nullcontext(ChildOutput())
@@ -72,7 +72,7 @@ class _Pipe:
 
 
 class PipedOutputs:
-    """Processes print into pipes, which are read here. Readable when a line has come."""
+    """The outputs of processes that print into pipes, read here. Readable when a line has come."""
 
     def __init__(self) -> None:
         self._epoll = select.epoll()
@@ -111,7 +111,7 @@ class PipedOutputs:
         return lines
 
     def close(self) -> None:
-        """Read nothing more; a process that prints still gets an error."""
+        """Stop reading; a process that prints still gets an error."""
         for pipe in list(self._pipes.values()):
             self._forget(pipe)
         self._epoll.close()

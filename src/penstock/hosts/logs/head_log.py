@@ -1,4 +1,4 @@
-"""Log lines of another host as the head shows them: with the host's name, and no more than it bears.
+"""Shows log lines of another host at the head: with the host's name, within bounds.
 
 A worker keeps to the same bounds. The head does not rely on that, nor on what a line consists of. Used by
 `hosts.gathering`, one for each worker.

@@ -1,4 +1,4 @@
-"""How much of what a host prints goes to the head: some lines at once, then a few a second, none too long.
+"""Limits what a host prints at the head: some lines at once, then a few a second, none too long.
 
 Both ends keep to it: a worker does not send more, and the head does not show more (`worker_log`, `head_log`).
 `hosts.worker_gate` bounds with it what it says of strangers.

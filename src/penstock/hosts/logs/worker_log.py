@@ -17,11 +17,11 @@ from penstock.told_text import shown_line
 
 
 class AgentLog(Protocol):
-    """Where an agent gets log lines from that are for the head."""
+    """The source of log lines that an agent sends to the head."""
 
     @property
     def sources(self) -> Sequence[Waitable]:
-        """Return what is readable when there may be some."""
+        """The sources that are readable when there may be lines."""
         ...
 
     def take(self) -> list[LogLines]:
@@ -30,7 +30,7 @@ class AgentLog(Protocol):
 
 
 class NoLog:
-    """An agent's log where there is none."""
+    """The log of an agent that has none."""
 
     sources: Sequence[Waitable] = ()
 
@@ -39,7 +39,7 @@ class NoLog:
 
 
 class WorkerLog:
-    """What one worker prints; an `AgentLog`.
+    """The log of one worker; an `AgentLog`.
 
     Args:
         show: prints a line here.

@@ -18,7 +18,7 @@ GRACE_S = 0.1
 
 
 class Dial(NamedTuple):
-    """Who is dialled: `host` is a numeric address, `own` one of this host or empty."""
+    """An address to dial: `host` is a numeric address, `own` one of this host or empty."""
 
     host: str
     port: int
@@ -32,7 +32,7 @@ def dial_all(
 
     Args:
         timeout_s: for all of them together. Once one is connected the others have ten times as long as that
-            has taken, and `GRACE_S` at least: a packet that nobody answers is not waited for to the end.
+            has taken, and `GRACE_S` at least: a packet without an answer is not waited for to the end.
     """
     began = clock()
     ends = [_begin(dial) for dial in dials]
@@ -55,7 +55,7 @@ def dial_all(
 
 
 def close_all(ends: Sequence[socket.socket | OSError]) -> None:
-    """Close those that are connected."""
+    """Close the ends that are connected."""
     for end in ends:
         if isinstance(end, socket.socket):
             end.close()
@@ -98,7 +98,7 @@ def _closed(end: socket.socket | OSError, error: OSError) -> OSError:
 
 
 def _resolved(host: str, port: int) -> tuple[int, tuple[object, ...]]:
-    """Family and address; a scope such as `%eth0` becomes a number."""
+    """Return family and address; a scope such as `%eth0` becomes a number."""
     found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)
     family, _, _, _, address = found[0]
     return family, address

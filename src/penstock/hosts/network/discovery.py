@@ -3,8 +3,8 @@
     head      announce(...)      service `_penstock._tcp`, with the cluster's name, port and addresses
     worker    HeadSearch(...)    the first head that is announced for the cluster of its token
 
-What is announced is a hint and proves nothing: whoever answers there must show the key that the join token
-pins, as at an address that was typed. The only module that imports zeroconf (extra `discovery`).
+An announcement is a hint and proves nothing: the host that answers there must show the key that the join
+token pins, as at an address that was typed. The only module that imports zeroconf (extra `discovery`).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Address = tuple[str, int]
 
 
 class Announcement:
-    """A head that workers can find, until `close`.
+    """An announcement of a head, which workers can find until `close`.
 
     Args:
         host: name of the head's host.
@@ -60,7 +60,7 @@ class Announcement:
             raise
 
     def close(self) -> None:
-        """Withdraw it."""
+        """Withdraw the announcement."""
         self._zeroconf.unregister_service(self._service)
         self._zeroconf.close()
 

@@ -1,4 +1,4 @@
-"""Which addresses of two hosts may be joined, the most promising first.
+"""Finds the addresses of two hosts that may be joined, the most promising first.
 
 Each host lists its own with `usable_addresses`. `pair_addresses` joins the lists of two, and `wires_of`
 groups the pairs by the interfaces between them, so that each way between the hosts is measured once
@@ -32,7 +32,7 @@ _IP_MTU = 14  # of <linux/in.h>
 
 
 class Medium(IntEnum):
-    """What an interface leads over, the most promising first."""
+    """A medium that an interface leads over, the most promising first."""
 
     WIRED = 0
     WIRELESS = 1
@@ -91,7 +91,7 @@ class AddressPair(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def flipped(self) -> AddressPair:
-        """The same pair as the other host sees it."""
+        """The pair as the other host sees it."""
         return AddressPair(own=self.other, other=self.own)
 
     @property
@@ -278,7 +278,7 @@ def _medium(interface: Interface, interfaces: Sequence[Interface]) -> Medium:
 
 
 def _is_in_network(address: str, one: HostAddress) -> bool:
-    """Whether an address belongs to the network of one of ours."""
+    """Return whether an address belongs to the network of one of ours."""
     try:
         return ipaddress.ip_address(address) in ipaddress.ip_interface((one.address, one.prefix)).network
     except ValueError:  # it is not an address

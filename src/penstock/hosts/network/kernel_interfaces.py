@@ -116,7 +116,7 @@ def _interface(body: bytes, addresses: dict[int, list[InterfaceAddress]], device
 
 
 def _is_wireless(device: Path, index: int) -> bool:
-    """Whether the kernel's folder of an interface has a radio.
+    """Return whether the kernel's folder of an interface has a radio.
 
     The folder may show another namespace, in which the name can belong to another interface: the number
     tells.

@@ -1,4 +1,4 @@
-"""What was measured between hosts, kept in the state directory of the head: a file for each pair of hosts.
+"""Keeps what was measured between hosts in the head's state directory: a file for each pair of hosts.
 
 A way is known by the names of its two interfaces, since addresses change more often than cables. A pair of
 hosts is measured anew when the list of ways between them is another one.
@@ -25,7 +25,7 @@ class Wire(msgspec.Struct, frozen=True):
 
 
 class KnownWay(msgspec.Struct, frozen=True, kw_only=True):
-    """What was measured of a way.
+    """A way between two hosts as it was measured.
 
     Attributes:
         speed: `out` is away from the first host.
@@ -70,13 +70,13 @@ class KnownWays:
         return {way.wire: way for way in self._read(one, other).ways}
 
     def keep(self, one: str, other: str, wires: Collection[Wire], ways: Collection[KnownWay]) -> None:
-        """Keep what was measured between two hosts, in one rename. A disk that is full is no error."""
+        """Write what was measured between two hosts, in one rename. A full disk is not an error."""
         record = _Record(wires=list(wires), ways=list(ways))
         with suppress(UsageError):
             replace_private(self._path(one, other), msgspec.json.encode(record))
 
     def _read(self, one: str, other: str) -> _Record:
-        """The file of two hosts; an empty record where it is missing or damaged."""
+        """Return the record of two hosts; an empty one where the file is missing or damaged."""
         try:
             return msgspec.json.decode(self._path(one, other).read_bytes(), type=_Record)
         except (OSError, msgspec.MsgspecError, UnicodeDecodeError):

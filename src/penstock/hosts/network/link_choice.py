@@ -36,7 +36,7 @@ class MeasuredPair(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def flipped(self) -> MeasuredPair:
-        """The same as the other host would have measured it."""
+        """The pair as the other host would have measured it."""
         return msgspec.structs.replace(self, pair=self.pair.flipped, speed=self.speed.flipped)
 
     @property

@@ -55,7 +55,7 @@ Arrival = tuple[float, int]  # when a piece had come, and a number of bytes
 
 
 class Stream(Protocol):
-    """What a connected socket can do, with TLS or without."""
+    """The interface of a connected socket, with TLS or without."""
 
     def sendall(self, data: bytes | memoryview, /) -> None: ...
 
@@ -65,7 +65,7 @@ class Stream(Protocol):
 
 
 class StreamSpeed(msgspec.Struct, frozen=True, kw_only=True):
-    """What was measured on a stream; `out` is away from the host that has measured."""
+    """The speed that was measured on a stream; `out` is away from the host that has measured."""
 
     round_trip_s: Seconds
     bytes_per_s_out: Speed
@@ -73,12 +73,12 @@ class StreamSpeed(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def bytes_per_s(self) -> float:
-        """The slower direction: which way hidden states cross is decided later."""
+        """The speed of the slower direction: which way hidden states cross is decided later."""
         return min(self.bytes_per_s_out, self.bytes_per_s_in)
 
     @property
     def flipped(self) -> StreamSpeed:
-        """The same as the other host would have measured it."""
+        """The speed as the other host would have measured it."""
         return StreamSpeed(
             round_trip_s=self.round_trip_s,
             bytes_per_s_out=self.bytes_per_s_in,

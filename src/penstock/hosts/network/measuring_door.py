@@ -1,8 +1,8 @@
-"""Where a host of the cluster comes to measure the ways to this one: a thread that lets it in and answers it.
+"""The door at which a host of the cluster measures the ways to this one: a thread that answers it.
 
-It listens at the link ports of every address that is to be measured. Whoever comes proves by TLS that it is
-the expected host (`trust.door`), and is then answered by `link_measuring.answer_measuring`. The connections
-carry nothing else.
+It listens at the link ports of every address that is to be measured. The peer that comes proves by TLS that
+it is the expected host (`trust.door`), and is then answered by `link_measuring.answer_measuring`. The
+connections carry nothing else.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ _LOOK_S = 0.5  # between two looks at whether a peer at a door is late
 
 
 class ListeningPlace(msgspec.Struct, frozen=True):
-    """Where a host listens to be measured."""
+    """An address and port at which a host listens to be measured."""
 
     address: HostAddress
     port: Port
 
 
 class MeasuringDoor:
-    """Answers one host that measures.
+    """A door that answers one host that measures.
 
     Args:
         addresses: of this host; those at which nothing can listen are left out.
         ports: of links.
         credentials: of this host's head or agent.
-        peer: who is expected.
+        peer: name of the host that is expected.
 
     Attributes:
         places: where it listens.
@@ -70,7 +70,7 @@ class MeasuringDoor:
         self._thread.start()
 
     def close(self) -> None:
-        """Listen no longer. Waits for an answer that is being given, some seconds at most."""
+        """Stop listening. Waits for an answer that is being given, some seconds at most."""
         self._bell.ring()
         self._thread.join()
         for door in self._doors:

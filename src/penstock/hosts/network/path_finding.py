@@ -1,7 +1,7 @@
 """Finds the best way between each two hosts that are connected, at the head, and says which it is.
 
     both hosts listen     each dials the other on every way, so that it is known which ways lead
-                          there, and who can be reached
+                          there, and which host can be reached
     one measures          the ways that lead there, one after the other
 
 What was measured is kept (`known_ways`). At the next start, and when a host is back, the ways are only tried;
@@ -50,7 +50,7 @@ Tell = Callable[[str], None]
 def pairs_to_connect(names: Sequence[str]) -> list[tuple[str, str]]:
     """Return the pairs of hosts between which a pipeline may have connections: all.
 
-    At the start two hosts that are no neighbours may have none. After a loss they may be neighbours.
+    At the start two hosts may not be neighbours, and have none. After a loss they may be neighbours.
     """
     return list(combinations(names, 2))
 
@@ -74,7 +74,7 @@ def wires_between(own: Listening, other: Listening) -> list[list[AddressPair]]:
 
 
 class _Ends(NamedTuple):
-    """Two hosts, in the order of their names, and where they listen."""
+    """The two hosts of a way, in the order of their names, and where they listen."""
 
     scouts: tuple[Scout, Scout]
     listening: tuple[Listening, Listening]
@@ -89,15 +89,17 @@ class _Ends(NamedTuple):
         return wires_between(*self.listening)
 
     def port(self, number: int, address: HostAddress) -> int:
-        """Where the first (0) or second (1) host listens at an address of its own."""
+        """Return where the first (0) or second (1) host listens at an address of its own."""
         return next(place.port for place in self.listening[number].places if place.address == address)
 
 
 class PathFinder:
-    """Args:
-    directory: where what was measured is kept.
-    tell: takes lines for the user.
-    warn: takes warnings; each is given once.
+    """The finder of ways between hosts, with the ways that are in use.
+
+    Args:
+        directory: where what was measured is kept.
+        tell: takes lines for the user.
+        warn: takes warnings; each is given once.
 
     Raises:
         UsageError: the directory cannot be used.
@@ -129,7 +131,7 @@ class PathFinder:
                 self.find(*scouts)
 
     def between(self, accepting: str, joining: str) -> Route:
-        """See `Routes.between`. A host that cannot be reached dials, whoever should accept."""
+        """See `Routes.between`. A host that cannot be reached dials, whichever should accept."""
         names = frozenset((accepting, joining))
         way = self._used.get(names)
         if way is None:
@@ -173,7 +175,7 @@ class PathFinder:
         self._say(_one_way_warning(ends, used))
 
     def _ways(self, ends: _Ends) -> tuple[list[FoundWay], list[Dead]]:
-        """The ways that lead there, with what is known of them or is measured now, and those that do not."""
+        """Return the ways that lead there, known or measured now, and those that do not."""
         groups = ends.wires
         wires = [_wire(group[0]) for group in groups]
         ways, dead = _tried(ends, groups)
@@ -188,14 +190,14 @@ class PathFinder:
         return ways, dead
 
     def _compare(self, way: FoundWay, older: dict[Wire, KnownWay]) -> None:
-        """Say so if a way has become much slower since it was measured last."""
+        """Warn if a way has become much slower since it was measured last."""
         before = older.get(_wire(way.measured.pair))
         if before is not None:
             measured = msgspec.structs.replace(way.measured, speed=before.speed)
             self._say(degraded_warning(measured, way.measured.speed.bytes_per_s))
 
     def _fallback(self, ends: _Ends, used: FoundWay, before: Sequence[FoundWay], dead: Sequence[Dead]) -> str:
-        """What to say when a better way than the used one has fallen away, or leads nowhere at this start."""
+        """Return what to say when a better way than the used one has gone, or leads nowhere now."""
         known = self._known.find_older(*ends.names)
         wires = {_wire(group[0]) for group in ends.wires}
         gone = [
@@ -251,7 +253,7 @@ def _measured_anew(ends: _Ends, ways: Sequence[FoundWay]) -> list[FoundWay]:
 
 
 def _one_way_warning(ends: _Ends, used: FoundWay) -> str:
-    """What to say when one of the two hosts cannot be reached."""
+    """Return what to say when one of the two hosts cannot be reached."""
     unreached = [name for name in ends.names if name not in used.listeners]
     if not unreached:
         return ""
@@ -262,25 +264,25 @@ def _one_way_warning(ends: _Ends, used: FoundWay) -> str:
 
 
 def _dead_both_ways(there: Survey, back: Survey) -> list[Dead]:
-    """Ways that lead neither there nor back, as the first host sees them."""
+    """Return the ways that lead neither there nor back, as the first host sees them."""
     of_other = {_wire(one.pair.flipped) for one in there.dead}
     return [one for one in back.dead if _wire(one.pair) in of_other]
 
 
 def _back(ends: _Ends, group: Sequence[AddressPair], seconds: float) -> WayToTry:
-    """A way as the second host dials it."""
+    """Return a way as the second host dials it."""
     targets = [Target(pair.flipped, ends.port(0, pair.own)) for pair in group]
     return WayToTry(targets=targets, seconds=seconds)
 
 
 def _forth(ends: _Ends, group: Sequence[AddressPair], seconds: float) -> WayToTry:
-    """A way as the first host dials it."""
+    """Return a way as the first host dials it."""
     targets = [Target(pair, ends.port(1, pair.other)) for pair in group]
     return WayToTry(targets=targets, seconds=seconds)
 
 
 def _allowed(ends: _Ends, ways: Sequence[FoundWay]) -> list[FoundWay]:
-    """The ways over addresses that the users of both hosts have fixed, or not fixed."""
+    """Return the ways over addresses that the users of both hosts have fixed, or not fixed."""
     own, other = (listening.only for listening in ends.listening)
     return [
         way
@@ -310,7 +312,7 @@ def _measured(known: KnownWay, pair: AddressPair) -> MeasuredPair:
 
 
 def _as_known(way: FoundWay, known: dict[Wire, KnownWay]) -> FoundWay:
-    """The way with what was measured before in place of what was seen in passing."""
+    """Return the way with what was measured before in place of what was seen in passing."""
     pair = way.measured.pair
     return msgspec.structs.replace(way, measured=_measured(known[_wire(pair)], pair))
 
@@ -335,7 +337,7 @@ def _line(ends: _Ends, way: FoundWay) -> str:
 
 
 def _nothing(ends: _Ends, ways: Sequence[FoundWay], dead: Sequence[Dead]) -> str:
-    """What to say when no way that is allowed leads from either host to the other."""
+    """Return what to say when no way that is allowed leads from either host to the other."""
     tried = "; ".join(f"{one.pair}: {one.why}" for one in dead) or "they have no addresses of one network"
     what = f"no way for links between {ends.names[0]} and {ends.names[1]} was found ({tried})."
     if ways:

@@ -1,8 +1,8 @@
 """Checks whether the link ports of a host can be reached by another one.
 
-The checked host listens at some free ports at both ends of its range and accepts nobody: the kernel completes
-connections, and no byte of them is read. The other host dials each port and closes the connection. Most ports
-stay free, since links may be opened meanwhile.
+The checked host listens at some free ports at both ends of its range and accepts nothing: the kernel
+completes connections, and no byte of them is read. The other host dials each port and closes the connection.
+Most ports stay free, since links may be opened meanwhile.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _MOST_LOOKS = 64  # at ports that may be in use
 
 
 class CheckedPorts(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a host listens for a check.
+    """The ports at which a host listens for a check.
 
     Attributes:
         address: under which the other host reaches it.
@@ -39,7 +39,7 @@ class CheckedPorts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class OpenPorts:
-    """Listens at free link ports, the first and the last ones.
+    """A check's listeners at free link ports, the first and the last ones.
 
     Args:
         address: of this host, as a socket is bound to it.
@@ -62,7 +62,7 @@ class OpenPorts:
             self._listeners.pop().close()
 
     def _open(self, address: str, ports: Iterable[int], count: int) -> None:
-        """Listen at so many of these ports that are free."""
+        """Listen at `count` of these ports that are free."""
         wanted = len(self._listeners) + count
         for port in islice(ports, _MOST_LOOKS):
             if len(self._listeners) == wanted:

@@ -26,12 +26,12 @@ SURVEY_S = 15.0  # beyond some ways that each carry next to nothing
 
 
 class AskedHost(Protocol):
-    """What a question needs of a host elsewhere (`hosts.remote_host.RemoteHost`).
+    """The interface of a host elsewhere to questions (`hosts.remote_host.RemoteHost`).
 
     Attributes:
         name: of the host.
         numbers: for questions; those of all scouts of the host, so that no answer is taken for another one.
-        scout_answers: by number, those that nobody has taken.
+        scout_answers: by number, those that were not taken yet.
     """
 
     name: str
@@ -47,7 +47,7 @@ class AskedHost(Protocol):
 
 
 class RemoteScout:
-    """Implements `Scout`.
+    """A scout of a worker's host. Implements `Scout`.
 
     Args:
         peer: the name of the host's agent.

@@ -1,4 +1,4 @@
-"""Where streams between two hosts are accepted, and between which of their addresses they run.
+"""The routes of streams: the host that accepts, and the addresses between which a stream runs.
 
 `hosts.connections` asks for a route whenever it joins processes of two hosts. `way_search.WaySearch` knows
 the routes that were measured; `DEFAULT_ROUTES` stands for hosts between which nothing was.
@@ -15,7 +15,7 @@ from penstock.process.config import HostLink
 
 
 class Route(msgspec.Struct, frozen=True, kw_only=True):
-    """How a stream between two hosts is opened.
+    """The way in which a stream between two hosts is opened.
 
     Attributes:
         listener: name of the host that listens; the other one dials.
@@ -31,7 +31,7 @@ class Route(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Routes(Protocol):
-    """What is known about the ways between the hosts of an engine."""
+    """The interface of what is known about the ways between the hosts of an engine."""
 
     def between(self, accepting: str, joining: str) -> Route:
         """Return the route of a connection that the host `accepting` should accept if it can be reached."""
@@ -62,7 +62,7 @@ class Routes(Protocol):
 
 
 class DefaultRoutes:
-    """Whoever accepts a connection listens at the address that it uses by itself. Implements `Routes`."""
+    """The routes without measurements: the accepting host listens at its own address. Implements `Routes`."""
 
     def between(self, accepting: str, joining: str) -> Route:
         return Route(listener=accepting)
@@ -71,11 +71,11 @@ class DefaultRoutes:
         return []
 
     def is_settled(self, names: Collection[str]) -> bool:
-        """Nothing is looked for."""
+        """Return True, since nothing is looked for."""
         return True
 
     def review(self, occasion: Hashable, names: Collection[str]) -> bool:
-        """Nothing was chosen."""
+        """Return True, since nothing was chosen."""
         return True
 
 

@@ -1,7 +1,7 @@
 """Finds out which ways lead from one host to another, and how fast they are.
 
 A scout of one host listens (`measuring_door`), and the scout of the other dials all places that its host was
-told, at once, and then measures one way after the other. Who scouts which pair of hosts is decided at the
+told, at once, and then measures one way after the other. Which pairs of hosts are scouted is decided at the
 head (`path_finding`). The agent of a worker does this for its host (`scouting_agent`).
 """
 
@@ -59,7 +59,7 @@ class Dead(msgspec.Struct, frozen=True):
 
 
 class Survey(msgspec.Struct, frozen=True, kw_only=True):
-    """What a host has found out about the ways to another one; its own addresses are `own` in all pairs.
+    """The findings of a host about the ways to another one; its own addresses are `own` in all pairs.
 
     Attributes:
         open: one for each way that leads there.
@@ -71,7 +71,7 @@ class Survey(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Listening(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a host listens to be measured.
+    """The places at which a host listens to be measured.
 
     Attributes:
         only: the address that its user has fixed for links; empty: any of them.
@@ -82,11 +82,11 @@ class Listening(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Scout(Protocol):
-    """What the head asks of each host to find the ways between two of them."""
+    """The interface of a host to the head, to find the ways between two hosts."""
 
     @property
     def peer(self) -> PeerName:
-        """Who comes when this host measures."""
+        """The name of the peer that comes when this host measures."""
         ...
 
     def listen(self, peer: PeerName) -> Listening:
@@ -106,7 +106,7 @@ class Scout(Protocol):
         ...
 
     def rest(self) -> None:
-        """Listen no longer."""
+        """Stop listening."""
         ...
 
 
@@ -172,7 +172,7 @@ class OwnScout:
             self._doors.pop().close()
 
     def _places(self, peer: str) -> list[HostAddress]:
-        """The addresses at which it listens: of the interface with the fixed one, that one alone."""
+        """Return the addresses at which it listens: of the interface with the fixed one, that one alone."""
         addresses = self._addresses(peer)
         fixed = {one.interface for one in addresses if one.address == self._only}
         places = [one for one in addresses if one.interface not in fixed or one.address == self._only]
@@ -202,7 +202,7 @@ class OwnScout:
             )
 
     def _met(self, end: socket.socket, peer: PeerName) -> socket.socket:
-        """Return the connection once both hosts have proved who they are."""
+        """Return the connection once both hosts have proved their identities."""
         deadline = self._clock() + MEET_S
         end.settimeout(MEET_S)
         try:

@@ -1,4 +1,4 @@
-"""What the head asks of the scout of another host, and what comes back.
+"""The messages between the head and the scout of another host.
 
 The messages are part of `hosts.agent_messages`. Each question has a number, which its answer bears.
 
@@ -19,14 +19,14 @@ from penstock.trust.peer_names import PeerName
 
 
 class ListenForHost(msgspec.Struct, frozen=True, kw_only=True, tag="listen_for_host"):
-    """Let a host of the cluster measure the ways to this one."""
+    """A request to let a host of the cluster measure the ways to this one."""
 
     number: int
     peer: PeerName
 
 
 class SurveyHost(msgspec.Struct, frozen=True, kw_only=True, tag="survey_host"):
-    """Measure the ways to a host of the cluster, which listens."""
+    """A request to measure the ways to a host of the cluster, which listens."""
 
     number: int
     peer: PeerName
@@ -34,25 +34,25 @@ class SurveyHost(msgspec.Struct, frozen=True, kw_only=True, tag="survey_host"):
 
 
 class RestScout(msgspec.Struct, frozen=True, tag="rest_scout"):
-    """Listen no longer."""
+    """A request to stop listening."""
 
 
 class ListensForHost(msgspec.Struct, frozen=True, kw_only=True, tag="listens_for_host"):
-    """The host listens."""
+    """An answer that the host listens."""
 
     number: Small
     listening: Listening
 
 
 class Surveyed(msgspec.Struct, frozen=True, kw_only=True, tag="surveyed"):
-    """The ways were measured."""
+    """An answer that the ways were measured."""
 
     number: Small
     survey: Survey
 
 
 class ScoutFailed(msgspec.Struct, frozen=True, kw_only=True, tag="scout_failed"):
-    """Nothing came of a question."""
+    """An answer that a question has failed."""
 
     number: Small
     error: ErrorInfo

@@ -26,14 +26,14 @@ from penstock.hosts.network.scout_messages import (
 
 
 class ScoutAnswers(Protocol):
-    """Who answers questions about ways to other hosts."""
+    """The interface of what answers questions about ways to other hosts."""
 
     def fileno(self) -> int:
-        """Readable when there is an answer."""
+        """Return a descriptor, readable when there is an answer."""
         ...
 
     def ask(self, question: ToScout) -> None:
-        """Take a question; returns at once."""
+        """Take a question, and return at once."""
         ...
 
     def take(self) -> list[FromScout]:
@@ -46,7 +46,7 @@ class ScoutAnswers(Protocol):
 
 
 class ScoutingAgent:
-    """Answers by a scout. Implements `ScoutAnswers`.
+    """An agent's answers by a scout. Implements `ScoutAnswers`.
 
     Args:
         scout: belongs to the thread from now on.
@@ -105,7 +105,7 @@ class ScoutingAgent:
 
 
 class NoScout:
-    """Of a host that knows no way: every question fails. Implements `ScoutAnswers`."""
+    """The answers of a host that knows no way: every question fails. Implements `ScoutAnswers`."""
 
     def __init__(self) -> None:
         self._bell = Bell()

@@ -1,4 +1,4 @@
-"""What the head and a visitor say to each other: a host that looks whether it could join (`doctor --join`).
+"""The messages between the head and a visitor: a host that looks whether it could join (`doctor --join`).
 
 The conversation of `trust` comes first: the visitor has a token or a certificate, and the same version.
 
@@ -24,25 +24,25 @@ from penstock.hosts.network.scout import Listening, Survey
 
 
 class VisitorListens(msgspec.Struct, frozen=True, kw_only=True, tag="visitor_listens"):
-    """Where the visitor can be tried."""
+    """The places at which the visitor can be tried."""
 
     listening: Listening
     ports: CheckedPorts
 
 
 class LookBack(msgspec.Struct, frozen=True, tag="look_back"):
-    """The visitor has seen what it wanted; now it is the head's turn."""
+    """A message that the visitor has seen what it wanted; now it is the head's turn."""
 
 
 class HeadListens(msgspec.Struct, frozen=True, kw_only=True, tag="head_listens"):
-    """Where the head can be tried."""
+    """The places at which the head can be tried."""
 
     listening: Listening
     ports: CheckedPorts
 
 
 class LookedBack(msgspec.Struct, frozen=True, kw_only=True, tag="looked_back"):
-    """What the head has found.
+    """The findings of the head.
 
     Attributes:
         unreached: ports of the visitor that cannot be dialled, and why.
@@ -53,7 +53,7 @@ class LookedBack(msgspec.Struct, frozen=True, kw_only=True, tag="looked_back"):
 
 
 class VisitRefused(msgspec.Struct, frozen=True, kw_only=True, tag="visit_refused"):
-    """The head does not answer, or not any more."""
+    """A message that the head does not answer, or not any more."""
 
     error: ErrorInfo
 

@@ -37,7 +37,7 @@ from penstock.trust.worker_join import CertificateVisit, TokenVisit
 
 
 class VisitSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """How a host visits a head.
+    """The settings of a host's visit to a head.
 
     Attributes:
         name: of this host.
@@ -53,7 +53,7 @@ class VisitSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Visited(msgspec.Struct, frozen=True, kw_only=True):
-    """What a visit has found.
+    """The findings of a visit.
 
     Attributes:
         own, head: where this host and the head were tried.
@@ -117,7 +117,7 @@ def visit_head(settings: VisitSettings, token: Callable[[], JoinToken]) -> Visit
 
 
 def _entered(settings: VisitSettings, token: Callable[[], JoinToken]) -> tuple[JoinedHead, str]:
-    """Prove to the head that this host may join it; the connection, and the role in its certificate."""
+    """Prove that this host may join the head; return the connection, and the role in its certificate."""
     try:
         credentials = Credentials.load(settings.credentials)
     except FileNotFoundError:

@@ -40,9 +40,11 @@ Answer = TypeVar("Answer")
 
 
 class Visits:
-    """Args:
-    make_scout: makes a scout of this host, given the address by which a visitor has reached it.
-    link_ports: of this host.
+    """The visits that the head answers, one at a time.
+
+    Args:
+        make_scout: makes a scout of this host, given the address by which a visitor has reached it.
+        link_ports: of this host.
     """
 
     def __init__(self, make_scout: Callable[[str], Scout], link_ports: PortRange) -> None:
@@ -111,12 +113,13 @@ class Visits:
 
 
 def require_own_addresses(visitor: VisitorListens, peer: str) -> None:
-    """Refuse a visitor that names addresses which are not its own: nobody may have the head dial others.
+    """Refuse a visitor that names addresses which are not its own.
 
-    A host may have several interfaces, or fix another address than the one from which it comes (`--address`).
-    Whether these are its own cannot be seen from here. So of ports only those of one address count, and the
-    visitor must listen there to be measured too; of the places to be measured only a few are dialled
-    (`path_finding.wires_between`). Addresses of loopback are never those of another machine.
+    Otherwise a visitor could make the head dial other hosts. A host may have several interfaces, or fix
+    another address than the one from which it comes (`--address`). Whether these are its own cannot be seen
+    from here. So of ports only those of one address count, and the visitor must listen there to be measured
+    too; of the places to be measured only a few are dialled (`path_finding.wires_between`). Addresses of
+    loopback are never those of another machine.
 
     Args:
         peer: the address from which it comes, as IPv4 where it is one.

@@ -41,12 +41,12 @@ _REVIEW, _FIND, _END = range(3)  # requests may wait for a review, and not for h
 
 
 class HostElsewhere(Protocol):
-    """What a search needs of a host elsewhere (`hosts.remote_host.RemoteHost`).
+    """The interface of a host elsewhere to a search (`hosts.remote_host.RemoteHost`).
 
     Attributes:
         name: of the host.
         numbers: for questions.
-        scout_answers: by number, those that nobody has taken.
+        scout_answers: by number, those that were not taken yet.
         wires: over which it says something; none when it is lost, and another one when it is back.
     """
 
@@ -65,7 +65,7 @@ class HostElsewhere(Protocol):
 
 
 class HostLine:
-    """A host as the thread of the search may ask it: the supervisor passes all on. Implements `AskedHost`."""
+    """A line to a host for the thread of the search; the supervisor passes all on. Implements `AskedHost`."""
 
     def __init__(self, search: WaySearch, host: HostElsewhere) -> None:
         self.name = host.name
@@ -77,7 +77,7 @@ class HostLine:
 
     @property
     def is_there(self) -> bool:
-        """Whether it can still answer what it was asked last."""
+        """Whether the host can still answer what it was asked last."""
         is_same = bool(self._asked_over) and list(self._host.wires) == self._asked_over
         return is_same and not self._search.is_closed
 
@@ -117,7 +117,7 @@ class _Jobs:
         self._ended.put(number)
 
     def note_ends(self) -> bool:
-        """Count what has ended as such; whether anything has."""
+        """Count what has ended as such, and return whether anything has."""
         num_before = len(self._open)
         while not self._ended.empty():
             del self._open[self._ended.get()]
@@ -128,7 +128,7 @@ class _Jobs:
         return not self._open
 
     def is_awaited(self, names: Collection[str]) -> bool:
-        """Whether a search between two of these hosts goes on, and not for too long."""
+        """Return whether a search between two of these hosts goes on, and not for too long."""
         too_old = self._clock() - PATIENCE_S
         return any(
             begun_at > too_old and len(hosts.intersection(names)) > 1
@@ -148,7 +148,7 @@ class WaySearch:
         clock: monotonic seconds.
 
     Attributes:
-        is_closed: nobody is asked any more.
+        is_closed: no host is asked any more.
 
     Raises:
         UsageError: the directory cannot be used.
@@ -179,7 +179,7 @@ class WaySearch:
         self._thread.start()
 
     def fileno(self) -> int:
-        """Readable when `attend` has something to do."""
+        """Return a descriptor, readable when `attend` has something to do."""
         return self._sources.fileno()
 
     def scout_of(self, host: HostElsewhere, peer: PeerName) -> Scout:
@@ -192,7 +192,7 @@ class WaySearch:
         self._jobs.begin(_FIND, names, lambda: self._finder.find(one, other))
 
     def attend(self) -> None:
-        """Pass on questions and answers, and what is to be told; to be called each second too."""
+        """Pass on questions and answers, and lines for the user; to be called each second too."""
         self._bell.hush()
         while not self._questions.empty():
             host, question = self._questions.get()
@@ -246,12 +246,12 @@ class WaySearch:
         self._bell.close()
 
     def pass_on(self, host: HostElsewhere, message: msgspec.Struct) -> None:
-        """Have the supervisor's thread send a message to a host."""
+        """Let the supervisor's thread send a message to a host."""
         self._questions.put((host, message))
         self._bell.ring()
 
     def wait_until(self, condition: Callable[[], bool], timeout_s: float) -> None:
-        """Wait for what the supervisor's thread hears from hosts, for this long at most."""
+        """Wait for what the supervisor's thread hears from hosts, for `timeout_s` at most."""
         with self._news:
             self._news.wait_for(condition, timeout_s)
 
@@ -269,8 +269,10 @@ class WaySearch:
             self._bell.ring()
 
     def _listen_to(self, wires: set[Waitable]) -> None:
-        """Let `fileno` be readable too when something comes over these wires, and over no others. One that is
-        broken would stay readable for ever."""
+        """Let `fileno` be readable too when something comes over these wires, and over no others.
+
+        A wire that is broken would stay readable for ever.
+        """
         for wire in self._heard - wires:
             if wire.fileno() >= 0:  # one that is closed is out already
                 self._sources.unregister(wire.fileno())

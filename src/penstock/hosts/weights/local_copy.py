@@ -1,4 +1,4 @@
-"""A copy of the head's model on a worker's own disk, as far as its tensors are those of the head."""
+"""The copy of the head's model on a worker's own disk, as far as its tensors are those of the head."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from penstock.weights.tensor_files import TensorFiles
 
 
 class LocalCopy(Protocol):
-    """What a host has of a model without the head."""
+    """The interface of what a host has of a model without the head."""
 
     def has(self, group: TensorGroup) -> bool:
         """Return whether there are tensors of these names and shapes."""
@@ -32,7 +32,7 @@ class LocalCopy(Protocol):
 
 
 class NoCopy:
-    """The host has none."""
+    """The copy of a host that has none."""
 
     def has(self, group: TensorGroup) -> bool:
         return False

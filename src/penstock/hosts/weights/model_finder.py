@@ -45,23 +45,23 @@ NUM_CONNECTIONS = 2  # TLS of one takes a core beyond about 10 Gbit/s
 
 
 class Notes(Protocol):
-    """Hears what is done for a rank. Its methods are called from several threads."""
+    """A listener to what is done for a rank. Its methods are called from several threads."""
 
     def say(self, line: str) -> None:
         """Take a line for the user."""
         ...
 
     def begin(self, num_bytes: int) -> None:
-        """So many bytes are to be fetched."""
+        """Note that `num_bytes` bytes are to be fetched."""
         ...
 
     def add(self, num_bytes: int) -> None:
-        """So many more have come; fewer than nothing where a part comes anew."""
+        """Note that `num_bytes` more have come; negative where a part comes anew."""
         ...
 
 
 class _Unheard:
-    """Notes of what is too small to be said; implements `Notes`."""
+    """The notes of what is too small to be said; implements `Notes`."""
 
     def say(self, line: str) -> None:
         pass
@@ -94,7 +94,7 @@ class ModelFinder:
         Raises:
             PeerError: the head cannot be reached, or the disk is full.
             ModelError: the head does not serve the model, or its files are bad.
-            CancelledError: nobody wants it any more.
+            CancelledError: it is not wanted any more.
         """
         with closing(WeightClient(self._connect, cancellation)) as client:
             description = client.describe(identity)
@@ -116,7 +116,7 @@ class ModelFinder:
     def _small_files(
         self, client: WeightClient, identity: bytes, description: Description
     ) -> list[SmallFile]:
-        """Have all small files in the cache."""
+        """Return all small files, once they are in the cache."""
         files = known_files(description.files)
         missing = [file for file in files if self._cache.small_file(file.digest) is None]
         parts = [Part(file.name, file.num_bytes, is_file=True) for file in missing]

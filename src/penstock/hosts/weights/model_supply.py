@@ -30,19 +30,19 @@ LINE_S = 5.0  # between two lines for the user about one rank
 
 
 class Delivery(NamedTuple):
-    """What has become of the weights of a rank: they are there, on their way, or cannot be had."""
+    """The state of a rank's weights: they are there, on their way, or cannot be had."""
 
     number: int
     news: UseModel | LoadProgressed | PenstockError
 
 
 class Models(Protocol):
-    """What an agent needs to know about weights. Readable when there is a delivery."""
+    """The interface of weights to an agent. Readable when there is a delivery."""
 
     def fileno(self) -> int: ...
 
     def seek(self, number: int, identity: bytes, rank: RankConfig) -> None:
-        """Get the weights of a rank, which is this member."""
+        """Begin to get the weights of a rank, which is this member."""
         ...
 
     def take(self) -> list[Delivery]:
@@ -50,7 +50,7 @@ class Models(Protocol):
         ...
 
     def forget(self, number: int) -> None:
-        """The member has ended."""
+        """Forget a member that has ended."""
         ...
 
     def close(self) -> None:
@@ -59,7 +59,7 @@ class Models(Protocol):
 
 
 class Find(Protocol):
-    """As `ModelFinder.find`."""
+    """A function with the arguments of `ModelFinder.find`."""
 
     def __call__(
         self, identity: bytes, rank: RankConfig, notes: Notes, cancellation: Cancellation
@@ -146,7 +146,7 @@ class ModelSupply:
 
 
 class _Progress:
-    """How much has been fetched for a rank; implements `Notes`."""
+    """The progress of what is fetched for a rank; implements `Notes`."""
 
     def __init__(self, job: _Job, put: Callable[[Delivery | str], None], clock: Callable[[], float]) -> None:
         self._job = job

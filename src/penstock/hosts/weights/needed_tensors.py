@@ -1,4 +1,4 @@
-"""Which tensors of a checkpoint a rank reads, in groups that are kept together.
+"""Finds which tensors of a checkpoint a rank reads, in groups that are kept together.
 
 The head says which tensors there are. Those of the rank's layers are needed, and of the others those of the
 model's ends, where the rank has an end. For models that transformers runs the names of the ends are not
@@ -40,7 +40,7 @@ _MAX_BYTES = 1 << 48
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorGroup:
-    """Tensors that are kept in one file, in the form of safetensors.
+    """A group of tensors that are kept in one file, in the form of safetensors.
 
     Attributes:
         name: such as "model.layers.3"; for messages.
@@ -64,7 +64,7 @@ class TensorGroup:
 
     @property
     def num_bytes(self) -> int:
-        """Of all tensors."""
+        """The bytes of all tensors."""
         return sum(map(num_bytes, self.tensors))
 
     def entries(self, path: Path) -> dict[str, TensorEntry]:
@@ -81,11 +81,11 @@ class TensorGroup:
 
     @property
     def shape_key(self) -> str:
-        """What names and shapes are known by, whatever the numbers are."""
+        """A key of the names and shapes, whatever the numbers are."""
         return xxhash.xxh3_128_hexdigest(self.header)
 
     def content_key(self, digests: Iterable[bytes]) -> str:
-        """What the content is known by, given the digest of each tensor."""
+        """Return a key of the content, given the digest of each tensor."""
         return xxhash.xxh3_128_hexdigest(self.header + b"".join(digests))
 
 
@@ -135,7 +135,7 @@ def config_groups(tensors: Iterable[TensorShape]) -> list[TensorGroup]:
 
 
 def _is_copy(name: str, spec: ModelSpec) -> bool:
-    """Return whether a tensor of the MTP layer is a copy of the model's own, which nobody reads."""
+    """Return whether a tensor of the MTP layer is a copy of the model's own, which no rank reads."""
     return name in spec.mtp_copies or name.endswith(_COPIES)
 
 

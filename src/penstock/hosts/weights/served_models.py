@@ -54,12 +54,12 @@ class ServedModel:
 
     @property
     def num_tensors(self) -> int:
-        """Return how many tensors the model has."""
+        """The number of tensors that the model has."""
         return len(self._tensors.names)
 
     @property
     def num_small_files(self) -> int:
-        """Return how many files beside them ranks may read."""
+        """The number of files beside them that ranks may read."""
         return len(self._small.names)
 
     def description(self) -> Description:

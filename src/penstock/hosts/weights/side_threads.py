@@ -1,4 +1,4 @@
-"""Threads for disks and networks that may never answer: the end of the program does not wait for them.
+"""The threads for disks and networks that may never answer: the end of the program does not wait for them.
 
 Used by `hosts.weights.model_finder` and `hosts.weights.weight_cache`. When Python ends it waits for threads
 of a `ThreadPoolExecutor`, also for one that writes to the disk of a server that is gone.
@@ -32,7 +32,7 @@ def begin_aside(work: Callable[[], Result], name: str) -> Future[Result]:
 
 
 class SideThreads:
-    """Threads that have all ended when the `with` block is left.
+    """The threads of a `with` block, which have all ended when it is left.
 
     Args:
         name: of each thread.

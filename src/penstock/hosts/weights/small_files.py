@@ -1,4 +1,4 @@
-"""What ranks read of a model beside its tensors: files of a checkpoint, or the headers of its GGUF files.
+"""The files that ranks read of a model beside its tensors: those of a checkpoint, or headers of GGUF files.
 
 The head gives them whole, and a worker keeps them by their content. The names of headers are not those of the
 head's files, as no name of a worker's disk comes from the head: `model.gguf`, or of a split model
@@ -27,11 +27,11 @@ MAX_SMALL_BYTES = 256 << 20  # as `grammar.matcher` takes of a tokenizer, and `g
 
 
 class SmallFiles(Protocol):
-    """The files of one model."""
+    """The small files of one model."""
 
     @property
     def names(self) -> Sequence[str]:
-        """Those that the model may have."""
+        """The names of the files that the model may have."""
         ...
 
     def content(self, name: str) -> bytes | None:
@@ -44,7 +44,7 @@ class SmallFiles(Protocol):
 
 
 class CheckpointFiles:
-    """Those in the directory of a checkpoint."""
+    """The small files in the directory of a checkpoint."""
 
     names = SMALL_FILES
 
@@ -98,12 +98,12 @@ def header_names(count: int) -> list[str]:
 
 
 def first_header(names: Iterable[str]) -> str | None:
-    """Return the header to open a model by; None: it is no model in GGUF."""
+    """Return the header to open a model by, or None if the model is not in GGUF."""
     return min((name for name in names if name.endswith(SUFFIX)), default=None)
 
 
 def known_files(files: Sequence[SmallFile]) -> list[SmallFile]:
-    """Return those of the files that a head describes which a rank reads.
+    """Return the files that a head describes and a rank reads.
 
     Raises:
         ProtocolError: they are not the files of one model.

@@ -2,7 +2,7 @@
 
 Head and worker compare tensors by them. To digest a tensor it must be read, which takes as long as the disk
 does; so the digests are kept in a directory, by what the kernel says of the file: device, inode, size and
-time of the last change. Digests find accidents and not intent: who may send weights is a matter of trust
+time of the last change. Digests find accidents and not intent: the right to send weights is a matter of trust
 (`penstock.trust`).
 """
 
@@ -25,12 +25,12 @@ from penstock.weights.checkpoint import TensorEntry
 READ_BYTES = 1 << 20
 
 FileState = tuple[int, int, int, int]
-Check = Callable[[], None]  # raises where nobody wants the result any more
+Check = Callable[[], None]  # raises where the result is not wanted any more
 _Known = dict[str, bytes]  # by name of the tensor
 
 
 def go_on() -> None:
-    """Stand in for a `Check` where nobody cancels."""
+    """Do nothing, in place of a `Check` where nothing cancels."""
 
 
 def file_state(file: FileIO) -> FileState:
@@ -129,7 +129,7 @@ class TensorDigests:
                 self._changed.add(state)
 
     def keep(self) -> None:
-        """Write what is new. A host that cannot write it digests again after its next start."""
+        """Write what is new to the disk. A host that cannot write digests again after its next start."""
         with self._mutex:
             changed = {state: dict(self._known[state]) for state in self._changed}
             self._changed.clear()

@@ -73,7 +73,7 @@ class WeightCache:
 
     @property
     def digests(self) -> Path:
-        """Where the digests of local copies are kept (`hosts.weights.tensor_digests`)."""
+        """The directory of the digests of local copies (`hosts.weights.tensor_digests`)."""
         return self._directory / "digests"
 
     def close(self) -> None:

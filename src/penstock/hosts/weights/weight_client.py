@@ -46,10 +46,10 @@ class Part(NamedTuple):
 
 
 class Sink(Protocol):
-    """Where what comes is kept."""
+    """The interface of what keeps the parts that come."""
 
     def begin(self, number: int) -> None:
-        """The bytes of this part follow, from its first one: for the first time, or anew."""
+        """Begin this part, whose bytes follow from its first one: for the first time, or anew."""
         ...
 
     def write(self, memory: memoryview) -> None:
@@ -57,7 +57,7 @@ class Sink(Protocol):
         ...
 
     def end(self, digest: bytes) -> None:
-        """The part has come as it was sent."""
+        """End the part, which has come as it was sent."""
         ...
 
 
@@ -172,7 +172,7 @@ def _num_at_once(names: Sequence[str]) -> int:
 
 
 def _is_torn(error: PeerError) -> bool:
-    """Whether a connection may stand longer: the worker's own may be broken too, and comes back as well."""
+    """Return whether a new connection may help: the worker's own may be broken too, and comes back."""
     return isinstance(error, LinkClosedError | WaitTimeoutError) or error.code == NOT_JOINED
 
 

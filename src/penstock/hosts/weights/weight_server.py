@@ -38,14 +38,14 @@ CLOSE_S = 5.0  # for a thread that reads from a slow disk
 
 
 class _Served(NamedTuple):
-    """Whose a connection is, and the thread that serves it."""
+    """The host of a connection, and the thread that serves it."""
 
     host: str
     thread: threading.Thread
 
 
 class WeightServer:
-    """All connections over which workers fetch weights.
+    """The server of all connections over which workers fetch weights.
 
     Args:
         models: that may be asked for.
@@ -114,7 +114,7 @@ class WeightServer:
 
 
 class _Conversation:
-    """What is said over one connection."""
+    """The conversation over one connection."""
 
     def __init__(self, wire: WeightWire, models: ServedModels) -> None:
         self._wire = wire

@@ -1,4 +1,4 @@
-"""What a worker that fetches weights and the head say to each other, and how it is framed.
+"""The messages between a worker that fetches weights and the head, and their framing.
 
 A worker asks for a model by its identity and for tensors by their names, so many at a time that a request
 stays small. No path is said in either direction.
@@ -67,20 +67,20 @@ class SmallFile(msgspec.Struct, frozen=True, array_like=True):
 
 
 class AskModel(msgspec.Struct, frozen=True, kw_only=True, tag="model"):
-    """Say what the model of this identity is made of."""
+    """A question about what the model of this identity is made of."""
 
     model: bytes
 
 
 class AskDigests(msgspec.Struct, frozen=True, kw_only=True, tag="digests"):
-    """Send the digests of these tensors, in this order."""
+    """A request for the digests of these tensors, in this order."""
 
     model: bytes
     tensors: Names
 
 
 class AskParts(msgspec.Struct, frozen=True, kw_only=True, tag="parts"):
-    """Send these small files, and then these tensors, in this order."""
+    """A request for these small files, and then these tensors, in this order."""
 
     model: bytes
     files: Names = []
@@ -88,18 +88,18 @@ class AskParts(msgspec.Struct, frozen=True, kw_only=True, tag="parts"):
 
 
 class Description(msgspec.Struct, frozen=True, kw_only=True, tag="description"):
-    """What a model is made of."""
+    """The parts that a model is made of."""
 
     files: list[SmallFile]
     tensors: list[TensorShape]
 
 
 class Sending(msgspec.Struct, frozen=True, tag="sending"):
-    """What was asked for follows."""
+    """A message that what was asked for follows."""
 
 
 class Refused(msgspec.Struct, frozen=True, tag="refused"):
-    """Why it does not follow."""
+    """A message why it does not follow."""
 
     error: ErrorInfo
 
@@ -187,7 +187,7 @@ class WeightWire:
         self.send(Refused(error.info()))
 
     def receive_piece(self, memory: memoryview) -> int:
-        """Fill the beginning of `memory` with the next piece; the size of the piece.
+        """Fill the beginning of `memory` with the next piece, and return its size.
 
         Raises:
             PenstockError: what the other side sends in place of it.
