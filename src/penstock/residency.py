@@ -14,7 +14,8 @@ so it does not depend on the order in which facts came, and a step costs one mul
 
     key(request) * length        mix(key, index, block, what the block holds)        mix(name, block)
 
-Called by whoever replays and by the ledger. Knows no tokens, holds no bytes and decides nothing. No torch.
+Called by ranks, which replay plans, and by the ledger. Knows no tokens, holds no bytes and decides nothing.
+No torch.
 """
 
 from __future__ import annotations
@@ -36,15 +37,15 @@ MISMATCH = "residency_mismatch"
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Resident:
-    """A request that holds a row, or has held one: then nothing of it changes any more.
+    """A request that holds a row, or has held one: then it does not change any more.
 
     Attributes:
         key: 64 bits that stand for row, generation and request.
         length: positions that the plans so far write, if all their drafts are right; negative until the first
             says where it starts.
-        num_drafts: that the plans so far have brought: the true length is less by no more than these.
-        blocks: its table.
-        blocks_part: of the digest.
+        num_drafts: drafts that the plans so far have brought: the true length is less by no more than these.
+        blocks: the block table.
+        blocks_part: the part of the digest that the blocks make.
     """
 
     request_id: str
@@ -57,12 +58,12 @@ class Resident:
 
 
 class Content(NamedTuple):
-    """What a block holds.
+    """The content of a block.
 
     Attributes:
-        key: of who wrote it, or of what was loaded.
-        writer: None of what was loaded.
-        place: of the block in the writer's table.
+        key: the key of its writer, or of what was loaded.
+        writer: the request that writes it; None if it was loaded.
+        place: index of the block in the writer's table.
     """
 
     key: int
@@ -71,13 +72,15 @@ class Content(NamedTuple):
 
 
 class Residency:
-    """Args:
-    block_size: tokens per block.
+    """The table of what rows and KV blocks hold.
+
+    Args:
+        block_size: tokens per block.
 
     Attributes:
-        rows: who holds each row.
-        contents: what each block holds that anything was written or loaded to.
-        names: of blocks that orders have named, until they are given to somebody else.
+        rows: the request that holds each row.
+        contents: the content of each block to which anything was written or loaded.
+        names: names that orders have given to blocks, until the block is given to another request.
     """
 
     def __init__(self, block_size: int) -> None:
@@ -89,11 +92,14 @@ class Residency:
 
     @property
     def digest(self) -> int:
-        """64 bits, never 0."""
+        """The digest of the table: 64 bits, never 0."""
         return self._sum & _MASK or 1
 
     def recomputed(self) -> int:
-        """The digest from the table as it stands, for tests: the table must not have changed by the way."""
+        """Return the digest computed from the table as it stands; for tests.
+
+        It equals `digest` only if the table was changed by nothing but the methods below.
+        """
         total = sum(_mix(_short(name), block) for block, name in self.names.items())
         for resident in self.rows.values():
             total += resident.key * max(resident.length, 0) + resident.blocks_part
@@ -102,7 +108,7 @@ class Residency:
     # --- facts ----------------------------------------------------------------------------------
 
     def enter(self, row: int, generation: int, request_id: str) -> Resident:
-        """A request takes a row; who held it has gone."""
+        """Give a row to a request; the request that held it has gone."""
         self.leave(row)
         text = f"{row} {generation} {request_id}".encode("utf-8", "surrogatepass")
         key = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest()) | 1
@@ -110,14 +116,16 @@ class Residency:
         return resident
 
     def leave(self, row: int) -> None:
-        """Nobody holds this row any more; what its blocks hold stays until they are given to others."""
+        """Take a row from its request; what its blocks hold stays until they are given to others."""
         resident = self.rows.pop(row, None)
         if resident is not None:
             self._sum -= resident.key * max(resident.length, 0) + resident.blocks_part
 
     def extend(self, resident: Resident, blocks: Sequence[int], num_found: int = 0) -> None:
-        """Append to its table. The first `num_found` of the table hold something already; it writes the
-        others."""
+        """Append blocks to a request's table.
+
+        The first `num_found` blocks of the table hold something already; the request writes the others.
+        """
         part = 0
         for index, block in enumerate(blocks, len(resident.blocks)):
             if index >= num_found:
@@ -130,16 +138,16 @@ class Residency:
         self._sum += part
 
     def reach(self, resident: Resident, length: int) -> None:
-        """The plans so far write its positions below `length`."""
+        """Set the length of a request: the plans so far write its positions below `length`."""
         self._sum += resident.key * (length - max(resident.length, 0))
         resident.length = length
 
     def gain(self, terms: int) -> None:
-        """`reach` for many rows at once, whose lengths have been changed: key * tokens of all of them."""
+        """Do `reach` for many rows at once, whose lengths have been changed: key * tokens of all of them."""
         self._sum += terms
 
     def order(self, order: TierOrder) -> None:
-        """The block holds what the order names, or will when it is carried out."""
+        """Note that the block holds what the order names, or will when it is carried out."""
         if order.is_load:
             self.contents[order.block] = Content(_short(order.name) + order.order * _SPREAD)
         self._unname(order.block)
@@ -156,12 +164,12 @@ class Residency:
     def replay(self, plan: ScheduledBatch) -> None:
         """Apply a plan, in the order that `ScheduledBatch` states.
 
-        A plan that the core has not made from its own tables (a measurement, a test's) is only applied.
+        A plan that the core has not made from its own tables (a measurement, a test's) is applied unchecked.
 
         Raises:
-            ProtocolError: what this rank knows of a row does not lead to where the plan starts it, its blocks
-                do not hold what the plan begins behind, or do not reach; or else the digests differ. Names
-                step, request, both lengths and both digests.
+            ProtocolError: the plan starts a row elsewhere than where this rank knows the row to be, the row's
+                blocks do not hold what the plan begins behind, or are too few; or else the digests differ. It
+                names step, request, both lengths and both digests.
         """
         for row in plan.freed_rows:
             self.leave(row)
@@ -182,7 +190,7 @@ class Residency:
             )
 
     def _replay_orders(self, orders: Sequence[TierOrder]) -> str:
-        """What is wrong with the first that cannot be carried out."""
+        """Apply orders; return what is wrong with the first that cannot be carried out."""
         complaint = ""
         for order in orders:
             held = self.contents.get(order.block)
@@ -193,7 +201,7 @@ class Residency:
         return complaint
 
     def _begin(self, new: NewRow) -> str:
-        """A row that has its blocks before any of its tokens runs; what is wrong with them."""
+        """Begin a row that has its blocks before any of its tokens runs; return what is wrong with them."""
         resident = self.rows[new.row]
         complaint = self._refusal_of_start(new.row, resident, new.start, new.blocks)
         self.extend(resident, new.blocks, new.start // self._block_size)
@@ -201,8 +209,10 @@ class Residency:
         return complaint
 
     def _rewind(self, rewound: RewoundRow) -> str:
-        """A row goes on from its newest token; what is wrong with that place. It lies before what was
-        planned, by no more than drafts can have been wrong."""
+        """Let a row go on from its newest token; return what is wrong with that place.
+
+        It must lie before what was planned, by no more than drafts can have been wrong.
+        """
         resident, length = self.rows.get(rewound.row), rewound.num_tokens - 1
         if resident is None:
             return f"row {rewound.row} is rewound and holds no request here."
@@ -215,8 +225,10 @@ class Residency:
         return _differ(rewound.row, resident, "is rewound to where it cannot be", length, before)
 
     def _replay_rows(self, plan: ScheduledBatch, complaint: str) -> str:
-        """What is wrong with the first row that does not fit, unless there is a complaint before it; empty
-        when all do."""
+        """Apply the rows of a plan; return what is wrong with the first that does not fit.
+
+        Returns `complaint` if there is one already; empty when all fit.
+        """
         rows, size, gained = self.rows, self._block_size, 0
         for index, draft_ids in plan.drafts.items():
             if plan.rows[index] in rows:
@@ -242,8 +254,10 @@ class Residency:
         return complaint
 
     def _refusal_of_start(self, row: int, resident: Resident, start: int, blocks: Sequence[int]) -> str:
-        """Why a row cannot start where it was not; empty if it can: one that enters starts behind whole
-        blocks that hold what it would have written there."""
+        """Return why a row cannot start at a position where it was not; empty if it can.
+
+        A row that enters starts behind whole blocks that hold what it would have written there.
+        """
         if resident.length != _NOT_STARTED:
             return _differ(row, resident, "starts at a wrong position", start, resident.length)
         num_found = start // self._block_size
@@ -283,5 +297,5 @@ def _mix(key: int, value: int) -> int:
 
 
 def _short(name: bytes) -> int:
-    """Names are hashes: some of their bits are as good as all."""
+    """Return eight bytes of a name as a number: names are hashes, so that some bits are as good as all."""
     return int.from_bytes(name[:8])

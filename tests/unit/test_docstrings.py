@@ -19,7 +19,7 @@ PACKAGE = Path(penstock.__file__).parent
 # Offences by room, a folder of `src/penstock` ("" has the files beside the folders). A room that is not here
 # has none, and may get none.
 ALLOWED: dict[str, int] = {
-    "": 91,
+    "": 76,
     "attention": 28,
     "cli": 131,
     "config": 34,
@@ -31,7 +31,7 @@ ALLOWED: dict[str, int] = {
     "grammar": 35,
     "hub": 9,
     "kernels": 105,
-    "kvstore": 119,
+    "kvstore": 112,
     "layers": 68,
     "layouts": 45,
     "llm": 23,
@@ -42,11 +42,11 @@ ALLOWED: dict[str, int] = {
     "replay": 26,
     "reports": 13,
     "sample": 54,
-    "server": 268,
+    "server": 265,
     "simulator": 41,
     "speculation": 48,
-    "tokenizer": 97,
-    "trace": 29,
+    "tokenizer": 88,
+    "trace": 21,
     "trust": 56,
     "weights": 42,
     "workloads": 8,

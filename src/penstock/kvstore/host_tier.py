@@ -58,10 +58,12 @@ class NoStore:
 
 
 class HostTier(GuardedStore):
-    """Args:
-    store: of what memory has no room for; closed with this one.
-    max_bytes: of memory, for payloads, their keys and what Python needs for them.
-    writes_back: a payload goes to the store when memory needs its room, or at the end; else at once.
+    """The host tier: a guarded store with payloads in memory in front of it.
+
+    Args:
+        store: keeps what memory has no room for; closed with this one.
+        max_bytes: most bytes of memory, for payloads, their keys and what Python needs for them.
+        writes_back: a payload goes to the store when memory needs its room, or at the end; else at once.
     """
 
     def __init__(
@@ -74,14 +76,14 @@ class HostTier(GuardedStore):
     ) -> None:
         super().__init__(store, clock)
         self._max_bytes, self._writes_back = max_bytes, writes_back
-        self._memory_lock = threading.Lock()  # of what follows; never held while the store is asked
+        self._memory_lock = threading.Lock()  # guards what follows; never held while the store is asked
         self._payloads: OrderedDict[bytes, bytes] = OrderedDict()  # what was used longest ago comes first
-        self._unwritten: set[bytes] = set()  # of these, those that the store has not
+        self._unwritten: set[bytes] = set()  # the payloads that the store does not have
         self._num_bytes = self._num_bytes_hit = self._num_hits = self._num_bytes_kept = 0
 
     @property
     def num_bytes(self) -> int:
-        """Of memory in use."""
+        """The bytes of memory in use."""
         return self._num_bytes
 
     def use(self) -> StoreUse:
@@ -121,7 +123,7 @@ class HostTier(GuardedStore):
         super().delete(keys)
 
     def release(self, keys: Sequence[bytes]) -> None:
-        """Keep these in memory no longer; the store gets what it has not."""
+        """Drop these payloads from memory; those that the store does not have are written to it."""
         with self._memory_lock:
             unwritten = {key: self._payloads[key] for key in keys if key in self._unwritten}
             for key in keys:

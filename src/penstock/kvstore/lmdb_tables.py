@@ -32,11 +32,15 @@ _RECORD_TREE_PAGES = 8  # that a put may copy beside the record's own
 
 
 class LmdbTables:
-    """Args:
-    directory: made with mode 0700 where it is missing; its files have 0600.
-    max_bytes: of the data file, unless it is larger already: it never shrinks.
+    """The tables of one LMDB directory.
 
-    Raises `lmdb.Error` or `OSError`; `PermissionError` if others could write to the directory.
+    Args:
+        directory: made with mode 0700 where it is missing; its files have 0600.
+        max_bytes: largest size of the data file, unless it is larger already: it never shrinks.
+
+    Raises:
+        lmdb.Error, OSError: the directory cannot be opened.
+        PermissionError: others could write to the directory.
     """
 
     def __init__(self, directory: Path, max_bytes: int) -> None:
@@ -62,8 +66,11 @@ class LmdbTables:
             raise
 
     def _fill_up_file(self, max_bytes: int) -> None:
-        """A file that was cut short is filled with zeros, which are found to be bad; touching what is missing
-        would end the process (SIGBUS). One that is larger than it may become gets room to give up records."""
+        """Fill a file that was cut short with zeros, and make room in one that is too large.
+
+        The zeros are found to be bad; touching what is missing would end the process (SIGBUS). A file that is
+        larger than it may become gets room in which records can be given up.
+        """
         page_bytes = self._environment.stat()["psize"]
         needed = (self._environment.info()["last_pgno"] + 1) * page_bytes
         if os.path.getsize(self._file) < needed:
@@ -77,7 +84,7 @@ class LmdbTables:
         return status.st_dev, status.st_ino
 
     def is_on_disk(self) -> bool:
-        """False once somebody has deleted or replaced the file: what is written goes nowhere then."""
+        """Return whether the file is there; if it was deleted or replaced, writing to it is lost."""
         try:
             return self._identity_on_disk() == self._identity
         except OSError:

@@ -26,21 +26,23 @@ Reading = Generator[None, None, None]
 
 
 class NotACall(Exception):
-    """What was read since the last call is content."""
+    """Raised when the text since the last call is content."""
 
 
 class CallReader:
-    """Args:
-        form: of the model's calls.
+    """Reads calls that stand together, and hands them to a list of pieces.
+
+    Args:
+        form: the form of the model's calls.
         names: tools of the request.
-        pieces: where the calls go.
-        before: what was read already: a marker, and white space before it.
-        is_marked: there is a marker.
+        pieces: the list to which the calls go.
+        before: text that was read already: a marker, and white space before it.
+        is_marked: whether there is a marker.
 
     Attributes:
-        is_done: the calls have ended.
-        broken: once it is done: all of the last call, where that is not sound and nothing follows it yet.
-        rest: white space that was read behind that.
+        is_done: whether the calls have ended.
+        broken: once it is done: the whole last call, where that is not sound and nothing follows it yet.
+        rest: white space that was read after the broken call.
     """
 
     def __init__(
@@ -64,12 +66,12 @@ class CallReader:
 
     @property
     def ends_in_text(self) -> bool:
-        """Whether what was taken for the next call was none."""
+        """Whether the text that was taken for another call turned out not to be one."""
         return self._text is not None
 
     @property
     def content(self) -> str:
-        """That text, which ends where reading ended."""
+        """The text that was taken for a call and is not one; it ends where reading ended."""
         return self._text or ""
 
     @property
@@ -79,11 +81,11 @@ class CallReader:
 
     @property
     def num_sound(self) -> int:
-        """Calls that were read to their end, with arguments that are a JSON object."""
+        """The number of calls that were read to their end, with arguments that are a JSON object."""
         return sum(self._is_sound)
 
     def read(self, text: str, pos: int) -> int:
-        """Read on from `pos`; where the first character stands that is no part of calls."""
+        """Read on from `pos`; return the position of the first character that is not part of calls."""
         reading, raw = self._reading, self._raw
         for index in range(pos, len(text)):
             self._char = text[index]

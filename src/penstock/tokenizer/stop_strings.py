@@ -75,9 +75,11 @@ def _prefix_table(text: str) -> list[int]:
 
 
 class StopStringScanner:
-    """Args:
-    stops: non-empty strings.
-    include_stop: leave the stop string in the shown text.
+    """Finds the first of several stop strings.
+
+    Args:
+        stops: non-empty strings.
+        include_stop: leave the stop string in the shown text.
     """
 
     def __init__(self, stops: Sequence[str], *, include_stop: bool = False) -> None:
@@ -86,7 +88,7 @@ class StopStringScanner:
         self._held = ""
 
     def feed(self, text: str) -> Scan:
-        """Call no more once a stop string was found."""
+        """Take in more text. Not to be called after a stop string was found."""
         whole = self._held + text
         held = len(self._held)
         for index, character in enumerate(text):

@@ -1,4 +1,4 @@
-"""What the stages did between two steps, collected from their reports and cut at the same step everywhere.
+"""The work of the stages between two steps, collected from their reports and cut at the same step everywhere.
 
     reports   |····n-1|n ·····|·······|···m-1|m ····|
     profile           |n ·················m-1|          from the plan that began it to the one that ended it
@@ -22,18 +22,20 @@ _END = b"]}"
 
 
 class Profile:
-    """Args:
-    first_steps: of each replica, the first that belongs to it.
+    """The reports of the stages between the first and the last step of a profile.
+
+    Args:
+        first_steps: the first step of each replica that belongs to it.
     """
 
     def __init__(self, first_steps: Mapping[int, int]) -> None:
         self._first = dict(first_steps)
-        self._end: dict[int, float] = {}  # the first that does not any more
+        self._end: dict[int, float] = {}  # the first step that does not belong to it any more
         self._reports: dict[tuple[int, int, int], StageSpans] = {}  # by replica, stage and its host's time
         self.num_spans = 0
 
     def add(self, reports: Iterable[StageSpans]) -> None:
-        """What stages have told; what has been added already counts once."""
+        """Add reports of stages; one that has been added already counts once."""
         for report in reports:
             key = report.replica, report.stage, report.began_ns
             if key not in self._reports:
@@ -41,7 +43,7 @@ class Profile:
                 self.num_spans += len(report.durations_ns)
 
     def end(self, end_steps: Mapping[int, int]) -> None:
-        """It ends before these steps of the replicas; without, with the last report."""
+        """End the profile before these steps of the replicas; without, it ends with the last report."""
         self._end = {replica: float(step) for replica, step in end_steps.items()}
 
     def is_covered(self, num_stages: int) -> bool:
@@ -57,7 +59,7 @@ class Profile:
         )
 
     def __iter__(self) -> Iterator[Span]:
-        """Its spans, by stage and time."""
+        """Yield the spans of the profile, by stage and time."""
         ordered = sorted(
             self._reports.values(), key=lambda report: (report.replica, report.stage, report.start_ns)
         )
@@ -68,7 +70,7 @@ class Profile:
 
 
 def encoded_trace(spans: Iterable[Span], about: Mapping[str, Any], max_bytes: int) -> Iterator[bytes]:
-    """A trace as JSON that Perfetto opens, in pieces; events that would make it longer are left out.
+    """Yield a trace as JSON that Perfetto opens, in pieces; events that would make it too long are left out.
 
     Args:
         spans: can be gone through several times.

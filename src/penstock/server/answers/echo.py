@@ -37,12 +37,14 @@ class Echo:
     def of(
         cls, prompt: str | list[int], token_ids: list[int], sampling: SamplingParams, codec: TextCodec
     ) -> Echo:
-        """Args:
-        prompt: as the client gave it.
+        """Make the echo of a prompt.
+
+        Args:
+            prompt: as the client gave it.
         """
         skips = sampling.skip_special_tokens
         if isinstance(prompt, str):
-            text, skips = prompt, True  # the tokenizer's own are not in it
+            text, skips = prompt, True  # the tokenizer's own tokens are not in it
         else:
             detokenizer = codec.detokenizer([], skip_special_tokens=skips)
             text = detokenizer.feed(token_ids) + detokenizer.finish()
@@ -57,7 +59,7 @@ class Echo:
     def before(
         self, logprobs: CompletionLogprobs | None, entries: Sequence[TokenLogprobs]
     ) -> CompletionLogprobs | None:
-        """The log-probabilities of a whole answer: the prompt's, then those of the output.
+        """Return the log-probabilities of a whole answer: the prompt's, then those of the output.
 
         Args:
             entries: of the prompt's tokens but the first.
