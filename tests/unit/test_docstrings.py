@@ -30,7 +30,7 @@ ALLOWED: dict[str, int] = {
     "gguf": 6,
     "grammar": 35,
     "hub": 9,
-    "kernels": 105,
+    "kernels": 104,
     "kvstore": 112,
     "layers": 68,
     "layouts": 45,
@@ -44,7 +44,6 @@ ALLOWED: dict[str, int] = {
     "sample": 54,
     "server": 265,
     "simulator": 41,
-    "speculation": 48,
     "tokenizer": 88,
     "trace": 21,
     "trust": 56,
@@ -67,8 +66,8 @@ VERBS_OF_FUNCTIONS = """
 """
 # The verbs that sentences about modules and classes begin with.
 VERBS_ABOUT_THINGS = """
-    Aborts Accepts Adds Allocates Announces Answers Applies Asserts Assigns Brings Builds Carries Checks
-    Chooses Closes Computes Connects Copies Counts Creates Cuts Decides Decodes Dials Draws Ends
+    Aborts Accepts Adds Allocates Announces Answers Applies Asserts Assigns Brings Builds Calls Carries
+    Checks Chooses Closes Computes Connects Copies Counts Creates Cuts Decides Decodes Dials Draws Ends
     Estimates Exchanges Fetches Fills Finds Follows Gathers Gets Gives Guesses Hears Holds Implements
     Joins Keeps Knows Learns Lets Limits Listens Loads Looks Makes Maps Marks Measures Names Normalises
     Opens Orders Parses Passes Plans Proves Pulls Puts Reads Receives Records Refuses Removes Renders

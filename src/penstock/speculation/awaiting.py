@@ -1,4 +1,4 @@
-"""How many guesses of a request are worth waiting for, where a drafter needs time for each.
+"""The number of guesses that a request should wait for, where a drafter needs time for each.
 
 With n guesses that are right with chance c, each if all before it were, a step yields 1 + c + ... + c^n
 tokens. It takes C(rows (n + 1)) seconds where all rows of its plan bring as many. A request that has none in
@@ -25,15 +25,16 @@ _MOST_VAIN = 3  # times that a request waits in vain, until it hears of guesses 
 def guesses_worth_waiting(
     draft: Draft, most: int, num_rows: int, seconds: Callable[[int], float], waited_s: float = 0.0
 ) -> int:
-    """Choose how many guesses a request should have before it goes on: no more than it has, and it should not
-    wait.
+    """Choose how many guesses a request should have before it goes on.
+
+    Where that is no more than it has, it should not wait.
 
     Args:
-        draft: what is there, and how long more takes.
+        draft: the guesses that it has, and how long more take.
         most: guesses of a step.
-        num_rows: of the plan that it would be in.
-        seconds: that a step of so many tokens takes.
-        waited_s: since the request could have gone on.
+        num_rows: rows of the plan that it would be in.
+        seconds: the time that a step of so many tokens takes.
+        waited_s: seconds since the request could have gone on.
     """
     chance, num_there = min(draft.chance, _MOST_CHANCE), len(draft.token_ids)
 
@@ -48,7 +49,7 @@ def guesses_worth_waiting(
 
 
 class Waits:
-    """How long requests, by their arrival, wait for guesses, and how often they did so in vain."""
+    """The times for which requests, by their arrival, wait for guesses, and how often they waited in vain."""
 
     def __init__(self) -> None:
         self._since: dict[int, float] = {}
@@ -56,29 +57,29 @@ class Waits:
         self._num_vain: dict[int, int] = {}  # since guesses have come
 
     def waited_s(self, arrival: int, now: float) -> float:
-        """Since it could have gone on; that is now if nobody has asked yet."""
+        """Return the seconds since it could have gone on; the first call says that it can now."""
         return now - self._since.setdefault(arrival, now)
 
     def goes_on(self, arrival: int, now: float, longest: float) -> bool:
-        """Whether its wait, which was to last so long at its beginning, does not end now."""
+        """Return whether its wait, which was to last so long at its beginning, does not end now."""
         if now < self._until.setdefault(arrival, now + longest):
             return True
         self._num_vain[arrival] = self._num_vain.get(arrival, 0) + 1
         return False
 
     def are_vain(self, arrival: int) -> bool:
-        """Whether it should not wait again until it has heard of guesses."""
+        """Return whether it should not wait again until it has heard of guesses."""
         return self._num_vain.get(arrival, 0) >= _MOST_VAIN
 
     def until(self, arrival: int) -> float:
         return self._until.get(arrival, math.inf)
 
     def heard(self, arrival: int) -> None:
-        """Guesses have come."""
+        """Note that guesses have come."""
         self._num_vain.pop(arrival, None)
 
     def end(self, arrival: int) -> None:
-        """Its next token has come."""
+        """End the wait, since the next token has come."""
         self._since.pop(arrival, None)
         self._until.pop(arrival, None)
 

@@ -1,4 +1,4 @@
-"""The seam for whatever guesses the next tokens of a request.
+"""The seam for drafters, which guess the next tokens of a request.
 
 The scheduler asks a drafter for tokens when a request is placed, and tells it what became of them. A drafter
 decides nothing: how many of its tokens are used follows from their chance and from what a step costs
@@ -20,11 +20,11 @@ from penstock.batch import RowSampling
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """What a request might say next.
+    """The tokens that a request might say next.
 
     Attributes:
-        token_ids: in order; none where the drafter has no idea.
-        chance: that a token is right if all before it were, between 0 and 1.
+        token_ids: in order; empty where the drafter has no guess.
+        chance: the chance that a token is right if all before it were, between 0 and 1.
         more_s: seconds until one more token is guessed, and again for each that follows; infinite: none
             will be.
         is_forced: a grammar leaves no other choice.
@@ -63,8 +63,8 @@ class Drafter(Protocol):
     """Guesses tokens of many requests.
 
     Attributes:
-        name: in metrics and logs.
-        is_at_tail: the last stage guesses, as `wants` says; else nobody calls that or `hear`.
+        name: for metrics and logs.
+        is_at_tail: the last stage guesses, as `wants` says; else neither `wants` nor `hear` is called.
     """
 
     name: str
@@ -73,49 +73,53 @@ class Drafter(Protocol):
     def is_at_tail(self) -> bool: ...
 
     def propose(self, question: Question) -> Draft:
-        """Guess what follows. Does not wait."""
+        """Guess the next tokens. Does not wait."""
         ...
 
     def wants(self, question: Question, num_busy: int) -> int | None:
-        """How many tokens the last stage is to guess of a request in the plan that is made.
+        """Return how many tokens the last stage is to guess of a request in the plan that is made.
 
         Args:
-            num_busy: stages that compute at once, so that each has as large a share of the time.
+            num_busy: stages that compute at once, each of which has an equal share of the time.
 
         Returns:
-            `question.most` at most; None: the stage need not even read the request's tokens.
+            At most `question.most`; None: the stage need not even read the request's tokens.
         """
         ...
 
     def hear(self, request: int, num_known: int, token_ids: Sequence[int]) -> None:
-        """The last stage has guessed these behind the first `num_known` tokens of the request. It is told
-        before the newest of them are asked about."""
+        """Take the last stage's guesses behind the first `num_known` tokens of the request.
+
+        Called before the newest of these tokens are asked about.
+        """
         ...
 
     def accept(self, request: int, num_drafted: int, num_accepted: int) -> None:
-        """So many tokens of the last guess were tried, and so many of these were right."""
+        """Learn how many tokens of the last guess were tried, and how many of these were right."""
         ...
 
     def forget(self, request: int) -> None:
-        """The request has ended; it may never have been seen."""
+        """Forget a request, which has ended; the drafter may never have seen it."""
         ...
 
     def poll(self) -> Collection[int]:
-        """Return the requests of which more has been guessed since the last call, so that it is worth asking
-        again."""
+        """Return the requests of which more has been guessed since the last call.
+
+        It is worth asking about these again.
+        """
         ...
 
     def wait_sources(self) -> Sequence[int]:
-        """Descriptors that become readable when `poll` has something to do."""
+        """Return descriptors that become readable when `poll` has something to do."""
         ...
 
     def close(self) -> None:
-        """Nobody will ask any more."""
+        """Close the drafter, which is not asked any more."""
         ...
 
 
 class OwnGuesses:
-    """What drafters have in common that need nothing of the stages."""
+    """The common part of drafters that need nothing of the stages."""
 
     @property
     def is_at_tail(self) -> bool:
@@ -125,11 +129,11 @@ class OwnGuesses:
         return None
 
     def hear(self, request: int, num_known: int, token_ids: Sequence[int]) -> None:
-        """The last stage was not asked."""
+        """Do nothing: the last stage is not asked."""
 
 
 class LocalDrafter(OwnGuesses):
-    """What drafters have in common that guess within a call, in memory alone."""
+    """The common part of drafters that guess within a call, in memory alone."""
 
     def poll(self) -> Collection[int]:
         return ()
@@ -138,4 +142,4 @@ class LocalDrafter(OwnGuesses):
         return ()
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing: it holds nothing that is to be closed."""

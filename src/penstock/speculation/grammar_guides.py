@@ -1,4 +1,4 @@
-"""What a grammar forces is a draft of its own, and what it forbids is none.
+"""Guides for the drafts of requests with a grammar: forced text is guessed, forbidden text is cut.
 
     schema     {"name": …, "age": …}
     text       {"name": "Ada"              what may follow is     , "age":     and nothing else
@@ -39,7 +39,7 @@ _logger = logging.getLogger(__name__)
 
 
 class NoGuides:
-    """Whatever was guessed is sent, and the last stage sees to what a grammar forbids."""
+    """Leaves drafts as they are, so that only the last stage sees to what a grammar forbids."""
 
     def guided(
         self,
@@ -50,31 +50,31 @@ class NoGuides:
         draft: Draft,
         most: int,
     ) -> Draft:
-        """What is guessed of a request with a grammar.
+        """Return the draft of a request with a grammar.
 
         Args:
             request: the number that it has for the drafter.
             structured: its grammar.
             prompt_len: tokens that the grammar does not speak of.
-            token_ids: all that it has. They only grow between two calls.
-            draft: what the drafter guessed.
+            token_ids: all tokens that it has. They only grow between two calls.
+            draft: the drafter's guess.
             most: tokens to guess.
         """
         return draft
 
     def forget(self, request: int) -> None:
-        """The request has ended."""
+        """Forget a request, which has ended."""
 
 
 NO_GUIDES = NoGuides()
 
 
 class GrammarGuides(NoGuides):
-    """Guides the guesses of all requests with a grammar.
+    """The guides for the drafts of all requests with a grammar.
 
     Args:
-        open_vocabulary: reads that of the model's tokenizer, which may take seconds in which no other thread
-            runs; called with the first grammar, unless `open` was called before.
+        open_vocabulary: reads the vocabulary of the tokenizer, which may take seconds in which no other
+            thread runs; called with the first grammar, unless `open` was called before.
         vocab_size: ids that the model has; a tokenizer may have more.
     """
 
@@ -111,7 +111,7 @@ class GrammarGuides(NoGuides):
             return NO_DRAFT
 
     def _better(self, guide: _Guide, token_ids: Sequence[int], draft: Draft, most: int) -> Draft:
-        """The guess that promises more tokens: what is forced, or what the drafter guessed and may come."""
+        """Return the draft that promises more tokens: the forced text, or the allowed part of a guess."""
         if not guide.is_ready:
             return NO_DRAFT
         guide.read(token_ids)
@@ -147,7 +147,7 @@ class _Guide:
         num_read: tokens that it does not speak of.
 
     Attributes:
-        is_lost: nothing is to be said of what follows.
+        is_lost: the matcher cannot say any more what follows.
     """
 
     def __init__(self, built: Future[Matcher], num_read: int) -> None:
@@ -172,17 +172,17 @@ class _Guide:
         self.is_lost = bool(self._matcher.error)  # behind the end of a text, for one
 
     def forced(self, most: int) -> Sequence[int]:
-        """What must follow."""
+        """Return the tokens that must follow."""
         assert self._matcher is not None
         return () if self.is_lost else self._matcher.forced()[:most]
 
     def allowed(self, draft_ids: Sequence[int]) -> Sequence[int]:
-        """What may follow of a draft."""
+        """Return the tokens of a draft that may follow."""
         assert self._matcher is not None
         return () if self.is_lost or not draft_ids else draft_ids[: self._matcher.num_allowed(draft_ids)]
 
 
 def _promise(draft: Draft) -> float:
-    """Tokens that a draft can be expected to be right in."""
+    """Return how many tokens of a draft can be expected to be right."""
     chance, length = min(draft.chance, 0.999), len(draft.token_ids)
     return chance * (1.0 - chance**length) / (1.0 - chance)

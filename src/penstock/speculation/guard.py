@@ -1,8 +1,8 @@
-"""A drafter that can do no harm.
+"""The guard around a drafter, which keeps a faulty one from harming requests.
 
 Drafts change no token, so that a drafter is never worth a request: one that raises, takes too long or guesses
-what is no token is switched off until the engine starts again, with one line in the log. Requests go on
-without drafts. (A call cannot be interrupted: one that never comes back holds up the core, which the
+ids that are not tokens is switched off until the engine starts again, with one line in the log. Requests go
+on without drafts. (A call cannot be interrupted: one that never comes back holds up the core, which the
 supervisor notices by its missing heartbeat.)
 """
 
@@ -23,11 +23,11 @@ _logger = logging.getLogger(__name__)
 
 
 class GuardedDrafter:
-    """Calls a drafter as long as it behaves.
+    """Calls a drafter until it misbehaves.
 
     Args:
-        drafter: that is called.
-        vocab_size: of the model.
+        drafter: the drafter that is called.
+        vocab_size: ids that the model has.
         clock: monotonic seconds.
     """
 
@@ -91,7 +91,7 @@ class GuardedDrafter:
             self._drafter = None
 
     def _call(self, call: Callable[[Drafter], Result]) -> Result | None:
-        """What the drafter returns; None if it is switched off, or is now."""
+        """Return the drafter's answer; None if it is switched off, or is now."""
         if self._drafter is None:
             return None
         began = self._clock()

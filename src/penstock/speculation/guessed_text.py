@@ -1,7 +1,7 @@
-"""Guesses of a model held against what a request then says.
+"""The guesses of a drafter for one request, held against the tokens that then come.
 
-What a drafter guesses behind some tokens is tried as soon as there are more, whether or not anybody sent it;
-so the chance that a guess is right is measured at no cost. Pure.
+A guess is compared with the tokens that come in its place, whether or not it was sent; so the chance that a
+guess is right is measured at no cost. Pure.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ class Chance:
         self._count = _FIRST_COUNTS_AS
 
     def note(self, is_right: bool) -> None:
-        """A token has come that was guessed."""
+        """Note whether a guessed token was right, now that the true one has come."""
         self._count += 1
         self.value += max(_NEWEST_WEIGHT, 1.0 / self._count) * (is_right - self.value)
 
 
 class GuessedText:
-    """What is known of one request.
+    """The guesses of one request.
 
     Args:
-        chance: that a guess is right, to begin with.
+        chance: the chance that a guess is right, to begin with.
     """
 
     def __init__(self, chance: float) -> None:
@@ -48,15 +48,15 @@ class GuessedText:
 
     @property
     def num_behind(self) -> int:
-        """Tokens that were read, and that the newest guess does not know of."""
+        """The number of tokens that were read and that the newest guess does not know of."""
         return self._num_read - self._num_known
 
     def hear(self, num_known: int, token_ids: Sequence[int]) -> None:
-        """This is guessed to follow the first tokens of the request."""
+        """Take the tokens that are guessed to follow the first `num_known` of the request."""
         self._num_known, self._guessed = num_known, token_ids
 
     def read(self, token_ids: Sequence[int]) -> list[bool]:
-        """Return of each token that is new, and was guessed behind the right ones, whether that was right."""
+        """Return whether each guess in the place of a new token was right, up to the first wrong one."""
         first, known = max(self._num_read, self._num_known), len(token_ids)
         self._num_read = known
         outcome = []
@@ -69,11 +69,11 @@ class GuessedText:
         return outcome
 
     def following(self, token_ids: Sequence[int]) -> Sequence[int]:
-        """What is guessed to follow these."""
+        """Return the tokens that are guessed to follow these."""
         return self._behind(token_ids, len(token_ids))
 
     def _behind(self, token_ids: Sequence[int], position: int) -> Sequence[int]:
-        """Guesses from a position on; none if what they follow is not what was said."""
+        """Return the guesses from a position on; none if they follow other tokens than those that came."""
         start, guessed = self._num_known, self._guessed
         size = position - start
         if not 0 <= size < len(guessed) or guessed[:size] != token_ids[start:position]:
@@ -82,5 +82,8 @@ class GuessedText:
 
 
 def useful(chance: float, least: float = LEAST_USE) -> int:
-    """How many guesses in a row are of use: all come with that chance at least; one in any case."""
+    """Return how many guesses in a row are of use: all come true with that chance at least.
+
+    It is one in any case.
+    """
     return max(1, int(math.log(least) / math.log(min(chance, 0.99))))

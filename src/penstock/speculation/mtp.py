@@ -1,4 +1,4 @@
-"""Guesses of the MTP layer, which stands on the last stage: the core's side.
+"""The core's side of the MTP layer, which guesses on the last stage.
 
 Plans say of which rows the layer reads the tokens, and how many it guesses (`wants`); results bring what it
 has guessed (`hear`). Where its guesses are too seldom right to be of use it is left out, and read and asked
@@ -26,10 +26,10 @@ _TRIAL_EVERY = 256  # and of every request after so many tokens of its answer, a
 
 
 class MTPDrafter(LocalDrafter):
-    """Lets the last stage guess.
+    """A drafter whose guesses come from the last stage.
 
     Args:
-        guess_share: what a guess costs, as a share of a step of the whole model.
+        guess_share: the cost of a guess, as a share of a step of the whole model.
     """
 
     name = "mtp"
@@ -62,7 +62,7 @@ class MTPDrafter(LocalDrafter):
         return Draft(guessed[: question.most], text.chance.value) if guessed else NO_DRAFT
 
     def accept(self, request: int, num_drafted: int, num_accepted: int) -> None:
-        """The tokens themselves will tell, when they are read."""
+        """Do nothing: the tokens themselves tell when they are read."""
 
     def forget(self, request: int) -> None:
         self._texts.pop(request, None)
@@ -75,16 +75,16 @@ class MTPDrafter(LocalDrafter):
 
 
 class _Text(GuessedText):
-    """What is known of one request.
+    """The guesses of one request.
 
     Attributes:
-        heard: a guess that is newer than the tokens which the one before is held against.
+        heard: a guess that is newer than the tokens with which the one before is compared.
     """
 
     heard: tuple[int, Sequence[int]] | None = None
 
     def take_heard(self) -> None:
-        """The tokens that the guess follows were read."""
+        """Take up the newest guess, now that the tokens before it were read."""
         if self.heard is not None:
             self.hear(*self.heard)
             self.heard = None

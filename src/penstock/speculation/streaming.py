@@ -1,4 +1,4 @@
-"""Whether windows of one request should follow each other through the pipe, and how large they should be.
+"""The choice whether windows of one request follow each other through the pipe, and how large they are.
 
     waiting     | w0 |    |    | w1 |    |    |      a window enters when the result of the last is back
     streaming   | w0 | w1 | w2 | w3 | w4 | w5 |      it enters at once, and guesses what that will yield
@@ -32,14 +32,14 @@ _MARGIN = 0.05  # of the rate, that streaming must gain
 
 
 class PipeTimes(NamedTuple):
-    """What windows take, in seconds.
+    """The times that windows take, in seconds.
 
     Attributes:
-        alone: of each stage for a window of so many tokens, while no other stage computes.
+        alone: times of each stage for a window of so many tokens, while no other stage computes.
         shared: the same, while all do.
-        latency: of all ways between the stages and back.
+        latency: sum over all ways between the stages and back.
         num_streams: requests that take turns on the stages.
-        guess: of one guess, where they have to be waited for.
+        guess: time of one guess, where guesses have to be waited for.
     """
 
     alone: Callable[[int], Sequence[float]]
@@ -53,7 +53,7 @@ def streamed_size(chance: float, most: int, times: PipeTimes) -> int:
     """Choose the tokens of each window of a request that streams; 0: it should not.
 
     Args:
-        chance: that a guess is right if all before it were.
+        chance: the chance that a guess is right if all before it were.
         most: tokens of a window.
     """
     chance = min(chance, _MOST_CHANCE)
@@ -77,7 +77,7 @@ def _streaming_rate(chance: float, size: int, times: PipeTimes) -> float:
 
 
 class KeptSizes:
-    """Sizes of streamed windows, each worked out once while prices are about the same.
+    """The sizes of streamed windows, each worked out once while prices are about the same.
 
     Nearly every token of a text brings a guess, and to work a size out takes 100 us and more. A size that was
     chosen because large windows seemed cheap must not outlive the first measurement of one.
@@ -90,7 +90,7 @@ class KeptSizes:
         self._is_new_plan = True
 
     def planned(self, step_id: int) -> None:
-        """A plan is made."""
+        """Note that a plan is made."""
         self._is_new_plan = True
         if not self._kept_from <= step_id < self._kept_from + KEPT_PLANS:
             self._kept_from = step_id

@@ -1,4 +1,4 @@
-"""Drafts from the text itself: what followed the last time that the request said the same.
+"""A drafter that reads the request's own text: it guesses what followed the same tokens earlier.
 
     text      ... the quick brown fox ... the quick brown
                   ^^^^^^^^^^^^^^^          ^^^^^^^^^^^^^^^   the same three tokens
@@ -62,14 +62,14 @@ class SuffixDrafter(LocalDrafter):
         return Draft(found, chance)
 
     def accept(self, request: int, num_drafted: int, num_accepted: int) -> None:
-        """The tokens themselves will tell, when they are read."""
+        """Do nothing: the tokens themselves tell when they are read."""
 
     def forget(self, request: int) -> None:
         self._texts.pop(request, None)
 
 
 class _Text:
-    """What is known of one request's text.
+    """The index of one request's text.
 
     Args:
         chances: by class of the run, to begin with.
@@ -90,7 +90,7 @@ class _Text:
 
     @property
     def run_class(self) -> int:
-        """Which of the chances holds for the next token."""
+        """The index of the chance that holds for the next token."""
         return bisect_right(_RUN_BOUNDS, self._run)
 
     def read(self, token_ids: Sequence[int], all_chances: list[float]) -> None:
@@ -107,7 +107,7 @@ class _Text:
         self.num_read = end
 
     def _skip(self, token_ids: Sequence[int], end: int) -> None:
-        """Note the sequences that end up to `end`, all at once: nobody has guessed these tokens."""
+        """Note the sequences that end up to `end`, all at once, since these tokens were not guessed."""
         for length in LENGTHS:
             first = max(0, self.num_read - length + 1)  # where the first new sequence begins
             shifted = (token_ids[first + offset : end] for offset in range(length))
@@ -133,7 +133,7 @@ class _Text:
         self.cursor = found
 
     def _note(self, is_right: bool, all_chances: list[float]) -> None:
-        """Learn from whether the cursor had the token."""
+        """Learn from whether the token at the cursor was right."""
         run_class = self.run_class
         for chances in (self.chances, all_chances):
             chances[run_class] += _NEWEST_WEIGHT * (is_right - chances[run_class])

@@ -1,4 +1,4 @@
-"""How many drafts of each row are worth their time.
+"""The number of drafts of each row that are worth their time.
 
 A step over n tokens takes C(n) seconds and yields one token for each row, and for each draft its chance of
 being accepted. Drafts are added in falling order of that chance, as long as the step yields no fewer tokens a
@@ -30,7 +30,7 @@ def least_chance(num_tokens: int, seconds: Callable[[int], float]) -> float:
     """Return the chance from which on a first draft is worth its time; above 1: none is.
 
     Args:
-        num_tokens: of the step without drafts.
+        num_tokens: tokens of the step without drafts.
         seconds: as for `window_sizes`.
     """
     now, longer = max(seconds(num_tokens), _LEAST_S), max(seconds(num_tokens + 1), _LEAST_S)
@@ -42,9 +42,9 @@ def window_sizes(drafts: Sequence[Draft], num_tokens: int, seconds: Callable[[in
     """Choose how many tokens of each draft to send.
 
     Args:
-        drafts: of the rows that bring any.
-        num_tokens: of the step without drafts, at least one for each row.
-        seconds: that a step of so many tokens takes; grows with them.
+        drafts: those of the rows that bring any.
+        num_tokens: tokens of the step without drafts, at least one for each row.
+        seconds: the time that a step of so many tokens takes; grows with them.
 
     Returns:
         [len(drafts)] tokens of each.
