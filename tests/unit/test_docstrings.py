@@ -23,7 +23,6 @@ ALLOWED: dict[str, int] = {
     "attention": 28,
     "cli": 131,
     "config": 34,
-    "decisions": 15,
     "distributed": 37,
     "drafting": 16,
     "families": 175,

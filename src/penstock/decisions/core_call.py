@@ -1,8 +1,8 @@
-"""One call of the engine core as it happened: what it was asked, and all that it read and decided meanwhile.
+"""One call of the engine core as it happened: the request to it, and all that it read and decided meanwhile.
 
     begin ── readings of the clock, results, reports, guesses ──▶ plans ── end
 
-Filled on the core's thread, with no more than references to values that nobody changes. What becomes of it,
+Filled on the core's thread, with no more than references to values that do not change. What becomes of it,
 and what of it may be written, is the affair of `decisions.redaction`.
 """
 
@@ -23,7 +23,7 @@ from penstock.speculation.drafter import Draft
 
 
 class Assembly(NamedTuple):
-    """Scheduler and core are made, and the stages measured."""
+    """The call in which scheduler and core are made, and the stages measured."""
 
     config: CoreConfig
     kv_plan: KVPlan
@@ -32,7 +32,7 @@ class Assembly(NamedTuple):
 
 
 class Addition(NamedTuple):
-    """A request is added; the fields are those of `EngineCore.add_request`."""
+    """The call in which a request is added; the fields are those of `EngineCore.add_request`."""
 
     request: GenerationRequest
     output_ids: Sequence[int] | None
@@ -40,39 +40,39 @@ class Addition(NamedTuple):
 
 
 class Abortion(NamedTuple):
-    """A request is aborted."""
+    """The call in which a request is aborted."""
 
     request_id: str
 
 
 class Turn(NamedTuple):
-    """`EngineCore.step`."""
+    """A call of `EngineCore.step`."""
 
     timeout_s: float
 
 
 class Loss(NamedTuple):
-    """An epoch is lost, as somebody else than the core has noticed."""
+    """The call in which an epoch is lost, where another than the core has noticed the loss."""
 
     error: ErrorInfo
     ends: EndedRequests
 
 
 class Entrance(NamedTuple):
-    """Another epoch begins."""
+    """The call in which another epoch begins."""
 
     epoch: int
     ranks: Sequence[RankLoaded]
 
 
 class Order(NamedTuple):
-    """An administrator's operation comes into force."""
+    """The call in which an administrator's operation comes into force."""
 
     operation: Operation
 
 
 class GivenUp(NamedTuple):
-    """The pipeline is given up for good."""
+    """The call in which the pipeline is given up for good."""
 
     error: ErrorInfo
 
@@ -81,7 +81,7 @@ Asked = Assembly | Addition | Abortion | Turn | Loss | Entrance | Order | GivenU
 
 
 class HeardDraft(NamedTuple):
-    """What a drafter, or a guide of one, has answered; `num_known` tokens of the request stand before it.
+    """The answer of a drafter, or of its guides; `num_known` tokens of the request stand before it.
 
     Attributes:
         draft: None: the drafter has failed.
@@ -93,7 +93,7 @@ class HeardDraft(NamedTuple):
 
 
 class Unsent(NamedTuple):
-    """The plan before it could not be submitted."""
+    """The error of the plan before it, which could not be submitted."""
 
     error: ErrorInfo
 
@@ -103,19 +103,20 @@ class CoreCall:
     """A call of the core.
 
     Attributes:
-        asked: what the call was.
+        asked: the request to the core.
         times: readings of the clock, in their order.
         steps: results of each poll, or the error that it raised, and plans that were submitted, in their
             order.
         grammars: reports on grammars, by the number of the look for them; looks that found none are left out.
         num_looks: how often grammars were looked for.
-        spans, stage_times: of each look at them.
-        drafts, guided: what drafter and guides have answered.
-        wants: tokens that the last stage is to guess, of each question for it.
-        news: of each look for it: requests of which more is guessed.
-        drafter: who guesses, and whether on the last stage; said when the core is assembled.
-        ended: requests that have ended in it.
-        is_refused: it has raised an error.
+        spans, stage_times: those found by each look at them.
+        drafts, guided: answers of drafter and guides.
+        wants: tokens that the last stage is to guess, for each question about it.
+        news: requests of which more is guessed, for each look for them.
+        drafter: the drafter's name, and whether it guesses on the last stage; said when the core is
+            assembled.
+        ended: requests that have ended in the call.
+        is_refused: the call has raised an error.
     """
 
     asked: Asked

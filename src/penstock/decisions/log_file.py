@@ -1,4 +1,4 @@
-"""The file of a decision log: a line that says what it is, and behind it records in one compressed stream.
+r"""The file of a decision log: a line with its version, and behind it records in one compressed stream.
 
     penstock decisions 1 0.1.0\n
     zlib( length, checksum, record │ length, checksum, record │ … )
@@ -35,7 +35,7 @@ _MOST_FILES = 1000
 def create_log(path: Path) -> tuple[BinaryIO, Path]:
     """Create a file that only its owner may read.
 
-    What is there is never written over: behind the name of a file that exists comes a number.
+    A file that exists is never written over: the new one gets a number behind the name then.
 
     Returns:
         The file, and its name.
@@ -97,7 +97,7 @@ class DecisionFile:
     """A file of decisions, for reading.
 
     Args:
-        path: of the file.
+        path: the path of the file.
 
     Attributes:
         is_whole: its end has been read, and the engine had ended there. Else it was killed, or is running.
@@ -125,7 +125,7 @@ class DecisionFile:
             yield record
 
     def _texts(self) -> Iterator[bytes]:
-        """The bytes of each record."""
+        """Yield the bytes of each record."""
         pending, number = bytearray(), 0
         for data in self._decompressed():
             pending += data

@@ -1,4 +1,4 @@
-"""Writes records in a thread of its own, so that a slow disk holds nobody up.
+"""Writes records in a thread of its own, so that a slow disk does not hold up the core.
 
     core ──calls──▶ queue (bounded) ──▶ redaction ──▶ compressed records ──▶ file
 
@@ -30,7 +30,7 @@ class LogWriter:
     """Writes to one file until it is closed, or cannot go on.
 
     Args:
-        file: at whose end records are written; it is closed with the writer.
+        file: the file at whose end records are written; it is closed with the writer.
         path: its name, for messages.
         most_waiting: calls that may wait for the thread.
     """
@@ -52,7 +52,7 @@ class LogWriter:
         return self._is_over.is_set()
 
     def put(self, call: CoreCall) -> None:
-        """Have a call written; it does not change any more."""
+        """Write a call, which must not change any more; the thread does it later."""
         if self.is_over:
             return
         if self._waiting.qsize() >= self._most_waiting:

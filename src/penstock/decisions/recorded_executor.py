@@ -1,4 +1,4 @@
-"""An executor whose answers are noted while the core is in a call; another one behind it does the work."""
+"""An executor whose answers are noted while the core is in a call; the executor behind it does the work."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ CurrentCall = Callable[[], CoreCall | None]
 
 
 class RecordedReports:
-    """The reports of an executor.
+    """The reports of an executor, which are noted.
 
     Args:
-        executor: whose they are.
+        executor: the executor whose reports they are.
         current: returns the call that the core is in.
     """
 
@@ -59,7 +59,7 @@ class RecordedReports:
         return times
 
     def rank_spans(self, seen: Container[SpansKey]) -> list[StageSpans]:
-        """See `Reports.rank_spans`; nothing is decided by them."""
+        """See `Reports.rank_spans`; they decide nothing, and are not noted."""
         return self._executor.reports.rank_spans(seen)
 
     def finished_orders(self) -> list[OrderResult]:
@@ -67,7 +67,7 @@ class RecordedReports:
         return self._executor.reports.finished_orders()
 
     def store_use(self) -> StoreUse:
-        """See `Reports.store_use`; nothing is decided by it."""
+        """See `Reports.store_use`; it decides nothing, and is not noted."""
         return self._executor.reports.store_use()
 
     def entry_answers(self) -> list[EntryAnswers]:
@@ -76,10 +76,10 @@ class RecordedReports:
 
 
 class RecordedExecutor:
-    """An executor that the core talks to.
+    """An executor whose answers are noted.
 
     Args:
-        executor: that does the work.
+        executor: the executor that does the work.
         current: returns the call that the core is in.
     """
 

@@ -72,7 +72,7 @@ class RecordedDrafter:
 
 
 class RecordedGuides(NoGuides):
-    """Guide as the guides behind them do.
+    """The guides of a drafter, whose answers are noted.
 
     Args:
         current: returns the call that the core is in.

@@ -1,4 +1,4 @@
-"""The seam of the decision log: what the core reads is noted on its way, or, without a recorder, is not.
+"""The seam of the decision log: a recorder notes what the core reads; without a recorder nothing is noted.
 
     clock, executor, drafter, guides ──▶ recorder ──▶ the core's own scheduler
                                             └──calls──▶ `decisions.log_writer`
@@ -29,10 +29,10 @@ _logger = logging.getLogger(__name__)
 
 
 class NoRecorder:
-    """Nothing is recorded; also the protocol of whoever stands between a core and what it reads."""
+    """Records nothing; also the protocol of what stands between a core and what it reads."""
 
     def begin_assembly(self, config: CoreConfig, kv_plan: KVPlan, *, recovers: bool, epoch: int) -> None:
-        """Scheduler and core are being made."""
+        """Begin the call in which scheduler and core are made."""
 
     def clock(self, clock: Callable[[], float]) -> Callable[[], float]:
         """Return the clock that the core reads."""
@@ -51,17 +51,17 @@ class NoRecorder:
         return guides
 
     def close(self) -> None:
-        """The core has ended."""
+        """Close the recorder, since the core has ended."""
 
 
 NO_RECORDER = NoRecorder()
 
 
 class DecisionRecorder(NoRecorder):
-    """Notes the calls of one core.
+    """A recorder that notes the calls of one core.
 
     Args:
-        writer: gets them; closed with the recorder.
+        writer: writes the calls; closed with the recorder.
     """
 
     def __init__(self, writer: LogWriter) -> None:
@@ -99,7 +99,7 @@ class DecisionRecorder(NoRecorder):
         return self._call
 
     def begin(self, asked: Asked) -> bool:
-        """Begin a call, unless the core is in one, of which this one is a part, or nothing is written.
+        """Begin a call, unless it is part of a call that the core is in, or nothing is written.
 
         Returns:
             Whether it began, so that it has to be ended.
@@ -113,7 +113,7 @@ class DecisionRecorder(NoRecorder):
         """End the call.
 
         Args:
-            updates: that it returns.
+            updates: the updates that it returns.
         """
         call, self._call = self._call, None
         assert call is not None, "no call has begun"

@@ -1,4 +1,4 @@
-"""What a file of decisions has in it: one record for each call of the engine core, as msgpack.
+"""The content of a file of decisions: one record for each call of the engine core, as msgpack.
 
     Assembled ── RequestAdded ── Turned ── Turned ── RequestAborted ── … ── Finished
 
@@ -37,14 +37,13 @@ _NS = 1_000_000_000
 
 
 class Assembled(msgspec.Struct, frozen=True, tag="assembled", kw_only=True, omit_defaults=True):
-    """Scheduler and core were made with these settings. A file has more than one where a start was tried
-    again.
+    """Scheduler and core were made with these settings. A start that was tried again is recorded again.
 
     Attributes:
         config: without paths and without the draft model.
-        config_digest: of it, as this version of Penstock encodes it.
-        drafter: who guesses; empty: nobody.
-        is_at_tail: the last stage does.
+        config_digest: its digest, as this version of Penstock encodes it.
+        drafter: the drafter's name; empty: there was none.
+        is_at_tail: the last stage guesses.
     """
 
     config: CoreConfig
@@ -57,11 +56,11 @@ class Assembled(msgspec.Struct, frozen=True, tag="assembled", kw_only=True, omit
 
 
 class RequestAdded(msgspec.Struct, frozen=True, tag="added", kw_only=True, omit_defaults=True):
-    """A request has come.
+    """A request was added.
 
     Attributes:
         prompt: aliases of its tokens, four bytes each, the lowest first.
-        sampling: what the scheduler reads of it; the rest has its defaults.
+        sampling: the part that the scheduler reads; the rest has its defaults.
         followers: ids of the sequences that follow it.
         output_ids: aliases of the tokens that another core had given it; None: it is new.
     """
@@ -89,7 +88,7 @@ class Turned(msgspec.Struct, frozen=True, tag="turn", omit_defaults=True):
 
 
 class EpochLost(msgspec.Struct, frozen=True, tag="lost"):
-    """The pipe was broken, as somebody else than the core had noticed."""
+    """The pipe was broken, which another than the core had noticed."""
 
     error: ErrorInfo
     ends: EndedRequests
@@ -115,7 +114,7 @@ class PipeGivenUp(msgspec.Struct, frozen=True, tag="given_up"):
 
 
 class Finished(msgspec.Struct, frozen=True, tag="finished"):
-    """The engine has ended; nothing follows. Without it, it was killed or the disk was full."""
+    """The engine has ended; nothing follows. Without this record it was killed, or the disk was full."""
 
 
 Call = (
@@ -141,17 +140,17 @@ class Guess(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One call of the core. Lists are in the order in which the core asked; see `core_call.CoreCall`.
+    """One call of the core, with lists in the order in which the core asked; see `core_call.CoreCall`.
 
     Attributes:
-        times: readings of the clock (`packed_times`).
-        polls: results of each poll; an error: it has raised that.
-        plans: that were submitted, as `without_tokens` has them.
+        times: readings of the clock, as `packed_times` has them.
+        polls: results of each poll, or the error that it raised.
+        plans: plans that were submitted, as `without_tokens` has them.
         unsent: errors of plans that could not be submitted, by their place among `plans`.
         drafts, guided: None: there was no guess; an empty list: the drafter has failed.
-        stops: aliases that end a request, which were sampled of it: request id, alias.
-        ended: requests that have ended in it.
-        is_refused: it has raised an error.
+        stops: sampled aliases that end their request: request id, alias.
+        ended: requests that have ended in the call.
+        is_refused: the call has raised an error.
     """
 
     call: Call
@@ -180,7 +179,7 @@ def encode_record(record: Record) -> bytes:
 
 
 def decode_record(data: bytes) -> Record:
-    """Raises `msgspec.DecodeError` for bytes that are no record of this version."""
+    """Return a record. Raises `msgspec.DecodeError` for bytes that are not one of this version."""
     return _decoder.decode(data)
 
 
@@ -190,8 +189,10 @@ def config_digest(config: CoreConfig) -> str:
 
 
 def without_tokens(plan: ScheduledBatch) -> ScheduledBatch:
-    """Return the plan with the number of tokens wherever their ids stand, and without what a request asks of
-    the sampler: all that a scheduler decides is left."""
+    """Return the plan with the number of tokens in the place of their ids.
+
+    What a request asks of the sampler is left out, too: all that a scheduler decides is left.
+    """
     replace = msgspec.structs.replace
     return replace(
         plan,
@@ -222,7 +223,7 @@ def packed_times(times: Sequence[float], before_ns: int) -> tuple[list[int | flo
 
 
 def unpacked_times(packed: Sequence[int | float], before_ns: int) -> tuple[list[float], int]:
-    """Return what `packed_times` was given, and the last reading in nanoseconds."""
+    """Return the readings that `packed_times` was given, and the last one in nanoseconds."""
 
     def read() -> Iterator[float]:
         nonlocal before_ns

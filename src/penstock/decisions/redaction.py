@@ -1,4 +1,4 @@
-"""From calls of the core to records: what the scheduler reads of a request stays, and its text does not.
+"""The way from calls of the core to records: what the scheduler reads of a request stays, its text does not.
 
     tokens                          aliases (`decisions.token_chain`)
     salts, names of sessions        aliases
@@ -57,7 +57,7 @@ class Redaction:
     """Makes records, in the order of the calls.
 
     Args:
-        key: of the aliases; made up where it is not given.
+        key: the key of the aliases; random where it is not given.
     """
 
     def __init__(self, key: bytes | None = None) -> None:
@@ -68,7 +68,7 @@ class Redaction:
         self._begin(eos_token_ids=())
 
     def record(self, call: CoreCall) -> Record:
-        """Return what may be written of a call."""
+        """Return the record of a call, without what must not be written."""
         asked = self._asked(call)
         self._stops = []
         polls: list[list[StepResult] | ErrorInfo] = []
@@ -107,14 +107,14 @@ class Redaction:
         return record
 
     def _begin(self, eos_token_ids: Sequence[int]) -> None:
-        """A core is made, which knows nothing."""
+        """Begin with a new core, which knows nothing."""
         self._eos_token_ids = frozenset(eos_token_ids)
         self._live: dict[int, _Live] = {}  # by arrival
         self._arrivals: dict[str, int] = {}  # of those
         self._num_arrivals = 0
-        self._rows: dict[int, int] = {}  # arrival of who holds a row, or held it last
-        self._sampled: dict[int, list[int | None]] = {}  # by step in flight: arrivals of its sampled rows
-        self._touched: list[_Live] = []  # those to whom the call brings tokens
+        self._rows: dict[int, int] = {}  # arrival of the request that holds a row, or held it last
+        self._sampled: dict[int, list[int | None]] = {}  # by step in flight: arrivals of the rows it samples
+        self._touched: list[_Live] = []  # requests to which the call brings tokens
         self._seen_spans: set[SpansKey] = set()
         self._now_ns = 0
 
@@ -169,7 +169,7 @@ class Redaction:
         )
 
     def _sampling(self, request: GenerationRequest) -> SamplingParams:
-        """What the scheduler reads. Ids that end the request follow with the results (`Record.stops`)."""
+        """Return what the scheduler reads. Ids that end the request come with results (`Record.stops`)."""
         sampling = request.sampling
         return SamplingParams(
             temperature=0.0,
@@ -190,7 +190,7 @@ class Redaction:
         return operation
 
     def _name(self, text: str) -> str:
-        """Return what stands for a name; nothing for none."""
+        """Return the alias of a name; empty for an empty one."""
         data = text.encode("utf-8", "surrogatepass")
         return hashlib.blake2b(data, key=self._key, digest_size=_NAME_BYTES).hexdigest() if text else ""
 
@@ -206,7 +206,7 @@ class Redaction:
     # --- what has come ---------------------------------------------------------------------------
 
     def _follow(self, plan: ScheduledBatch) -> None:
-        """A plan gives rows to requests, and says whose tokens its result will bring."""
+        """Learn from a plan which requests get rows, and whose tokens its result will bring."""
         for new in plan.new_rows:
             self._rows[new.row] = self._arrivals.get(new.request_id, -1)
         self._sampled[plan.step_id] = [self._rows.get(row) for row in plan.sampled_rows]
@@ -275,7 +275,7 @@ def _assembled(asked: core_call.Assembly, drafter: str, is_at_tail: bool) -> rec
 
 
 def without_places(config: CoreConfig) -> CoreConfig:
-    """Return what decides of a config: without files, cores and the model that drafts."""
+    """Return the part of a config that decides: without files, cores and the model that drafts."""
     return msgspec.structs.replace(config, model_path="", cpus=(), drafter=None, record_decisions="")
 
 
@@ -284,7 +284,7 @@ def _without_reason(report: BuiltGrammar) -> BuiltGrammar:
 
 
 def _grammar_of_size(num_bytes: int, number: int) -> StructuredOutputs:
-    """Return a grammar that says nothing but a number, in so many bytes as msgpack, as far as that goes."""
+    """Return a grammar that holds only a number, in so many bytes as msgpack, if that length can be had."""
     digits = []
     while number:
         number, digit = divmod(number, _ALIAS_CHARACTERS)

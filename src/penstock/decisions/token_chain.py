@@ -1,4 +1,4 @@
-"""Aliases of tokens: they say which texts begin alike, and nothing of what the texts are.
+"""The aliases of tokens, which show which texts begin alike, and nothing else of the texts.
 
     tokens     t0      t1      t2            state i+1 = hash(key, state i, token i)
     states  s0 ──▶ s1 ──▶ s2 ──▶ s3          alias of token i = 31 bits of state i+1
@@ -16,14 +16,14 @@ from collections.abc import Sequence
 
 _STATE_BYTES = 16
 _ALIAS_MASK = 2**31 - 1  # as many ids as the core takes for a vocabulary
-NO_ALIAS = 0  # of tokens that nobody compares
+NO_ALIAS = 0  # of tokens that are not compared
 
 
 class TokenChain:
     """The states of one request's text.
 
     Args:
-        key: of the file.
+        key: the key of the file.
         root: what texts must share besides, to be alike.
     """
 
@@ -50,7 +50,7 @@ class TokenChain:
         return _aliases(self._following(self._states[index], token_ids))
 
     def forget_past(self) -> None:
-        """Nobody asks any more what could have stood before its end."""
+        """Forget the states before its end: no guess is compared there any more."""
         self._first += len(self._states) - 1
         del self._states[:-1]
 
