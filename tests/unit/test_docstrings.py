@@ -38,7 +38,7 @@ ALLOWED: dict[str, int] = {
     "models": 61,
     "planner": 35,
     "process": 84,
-    "replay": 26,
+    "replay": 1,
     "reports": 13,
     "sample": 54,
     "server": 265,

@@ -1,4 +1,4 @@
-"""Why a plan has these rows and no others, in plain words, for whoever replays it.
+"""The reasons why a plan has these rows and not others, in plain words, for users that replay decisions.
 
     step 41: rows 1, decoding 1, tokens 1; plans in flight before: 1
     a: decodes position 70, from the sample of step 37
@@ -18,21 +18,21 @@ from penstock.scheduler.queues import RequestState
 from penstock.scheduler.scheduler import SchedulerParts
 from penstock.scheduler.start_order import StartOrder
 
-_MOST_TOLD = 50  # of those in line
+_MOST_TOLD = 50  # requests in line
 
 
 class PlanExplanation:
-    """What the parts of a scheduler say of the plan that was made last.
+    """An explanation of the plan that a scheduler made last, from the state of its parts.
 
     Args:
-        parts: of the scheduler that made it.
+        parts: those of the scheduler that made the plan.
     """
 
     def __init__(self, parts: SchedulerParts) -> None:
         self._parts = parts
 
     def sentences(self, plan: ScheduledBatch) -> list[str]:
-        """Return what is in the plan and who is not, with the reasons."""
+        """Return what is in the plan and which requests are not, with the reasons."""
         return [*self._head(plan), *self._placed(plan), *self._running(plan), *self._line()]
 
     def _head(self, plan: ScheduledBatch) -> Iterator[str]:
@@ -104,7 +104,7 @@ class PlanExplanation:
         )
 
     def _line(self) -> Iterator[str]:
-        """Those without a row, in the order in which they start."""
+        """Yield why requests have no row, in the order in which they start."""
         line, reason, first = list(self._parts.queues.line()), "", ""
         order = StartOrder(self._parts.queues, self._parts.grammars)
         may_start = order.next_request(newcomers=self._parts.paused is None)
@@ -125,7 +125,7 @@ class PlanExplanation:
             yield f"{len(line) - _MOST_TOLD} more wait behind these"
 
     def _what_lacks(self, request: RequestState) -> str:
-        """Why the head of the line did not start."""
+        """Return why the head of the line did not start."""
         if request.num_pending:
             return "it gave way to older requests, and its last tokens are still on their way"
         found = self._parts.prefixes.find(request)

@@ -1,4 +1,4 @@
-"""Stands where a recorder stood: what the core would read of its machine, it reads of a record.
+"""The stand-in for a recorder: a replayed core reads from a record what it would read of its machine.
 
 Drafter and guides of a replayed core answer what was recorded. The scheduler's own rules about guesses (how
 many are worth sending, who waits for them) run as ever.
@@ -18,11 +18,11 @@ from penstock.speculation.grammar_guides import NoGuides
 
 
 class Playback(NoRecorder):
-    """What a core that is replayed reads.
+    """The sources that a replayed core reads.
 
     Args:
         assembled: the core, in the recording.
-        answers: of the record that is replayed now.
+        answers: answers of the record that is replayed now.
     """
 
     def __init__(self, assembled: Assembled, answers: RecordedAnswers) -> None:
@@ -42,10 +42,10 @@ class Playback(NoRecorder):
 
 
 class ReplayedDrafter:
-    """Guesses what was guessed.
+    """A drafter that repeats the recorded guesses.
 
     Args:
-        name, is_at_tail: of the recorded drafter.
+        name, is_at_tail: those of the recorded drafter.
     """
 
     def __init__(self, answers: RecordedAnswers, name: str, *, is_at_tail: bool) -> None:
@@ -65,28 +65,28 @@ class ReplayedDrafter:
         return self._answers.wanted()
 
     def hear(self, request: int, num_known: int, token_ids: Sequence[int]) -> None:
-        """What it would have guessed of it is recorded."""
+        """Do nothing: what it would have guessed from it is recorded."""
 
     def accept(self, request: int, num_drafted: int, num_accepted: int) -> None:
-        """What it has learnt of it is recorded."""
+        """Do nothing: what it has learnt from it is recorded."""
 
     def forget(self, request: int) -> None:
-        """Nothing is known of it."""
+        """Do nothing: it keeps nothing of a request."""
 
     def poll(self) -> Collection[int]:
         """See `Drafter.poll`."""
         return self._answers.news()
 
     def wait_sources(self) -> Sequence[int]:
-        """Nobody waits."""
+        """Return nothing: a replay never waits."""
         return ()
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing: it holds nothing that is to be closed."""
 
 
 class ReplayedGuides(NoGuides):
-    """Guide as it was recorded."""
+    """Guides that repeat what was recorded."""
 
     def __init__(self, answers: RecordedAnswers) -> None:
         self._answers = answers

@@ -1,4 +1,4 @@
-"""What a recorded core has read, handed out again in the same order, and the plans that it made, compared.
+"""The answers that a recorded core has read, given again in the same order; its plans are compared.
 
     record ──▶ readings of the clock, results, reports, guesses ──▶ core and scheduler ──▶ plans
                                           the plans of the record ──compared──────────────┘
@@ -24,8 +24,8 @@ class PlansDifferError(Exception):
     """A plan is not the recorded one.
 
     Args:
-        recorded: None: there was none.
-        made: None: there is none.
+        recorded: None: none was recorded.
+        made: None: none was made.
     """
 
     def __init__(self, recorded: ScheduledBatch | None, made: ScheduledBatch | None) -> None:
@@ -37,10 +37,10 @@ class RecordedAnswers:
     """Answers a core, and compares its plans.
 
     Args:
-        on_plan: hears of each plan that equals the recorded one, when it is made.
+        on_plan: called with each plan that equals the recorded one, when it is made.
 
     Attributes:
-        num_plans: that were equal.
+        num_plans: plans that were equal.
     """
 
     def __init__(self, on_plan: PlanHook) -> None:
@@ -63,7 +63,7 @@ class RecordedAnswers:
         self._wants, self._news = deque(record.wants), deque(record.news)
 
     def end(self) -> None:
-        """The call of the record has ended. Raises `PlansDifferError` if it has made fewer plans."""
+        """End the call of the record. Raises `PlansDifferError` if it has made fewer plans."""
         if self._plans:
             raise PlansDifferError(self._plans[0], None)
 
@@ -73,14 +73,14 @@ class RecordedAnswers:
         return self._now
 
     def poll(self) -> list[StepResult]:
-        """Return the next results, or raise what was raised in their place."""
+        """Return the next results, or raise the error that was raised in their place."""
         results = self._polls.popleft() if self._polls else []
         if isinstance(results, ErrorInfo):
             raise error_from_info(results)
         return results
 
     def submit(self, plan: ScheduledBatch) -> None:
-        """Compare a plan with the recorded one. Raises `PlansDifferError`, or what was raised then."""
+        """Compare a plan with the recorded one. Raises `PlansDifferError`, or the error raised then."""
         made = without_tokens(plan)
         recorded = self._plans.popleft() if self._plans else None
         if made != recorded:
@@ -93,7 +93,7 @@ class RecordedAnswers:
             raise error_from_info(error)
 
     def grammars(self) -> list[BuiltGrammar]:
-        """Return what the next look for grammars has found."""
+        """Return the reports that the next look for grammars has found."""
         self._num_looks += 1
         return self._grammars.get(self._num_looks - 1, [])
 
@@ -102,7 +102,7 @@ class RecordedAnswers:
         return self._spans.popleft() if self._spans else []
 
     def stage_times(self) -> list[StageTimes]:
-        """Return what the next look at the stages' times has found."""
+        """Return the times that the next look at the stages' times has found."""
         return self._stage_times.popleft() if self._stage_times else []
 
     def draft(self) -> Draft:
@@ -118,7 +118,7 @@ class RecordedAnswers:
         return self._wants.popleft() if self._wants else None
 
     def news(self) -> Collection[int]:
-        """Return what the next look at the drafter has found."""
+        """Return the requests that the next look at the drafter has found."""
         return self._news.popleft() if self._news else ()
 
 

@@ -1,4 +1,4 @@
-"""An executor without ranks: its answers are those that were recorded."""
+"""An executor without ranks, with the answers that were recorded."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from penstock.replay.recorded_answers import RecordedAnswers
 
 
 class ReplayedReports:
-    """The recorded reports of one epoch; those of spans are kept as long as ranks' are."""
+    """The recorded reports of one epoch; those of spans are kept as long as with real ranks."""
 
     def __init__(self, answers: RecordedAnswers) -> None:
         self._answers = answers
@@ -45,27 +45,27 @@ class ReplayedReports:
         return self._answers.grammars()
 
     def rank_spans(self, seen: Container[SpansKey]) -> list[StageSpans]:
-        """Nobody looks on."""
+        """Return nothing: a replay has no onlookers."""
         return []
 
     def finished_orders(self) -> list[OrderResult]:
-        """There was no store."""
+        """Return nothing: there was not a store."""
         return []
 
     def store_use(self) -> StoreUse:
-        """There was no store."""
+        """Return the use of no store: there was none."""
         return NO_STORE_USE
 
     def entry_answers(self) -> list[EntryAnswers]:
-        """There was no store."""
+        """Return nothing: there was not a store."""
         return []
 
 
 class ReplayedExecutor:
-    """What a core talks to that is replayed.
+    """The executor of a core that is replayed.
 
     Args:
-        answers: of the record that is replayed now.
+        answers: answers of the record that is replayed now.
     """
 
     def __init__(self, answers: RecordedAnswers) -> None:
@@ -73,12 +73,12 @@ class ReplayedExecutor:
         self.reports = ReplayedReports(answers)
 
     def submit_plan(self, plan: ScheduledBatch) -> int:
-        """Compare the plan; no plan has a digest here."""
+        """Compare the plan, and return 0: plans have no digest here."""
         self._answers.submit(plan)
         return 0
 
     def poll_results(self, timeout_s: float) -> list[StepResult]:
-        """See `Executor.poll_results`; nobody waits."""
+        """Return the recorded results at once; see `Executor.poll_results`."""
         return self._answers.poll()
 
     def start(self) -> KVPlan:
@@ -88,17 +88,17 @@ class ReplayedExecutor:
         raise AssertionError("ranks that are replayed are there from the beginning")
 
     def call_store(self, rank: int, call: EntryCall) -> bool:
-        """There was no store."""
+        """Refuse the call: there was not a store."""
         return False
 
     def exchange_link(self, order: LinkOrder) -> None:
-        """There are no links."""
+        """Do nothing: a replay has no links."""
 
     def shutdown(self) -> None:
-        """There is nobody."""
+        """Do nothing: a replay has no ranks."""
 
     def abandon(self) -> None:
-        """There is nobody."""
+        """Do nothing: a replay has no ranks."""
 
     def wait_sources(self) -> list[int]:
         return []

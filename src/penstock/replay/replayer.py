@@ -42,11 +42,11 @@ Stops = Mapping[str, set[int]]
 
 
 class _ReachedError(Exception):
-    """The step up to which somebody wants the replay was made."""
+    """Raised when the step is made up to which the replay was wanted."""
 
 
 class _AdmissionDiffersError(Exception):
-    """The message says which request was refused once, and why."""
+    """A request was refused once and taken in the other time; the message says which, and why."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,8 +54,8 @@ class PlanDifference:
     """The first plan that is not the recorded one.
 
     Attributes:
-        step: of the recorded plan, or of the one made where none was recorded.
-        recorded, made: None: there was none, or there is none.
+        step: number of the recorded plan, or of the one made where none was recorded.
+        recorded, made: None: none was recorded, or none was made.
         admission: a request was taken in once and refused the other time, before that step; empty: no.
     """
 
@@ -65,7 +65,7 @@ class PlanDifference:
     admission: str = ""
 
     def fields(self) -> list[tuple[str, object, object]]:
-        """Return the fields that differ: name, as recorded, as made."""
+        """Return the fields that differ: the name, the recorded value, the value that was made."""
         names = ScheduledBatch.__struct_fields__
         pairs = [(name, getattr(self.recorded, name, None), getattr(self.made, name, None)) for name in names]
         return [pair for pair in pairs if pair[1] != pair[2]]
@@ -73,14 +73,14 @@ class PlanDifference:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replay:
-    """What came of a replay.
+    """The result of a replay.
 
     Attributes:
-        num_plans: that were made and are equal.
-        num_requests: that came until then.
+        num_plans: plans that were made and are equal.
+        num_requests: requests that came until then.
         is_whole: the engine had ended at the end of the file; else it was killed, or is running.
         is_partial: the replay ended at the step that was asked for.
-        explanation: of the plan that was asked for, in sentences; None: the file has no such step.
+        explanation: sentences about the plan that was asked for; None: the file has no such step.
     """
 
     num_plans: int
@@ -95,8 +95,8 @@ class Replayer:
     """One replay of a file.
 
     Args:
-        until: step after which it ends; None: with the file.
-        explain: step whose plan is explained; None: none is.
+        until: the step after which it ends; None: with the file.
+        explain: the step whose plan is explained; None: none is.
     """
 
     def __init__(self, path: Path, *, until: int | None = None, explain: int | None = None) -> None:
@@ -111,10 +111,10 @@ class Replayer:
         self._explanation: list[str] | None = None
 
     def run(self) -> Replay:
-        """Replay.
+        """Replay the file.
 
         Raises:
-            DecisionLogError: the file cannot be read, or is not what it should be.
+            DecisionLogError: the file cannot be read, or is not a file of decisions.
         """
         stops, difference, is_partial = self._find_stops(), None, False
         try:
@@ -137,7 +137,7 @@ class Replayer:
         )
 
     def _find_stops(self) -> Stops:
-        """Which aliases end which request: a request names them before it gets them."""
+        """Return which aliases end which request: a request names them before it gets them."""
         stops: dict[str, set[int]] = defaultdict(set)
         num_records = 0
         for record in self._file.records():
