@@ -47,7 +47,7 @@ class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 def devices_of(text: str) -> DeviceSet:
     """Return the devices that a text describes, or the file that it names.
 
-    `device_text.HERE` and `device_text.JOINED` are for the caller to look up.
+    The caller looks up `device_text.HERE` and `device_text.JOINED`.
 
     Raises:
         UsageError: it cannot be read; says what is known.

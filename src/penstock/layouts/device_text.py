@@ -66,7 +66,7 @@ def parse_devices(text: str) -> DeviceSet:
 
 
 def _named(hosts: Sequence[DeviceHost]) -> list[DeviceHost]:
-    """The hosts by the names host0, host1, and so on."""
+    """Return the hosts by the names host0, host1, and so on."""
     return [replace(host, name=f"host{number}") for number, host in enumerate(hosts)]
 
 
@@ -97,7 +97,7 @@ def _with_notes(link: Link, rates: Sequence[float | None], latencies: Sequence[f
 
 
 def _own_link(devices: Sequence[Device]) -> Link:
-    """How the devices of a host are joined where nothing is said: by what all of them have."""
+    """Return the link of a host's devices where none is given: the one that all of them have."""
     if all(device.is_cpu for device in devices):
         return MEMORY
     first = devices[0].kind
@@ -110,7 +110,7 @@ def _own_link(devices: Sequence[Device]) -> Link:
 
 @dataclass(slots=True, kw_only=True)
 class _Notes:
-    """What is said of some devices of a host; None: nothing."""
+    """The notes about some devices of a host; None: the note is missing."""
 
     kind: str
     text: str
@@ -157,7 +157,7 @@ class _Notes:
             self._take_way(note)
 
     def _take_way(self, note: str) -> None:
-        """A note about a link."""
+        """Take a note about a link."""
         name, equals, rate = note.partition("=")
         if name in ("nvlink", "pcie"):
             self._say("link", note)
@@ -183,7 +183,7 @@ class _Notes:
         self.said.add(what)
 
     def device(self) -> Device:
-        """The device with what is said of it in place of what is known."""
+        """Return the device, with the notes in place of the known figures."""
         known = self._cpu() if self.kind == _CPU else self._gpu()
         if self.kind != _CPU and self.cores is not None:
             raise bad_devices(f"{self.text!r} gives cores to a GPU")

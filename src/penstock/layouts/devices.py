@@ -1,4 +1,4 @@
-"""The devices that a layout is planned for: what they hold, how fast they are, how they are joined.
+"""The devices that a layout is planned for: their memory, their speed and the links between them.
 
 `layouts.device_text` reads them from `--devices`, `layouts.device_file` from a file, and `layouts.machines`
 makes them of hosts that are there. Values alone: knows no model, and touches no device.
@@ -18,8 +18,8 @@ class Link:
 
     Attributes:
         kind: "nvlink", "pcie", "memory" (ranks of one CPU) or "network".
-        bytes_per_s: as data sheets give it; of nvlink and pcie both directions together.
-        latency_s: of one message, one way.
+        bytes_per_s: as data sheets give it; for nvlink and pcie both directions together.
+        latency_s: seconds of one message, one way.
     """
 
     kind: str
@@ -27,7 +27,7 @@ class Link:
     latency_s: float
 
     def seconds(self, num_bytes: float) -> float:
-        """Seconds for one message."""
+        """Return the seconds for one message."""
         return self.latency_s + num_bytes / self.bytes_per_s
 
     @property
@@ -37,14 +37,14 @@ class Link:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Device:
-    """What one rank runs on.
+    """The device of one rank.
 
     Attributes:
         kind: its name in the table of known devices, "gpu" or "cpu".
-        memory_bytes: of the device; of a CPU, of the host.
+        memory_bytes: memory of the device; for a CPU, of the host.
         read_bytes_per_s: memory bandwidth.
         flops_per_s: dense matrix products in bfloat16.
-        cores: of a CPU; 0: it is a GPU.
+        cores: cores of a CPU; 0: it is a GPU.
     """
 
     kind: str
@@ -68,8 +68,8 @@ class DeviceHost:
     """A machine with devices.
 
     Attributes:
-        link: between its devices.
-        network: to other hosts.
+        link: the link between its devices.
+        network: the link to other hosts.
     """
 
     name: str
@@ -109,7 +109,7 @@ class DeviceSet:
         )
 
     def link_between(self, one: str, other: str) -> Link:
-        """Return the way from one host to another, or between devices of one host.
+        """Return the link from one host to another, or between devices of one host.
 
         Without a link of their own, the slower network of the two decides.
         """
@@ -121,7 +121,7 @@ class DeviceSet:
 
 
 def slower_link(one: Link, other: Link) -> Link:
-    """Return what two ways together give: the lower rate and the longer latency."""
+    """Return the link that two ways together make: the lower rate and the longer latency."""
     return Link(
         kind=one.kind if one.bytes_per_s <= other.bytes_per_s else other.kind,
         bytes_per_s=min(one.bytes_per_s, other.bytes_per_s),

@@ -1,4 +1,4 @@
-"""What a layout needs of each device, and how fast it would be: without a device, or a weight.
+"""The estimate of a layout: the memory it needs on each device, and its speed, without a device or a weight.
 
 Memory follows the ranks' own rule (`runner.kv_demand`), the split of layers the default's where devices are
 alike and the planner's search where they are not, the number of micro-batches the scheduler's choice of the
@@ -31,15 +31,16 @@ class RankEstimate:
     """One rank of the first replica.
 
     Attributes:
-        device: its kind.
-        kv_tokens: that its memory has room for.
-        kv_block_bytes: of one block over its layers.
-        activation_bytes: of the largest step, at about its widest; where it was measured, its peak.
-        margin_bytes: that are left free besides.
-        all_reduce_bytes_per_step: that it sums with others for one token of each running request.
-        all_reduce_s: their time at the rate of the link; all_reduce_latency_s: what they take besides.
-        stranded_bytes: that it could use for KV, did the tightest rank not set the number of blocks.
-        free_bytes: of its device once the weights are loaded.
+        device: kind of its device.
+        kv_tokens: tokens that its memory has room for.
+        kv_block_bytes: bytes of one block over its layers.
+        activation_bytes: bytes of the largest step, at about its widest; where it was measured, its peak.
+        margin_bytes: bytes that are left free besides.
+        all_reduce_bytes_per_step: bytes that it sums with others for one token of each running request.
+        all_reduce_s: seconds of these at the rate of the link.
+        all_reduce_latency_s: seconds that these sums take besides.
+        stranded_bytes: bytes that it could use for KV if the tightest rank did not set the number of blocks.
+        free_bytes: bytes of its device that are left once the weights are loaded.
     """
 
     stage: int
@@ -67,11 +68,11 @@ class HopEstimate:
     """A way from one stage to the next, for one token of each running request.
 
     Attributes:
-        link: its kind.
-        bytes_per_step: that cross: the sum of hidden states and residual.
-        seconds: for the hidden states of one micro-batch, with latency.
-        hidden_and_residual_bytes: of both apart, as engines send them that do not add them (row I8).
-        hidden_and_residual_s: their time at the rate of the link.
+        link: kind of the link.
+        bytes_per_step: bytes that cross: the sum of hidden states and residual.
+        seconds: time for the hidden states of one micro-batch, with latency.
+        hidden_and_residual_bytes: bytes of both apart, as engines send them that do not add them (row I8).
+        hidden_and_residual_s: seconds of these at the rate of the link.
     """
 
     from_stage: int
@@ -88,8 +89,8 @@ class Estimate:
     """A layout with everything that is known of it.
 
     Attributes:
-        layers: of each stage.
-        is_default_split: it is the one that `serve` makes without `--partition`.
+        layers: number of layers of each stage.
+        is_default_split: it is the split that `serve` makes without `--partition`.
     """
 
     layout: Layout
@@ -101,12 +102,12 @@ class Estimate:
 
     @property
     def kv_tokens(self) -> int:
-        """That all replicas together hold."""
+        """The number of tokens that the KV caches of all replicas together hold."""
         return self.layout.dp * min(rank.kv_tokens for rank in self.ranks)
 
     @property
     def stranded_bytes(self) -> int:
-        """Of all ranks of a replica."""
+        """The sum over all ranks of a replica."""
         return sum(rank.stranded_bytes for rank in self.ranks)
 
     @property
@@ -121,10 +122,11 @@ def estimate(
     load: Load,
     layers: Sequence[int] | None = None,
 ) -> Estimate | None:
-    """Return what is known of a layout; None: the model does not fit.
+    """Return the estimate of a layout; None: the model does not fit.
 
     Args:
-        layers: of each stage; None: the default split, or the best one where that is not good.
+        layers: number of layers of each stage; None: the default split, or the best one where that is not
+            good.
     """
     even = [end - start for start, end in partition_layers(sizes.spec.num_layers, layout.pp)]
     wanted = even if layers is None else list(layers)
@@ -174,7 +176,7 @@ def device_times(site: StageSite, sizes: ModelSizes, rank: RankSizes, layout: La
 
 
 def largest_ranks(layout: Layout, sizes: ModelSizes, layers: Sequence[int]) -> list[RankSizes]:
-    """Return of each stage its first rank, which never has less than the others."""
+    """Return the first rank of each stage, which never has less than the others."""
     ranks, start = [], 0
     for site, count in zip(layout.stages, layers, strict=True):
         shard = RankShard(0, site.num_ranks)
@@ -216,7 +218,7 @@ def kv_blocks(sizes: ModelSizes, rank: RankSizes, site: StageSite, load: Load) -
 
 
 def _searched(layout: Layout, sizes: ModelSizes, load: Load) -> list[int] | None:
-    """The split whose slowest stage is the fastest, of those that fit."""
+    """Return the split whose slowest stage is the fastest, of those that fit."""
     if sum(_most_layers(layout, sizes, load, stage) for stage in range(layout.pp)) < sizes.spec.num_layers:
         return None
     rows = max(1, load.of_replica(layout.dp) // layout.pp)
@@ -226,7 +228,7 @@ def _searched(layout: Layout, sizes: ModelSizes, load: Load) -> list[int] | None
 
 
 def _most_layers(layout: Layout, sizes: ModelSizes, load: Load, stage: int) -> int:
-    """Layers that a stage's devices have room for, with a request's KV cache."""
+    """Return how many layers a stage's devices have room for, with a request's KV cache."""
     site = layout.stages[stage]
     counts = range(1, sizes.spec.num_layers - layout.pp + 2)
     return bisect_left(
@@ -237,8 +239,11 @@ def _most_layers(layout: Layout, sizes: ModelSizes, load: Load, stage: int) -> i
 
 
 def _rank_with(layout: Layout, sizes: ModelSizes, stage: int, count: int) -> RankSizes:
-    """The first rank of a stage with so many layers: from the model's end for the last stage, from its start
-    for the first, and from its middle for others."""
+    """Return the first rank of a stage with so many layers.
+
+    They are taken from the model's end for the last stage, from its start for the first, and else from its
+    middle.
+    """
     num_layers = sizes.spec.num_layers
     start = 0 if stage == 0 else num_layers - count if stage == layout.pp - 1 else 1
     shard = RankShard(0, layout.stages[stage].num_ranks)
@@ -262,7 +267,7 @@ def _table(layout: Layout, sizes: ModelSizes, load: Load, stage: int, rows: int)
 def rank_estimates(
     layout: Layout, sizes: ModelSizes, layers: Sequence[int], load: Load
 ) -> list[RankEstimate]:
-    """Return what each rank of the first replica holds, stage by stage."""
+    """Return the estimate of each rank of the first replica, stage by stage."""
     rows = load.of_replica(layout.dp)
     made: list[tuple[RankEstimate, int]] = []
     start = 0
@@ -317,7 +322,7 @@ def activation_bytes(sizes: ModelSizes, rank: RankSizes, num_ranks: int, load: L
 def hop_estimates(
     links: Sequence[Link], sizes: ModelSizes, load: Load, layout: Layout, predicted: Prediction
 ) -> list[HopEstimate]:
-    """Return the ways between the stages of the first replica.
+    """Return the estimates of the ways between the stages of the first replica.
 
     Args:
         links: from each stage to the next, and from the last to the first.

@@ -76,7 +76,7 @@ def known_device(name: str) -> Device | None:
 
 
 def pcie_of(kind: str) -> Link:
-    """Return the bus of a known device; of others PCIe 4."""
+    """Return the bus of a known device; PCIe 4 for others."""
     return _TABLE[kind][4] if kind in _TABLE else PCIE_4
 
 

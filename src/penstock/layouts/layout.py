@@ -1,7 +1,7 @@
-"""Layouts: how many stages, ranks and replicas, and on which devices; and all that some devices allow.
+"""The layouts of a model: the number of stages, ranks and replicas, and all that some devices allow.
 
 A stage takes devices of one host that are alike. Stages follow the order of the hosts, so that as few links
-as can be lie between hosts. How good a layout is, `layouts.estimate` says.
+as possible lie between hosts. `layouts.estimate` says how good a layout is.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ _FEW_STAGES = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageSite:
-    """Where a stage runs.
+    """The place where a stage runs.
 
     Attributes:
-        device: of each of its ranks; they are alike.
-        link: between them.
+        device: device of each of its ranks; they are alike.
+        link: link between them.
     """
 
     host: str
@@ -38,10 +38,10 @@ class StageSite:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """The stages of one replica, and how many replicas there are.
+    """The stages of one replica, and the number of replicas.
 
     Attributes:
-        replica_sites: of each replica its stages; the first one's are estimated.
+        replica_sites: the stages of each replica; the first one's are estimated.
         expert_parallel: the ranks of a stage have whole experts.
     """
 
@@ -67,7 +67,7 @@ class Layout:
 
     @property
     def tp(self) -> int:
-        """Ranks of the stage that has most."""
+        """The number of ranks of the stage that has most."""
         return max(self.tp_sizes)
 
     @property
@@ -76,7 +76,7 @@ class Layout:
 
     @property
     def ep(self) -> int:
-        """Ranks of a replica over which the experts lie whole; 1: they are cut by width."""
+        """The number of ranks of a replica over which the experts lie whole; 1: they are cut by width."""
         return sum(self.tp_sizes) if self.expert_parallel else 1
 
     @property
@@ -85,7 +85,7 @@ class Layout:
 
     @property
     def name(self) -> str:
-        """Such as "PP 2 x TP 8 x DP 2 + EP"."""
+        """The name, such as "PP 2 x TP 8 x DP 2 + EP"."""
         return layout_name(self.pp, self._tp_text, self.dp) + (" + EP" if self.expert_parallel else "")
 
     @property
@@ -93,7 +93,7 @@ class Layout:
         return str(self.tp) if len(set(self.tp_sizes)) == 1 else ",".join(map(str, self.tp_sizes))
 
     def flags(self, layers: Sequence[int] | None = None) -> str:
-        """Return the flags of `penstock serve`; the layers of the stages where they are not the default's."""
+        """Return the flags of `penstock serve`, with the layers of the stages if they are given."""
         parts = [f"--pp {self.pp}", f"--tp {self._tp_text}"]
         parts += [f"--dp {self.dp}"] if self.dp > 1 else []
         parts += ["--ep"] if self.expert_parallel else []
@@ -105,7 +105,7 @@ class Layout:
         return {site.device.type for site in self.stages}
 
     def _devices(self) -> Iterator[str]:
-        """Of each rank, as `--device` takes them; a host's GPUs are numbered from 0."""
+        """Yield the device of each rank, as `--device` takes it; a host's GPUs are numbered from 0."""
         used: Counter[str] = Counter()
         for site in self.stages:
             for _ in range(site.num_ranks):
@@ -115,7 +115,7 @@ class Layout:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wanted:
-    """What the user has fixed of a layout; None: it is open."""
+    """The parts of a layout that the user has fixed; None: it is open."""
 
     pp: int | None = None
     tp: tuple[int, ...] | None = None
@@ -148,7 +148,7 @@ def layouts_on(
 
     Args:
         most_replicas: more would have nothing to do.
-        load_bits: of weights that are quantised at load; None: they are not.
+        load_bits: bits of weights that are quantised at load; None: they are not.
     """
     seen = set()
     for sites in _site_lists(devices, spec, load_bits):
@@ -178,7 +178,7 @@ def _layouts_of(
 
 
 def _numbers_of_stages(num_sites: int, num_hosts: int) -> list[int]:
-    """Few of any number; of many those that share the sites, or the hosts, out."""
+    """Return all small numbers of stages, and the larger ones that share the sites, or hosts, out."""
     most = min(num_sites, _MOST_STAGES)
     return [
         pp
@@ -188,12 +188,12 @@ def _numbers_of_stages(num_sites: int, num_hosts: int) -> list[int]:
 
 
 def _numbers_of_replicas(most: int) -> list[int]:
-    """1, 2, 4, ... and the most."""
+    """Return 1, 2, 4, ... and the most."""
     return sorted({1 << power for power in range(most.bit_length())} | {most})
 
 
 def _replicas(sites: Sequence[StageSite], pp: int, dp: int) -> tuple[tuple[StageSite, ...], ...]:
-    """The fastest sites, in their order, as many for each replica."""
+    """Share out the fastest sites, in their order, as many for each replica."""
     by_speed = sorted(
         range(len(sites)), key=lambda index: -sites[index].device.read_bytes_per_s * sites[index].num_ranks
     )
@@ -204,7 +204,7 @@ def _replicas(sites: Sequence[StageSite], pp: int, dp: int) -> tuple[tuple[Stage
 def _site_lists(
     devices: DeviceSet, spec: ModelSpec, load_bits: int | None
 ) -> Iterator[tuple[StageSite, ...]]:
-    """Stages of one size each, and where devices are unlike stages as large as their hosts allow."""
+    """Yield lists of stages of one size each; for unlike devices also of the largest that hosts allow."""
     most = max(len(host.devices) for host in devices.hosts)
     sizes = [
         size
@@ -229,7 +229,7 @@ def can_share(spec: ModelSpec, size: int, load_bits: int | None, *, expert_paral
     """Return whether so many ranks can share a stage.
 
     Args:
-        load_bits: of weights that are quantised at load; None: they are not.
+        load_bits: bits of weights that are quantised at load; None: they are not.
         expert_parallel: the ranks have whole experts.
     """
     try:
@@ -251,6 +251,6 @@ def _sites_of_run(host: DeviceHost, run: Sequence[Device], size: int) -> Iterato
 
 
 def _runs(host: DeviceHost) -> list[list[Device]]:
-    """Its devices, those alike together."""
+    """Return the devices of a host, those alike together."""
     ordered = sorted(host.devices, key=lambda device: (device.is_cpu, device.kind, device.memory_bytes))
     return [list(run) for _, run in groupby(ordered)]

@@ -1,6 +1,6 @@
 """Devices of hosts that are there, from what the hosts say they have: for `--devices joined`.
 
-What a GPU can do is looked up by its name; a CPU is taken for a usual one of its number of cores. Links are
+The figures of a GPU are looked up by its name; a CPU is taken as a usual one with so many cores. Links are
 as they were measured.
 """
 
@@ -79,7 +79,7 @@ def _gpu(host: str, model: str) -> Device:
 
 
 def known_name(model: str) -> str | None:
-    """Return the known device that a driver calls such as "NVIDIA A100-SXM4-80GB"; None: none."""
+    """Return the known device that a driver calls such as "NVIDIA A100-SXM4-80GB"; None if it is unknown."""
     words = re.split(r"[^a-z0-9]+", model.lower())
     joined = {*words, *("".join(pair) for pair in pairwise(words))}
     matching = [name for name in KNOWN_NAMES if all({part, f"{part}b"} & joined for part in name.split("-"))]

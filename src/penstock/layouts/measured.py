@@ -1,4 +1,4 @@
-"""What a layout of this machine needs and gives, from what the planner measured of its stages.
+"""The estimate of a layout of this machine, from the planner's measurements of its stages.
 
 The planner times the stages of one layout side by side (`planner.measure`), finds the best split and how
 many tokens each stage has room for (`planner.performance`). Here this becomes an `Estimate` as any other, so
@@ -26,11 +26,11 @@ _MOST_LAYOUTS = 8  # that are measured, some seconds each
 
 
 def layouts_here(device: Device, spec: ModelSpec, wanted: Wanted, load_bits: int | None) -> list[Layout]:
-    """Return the layouts of one host that are worth measuring: a rank on each core at most.
+    """Return the layouts of one host that are worth measuring: at most a rank on each core.
 
     Args:
-        device: its CPU.
-        load_bits: of weights that are quantised at load; None: they are not.
+        device: the CPU of the host.
+        load_bits: bits of weights that are quantised at load; None: they are not.
     """
     found = [
         layout
@@ -47,7 +47,7 @@ def devices_here(device: Device, name: str) -> DeviceSet:
 
 
 def _sizes(cores: int, spec: ModelSpec, wanted: Wanted) -> Iterator[tuple[int, int]]:
-    """Stages and ranks of each; what the user has fixed may be more than the cores."""
+    """Yield numbers of stages and of ranks of each; those that the user has fixed may exceed the cores."""
     for pp in [wanted.pp] if wanted.pp else range(1, min(cores, spec.num_layers) + 1):
         for tp in [max(wanted.tp)] if wanted.tp else range(1, cores + 1):
             if (wanted.pp and wanted.tp) or pp * tp <= max(cores, wanted.pp or 0, *(wanted.tp or (0,))):
@@ -69,10 +69,10 @@ def measured_estimate(
     is_default_split: bool,
     layers: Sequence[int] | None = None,
 ) -> Estimate:
-    """Return what was measured of a layout as an estimate.
+    """Return the measurements of a layout as an estimate.
 
     Args:
-        layers: of each stage; None: the planner's split.
+        layers: number of layers of each stage; None: the planner's split.
     """
     layers = choice.best.layers if layers is None else layers
     times = [

@@ -1,4 +1,4 @@
-"""How large a model is, rank by rank: parameters, bytes of weights as they are held, and bytes of KV cache.
+"""The sizes of a model, rank by rank: parameters, bytes of weights as they are held, and bytes of KV cache.
 
 Made of what the families know: `ModelSpec` counts parameters, `families.sharding` cuts them for the ranks of
 a stage, the quantisation of a checkpoint or the types of a GGUF file say how many bits they take. Reads
@@ -38,17 +38,17 @@ class RankShard:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankSizes:
-    """What one rank holds, and what it reads and computes for tokens.
+    """The amounts that one rank holds, and that it reads and computes for tokens.
 
     Attributes:
-        weight_bytes: of all its parameters.
-        layer_bytes: of its layers.
-        expert_bytes: of the experts among them, all together; they are read as far as tokens need them.
-        head_bytes: of the output head, where it is here; read when a step samples.
-        token_parameters: of its layers that one token is multiplied with.
-        head_parameters: of the output head.
+        weight_bytes: bytes of all its parameters.
+        layer_bytes: bytes of its layers.
+        expert_bytes: bytes of all experts in its layers; they are read as far as tokens need them.
+        head_bytes: bytes of the output head, where it is here; read when a step samples.
+        token_parameters: parameters of its layers that one token is multiplied with.
+        head_parameters: parameters of the output head.
         attended_flops: operations for each position that a token attends to, over its layers.
-        kv_bytes_per_token: over its layers.
+        kv_bytes_per_token: bytes over its layers.
     """
 
     num_layers: int
@@ -69,10 +69,10 @@ class ModelSizes:
 
     Attributes:
         name: as the user gave it.
-        item_bytes: of a number that is computed with, of the KV cache too.
-        layer_bits: of a parameter of each layer, on average.
-        embedding_bits, head_bits: of a parameter of these.
-        form: in words.
+        item_bytes: bytes of a number that is computed with, also in the KV cache.
+        layer_bits: bits of a parameter of each layer, on average.
+        embedding_bits, head_bits: bits of a parameter of these.
+        form: the form of the weights, in words.
     """
 
     name: str
@@ -95,7 +95,7 @@ class ModelSizes:
     def of_rank(
         self, start: int, end: int, shard: RankShard = RankShard(0, 1), *, expert_parallel: bool = False
     ) -> RankSizes:
-        """Return what a rank of the stage with layers `[start, end)` holds."""
+        """Return the sizes of a rank of the stage with layers `[start, end)`."""
         key = (shard, expert_parallel)
         table = self._tables.get(key)
         if table is None:
@@ -103,17 +103,20 @@ class ModelSizes:
         return table.sizes(start, end)
 
     def hop_bytes(self, num_tokens: int) -> int:
-        """Bytes of hidden states and residual between two stages (row I8); a link carries their sum: half."""
+        """Return the bytes of hidden states and residual between two stages (row I8).
+
+        A link carries their sum, which is half.
+        """
         return self.spec.hidden_state_bytes(num_tokens, self.item_bytes)
 
     def all_reduce_bytes(self, num_layers: int, num_tokens: int) -> int:
-        """Bytes that the ranks of a stage sum in one step: twice a layer, the hidden states (row I9)."""
+        """Return the bytes that ranks of a stage sum in a step: hidden states, twice a layer (row I9)."""
         return 2 * num_layers * num_tokens * self.spec.hidden_size * self.item_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _RankTable:
-    """Sums over the layers up to each, of one rank of a stage that had all of them.
+    """Sums over the layers up to each, for one rank of a stage that had all of them.
 
     Attributes:
         own: the model as the rank has it.
@@ -150,7 +153,7 @@ class _RankTable:
         )
 
     def sizes(self, start: int, end: int) -> RankSizes:
-        """Of the rank with layers `[start, end)`."""
+        """Return the sizes of the rank with layers `[start, end)`."""
         model, own = self.model, self.own
         ends = own.end_parameter_counts(start, end)
         head = own.embedding_parameters() if end == own.num_layers else 0
@@ -176,13 +179,13 @@ class _RankTable:
 
 
 def _expert_parameters(own: ModelSpec, layer: int) -> int:
-    """Of a layer's experts, without router and the shared one."""
+    """Return the parameters of a layer's experts, without router and the shared one."""
     experts = own.experts_of(layer)
     return 0 if experts is None else 3 * own.hidden_size * experts.num_experts * experts.inner_size
 
 
 def _token_parameters(spec: ModelSpec, own: ModelSpec, layer: int, num_ranks: int) -> int:
-    """Of a layer of a rank, those that one token is multiplied with; of experts on average."""
+    """Return the parameters of a rank's layer that one token is multiplied with; of experts on average."""
     experts = spec.experts_of(layer)
     if experts is None:
         return own.token_parameters(layer)
@@ -215,7 +218,7 @@ def read_sizes(config: ModelConfig) -> ModelSizes:
 
 
 def _path_of(model: str) -> Path:
-    """A `config.json` alone stands for its directory, whatever it is called."""
+    """Return the directory of a model; a `config.json` alone stands for the directory it is in."""
     path = Path(model).expanduser()
     if path.suffix == ".json" and path.is_file():
         if path.name != CONFIG_FILE:
@@ -242,7 +245,7 @@ def _form(spec: ModelSpec, quantization: Quantization, dtype: str) -> str:
 
 
 def _checkpoint_bits(spec: ModelSpec, load: Quantization, plain: float) -> _Bits:
-    """Bits of a checkpoint in safetensors; what is quantised at load is all that is multiplied."""
+    """Return the bits of a checkpoint in safetensors; all that is multiplied is quantised at load."""
     if spec.quantization is None and load != "none":
         bits = _LOAD_BITS[load]
         layers = tuple(_mixed(spec, layer, bits, bits, plain) for layer in range(spec.num_layers))
@@ -260,7 +263,7 @@ def _checkpoint_bits(spec: ModelSpec, load: Quantization, plain: float) -> _Bits
         )
         for layer in range(spec.num_layers)
     )
-    # What gptq and awq write leaves the head in floats; compressed-tensors says so where it does.
+    # Checkpoints of gptq and awq leave the head in floats; compressed-tensors names the head where it does.
     says_head = quantization.method == "compressed-tensors"
     return _Bits(
         layers=layers,
@@ -277,7 +280,7 @@ def _down_name(spec: ModelSpec, layer: int) -> str:
 
 
 def _scheme_bits(quantization: QuantizationSpec, projection: str, plain: float) -> float:
-    """Bits of a weight of one projection, with its share of scales and zero points."""
+    """Return the bits of a weight of one projection, with its share of scales and zero points."""
     scheme = quantization.scheme(projection)
     if scheme is None:
         return plain
@@ -288,7 +291,7 @@ def _scheme_bits(quantization: QuantizationSpec, projection: str, plain: float) 
 
 
 def _mixed(spec: ModelSpec, layer: int, attention: float, mlp: float, plain: float) -> float:
-    """Mean bits of a layer's parameters."""
+    """Return the mean bits of a layer's parameters."""
     whole, norms = spec.layer_parameters(layer), spec.norm_parameters()
     of_attention = spec.attention_parameters()
     of_mlp = whole - norms - of_attention
@@ -296,7 +299,7 @@ def _mixed(spec: ModelSpec, layer: int, attention: float, mlp: float, plain: flo
 
 
 def _gguf_bits(path: Path, spec: ModelSpec, plain: float) -> _Bits:
-    """Bits of the tensors of a GGUF file; floats become numbers of the dtype at load."""
+    """Return the bits of the tensors of a GGUF file; floats become numbers of the dtype at load."""
     from penstock.families.gguf_types import FLOAT_TYPES  # here: numpy is slow to import
     from penstock.gguf.file import GgufFile
 

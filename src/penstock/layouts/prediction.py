@@ -1,4 +1,4 @@
-"""How fast a pipe would be whose stages take known times: first token, time per token, throughput, bubble.
+"""The speed of a pipe whose stages take known times: first token, time per token, throughput, bubble.
 
 The scheduler's own rules are used for what it decides: chunks of prompts, and the number of micro-batches
 with the shortest cycle (`scheduler.pacing`). What follows is reckoned by `layouts.recurrence`, and not by
@@ -30,12 +30,12 @@ _MIN_GAIN = 0.05  # of the cycle, for which fewer micro-batches than stages are 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turns:
-    """Seconds in which no stage computes for a request, though nothing else holds it up.
+    """The seconds in which no stage computes for a request, though it waits for no other request.
 
     Attributes:
         step_s: from a result to the plan that follows from it, whatever it holds.
         row_s: for each of its rows besides.
-        request_s: of a request, from its sender to a plan, and from its first token to its sender.
+        request_s: from the sender of a request to a plan, plus from its first token to the sender.
     """
 
     step_s: float = 0.0
@@ -52,14 +52,14 @@ NO_TURNS = Turns()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """What is asked of a layout.
+    """The requests and settings for which a layout is judged.
 
     Attributes:
         concurrency: requests that run at once, over all replicas.
         mix: tokens of a typical request.
         max_model_len: longest request.
-        turns: what lies between and around the steps, as measured.
-        plans_ahead: that are issued before they can run (`async_depth`).
+        turns: times between and around the steps, as measured.
+        plans_ahead: plans that are issued before they can run (`async_depth`).
     """
 
     concurrency: int
@@ -71,27 +71,27 @@ class Load:
     plans_ahead: int = 0
 
     def of_replica(self, dp: int) -> int:
-        """Requests that run at once on the replica that has most."""
+        """Return how many requests run at once on the replica that has most."""
         return -(-self.concurrency // dp)
 
     @property
     def context(self) -> int:
-        """Tokens that a running request has behind it, on average."""
+        """The number of tokens that a running request has behind it, on average."""
         return self.mix.mean_length(self.max_model_len)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
-    """How fast a layout would be.
+    """The predicted speed of a layout.
 
     Attributes:
         ttft_s: from a request to its first token, while all other requests decode.
         prefill_s: the same on an idle pipe.
         time_per_token_s: from one token of a request to its next, while all of them decode.
         tokens_per_s: output tokens of all requests and replicas meanwhile.
-        requests_per_s: of the typical kind, that the slowest stage gets done in a full pipe.
+        requests_per_s: typical requests that the slowest stage completes in a full pipe.
         bubble: the share of the stages' time in which they do not compute, while all decode.
-        micro_batches: that the running requests of a replica are split into.
+        micro_batches: number of parts that the running requests of a replica are split into.
         running: requests that find memory at once, over all replicas; at most the concurrency.
         stage_s: seconds of each stage for one micro-batch.
     """
@@ -121,14 +121,14 @@ def predict(
     dp: int = 1,
     alone: Sequence[StageTimes] | None = None,
 ) -> Prediction:
-    """Return how fast a pipe is.
+    """Return the predicted speed of a pipe.
 
     Args:
-        times: of each stage.
+        times: times of each stage.
         links: from each stage to the next, and from the last to the first.
         capacity: KV tokens of the tightest stage.
-        dp: replicas.
-        alone: of each stage while no other computes; None: as with others.
+        dp: number of replicas.
+        alone: times of each stage while no other computes; None: as with others.
     """
     pipeline = _Pipe(
         times=times,
@@ -158,7 +158,7 @@ def predict(
 
 @dataclass(frozen=True, slots=True)
 class _KnownCosts:
-    """Costs of stages that do not change."""
+    """Costs of stages, which do not change."""
 
     shared: list[StageCost]
     alone: list[StageCost]
@@ -169,11 +169,11 @@ class _KnownCosts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Pipe:
-    """One replica.
+    """The pipe of one replica.
 
     Attributes:
         alone: times of the stages while no other computes.
-        hop_bytes: of a step of so many tokens.
+        hop_bytes: returns the bytes of a step of so many tokens.
     """
 
     times: Sequence[StageTimes]
@@ -183,12 +183,12 @@ class _Pipe:
     hop_bytes: Callable[[int], int]
 
     def micro_batch(self, running: int, micro_batches: int) -> StepShape:
-        """The largest micro-batch of a cycle."""
+        """Return the largest micro-batch of a cycle."""
         rows = -(-running // micro_batches)
         return StepShape(rows, rows * self.load.context, rows)
 
     def decoding(self, running: int) -> tuple[int, SteadyState]:
-        """The number of micro-batches that the scheduler splits them into, and what the pipe settles into.
+        """Return the scheduler's number of micro-batches for so many requests, and the pipe's steady state.
 
         As many as fill the pipe, or fewer if their cycle is clearly shorter; a link between hosts holds more.
         """
@@ -206,7 +206,7 @@ class _Pipe:
         return any(link.kind == "network" for link in self.links)
 
     def _stage_s(self, shape: StepShape, *, alone: bool) -> list[float]:
-        """Of each stage; stages with the same times are asked once."""
+        """Return the seconds of each stage; stages with the same times are asked once."""
         times = self.alone if alone else self.times
         seconds = {id(stage): stage.seconds(shape) for stage in {id(own): own for own in times}.values()}
         return [seconds[id(stage)] for stage in times]
@@ -233,12 +233,12 @@ class _Pipe:
         return self.links[stage].seconds(self.hop_bytes(num_tokens))
 
     def _return_s(self, num_rows: int) -> float:
-        """From the last stage's result to the first stage's next step of the same rows."""
+        """Return the seconds from the last stage's result to the first stage's next step of the same rows."""
         way_s = self.links[-1].seconds(_TOKEN_BYTES) if len(self.times) > 1 else 0.0
         return way_s + self.load.turns.seconds(num_rows)
 
     def prefill_s(self, num_decoding: int) -> float:
-        """Seconds from a prompt to its first token, while others decode.
+        """Return the seconds from a prompt to its first token, while others decode.
 
         On average the prompt waits for half of the plan that runs, and for those that are issued ahead; then
         its chunks follow one another, each with a micro-batch of decodes.
@@ -267,7 +267,7 @@ class _Pipe:
         return wait_s + passage.ends[-1] + self.load.turns.request_s
 
     def _chunks(self, decodes: StepShape) -> list[tuple[int, int]]:
-        """(start, tokens) of the chunks of a typical prompt, as the scheduler cuts it beside decodes."""
+        """Return (start, tokens) of the chunks of a typical prompt, as the scheduler cuts it."""
         prompt, start = max(1, self.load.mix.prompt), 0
         chunks: list[tuple[int, int]] = []
         while start < prompt:
@@ -282,7 +282,7 @@ class _Pipe:
 
     @property
     def _pacing(self) -> Pacing | PlainPacing:
-        """By time where the costs are those that the scheduler learns; else by plain rules."""
+        """The rules of the scheduler: by time where the costs are those that it learns; else plain ones."""
         scheduler, stages = self.load.scheduler, len(self.times)
         budget, depth = TokenBudget.from_config(scheduler, stages), FixedDepth(stages)
         shared = [cost for cost in map(learnt_cost, self.times) if cost is not None]
@@ -293,7 +293,7 @@ class _Pipe:
         return Pacing(_KnownCosts(shared, alone), budget, depth, inter_token_target_s=target_s)
 
     def requests_per_s(self, running: int, micro_batches: int) -> float:
-        """Typical requests a second of the slowest stage: its prefill, and its share of decodes."""
+        """Return the typical requests a second of the slowest stage, with prefill and decodes."""
         shape = self.micro_batch(running, micro_batches)
         slowest = max(self._request_s(stage, shape) for stage in self.times)
         return 1.0 / slowest

@@ -1,4 +1,4 @@
-"""Which layout is recommended, and why: a decision tree first, predictions where it leaves a choice.
+"""The recommended layout and the reasons: a decision tree first, predictions where it leaves a choice.
 
     does the model fit one device?    yes: it is not cut; replicas, if there are requests for them
     does it fit one host?             yes, with NVLink: ranks of one stage on all devices of the host (TP)
@@ -26,7 +26,7 @@ from penstock.layouts.prediction import Load
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recommendation:
-    """What is recommended.
+    """The layout that is recommended.
 
     Attributes:
         reasons: sentences, in the order in which the choice was made.
@@ -42,7 +42,7 @@ def estimates_on(devices: DeviceSet, sizes: ModelSizes, load: Load, load_bits: i
     """Return every layout that fits, the fastest first.
 
     Args:
-        load_bits: of weights that are quantised at load; None: they are not.
+        load_bits: bits of weights that are quantised at load; None: they are not.
     """
     layouts = layouts_on(devices, sizes.spec, load.concurrency, load_bits)
     found = [estimate(layout, sizes, devices, load) for layout in layouts]
@@ -50,7 +50,7 @@ def estimates_on(devices: DeviceSet, sizes: ModelSizes, load: Load, load_bits: i
 
 
 def ranked(estimates: Sequence[Estimate]) -> list[Estimate]:
-    """The fastest first; of equally fast ones that with fewer devices, stages and replicas."""
+    """Return the fastest first; of equally fast ones that with fewer devices, stages and replicas."""
     return sorted(estimates, key=_merit)
 
 
@@ -160,7 +160,7 @@ def _widest(estimates: Sequence[Estimate]) -> list[Estimate]:
 
 
 def _with_experts_whole(estimates: Sequence[Estimate], sizes: ModelSizes) -> list[Estimate]:
-    """Those with expert parallelism, of a model with experts; of others all."""
+    """Return the layouts with expert parallelism if the model has experts; else all."""
     whole = [each for each in estimates if each.layout.expert_parallel]
     return whole if sizes.spec.experts is not None and whole else list(estimates)
 

@@ -1,4 +1,4 @@
-"""When micro-batches pass the stages of a pipe: a recurrence of maxima and sums, without a clock.
+"""The times at which micro-batches pass the stages of a pipe: maxima and sums, without a clock.
 
     start(k, s) = max( end(k, s-1) + hop(s-1),  end(k-1, s) )          k: plans in their order; s: stages
     start(k, 0) >= token(k)                                            of the micro-batch's step before
@@ -42,13 +42,13 @@ def pass_plans(
     period: int | None = None,
     return_s: float = 0.0,
 ) -> Passage:
-    """Let plans pass a pipe.
+    """Let plans pass a pipe, and return when they passed.
 
     Args:
         stage_s: (plan, stage) -> seconds.
         hop_s: (plan, stage that sends) -> seconds until the next stage has it.
-        period: plan k needs the result of plan k - period; None: of none.
-        return_s: from the last stage to the first, for that result.
+        period: plan k needs the result of plan k - period; None: plans need no results.
+        return_s: seconds from the last stage to the first, for that result.
     """
     free = [0.0] * num_stages
     busy = [0.0] * num_stages
@@ -67,7 +67,7 @@ def pass_plans(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SteadyState:
-    """What a pipe settles into.
+    """The steady state of a pipe.
 
     Attributes:
         cycle_s: from one token of a micro-batch to its next.
@@ -78,18 +78,18 @@ class SteadyState:
     bubble: float
 
 
-_ROUNDS = 12  # that the pipe is given to settle
-_MEASURED = 4  # of them, that count
+_ROUNDS = 12  # cycles that the pipe is given to settle
+_MEASURED = 4  # the last of them, which are measured
 
 
 def steady_state(
     stage_s: Sequence[Sequence[float]], hop_s: Sequence[Sequence[float]], return_s: float = 0.0
 ) -> SteadyState:
-    """Return what micro-batches settle into, each of which waits for its own token.
+    """Return the steady state of a pipe whose micro-batches each wait for their own token.
 
     Args:
-        stage_s: of each micro-batch, seconds of each stage.
-        hop_s: of each micro-batch, seconds from each stage but the last to the next.
+        stage_s: for each micro-batch, seconds of each stage.
+        hop_s: for each micro-batch, seconds from each stage but the last to the next.
     """
     number, num_stages = len(stage_s), len(stage_s[0])
     passage = pass_plans(

@@ -1,4 +1,4 @@
-"""What `penstock plan --devices` prints: a table for people of at most 100 columns, and the same as JSON."""
+"""The report of `penstock plan --devices`: a table of 100 columns for people, and the same in JSON."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ _MICRO_BATCHES = (1, 4, 8, 16)  # for which the bubble of equal stages is shown
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayoutReport:
-    """Everything that was found.
+    """Everything that was found for a model and devices.
 
     Attributes:
         shown: the layout whose ranks are listed: the one that the user has fixed, or the recommended.
-        serve_flags: to be given to `serve` besides those of a layout.
-        basis: what the times come from, as a sentence.
+        serve_flags: flags to be given to `serve` besides those of a layout.
+        basis: the source of the times, as a sentence.
     """
 
     sizes: ModelSizes
@@ -250,7 +250,7 @@ def _summary(own: Estimate) -> dict[str, Any]:
 
 
 def _first_of_alike(ranks: Sequence[RankEstimate]) -> list[RankEstimate]:
-    """One rank of each stage, or several where they hold different amounts."""
+    """Return one rank of each stage, or several where they hold different amounts."""
     seen: set[tuple[int, int, int]] = set()
     kept = []
     for rank in ranks:
@@ -285,7 +285,7 @@ def _rank_row(rank: RankEstimate) -> tuple[str, ...]:
 
 
 def _devices(devices: DeviceSet) -> str:
-    """Such as "2 hosts, of 8 h100 each"."""
+    """Return text such as "2 hosts, each 8 x h100"."""
     if devices.is_uniform and len(devices.hosts) > 1:
         first = devices.hosts[0]
         return f"{len(devices.hosts)} hosts, each {_of_host([device.kind for device in first.devices])}"
@@ -295,7 +295,7 @@ def _devices(devices: DeviceSet) -> str:
 
 
 def _split(layers: Sequence[int]) -> str:
-    """Such as "80 layers a stage"."""
+    """Return text such as "80 layers a stage"."""
     return f"{layers[0]} layers a stage" if len(set(layers)) == 1 else f"{','.join(map(str, layers))} layers"
 
 

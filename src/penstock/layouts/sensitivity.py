@@ -1,4 +1,4 @@
-"""What would help most: the same question asked again for devices that are a little better.
+"""The changes that would help most: the layouts are judged again on devices that are a little better.
 
 Each change is one that can be bought: memory, memory bandwidth, a faster network, NVLink, one more host.
 """
@@ -25,8 +25,8 @@ class Improvement:
 
     Attributes:
         change: in words.
-        layout: flags of what would then be recommended.
-        tokens_per_s, time_per_token_s, kv_tokens: then.
+        layout: flags of the layout that would then be recommended.
+        tokens_per_s, time_per_token_s, kv_tokens: those of that layout.
         gain: share by which tokens a second grow.
         kv_gain: share by which the KV cache grows.
     """
@@ -47,7 +47,7 @@ def improvements(
 
     Args:
         now: the best layout on the devices as they are.
-        best_on: the best layout on others; raises `NotEnoughMemoryError` where none fits.
+        best_on: returns the best layout on others; raises `NotEnoughMemoryError` where none fits.
     """
     found = []
     for change, changed in changes(devices, now):
@@ -71,7 +71,7 @@ def improvements(
 
 
 def changes(devices: DeviceSet, now: Estimate) -> Iterator[tuple[str, DeviceSet]]:
-    """Yield changes of the devices, with what they are in words."""
+    """Yield changes of the devices, in words and as the changed devices."""
     tightest = min(now.ranks, key=lambda rank: rank.kv_tokens)
     yield (
         f"8 GiB more on each {_named(devices, tightest.device, tightest.host)}",
@@ -96,7 +96,7 @@ def changes(devices: DeviceSet, now: Estimate) -> Iterator[tuple[str, DeviceSet]
 
 
 def _named(devices: DeviceSet, kind: str, host: str) -> str:
-    """The devices that are changed: those of a host, or of all where hosts are alike."""
+    """Return the name of the devices that are changed: those of a host, or all where hosts are alike."""
     return kind if devices.is_uniform else f"{kind} of {host}"
 
 

@@ -1,4 +1,4 @@
-"""How long a stage takes for a step: by the figures of a device, or by what was measured of this machine.
+"""The time that a stage takes for a step: by the figures of a device, or by measurements of this machine.
 
     seconds = overhead                                                     of the step and of each layer
             + max(read weights, multiply tokens)                           a roofline (CACM 2009)
@@ -6,8 +6,8 @@
             + max(read head, multiply samples)                             if the step samples
             + 2 x layers x (latency + hidden states / rate)                all-reduces, of several ranks
 
-A device reaches a share of the rates on its data sheet. The shares and overheads below are of the order that
-is usual for serving; whoever has the device measures instead (`--devices here`). Whatever predicts or
+A device reaches a share of the rates on its data sheet. The shares and overheads below have the order that
+is usual for serving; users that have the device measure instead (`--devices here`). All that predicts or
 simulates asks a `StageTimes`, which the core's own learnt costs (`scheduler.cost_model.StageCost`) are too.
 """
 
@@ -23,7 +23,7 @@ from penstock.scheduler.cost_model import StageCost, StepShape
 
 
 class StageTimes(Protocol):
-    """Seconds of one stage."""
+    """The times of one stage, in seconds."""
 
     def seconds(self, shape: StepShape) -> float:
         """Return the seconds that the stage computes for a step of this shape."""
@@ -32,7 +32,7 @@ class StageTimes(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Efficiency:
-    """What of its data sheet a kind of device reaches.
+    """The share of its data sheet's figures that a kind of device reaches.
 
     Attributes:
         reads, multiplies: shares of memory bandwidth and of the rate of matrix products.
@@ -56,12 +56,12 @@ class DeviceTimes:
     """A stage by the figures of its devices.
 
     Attributes:
-        sizes: of the rank that holds most.
+        sizes: those of the rank that holds most.
         device: the slowest of the stage.
-        num_ranks: of the stage.
-        link: between them.
-        hidden_bytes: of the hidden state of one token.
-        chosen_share: of a layer's experts that one token goes through; 1 without experts.
+        num_ranks: ranks of the stage.
+        link: link between them.
+        hidden_bytes: bytes of the hidden state of one token.
+        chosen_share: share of a layer's experts that one token goes through; 1 without experts.
     """
 
     sizes: RankSizes
@@ -84,23 +84,27 @@ class DeviceTimes:
         return seconds + self.all_reduce_s(tokens) + self.all_reduce_latency_s
 
     def all_reduce_s(self, num_tokens: int) -> float:
-        """Seconds of the sums over the ranks: their bytes at the rate of the link (row I9)."""
+        """Return the seconds of the sums over the ranks: their bytes at the rate of the link (row I9)."""
         if self.num_ranks == 1:
             return 0.0
         return 2 * self.sizes.num_layers * num_tokens * self.hidden_bytes / self.link.bytes_per_s
 
     @property
     def all_reduce_latency_s(self) -> float:
-        """Seconds that the sums of a step take however little they carry."""
+        """The seconds that the sums of a step take however little they carry."""
         return 0.0 if self.num_ranks == 1 else 2 * self.sizes.num_layers * self.link.latency_s
 
     def _weight_bytes_read(self, num_tokens: int) -> float:
-        """Of experts those that any of the tokens goes through, where each goes through some at random."""
+        """Return the bytes of weights that a step reads.
+
+        Of experts those count that any of the tokens goes through, where each token goes through some at
+        random.
+        """
         untouched = (1.0 - self.chosen_share) ** num_tokens
         return self.sizes.layer_bytes - untouched * self.sizes.expert_bytes
 
     def _attention_s(self, shape: StepShape) -> float:
-        """A sequence reads its keys and values once, however many of its tokens are in the step."""
+        """Return the seconds of attention: a sequence reads its keys and values once for all its tokens."""
         if not shape.tokens:
             return 0.0
         positions_read = shape.attended / shape.tokens * max(1, shape.samples)
@@ -118,17 +122,17 @@ class DeviceTimes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredTimes:
-    """A stage of this machine, by its measured costs, which were measured at one length of context.
+    """A stage of this machine, by its costs, which were measured at one length of context.
 
     Attributes:
-        num_layers: of the stage.
+        num_layers: layers of the stage.
     """
 
     costs: StageCosts
     num_layers: int
 
     def seconds(self, shape: StepShape) -> float:
-        """Rows that sample are decodes; a prompt's tokens besides are prefilled."""
+        """Return the seconds of a step: rows that sample are decodes, all other tokens are prefilled."""
         if shape.samples >= shape.tokens:
             return self.costs.decode_step_s(self.num_layers, shape.tokens)
         decodes = max(0, shape.samples - 1)  # one of the rows that sample may end its prompt
@@ -141,8 +145,10 @@ class MeasuredTimes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ObservedTimes:
-    """A stage whose steps were observed: what the scheduler's cost model learnt of them, and of decodes the
-    times themselves, for between two numbers of rows a straight line is nearer than a roofline.
+    """A stage whose steps were observed.
+
+    The costs are those that the scheduler's cost model learnt; of decodes there are the times themselves, for
+    between two numbers of rows a straight line is nearer than a roofline.
 
     Attributes:
         decodes: rows, rising, and seconds of a step of so many decodes without what they attend to.

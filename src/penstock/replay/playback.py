@@ -1,7 +1,7 @@
 """The stand-in for a recorder: a replayed core reads from a record what it would read of its machine.
 
 Drafter and guides of a replayed core answer what was recorded. The scheduler's own rules about guesses (how
-many are worth sending, who waits for them) run as ever.
+many are worth sending, which requests wait for them) run as ever.
 """
 
 from __future__ import annotations
