@@ -12,7 +12,7 @@ from penstock.kvcache.block_pool import BlockPool
 from penstock.process.config import DrafterConfig
 from penstock.rank.loading import available_bytes, build_runner, load_rank
 
-KV_SHARE = 0.1  # of the memory that is free once the weights are loaded
+KV_SHARE = 0.1  # share of the memory that is free once the weights are loaded
 
 
 def open_turns(config: DrafterConfig) -> DraftTurns:
@@ -20,7 +20,7 @@ def open_turns(config: DrafterConfig) -> DraftTurns:
 
     Raises:
         NotEnoughMemoryError: not a single block of keys and values fits.
-        PenstockError: whatever else loading a rank raises.
+        PenstockError: loading the rank failed.
     """
     rank = config.rank
     loaded = load_rank(rank, lambda done, total: None)
@@ -46,7 +46,7 @@ def open_turns(config: DrafterConfig) -> DraftTurns:
 
 
 def _num_blocks(config: DrafterConfig, block_bytes: int, available: int) -> int:
-    """As many as all requests at full length could use, if they fit."""
+    """Return as many blocks as all requests at full length could use, if they fit."""
     rank = config.rank
     wanted = rank.max_num_seqs * -(-rank.max_model_len // rank.block_size)
     fitting = int(KV_SHARE * available) // block_bytes

@@ -1,4 +1,4 @@
-"""Which texts a draft model computes next, and what it guesses.
+"""The turns of a draft model: the texts that it computes next, and its guesses.
 
 Each turn is one step of the model over all texts that have work: those that lag behind compute some of their
 tokens, those that do not guess one more. Guesses that turn out right stay as they are, with their keys and
@@ -8,7 +8,7 @@ values, so that a text which is guessed well costs one token for each guess:
     guessed         d e f g                    f g                    f x     one was wrong: what follows it
     computed  ^^^^^^^^^^^ (all but g)                                        is guessed anew
 
-A text has a row and blocks while there is room; whoever was asked about longest ago loses both first, and
+A text has a row and blocks while there is room; the one asked about longest ago loses both first, and
 computes its tokens again when it is asked about.
 
 Called by `drafting.drafter_process`, which has the model. Pure bookkeeping.
@@ -29,17 +29,17 @@ _NO_ROW = -1
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Text:
-    """One request.
+    """The text of one request.
 
     Attributes:
         token_ids: the known ones, and behind them the guesses.
-        num_computed: of these, whose keys and values are in its blocks.
+        num_computed: number of these whose keys and values are in its blocks.
         wanted: guesses that there should be.
         is_cut: more were asked for than there is room for behind its tokens.
-        is_foreign: it has ids that this model has not.
+        is_foreign: it has ids that this model does not have.
         asked_at: number of the newest ask.
-        row: in the row table, or `_NO_ROW`.
-        blocks: that hold its keys and values.
+        row: row in the row table, or `_NO_ROW`.
+        blocks: blocks that hold its keys and values.
         is_entered: the row table has all of its tokens.
     """
 
@@ -59,7 +59,7 @@ class _Text:
 
     @property
     def num_missing(self) -> int:
-        """Tokens to compute until the next one can be guessed."""
+        """The number of tokens to compute until the next one can be guessed."""
         return len(self.token_ids) - self.num_computed
 
     @property
@@ -71,7 +71,7 @@ class _Text:
         return self.num_known > 0 and len(self.token_ids) - self.num_known < self.wanted
 
     def learn(self, token_ids: list[int]) -> None:
-        """These have been said, from the end of the known ones on."""
+        """Take the tokens that have come behind the known ones; guesses that were right stay."""
         guessed, end = self.guesses, self.num_known + len(token_ids)
         right = 0
         while right < min(len(guessed), len(token_ids)) and guessed[right] == token_ids[right]:
@@ -89,12 +89,12 @@ class DraftTurns:
 
     Args:
         forward: runs a plan: [sampled rows] the id of each; -1: none could be sampled.
-        allocator: of the model's blocks.
-        num_rows: of its row table.
+        allocator: allocator of the model's blocks.
+        num_rows: rows of its row table.
         max_len: tokens of a text, guesses included.
-        max_tokens: of a plan.
-        vocab_size: of the model that is guessed; ids beyond it are no guesses.
-        own_vocab_size: of this model; of texts with ids beyond it nothing is guessed. None: the same.
+        max_tokens: tokens of a plan.
+        vocab_size: ids of the model that is guessed; larger ids cannot be guesses.
+        own_vocab_size: ids of this model; texts with larger ids are not guessed. None: the same.
     """
 
     def __init__(
@@ -126,7 +126,7 @@ class DraftTurns:
         return any(text.has_work for text in self._texts.values())
 
     def take(self, asked: Asked) -> None:
-        """Note what the core says."""
+        """Take a message of the core."""
         for ask in asked.asks:
             self._take(ask)
         for request in asked.forgotten:
@@ -162,12 +162,12 @@ class DraftTurns:
         self._refused.append(Guess(text.request, text.num_known, text.guesses, is_all=True))
 
     def take_refused(self) -> list[Guess]:
-        """Of the texts of which no more can be guessed, since the last call."""
+        """Return the guesses of texts that were refused more since the last call."""
         refused, self._refused = self._refused, []
         return refused
 
     def turn(self) -> tuple[list[Guess], int]:
-        """Run one step; returns the guesses of each text that has one more now, and the tokens computed."""
+        """Run one step; return the guesses of each text that has one more now, and the tokens computed."""
         running = self._choose()
         if not running:  # none of them fits
             for text in self._texts.values():
@@ -192,7 +192,7 @@ class DraftTurns:
         return guesses, plan.total_tokens
 
     def _choose(self) -> list[tuple[_Text, int]]:
-        """The texts of the next step, and how many tokens of each: those that guess come first."""
+        """Return the texts of the next step, and how many tokens of each: those that guess come first."""
         waiting = sorted(
             (text for text in self._texts.values() if text.has_work),
             key=lambda text: (text.num_missing, text.asked_at),
@@ -207,7 +207,10 @@ class DraftTurns:
         return chosen
 
     def _has_room(self, text: _Text, num_tokens: int, kept: list[_Text]) -> bool:
-        """Give a text a row, and blocks for so many tokens; others lose theirs for it, but for those kept."""
+        """Give a text a row, and blocks for so many tokens; return whether there was room.
+
+        Other texts lose theirs for it, but for those kept.
+        """
         while not self._free_rows and text.row == _NO_ROW:
             if not self._vacate_oldest([text, *kept]):
                 return False
@@ -221,7 +224,7 @@ class DraftTurns:
         return True
 
     def _vacate_oldest(self, kept: list[_Text]) -> bool:
-        """Whether there was a text that could lose its row and blocks."""
+        """Take row and blocks from another text; return whether there was one."""
         others = [text for text in self._texts.values() if text.row != _NO_ROW and text not in kept]
         if others:
             self._vacate(min(others, key=lambda text: text.asked_at))
@@ -267,7 +270,7 @@ class DraftTurns:
 
 
 def _largest_id(sampling: RowSampling) -> int:
-    """Of those that it names."""
+    """Return the largest id that a request's sampling names."""
     changes = sampling.changes or LogitChanges()
     named = (
         *sampling.suppressed_ids,

@@ -1,9 +1,9 @@
-"""What passes between the core and the process of a draft model, and the socket that it passes over.
+"""The messages between the core and the process of a draft model, and the socket between them.
 
     core ── Asked: tokens that are new, and how many to guess ──▶ drafting process
          ◀── Guessed: what may follow them ──────────────────────
 
-Each message is one packet of a socket pair, which nobody else can reach. Torch-free.
+Each message is one packet of a socket pair, which no other process can reach. Torch-free.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ import msgspec
 from penstock.batch import RowSampling
 from penstock.errors import LinkClosedError
 
-MOST_IDS = 8192  # of one message: with five bytes each they fit a socket's buffer several times
+MOST_IDS = 8192  # ids of one message: with five bytes each they fit a socket's buffer several times
 MOST_GUESSES = 256  # texts of one message
 MOST_SAMPLING_BYTES = 1 << 14  # of what a request says of its tokens; one that says more is not guessed
 _PACKET_BYTES = 1 << 18
-_MOST_QUEUED = 256  # packets of somebody who does not read
+_MOST_QUEUED = 256  # packets, if the other end does not read
 
 
 class Ask(msgspec.Struct, frozen=True, array_like=True):
     """Tokens of a request that the drafter does not know yet.
 
     Attributes:
-        start: position of the first of them. Whatever was guessed from there on is replaced by them.
+        start: position of the first of them. Guesses from there on are replaced by them.
         wanted: tokens to guess behind them.
         prompt_len, sampling: with the first tokens of a request; how it chooses its tokens.
     """
@@ -44,14 +44,14 @@ class Ask(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Asked(msgspec.Struct, frozen=True, array_like=True):
-    """From the core. `forgotten`: requests that have ended."""
+    """A message of the core. `forgotten`: requests that have ended."""
 
     asks: list[Ask] = []
     forgotten: list[int] = []
 
 
 class Guess(msgspec.Struct, frozen=True, array_like=True):
-    """What is guessed to follow the first `num_known` tokens of a request, all of it.
+    """All tokens that are guessed to follow the first `num_known` tokens of a request.
 
     Attributes:
         is_all: no more will be guessed, whatever was asked for: the text is too long, or has no room.
@@ -64,10 +64,10 @@ class Guess(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Guessed(msgspec.Struct, frozen=True, array_like=True):
-    """From the drafting process, after each of its steps; without guesses it says that it goes on.
+    """A message of the drafting process, after each of its steps; without guesses it says that it goes on.
 
     Attributes:
-        token_s: what one more token of each takes, in seconds.
+        token_s: seconds that one more token of each takes.
         is_idle: there was nothing left to do.
     """
 
@@ -88,7 +88,7 @@ class DraftSocket(Generic[Received]):
     """One end of the connection.
 
     Args:
-        end: is this object's own from now on.
+        end: the socket, which belongs to this object from now on.
         received: type of the messages that come.
     """
 
@@ -124,10 +124,10 @@ class DraftSocket(Generic[Received]):
             raise LinkClosedError(f"the other end is gone ({error}).") from None
 
     def receive(self, *, wait: bool = False) -> Iterator[Received]:
-        """Yield what has come.
+        """Yield the messages that have come.
 
         Args:
-            wait: for the first, as long as it takes.
+            wait: wait for the first, as long as it takes.
 
         Raises:
             LinkClosedError: the other end is gone.

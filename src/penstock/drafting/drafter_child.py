@@ -29,7 +29,7 @@ class DrafterChild:
     """A child process with a draft model. Implements `model_drafter.DraftingProcess`.
 
     Attributes:
-        socket: to it.
+        socket: the socket to it.
     """
 
     def __init__(self, config: DrafterConfig) -> None:
@@ -50,7 +50,7 @@ class DrafterChild:
         """Wait until the model is loaded.
 
         Args:
-            is_over: nobody needs it any more; returns then.
+            is_over: says that it is not needed any more; the call returns then.
 
         Raises:
             PenstockError: it could not be loaded; the error is the process' own.
@@ -65,19 +65,19 @@ class DrafterChild:
                 raise self._named(WaitTimeoutError(f"it had not loaded after {limit_s:g} s."))
 
     def _named(self, error: PenstockError) -> PenstockError:
-        """The error, which is about the draft model: other models are loaded, too."""
+        """Return the error with the note that it is about the draft model: others are loaded, too."""
         self.close()
         message, param = f"the model that drafts: {error.message}", "speculative_model"
         return error_from_info(msgspec.structs.replace(error.info(), message=message, param=param))
 
     def why_ended(self) -> PenstockError | None:
-        """What it has said of its failure, or how it ended; None: it runs."""
+        """Return the error that it has reported, or how it ended; None: it runs."""
         self._member.read_status()
         has_ended = self._member.failure is not None or self._member.exit_code is not None
         return error_from_info(self._member.end()) if has_ended else None
 
     def close(self) -> None:
-        """End it, whatever it does. May be called twice.
+        """End the process, whatever it does. May be called twice.
 
         Waits a moment for its end, and no longer: a process that hangs in the kernel does not end at once.
         """

@@ -30,7 +30,7 @@ Returned = TypeVar("Returned")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Serve one core; returns the exit code."""
+    """Serve one core; return the exit code."""
     return run_child(entry_points.DRAFTER, arguments, DrafterProcessConfig, _serve, more=[SOCKET_OPTION])
 
 
@@ -64,7 +64,7 @@ def _serve(config: DrafterProcessConfig, status: StatusWriter, options: argparse
 
 
 def _warm_up(turns: DraftTurns) -> float:
-    """Guess behind a text that nobody has said; returns what a token takes then."""
+    """Guess behind a made-up text; return the seconds of a token then."""
     text = [0] * _FEW_TOKENS
     turns.take(Asked([Ask(request=-1, start=0, token_ids=text, wanted=_NUM_TRIALS, prompt_len=len(text))]))
     seconds = [_timed(turns.turn)[0] for _ in range(_NUM_TRIALS)]

@@ -1,4 +1,4 @@
-"""Guesses of a small model, which computes in a process of its own: the core's side.
+"""A drafter whose guesses come from a small model in a process of its own: the core's side.
 
 The process (`drafting.drafter_process`) is told of the tokens that are new, and guesses on from there until
 it has as many as are wanted. The core never waits for it: a question is answered with what has come that
@@ -42,17 +42,17 @@ _SAMPLING_AS_IDS = MOST_SAMPLING_BYTES // 5  # as many as take so many bytes
 
 
 class DraftingProcess(Protocol):
-    """Where the model computes; `drafting.drafter_child` starts it."""
+    """The process in which the model computes; `drafting.drafter_child` starts it."""
 
     @property
     def socket(self) -> DraftSocket[Guessed]: ...
 
     def why_ended(self) -> PenstockError | None:
-        """What it has said of its failure."""
+        """Return the error that it has reported, or how it ended; None: it runs."""
         ...
 
     def close(self) -> None:
-        """End it, whatever it does."""
+        """End the process, whatever it does."""
         ...
 
 
@@ -60,7 +60,7 @@ class ModelDrafter(OwnGuesses):
     """Guesses with another model. It answers nothing until that is loaded.
 
     Args:
-        process: is this drafter's own.
+        process: the process, which belongs to this drafter.
         clock: monotonic seconds.
     """
 
@@ -102,7 +102,7 @@ class ModelDrafter(OwnGuesses):
         return math.isfinite(self._token_s)
 
     def _wanted(self, text: _Text, question: Question) -> tuple[int, bool]:
-        """How many tokens to ask for, and whether only to see if guesses are right again."""
+        """Return how many tokens to ask for, and whether only to see if guesses are right again."""
         if text.chance.value >= max(question.least_chance, LEAST_CHANCE):
             return min(question.most, useful(text.chance.value)), False
         return int(len(question.token_ids) >= text.tried_at + _TRIAL_EVERY), True
@@ -125,14 +125,14 @@ class ModelDrafter(OwnGuesses):
         text.wanted = wanted
 
     def accept(self, request: int, num_drafted: int, num_accepted: int) -> None:
-        """The tokens themselves will tell, when they are read."""
+        """Do nothing: the tokens themselves tell when they are read."""
 
     def forget(self, request: int) -> None:
         if self._texts.pop(request, None) is not None:
             self._forgotten.append(request)
 
     def poll(self) -> Collection[int]:
-        """As the seam has it.
+        """Send the questions and take the guesses; see `Drafter.poll`.
 
         Raises:
             LinkClosedError: the process has ended.
@@ -145,7 +145,7 @@ class ModelDrafter(OwnGuesses):
             raise LinkClosedError(f"its process has ended: {self._process.why_ended() or error}") from None
 
     def _send(self) -> None:
-        """What was asked since the last time, in messages of bounded size."""
+        """Send the questions since the last time, in messages of bounded size."""
         if not self._asks and not self._forgotten:
             self._socket.flush()
             return
@@ -184,14 +184,14 @@ class ModelDrafter(OwnGuesses):
 
 
 class _Text(GuessedText):
-    """What is known of one request.
+    """The guesses of one request.
 
     Args:
-        chance: that a guess is right, to begin with.
+        chance: the chance that a guess is right, to begin with.
         sampling: how guesses are chosen.
 
     Attributes:
-        num_told, wanted: of the newest ask.
+        num_told, wanted: those of the newest ask.
         tried_at: tokens that there were then.
         is_all: nothing will be guessed beyond the newest guess.
     """
@@ -208,15 +208,15 @@ class _Text(GuessedText):
 
     @property
     def is_followed(self) -> bool:
-        """Whether the process has computed the text, but for what came lately."""
+        """Whether the process has computed the text, but for the newest tokens."""
         return self._has_guess and self.num_behind <= _MOST_BEHIND
 
     def take(self, guess: Guess) -> None:
-        """This is the newest guess."""
+        """Take the newest guess."""
         self.hear(guess.num_known, guess.token_ids)
         self.is_all, self._has_guess = guess.is_all, True
 
 
 def _drawn_by(sampling: RowSampling) -> RowSampling:
-    """How guesses are chosen: as the request's tokens are, but for what changes no token."""
+    """Return how guesses are chosen: as the request's tokens are, but for what changes no token."""
     return msgspec.structs.replace(sampling, num_logprobs=-1, num_prompt_logprobs=-1, structured=None)

@@ -1,9 +1,10 @@
-"""Measured costs kept between starts: in the cache's folder `partition`, JSON per model, setting and machine.
+"""The cache of measured costs: in the folder `partition`, JSON per model, setting and machine.
 
 The file's name is a hash of all that the costs depend on; deleting it, or the folder, measures again. So does
-a file that is damaged. Nothing here is needed: without a folder that only we can write to, nothing is kept.
-Not to be kept (`are_to_keep`) is what was measured without our kernels where there could be some: the next
-start may have them; and on a GPU the free memory is another each time.
+a file that is damaged. The cache is not needed: without a folder that only we can write to, nothing is kept.
+
+Costs are not to be kept (`are_to_keep`) if they were measured without our kernels where these could be built:
+the next start may have them; nor on a GPU, whose free memory is another each time.
 """
 
 from __future__ import annotations
@@ -35,10 +36,10 @@ def cost_key(
     spec: ModelSpec,
     environ: Mapping[str, str],
 ) -> str:
-    """Hash of all that the costs depend on: model, settings of all ranks, kernels, versions and machines.
+    """Hash all that the costs depend on: model, settings of all ranks, kernels, versions and machines.
 
     Args:
-        hardware: of the host of each rank.
+        hardware: hardware of the host of each rank.
     """
     settings = []
     for config in configs:
@@ -57,15 +58,18 @@ def cost_key(
 
 
 def are_to_keep(costs: Sequence[StageCosts], environ: Mapping[str, str]) -> bool:
-    """Whether the next start would measure about the same: with our kernels, or where none can be built."""
+    """Return whether the next start would measure about the same.
+
+    It would with our kernels, or where none can be built.
+    """
     return all(stage.has_kernels for stage in costs) or not build_key(environ, Machine.detect())
 
 
 class CostCache:
-    """Costs by key.
+    """The cache of costs, by key.
 
     Args:
-        folder: that only we can write to; None: nothing is kept.
+        folder: a folder that only we can write to; None: nothing is kept.
     """
 
     def __init__(self, folder: Path | None) -> None:
@@ -73,18 +77,18 @@ class CostCache:
 
     @classmethod
     def open(cls, environ: Mapping[str, str]) -> CostCache:
-        """The user's own."""
+        """Open the cache of this user."""
         try:
             return cls(trusted_folder(cache_folder(environ, "partition")))
         except FolderUnusableError:
             return cls(None)
 
     def path(self, key: str) -> Path | None:
-        """Where costs of this key are kept."""
+        """Return the file for costs of this key."""
         return None if self._folder is None else self._folder / f"{key}.json"
 
     def find(self, key: str, num_stages: int) -> list[StageCosts] | None:
-        """The costs of all stages, or None if they are not there or not whole."""
+        """Return the costs of all stages, or None if they are missing or not complete."""
         path = self.path(key)
         try:
             costs = msgspec.json.decode(path.read_bytes(), type=list[StageCosts]) if path else []
@@ -94,7 +98,7 @@ class CostCache:
         return costs if is_whole else None
 
     def put(self, key: str, costs: Sequence[StageCosts]) -> None:
-        """Keep them, in one rename. A disk that is full or read-only is no error."""
+        """Keep costs, in one rename. A disk that is full or read-only does not raise an error."""
         path = self.path(key)
         if path is None:
             return
@@ -108,7 +112,7 @@ class CostCache:
 
 
 def _version(distribution: str) -> str:
-    """Of what is installed; "" for sources that are run where they lie."""
+    """Return the installed version; "" for sources that are run where they lie."""
     try:
         return metadata.version(distribution)
     except metadata.PackageNotFoundError:

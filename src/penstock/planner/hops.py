@@ -1,4 +1,4 @@
-"""How long a typical request occupies a link between two hosts, as it occupies a stage.
+"""The time for which a typical request occupies a link between two hosts.
 
 Links within a host are part of the steps that are timed (`planner.step_timing`). A link between hosts is
 another matter: its bytes are sent beside the computing, and what bounds it is the measured wire. All tokens
@@ -21,10 +21,10 @@ class Hop:
     """A link from one stage to the next that leaves its host.
 
     Attributes:
-        stage: that sends.
+        stage: the stage that sends.
         sender, receiver: names of the two hosts.
-        token_bytes: that cross for each token.
-        bytes_per_s, round_trip_s: of the wire, as measured.
+        token_bytes: bytes that cross for each token.
+        bytes_per_s, round_trip_s: figures of the wire, as measured.
     """
 
     stage: int
@@ -35,7 +35,7 @@ class Hop:
     round_trip_s: float
 
     def request_s(self, mix: Mix) -> float:
-        """Seconds for which a typical request occupies the wire."""
+        """Return the seconds for which a typical request occupies the wire."""
         return (mix.prompt + mix.output) * self.token_bytes / max(self.bytes_per_s, 1.0)
 
 
@@ -46,8 +46,8 @@ def hops_between(
 
     Args:
         stages: the first rank of each.
-        links: between hosts, as measured.
-        item_bytes: of a number that crosses.
+        links: links between hosts, as measured.
+        item_bytes: bytes of a number that crosses.
     """
     by_hosts = {frozenset(link.hosts): link for link in links}
     hops = []

@@ -1,4 +1,4 @@
-"""How many tokens of KV cache each stage would have beside its weights, and whether they fit at all.
+"""The tokens of KV cache that each stage would have beside its weights, and whether both fit at all.
 
 The rule is the ranks' own (`runner.kv_demand`); only the free memory is worked out instead of looked up.
 """
@@ -14,7 +14,7 @@ from penstock.runner.kv_demand import KVDemand
 
 
 def kv_tokens(costs: Sequence[StageCosts], ranks: Sequence[RankConfig]) -> list[list[int]]:
-    """Per stage [num_layers + 1]: tokens beside so many layers; 0 where weights and KV do not fit."""
+    """Return per stage [num_layers + 1] the tokens beside so many layers; 0 where these do not fit."""
     num_layers = ranks[-1].end_layer
     return [
         [0, *(_tokens(costs, rank, count, num_layers) for count in range(1, num_layers + 1))]
@@ -40,11 +40,11 @@ def _tokens(costs: Sequence[StageCosts], rank: RankConfig, count: int, num_layer
 
 
 def _weights_beside(costs: Sequence[StageCosts], own: StageCosts, count: int, num_layers: int) -> int:
-    """Weights in the memory of a stage with `count` layers.
+    """Return the bytes of weights in the memory of a stage with `count` layers.
 
     Where all stages share one memory, all layers are in it, however they are split; and those of other
-    replicas, which have as many ranks. Where some do, as on
-    several GPUs with several stages each, every one is taken to be as large as this one.
+    replicas, which have as many ranks. Where some do, as on several GPUs with several stages each, every one
+    is taken to be as large as this one.
     """
     num_ranks = sum(stage.num_ranks for stage in costs)
     if own.num_sharers < num_ranks:

@@ -1,4 +1,4 @@
-"""The typical request for which a partition is chosen. Read by whoever measures, searches or reports."""
+"""The typical request for which a partition is chosen. Read by the parts that measure, search or report."""
 
 from __future__ import annotations
 
@@ -29,5 +29,5 @@ class Mix:
         return cls(int(match[1]), int(match[2]))
 
     def mean_length(self, max_model_len: int) -> int:
-        """Tokens that a running request holds in the KV cache, on average over its decodes."""
+        """Return the tokens that a running request holds in the KV cache, on average over its decodes."""
         return min(self.prompt + (self.output + 1) // 2, max_model_len)

@@ -7,7 +7,7 @@ the same tables give the same split on every machine. A split is judged by, in t
 2. the sum of the squares of its stages' costs: of equally fast splits, the one that is nearest to balance;
 3. fewer layers on the earlier stages.
 
-How many rows a step has follows from the split: as many as the tightest stage has KV memory for. So the
+The split decides how many rows a step has: as many as the tightest stage has KV memory for. So the
 search fixes the number of rows, finds the best among the splits that have just so many (dynamic programming
 over stages and layers), and takes the best over all numbers.
 """
@@ -20,11 +20,11 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageTable:
-    """What a stage can hold, and what that costs.
+    """The rows that fit on a stage, and the costs.
 
     Attributes:
-        max_rows: [num_layers + 1] rows of a step that its memory allows beside so many layers; 0: none, such
-            a stage does not fit.
+        max_rows: [num_layers + 1] rows of a step that its memory allows beside so many layers; 0: such a
+            stage does not fit.
         cost_ns: (layers, rows of a step) -> nanoseconds that a typical request takes on this stage.
     """
 
@@ -37,10 +37,10 @@ class Split:
     """A split and its merit; the least is the best.
 
     Attributes:
-        slowest_ns: of the slowest stage, for a typical request.
+        slowest_ns: nanoseconds of the slowest stage, for a typical request.
         squares: sum of the squares of all stages' costs.
-        layers: of each stage.
-        num_rows: of a step.
+        layers: number of layers of each stage.
+        num_rows: rows of a step.
     """
 
     slowest_ns: int
@@ -50,7 +50,7 @@ class Split:
 
 
 def judge(tables: Sequence[StageTable], layers: Sequence[int]) -> Split | None:
-    """The merit of a given split; None if it does not fit."""
+    """Return a given split with its merit; None if it does not fit."""
     num_rows = min(table.max_rows[count] for table, count in zip(tables, layers, strict=True))
     if num_rows == 0:
         return None
@@ -79,7 +79,7 @@ def second_best(tables: Sequence[StageTable], num_layers: int, best: Split) -> S
 
 
 def _without(table: StageTable, num_layers: int) -> StageTable:
-    """The same stage, which may not hold exactly so many layers."""
+    """Return the table of the same stage, which may not hold exactly so many layers."""
     return replace(table, max_rows=[0 if n == num_layers else rows for n, rows in enumerate(table.max_rows)])
 
 

@@ -1,4 +1,4 @@
-"""How fast a split is: what a typical request takes on each stage, by measured times and KV memory.
+"""The speed of a split: the time of a typical request on each stage, by measured times and KV memory.
 
 A pipe gives as many requests a second as its slowest stage, or its slowest link between hosts
 (`planner.hops`). With m rows a step, a stage spends on a request
@@ -25,11 +25,11 @@ from penstock.process.config import RankConfig
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartitionChoice:
-    """The best split, what it was compared with, and the numbers behind.
+    """The best split, the splits with which it was compared, and the numbers behind.
 
     Attributes:
         runner_up: the best of all others, if another one fits.
-        even: the default policy's; None if it does not fit.
+        even: the default policy's split; None if it does not fit.
         kv_tokens: per stage [num_layers + 1], as `memory.kv_tokens` gives them.
         hops: links between hosts, which bound every split alike.
     """
@@ -43,7 +43,7 @@ class PartitionChoice:
     hops: Sequence[Hop] = ()
 
     def request_s(self, split: Split) -> float:
-        """Seconds from one typical request to the next in a full pipe that is split so."""
+        """Return the seconds from one typical request to the next in a full pipe with this split."""
         return max(1e-9 * split.slowest_ns, *(hop.request_s(self.mix) for hop in self.hops), 0.0)
 
 
@@ -54,7 +54,7 @@ def choose(
     even: Sequence[int],
     hops: Sequence[Hop] = (),
 ) -> PartitionChoice:
-    """The best split of the ranks' layers by their measured costs.
+    """Return the best split of the ranks' layers by their measured costs.
 
     Args:
         ranks: one per stage; their own layer ranges do not matter, but for the end of the last.
@@ -86,10 +86,10 @@ def choose(
 
 
 def stage_table(costs: StageCosts, rank: RankConfig, mix: Mix, tokens: Sequence[int]) -> StageTable:
-    """What the search needs to know of one stage.
+    """Return the table of one stage for the search.
 
     Args:
-        tokens: [num_layers + 1] of KV cache beside so many layers.
+        tokens: [num_layers + 1] tokens of KV cache beside so many layers.
     """
     return StageTable(
         max_rows=[rows_of_a_step(count, rank, mix) for count in tokens],
@@ -98,7 +98,7 @@ def stage_table(costs: StageCosts, rank: RankConfig, mix: Mix, tokens: Sequence[
 
 
 def rows_of_a_step(num_tokens: int, rank: RankConfig, mix: Mix) -> int:
-    """Rows of each micro-batch that so many tokens of KV cache allow; 0 without any."""
+    """Return the rows of each micro-batch that so many tokens of KV cache allow; 0 without any."""
     if num_tokens == 0:
         return 0
     at_once = min(rank.max_num_seqs, num_tokens // mix.mean_length(rank.max_model_len))
@@ -106,6 +106,6 @@ def rows_of_a_step(num_tokens: int, rank: RankConfig, mix: Mix) -> int:
 
 
 def request_s(costs: StageCosts, mix: Mix, num_layers: int, num_rows: int) -> float:
-    """Seconds that a stage with so many layers spends on one typical request."""
+    """Return the seconds that a stage with so many layers spends on one typical request."""
     decode_s = costs.decode_step_s(num_layers, num_rows) / num_rows
     return mix.prompt * costs.prefill_token_s(num_layers) + mix.output * decode_s

@@ -14,7 +14,7 @@ _HEADINGS = ("stage", "layers", "decode ms", "prefill ms/token", "weights MiB", 
 
 
 def partition_lines(choice: PartitionChoice) -> list[str]:
-    """What was chosen and for what, a row per stage, and what it was compared with."""
+    """Return the chosen partition, a row per stage, and the splits with which it was compared."""
     best = choice.best
     rows = [_HEADINGS, *(_stage_row(choice, stage) for stage in range(len(best.layers)))]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -30,7 +30,7 @@ def partition_lines(choice: PartitionChoice) -> list[str]:
 
 
 def comma_separated(layers: Sequence[int]) -> str:
-    """Layers per stage as `--partition` takes them."""
+    """Return layers per stage as `--partition` takes them."""
     return ",".join(map(str, layers))
 
 
@@ -51,7 +51,7 @@ def _stage_row(choice: PartitionChoice, stage: int) -> tuple[str, ...]:
 
 
 def _others(choice: PartitionChoice) -> list[str]:
-    """A line for each split that the best was compared with."""
+    """Return a line for each split with which the best was compared."""
     best, even, runner_up = choice.best, choice.even, choice.runner_up
     lines = ["even does not fit"] if even is None else []
     if even is not None and even != best:
@@ -71,7 +71,7 @@ def _speed(choice: PartitionChoice, split: Split) -> str:
 
 
 def _hop_line(choice: PartitionChoice, hop: Hop) -> str:
-    """What a link between hosts carries, and whether the stages wait for it."""
+    """Return the load of a link between hosts, and whether the stages wait for it."""
     request_s = hop.request_s(choice.mix)
     line = (
         f"link from stage {hop.stage} on {hop.sender} to {hop.receiver}: "

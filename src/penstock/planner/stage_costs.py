@@ -1,4 +1,4 @@
-"""What one rank was measured to need: seconds and bytes, as values on a wire and in the cache.
+"""The measured needs of one rank: seconds and bytes, as values on a wire and in the cache.
 
 Made by `planner.step_timing` on the rank's own device, read by `planner.performance`. Torch-free.
 """
@@ -17,7 +17,7 @@ _AtLeastOne = Annotated[int, msgspec.Meta(ge=1, le=1 << 31)]
 
 
 class StepCosts(msgspec.Struct, frozen=True, kw_only=True):
-    """Seconds of the parts of one step of `num_tokens` tokens, as this rank runs them.
+    """The seconds of the parts of one step of `num_tokens` tokens, as this rank runs them.
 
     Attributes:
         layer_s: one layer.
@@ -35,25 +35,25 @@ class StepCosts(msgspec.Struct, frozen=True, kw_only=True):
     link_s: Seconds
 
     def step_s(self, num_layers: int) -> float:
-        """Seconds of the whole step on a stage with so many layers."""
+        """Return the seconds of the whole step on a stage with so many layers."""
         return self.fixed_s + self.embed_s + self.head_s + self.link_s + num_layers * self.layer_s
 
 
 class StageCosts(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything that was measured of a stage: of its first rank, where several share it.
+    """The measured costs of a stage, or of its first rank where several share it.
 
     Attributes:
         decode: steps of one token a row, by rising number of rows.
         prefill: a step that is one chunk of one prompt.
         layer_bytes: weights of one layer as this rank holds them.
-        end_bytes: of embedding, norm and head, as far as they are here.
-        kv_block_bytes: one block of the KV cache, of one layer.
+        end_bytes: bytes of embedding, norm and head, as far as they are here.
+        kv_block_bytes: bytes of one block of the KV cache, of one layer.
         block_size: tokens of a block.
         available_bytes: free memory of the rank's device before anything was loaded.
         num_sharers: ranks that share this memory.
         num_ranks: those of this stage among them.
         has_kernels: whether our kernels ran, and not torch.
-        peak_bytes: that the largest plan takes beside weights and KV cache; None: nobody has measured it.
+        peak_bytes: bytes of the largest plan beside weights and KV cache; None: not measured.
     """
 
     decode: Annotated[list[StepCosts], msgspec.Meta(min_length=1, max_length=1024)]
@@ -69,21 +69,21 @@ class StageCosts(msgspec.Struct, frozen=True, kw_only=True):
     peak_bytes: Count | None = None
 
     def decode_step_s(self, num_layers: int, num_rows: int) -> float:
-        """Seconds of a decode step: linear between the measured numbers of rows, and beyond them."""
+        """Return the seconds of a decode step: linear between and beyond the measured numbers of rows."""
         points = [(costs.num_tokens, costs.step_s(num_layers)) for costs in self.decode]
         return max(0.0, interpolate(points, num_rows))
 
     def prefill_token_s(self, num_layers: int) -> float:
-        """Seconds that one prompt token takes."""
+        """Return the seconds that one prompt token takes."""
         return self.prefill.step_s(num_layers) / self.prefill.num_tokens
 
     def weight_bytes(self, num_layers: int) -> int:
-        """Weights of a rank with so many layers."""
+        """Return the bytes of weights of a rank with so many layers."""
         return self.end_bytes + num_layers * self.layer_bytes
 
 
 def interpolate(points: Sequence[tuple[int, float]], x: float) -> float:
-    """On the line through the two points around `x`; beyond the ends, through the last two.
+    """Return the value on the line through the two points around `x`; beyond the ends, through the last two.
 
     Args:
         points: at least one, by rising first coordinate; of two with the same one the second counts.

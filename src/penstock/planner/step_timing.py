@@ -1,4 +1,4 @@
-"""Times the steps of one rank on its own device, part by part, as `pipeline.stage` would run them.
+"""The timing of the steps of one rank on its own device, part by part, as `pipeline.stage` would run them.
 
 The weights are the checkpoint's own, in the form in which the rank will hold them; hidden states are random.
 Sampling is greedy. The cases, numbers of decode rows and the chunk of a prompt, take turns of the same length
@@ -66,11 +66,13 @@ class TimedRank:
 
     @torch.inference_mode()
     def measure(self, meeting: MeetingEndpoint | None) -> StageCosts:
-        """Time all cases, in turns. A rank whose steps are so long that it is late skips turns; those that
-        share a stage, with which it goes in step, skip them too.
+        """Time all cases, in turns.
+
+        A rank whose steps are so long that it is late skips turns; the other ranks of its stage skip them
+        too, since all make the same steps.
 
         Args:
-            meeting: of the ranks of the stage, if there are several.
+            meeting: the meeting of the ranks of the stage, if there are several.
         """
         if meeting is not None:
             self._loaded.group.join(open_meeting(meeting, f"stage {self._config.rank.stage}"))
@@ -107,7 +109,7 @@ class TimedRank:
         return inputs + embedding + layers + head
 
     def _plan(self, lengths: Sequence[int], *, is_decode: bool) -> ScheduledBatch:
-        """Rows of known tokens: of each the last one, sampled after, or all, as in the midst of a prompt."""
+        """Return a plan with rows of known tokens: the last one, sampled after, or all (a prompt)."""
         rows = list(range(len(lengths)))
         num_tokens = [1 if is_decode else length for length in lengths]
         per_row = [-(-length // self._rank.block_size) for length in lengths]
@@ -132,7 +134,7 @@ class TimedRank:
         )
 
     def _steps(self, plan: ScheduledBatch, seconds: float, late_at: float) -> list[_Step]:
-        """One turn: the same step again and again, twice at least unless it is late.
+        """Take one turn: the same step again and again, at least twice unless it is late.
 
         The first does not count if there are others, for it finds the caches cold.
         """
@@ -143,11 +145,11 @@ class TimedRank:
         return steps[1:] or steps
 
     def _agree(self, goes_on: bool) -> bool:
-        """What the first rank of the stage says: all make the same steps."""
+        """Return what the first rank of the stage says, so that all make the same steps."""
         return bool(self._loaded.group.all_gather(torch.tensor([goes_on], device=self._device))[0])
 
     def _costs(self, plan: ScheduledBatch, steps: Sequence[_Step]) -> StepCosts:
-        """What one step of this plan costs."""
+        """Return the costs of one step of this plan."""
         fixed, embed, layers, link, head = (sorted(part)[len(part) // 4] for part in zip(*steps, strict=True))
         rank = self._rank
         return StepCosts(
@@ -160,7 +162,7 @@ class TimedRank:
         )
 
     def _timed_step(self, plan: ScheduledBatch) -> _Step:
-        """Carry out the plan."""
+        """Carry out the plan, and return the times of its parts."""
         runner, rank = self._runner, self._rank
         runner.admit(plan)  # anew for every step; so this is not counted
         runner.rows.append_blocks(plan)
@@ -182,13 +184,13 @@ class TimedRank:
         return tuple(after - before for before, after in pairwise(instants))
 
     def _arrived(self, num_tokens: int) -> IntermediateTensors:
-        """What the stage before might have sent."""
+        """Return tensors such as the stage before sends."""
         return IntermediateTensors(
             {"hidden_states": self._received[:num_tokens], "residual": self._stream_start.of(num_tokens)}
         )
 
     def _now(self) -> float:
-        """Once the device has done what it was given."""
+        """Return the time once the device has done all its work."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         return time.perf_counter()
@@ -227,7 +229,7 @@ class _Loop:
 
 
 def _make_resident(kv: Sequence[AnyKV]) -> None:
-    """Pages that were never written are all the same page of zeros, which is faster to read."""
+    """Write all pages: those never written are all the same page of zeros, which is faster to read."""
     for layer in kv:
         for memory in kv_tensors(layer):
             memory.zero_()
