@@ -25,17 +25,13 @@ ALLOWED: dict[str, int] = {
     "config": 34,
     "distributed": 37,
     "families": 175,
-    "gguf": 6,
     "grammar": 35,
-    "hub": 9,
     "kernels": 104,
     "kvstore": 112,
     "layers": 68,
     "llm": 23,
-    "local_models": 4,
     "models": 61,
     "process": 84,
-    "reports": 13,
     "sample": 54,
     "server": 265,
     "simulator": 41,
@@ -43,7 +39,6 @@ ALLOWED: dict[str, int] = {
     "trace": 21,
     "trust": 56,
     "weights": 42,
-    "workloads": 8,
 }
 
 # The verbs that docstrings of functions begin with.

@@ -3,7 +3,7 @@
 Parts are called `NAME-00001-of-0000N.gguf`. Each says in its metadata which one it is, and the first has the
 metadata of the model. Whichever part is named, all are opened, and their tensors are one index. On a host
 that has only some tensors of the model, the files are headers alone, and an index says where these tensors
-are (`gguf.tensor_places`). Called by whoever loads weights, a vocabulary or a configuration from GGUF.
+are (`gguf.tensor_places`). Called to load weights, a vocabulary or a configuration from GGUF.
 Torch-free; reads no tensor data.
 """
 
@@ -28,12 +28,12 @@ class GgufFile:
     """A model in GGUF, in one file or several.
 
     Attributes:
-        path: of the file that has the metadata: the only one, or the first part.
+        path: path of the file that has the metadata: the only one, or the first part.
         parts: all files, in order.
-        version: of the format.
-        metadata: of the model.
-        tensors: of all files, by name, in the order of the files.
-        header_bytes: that were read of all files.
+        version: version of the format.
+        metadata: metadata of the model.
+        tensors: tensors of all files, by name, in the order of the files.
+        header_bytes: number of bytes that were read of all files.
         data_starts: where the header of each file ends.
     """
 

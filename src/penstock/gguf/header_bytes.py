@@ -24,12 +24,12 @@ class HeaderBytes:
     """The beginning of a file, of which more is read as it is needed.
 
     Args:
-        path: of a regular file.
-        descriptor: of that file, opened for reading.
+        path: path of a regular file.
+        descriptor: descriptor of that file, opened for reading.
 
     Attributes:
         content: the bytes that were read so far.
-        position: of the next byte to take.
+        position: position of the next byte to take.
         file_size: in bytes.
     """
 
@@ -50,7 +50,7 @@ class HeaderBytes:
         )
 
     def require(self, num_bytes: int, what: str) -> int:
-        """Have this many bytes from `position` on in `content`, and return where they end.
+        """Read until `content` has this many bytes from `position` on, and return where they end.
 
         Raises:
             CheckpointError: the file ends before, or its header would be longer than any is.

@@ -2,7 +2,7 @@
 
 `read_metadata` parses what stands in a header; `GgufMetadata` is what callers ask. A value of another type
 than the caller expects is a `CheckpointError` with file, key, expected and found. Called by `gguf.part`, and
-by whoever reads a model's configuration or vocabulary from the file. Knows the meaning of no key.
+to read a model's configuration or vocabulary from the file. Knows the meaning of no key.
 """
 
 from __future__ import annotations

@@ -56,8 +56,8 @@ class GgufPart:
     """One file, as its header describes it.
 
     Attributes:
-        header_bytes: of the file that were read.
-        data_start: where the header ends, and the tensors' bytes begin.
+        header_bytes: number of bytes of the file that were read.
+        data_start: position where the header ends, and the tensors' bytes begin.
     """
 
     path: Path

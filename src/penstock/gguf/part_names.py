@@ -1,4 +1,4 @@
-"""Which files a split model in GGUF consists of, by their names: `NAME-00001-of-0000N.gguf`."""
+"""The names of the files of a split model in GGUF: `NAME-00001-of-0000N.gguf`."""
 
 from __future__ import annotations
 

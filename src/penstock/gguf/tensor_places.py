@@ -1,4 +1,4 @@
-"""Where the tensors of a GGUF model are, if a host has only the headers of its files and some of its tensors.
+"""The places of the tensors of a GGUF model, on a host that has only some of its tensors.
 
     model.gguf               the header, as the whole file has it
     model.gguf.index.json    of each tensor that is here: a file beside it, and which of its bytes they are
@@ -29,7 +29,7 @@ MAX_INDEX_BYTES = 100 << 20
 
 
 class TensorPlace(msgspec.Struct, frozen=True, array_like=True):
-    """Bytes `[begin, end)` of a file."""
+    """The bytes `[begin, end)` of a file."""
 
     file: str
     begin: int
@@ -76,10 +76,10 @@ def at_places(
 ) -> dict[str, GgufTensor]:
     """Return the tensors of a model with the places that they have here.
 
-    A tensor without a place keeps that in its own file, which ends before it: whoever reads it is refused.
+    A tensor without a place keeps that in its own file, which ends before it: reading it is refused.
 
     Raises:
-        CheckpointError: a place does not hold the bytes of its tensor, or a tensor is none of the model's.
+        CheckpointError: a place does not hold the bytes of its tensor, or the model does not have the tensor.
     """
     index = header.with_name(header.name + INDEX_SUFFIX)
     sizes = {file: _file_size(index, file) for file in {place.file for place in places.values()}}

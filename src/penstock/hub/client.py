@@ -39,12 +39,13 @@ class TransferCutError(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HubAddress:
-    """Which hub, and as whom.
+    """The address of a hub, and the account to use.
 
     Attributes:
         endpoint: base address of the hub or of a mirror, without a slash at its end.
-        token: of an account; None takes the one that huggingface_hub finds, if any. That one goes to the
-            public hub and to the one of HF_ENDPOINT alone, and no token goes over plain HTTP to another host.
+        token: token of an account; None takes the one that huggingface_hub finds, if any. That one goes to
+            the public hub and to the one of HF_ENDPOINT alone, and no token goes over plain HTTP to another
+            host.
         timeout_s: for a connection, and between two pieces of an answer.
     """
 
@@ -69,7 +70,7 @@ class HubAddress:
 
     @property
     def is_private(self) -> bool:
-        """Whether nobody on the way can read what is sent."""
+        """Whether what is sent cannot be read on the way."""
         parts = urlsplit(self.endpoint)
         return parts.scheme == "https" or parts.hostname in _LOOPBACK
 
@@ -178,7 +179,7 @@ def _bounded(chunks: Iterator[bytes], url: str) -> Iterator[bytes]:
 
 
 def _first_byte(response: Any, begin: int) -> int:
-    """Where the bytes of an answer begin: a server need not know ranges."""
+    """Return where the bytes of an answer begin: a server need not know ranges."""
     if response.status_code != 206:
         return 0
     stated = str(response.headers.get("content-range", "")).removeprefix("bytes ").partition("-")[0]
@@ -188,7 +189,7 @@ def _first_byte(response: Any, begin: int) -> int:
 
 
 def _translated(error: Exception, endpoint: str, name: str, revision: str, file: str) -> HubError | None:
-    """Return what an error of the library means, or None where it is none of the hub's."""
+    """Return the error that an error of the library stands for, or None where it is not about the hub."""
     from huggingface_hub import errors
 
     if _is_offline(error):

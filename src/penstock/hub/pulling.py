@@ -52,7 +52,7 @@ class Pulled:
 
     @property
     def to_serve(self) -> str:
-        """What `penstock serve` takes for it."""
+        """The text that `penstock serve` takes for the model."""
         return str(self.name) if self.revision == MAIN else str(self.path)
 
 
@@ -68,8 +68,8 @@ class Puller:
     """Pulls models from one hub.
 
     Attributes:
-        progress: is told of each file.
-        free_bytes: of the disk that a path is on.
+        progress: hears of each file.
+        free_bytes: returns the free bytes of the disk that a path is on.
         pause: waits that many seconds before a transfer that was cut is tried again.
     """
 

@@ -1,4 +1,4 @@
-"""What a repository on the hub holds, as values: files with sizes and hashes.
+"""The content of a repository on the hub, as values: files with sizes and hashes.
 
 Made by `hub.client` of what a server has sent, and therefore checked here: a path of a file leads nowhere
 else, and a hash, which becomes the name of a file, is a hash.

@@ -1,4 +1,4 @@
-"""Which files of a repository Penstock can use: safetensors and what describes them, or one model as GGUF.
+"""The files of a repository that Penstock can use: safetensors and their description, or one model as GGUF.
 
 Chooses by names alone. Nothing that runs code is ever chosen: no pickles (`.bin`, `.pt`), no Python.
 """

@@ -27,24 +27,24 @@ _READ_BYTES = 1 << 20
 
 
 class Progress(Protocol):
-    """Is told how a transfer goes."""
+    """Hears how a transfer goes."""
 
     def begin(self, file: HubFile, num_bytes: int) -> None:
-        """A transfer begins of which so many bytes are here already."""
+        """Begin a transfer of which so many bytes are here already."""
 
     def advance(self, num_bytes: int) -> None:
-        """So many more bytes are here; less than 0 where a server has begun again."""
+        """Add so many bytes that are here now; less than 0 where a server has begun again."""
 
     def end(self) -> None:
-        """The file is here and checked."""
+        """End the transfer: the file is here and checked."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
-    """Where the files of one pull come from, and where they go.
+    """The hub and the cache between which the files of one pull go.
 
     Attributes:
-        name: of the model on the hub.
+        name: name of the model on the hub.
         pause: waits that many seconds before a transfer that was cut is tried again.
     """
 
@@ -166,7 +166,7 @@ class _Transfer:
 
 
 def _new_hash(file: HubFile) -> hashlib._Hash:
-    """SHA-256 of the bytes, or SHA-1 as Git has it: of a header with the size, and the bytes."""
+    """Return SHA-256 for the bytes, or SHA-1 as Git has it: over a header with the size, and the bytes."""
     if file.is_large:
         return hashlib.sha256()
     return hashlib.sha1(b"blob %d\0" % file.size, usedforsecurity=False)

@@ -20,7 +20,7 @@ _PREFIX = "models--"
 
 
 def hub_cache_directory() -> Path:
-    """Where huggingface_hub keeps models: `HF_HUB_CACHE`, else `hub` in `HF_HOME` or the user's cache."""
+    """Return the folder in which huggingface_hub keeps models."""
     if explicit := os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE"):
         return Path(explicit).expanduser()
     user_cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
@@ -49,7 +49,7 @@ class CachedRepository:
 
     @property
     def lock_directory(self) -> Path:
-        """Where every program that downloads into this cache locks a blob."""
+        """The folder in which every program that downloads into this cache locks a blob."""
         return self.directory.parent / ".locks" / self.directory.name
 
     def snapshot(self, commit: str) -> Path:

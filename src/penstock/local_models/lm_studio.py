@@ -1,4 +1,4 @@
-"""LM Studio's folder of models: PUBLISHER/REPOSITORY/FILE.gguf.
+"""The models in LM Studio's folder: PUBLISHER/REPOSITORY/FILE.gguf.
 
 Looks at names alone; nothing in the folder is changed.
 """
@@ -76,7 +76,7 @@ def lm_studio_models() -> Iterator[LmStudioModel]:
 
 
 def _home() -> Path:
-    """LM Studio's own folder; a file in the user's home says where it was moved to."""
+    """Return LM Studio's own folder; a file in the user's home says where it was moved to."""
     try:
         moved = Path("~/.lmstudio-home-pointer").expanduser().read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError):

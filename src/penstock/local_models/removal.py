@@ -23,7 +23,7 @@ _PROCESSES = Path("/proc")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Removal:
-    """What would be removed, decided before anybody is asked.
+    """A removal as it is planned, before the user is asked.
 
     Attributes:
         links: the names of files in snapshots; empty where the whole repository goes.
@@ -40,7 +40,7 @@ class Removal:
         return sum(blob.lstat().st_size for blob in self.blobs)
 
     def carry_out(self) -> None:
-        """Remove it."""
+        """Remove the files."""
         if not self.links:
             shutil.rmtree(self.repository.directory)
             shutil.rmtree(self.repository.lock_directory, ignore_errors=True)
@@ -80,7 +80,7 @@ def _of_repository(name: ModelName, repository: CachedRepository) -> Removal:
 
 
 def _is_in_snapshot(path: Path, repository: CachedRepository) -> bool:
-    """Whether it is the name of a blob and not a file by itself."""
+    """Return whether a path is a name of a blob in a snapshot and not a file by itself."""
     return path.is_symlink() and (repository.directory / "snapshots") in path.parents
 
 

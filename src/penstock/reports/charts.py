@@ -1,7 +1,7 @@
-"""Pictures of a report as inline SVG: lines over a number, and stacked bars. They need no script and no font.
+"""The pictures of a report as inline SVG, which need no script and no font: line charts and stacked bars.
 
 Colours are classes that the page's style fills in, so that they follow its light or dark mode. Each picture
-has a title and a description for those who do not see it; the numbers stand in a table below it.
+has a title and a description for readers that do not see it; the numbers stand in a table below it.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Bar:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Frame:
-    """Where numbers lie in a chart of lines. The x axis is logarithmic where its numbers allow that."""
+    """The positions of numbers in a line chart. The x axis is logarithmic where its numbers allow that."""
 
     xs: Sequence[float]
     y_ticks: Sequence[float]
@@ -138,7 +138,7 @@ def ticks(most: float) -> list[float]:
 
 
 def _few(values: Sequence[float]) -> Sequence[float]:
-    """At most so many labels as have room, the last one among them."""
+    """Return as many labels as have room, the last one among them."""
     every = -(-len(values) // _MOST_LABELS)
     return values[::-1][::every]
 
@@ -164,7 +164,7 @@ def _drawn_line(frame: _Frame, line: Line) -> Markup:
 
 
 def _dash(line: Line) -> str | None:
-    """Lines of one colour differ by their dashes; those of predictions are dotted."""
+    """Return the dashes of a line: lines of one colour differ by them; those of predictions are dotted."""
     return "3 5" if line.is_dashed else _DASHES[line.colour // NUM_COLOURS % len(_DASHES)]
 
 
@@ -217,7 +217,7 @@ def _described(lines: Sequence[Line]) -> str:
 
 
 def _short(value: float) -> str:
-    """Three digits at least, and no trailing zeros."""
+    """Return a number with at least three digits, and no trailing zeros."""
     if value == 0 or not math.isfinite(value):
         return "0" if value == 0 else "-"
     digits = max(0, 2 - math.floor(math.log10(abs(value))))

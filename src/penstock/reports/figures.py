@@ -1,7 +1,7 @@
-"""What a report of measured runs holds, as plain values: rates, latencies, and each stage's time and memory.
+"""The figures in a report of measured runs: rates, latencies, and each stage's time and memory.
 
-Predictions stand beside what was measured. `penstock bench --json` prints the values; `reports.page` shows
-them.
+Plain values: predictions stand beside what was measured. `penstock bench --json` prints the values;
+`reports.page` shows them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ LATENCIES = {
 
 
 class Latency(msgspec.Struct, frozen=True, kw_only=True):
-    """How long something took, in milliseconds."""
+    """The summary of a latency, in milliseconds."""
 
     count: int
     mean: float
@@ -65,15 +65,15 @@ class StageFigures(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def bubble(self) -> float:
-        """Share in which it could have computed and did not."""
+        """The share of time in which it could have computed and did not."""
         return sum(self.causes.values())
 
 
 class PredictedFigures(msgspec.Struct, frozen=True, kw_only=True):
-    """What the planner predicts of the layout that ran, under the same load.
+    """The planner's prediction for the layout that ran, under the same load.
 
     Attributes:
-        basis: where the prediction comes from, as a sentence.
+        basis: the source of the prediction, as a sentence.
         bubble: share of the stages' time in which they do not compute, while all requests decode.
     """
 
@@ -88,7 +88,7 @@ class RunFigures(msgspec.Struct, frozen=True, kw_only=True):
     """One run of a load.
 
     Attributes:
-        series: what ran, such as "PP 2 x TP 1"; runs of one series differ in their concurrency.
+        series: the layout, such as "PP 2 x TP 1"; runs of one series differ in their concurrency.
         concurrency: requests in flight at most.
         latencies_ms: by the keys of `LATENCIES`; those that were measured.
         stages: empty where they did not report.
@@ -115,12 +115,12 @@ class RunFigures(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def tokens_per_s(self) -> float:
-        """Prompt and output tokens."""
+        """The prompt and output tokens per second."""
         return (self.prompt_tokens + self.output_tokens) / max(self.duration_s, 1e-9)
 
     @property
     def bubble(self) -> float | None:
-        """Mean share of the stages' time in which they did not compute. None: not known."""
+        """The mean share of the stages' time in which they did not compute. None: not known."""
         busy = [stage.busy for stage in self.stages if stage.num_steps]
         return 1.0 - sum(busy) / len(busy) if busy else None
 
@@ -154,7 +154,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def latency_of(seconds: Sequence[float]) -> Latency:
-    """Return the summary of what was measured."""
+    """Return the summary of measured times."""
     numbers = summary(seconds, PERCENTS)
     return Latency(
         count=len(seconds),

@@ -92,7 +92,7 @@ def _throughput(runs: Sequence[RunFigures]) -> Markup:
 
 
 def _effects(runs: Sequence[RunFigures]) -> list[Markup]:
-    """What differs between layouts, side by side; nothing where one ran."""
+    """Return a section with the layouts side by side; nothing where one ran."""
     if len(_series(runs)) == 1:
         return []
     headings = (
@@ -129,7 +129,7 @@ def _held_bytes(stage: StageFigures) -> int:
 
 
 def _latencies(runs: Sequence[RunFigures]) -> Markup:
-    """A picture and a table for each latency: its percentiles where one layout ran, else the medians."""
+    """Return a picture and a table for each latency: percentiles where one layout ran, else medians."""
     parts: list[Markup] = []
     is_one = len(_series(runs)) == 1
     for name, title in LATENCIES.items():
@@ -166,7 +166,7 @@ def _latency_row(run: RunFigures, name: str) -> tuple[str, ...]:
 
 
 def _stages(runs: Sequence[RunFigures]) -> list[Markup]:
-    """What became of the stages' time and memory; nothing where no stage has reported."""
+    """Return sections about the stages' time and memory; nothing where no stage has reported."""
     reported = [run for run in runs if run.stages]
     if not reported:
         return []
@@ -352,7 +352,7 @@ def _pair(measured: float | None, predicted: float) -> tuple[str, str, str]:
 
 
 def _measured_ms(name: str) -> _Number:
-    """The median of a latency."""
+    """Return a function that gives the median of a latency."""
     return lambda run: run.latencies_ms[name].p50 if name in run.latencies_ms else None
 
 
@@ -369,7 +369,7 @@ def _failed(report: Report) -> list[Markup]:
 
 
 def _lines(runs: Sequence[RunFigures], measured: _Number, predicted: _Number) -> list[Line]:
-    """A line for each layout, and a dashed one for what was predicted of it."""
+    """Return a line for each layout, and a dashed one for its prediction."""
     lines = []
     for colour, series in enumerate(_series(runs)):
         own = [run for run in runs if run.series == series]
@@ -381,7 +381,7 @@ def _lines(runs: Sequence[RunFigures], measured: _Number, predicted: _Number) ->
 
 
 def _fullest(runs: Sequence[RunFigures]) -> list[RunFigures]:
-    """Of each layout the run with most requests at once."""
+    """Return for each layout the run with most requests at once."""
     return [
         max((run for run in runs if run.series == series), key=lambda run: run.concurrency)
         for series in _series(runs)

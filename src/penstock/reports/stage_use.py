@@ -1,4 +1,4 @@
-"""What became of the stages' time between two reports of theirs: busy, bubbles by cause, overhead.
+"""The use of the stages' time between two of their reports: busy, bubbles by cause, overhead.
 
 Stages count from their start and report about once a second, also while no request runs. Reports before and
 after a run therefore enclose it and some idle time, which is left out: it is counted as `no_work`.
@@ -19,7 +19,7 @@ _IDLE = Phase.NO_WORK.name.lower()
 
 
 class StageCounts(msgspec.Struct, frozen=True, kw_only=True):
-    """What a stage has counted since its start, as `/debug/pipeline` names it."""
+    """The counts of a stage since its start, as `/debug/pipeline` names them."""
 
     stage: int
     replica: int = 0
@@ -48,7 +48,7 @@ class _PipelineView(msgspec.Struct, frozen=True):
 
 
 def counts_in_view(view: object) -> list[StageCounts]:
-    """Return what the stages have counted, of the answer of `/debug/pipeline`.
+    """Return the counts of the stages from the answer of `/debug/pipeline`.
 
     Raises:
         msgspec.ValidationError: it is not such an answer.
@@ -62,7 +62,7 @@ def counts_in_view(view: object) -> list[StageCounts]:
 
 
 def counts_of_core(stats: CoreStats | None) -> list[StageCounts]:
-    """Return what the stages have counted, as a core says; nothing while there is no core."""
+    """Return the counts of the stages that a core reports; nothing while there is no core."""
     if stats is None:
         return []
     memory = {(each.replica, each.stage): each for each in stats.stage_memory}

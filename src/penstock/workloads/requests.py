@@ -1,4 +1,4 @@
-"""What a load run asks for: prompts of random ids, exact output lengths and arrival times.
+"""The requests of a load run: prompts of random ids, exact output lengths and arrival times.
 
 Made from a seed (`synthetic`) or from a trace (`from_trace`, `workloads.traces`). `penstock bench` sends them
 to a server, `penstock simulate` to a simulated one. Knows nothing of either.
@@ -37,7 +37,7 @@ def synthetic(
     vocab_size: int,
     seed: int,
 ) -> list[BenchRequest]:
-    """Random prompts, with lengths uniform within `range_ratio` of the given ones, and random arrivals.
+    """Return random prompts at random times; lengths are uniform within `range_ratio` of the given ones.
 
     Raises `UsageError` naming the flag that is out of range.
     """
@@ -59,7 +59,7 @@ def synthetic(
 
 
 def arrival_times(count: int, request_rate: float, burstiness: float, draw: random.Random) -> list[float]:
-    """Arrivals whose gaps follow a gamma distribution of mean 1 / rate and shape `burstiness`.
+    """Return arrivals whose gaps follow a gamma distribution of mean 1 / rate and shape `burstiness`.
 
     Shape 1 is a Poisson process; smaller is burstier. An infinite rate sends everything at once.
     """
@@ -85,7 +85,7 @@ def at_rate(
 def from_trace(
     rows: Sequence[TraceRow], *, length_scale: float, time_scale: float, vocab_size: int, seed: int
 ) -> list[BenchRequest]:
-    """Requests shaped like a trace. Prompts that begin with the same blocks begin with the same ids.
+    """Return requests shaped like a trace. Prompts that begin with the same blocks begin with the same ids.
 
     Lengths are divided by `length_scale`, and are at least 1; arrival times are multiplied by `time_scale`.
     """
@@ -126,7 +126,7 @@ def _scaled(length: int, scale: float) -> int:
 
 
 def _ids_of_row(row: TraceRow, scale: float, vocab_size: int, seed: int, draw: random.Random) -> list[int]:
-    """Random ids; where the trace says what blocks hold, of each block the same in all prompts."""
+    """Return random ids; where the trace names blocks, a block has the same ids in all prompts."""
     count = _scaled(row.input_len, scale)
     if not row.blocks:
         return _random_ids(count, vocab_size, draw)

@@ -8,8 +8,10 @@ from collections.abc import Sequence
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """Return the percentile with linear interpolation between neighbours (numpy's default rule); 0 for no
-    values."""
+    """Return the percentile with linear interpolation between neighbours; 0 without values.
+
+    This is numpy's default rule.
+    """
     if not values:
         return 0.0
     ordered = sorted(values)

@@ -1,4 +1,4 @@
-"""Traces of requests: files of real loads, each as a list of arrival times and lengths.
+"""The readers of traces of requests: files of real loads, each as a list of arrival times and lengths.
 
 | kind | file | its lines |
 |---|---|---|
@@ -35,8 +35,8 @@ class TraceRow:
     """One request of a trace file, as recorded.
 
     Attributes:
-        arrival_s: after the first row.
-        blocks: what stands in each block of `MOONCAKE_BLOCK` tokens of the prompt, where that is known: equal
+        arrival_s: seconds after the first row.
+        blocks: a number for each block of `MOONCAKE_BLOCK` tokens of the prompt, where these are known: equal
             numbers are equal tokens.
     """
 
@@ -61,12 +61,12 @@ def read_trace(
     """Return the first rows of a trace.
 
     Args:
-        limit: rows; None: all.
-        kind: `auto` goes by the name and, of JSONL, by the first line.
-        count_tokens: of a text, where the trace has texts.
+        limit: number of rows; None: all.
+        kind: `auto` goes by the name and, for JSONL, by the first line.
+        count_tokens: counts the tokens of a text, where the trace has texts.
 
     Raises:
-        UsageError: the file cannot be read, is no trace of that kind, or has fewer rows than `limit`.
+        UsageError: the file cannot be read, is not a trace of that kind, or has fewer rows than `limit`.
     """
     if limit is not None and limit < 1:
         raise UsageError(f"{limit} requests of a trace were asked for; ask for at least 1.")
@@ -90,7 +90,7 @@ def read_trace(
 
 
 def _kind_of(path: Path, file: TextIO) -> TraceKind:
-    """What the name and the first line tell; the file is at its beginning again."""
+    """Return the kind by the name and the first line; the file is at its beginning again."""
     if path.suffix == ".csv":
         return "azure"
     if path.suffix == ".json":
