@@ -94,20 +94,19 @@ class AsyncLLM:
         sampling_params: SamplingParams | None = None,
         request_id: str | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Continue a prompt. Each output has all that was generated so far, of each of its `n` sequences; the
-        last one is `finished`.
+        """Continue a prompt; each output has all that was generated so far.
 
-        Leaving the loop early, or cancelling its task, aborts the request (`contextlib.aclosing` does so at
-        once).
+        It has that of each of its `n` sequences; the last output is `finished`. Leaving the loop early, or
+        cancelling its task, aborts the request (`contextlib.aclosing` does so at once).
 
         Args:
             prompt: text, `{"prompt": text}` or `{"prompt_token_ids": [...]}`.
             sampling_params: None takes the model's defaults.
-            request_id: for `abort`; no other request that is alive has it. None makes one.
+            request_id: for `abort`; must differ from those of all live requests. None makes one.
 
         Raises:
             InvalidRequestError: the prompt or a sampling value is out of bounds, or the id is in use.
-            AbortedError: somebody else has aborted it.
+            AbortedError: it was aborted by another call.
             PenstockError: the request or the engine failed.
         """
         running = await self._running()
@@ -178,8 +177,10 @@ class AsyncLLM:
         return (await self._running()).engine.status()
 
     async def close(self) -> None:
-        """End the engine and wait until nothing of it is left; requests that are open end with an error. May
-        be called twice."""
+        """End the engine and wait until nothing of it is left. May be called twice.
+
+        Requests that are open end with an error.
+        """
         self._is_closed = True
         starting, self._starting = self._starting, None
         if starting is None:
@@ -265,7 +266,7 @@ class AsyncLLM:
             self._release(name, streams)
 
     def _release(self, name: str, streams: list[RequestStream]) -> None:
-        """Abort what still runs of a request whose reader has left."""
+        """Abort the rest of a request whose reader has left."""
         for stream in streams:
             stream.cancel()
         if self._streams.get(name) is streams:
@@ -276,7 +277,7 @@ class AsyncLLM:
 
 
 class _Running:
-    """An engine that runs, and what prepares and checks its requests."""
+    """An engine that runs, with the parts that prepare and check its requests."""
 
     def __init__(
         self, supervisor: SupervisorProcess, supervised: SupervisedEngine, text: PromptPreparer
@@ -322,7 +323,7 @@ async def _start(config: EngineConfig) -> _Running:
 
 
 async def _news(streams: Sequence[RequestStream]) -> AsyncGenerator[dict[int, TextDelta], None]:
-    """Yield what comes of the streams, by their indices, until all have ended or one has failed."""
+    """Yield the news of the streams, by their indices, until all have ended or one has failed."""
     if len(streams) == 1:
         while True:
             delta = await streams[0].next()

@@ -1,4 +1,4 @@
-"""How `LLM` uses an engine: many requests at once, from the first to the last.
+"""The engine as `LLM` uses it: many requests at once, from the first to the last.
 
 `InprocessClient` has the engine core and its ranks in this process. Its twin for an engine in other processes
 is `llm.process_client`.
@@ -29,7 +29,7 @@ POLL_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class OfflineRequest:
-    """A request whose values are checked, and what makes the text or the vector of each of its sequences."""
+    """A request whose values are checked, with the maker of the text or vector of each sequence."""
 
     request: GenerationRequest
     make_assembler: MakeAssembler
@@ -37,12 +37,12 @@ class OfflineRequest:
 
 @dataclass(frozen=True, slots=True)
 class RequestResult:
-    """What came of one request.
+    """The result of one request.
 
     Attributes:
         sequences: the whole output of each sequence.
         num_cached_tokens: prompt tokens whose KV was found in the cache.
-        drafts: of all sequences.
+        drafts: sum over all sequences.
     """
 
     sequences: list[TextDelta]
@@ -66,7 +66,7 @@ class EngineClient(Protocol):
 
     @property
     def max_model_len(self) -> int:
-        """Longest prompt + output that the engine serves."""
+        """The longest prompt + output that the engine serves."""
         ...
 
     def run(self, requests: Sequence[OfflineRequest], progress: ProgressDisplay) -> list[RequestResult]:
@@ -112,7 +112,7 @@ class InprocessClient:
         self._closed = False
 
     def run(self, requests: Sequence[OfflineRequest], progress: ProgressDisplay) -> list[RequestResult]:
-        """Run the requests, as the protocol describes."""
+        """Run the requests; see `EngineClient.run`."""
         streams = OpenStreams(self.abort)
         opened = [streams.open(request.request, request.make_assembler) for request in requests]
         siblings = {stream.request_id: own for own in opened for stream in own}
@@ -148,11 +148,11 @@ class InprocessClient:
         return refused + self._core.step(0.0 if refused else timeout_s)
 
     def stats(self) -> CoreStats:
-        """As in the protocol."""
+        """Return the core's numbers."""
         return self._core.stats()
 
     def close(self) -> None:
-        """As in the protocol. May be called twice."""
+        """End the engine. May be called twice."""
         if not self._closed:
             self._closed = True
             self._executor.shutdown()

@@ -82,7 +82,7 @@ class LoopThread:
             raise
 
     def post(self, function: Callable[[], object]) -> None:
-        """Have the loop call the function, after what it was given before; at once if this is its thread."""
+        """Call the function on the loop, after those given before; at once if this is its thread."""
         if threading.current_thread() is self._thread:
             function()
         elif self._thread.is_alive():

@@ -55,15 +55,18 @@ class ProcessClient:
         self.max_model_len = self._engine.client.max_model_len
 
     def run(self, requests: Sequence[OfflineRequest], progress: ProgressDisplay) -> list[RequestResult]:
-        """As in the protocol. Requests outlive the loss of a core, also one that is away now."""
+        """Run the requests; see `EngineClient.run`.
+
+        Requests outlive the loss of a core, even one that is away now.
+        """
         return self._thread.run(self._run(requests, progress))
 
     def stats(self) -> CoreStats | None:
-        """As in the protocol; None while there is no core."""
+        """Return the core's numbers; None while there is no core."""
         return self._engine.client.stats
 
     def close(self) -> None:
-        """As in the protocol. May be called twice."""
+        """End the engine. May be called twice."""
         self._thread.post(self._engine.leave)
         self._thread.close()
         self._supervisor.end()

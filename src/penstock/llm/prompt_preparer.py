@@ -1,4 +1,4 @@
-"""What `LLM` and `AsyncLLM` know of their model's text: prompts and conversations as token ids, defaults.
+"""The text side of `LLM` and `AsyncLLM`: prompts and conversations as token ids, and the model's defaults.
 
 Both make a `PromptPreparer` from the `LaunchPlan`; no engine has to run for it. Prompts come from the
 program's author: special tokens in them mean themselves, except in messages, where only those that the
@@ -67,7 +67,7 @@ class PromptPreparer:
 
     Attributes:
         default_sampling: the sampling that the checkpoint asks for.
-        vector: what vectors the model gives.
+        vector: the form of the vectors that the model gives.
         pooling: token states that a vector is made of, where a request does not say.
         grammar_model: the vocabulary by which grammars are proved (`grammar.proving`).
     """
@@ -109,7 +109,7 @@ class PromptPreparer:
         )
 
     def limits(self, max_model_len: int) -> RequestLimits:
-        """Return what requests must satisfy, given the length that the engine serves."""
+        """Return the limits of requests, given the length that the engine serves."""
         return RequestLimits(max_model_len=max_model_len, vocab_size=self.vocab_size, vector=self.vector)
 
     def prompt(self, prompt: Prompt) -> PreparedPrompt:
@@ -174,7 +174,7 @@ class PromptPreparer:
 
 @contextlib.contextmanager
 def at_place(field: str) -> Iterator[None]:
-    """Have a refusal name the request that it is about by its `field`, such as `prompts[3]`."""
+    """Let a refusal name the request that it is about by its `field`, such as `prompts[3]`."""
     try:
         yield
     except InvalidRequestError as error:
@@ -190,7 +190,7 @@ def chat_options(
     tools: Sequence[Mapping[str, Any]] | None,
     kwargs: Mapping[str, Any] | None,
 ) -> dict[str, Any]:
-    """Return what a conversation is rendered with.
+    """Return the options with which a conversation is rendered.
 
     Raises:
         InvalidRequestError: two options exclude each other.

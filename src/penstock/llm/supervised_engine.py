@@ -15,7 +15,7 @@ from penstock.llm.supervisor_process import START_TIMEOUT_S, SupervisorProcess
 
 
 def engine_info(config: EngineConfig, plan: LaunchPlan, text: PromptPreparer) -> EngineInfo:
-    """Return what a client must know of the engine beforehand."""
+    """Return the facts that a client must know of the engine beforehand."""
     return EngineInfo(
         max_model_len=plan.core.max_model_len,
         vocab_size=plan.core.vocab_size,
@@ -28,7 +28,7 @@ def engine_info(config: EngineConfig, plan: LaunchPlan, text: PromptPreparer) ->
 
 
 class SupervisedEngine:
-    """An engine that runs, on the event loop that opened it. Its supervisor belongs to whoever started it.
+    """An engine that runs, on the event loop that opened it. Its supervisor belongs to the caller of `open`.
 
     Attributes:
         client: of the core. Its streams end with the first cause when the supervisor gives up.
@@ -70,7 +70,7 @@ class SupervisedEngine:
         self.client.close()
 
     def _hear(self) -> None:
-        """Pass on what the supervisor has said. Once it has ended, nobody starts another core."""
+        """Pass on the supervisor's news. Once it has ended, no other core is started."""
         self._supervisor.pass_on_news()
         if self._supervisor.has_ended:
             self._loop.remove_reader(self._supervisor.fileno())

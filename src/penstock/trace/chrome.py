@@ -1,4 +1,4 @@
-"""What the stages did, as a Chrome trace that Perfetto opens, and as a table of bubbles.
+"""The stages' work as a Chrome trace that Perfetto opens, and as a table of bubbles.
 
     stage 0   compute   |forward 7 ..........|forward 8 ..........|
               transfer                       |7| --+              |8|
@@ -30,7 +30,7 @@ class StageTrack(NamedTuple):
 
     @property
     def pid(self) -> int:
-        """Its number as a process of the trace; of the only replica, its number."""
+        """The number of the stage as a process of the trace; of the only replica, its own number."""
         return self.replica * _MAX_STAGES + self.number
 
     @property
@@ -50,10 +50,11 @@ class Span(NamedTuple):
 
 
 def spans_of(reports: Sequence[StageSpans]) -> Iterator[Span]:
-    """All spans, by stage and time; those after a step's end and before the next one's begin count as its.
+    """Yield all spans, by stage and time.
 
-    Reports of stages on other hosts are shifted to the head's clock. What is known of that clock grows more
-    exact from report to report: where one would begin before the end of the one before it, it is cut there.
+    Spans between a step's end and the next one's begin count to the step before. Reports of stages on other
+    hosts are shifted to the head's clock. What is known of that clock grows more exact from report to report:
+    where one would begin before the end of the one before it, it is cut there.
     """
     newest: dict[StageTrack, tuple[int, int]] = {}
     ended_ns: dict[StageTrack, int] = {}
@@ -71,12 +72,12 @@ def spans_of(reports: Sequence[StageSpans]) -> Iterator[Span]:
 
 
 def chrome_trace(reports: Sequence[StageSpans]) -> dict[str, Any]:
-    """The trace as an object for JSON: a process a stage, with a thread for each of `_TRACKS`."""
+    """Return the trace as an object for JSON: a process per stage, with a thread for each of `_TRACKS`."""
     return {"traceEvents": [*trace_events(list(spans_of(reports)))], "displayTimeUnit": "ms"}
 
 
 def trace_events(spans: Iterable[Span]) -> Iterator[dict[str, Any]]:
-    """The events of a trace one by one, for one that is long.
+    """Yield the events of a trace one by one, since it may be long.
 
     Args:
         spans: can be gone through several times.
@@ -90,13 +91,16 @@ def trace_events(spans: Iterable[Span]) -> Iterator[dict[str, Any]]:
 
 
 def bubble_report(reports: Sequence[StageSpans]) -> list[str]:
-    """A line per stage: how much of the time it computed, its bubbles by cause, its own overhead, and the
-    steps that it left out because a guess before them was wrong."""
+    """Return a line per stage about its time.
+
+    It says how much of the time the stage computed, its bubbles by cause, its own overhead, and the steps
+    that it left out because a guess before them was wrong.
+    """
     return bubbles_of(spans_of(reports))
 
 
 def bubbles_of(spans: Iterable[Span]) -> list[str]:
-    """That report of these spans."""
+    """Return the lines of `bubble_report` for these spans."""
     by_stage: dict[StageTrack, Counter[Phase]] = defaultdict(Counter)
     is_computed: dict[StageTrack, dict[int, bool]] = defaultdict(dict)  # by step with tokens
     for span in spans:
@@ -121,7 +125,7 @@ def bubbles_of(spans: Iterable[Span]) -> list[str]:
 
 
 def _texts(stages: Collection[StageTrack]) -> dict[StageTrack, str]:
-    """What to call them; replicas are named where there are several."""
+    """Return the names of the stages; replicas are named where there are several."""
     if all(stage.replica == 0 for stage in stages):
         return {stage: f"stage {stage.number}" for stage in stages}
     return {stage: f"replica {stage.replica} stage {stage.number}" for stage in stages}
@@ -156,7 +160,7 @@ def _track(phase: Phase) -> int:
 
 
 def _arrows(spans: Iterable[Span]) -> Iterator[dict[str, Any]]:
-    """From a stage's last copying in a step (into the link) to the next stage's first (out of it)."""
+    """Yield an arrow from a stage's last copy in a step, into the link, to the next stage's first."""
     first: dict[tuple[StageTrack, int], Span] = {}
     last: dict[tuple[StageTrack, int], Span] = {}
     for span in spans:

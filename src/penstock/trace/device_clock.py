@@ -79,7 +79,7 @@ class DeviceClock(PhaseClock):
         return self._busy_ns
 
     def _count_finished(self) -> None:
-        """Count what the device has finished, in the order of its work, and let go of those marks."""
+        """Count the finished work of the device, in its order, and drop those marks."""
         while self._unfinished and self._unfinished[0][1].query():
             begin, end = self._unfinished.popleft()
             self._busy_ns += round(begin.elapsed_time(end) * NS_PER_MS)

@@ -1,10 +1,10 @@
-"""Estimates how the monotonic clock of another host differs from the own one, and how sure that is.
+"""The estimate of how the monotonic clock of another host differs from the own one, and how sure that is.
 
     own host     asked_ns ───────────────────────────────── answered_ns
                           ╲                                ╱
     other host             heard_ns ────────── replied_ns
 
-Both directions together take the round trip, and nobody knows how it is divided. With halves the middles of
+Both directions together take the round trip, and it is unknown how it is divided. With halves the middles of
 both lines are the same instant; however it is divided, that is wrong by half the round trip at most. So of
 all answers the one with the shortest round trip tells most. It grows old: two clocks drift apart, and a newer
 answer with a longer round trip becomes the better one.
@@ -35,22 +35,22 @@ class ClockAnswer(NamedTuple):
 
     @property
     def offset_ns(self) -> int:
-        """Nanoseconds to add to an instant of the other clock to have it in the own one's time."""
+        """The nanoseconds to add to an instant of the other clock to have it in the own one's time."""
         return (self.asked_ns + self.answered_ns - self.heard_ns - self.replied_ns) // 2
 
     @property
     def error_ns(self) -> int:
-        """By how much `offset_ns` may be wrong: half the round trip, rounded up."""
+        """The error that `offset_ns` may have: half the round trip, rounded up."""
         round_trip_ns = (self.answered_ns - self.asked_ns) - (self.replied_ns - self.heard_ns)
         return round_trip_ns // 2 + 1
 
     def error_at_ns(self, now_ns: int) -> int:
-        """By how much it may be wrong at a later instant of the own clock."""
+        """Return the error that it may have at a later instant of the own clock."""
         return self.error_ns + math.ceil(DRIFT * max(0, now_ns - self.answered_ns))
 
 
 class ClockEstimate:
-    """The best that is known of the clock of one host.
+    """The best estimate of the clock of one host.
 
     Drift makes all errors grow alike, so that an answer which is worse than a newer one stays worse: only the
     best one is kept.
@@ -69,8 +69,11 @@ class ClockEstimate:
         return self._best
 
     def _is_better(self, answer: ClockAnswer, best: ClockAnswer) -> bool:
-        """Whether to believe an answer rather than the best one so far. Two that exclude each other mean that
-        the other clock began anew with its host, or stood still while that slept: the newer one is right."""
+        """Return whether to believe an answer rather than the best one so far.
+
+        Two that exclude each other mean that the other clock began anew with its host, or stood still while
+        that slept: the newer one is right.
+        """
         error_ns = best.error_at_ns(answer.answered_ns)
         are_compatible = abs(answer.offset_ns - best.offset_ns) <= answer.error_ns + error_ns
         return answer.error_ns <= error_ns or not are_compatible

@@ -1,4 +1,4 @@
-"""Where a stage's time goes: every instant belongs to one phase, so the phases add up to the wall time.
+"""The phases of a stage's time: every instant belongs to one, so that they add up to the wall time.
 
 A rank has one `PhaseClock`; `pipeline.stage`, the ports and the links tell it what begins. What it has
 counted goes to the core about once a second (`batch.StageTimes`). Knows nothing of plans, tensors or
@@ -17,7 +17,7 @@ REPORT_INTERVAL_NS = 1_000_000_000
 
 
 class Phase(IntEnum):
-    """What a stage does or waits for."""
+    """The phases of a stage: it computes, moves data or waits."""
 
     NO_WORK = 0  # the pipe had room, but no request could run
     WAIT_PLAN = 1  # for the core
@@ -75,10 +75,10 @@ class PhaseClock:
         """End the phase that runs, and begin another.
 
         Args:
-            was: what the time since the last call turns out to have been, if not what it was taken for.
+            was: the phase to which the time since the last call belongs after all, if not the one that ran.
 
         Returns:
-            What has ended, so that a nested phase can give way to it again.
+            The phase that has ended, so that a nested phase can give way to it again.
         """
         now = self._wall()
         before = self._phase
@@ -96,30 +96,30 @@ class PhaseClock:
         return before
 
     def await_device(self) -> None:
-        """Wait for what was launched and is still being computed, which counts as `FORWARD`.
+        """Wait for work that was launched and is still being computed, which counts as `FORWARD`.
 
-        For those who would wait for it anyway, in a phase that is not busy. On a CPU there is nothing to wait
-        for: a call that computes returns when it has.
+        For callers that would wait for it anyway, in a phase that is not busy. On a CPU there is nothing to
+        wait for: a call that computes returns when it has.
         """
 
     @property
     def num_spans(self) -> int:
-        """Kept so far; the span that runs will be the next."""
+        """The number of spans kept so far; the span that runs will be the next."""
         return len(self._span_ns)
 
     def take_spans(self) -> tuple[int, bytes, list[int]]:
-        """When the first span that was kept began, and phase and nanoseconds of each; they are forgotten."""
+        """Return when the first kept span began, and phase and nanoseconds of each; forget them."""
         phases, durations = bytes(self._span_phases), self._span_ns
         self._span_phases, self._span_ns = bytearray(), []
         return self._since - sum(durations), phases, durations
 
     @property
     def last_change_ns(self) -> int:
-        """When the phase that runs has begun."""
+        """The time at which the phase that runs has begun."""
         return self._since
 
     def totals(self) -> tuple[int, int, list[int]]:
-        """Wall time since the start, busy time, and time by phase, in nanoseconds, up to this instant.
+        """Return wall time since the start, busy time, and time by phase, in nanoseconds, up to now.
 
         Call it outside the busy phases.
         """
@@ -137,7 +137,7 @@ class PhaseClock:
 
 
 class _NobodysClock(PhaseClock):
-    """Counts nothing, for whoever has no clock."""
+    """A clock that counts nothing, for callers without a clock."""
 
     def begin(self, phase: Phase, was: Phase | None = None) -> Phase:
         return phase
@@ -172,7 +172,7 @@ class StageReporter:
         self._due_ns = clock.last_change_ns + REPORT_INTERVAL_NS
 
     def step_begun(self, step_id: int, num_tokens: int, prompt_tokens: int = 0) -> None:
-        """The phase that runs is the step's first."""
+        """Note that the phase that runs is the first of a step."""
         if self.clock.keeps_spans:
             self._steps.append((self.clock.num_spans, step_id, num_tokens))
             if prompt_tokens:
@@ -180,7 +180,7 @@ class StageReporter:
         self._num_steps += num_tokens > 0  # an empty plan is a probe
 
     def step_done(self, report_now: bool = False) -> None:
-        """A step has left the stage; call it outside the busy phases."""
+        """Note that a step has left the stage; to be called outside the busy phases."""
         if report_now or self.clock.last_change_ns >= self._due_ns:
             self._report()
 
