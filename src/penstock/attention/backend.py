@@ -1,8 +1,8 @@
-"""The seam between the model and whoever computes attention.
+"""The seam between the model and the code that computes attention.
 
 `attention.cpu_paged` is by our kernels, `attention.torch_paged` everywhere else; `attention.latent_paged` is
 for models that keep one latent vector of a token in place of keys and values. A backend holds no state of a
-request or a step. It says how keys and values lie in memory, for nobody else reads them.
+request or a step. It alone decides how keys and values lie in memory, for only it reads them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from penstock.kernels.cpu.ops import Sight
 
 
 class AttentionBackend(Protocol):
-    """Rotation of queries and keys, and causal attention over the paged KV of one layer."""
+    """The seam to an implementation of attention: rotation, and causal attention over paged KV of a layer."""
 
     def attend(
         self, qkv: Tensor, angles: Any, kv: AnyKV, metadata: AttentionMetadata, sight: Sight
@@ -26,9 +26,9 @@ class AttentionBackend(Protocol):
 
         Args:
             qkv: [num_tokens, (num_heads + 2 num_kv_heads) head_dim], not rotated; may be overwritten.
-            angles: of the step's positions, from `layers.rope`.
+            angles: rotations at the step's positions, from `layers.rope`.
             kv: written at `metadata.slot_mapping`, read at the slots of each row's context.
-            sight: of the layer, sinks included.
+            sight: that of the layer, sinks included.
 
         Returns:
             [num_tokens, num_heads * head_dim] in the dtype of `qkv`.
@@ -36,13 +36,13 @@ class AttentionBackend(Protocol):
         ...
 
     def block_bytes(self, block_size: int) -> int:
-        """Bytes of a block of one layer, keys and values."""
+        """Return the bytes of a block of one layer, keys and values."""
         ...
 
     def layer_kv(self, memory: Tensor) -> AnyKV:
-        """Zeroed memory of a layer, uint8 [num_blocks * block_bytes], as its keys and values."""
+        """Return a layer's zeroed memory, uint8 [num_blocks * block_bytes], as keys and values."""
         ...
 
     def block_codec(self, block_size: int) -> BlockCodec:
-        """What copies blocks of a layer out of this memory and back, in an order that is nobody's own."""
+        """Return the codec that copies blocks of a layer out of this memory and back."""
         ...

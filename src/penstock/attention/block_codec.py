@@ -10,7 +10,7 @@ or, where a token keeps one latent vector for all heads, the same one record on 
 
 Numbers are those of the cache, in its dtype, little-endian. A rank with half of the heads has half of the
 records: so a block that was written by two ranks of a stage can be read by one, and the other way round.
-Whoever keeps blocks outside of a rank's memory calls this. It knows nothing of where they are kept, nor of
+Called to keep blocks outside of a rank's memory. It knows nothing of where they are kept, nor of
 which blocks are whole: slots that no token has written are copied as they are.
 """
 
@@ -36,7 +36,7 @@ class BlockCodec(Protocol):
 
     @property
     def num_records(self) -> int:
-        """Of one block of one layer."""
+        """The number of records of one block of one layer."""
         ...
 
     @property
@@ -91,12 +91,12 @@ class SlotCodec:
                 stored.copy_(content[:, part].transpose(0, 1))
 
     def _seen(self, records: Sequence[bytes]) -> Tensor:
-        """[num_heads, num_parts, block_size, width] in the dtype of the cache."""
+        """Return records as [num_heads, num_parts, block_size, width] in the dtype of the cache."""
         whole = torch.frombuffer(bytearray(b"".join(records)), dtype=torch.uint8)
         return whole.view(self._dtype).view(self._shape)
 
     def _slots(self, kv: AnyKV, block: int) -> list[Tensor]:
-        """Each part of a block where it is stored: [block_size, num_heads, width]."""
+        """Return each part of a block where it is stored: [block_size, num_heads, width]."""
         block_size = self._shape[2]
         parts = _parts(kv)
         assert 0 <= block < len(parts[0]) // block_size, block
@@ -104,7 +104,7 @@ class SlotCodec:
 
 
 def check_records(codec: BlockCodec, num_blocks: int, records: Sequence[bytes]) -> None:
-    """More or less than the codec's would be read, or written, over its end."""
+    """Assert that the records fit: others would be read, or written, over the end."""
     assert len(records) == num_blocks * codec.num_records, len(records)
     assert {len(record) for record in records} <= {codec.record_bytes}, "a record of another size"
 
@@ -114,7 +114,7 @@ def _bytes(record: Tensor) -> bytes:
 
 
 def _parts(kv: AnyKV) -> list[Tensor]:
-    """What is kept of a token: each [num_slots, num_heads, width]."""
+    """Return the parts that are kept of a token: each [num_slots, num_heads, width]."""
     if isinstance(kv, LayerKV):
         return [kv.key, kv.value]
     assert isinstance(kv, LatentKV)

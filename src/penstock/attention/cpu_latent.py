@@ -1,4 +1,4 @@
-"""Paged attention over latent vectors by our own kernels, which make tiles of them as they read."""
+"""The paged attention over latent vectors by our own kernels, which make tiles of them as they read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Paged attention by our own kernels: rotation, storing and attending in two calls a layer."""
+"""The paged attention of our own kernels: rotation, storing and attending in two calls a layer."""
 
 from __future__ import annotations
 

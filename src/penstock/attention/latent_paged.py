@@ -1,4 +1,4 @@
-"""Paged attention over latent vectors, in plain torch, for CPUs and GPUs (arXiv 2405.04434, section 2.1.2).
+"""The paged attention over latent vectors in plain torch, for CPUs and GPUs (arXiv 2405.04434, 2.1.2).
 
 The projections from a latent vector to keys and values are applied to queries and results instead
 (`models.latent_attention`), so that all query heads look at one key, and the value is the front of that key:
@@ -35,8 +35,11 @@ class LatentPagedAttention:
     def attend(
         self, qkv: Tensor, angles: Any, kv: AnyKV, metadata: AttentionMetadata, sight: Sight
     ) -> Tensor:
-        """As the protocol says, but `qkv` has queries and one key, each [rank | rotary]: [num_tokens,
-        (num_heads + 1) width]; and the result is [num_tokens, num_heads * rank]."""
+        """Attend as the protocol says, but over one key for all heads.
+
+        `qkv` has queries and one key, each [rank | rotary]: [num_tokens, (num_heads + 1) width]; the result
+        is [num_tokens, num_heads * rank].
+        """
         assert isinstance(kv, LatentKV)
         query = self._store(qkv, angles, kv, metadata)[:, :-1]
         output = torch.empty(*query.shape[:-1], self._latent.rank, dtype=qkv.dtype, device=qkv.device)
@@ -59,7 +62,7 @@ class LatentPagedAttention:
         return SlotCodec(num_heads=1, num_parts=1, width=width, dtype=self._dtype, block_size=block_size)
 
     def _store(self, qkv: Tensor, angles: Any, kv: LatentKV, metadata: AttentionMetadata) -> Tensor:
-        """Rotate queries and key of `qkv` in place, and store the key; they are returned head by head."""
+        """Rotate queries and key of `qkv` in place, store the key, and return all head by head."""
         heads = qkv.view(len(qkv), self._num_heads + 1, self._latent.width)
         rotary = heads[..., self._latent.rank :]
         rotary.copy_(angles.rotate(rotary))
@@ -67,20 +70,20 @@ class LatentPagedAttention:
         return heads
 
     def _decode(self, query: Tensor, kv: LatentKV, group: DecodeGroup, sight: Sight) -> Tensor:
-        """[num_rows, num_heads, width], one token a row -> [num_rows, num_heads, rank]."""
+        """Attend with one token a row: [num_rows, num_heads, width] -> [num_rows, num_heads, rank]."""
         slots = group.slots
         keys = kv.latent.index_select(0, slots.view(-1)).view(*slots.shape, self._latent.width)
         values = keys[..., : self._latent.rank]
         return weighted(query, keys, values, group.padding.squeeze(1), sight, sight.sinks)
 
     def _prefill(self, query: Tensor, kv: LatentKV, row: PrefillRow, sight: Sight, output: Tensor) -> None:
-        """[num_tokens, num_heads, width] of one row; writes [num_tokens, num_heads, rank]."""
+        """Attend with one row, [num_tokens, num_heads, width]; write [num_tokens, num_heads, rank]."""
         keys = kv.latent.index_select(0, row.slots)
         values, hidden = keys[:, : self._latent.rank], ~row.sight()[:, None]
         for piece in self._pieces(len(query), len(keys)):
             output[piece] = weighted(query[piece], keys, values, hidden[piece], sight, sight.sinks)
 
     def _pieces(self, num_tokens: int, context: int) -> Iterator[slice]:
-        """Of the tokens of a row, those that are computed together."""
+        """Yield slices of the tokens of a row that are computed together."""
         step = max(1, MAX_SCORES // (self._num_heads * context))
         return (slice(first, first + step) for first in range(0, num_tokens, step))

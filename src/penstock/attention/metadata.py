@@ -1,4 +1,4 @@
-"""What attention must know about a step beside its tensors.
+"""The facts of a step that attention needs beside its tensors.
 
 `AttentionMetadata` is made once per step by `runner.forward_batch` and read by every layer's attention.
 Keys and values live in *slots*: token position p of a row is in slot `block_table[p // block_size] *
@@ -24,7 +24,7 @@ CONTEXT_STEP = 32
 
 
 class KernelStep:
-    """A step's `kernels.cpu.abi.Step`, and what its pointers point to."""
+    """A step's `kernels.cpu.abi.Step`, with the memory to which its pointers point."""
 
     def __init__(self, metadata: AttentionMetadata, positions: Tensor | None = None) -> None:
         self._kept = (positions, metadata.slot_mapping, metadata.block_tables)
@@ -46,7 +46,7 @@ class KernelStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerKV:
-    """Keys and values of one layer for all blocks."""
+    """The keys and values of one layer for all blocks."""
 
     key: Tensor  # [num_slots, num_kv_heads, head_dim]
     value: Tensor  # [num_slots, num_kv_heads, head_dim]
@@ -54,14 +54,14 @@ class LayerKV:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockKV:
-    """The same for our kernels, which lay out each block as they like (kernels/cpu/csrc/attention.h)."""
+    """The keys and values for our kernels, which decide how a block is laid out (csrc/attention.h)."""
 
     blocks: Tensor  # uint8 [num_blocks * block_bytes]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LatentKV:
-    """What one layer of latent attention keeps, for all blocks: keys, of which the front is the value."""
+    """The storage of one layer of latent attention for all blocks: keys, of which the front is the value."""
 
     latent: Tensor  # [num_slots, rank + rotary_dim]
 
@@ -70,13 +70,13 @@ AnyKV = LayerKV | BlockKV | LatentKV
 
 
 def kv_tensors(kv: AnyKV) -> list[Tensor]:
-    """The memory of one layer's storage; each tensor has all blocks, one behind the other."""
+    """Return the memory of one layer's storage; each tensor has all blocks, one behind the other."""
     return [getattr(kv, field.name) for field in fields(kv)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeGroup:
-    """Consecutive decode rows whose contexts are read together, padded to the longest."""
+    """A group of consecutive decode rows whose contexts are read together, padded to the longest."""
 
     start: int  # first row; rows and tokens are the same for decodes
     end: int
@@ -86,7 +86,7 @@ class DecodeGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefillRow:
-    """One row with several tokens, or with one that is not counted among the decodes."""
+    """A row with several tokens, or with one that is not counted among the decodes."""
 
     start: int  # first token in the step
     end: int
@@ -94,7 +94,7 @@ class PrefillRow:
     visible: Tensor | None  # [end - start, context] bool; None: the row starts here, plainly causal
 
     def sight(self) -> Tensor:
-        """`visible` in any case."""
+        """Return `visible`, or what it stands for where it is None."""
         if self.visible is not None:
             return self.visible
         size = len(self.slots)
@@ -103,7 +103,7 @@ class PrefillRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reads:
-    """Which slots a step's queries read in layers of one window."""
+    """The slots that a step's queries read in layers of one window."""
 
     decode_groups: list[DecodeGroup]
     prefill_rows: list[PrefillRow]
@@ -113,7 +113,7 @@ class Reads:
     frozen=True, kw_only=True
 )  # no slots: the indices below are worked out once per step, not per layer
 class AttentionMetadata:
-    """Rows of a step, the same for all layers. Tensors are on the device of the KV storage."""
+    """The rows of a step, the same for all layers. Tensors are on the device of the KV storage."""
 
     query_starts: list[int]  # [num_rows + 1] row r owns tokens [query_starts[r], query_starts[r + 1])
     seq_lens: list[int]  # [num_rows] context length after this step
@@ -125,7 +125,7 @@ class AttentionMetadata:
 
     @cached_property
     def step(self) -> KernelStep:
-        """The same for our kernels, without positions."""
+        """The rows for our kernels, without positions."""
         return KernelStep(self)
 
     @cached_property
@@ -133,7 +133,7 @@ class AttentionMetadata:
         return {}
 
     def reads(self, window: int) -> Reads:
-        """For layers whose tokens see themselves and `window` - 1 before them; 0: all."""
+        """Return the reads of layers whose tokens see themselves and `window` - 1 before them; 0: all."""
         if window not in self._reads:
             rows = range(self.num_decodes, len(self.seq_lens))
             self._reads[window] = Reads(
@@ -143,7 +143,7 @@ class AttentionMetadata:
         return self._reads[window]
 
     def _num_seen(self, window: int) -> list[int]:
-        """Of each row, how much of its context its last token sees."""
+        """Return how much of its context the last token of each row sees."""
         return [min(seq_len, window) if window else seq_len for seq_len in self.seq_lens]
 
     def _decode_ranges(self, window: int) -> list[tuple[int, int]]:
@@ -183,7 +183,7 @@ class AttentionMetadata:
         return PrefillRow(start=start, end=end, slots=slots, visible=visible)
 
     def _slots(self, rows: slice, position: Tensor) -> Tensor:
-        """Slots of `position` ([rows or 1, n]) in the given rows: [rows, n]."""
+        """Return the slots of `position` ([rows or 1, n]) in the given rows: [rows, n]."""
         tables = self.block_tables[rows]
         position = position.expand(len(tables), -1)
         blocks = tables.gather(1, position // self.block_size)

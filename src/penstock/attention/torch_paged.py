@@ -1,4 +1,4 @@
-"""Paged attention in plain torch, for CPUs and GPUs.
+"""The paged attention in plain torch, for CPUs and GPUs.
 
 Decode rows are computed together: their keys are gathered, padded to the longest context, and the query heads
 of a KV head form one small matrix (grouped-query attention without repeating keys). Rows that prefill are
@@ -63,7 +63,7 @@ def attend(
         key, value: [num_tokens, num_kv_heads, head_dim], the key rotated.
 
     Returns:
-        As `query`.
+        The shape of `query`.
     """
     kv.key.index_copy_(0, metadata.slot_mapping, key)
     kv.value.index_copy_(0, metadata.slot_mapping, value)
@@ -91,13 +91,13 @@ def _decode(query: Tensor, kv: LayerKV, group: DecodeGroup, sight: Sight) -> Ten
 def weighted(
     query: Tensor, keys: Tensor, values: Tensor, hidden: Tensor, sight: Sight, sinks: Tensor | None
 ) -> Tensor:
-    """What queries get of the values of keys: [..., queries, value_dim].
+    """Return the values weighted by attention: [..., queries, value_dim].
 
     Args:
         query: [..., queries, head_dim].
         keys, values: [..., context, head_dim] and [..., context, value_dim].
         hidden: [..., queries or 1, context] bool, True where a query does not see.
-        sinks: of each query's head, to be broadcast to [..., queries]; None: there are none.
+        sinks: the sink of each query's head, to be broadcast to [..., queries]; None: there are none.
     """
     scores = torch.matmul(query * sight.scale, keys.transpose(-2, -1)).float()
     if sight.soft_cap:
@@ -133,7 +133,7 @@ def _prefill(query: Tensor, kv: LayerKV, row: PrefillRow, sight: Sight) -> Tenso
 
 
 def _places(slots: Tensor, num_kv_heads: int) -> Tensor:
-    """[..., context] slots -> [..., num_kv_heads, context] rows of storage seen as [-1, head_dim]."""
+    """Turn [..., context] slots into [..., num_kv_heads, context] rows of storage seen as [-1, head_dim]."""
     heads = torch.arange(num_kv_heads, device=slots.device)[:, None]
     return slots[..., None, :] * num_kv_heads + heads
 

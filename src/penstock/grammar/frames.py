@@ -1,4 +1,4 @@
-"""What passes between `grammar.proving` and the process in which it has grammars tried: frames over pipes."""
+"""The frames that pass over pipes between `grammar.proving` and the process in which it tries grammars."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ LENGTH_BYTES = 4
 
 
 class ProofAnswer(msgspec.Struct, frozen=True):
-    """`error`: why a grammar, or any grammar, cannot be used; None: it can."""
+    """An answer. `error`: why a grammar, or any grammar, cannot be used; None: it can."""
 
     error: ErrorInfo | None = None
 
 
 def framed(message: msgspec.Struct) -> bytes:
-    """A length of four bytes, and the message."""
+    """Return a message as a frame: a length of four bytes, and the message."""
     content = msgspec.msgpack.encode(message)
     return len(content).to_bytes(LENGTH_BYTES, "little") + content

@@ -1,8 +1,8 @@
-"""Which tokens may come next where a text must follow a grammar: llguidance behind two small classes.
+"""A matcher says which tokens may come next in a text that must follow a grammar; it wraps llguidance.
 
 The only module that imports llguidance. The front builds matchers to see whether a grammar can be used
 (`grammar.proving`), the last stage to obey it (`sample.grammar_rows`); both by the same limits, which count
-work and not time, so that what is found out in one process holds in the other, whoever is faster.
+work and not time, so that what is found out in one process holds in the other, whichever is faster.
 
 A matcher is a function of its grammar and the tokens that it was given: one that is built anew and gets the
 same tokens allows the same ones.
@@ -53,7 +53,7 @@ class Vocabulary:
 
     Args:
         tokenizer: content of `tokenizer.json`.
-        eos_token_ids: of the model; all that the tokenizer has may end a text that is complete.
+        eos_token_ids: those of the model; all that the tokenizer has may end a text that is complete.
 
     Raises:
         InvalidRequestError: no text of ours can be said of these tokens, or the model never ends a text.
@@ -74,7 +74,10 @@ class Vocabulary:
 
 
 def _opened(tokenizer: str, ends: list[int]) -> LLTokenizer:
-    """A model may name an end that its tokenizer does not have: texts end by those that it has."""
+    """Open a tokenizer with those ends of text that it has.
+
+    A model may name an end that its tokenizer does not have.
+    """
     known = sorted(ends)
     while True:
         try:
@@ -99,10 +102,10 @@ def load_vocabulary(directory: Path, eos_token_ids: Sequence[int]) -> Vocabulary
 
 
 class Matcher:
-    """A grammar, and how much of a text has been said. Belongs to one thread at a time.
+    """A grammar, and the state of one text that follows it. Belongs to one thread at a time.
 
     Args:
-        structured: says which texts there are.
+        structured: the grammar.
     """
 
     def __init__(self, vocabulary: Vocabulary, structured: StructuredOutputs) -> None:
@@ -110,46 +113,49 @@ class Matcher:
         self._inner = LLMatcher(vocabulary.inner, grammar, log_level=_QUIET, limits=_LIMITS)
 
     def copy(self) -> Matcher:
-        """Another one of the same state, which costs less than to build it. The two share what they find out
-        of the grammar's patterns, and the limit of how much that may be."""
+        """Return another one in the same state, which costs less than to build it.
+
+        The two share what they find out of the grammar's patterns, and the limit of how much that may be.
+        """
         other = object.__new__(Matcher)
         other._inner = self._inner.deep_copy()
         return other
 
     @property
     def error(self) -> str:
-        """Why nothing can be said of what may come next; empty while all is well."""
+        """The reason why nothing can be said of what may come next; empty while all is well."""
         return _reason(self._inner.get_error()) if self._inner.is_error() else ""
 
     def accept(self, token_ids: Iterable[int]) -> None:
-        """These have been sampled. What comes behind the end of a text is taken for an error."""
+        """Take tokens that have been sampled. Tokens behind the end of a text lead to an error."""
         self._inner.consume_tokens(list(token_ids))
 
     def forced(self) -> list[int]:
-        """Tokens that must come next, in order; none where there is a choice."""
+        """Return the tokens that must come next, in order; none where there is a choice."""
         return list(self._inner.compute_ff_tokens())
 
     def num_allowed(self, token_ids: Sequence[int]) -> int:
-        """How many of these may come next, one after the other; nothing is taken for said."""
+        """Return how many of these may come next, one after the other, without taking them."""
         return int(self._inner.validate_tokens(list(token_ids)))
 
     def fill(self, address: int, num_bytes: int) -> None:
-        """Write the mask of what may come next: bit i of word w allows id 32 w + i. Once there is an `error`,
-        it means nothing.
+        """Write the mask of the tokens that may come next: bit i of word w allows id 32 w + i.
+
+        Once there is an `error`, it means nothing.
 
         Args:
-            address: of `Vocabulary.num_words` words of 32 bits, which are `num_bytes` bytes.
+            address: address of `Vocabulary.num_words` words of 32 bits, which are `num_bytes` bytes.
         """
         self._inner.unsafe_compute_mask_ptr(address, num_bytes)
 
     def mask(self) -> bytes:
-        """The same, as a value."""
+        """Return the mask that `fill` writes, as a value."""
         mask: bytes = self._inner.compute_bitmask()
         return mask
 
 
 def _grammar(structured: StructuredOutputs, special_ids: dict[str, int]) -> str:
-    """As llguidance reads it."""
+    """Return the grammar as llguidance reads it."""
     if structured.json is not None or structured.json_object:
         text = '{"type":"object"}' if structured.json is None else structured.json
         schema = json_schema(text, open_objects=structured.open_objects)

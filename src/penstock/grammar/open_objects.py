@@ -1,4 +1,4 @@
-"""Objects of a JSON schema that say nothing of undeclared fields: closed, or bounded.
+"""The treatment of objects of a JSON schema that say nothing of undeclared fields: closed, or bounded.
 
 By JSON Schema such an object is open, and a weak model goes on with fields of its own until its text is cut
 short. So an object that declares its fields is closed where that only takes texts away, and every text that
@@ -39,7 +39,7 @@ _BRANCHES = frozenset({"allOf", "anyOf", "oneOf", "not", "if", "then", "else"})
 
 @dataclass(slots=True)
 class _Use:
-    """How a schema is used; of all its uses together.
+    """The uses of a schema, all together.
 
     Attributes:
         in_branch: in a branch of alternatives, or of schemas that must all fit.
@@ -152,7 +152,7 @@ def _uses_within(use: _Use, document: dict[str, Any]) -> Iterator[_Use]:
 
 
 def _combines(schema: dict[str, Any], constraints: set[str]) -> bool:
-    """Whether the library merges what stands within a schema with something else in it."""
+    """Return whether the library merges what stands within a schema with something else in it."""
     if constraints & _APPLIED and len(constraints - {"type"}) > 1:
         return True
     all_of = schema.get("allOf")

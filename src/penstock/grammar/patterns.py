@@ -1,4 +1,4 @@
-"""Regular expressions of JSON schemas, which are ECMAScript's, in the notation of the library of grammars.
+"""The translation of regular expressions of JSON schemas (ECMAScript's) to the notation of the library.
 
 The two notations agree in most. What the library would silently read in another way is written anew: white
 space, of which ECMA-262 (22.2.2.9) has U+FEFF and not U+0085, and brackets and operators within a class of

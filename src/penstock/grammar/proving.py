@@ -1,4 +1,4 @@
-"""Finds out whether structured output can be had as a request wants it, before the request is sent anywhere.
+"""Finds out whether structured output can be had as a request wants it, before the request is sent on.
 
 Used by the fronts (`server.routes.grammar_checks`, `llm`). To prove a grammar is to build what the last
 stage will build, by the same limits of work, and to make its first mask, in another process that may fail
@@ -42,30 +42,30 @@ _ENTRY_BYTES = 256  # of an entry of the cache, beside its key
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GrammarModel:
-    """Whose vocabulary it is about."""
+    """The model whose vocabulary a grammar is about."""
 
     directory: Path
     eos_token_ids: tuple[int, ...]
 
 
 class ProvingProcess(Protocol):
-    """Where grammars are tried; one at a time."""
+    """A process in which grammars are tried, one at a time."""
 
     def open(self) -> ErrorInfo | None:
-        """Why this model cannot have structured output, once that is known; None: it can."""
+        """Return why this model cannot have structured output, once that is known; None: it can."""
         ...
 
     def ask(self, structured: StructuredOutputs) -> ErrorInfo | None:
-        """Why it cannot be used; None: it can. Raises `ProcessEndedError`."""
+        """Return why a grammar cannot be used; None: it can. Raises `ProcessEndedError`."""
         ...
 
     def close(self) -> None:
-        """End it, whatever it does."""
+        """End the process, whatever it does."""
         ...
 
 
 class ProcessEndedError(Exception):
-    """It has ended, or had to be, before it gave an answer."""
+    """The process has ended, or had to be ended, before it gave an answer."""
 
     def __init__(self, *, is_late: bool) -> None:
         super().__init__("too late" if is_late else "ended")
@@ -73,10 +73,10 @@ class ProcessEndedError(Exception):
 
 
 class ChildProcess:
-    """A `ProvingProcess` that is one.
+    """A `ProvingProcess` that is a child of this process.
 
     Args:
-        seconds: of CPU time for each grammar.
+        seconds: CPU time for each grammar.
     """
 
     def __init__(self, model: GrammarModel, seconds: float) -> None:
@@ -134,12 +134,12 @@ class ChildProcess:
         return received
 
     def _was_late(self) -> bool:
-        """Whether the system has ended it when its time was over."""
+        """Return whether the system has ended the process when its time was over."""
         return self._process.wait() == -signal.SIGPROF
 
 
 class _Proof:
-    """Of one grammar, under way. Several requests may wait for it."""
+    """The proof of one grammar, under way. Several requests may wait for it."""
 
     def __init__(self) -> None:
         self.started: Future[None] = Future()
@@ -150,8 +150,8 @@ class GrammarProver:
     """Proves grammars for one model. Any thread may ask.
 
     Args:
-        model: None: of a kind that cannot have structured output.
-        limits: of what a request may bring, and of the work.
+        model: None if it cannot have structured output.
+        limits: limits of what a request may bring, and of the work.
         make_process: starts a process for this model.
     """
 
@@ -172,11 +172,11 @@ class GrammarProver:
         self._known = _Known(limits.grammar_cache_bytes)
 
     def check_schema(self, schema: str) -> None:
-        """Raise `InvalidRequestError` where a part of a grammar is out of bounds; nothing is built."""
+        """Raise `InvalidRequestError` if a schema, as part of a grammar, is out of bounds; build nothing."""
         check_schema(schema, self._limits)
 
     async def prove(self, structured: StructuredOutputs) -> None:
-        """Return if it can be used.
+        """Return if a grammar can be used.
 
         Raises:
             InvalidRequestError: it is too large, wrong, unsatisfiable or not supported, or takes too long.
@@ -186,7 +186,7 @@ class GrammarProver:
         await self._prove(structured)
 
     async def prove_made(self, structured: StructuredOutputs) -> None:
-        """The same of a grammar of ours. Its length is that of its parts, which were checked."""
+        """Prove a grammar of ours. Its length is that of its parts, which were checked."""
         await self._prove(structured)
 
     async def _prove(self, structured: StructuredOutputs) -> None:
@@ -199,7 +199,7 @@ class GrammarProver:
             _raise(await asyncio.shield(asyncio.wrap_future(proof.error)))
 
     def prove_now(self, structured: StructuredOutputs) -> None:
-        """As `prove`, for who has no event loop."""
+        """Do `prove` for callers without an event loop."""
         check_bounds(structured, self._limits)
         proof = self._begin(structured)
         if proof is not None:
@@ -210,7 +210,7 @@ class GrammarProver:
             _raise(proof.error.result())
 
     def close(self) -> None:
-        """End the processes; who waits still gets an answer."""
+        """End the processes; callers that wait still get an answer."""
         with self._lock:
             self._is_closed = True
             idle, self._idle = self._idle, []
@@ -219,7 +219,7 @@ class GrammarProver:
         self._pool.shutdown(wait=False)
 
     def _begin(self, structured: StructuredOutputs) -> _Proof | None:
-        """The proof to wait for; None if it is known to be usable. Raises what is known to be wrong."""
+        """Return the proof to wait for; None if the grammar is known to be usable. Raises known errors."""
         if self._model is None:
             raise InvalidRequestError(
                 "this model cannot give structured output: it has no tokenizer.",
@@ -243,7 +243,7 @@ class GrammarProver:
             raise _busy()
 
     def _run(self, key: bytes, structured: StructuredOutputs, proof: _Proof, model: GrammarModel) -> None:
-        """In a thread: have it proved."""
+        """Have a grammar proved, in a thread."""
         is_certain = True
         try:
             error = self._asked(structured, proof, model)
@@ -262,7 +262,7 @@ class GrammarProver:
         proof.error.set_result(error)
 
     def _asked(self, structured: StructuredOutputs, proof: _Proof, model: GrammarModel) -> ErrorInfo | None:
-        """The answer of a process. One that had ended since its last answer says nothing of this grammar."""
+        """Return the answer of a process. One that had ended since its last answer proves nothing."""
         process = self._idle_process()
         if process is not None:
             proof.started.set_result(None)
@@ -293,7 +293,7 @@ class GrammarProver:
             return self._idle.pop() if self._idle else None
 
     def _answer_of(self, process: ProvingProcess, structured: StructuredOutputs) -> ErrorInfo | None:
-        """What it says; it is kept for the next grammar if it lives."""
+        """Return the answer of a process; keep the process for the next grammar if it lives."""
         is_good = False
         try:
             error = process.ask(structured)
@@ -322,7 +322,7 @@ class GrammarProver:
 
 
 class _Known:
-    """What is known of grammars; the longest unused is forgotten when it takes too much room."""
+    """The known answers about grammars; the longest unused is forgotten when they take too much room."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes

@@ -1,8 +1,8 @@
 """The process in which grammars of requests are tried: `python -m penstock.grammar.proving_process`.
 
 Some small schemas take the library minutes or gigabytes, and its own limits do not see it. Here that harms
-nobody: this process has a limit of CPU time for each grammar and one of memory, by which the system ends it,
-and whoever has asked (`grammar.proving`) takes its end for an answer.
+no request: this process has a limit of CPU time per grammar and one of memory, by which the system ends it,
+and `grammar.proving`, which has asked, takes its end as an answer.
 
 Frames on standard input and output are a length of four bytes and a message; the first one out says whether
 the model can have structured output at all. Ends with its input, or with its parent.
@@ -45,7 +45,7 @@ _UNKNOWN_DRAFT = re.compile(r"^Resource ('.*') is not present in a registry.*")
 
 
 def tried(vocabulary: Vocabulary, structured: StructuredOutputs) -> ProofAnswer:
-    """Return what came of doing what the last stage would do first with this grammar."""
+    """Do with this grammar what the last stage would do first, and return the result."""
     try:
         if is_lenient(structured):  # what is not supported is found without bounds for open objects
             answer = _built(vocabulary, msgspec.structs.replace(structured, open_objects=True))
@@ -85,14 +85,14 @@ def _write(stream: BinaryIO, answer: ProofAnswer) -> None:
 
 
 def _read(stream: BinaryIO) -> StructuredOutputs | None:
-    """None at the end of the input."""
+    """Read a frame; None at the end of the input."""
     head = stream.read(LENGTH_BYTES)
     content = stream.read(int.from_bytes(head, "little"))
     return msgspec.msgpack.decode(content, type=StructuredOutputs) if len(head) == LENGTH_BYTES else None
 
 
 def _limit_memory() -> None:
-    """To a little more than there is now."""
+    """Limit the memory to a little more than there is now."""
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     most = pages * resource.getpagesize() + _MEMORY_BYTES
     resource.setrlimit(resource.RLIMIT_AS, (most, most))

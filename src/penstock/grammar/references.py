@@ -1,4 +1,4 @@
-"""References of a JSON schema by `$id`, `$anchor` or URN, written as JSON pointers.
+"""The references of a JSON schema by `$id`, `$anchor` or URN, written as JSON pointers.
 
 A schema within a document may have an address of its own (`$id`), against which the references in it are
 resolved, and names (`$anchor`). They are resolved here, so that what is read for bounds is what the grammar
@@ -55,7 +55,7 @@ def _address_keyword(document: dict[str, Any]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """A schema of the document, and the address that its references are resolved against."""
+    """A schema of the document, with the address against which its references are resolved."""
 
     schema: dict[str, Any]
     base: str
@@ -81,7 +81,7 @@ class _Index:
         """Add the schema at these steps and those within it, unless they are there.
 
         Args:
-            base: the address of what it stands in.
+            base: the address of the schema in which it stands.
             names_count: other schemas may refer to addresses and names in it.
         """
         waiting = [(steps, value, base)]

@@ -1,4 +1,4 @@
-"""What a request's schema, pattern, choice or grammar may be at most, checked before anything is built of it.
+"""The bounds of a request's schema, pattern, choice or grammar, checked before anything is built of it.
 
 A JSON schema is read keyword by keyword: what the grammar would silently leave unobeyed is refused by name,
 and so are references out of the document and numbers that would unfold to huge grammars. Whether the rest can
@@ -28,7 +28,7 @@ _LENIENT = frozenset({"lenient", "coerce_one_of"})
 
 
 def check_bounds(structured: StructuredOutputs, limits: GrammarLimits) -> None:
-    """Raise `InvalidRequestError` for what is too large, cannot be read or would not be obeyed."""
+    """Raise `InvalidRequestError` for a grammar that is too large, cannot be read or would not be obeyed."""
     for text in _texts(structured):
         try:
             size = len(text.encode())
@@ -46,7 +46,7 @@ def check_bounds(structured: StructuredOutputs, limits: GrammarLimits) -> None:
 
 
 def check_schema(text: str, limits: GrammarLimits) -> None:
-    """The same of a schema, but for its length: it is part of something whose length is bounded."""
+    """Check a schema but for its length: it is part of something whose length is bounded."""
     _check_document(_document(text, limits), limits)
 
 
@@ -86,7 +86,7 @@ def _document(text: str, limits: GrammarLimits) -> dict[str, Any]:
 
 
 def _brackets(text: str) -> int:
-    """At least as many as stand within one another; those in strings count too."""
+    """Return the depth of brackets, or more: those in strings count too."""
     depth = deepest = 0
     for character in text:
         if character in "[{":
@@ -99,7 +99,7 @@ def _brackets(text: str) -> int:
 
 @dataclass(slots=True)
 class _Reader:
-    """Goes through one document, and to wherever its references lead, once each."""
+    """Reads one document, and the places to which its references lead, once each."""
 
     limits: GrammarLimits
     document: dict[str, Any]
@@ -164,8 +164,11 @@ class _Reader:
 
 
 def _check_num_fields(schema: dict[str, Any]) -> None:
-    """The grammar counts fields as they are written, and one whose name is free may be written twice: it can
-    promise the required ones and one more."""
+    """Refuse a `minProperties` that the grammar cannot promise.
+
+    The grammar counts fields as they are written, and one whose name is free may be written twice: it can
+    promise the required ones and one more.
+    """
     required = schema.get("required")
     surely = 1 + (len(required) if isinstance(required, list) else 0)
     if schema.get("minProperties", 0) > surely:

@@ -1,4 +1,4 @@
-"""JSON schemas and grammars of requests as the library of grammars is given them.
+"""The texts of JSON schemas and grammars of requests as the library of grammars is given them.
 
 `json_schema` and `lark_grammar` return the text as it came where there is nothing to change. Otherwise
 references are JSON pointers, patterns and numbers are in the library's notation, and open objects are settled
@@ -109,7 +109,7 @@ def _embedded(grammar: str) -> Iterator[tuple[int, int, Any]]:
 
 
 def _prepare(document: Any, *, open_objects: bool) -> bool:
-    """Change a schema to what the library is given; return whether that must be read leniently."""
+    """Change a schema for the library; return whether it must be read leniently."""
     if not isinstance(document, dict):
         return False
     localize_references(document)

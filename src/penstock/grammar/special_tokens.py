@@ -1,8 +1,8 @@
-"""What keeps special tokens apart from text of the same letters.
+"""Keeps special tokens apart from text of the same letters.
 
 llguidance splits text that must come into tokens as the tokenizer does: where a literal contains `<|end|>`,
-it would hand out the token of that name, which is no text. So the tokenizer that it is given calls them by
-names that nobody writes, and grammars that mean the token say its id.
+it would return the token of that name, which is not text. So the tokenizer that it is given calls them by
+names that do not occur in texts, and grammars that mean the token say its id.
 """
 
 from __future__ import annotations
@@ -22,11 +22,12 @@ _WORD = re.compile(r'"(?:\\.|[^"\\\n])*"|/(?:\\.|[^/\\\n])+/|(?:#|//)[^\n]*|<[^<
 
 
 def set_apart(tokenizer: str) -> tuple[str, dict[str, int]]:
-    """The content of a `tokenizer.json` whose special tokens have other names, and the ids of the usual ones.
+    """Return a `tokenizer.json` whose special tokens have other names, and the ids of the usual names.
+
     What is put around a prompt is left out, since it says them too.
 
     Raises:
-        ValueError: this is no tokenizer, or it has too many added tokens.
+        ValueError: this is not a tokenizer, or it has too many added tokens.
     """
     document = json.loads(tokenizer)
     _require_few(document)
@@ -73,7 +74,7 @@ def _spelled(document: dict[str, Any], vocab: Any) -> dict[str, str]:
 
 
 def name_by_id(grammar: str, ids: dict[str, int]) -> str:
-    """A grammar in the Lark-like language whose special tokens are said by their ids, as in `<[5]>`."""
+    """Return a grammar in the Lark-like language whose special tokens are said by ids, as in `<[5]>`."""
 
     def renamed(word: re.Match[str]) -> str:
         return f"<[{ids[word[0]]}]>" if word[0] in ids else word[0]

@@ -1,4 +1,4 @@
-"""Where schemas stand within a JSON schema, and what a JSON pointer leads to."""
+"""The places of schemas within a JSON schema, and the values to which JSON pointers lead."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def pointer_to(steps: Steps) -> str:
 
 
 def value_at(document: Any, steps: Steps) -> Any:
-    """Return what the steps lead to. Raises `KeyError` where they lead nowhere."""
+    """Return the value to which the steps lead. Raises `KeyError` where they lead nowhere."""
     value = document
     for step in steps:
         if isinstance(value, dict) and step in value:
