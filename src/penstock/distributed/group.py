@@ -1,12 +1,12 @@
-"""The ranks of one stage, which hold shares of the same layers, and what they do together.
+"""The ranks of one stage, which hold shares of the same layers, and their exchanges.
 
     all_reduce    every rank gets the sum      after the row-parallel projections: two a layer (row B5), and
                                                one more where queries and keys are normalised over all heads
     all_gather    every rank gets all parts    hidden states that came by shares, candidates of a vocabulary
 
-Sums are taken in the order of the ranks, so every rank gets the same bits. Three carriers: `MemoryGroup` here
-for ranks as threads, `kernels.cpu.collective` over memory that processes or threads share, and `torch_group`
-for GPUs, and for processes without our kernels. A rank that is alone has `SOLO`.
+Sums are taken in the order of the ranks, so every rank gets the same bits. There are three carriers:
+`MemoryGroup` for ranks as threads, `kernels.cpu.collective` over memory that processes or threads share, and
+`torch_group` for GPUs, and for processes without our kernels. A rank that is alone has `SOLO`.
 """
 
 from __future__ import annotations
@@ -26,22 +26,24 @@ from penstock.process.endpoints import MeetingHandle
 
 
 class TensorGroup(Protocol):
-    """This rank's place among the ranks of its stage. All ranks make the same calls in the same order."""
+    """A rank's place among the ranks of its stage. All ranks make the same calls in the same order."""
 
     rank: int
     size: int
 
     @property
     def exchange_ns(self) -> tuple[int, int]:
-        """Nanoseconds in calls so far, and of those waiting for other ranks, where they are counted."""
+        """The nanoseconds in calls so far, and those of waiting for other ranks, where they are counted."""
         ...
 
     def join(self, place: MeetingPlace) -> None:
-        """Meet the others here from now on, in a new epoch too."""
+        """Let the rank meet the others at this place from now on, in a new epoch too."""
         ...
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """The sum of all ranks' `x`, which must be of one shape; may be `x` itself, overwritten.
+        """Return the sum of all ranks' `x`, which must have one shape.
+
+        The result may be `x` itself, overwritten.
 
         Raises:
             WaitTimeoutError: another rank has not come in time; names it.
@@ -50,15 +52,15 @@ class TensorGroup(Protocol):
         ...
 
     def all_gather(self, x: Tensor) -> list[Tensor]:
-        """All ranks' `x`, in their order; errors as for `all_reduce`."""
+        """Return all ranks' `x`, in their order; errors as for `all_reduce`."""
         ...
 
     def check(self) -> None:
-        """Raise what a call has met that could not raise it itself: one that was recorded."""
+        """Raise the error of a call that could not raise it itself, since it was recorded."""
         ...
 
     def rehearsing(self) -> AbstractContextManager[None]:
-        """Within it this rank makes calls alone: others are taken to bring what it brings."""
+        """Let this rank make calls alone within the context: the others are taken to bring the same."""
         ...
 
     def close(self) -> None:
@@ -67,7 +69,7 @@ class TensorGroup(Protocol):
 
 
 class Rehearsed:
-    """A group whose calls can be made by one rank alone, to see what they take."""
+    """A group whose calls can be made by one rank alone, to see how long they take."""
 
     is_rehearsing = False
 
@@ -82,13 +84,13 @@ class Rehearsed:
 
 
 class SoloGroup(Rehearsed):
-    """A stage of one rank: nothing to add, nothing to wait for."""
+    """A group of one rank: it adds nothing and waits for nothing."""
 
     rank, size = 0, 1
     exchange_ns = 0, 0
 
     def join(self, place: MeetingPlace) -> None:
-        """There is nobody to meet."""
+        """Do nothing: there are no other ranks."""
 
     def all_reduce(self, x: Tensor) -> Tensor:
         return x
@@ -97,10 +99,10 @@ class SoloGroup(Rehearsed):
         return [x]
 
     def check(self) -> None:
-        """Nothing can go wrong."""
+        """Do nothing: its calls cannot fail."""
 
     def close(self) -> None:
-        """There is nobody."""
+        """Do nothing: there are no other ranks."""
 
 
 SOLO = SoloGroup()
@@ -109,14 +111,14 @@ SOLO = SoloGroup()
 def meet(group: TensorGroup) -> None:
     """Wait until all ranks are here, where there is nothing to exchange; errors as for `all_gather`.
 
-    A call with tensors that have no elements may make nobody wait.
+    It exchanges an element, since a call with tensors that have none may not wait for anything.
     """
     if group.size > 1:
         group.all_gather(torch.zeros(1))
 
 
 def missed(name: str, absent: Sequence[int], timeout_s: float | None) -> PenstockError:
-    """The error of a wait for ranks that have not come in this time, or None: before the group was closed."""
+    """Return the error of a wait for ranks; `timeout_s` None: the group was closed before they had come."""
     who = ", ".join(f"rank {rank}" for rank in absent)
     if timeout_s is None:
         return LinkClosedError(f"{name}: the group was closed before {who} had come.")
@@ -125,12 +127,12 @@ def missed(name: str, absent: Sequence[int], timeout_s: float | None) -> Penstoc
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeetingPlace:
-    """Where the ranks of a group meet in one epoch; each carrier takes what it needs.
+    """The place where the ranks of a group meet in one epoch; each carrier takes what it needs.
 
     Attributes:
         table: for threads.
         memory: a writable buffer that all ranks share, zero at first (`meeting.memory_bytes`).
-        store_path: of a file that all ranks share, empty at first.
+        store_path: path of a file that all ranks share, empty at first.
     """
 
     table: Table | None = None
@@ -139,7 +141,7 @@ class MeetingPlace:
 
 
 def ordered_sum(parts: Sequence[Tensor]) -> Tensor:
-    """The sum of all ranks' parts in their order, in float32, rounded once."""
+    """Return the sum of all ranks' parts in their order, in float32, rounded once."""
     first, *others = parts
     total = first.float()
     for part in others:
@@ -148,7 +150,7 @@ def ordered_sum(parts: Sequence[Tensor]) -> Tensor:
 
 
 class MemoryGroup(Rehearsed):
-    """Ranks as threads of one process.
+    """A group of ranks that are threads of one process.
 
     Args:
         name: for messages, such as "stage 1".
@@ -179,7 +181,7 @@ class MemoryGroup(Rehearsed):
         return [part.to(x.device) for part in parts]
 
     def check(self) -> None:
-        """Calls have raised."""
+        """Do nothing: calls have raised their errors themselves."""
 
     def close(self) -> None:
         if self._table is not None:
@@ -187,7 +189,7 @@ class MemoryGroup(Rehearsed):
 
 
 class Table:
-    """Where threads lay down what they bring, and take what the others have."""
+    """The table where threads lay down their tensors, and take those of the others."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -198,7 +200,7 @@ class Table:
     def exchange(
         self, own: tuple[int, int], x: Tensor, size: int, name: str, timeout_s: float
     ) -> list[Tensor]:
-        """All ranks' `x` of a call; `own`: this rank, and the number of its call."""
+        """Return all ranks' `x` of a call; `own`: this rank, and the number of its call."""
         rank, call = own
         with self._changed:
             parts = self._brought.setdefault(call, {})
@@ -220,10 +222,10 @@ class Table:
 
 
 def open_shared_memory(handle: MeetingHandle) -> MeetingPlace:
-    """For a rank in a process of its own, which keeps the descriptors as long as the epoch lasts."""
+    """Open the meeting place for a rank in its own process, which keeps the descriptors for the epoch."""
     return MeetingPlace(memory=map_memory(handle), store_path=store_path(handle))
 
 
 def memory_meeting(size: int, buffer_bytes: int = BUFFER_BYTES) -> MeetingPlace:
-    """For ranks that are threads."""
+    """Return a meeting place for ranks that are threads."""
     return MeetingPlace(table=Table(), memory=bytearray(memory_bytes(size, buffer_bytes)))

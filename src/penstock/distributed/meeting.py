@@ -1,4 +1,4 @@
-"""Where the ranks of a stage that are processes meet in one epoch: memory without a name, and a store.
+"""The meeting of the ranks of a stage that are processes, for one epoch: memory without a name, and a store.
 
 The host makes a meeting and hands its descriptors to the ranks; nothing is left behind however they
 end. `kernels.cpu.collective` sums in the memory, whose layout is in csrc/collective.cpp; `torch_group` finds
@@ -18,14 +18,16 @@ _LINE, _PAGE = 64, 4096
 
 
 def memory_bytes(size: int, buffer_bytes: int = BUFFER_BYTES) -> int:
-    """What a group of `size` ranks shares: a line for the group and for each rank, two buffers for each."""
+    """Return the bytes that `size` ranks share: a line for the group and each rank, two buffers for each."""
     lines = _LINE * (1 + size)
     return -(-lines // _PAGE) * _PAGE + 2 * size * buffer_bytes
 
 
 def create_meeting(size: int) -> MeetingHandle:
-    """For `size` ranks. Returns descriptors that the caller closes (`close_meeting`) once the ranks have
-    them."""
+    """Make a meeting of `size` ranks, and return its descriptors.
+
+    The caller closes them (`close_meeting`) once the ranks have them.
+    """
     with ExitStack() as undo:
         memory_fd = os.memfd_create("penstock-meeting")
         undo.callback(os.close, memory_fd)
@@ -46,7 +48,7 @@ def store_path(handle: MeetingHandle) -> str:
 
 
 def end_meeting(handle: MeetingHandle) -> None:
-    """The group is over: whoever waits for another rank in it stops."""
+    """End the group: every rank that waits for another one in it stops."""
     os.pwrite(handle.memory_fd, (1).to_bytes(4, "little"), 0)
 
 

@@ -1,4 +1,4 @@
-"""What part of something each rank of a tensor group has. Pure numbers.
+"""The part of rows, columns, heads or ids that each rank of a tensor group has. Pure numbers.
 
 `layers` cut their weights by shares, `weights` read the rows and columns of a share from the checkpoint.
 """
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Share:
-    """`[start, end)` of `whole` rows, columns, heads or ids."""
+    """The part `[start, end)` of `whole` rows, columns, heads or ids."""
 
     start: int
     end: int
@@ -29,7 +29,7 @@ class Share:
         return self.size == self.whole
 
     def scaled(self, factor: int) -> Share:
-        """Of `factor` times as many: heads to their rows."""
+        """Return the share of `factor` times as many, such as the rows of heads."""
         return Share(start=self.start * factor, end=self.end * factor, whole=self.whole * factor)
 
 
@@ -37,22 +37,23 @@ IDS = 32  # shares of a vocabulary begin at multiples: a word of a mask of ids, 
 
 
 def even_share(whole: int, rank: int, size: int) -> Share:
-    """The share of rank `rank` of `size`, as long as the others'."""
+    """Return the share of rank `rank` of `size`, as long as the others'."""
     assert whole % size == 0, (whole, size)
     each = whole // size
     return Share(start=rank * each, end=rank * each + each, whole=whole)
 
 
 def near_share(whole: int, rank: int, size: int) -> Share:
-    """The share of rank `rank` of `size`; the first ranks may have one more than the others."""
+    """Return the share of rank `rank` of `size`; the first ranks may have one more than the others."""
     each, more = divmod(whole, size)
     start = rank * each + min(rank, more)
     return Share(start=start, end=start + each + (rank < more), whole=whole)
 
 
 def vocab_share(num_ids: int, rank: int, size: int) -> Share:
-    """Ids of a rank, in blocks of `IDS`; the first ranks may have a block more. Nothing is padded, so an id
-    that does not exist can never be sampled (rows B6, B7).
+    """Return the ids of a rank, in blocks of `IDS`; the first ranks may have a block more.
+
+    Nothing is padded, so an id that does not exist can never be sampled (rows B6, B7).
 
     Args:
         num_ids: at least `size` blocks, the last of which may be cut short.
@@ -64,8 +65,9 @@ def vocab_share(num_ids: int, rank: int, size: int) -> Share:
 
 
 def head_share(num_heads: int, rank: int, size: int) -> Share:
-    """KV heads of a rank: an equal part, or where there are fewer heads than ranks one, which several ranks
-    have (row B3).
+    """Return the KV heads of a rank: an equal part, or a single one where there are fewer heads than ranks.
+
+    Several ranks have the same head then (row B3).
 
     Args:
         num_heads: a multiple of `size`, or a divisor.

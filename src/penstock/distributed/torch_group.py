@@ -1,7 +1,7 @@
 """A tensor group over torch's communication: NCCL between GPUs, gloo where our kernels cannot be had.
 
 The ranks find each other by the store of their meeting, anew in each epoch. There is no global process group:
-what an epoch has made goes with it.
+all that an epoch has made goes with it.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from penstock.distributed.group import MeetingPlace, Rehearsed, missed, ordered_
 
 
 class TorchGroup(Rehearsed):
-    """This rank's place.
+    """A rank's place in a group over torch's communication.
 
     Args:
-        device: of the tensors; `cuda`: by NCCL.
+        device: device of the tensors; `cuda`: by NCCL.
         name: for messages, such as "stage 1".
         timeout_s: deadline of every wait.
     """
@@ -40,7 +40,10 @@ class TorchGroup(Rehearsed):
             raise self._missed(self._timeout_s)
 
     def _meet(self, store_path: str) -> Any:
-        """The group, or None where not all have come: no error, since its frames would hold the store."""
+        """Return the group, or None where not all have come.
+
+        It raises no error, since the error's frames would hold the store.
+        """
         timeout = datetime.timedelta(seconds=self._timeout_s)
         try:
             store = FileStore(store_path, self.size)
@@ -66,11 +69,14 @@ class TorchGroup(Rehearsed):
         return [part.to(x.device) for part in parts]
 
     def check(self) -> None:
-        """Calls have raised."""
+        """Do nothing: calls have raised their errors themselves."""
 
     def close(self) -> None:
-        """Before the store's descriptor is closed: the destructor of the store opens its path once more, and
-        where that has become another file it ends the process."""
+        """Abort the group. To be called before the store's descriptor is closed.
+
+        The destructor of the store opens its path once more, and where that has become another file it ends
+        the process.
+        """
         group, self._group = self._group, None
         if group is not None:
             group.abort()
@@ -90,7 +96,7 @@ class TorchGroup(Rehearsed):
 def process_group(
     device: torch.device, store: Store, rank: int, size: int, timeout: datetime.timedelta
 ) -> Any:
-    """Torch's group of this device; a CPU build of torch has no NCCL."""
+    """Return torch's group for this device; a CPU build of torch does not have NCCL."""
     if device.type == "cuda":
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = timeout

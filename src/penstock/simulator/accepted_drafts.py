@@ -1,4 +1,4 @@
-"""A drafter whose guesses are right with a given chance: what speculation would bring with such a text."""
+"""A drafter whose guesses are right with a given chance: it shows what speculation would bring."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from penstock.speculation.drafter import Draft, LocalDrafter, Question
 
 
 class AcceptedDrafts(LocalDrafter):
-    """Guesses what `simulator.sampled` yields.
+    """Guesses the tokens that `simulator.sampled` yields.
 
     Args:
         chance: that a guess is right if all before it were; it claims just that.
@@ -27,10 +27,10 @@ class AcceptedDrafts(LocalDrafter):
         return Draft([self._guess(question.request, position) for position in positions], self._chance)
 
     def accept(self, request: int, num_drafted: int, num_accepted: int) -> None:
-        """The chance is known."""
+        """Do nothing: the chance is known."""
 
     def forget(self, request: int) -> None:
-        """Nothing is kept."""
+        """Do nothing: nothing is kept of a request."""
 
     def _guess(self, request: int, position: int) -> int:
         is_right = Random(f"{self._seed} {request} {position}").random() < self._chance

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 class SimulatedClock:
-    """Seconds since the start of the run.
+    """The clock of a run, in seconds since its start.
 
     Attributes:
         now: moved by `simulator.simulation` alone.

@@ -35,7 +35,7 @@ _MAX_UNQUEUED = 16  # plans that met no other, whose times are reported
 
 
 def no_record(plan: ScheduledBatch) -> int:
-    """Nobody keeps the plans, and none has a digest."""
+    """Return 0 for any plan: plans are not kept, and have no digest."""
     return 0
 
 
@@ -43,10 +43,10 @@ class SimulatedExecutor:
     """Runs plans in a flow.
 
     Args:
-        flow: of the same pipe; outlives the epoch.
+        flow: flow through the same pipe; outlives the epoch.
         clock: of the simulation.
         is_alone: whether the plan that is sent is the only micro-batch.
-        record: is given every plan, and returns the digest of its result.
+        record: takes every plan, and returns the digest of its result.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class SimulatedExecutor:
 
     @property
     def next_at(self) -> float:
-        """Clock time of the next result; infinite if there is none."""
+        """The clock time of the next result; infinite if there is none."""
         return self._results[0][0] if self._results else math.inf
 
     def submit_plan(self, plan: ScheduledBatch) -> int:
@@ -109,7 +109,7 @@ class SimulatedExecutor:
         return taken
 
     def abandon(self) -> None:
-        """A stage is lost: what is in flight will not return."""
+        """Drop what is in flight, since a stage is lost."""
         self._flow.give_up(self._clock())
         self._results.clear()
 
@@ -129,17 +129,17 @@ class SimulatedExecutor:
         return []
 
     def shutdown(self) -> None:
-        """There is nobody."""
+        """Do nothing: there are no processes."""
 
     def _consumed(self, step: int) -> float:
-        """When all samples up to this step's are at the first stage."""
+        """Return when all samples up to this step's are at the first stage."""
         while self._samples and self._samples[0][0] <= step:
             self._samples_at = self._samples.popleft()[1]
         return self._samples_at
 
 
 class SimulatedReports:
-    """What simulated stages tell beside results: how long they computed."""
+    """The reports of simulated stages beside results: how long they computed."""
 
     def __init__(self, num_stages: int, flow: PlanFlow) -> None:
         self._num_stages = num_stages
@@ -147,7 +147,7 @@ class SimulatedReports:
         self._unqueued: deque[tuple[int, int, Floats]] = deque(maxlen=_MAX_UNQUEUED)
 
     def keep(self, step: int, num_tokens: int, works: Floats) -> None:
-        """Keep what each stage takes for a plan that meets no other."""
+        """Keep the times of the stages for a plan that meets no other."""
         self._unqueued.append((step, num_tokens, works))
 
     def stage_times(self) -> list[StageTimes]:
@@ -166,7 +166,7 @@ class SimulatedReports:
         ]
 
     def spans(self) -> list[StageSpans]:
-        """Of the plans that met no other, each stage's time as one span."""
+        """Return each stage's time as one span, for the plans that met no other."""
         steps = [(index, step, tokens) for index, (step, tokens, _) in enumerate(self._unqueued)]
         return [
             StageSpans(
@@ -196,7 +196,7 @@ class SimulatedReports:
 
 
 def _cause(plan: ScheduledBatch) -> Phase:
-    """Why stages wait for the plan, if they do (`pipeline.stage` says the same of real ones)."""
+    """Return why stages wait for the plan, if they do (`pipeline.stage` says the same of real ones)."""
     if plan.meta.starved:
         return Phase.NO_WORK
     return Phase.WAIT_NEXT if plan.meta.held else Phase.WAIT_PLAN

@@ -1,4 +1,4 @@
-"""When each stage computes each plan: one scan over the stages, for every plan that is sent.
+"""The times at which stages compute plans: one scan over the stages, for every plan that is sent.
 
     starts at stage s  =  max(end at stage s - 1 + wire,  end of the plan before at stage s)
 
@@ -6,7 +6,7 @@ This is a product in the algebra of maximum and plus: with `c` the time from the
 where nothing waits, the starts are `c + running maximum of (free - c)`. So a plan through a thousand stages
 is a handful of array operations. A wire that a plan occupies is one more place in the line.
 
-What a stage did between two plans, and why, is added up in batches (`trace.phases` names the causes). A stage
+The time between two plans, and its causes, are added up in batches (`trace.phases` names the causes). A stage
 waits for the plan, then, but for the last stage, for the samples that the plan consumes, then for the stage
 before.
 """
@@ -57,7 +57,7 @@ class Trip(NamedTuple):
 
 @dataclass(slots=True)
 class StageLedger:
-    """Where the time of the stages went, in seconds, by stage.
+    """The account of the time of the stages, in seconds, by stage.
 
     Attributes:
         causes: [phases, stages] of `trace.phases.BUBBLES`.
@@ -107,7 +107,7 @@ class PlanFlow:
         self._wire_busy = np.zeros(len(self._delays))
 
     def begin(self, now: float) -> None:
-        """Forget what was before: the run begins. Nothing is in flight."""
+        """Forget all that was before, as the run begins. Nothing is in flight."""
         self._add_up()
         self._kept.clear()
         self._ledger = _new_ledger(len(self._ledger.busy))
@@ -145,33 +145,33 @@ class PlanFlow:
         return ends_at
 
     def arrived(self) -> None:
-        """The oldest plan in flight has left the last stage."""
+        """Note that the oldest plan in flight has left the last stage."""
         self._arrived.append(self._in_flight.popleft())
         if len(self._arrived) >= _AT_ONCE:
             self._add_up()
 
     def newest_works(self) -> Floats:
-        """Seconds of each stage for the plan that was sent last."""
+        """Return the seconds of each stage for the plan that was sent last."""
         return self._in_flight[-1].works[self._stage_places]
 
     def jitter(self, wire: Wire) -> float:
-        """Seconds by which a message on this wire is late."""
+        """Return the seconds by which a message on this wire is late."""
         return wire.jitter_s * float(self._random.random()) if wire.jitter_s else 0.0
 
     def busy_seconds(self) -> tuple[int, Floats]:
-        """Steps that have arrived, and what each stage has computed for them."""
+        """Return the steps that have arrived, and the seconds that each stage has computed for them."""
         self._add_up()
         return self._ledger.num_steps, self._ledger.busy
 
     def give_up(self, now: float) -> None:
-        """A stage is lost now: what was in flight has come as far as it had."""
+        """Give up what is in flight, as a stage is lost now: it has come as far as it had."""
         self._arrived += [_cut(trip, now) for trip in self._in_flight]
         self._in_flight.clear()
         self._add_up()
         self._free = np.minimum(self._free, now)
 
     def resume(self, now: float) -> None:
-        """The stages are there again, and empty."""
+        """Go on with stages that are there again, and empty."""
         self._ledger.lost += now - self._free[self._stage_places]
         self._free = np.full_like(self._free, now)
 
@@ -190,7 +190,7 @@ class PlanFlow:
         return self._kept
 
     def wire_busy(self) -> list[float]:
-        """Seconds for which each wire was occupied; empty where none is."""
+        """Return the seconds for which each wire was occupied; empty where none is."""
         self._add_up()
         return self._wire_busy[1::2].tolist() if self._has_wire_places else []
 
@@ -201,11 +201,11 @@ class PlanFlow:
 
     @property
     def overhead(self) -> Floats:
-        """Of each stage for every step."""
+        """The overhead of each stage for every step."""
         return self._shared.overhead[self._stage_places]
 
     def _line(self, stages: Sequence[StageTimes], wires: Sequence[Wire]) -> list[StageTimes]:
-        """The times of all places."""
+        """Return the times of all places."""
         if not self._has_wire_places:
             return list(stages)
         line: list[StageTimes] = [stages[0]]
@@ -214,7 +214,7 @@ class PlanFlow:
         return line
 
     def _spread(self, by_stage: Sequence[float]) -> Floats:
-        """What stands before each stage, as what stands before each place: before a wire stands nothing."""
+        """Return what stands before each stage as what stands before each place: nothing before a wire."""
         if not self._has_wire_places:
             return np.array(by_stage)
         spread = np.zeros(2 * len(by_stage) - 1)
@@ -222,7 +222,7 @@ class PlanFlow:
         return spread
 
     def _waits(self) -> Floats:
-        """Of this plan, between each place and the one before it."""
+        """Return the waits of this plan, between each place and the one before it."""
         if self._jitters is None:
             return self._delays
         late: Floats = self._delays + self._random.random(len(self._delays)) * self._jitters
@@ -281,18 +281,19 @@ def split_wait(
 
 
 def _cut(trip: Trip, now: float) -> Trip:
-    """The trip as far as it was then."""
+    """Return the trip as far as it was then."""
     ends = np.minimum(trip.starts + trip.works, now)
     starts = np.minimum(trip.starts, now)
     return trip._replace(free=np.minimum(trip.free, now), starts=starts, works=ends - starts)
 
 
 class _PlaceTimes:
-    """Times of all places in the line. Places whose times are alike are asked once; many unlike ones of the
-    form `StageCost` all together.
+    """The times of all places in the line.
+
+    Places whose times are alike are asked once; many unlike ones of the form `StageCost` all together.
 
     Attributes:
-        overhead: [places] of each step.
+        overhead: [places] seconds of each step.
     """
 
     def __init__(self, times: Sequence[StageTimes]) -> None:
@@ -305,7 +306,7 @@ class _PlaceTimes:
         self.overhead: Floats = overheads[self._numbers]
 
     def seconds(self, shape: StepShape) -> Floats:
-        """Return the seconds of a plan in each place. One without tokens is handed on."""
+        """Return the seconds of a plan in each place. One without tokens is passed on."""
         if not shape.tokens:
             return self.overhead
         if self._costs is None:
@@ -322,7 +323,7 @@ def _columns(costs: Sequence[StageCost]) -> dict[str, Floats]:
 
 
 def _all_seconds(costs: dict[str, Floats], shape: StepShape) -> Floats:
-    """`StageCost.seconds` of all at once."""
+    """Return `StageCost.seconds` of all at once."""
     seconds: Floats = np.maximum(costs["read"], costs["per_token"] * shape.tokens)
     seconds += costs["overhead"]
     seconds += costs["per_attended"] * shape.attended

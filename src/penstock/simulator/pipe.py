@@ -1,4 +1,4 @@
-"""A pipeline that does not exist, as values: what its stages cost, what is between them, how much they hold.
+"""A simulated pipeline, as values: the costs of its stages, the wires between them, and their memory.
 
     core ──plan_s──▶ stage 0 ──wire──▶ stage 1 ──wire──▶ … ──▶ stage P-1 ──return_wire──▶ core and stage 0
 
@@ -71,7 +71,7 @@ class SimulatedPipe:
 
     @property
     def stages_alone(self) -> Sequence[StageTimes]:
-        """Times while no other stage computes."""
+        """The times while no other stage computes."""
         return self.alone or self.stages
 
 

@@ -69,7 +69,7 @@ def planned_pipe(
 
 
 def _sites(devices: DeviceSet, tp: int) -> Iterator[StageSite]:
-    """Groups of `tp` devices that are alike, host by host."""
+    """Yield groups of `tp` devices that are alike, host by host."""
     for host in devices.hosts:
         own = list(host.devices)
         while own:

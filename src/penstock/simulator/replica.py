@@ -38,13 +38,13 @@ _LEARNT_CONTEXTS = (64, 512)
 
 
 class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """How the simulated engine is started; as the settings of `penstock serve` have it.
+    """The settings of the simulated engine, as those of `penstock serve`.
 
     Attributes:
         async_depth: plans issued ahead of those that fill the pipe.
-        acceptance: chance that a guessed token is right; 0: nobody guesses.
-        most_drafts: of a row in one step.
-        seed: of the dice of links and drafts.
+        acceptance: chance that a guessed token is right; 0: nothing is guessed.
+        most_drafts: most drafts of a row in one step.
+        seed: seed of the dice of links and drafts.
     """
 
     scheduler: SchedulerConfig = SchedulerConfig()
@@ -56,10 +56,10 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class KnownCosts(CostModel):
-    """Costs that need not be learnt.
+    """The costs of stages, which need not be learnt.
 
     Args:
-        shared, alone: of each stage, while others compute and while none does.
+        shared, alone: costs of each stage, while others compute and while none does.
     """
 
     def __init__(self, shared: Sequence[StageCost], alone: Sequence[StageCost]) -> None:
@@ -67,7 +67,7 @@ class KnownCosts(CostModel):
         self._known = list(shared), list(alone)
 
     def learn(self, stage: int, samples: object, *, alone: bool) -> None:
-        """They stay what they are."""
+        """Do nothing: the costs stay as they are."""
 
     def costs(self, *, alone: bool = False) -> list[StageCost]:
         return self._known[alone]
@@ -80,7 +80,7 @@ class SimulatedReplica:
         clock: of the simulation.
         number: of the replica.
         max_kept: plans whose times are kept for a timeline.
-        record: is given every plan, and returns its digest.
+        record: takes every plan, and returns its digest.
 
     Attributes:
         core, flow, allocator, scheduler: of this replica.
@@ -128,13 +128,13 @@ class SimulatedReplica:
 
     @property
     def next_at(self) -> float:
-        """Clock time at which the core has something to do."""
+        """The clock time at which the core has something to do."""
         due = self.core.next_wakeup()
         return min(self._executor.next_at, due) if self.core.has_pipe else due
 
     @property
     def num_steps(self) -> int:
-        """Plans that were sent."""
+        """The number of plans that were sent."""
         return self.core.steps_in_flight[1]
 
     def add(self, request: GenerationRequest) -> None:
@@ -147,7 +147,7 @@ class SimulatedReplica:
         return self.core.lose_epoch(error.info())
 
     def recover(self) -> None:
-        """All stages are there again: the next epoch."""
+        """Begin the next epoch, as all stages are there again."""
         self.flow.resume(self._clock())
         self._executor = self._new_executor()
         self.core.enter_epoch(self.core.epoch + 1, self._executor)
@@ -177,7 +177,7 @@ class SimulatedReplica:
 
 
 def _parallel(pipeline: SimulatedPipe, settings: EngineSettings) -> ParallelConfig:
-    """As the supervisor resolves it: with room for plans on the wires between hosts."""
+    """Return the settings as the supervisor resolves them: with room for plans on the wires between hosts."""
     parallel = ParallelConfig(pipeline_parallel_size=pipeline.num_stages, async_depth=settings.async_depth)
     if not pipeline.num_links:
         return parallel
@@ -186,14 +186,14 @@ def _parallel(pipeline: SimulatedPipe, settings: EngineSettings) -> ParallelConf
 
 
 def _known_costs(pipeline: SimulatedPipe) -> KnownCosts | None:
-    """What the engine knows of its stages, where it may size plans by it."""
+    """Return what the engine knows of its stages, where it may size plans by it."""
     if not pipeline.has_known_costs:
         return None
     return KnownCosts(_learnt(pipeline.stages), _learnt(pipeline.stages_alone))
 
 
 def _learnt(stages: Sequence[StageTimes]) -> list[StageCost]:
-    """What the engine would learn of each stage; of those that are alike once."""
+    """Return the costs that the engine would learn of each stage; stages that are alike share one."""
     costs = {times: _learnt_cost(times) for times in dict.fromkeys(stages)}
     return [costs[times] for times in stages]
 

@@ -1,4 +1,4 @@
-"""What a simulated run comes to: rates, latencies, and where the time of each stage went.
+"""The report of a simulated run: rates, latencies, and the use of the time of each stage.
 
 The JSON object of `penstock simulate --json` is `as_json`; `lines` are what a person reads. Names are those
 of `penstock bench serve` where the meaning is the same.
@@ -22,8 +22,10 @@ _LATENCIES = {"ttft": "first token", "tpot": "time per token", "e2el": "whole re
 
 
 def as_json(run: FinishedRun) -> dict[str, Any]:
-    """Return all numbers of a run: seconds, or milliseconds where the name says so; shares are of the run's
-    duration."""
+    """Return all numbers of a run; shares are of the run's duration.
+
+    Times are seconds, or milliseconds where the name says so.
+    """
     seconds = max(run.ended_s - run.began_s, 1e-12)
     done = [account for account in run.accounts if account.is_done]
     tokens_in, tokens_out = (sum(numbers) for numbers in _token_counts(done))
@@ -69,7 +71,7 @@ def lines(numbers: dict[str, Any]) -> list[str]:
     """Return the report as lines of text.
 
     Args:
-        numbers: of `as_json`.
+        numbers: those of `as_json`.
     """
     shown = [
         f"{numbers['completed']} requests in {numbers['duration']:.2f} s of simulated time"
@@ -138,7 +140,7 @@ def _replica(run: FinishedRun, number: int, seconds: float) -> dict[str, Any]:
 
 
 def _stages(replica: SimulatedReplica, run: FinishedRun, seconds: float) -> list[dict[str, Any]]:
-    """Of each stage, shares of the run's duration."""
+    """Return for each stage its shares of the run's duration."""
     ledger = replica.flow.ledger(run.ended_s)
     causes = {phase.name.lower(): (ledger.causes[phase] / seconds).tolist() for phase in BUBBLES}
     busy, overhead, lost = (
@@ -162,7 +164,7 @@ def _errors(accounts: Sequence[RequestAccount]) -> Counter[str]:
 
 
 def _token_counts(accounts: Sequence[RequestAccount]) -> tuple[list[int], list[int]]:
-    """Prompt and output tokens."""
+    """Return the numbers of prompt and of output tokens."""
     return [account.prompt_len for account in accounts], [account.num_tokens for account in accounts]
 
 

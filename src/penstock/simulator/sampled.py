@@ -1,5 +1,6 @@
-"""What the last stage of a simulated pipe samples: always the same token, so that guesses are right or wrong
-as a drafter made them (`simulator.accepted_drafts`).
+"""The samples of the last stage of a simulated pipe: always the same token.
+
+So guesses are right or wrong as a drafter made them (`simulator.accepted_drafts`).
 
 The rules are those of the real last stage: a window yields its tokens up to the first wrong guess, and a
 guessed window behind a wrong guess is void until its row is rewound.
@@ -13,7 +14,7 @@ TOKEN, WRONG_TOKEN = 0, 1
 
 
 class SampledRows:
-    """What rows yield."""
+    """The rows of the last stage, which yield samples."""
 
     def __init__(self) -> None:
         self._strayed: set[int] = set()  # rows that guessed windows do not fit
@@ -35,7 +36,7 @@ class SampledRows:
         return ids, rejected
 
     def forget(self) -> None:
-        """The rows are gone."""
+        """Forget the rows, which are gone."""
         self._strayed.clear()
 
     def _window(self, plan: ScheduledBatch, index: int) -> list[int]:

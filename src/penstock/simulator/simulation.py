@@ -27,7 +27,7 @@ from penstock.workloads.requests import BenchRequest
 
 @dataclass(slots=True, kw_only=True)
 class RequestAccount:
-    """What became of one request; times are seconds after the start of the run.
+    """The account of one request; times are seconds after the start of the run.
 
     Attributes:
         sent_s: when it was given to an engine.
@@ -53,7 +53,7 @@ class RequestAccount:
 
 @dataclass(slots=True)
 class KVUse:
-    """Blocks of one replica in use, over time.
+    """The blocks of one replica in use, over time.
 
     Attributes:
         since: the last note.
@@ -65,7 +65,7 @@ class KVUse:
     _now: int = 0
 
     def note(self, now: float, num_used: int) -> None:
-        """So many are in use from now on."""
+        """Note that so many are in use from now on."""
         self.block_seconds += (now - self.since) * self._now
         self.since, self._now = now, num_used
         self.peak = max(self.peak, num_used)
@@ -88,14 +88,14 @@ class FinishedRun:
 
 @dataclass(slots=True)
 class _Open:
-    """Requests of a replica that have not ended."""
+    """The requests of a replica that have not ended."""
 
     prompts: dict[str, int] = field(default_factory=dict)  # tokens, until the first token has come
     count: int = 0
 
     @property
     def tokens_ahead(self) -> int:
-        """As `engine.client.streams.OpenStreams` counts."""
+        """The tokens ahead, as `engine.client.streams.OpenStreams` counts them."""
         return sum(self.prompts.values()) + DECODE_TOKENS * self.count
 
 
@@ -107,7 +107,7 @@ class Simulation:
         max_concurrency: requests at once; None: all come when they come.
         losses: of stages, in any order.
         max_kept: plans of each replica whose times are kept for a timeline.
-        record: is given every plan of the first replica, and returns its digest.
+        record: takes every plan of the first replica, and returns its digest.
     """
 
     def __init__(
@@ -182,7 +182,7 @@ class Simulation:
         )
 
     def _prove_stages(self) -> None:
-        """As every start does: a plan without tokens crosses all stages."""
+        """Prove the stages as every start does: a plan without tokens crosses all of them."""
         for number, replica in enumerate(self._replicas):
             self._step(number)
             self.clock.now = max(self.clock.now, replica.next_at if replica.core.num_inflight else 0.0)
@@ -251,7 +251,7 @@ class Simulation:
         return has_ended
 
     def _change_stages(self) -> None:
-        """Losses that are due, and ends of earlier ones."""
+        """Carry out losses that are due, and ends of earlier ones."""
         now = self.clock.now
         while self._back and self._back[0][0] <= now:
             _, number = heapq.heappop(self._back)

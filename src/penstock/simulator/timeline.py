@@ -1,4 +1,4 @@
-"""What simulated stages did, in the form in which real ones report it, for `trace.chrome`.
+"""The work of simulated stages, in the form in which real ones report it, for `trace.chrome`.
 
 The plans that a flow has kept become the spans of each stage: waits with their causes, overhead, computing.
 """
@@ -18,7 +18,7 @@ _NS = 1e9
 
 
 def timeline(run: FinishedRun) -> list[StageSpans]:
-    """Return what each stage of each replica did for the plans that were kept, by replica and stage."""
+    """Return the spans of each stage of each replica for the plans that were kept, by replica and stage."""
     return [
         spans
         for number, replica in enumerate(run.replicas)
@@ -27,7 +27,7 @@ def timeline(run: FinishedRun) -> list[StageSpans]:
 
 
 def stage_spans(flow: PlanFlow, *, replica: int = 0) -> list[StageSpans]:
-    """Return what each stage did, from the first plan that was kept to the last."""
+    """Return the spans of each stage, from the first plan that was kept to the last."""
     trips = flow.kept()
     if not trips:
         return []
@@ -57,7 +57,7 @@ def _of_stage(
     ends_ns: np.ndarray[tuple[int, int], np.dtype[np.int64]],
     num_stages: int,
 ) -> StageSpans:
-    """One report of a stage; a time that no plan covers, as after a loss, is without work."""
+    """Return one report of a stage; a time that no plan covers, as after a loss, is without work."""
     phases, durations, steps = bytearray(), list[int](), list[tuple[int, int, int]]()
     began_ns = now = int(begins_ns[0])
     is_last = stage == num_stages - 1 and num_stages > 1
