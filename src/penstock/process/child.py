@@ -1,4 +1,4 @@
-"""What every child process of the supervisor does first, and how it reports.
+"""The start of every child process of the supervisor, and its reports.
 
 The supervisor writes a child's config to a pipe and reads JSON lines from another: the child's progress,
 readiness or the first cause of its failure. Used by the entry points of ranks, spares, core, API process
@@ -44,14 +44,14 @@ PromptForm = Literal["messages", "text", "token_ids"]
 
 
 class StartedByParent(Protocol):
-    """The config of a process that dies with the one that has started it."""
+    """The config of a process that dies with the process that has started it."""
 
     @property
     def parent_pid(self) -> int: ...
 
 
 class LoadProgressed(msgspec.Struct, frozen=True, kw_only=True, tag="progress", tag_field="event"):
-    """Tensor bytes loaded so far, of all that the rank will load; or fetched by its host before."""
+    """The tensor bytes loaded so far, of all that the rank will load; or fetched by its host before."""
 
     done: Count
     total: Count
@@ -59,16 +59,16 @@ class LoadProgressed(msgspec.Struct, frozen=True, kw_only=True, tag="progress", 
 
 
 class TensorsRead(msgspec.Struct, frozen=True, kw_only=True, tag="read", tag_field="event"):
-    """Digests of what the rank has read: some records of a table of `weights.read_digests`."""
+    """Digests of tensors that the rank has read: some records of a table of `weights.read_digests`."""
 
     digests: Annotated[bytes, msgspec.Meta(max_length=_PIPE_ATOMIC_BYTES)]
 
 
 class WeightsLoaded(msgspec.Struct, frozen=True, kw_only=True, tag="loaded", tag_field="event"):
-    """Weights are in memory, and all `TensorsRead` have been sent.
+    """The weights are in memory, and all `TensorsRead` have been sent.
 
     Attributes:
-        identity: of the sampled model (`kvstore.names.model_identity`).
+        identity: identity of the sampled model (`kvstore.names.model_identity`).
     """
 
     bytes_read: Count
@@ -84,8 +84,8 @@ class Ready(msgspec.Struct, frozen=True, kw_only=True, tag="ready", tag_field="e
     """The child serves in this epoch.
 
     Attributes:
-        rank: what a rank has told the core of itself.
-        numeric_classes: of all ranks, stage by stage, as they have told the core.
+        rank: the facts that a rank has told the core of itself.
+        numeric_classes: those of all ranks, stage by stage, as they have told the core.
     """
 
     epoch: Small = 0
@@ -106,10 +106,10 @@ class Abandoned(msgspec.Struct, frozen=True, kw_only=True, tag="abandoned", tag_
 
 
 class LinkExchanged(msgspec.Struct, frozen=True, kw_only=True, tag="link_exchanged", tag_field="event"):
-    """A rank receives over another link within an epoch; the one before is empty, and nobody needs it.
+    """A rank receives over another link within an epoch; the one before is empty and unused.
 
     Attributes:
-        number: of the new link.
+        number: number of the new link.
     """
 
     epoch: Small
@@ -133,7 +133,7 @@ class Alive(msgspec.Struct, frozen=True, kw_only=True, tag="alive", tag_field="e
 
 
 class Measured(msgspec.Struct, frozen=True, kw_only=True, tag="measured", tag_field="event"):
-    """What a rank's steps cost, as `planner.stage_costs.StageCosts` in JSON."""
+    """The costs of a rank's steps, as `planner.stage_costs.StageCosts` in JSON."""
 
     costs: msgspec.Raw
 
@@ -142,7 +142,7 @@ class Warm(msgspec.Struct, frozen=True, kw_only=True, tag="warm", tag_field="eve
     """A spare process has imported what a rank needs, and waits to become one.
 
     Attributes:
-        own_bytes: of memory that it holds and shares with no other process.
+        own_bytes: bytes of memory that it holds and shares with no other process.
     """
 
     own_bytes: Count
@@ -154,7 +154,7 @@ class LinkJudged(msgspec.Struct, frozen=True, kw_only=True, tag="link_judged", t
     Attributes:
         sender, receiver: names of the hosts.
         bytes_per_s: the most that it has carried while it was becoming slow.
-        measured_bytes_per_s: before it was used.
+        measured_bytes_per_s: what was measured before it was used.
     """
 
     sender: Word
@@ -191,13 +191,16 @@ _events: msgspec.json.Decoder[StatusEvent] = msgspec.json.Decoder(StatusEvent)
 
 
 def decode_status(line: bytes) -> StatusEvent:
-    """One line of a status pipe."""
+    """Return the event in one line of a status pipe."""
     return _events.decode(line)
 
 
 def _status_line(event: StatusEvent) -> bytes:
-    """Return the line of an event. One that tells of an error is short enough to be written whole or not at
-    all: what others have said of a failure may be of any length."""
+    """Return the line of an event.
+
+    One that tells of an error is short enough to be written whole or not at all: its text may come from
+    others and have any length.
+    """
     line = msgspec.json.encode(event) + b"\n"
     limit = _MAX_TEXT
     while len(line) > _PIPE_ATOMIC_BYTES and isinstance(event, ChildFailed | Abandoned) and limit:
@@ -216,7 +219,7 @@ def _shortened(event: ChildFailed | Abandoned, limit: int) -> ChildFailed | Aban
 
 
 def failure(error: BaseException) -> ChildFailed:
-    """The event that reports `error`; foreign exceptions bring the end of their trace."""
+    """Return the event that reports `error`; foreign exceptions bring the end of their trace."""
     info = describe(error)
     cause = error.__cause__ if isinstance(error, PenstockError) else error
     trace = "".join(traceback.format_exception(cause))[-_MAX_TEXT:] if cause else ""
@@ -236,7 +239,7 @@ class StatusWriter:
         os.set_blocking(fd, False)
 
     def write(self, event: StatusEvent) -> None:
-        """Write one line; of progress, only what changes the percentage."""
+        """Write one line; write progress only if the percentage changes."""
         if isinstance(event, LoadProgressed) and not self._is_news(event):
             return
         line = _status_line(event)
@@ -263,14 +266,14 @@ class StatusWriter:
 
 
 class Pulse:
-    """What the main loop of a process says to the thread that says `Alive` for it."""
+    """The sign of the main loop of a process to the thread that says `Alive` for it."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._beat_at: float | None = None
 
     def beat(self) -> None:
-        """The loop turns. From the first call on it must come at least every second."""
+        """Note that the loop turns. From the first call on it must be called at least every second."""
         self._beat_at = self._clock()
 
     @property
@@ -294,7 +297,7 @@ def keep_saying_alive(status: StatusWriter) -> Pulse:
 
 
 def encode_config(config: msgspec.Struct) -> bytes:
-    """What the supervisor writes to the config pipe of a child, before it closes its end."""
+    """Return the bytes that the supervisor writes to a child's config pipe, before it closes its end."""
     return msgspec.msgpack.encode(config)
 
 
@@ -318,11 +321,11 @@ def run_child(
     *,
     more: Sequence[str] = (),
 ) -> int:
-    """The whole life of a child process: its arguments, its config, `live`, and the report of its failure.
+    """Run a child process from start to end: its arguments, its config, `live`, the report of its failure.
 
     Args:
         program: name of the module, for usage errors.
-        arguments: of the command line; None takes the process' own.
+        arguments: arguments of the command line; None takes the process' own.
         live: (config, status, arguments) -> exit code; its first act is `enter_child`.
         more: descriptors that it is given besides config and status, such as "--control-fd".
 
@@ -345,17 +348,17 @@ def enter_child(title: str, config: StartedByParent) -> None:
     """Name the process, make it die with its parent, and let signals print where every thread is.
 
     Args:
-        config: of the process; names the parent.
+        config: config of the process; names the parent.
     """
     bind_to_parent(config)
     name_child(title)
 
 
 def bind_to_parent(config: StartedByParent) -> None:
-    """Have the process die with the one that has started it.
+    """Let the process die with the process that has started it.
 
     Args:
-        config: of the process; names the parent.
+        config: config of the process; names the parent.
     """
     die_with_parent(config.parent_pid)
 
@@ -373,7 +376,7 @@ def show_threads_on_request() -> None:
 
 
 def bound_thread_pools(count: int) -> None:
-    """Bound those that torch's libraries make when they are loaded; before torch is imported."""
+    """Bound the pools that torch's libraries make when they are loaded; call before torch is imported."""
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
         os.environ[name] = str(count)
 
@@ -386,7 +389,7 @@ def leave(code: int) -> NoReturn:
 
 
 def die_with_parent(parent_pid: int) -> None:
-    """Have the kernel kill this process when the thread that created it ends, or has ended already."""
+    """Let the kernel kill this process when the thread that created it ends, or has ended already."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")

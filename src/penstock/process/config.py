@@ -1,4 +1,4 @@
-"""What each child process is told at start, on its inherited pipe.
+"""The configs that child processes are given at start, on their inherited pipes.
 
 Frozen values, encoded by msgspec. `engine.supervisor.launch` makes them from the settings (`config`). Where a
 process meets the others in an epoch it is told later (`process.endpoints`).
@@ -28,12 +28,12 @@ THIS_HOST = "this host"  # the name of the supervisor's own machine
 
 
 def rank_name(stage: int, tp_rank: int, tp_size: int) -> str:
-    """For messages: "stage 1", or "stage 1 tp 0" where ranks share it."""
+    """Return a rank's name for messages: "stage 1", or "stage 1 tp 0" where ranks share it."""
     return f"stage {stage}" + (f" tp {tp_rank}" if tp_size > 1 else "")
 
 
 def rank_names(stages: Sequence[int]) -> list[str]:
-    """Of ranks, given the stage of each, stage by stage."""
+    """Return the names of ranks, given the stage of each, stage by stage."""
     return [
         rank_name(stage, rank - stages.index(stage), stages.count(stage)) for rank, stage in enumerate(stages)
     ]
@@ -43,12 +43,12 @@ class StoreConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The tiers of KV blocks beyond the pool, as core and ranks open them.
 
     Attributes:
-        url: of the store; None: there is the host tier alone.
-        host_blocks: that each rank has room for in the host tier; 0: there is none.
+        url: URL of the store; None: there is only the host tier.
+        host_blocks: blocks that each rank has room for in the host tier; 0: there is none.
         writes_back: see `kvstore.host_tier`.
         write_bytes_per_s: see `runner.kv_transfer`.
-        namespace: of all records of this model, dtype, quantisation and block size (`kvstore.names`).
-        description: of that, for people (`kvstore.description`).
+        namespace: that of all records of this model, dtype, quantisation and block size (`kvstore.names`).
+        description: that namespace, for people (`kvstore.description`).
         host: name of the host that has this store to itself; empty: the core uses the same one.
     """
 
@@ -63,11 +63,12 @@ class StoreConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FirstLoad(msgspec.Struct, frozen=True, kw_only=True):
-    """What a rank read when its engine started, for the rank that takes its place. Empty: it has no
-    predecessor.
+    """The record of what a rank read when its engine started, for the rank that takes its place.
+
+    It is empty for a rank without a predecessor.
 
     Attributes:
-        identity: of the sampled model (`kvstore.names.model_identity`).
+        identity: identity of the sampled model (`kvstore.names.model_identity`).
         digests: a table of `weights.read_digests`, of samples and of every tensor.
     """
 
@@ -76,20 +77,20 @@ class FirstLoad(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RankConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """What one rank is told at start. Its layers are `[start_layer, end_layer)`.
+    """The config of one rank, given at start. Its layers are `[start_layer, end_layer)`.
 
     Attributes:
-        quantization: what to do with weights at load. "none" for a checkpoint that is quantised already: its
+        quantization: how to quantise weights at load. "none" for a checkpoint that is quantised already: its
             tensors are held as they are.
         gguf_dequantize: weights of a GGUF file become numbers of the dtype at load.
         device: `cpu`, or one GPU such as `cuda:0`.
         num_sharers: ranks in the same memory, this one counted.
         kernels: which of our CPU kernels to use, as in `ParallelConfig`.
-        numeric_class: in which they must compute, as there.
+        numeric_class: class in which they must compute, as there.
         cpus: cores of this rank's compute threads, one each and no other rank's; empty: not pinned.
-        faults: what a test has armed; a rank that takes the place of another has none.
+        faults: faults that a test has armed; a rank that takes the place of another has none.
         tp_rank, tp_size: its place among the ranks that share the stage's layers, and how many they are.
-        tp_sizes: how many share those of each stage; empty: one rank each.
+        tp_sizes: number of ranks of each stage; empty: one rank each.
         expert_parallel: the ranks of a stage have experts whole, and not each a part of all.
         are_threads: the ranks are threads of one process.
         replica: which pipeline it belongs to; None where there is one.
@@ -98,9 +99,9 @@ class RankConfig(msgspec.Struct, frozen=True, kw_only=True):
         host: name of the machine that it runs on.
         prefill_chunk: prompt tokens of one row in one plan at most; 0: as many as a plan has.
         mtp: the last stage guesses tokens with the MTP layer of the checkpoint.
-        first_load: what must be on the disk still.
-        model_identity: of the model whose tensors are in the directory, where the host knows it; empty: the
-            rank takes samples of the files.
+        first_load: what must still be on the disk.
+        model_identity: identity of the model whose tensors are in the directory, where the host knows it;
+            empty: the rank takes samples of the files.
     """
 
     model_path: str  # resolved directory; empty: the rank is told later, by `UseModel`
@@ -147,7 +148,7 @@ class RankConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def device_type(self) -> str:
-        """`cpu` or `cuda`."""
+        """The type of the device, `cpu` or `cuda`."""
         return self.device.partition(":")[0]
 
     @property
@@ -165,7 +166,7 @@ class RankConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def num_layers(self) -> int:
-        """Its own, without an MTP layer."""
+        """The number of its layers, without an MTP layer."""
         return self.end_layer - self.start_layer
 
     @property
@@ -175,12 +176,12 @@ class RankConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def name(self) -> str:
-        """For messages within its pipeline."""
+        """The name for messages within its pipeline."""
         return rank_name(self.stage, self.tp_rank, self.tp_size)
 
     @property
     def max_num_samples(self) -> int:
-        """Of one step."""
+        """The most samples of one step."""
         return min(self.max_num_seqs * (1 + self.max_drafts), self.max_num_batched_tokens)
 
     @property
@@ -190,17 +191,17 @@ class RankConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def next_tp_size(self) -> int:
-        """How many ranks share the layers of the next stage."""
+        """The number of ranks that share the layers of the next stage."""
         return self.tp_sizes[self.stage + 1] if self.tp_sizes else 1
 
     @property
     def first_tp_size(self) -> int:
-        """How many ranks share the layers of the first stage, which embeds."""
+        """The number of ranks that share the layers of the first stage, which embeds."""
         return self.tp_sizes[0] if self.tp_sizes else 1
 
     @property
     def receivers(self) -> range:
-        """Ranks of the next stage that this one sends to: each gets its share from one of the senders."""
+        """The ranks of the next stage that this one sends to: each gets its share from one of the senders."""
         return range(0) if self.is_last else range(self.tp_rank, self.next_tp_size, self.tp_size)
 
 
@@ -208,8 +209,8 @@ class DrafterConfig(msgspec.Struct, frozen=True, kw_only=True):
     """A model that drafts, as its process loads it.
 
     Attributes:
-        rank: it has all layers.
-        vocab_size: of the model that is guessed.
+        rank: config of a rank with all layers.
+        vocab_size: ids of the model that is guessed.
     """
 
     rank: RankConfig
@@ -217,14 +218,14 @@ class DrafterConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DrafterProcessConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """What the process of a draft model reads from its config pipe."""
+    """The config pipe's content for the process of a draft model."""
 
     drafter: DrafterConfig
     parent_pid: int
 
 
 class CoreConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """What the engine core is told at start.
+    """The config of the engine core, given at start.
 
     Attributes:
         replica: which pipeline it is the core of; None where there is one.
@@ -233,10 +234,10 @@ class CoreConfig(msgspec.Struct, frozen=True, kw_only=True):
             stages, and from then on follows what plans take.
         cpus: cores that the core's process may use; empty: all.
         store: as for the ranks.
-        model_path: resolved directory, whose tokenizer says what grammars mean; empty: nobody asks.
-        num_links: that are between hosts, on the way of a plan through the stages.
+        model_path: resolved directory, whose tokenizer says what grammars mean; empty: it is not needed.
+        num_links: links between hosts, on the way of a plan through the stages.
         drafter: the model that drafts; None: there is none.
-        guess_share: what a guess of the MTP layer costs, as a share of a step of one token.
+        guess_share: cost of a guess of the MTP layer, as a share of a step of one token.
         record_decisions: file in which its decisions are recorded; empty: nowhere.
     """
 
@@ -261,20 +262,20 @@ class CoreConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RankProcessConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """What a rank process reads from its config pipe; its neighbours come later, in `RankEndpoints`."""
+    """The config pipe's content for a rank; its neighbours come later, in `RankEndpoints`."""
 
     rank: RankConfig
     parent_pid: int
 
 
 class MeasureConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """What is to be measured of a rank.
+    """The measurements to be made of a rank.
 
     Attributes:
-        rank: in service, but for its layers: only as many as are timed.
-        num_rows: of the decode steps, rising.
+        rank: the rank as in service, but for its layers: only as many as are timed.
+        num_rows: rows of the decode steps, rising.
         context: tokens of each row, the one that it decodes included.
-        prefill_tokens: of the chunk of a prompt.
+        prefill_tokens: tokens of the chunk of a prompt.
         case_s: seconds for each number of rows, and for the chunk; more if a step takes longer.
     """
 
@@ -286,13 +287,13 @@ class MeasureConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SpareProcessConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """What a spare process reads from its config pipe; which rank it becomes comes later: `BecomeRank`.
+    """The config pipe's content for a spare; which rank it becomes comes later: `BecomeRank`.
 
     Attributes:
         threads: the most that the rank may have.
-        nice: of its imports; 0 where the rank waits for them.
-        successor_path: of a socket where the next worker may take it over (`process.successor`); empty: it
-            ends with its parent.
+        nice: niceness of its imports; 0 where the rank waits for them.
+        successor_path: path of a socket where the next worker may take it over (`process.successor`); empty:
+            it ends with its parent.
     """
 
     threads: int
@@ -302,14 +303,14 @@ class SpareProcessConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MeasureProcessConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """What the process that measures a rank reads from its config pipe; when to begin comes later."""
+    """The config pipe's content for a process that measures; when to begin comes later."""
 
     measure: MeasureConfig
     parent_pid: int
 
 
 class CoreProcessConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """What the core process reads from its config pipe. Where the ranks are comes later: `CoreEndpoints`."""
+    """The config pipe's content for the core. Where the ranks are comes later: `CoreEndpoints`."""
 
     core: CoreConfig
     parent_pid: int
@@ -317,7 +318,7 @@ class CoreProcessConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StageShape(msgspec.Struct, frozen=True, kw_only=True):
-    """What a stage is made of: layers `[start_layer, end_layer)`, on this many ranks of a host."""
+    """The shape of a stage: layers `[start_layer, end_layer)`, on this many ranks of a host."""
 
     start_layer: int
     end_layer: int
@@ -326,14 +327,14 @@ class StageShape(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class HostLink(msgspec.Struct, frozen=True, kw_only=True):
-    """What was measured of the way between two hosts that is in use.
+    """The measured way between two hosts that is in use.
 
     Attributes:
         hosts: their names.
-        interfaces: of each of them, on this way.
+        interfaces: interface of each of them, on this way.
         bytes_per_s_out: from the first host to the second.
         bytes_per_s_in: from the second host to the first.
-        reduced_bytes_per_s_out, reduced_bytes_per_s_in: what it has carried at most since it was found to be
+        reduced_bytes_per_s_out, reduced_bytes_per_s_in: the most that it has carried since it was found to be
             slow, less than half as much; 0 where it was not.
     """
 
@@ -356,14 +357,14 @@ class HostLink(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ApiProcessConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """What the API process reads from its config pipe. The listening socket comes as `listen_fd`.
+    """The config pipe's content for the API process. The listening socket comes as `listen_fd`.
 
     Attributes:
         model_names: names under which clients may ask for the model; the first is the one in answers.
         hold_s: connections wait this long for the engine, where one is there, before they are answered 503.
         has_prefix_cache: whether each replica keeps what it has computed.
         hidden_size: numbers of a token's hidden state, and of a whole vector.
-        token_bytes: that cross from stage to stage for each token.
+        token_bytes: bytes that cross from stage to stage for each token.
         pooling, chat_template: as in `ModelConfig`.
     """
 

@@ -1,4 +1,4 @@
-"""From the supervisor to the core and the ranks: what to do next, with the descriptors that it takes.
+"""Orders from the supervisor to the core and the ranks, with the descriptors that they take.
 
 A message is one packet of JSON over a socket pair; descriptors travel beside it, and stand in it as their
 places among them. The end of the socket means that the supervisor is gone. Torch-free.
@@ -32,7 +32,7 @@ EndedRequests = Literal["none", "started", "all"]
 
 
 class Stop(msgspec.Struct, frozen=True, tag="stop"):
-    """Let the ranks go and leave."""
+    """Stop work: release the ranks and leave."""
 
 
 class EpochLost(msgspec.Struct, frozen=True, tag="epoch_lost"):
@@ -50,14 +50,14 @@ class BeginMeasuring(msgspec.Struct, frozen=True, tag="begin_measuring"):
     """All ranks that are measured are ready.
 
     Attributes:
-        meeting: of the ranks of the stage, if there are several.
+        meeting: the meeting of the ranks of the stage, if there are several.
     """
 
     meeting: MeetingEndpoint | None = None
 
 
 class BecomeRank(msgspec.Struct, frozen=True, tag="become_rank"):
-    """To a spare process: live as the rank whose config is there."""
+    """An order to a spare process: live as the rank whose config is there."""
 
     config_fd: int
 
@@ -67,11 +67,11 @@ class BecomeRank(msgspec.Struct, frozen=True, tag="become_rank"):
 
 
 class UseModel(msgspec.Struct, frozen=True, kw_only=True, tag="use_model"):
-    """To a rank that was started without a model: its own host has it now.
+    """An order to a rank that was started without a model: its own host has it now.
 
     Attributes:
-        path: of a directory that has what the rank reads.
-        identity: of the whole model (`kvstore.names.model_identity`).
+        path: path of a directory that has what the rank reads.
+        identity: identity of the whole model (`kvstore.names.model_identity`).
     """
 
     path: str
@@ -79,14 +79,14 @@ class UseModel(msgspec.Struct, frozen=True, kw_only=True, tag="use_model"):
 
 
 class AttachLink(msgspec.Struct, frozen=True, kw_only=True, tag="attach_link"):
-    """To a rank within an epoch: its end of another link, which it opens when a plan names the number."""
+    """An order to a rank within an epoch: its end of another link, to be opened when a plan says so."""
 
     number: int
     endpoint: LinkEndpoint
 
 
 class ExchangeLink(msgspec.Struct, frozen=True, tag="exchange_link"):
-    """To the core: put this order into a plan, as both ranks have been handed their ends.
+    """An order to the core: put this order into a plan, as both ranks have been handed their ends.
 
     Attributes:
         order: its step may be moved to a later one.
@@ -120,7 +120,7 @@ class ControlSocket:
         return self._child.fileno()
 
     def send(self, message: ControlMessage) -> None:
-        """Never fails: that the child is gone is noticed elsewhere."""
+        """Send a message. Never fails: that the child is gone is noticed elsewhere."""
         descriptors: list[int] = []
 
         def place(fd: int) -> int:
@@ -145,10 +145,10 @@ CONTROL_OPTION = "--control-fd"  # of a child that has one
 
 
 class ControlReader:
-    """The child's end.
+    """The child's end of a control socket.
 
     Args:
-        fd: inherited; closed by `close`.
+        fd: inherited descriptor; closed by `close`.
     """
 
     def __init__(self, fd: int) -> None:
@@ -157,19 +157,19 @@ class ControlReader:
 
     @classmethod
     def inherited(cls, options: argparse.Namespace) -> ControlReader:
-        """That of this process, from the arguments that it was started with (`CONTROL_OPTION`)."""
+        """Return the reader of this process, from the arguments of its start (`CONTROL_OPTION`)."""
         return cls(options.control_fd)
 
     def fileno(self) -> int:
-        """Readable when there is a message, or the supervisor is gone."""
+        """Return a descriptor that is readable when there is a message, or the supervisor is gone."""
         return self._socket.fileno()
 
     def has_news(self) -> bool:
-        """Whether `receive` would return at once: what was said before is then over."""
+        """Return whether `receive` would return at once: what was said before is then over."""
         return bool(self._kept or select.select([self._socket], [], [], 0)[0])
 
     def await_model(self, rank: RankConfig) -> RankConfig | None:
-        """Wait for the model of a rank that was started without; what else comes is kept for `receive`.
+        """Wait for the model of a rank that was started without; other messages are kept for `receive`.
 
         Returns:
             The config with the model; None when the rank is to leave.
@@ -208,7 +208,7 @@ class ControlReader:
         Ends of links that no plan has named are dropped: their epoch is over.
 
         Raises:
-            ProtocolError: it is none that this build knows.
+            ProtocolError: the message is not one that this build knows.
         """
         while True:
             message = self._kept.popleft() if self._kept else self._receive()
@@ -255,7 +255,7 @@ def close_descriptors(message: ControlMessage) -> None:
 
 
 def _with_descriptors(value: Any, renumber: Callable[[int], int]) -> Any:
-    """A copy of nested fields in which those called `..._fd` and `..._fds` are renumbered."""
+    """Return a copy of nested fields in which those called `..._fd` and `..._fds` are renumbered."""
     if isinstance(value, list):
         return [_with_descriptors(entry, renumber) for entry in value]
     if not isinstance(value, dict):

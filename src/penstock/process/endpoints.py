@@ -1,4 +1,4 @@
-"""Where a process meets the others in one epoch, as it is told over its control socket.
+"""The endpoints at which a process meets the others in one epoch, as it gets them over its control socket.
 
 An endpoint is one end of a connection, as its host hands it to a process: a value of one of several kinds.
 The kind is the tag of its struct, and decides which carrier opens it (`pipeline.links.link_carriers` and
@@ -51,7 +51,7 @@ class SocketHandle(msgspec.Struct, frozen=True, kw_only=True, tag="socket_handle
 
 
 class MeetingHandle(msgspec.Struct, frozen=True, kw_only=True, tag="shared_memory"):
-    """Where the ranks of a stage meet in one epoch, as inherited descriptors (`distributed.meeting`)."""
+    """The meeting of the ranks of a stage for one epoch, as inherited descriptors (`distributed.meeting`)."""
 
     memory_fd: int
     store_fd: int
@@ -65,7 +65,7 @@ class DialledStream(msgspec.Struct, frozen=True, kw_only=True, tag="dialled"):
 
     Attributes:
         host: an IPv4 or IPv6 address, or a name.
-        own_address: from which it is dialled; empty: any.
+        own_address: address from which it is dialled; empty: any.
     """
 
     host: str
@@ -83,7 +83,7 @@ class ConnectedStream(msgspec.Struct, frozen=True, kw_only=True, tag="connected"
     """A stream that the host has connected.
 
     Attributes:
-        side: which of the two this end is; it decides who begins a handshake.
+        side: which of the two this end is; it decides which end begins a handshake.
     """
 
     stream_fd: int
@@ -94,18 +94,18 @@ StreamWay = DialledStream | AcceptedStream | ConnectedStream
 
 
 class PlainText(msgspec.Struct, frozen=True, tag="plain_text"):
-    """Bytes cross as they are, to anybody. For processes of one host that measure, and for tests."""
+    """Bytes cross as they are, without proof of the peer: to measure within a host, and for tests."""
 
 
 PLAIN_TEXT = PlainText()
 
 
 class Certified(msgspec.Struct, frozen=True, kw_only=True, tag="certified"):
-    """TLS in which both ends show a certificate of their cluster.
+    """A stream over TLS in which both ends show a certificate of their cluster.
 
     Attributes:
-        credentials_fd: of this end (`trust.credentials`).
-        peer: who the other end must be: the URI of its name (`trust.peer_names`).
+        credentials_fd: credentials of this end (`trust.credentials`).
+        peer: the name that the other end must have, as a URI (`trust.peer_names`).
     """
 
     credentials_fd: int
@@ -116,8 +116,8 @@ class Challenged(msgspec.Struct, frozen=True, kw_only=True, tag="challenged"):
     """Plain text, after both ends have proved that they belong to the epoch (`trust.challenge`).
 
     Attributes:
-        credentials_fd: of this end, with the key of the epoch.
-        own, peer: who the two ends are: URIs of their names.
+        credentials_fd: credentials of this end, with the key of the epoch.
+        own, peer: the names of the two ends, as URIs.
     """
 
     credentials_fd: int
@@ -130,7 +130,7 @@ Precedence = Literal["normal", "low"]
 
 
 class StreamPath(msgspec.Struct, frozen=True, kw_only=True):
-    """How one end of a stream between hosts comes about, and what ends it.
+    """The way in which one end of a stream between hosts is made and ended.
 
     Attributes:
         end_fd: an eventfd; once it is written the stream is over at this end. Many streams may share it.
@@ -149,8 +149,8 @@ class StreamLinkHandle(msgspec.Struct, frozen=True, kw_only=True, tag="stream_li
     """One end of a link over a stream (`pipeline.links.stream_link`).
 
     Attributes:
-        direction: of the frames at this end.
-        num_frames: that this end has room for.
+        direction: direction of the frames at this end.
+        num_frames: frames that this end has room for.
     """
 
     path: StreamPath
@@ -163,7 +163,7 @@ class StreamChannelHandle(msgspec.Struct, frozen=True, kw_only=True, tag="stream
     """One end of a channel of messages over a stream (`pipeline.links.stream_channel`).
 
     Attributes:
-        num_messages: that this end has room for, in each direction.
+        num_messages: messages that this end has room for, in each direction.
     """
 
     path: StreamPath
@@ -171,9 +171,7 @@ class StreamChannelHandle(msgspec.Struct, frozen=True, kw_only=True, tag="stream
 
 
 class HeldEnd(msgspec.Struct, frozen=True, kw_only=True, tag="held"):
-    """An end that the agent of another host holds, which gives its process what this stands for
-    (`hosts.agent`). No process gets it.
-    """
+    """An end that the agent of another host holds for its process (`hosts.agent`); no process gets it."""
 
     number: int
 
@@ -187,14 +185,14 @@ Endpoint = LinkEndpoint | ChannelEndpoint | MeetingEndpoint
 def opener_of(
     openers: Mapping[type, Callable[..., Opened]], endpoint: msgspec.Struct, name: str
 ) -> Callable[..., Opened]:
-    """Return what opens endpoints of this kind.
+    """Return the function that opens endpoints of this kind.
 
     Args:
         openers: by type of endpoint, all of one seam.
-        name: of the connection, for the error.
+        name: name of the connection, for the error.
 
     Raises:
-        ProtocolError: none of them does.
+        ProtocolError: there is no such function.
     """
     opener = openers.get(type(endpoint))
     if opener is None:
@@ -212,7 +210,7 @@ def _kind(endpoint: type) -> str:
 
 
 class RankEndpoints(msgspec.Struct, frozen=True, kw_only=True, tag="rank_endpoints"):
-    """Where the neighbours of a rank are in one epoch."""
+    """The endpoints of a rank's neighbours in one epoch."""
 
     epoch: int
     plans: ChannelEndpoint  # from the core, and back to it
@@ -224,7 +222,7 @@ class RankEndpoints(msgspec.Struct, frozen=True, kw_only=True, tag="rank_endpoin
 
 
 class Restarts(msgspec.Struct, frozen=True, kw_only=True):
-    """How often processes were started again."""
+    """The counts of how often processes were started again."""
 
     stages: list[int] = []  # [num_stages]
     core: int = 0
@@ -234,7 +232,7 @@ NO_RESTARTS = Restarts()
 
 
 class CoreEndpoints(msgspec.Struct, frozen=True, kw_only=True, tag="core_endpoints"):
-    """Where the core meets the ranks in one epoch."""
+    """The endpoints at which the core meets the ranks in one epoch."""
 
     epoch: int
     plans: list[ChannelEndpoint]  # to each rank, stage by stage

@@ -1,4 +1,4 @@
-"""How much memory of this host a process may still take, and how much it has. Torch-free; decides nothing.
+"""The memory of this host that a process may still take, and how much the host has. Torch-free.
 
 Read by `engine.supervisor.launch` before anything is started, by `rank.rank` once the weights are loaded, and
 by the front while it serves.
@@ -17,7 +17,7 @@ _CGROUP = Path("/sys/fs/cgroup")
 
 
 def host_available_bytes(meminfo: Path = _MEMINFO, cgroup: Path = _CGROUP) -> int:
-    """Bytes that could be allocated now: what the kernel can give, bounded by the container's limit."""
+    """Return the bytes that could be allocated now: the kernel's, bounded by the container's limit."""
     host = _host_available(meminfo)
     return min(host, _cgroup_available(cgroup, host))
 
@@ -30,7 +30,7 @@ def _host_available(meminfo: Path) -> int:
 
 
 def _cgroup_available(cgroup: Path, unlimited: int) -> int:
-    """What a container's limit leaves, or `unlimited` without one (control groups version 2).
+    """Return what a container's limit leaves, or `unlimited` without one (control groups version 2).
 
     Files that were read count as used there, and are given up when memory is wanted, as in `MemAvailable`.
     """
@@ -47,7 +47,7 @@ def _cgroup_available(cgroup: Path, unlimited: int) -> int:
 
 
 def peak_resident_bytes(process: Path = _PROCESS) -> int:
-    """The most bytes that were resident in this process at once, since `forget_peak` was called last."""
+    """Return the most bytes that were resident in this process at once since the last `forget_peak`."""
     for line in (process / "status").read_text().splitlines():
         if line.startswith("VmHWM:"):
             return int(line.split()[1]) * 1024
@@ -55,7 +55,7 @@ def peak_resident_bytes(process: Path = _PROCESS) -> int:
 
 
 def forget_peak(process: Path = _PROCESS) -> None:
-    """Have the peak of resident memory count from now on, where the kernel lets a process do so."""
+    """Let the peak of resident memory count from now on, where the kernel lets a process do so."""
     with contextlib.suppress(OSError):
         (process / "clear_refs").write_text(_FORGET_PEAK)
 

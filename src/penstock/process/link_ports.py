@@ -1,7 +1,7 @@
 """The range of ports at which a host accepts links from other hosts, and a socket in it.
 
-Owns `--link-ports` as a value. Hosts listen before they invite anybody, so that a dialler that is refused
-knows that nobody will come. Serves nothing itself.
+Owns `--link-ports` as a value. Hosts listen before they invite others, so that a dialler that is refused
+knows that the host will not come. Serves nothing itself.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _RANGE = re.compile(r"(?P<first>\d{1,5})(?:-(?P<last>\d{1,5}))?")
 
 
 class PortRange(msgspec.Struct, frozen=True):
-    """All ports from `first` to `last`, both counted. (0, 0): any port that is free."""
+    """The ports from `first` to `last`, both counted. (0, 0): any port that is free."""
 
     first: int
     last: int

@@ -1,4 +1,4 @@
-"""The HTTP socket: where it may listen, and who is in the way.
+"""The HTTP socket: it checks where the server may listen, and names the process that is in the way.
 
 The supervisor binds it before anything is loaded, so that a busy port is known at once and the address is
 kept over a restart of the API process. Serves nothing itself.
@@ -35,7 +35,7 @@ def listen(config: ServerConfig) -> socket.socket:
     """Bind, and listen unless the port is to be taken over later.
 
     Raises:
-        UsageError: the address does not exist, or is open to others and has no key; or a key is blank, or an
+        UsageError: the address does not exist, or is open to others without a key; or a key is blank, or an
             origin of pages or a host name is none; or the certificate cannot be used.
         PortInUseError: the port is taken (names the process where it can be seen) or not allowed.
     """
@@ -60,7 +60,7 @@ def listen(config: ServerConfig) -> socket.socket:
 
 
 def take_over(listener: socket.socket) -> None:
-    """Have the kernel give all new connections of a shared port to this socket, which has begun to listen.
+    """Let the kernel give all new connections of a shared port to this socket, which has begun to listen.
 
     It is the second of its group as long as the server before it lives. A classic BPF program chooses the
     second; where there is one alone, the kernel falls back to that one.
@@ -78,7 +78,7 @@ def url(listener: socket.socket, scheme: str = "http") -> str:
 
 
 def refuse_bad_keys(keys: Sequence[str], admin_keys: Sequence[str]) -> None:
-    """Raise `UsageError` for a key that is no secret, empty or blanks alone, and for one of both kinds."""
+    """Raise `UsageError` for a key that is empty or only blanks, and for one of both kinds."""
     for name, group in (("api_keys", keys), ("admin_keys", admin_keys)):
         blank = next((index for index, key in enumerate(group) if not key.strip()), None)
         if blank is not None:
@@ -94,7 +94,7 @@ def refuse_bad_keys(keys: Sequence[str], admin_keys: Sequence[str]) -> None:
 
 
 def refuse_bad_origins(origins: Sequence[str]) -> None:
-    """Raise `UsageError` for what is not an origin of web pages as browsers write it."""
+    """Raise `UsageError` for text that is not an origin of web pages as browsers write it."""
     for index, origin in enumerate(origins):
         named, match = f"allowed_origins[{index}] is {origin[:128]!r}", _ORIGIN.fullmatch(origin)
         if match is None:
@@ -113,7 +113,7 @@ def refuse_bad_origins(origins: Sequence[str]) -> None:
 
 
 def refuse_bad_hosts(hosts: Sequence[str]) -> None:
-    """Raise `UsageError` for what is not a host name or address alone, as clients write it in a `Host`."""
+    """Raise `UsageError` for text that is not a host name or address, as clients write it in a `Host`."""
     for index, host in enumerate(hosts):
         if re.fullmatch(_HOST, host.lower()) is None:
             raise UsageError(
@@ -168,7 +168,7 @@ def _bind_error(config: ServerConfig, error: OSError) -> PortInUseError | UsageE
 
 
 def _owner(port: int) -> tuple[int, str] | None:
-    """(pid, name) of the process that listens on a TCP port, where we are allowed to see it."""
+    """Return (pid, name) of the process that listens on a TCP port, where we are allowed to see it."""
     inodes = _listening_inodes(port)
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit() and _holds_socket(entry, inodes):

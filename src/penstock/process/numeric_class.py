@@ -14,7 +14,7 @@ from penstock.batch import RankLoaded
 
 
 def class_of_pipe(ranks: Sequence[RankLoaded]) -> str:
-    """Return what pipes that compute the same bits have in common.
+    """Return the class that pipes have in common if they compute the same bits.
 
     That is the class of all ranks where they have one. Where classes are mixed it says which layers are
     computed in which.

@@ -1,4 +1,4 @@
-"""Which hosts a pipe runs over at present, and what is known of the ways and clocks between them.
+"""The hosts over which a pipe runs now, with the known ways and clocks between them.
 
 The supervisor tells the core (`process.control`), and the core its clients (`engine.ipc`), whenever there is
 something new. On one host nothing is told.
@@ -12,12 +12,12 @@ from penstock.process.config import HostLink
 
 
 class HostClock(msgspec.Struct, frozen=True, kw_only=True):
-    """How the monotonic clock of a host differs from that of the head (`trace.host_clock`).
+    """The difference between the monotonic clock of a host and that of the head (`trace.host_clock`).
 
     Attributes:
         host: its name.
         offset_ns: nanoseconds to add to an instant of its clock to have it in the head's time.
-        error_ns: by how much that may be wrong, in either direction.
+        error_ns: error that this may have, in either direction.
     """
 
     host: str
@@ -30,9 +30,9 @@ class PipeHosts(msgspec.Struct, frozen=True, kw_only=True, tag="pipe_hosts"):
 
     Attributes:
         stages: the host of each stage; empty where nothing was told.
-        links: between the hosts, as measured.
-        clocks: of the hosts whose clock is known.
-        token_bytes: that cross from stage to stage for each token.
+        links: ways between the hosts, as measured.
+        clocks: clocks of the hosts whose clock is known.
+        token_bytes: bytes that cross from stage to stage for each token.
     """
 
     stages: list[str] = []

@@ -1,8 +1,8 @@
-"""One rhythm for all that the processes of a host do each second, so that an idle engine hardly wakes.
+"""The common rhythm of all that the processes of a host do each second, so that an idle engine hardly wakes.
 
-The monotonic clock is the same for all processes of a host. Whatever is done each second is done at its
+The monotonic clock is the same for all processes of a host. Work that is done each second is done at its
 whole seconds, and not a second after it was done last: heartbeats, looks and ticks of all threads and
-processes then fall into the same moment. Whoever hears them wakes once a second instead of once for each, and
+processes then fall into the same moment. Their listener wakes once a second instead of once for each, and
 finds its memory in the caches. It is what the kernel's `round_jiffies` does to its own timers.
 """
 

@@ -18,7 +18,7 @@ MAX_STATUS = 500  # characters
 
 
 class ServiceNotifier(Protocol):
-    """What has started this process and waits to hear of it."""
+    """The service manager that has started this process and waits to hear of it."""
 
     def ready(self) -> None:
         """Report that the start is over."""
@@ -34,23 +34,23 @@ class ServiceNotifier(Protocol):
 
 
 class NoNotifier:
-    """A user has started this process: there is nothing to report to. Implements `ServiceNotifier`."""
+    """A notifier for a process that a user has started: it reports nothing. Implements `ServiceNotifier`."""
 
     def ready(self) -> None:
-        """Nobody waits for it."""
+        """Do nothing: no service manager waits."""
 
     def stopping(self) -> None:
-        """Nobody waits for it."""
+        """Do nothing: no service manager waits."""
 
     def status(self, text: str) -> None:
-        """Nobody reads it."""
+        """Do nothing: no service manager reads it."""
 
 
 class SocketNotifier:
     """The socket of a service manager. Implements `ServiceNotifier`.
 
     Args:
-        name: as `NOTIFY_SOCKET` has it.
+        name: the name of the socket, as `NOTIFY_SOCKET` has it.
     """
 
     def __init__(self, name: str) -> None:
@@ -72,6 +72,6 @@ class SocketNotifier:
 
 
 def service_notifier(environment: Mapping[str, str]) -> ServiceNotifier:
-    """Return the service manager that the environment names, or one that takes nothing."""
+    """Return the service manager that the environment names, or a notifier that does nothing."""
     name = environment.get(VARIABLE, "")
     return SocketNotifier(name) if name[:1] in {"/", "@"} else NoNotifier()

@@ -1,4 +1,4 @@
-"""Signals as something to wait for, in place of their actions."""
+"""The signals as something to wait for, instead of their actions."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 class SignalSource:
-    """Readable when one of the signals has come (`signals_of_the_end`)."""
+    """A source that is readable when one of the signals has come (`signals_of_the_end`)."""
 
     def __init__(self, reader: socket.socket) -> None:
         self._reader = reader
@@ -20,13 +20,13 @@ class SignalSource:
         return self._reader.fileno()
 
     def clear(self) -> None:
-        """Take what has come, so that only the next signal makes it readable."""
+        """Take the signals that have come, so that only the next one makes it readable."""
         self._reader.recv(64)
 
 
 @contextlib.contextmanager
 def signals_of_the_end() -> Iterator[SignalSource]:
-    """Have SIGTERM, SIGINT and SIGHUP do nothing but make the source readable; for the main thread."""
+    """Let SIGTERM, SIGINT and SIGHUP only make the source readable; for the main thread."""
     reader, writer = socket.socketpair()
     reader.setblocking(False)
     writer.setblocking(False)

@@ -1,4 +1,4 @@
-"""How a spare process outlives the worker that has started it, and how the next worker takes it over.
+"""The take-over of a spare process that outlives its worker, by the next worker.
 
     spare                                              the next worker
     listens at a path, in a directory of its user
@@ -38,10 +38,10 @@ _CREDENTIALS = struct.Struct("3i")  # process, user and group, as `SO_PEERCRED` 
 
 
 class SpareSelf(msgspec.Struct, frozen=True, kw_only=True):
-    """What a spare says of itself.
+    """The facts that a spare tells of itself.
 
     Attributes:
-        threads: the most that the rank may have which it becomes.
+        threads: the most threads of a rank that it can become.
         own_bytes: as in `process.child.Warm`.
     """
 
@@ -50,7 +50,7 @@ class SpareSelf(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class NewParent(NamedTuple):
-    """The descriptors that a parent gives; they belong to whoever has this."""
+    """The descriptors that a parent gives; they belong to the holder of this value."""
 
     control_fd: int
     status_fd: int
@@ -58,13 +58,14 @@ class NewParent(NamedTuple):
 
 
 class SuccessorDoor:
-    """Where a spare waits for the next worker.
+    """The socket where a spare waits for the next worker.
 
     Args:
-        path: of a socket; what is there is replaced.
+        path: path of the socket; a file that is there is replaced.
         clock: monotonic seconds.
 
-    Raises OSError where it cannot be made.
+    Raises:
+        OSError: it cannot be made.
     """
 
     def __init__(self, path: Path, clock: Callable[[], float] = time.monotonic) -> None:
@@ -97,27 +98,28 @@ class SuccessorDoor:
         return None
 
     def close(self) -> None:
-        """Let nobody take this process over any more."""
+        """Close the socket, so that this process cannot be taken over any more."""
         self._listener.close()
 
 
 class NoSuccessor:
-    """Of a spare that ends with whoever has started it."""
+    """The door of a spare that ends with its parent: there is none."""
 
     def await_parent(self, own: SpareSelf) -> None:
         return None
 
     def close(self) -> None:
-        """There is nothing to close."""
+        """Do nothing: there is nothing to close."""
 
 
 def take_over(path: Path, parent: NewParent) -> tuple[int, SpareSelf]:
-    """Become the parent of a spare process that waits at a path; its process number, and what it is.
+    """Become the parent of a spare process that waits at a path; return its process number, and its facts.
 
     Args:
         parent: descriptors that the spare gets; they stay the caller's.
 
-    Raises OSError where no spare waits there.
+    Raises:
+        OSError: no spare waits there.
     """
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection, _short_name(path) as name:
         connection.settimeout(ANSWER_S)
@@ -132,7 +134,7 @@ def take_over(path: Path, parent: NewParent) -> tuple[int, SpareSelf]:
 
 
 def follow(parent: NewParent, status: StatusWriter) -> ControlReader:
-    """Report and print to another parent from now on; what it says comes from what is returned."""
+    """Report and print to another parent from now on; return the reader of its orders."""
     status.move_to(parent.status_fd)
     for output in (sys.stdout, sys.stderr):
         os.dup2(parent.output_fd, output.fileno())
@@ -142,7 +144,10 @@ def follow(parent: NewParent, status: StatusWriter) -> ControlReader:
 
 
 def end_with(fd: int) -> None:
-    """End this process when the other end of a socket is closed, which a parent holds that is not its own."""
+    """End this process when the other end of a socket is closed.
+
+    A parent that did not start this process holds that end.
+    """
     own = os.dup(fd)
 
     def watch() -> None:
@@ -155,7 +160,7 @@ def end_with(fd: int) -> None:
 
 
 def _receive_parent(connection: socket.socket) -> NewParent | None:
-    """Return what the next worker sends; None if it is gone, or says something else."""
+    """Return the descriptors from the next worker; None if it is gone, or sends something else."""
     _require_own_user(connection)
     _, descriptors, _, _ = socket.recv_fds(connection, _MAX_BYTES, _NUM_DESCRIPTORS)
     if len(descriptors) != _NUM_DESCRIPTORS:
@@ -182,7 +187,7 @@ def _require_own_user(connection: socket.socket) -> int:
 
 @contextlib.contextmanager
 def _short_name(path: Path) -> Iterator[str]:
-    """A name of the path that is short enough for a socket, however long the path is."""
+    """Yield a name of the path that is short enough for a socket, however long the path is."""
     directory = os.open(path.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         yield f"/proc/self/fd/{directory}/{path.name}"

@@ -12,7 +12,7 @@ _REMEDY = "Give a file in PEM form; a certificate stands before those that signe
 
 
 def server_context(config: ServerConfig) -> ssl.SSLContext | None:
-    """Return what connections are encrypted with; None where the server speaks plain HTTP.
+    """Return the context that encrypts connections; None where the server speaks plain HTTP.
 
     Raises:
         UsageError: a file cannot be read or is not PEM, the key is encrypted, or it is not the certificate's.
