@@ -27,7 +27,6 @@ ALLOWED: dict[str, int] = {
     "kvstore": 112,
     "layers": 68,
     "models": 61,
-    "sample": 54,
     "server": 265,
     "tokenizer": 88,
     "trust": 56,

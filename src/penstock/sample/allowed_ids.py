@@ -1,4 +1,4 @@
-"""Which ids a row may sample at all, as bit masks: those of `allowed_token_ids`.
+"""The ids that a row may sample at all, as bit masks: those of `allowed_token_ids`.
 
 A mask has bit i of word w for id 32 w + i, as `kernels.candidates.HeadRequest` has it. Grammars take further
 ids away (`sample.grammar_rows`). Used by `sample.sampling_rows`.
@@ -25,7 +25,7 @@ class AllowedIds:
         self._masks: dict[int, NDArray[np.int32]] = {}
 
     def add(self, row: int, sampling: RowSampling) -> None:
-        """A request enters `row`."""
+        """Take the list of a request that enters `row`."""
         self._masks.pop(row, None)
         ids = None if sampling.changes is None else sampling.changes.allowed_ids
         if ids is not None:

@@ -1,7 +1,7 @@
-"""Which ids would complete a bad word next; on the last stage.
+"""The ids that would complete a bad word next; on the last stage.
 
 A word is a sequence of ids; its last one is forbidden where the newest generated tokens are the others. Only
-what was generated counts: a word that begins in the prompt is none. Nothing is remembered but the words, so
+what was generated counts: a word that begins in the prompt does not. Nothing is remembered but the words, so
 that a row which is given out again forbids the same. Used by `sample.logit_changes`.
 """
 
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 
 class BadWords:
-    """Those of one request.
+    """The bad words of one request.
 
     Args:
         words: sequences of ids, none empty.
@@ -34,7 +34,7 @@ class BadWords:
         """Return the ids that may not come next, each one of `last_ids`; an id may be repeated.
 
         Args:
-            output: [num_generated] of the request, so far.
+            output: [num_generated] ids of the request, so far.
         """
         if not self._behind or not len(output):
             return self._always

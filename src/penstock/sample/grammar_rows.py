@@ -1,4 +1,4 @@
-"""Which ids each row may get next where its request asked for structured output; on the last stage.
+"""The ids that each row may get next where its request asked for structured output; on the last stage.
 
 A small state object of `runner.model_runner`: `add` when a request enters a row, `constrained` before the
 head runs, `accept` once tokens are drawn, `free` when the row is freed. Matchers live here, beside the
@@ -14,7 +14,7 @@ beside the steps from the first row on that has it, and `collect` says when it i
 (`scheduler.grammars`): that has no row sampled before, so that no step waits for a build. What is built is
 kept to be copied until the core has it dropped: how much is kept is decided there.
 
-Whatever is sampled behind the end of a text, or of a row that the core has ended, is nobody's: it is dropped
+A token that is sampled behind the end of a text, or for a row that the core has ended, is void: it is dropped
 by the core, and means nothing here.
 """
 
@@ -43,19 +43,19 @@ NOTHING_LEFT = "its constraints leave none"
 
 
 class NoGrammars:
-    """Of a rank that does not sample, or whose requests may generate anything."""
+    """The grammars of a rank that does not sample, or whose requests may generate anything."""
 
     def add(self, new: NewRow) -> None:
-        """A request enters a row, perhaps with outputs that it had before."""
+        """Take a request that enters a row, perhaps with outputs that it had before."""
 
     def free(self, row: int) -> None:
-        """The request of a row has ended."""
+        """Free a row, whose request has ended."""
 
     def drop(self, numbers: Iterable[int]) -> None:
-        """No row will have these grammars any more."""
+        """Drop grammars that no row will have any more."""
 
     def reset(self) -> None:
-        """No row is held, as at the start."""
+        """Free all rows, as at the start."""
 
     @property
     def is_building(self) -> bool:
@@ -63,34 +63,38 @@ class NoGrammars:
         return False
 
     def collect(self) -> GrammarsBuilt | None:
-        """What has been built, or could not be, since the last call."""
+        """Return the grammars that have been built, or could not be, since the last call."""
         return None
 
     def expect(self, drafts: Mapping[int, Sequence[int]]) -> None:
-        """The rows of the next `constrained` bring these drafts; others bring none."""
+        """Take the drafts that the rows of the next `constrained` bring; other rows bring none."""
 
     def constrained(self, request: HeadRequest, rows: NDArray[np.int64]) -> HeadRequest:
-        """The request, with what each of `rows` may get next. Waits for masks that are being made.
+        """Return the request with the ids that each of `rows` may get next.
+
+        It waits for masks that are being made.
 
         Args:
-            rows: of the samples: one that brings drafts once for itself and once for each of them.
+            rows: rows of the samples: one that brings drafts once for itself and once for each of them.
         """
         return request
 
     def reach(self, rows: NDArray[np.int64], num_drafts: Sequence[int]) -> Sequence[int]:
-        """How many drafts of each row may be accepted: behind the others no mask could be made."""
+        """Return how many drafts of each row may be accepted: no mask could be made behind the others."""
         return num_drafts
 
     def accept(self, rows: NDArray[np.int64], token_ids: Sequence[Sequence[int]]) -> None:
-        """The rows have got these, [len(rows), one or more]; the last is `NO_ID` where nothing could be
-        drawn."""
+        """Take the tokens that rows have got, [len(rows), one or more].
+
+        The last is `NO_ID` where nothing could be drawn.
+        """
 
     def reason(self, row: int) -> str:
-        """Why the row may have been left without a token, if its logits were finite."""
+        """Return why the row may have been left without a token, if its logits were finite."""
         return NOTHING_LEFT
 
     def close(self) -> None:
-        """The rank ends."""
+        """Close the grammars, as the rank ends."""
 
 
 class GrammarRows(NoGrammars):
@@ -123,8 +127,10 @@ class GrammarRows(NoGrammars):
         self._masking = ThreadPoolExecutor(1, thread_name_prefix="grammar-mask")
 
     def open(self) -> None:
-        """Open the vocabulary before the first request needs it, which may take a second. Where that cannot
-        be done, each request will be told why."""
+        """Open the vocabulary before the first request needs it, which may take a second.
+
+        Where that cannot be done, each request will be told why.
+        """
         with contextlib.suppress(PenstockError):
             self._vocabulary.get()
 
@@ -139,7 +145,7 @@ class GrammarRows(NoGrammars):
             row.pending = self._masking.submit(row.enter)
 
     def _begun(self, new: NewRow) -> _Grammar:
-        """The grammar of a row that is the first to have it."""
+        """Begin the grammar of a row that is the first to have it."""
         structured = new.sampling.structured
         if structured is None:
             raise ProtocolError(f"row {new.row} has grammar {new.grammar}, and the plan does not say which.")
@@ -245,7 +251,7 @@ class GrammarRows(NoGrammars):
 
 
 class _OpenOnce:
-    """The vocabulary. Belongs to one thread at a time.
+    """The vocabulary, opened once. Belongs to one thread at a time.
 
     Args:
         open_vocabulary: called once.
@@ -271,8 +277,8 @@ class _Grammar:
     """A matcher that is built once and never used, so that it can be copied.
 
     Args:
-        structured: says which texts there are.
-        due: clock seconds after which nobody waits for it any more.
+        structured: the texts that it allows.
+        due: clock seconds after which it is not waited for any more.
     """
 
     def __init__(self, structured: StructuredOutputs, due: float) -> None:
@@ -285,7 +291,7 @@ class _Grammar:
         self._matcher: Matcher
 
     def build(self, vocabulary: Callable[[], Vocabulary]) -> None:
-        """In the building thread. Its first mask is made too: copies share what that has found out."""
+        """Build the matcher, in the building thread; its first mask too, as copies share what that finds."""
         try:
             self.vocabulary = vocabulary()
             self._matcher = new_matcher(self.vocabulary, self.structured)
@@ -295,20 +301,21 @@ class _Grammar:
             self.error, self.may_be_good = _said(error), isinstance(error, MemoryError | OSError)
 
     def copy(self) -> Matcher:
-        """A matcher at the beginning of its text."""
+        """Return a matcher at the beginning of its text."""
         return self._matcher.copy()
 
 
 class _Row:
-    """One request's matcher, and the mask of its next token. One thread at a time works with it: who would
-    read waits for `pending`.
+    """One request's matcher, and the mask of its next token.
 
-    What matchers of the same grammar share may reach the library's limits by the doing of other rows. A
-    matcher that fails is therefore built anew, for this row alone, and given the row's tokens: only if that
-    one fails too does the row end. So its end depends on its grammar and its tokens, and on nothing else.
+    One thread at a time works with it: readers wait for `pending`.
+
+    What matchers of the same grammar share may reach the library's limits through other rows. A matcher that
+    fails is therefore built anew, for this row alone, and given the row's tokens: only if that one fails too
+    does the row end. So its end depends on its grammar and its tokens, and on nothing else.
 
     Args:
-        outputs: that there are already.
+        outputs: tokens that there are already.
     """
 
     def __init__(self, grammar: _Grammar, num_words: int, tail: np.int32, outputs: Sequence[int]) -> None:
@@ -323,7 +330,7 @@ class _Row:
         self._filled = self.masks[0]  # what the matcher writes, in as many words as it has
 
     def enter(self) -> None:
-        """The matcher, up to the tokens that there are."""
+        """Make the matcher, up to the tokens that there are."""
         try:
             self._filled = np.zeros(self.grammar.vocabulary.num_words, dtype=np.int32)
             self._matcher = self.grammar.copy()
@@ -332,8 +339,11 @@ class _Row:
             self._give_up(error)
 
     def look_ahead(self, draft_ids: Sequence[int]) -> None:
-        """Make the masks behind drafts, as if they had been sampled, up to one that is forbidden, ends the
-        text or cannot be followed: the window ends there, and the row goes on from what was drawn."""
+        """Make the masks behind drafts, as if these had been sampled.
+
+        It stops at one that is forbidden, ends the text or cannot be followed: the window ends there, and the
+        row goes on from what was drawn.
+        """
         masks, ends = self.masks[:1], self.grammar.vocabulary.ends
         with contextlib.suppress(BaseException):  # a panic of the library is no Exception
             matcher = None if self._matcher is None else self._matcher.copy()
@@ -347,7 +357,7 @@ class _Row:
         self.masks = masks
 
     def advance(self, token_id: int) -> None:
-        """The row has got this token."""
+        """Take the token that the row has got."""
         del self.masks[1:]
         if self._matcher is None or token_id == NO_ID:
             return
@@ -368,7 +378,7 @@ class _Row:
                 self._end(self._matcher.error)
 
     def _fill(self, matcher: Matcher, token_ids: Sequence[int], mask: NDArray[np.int32]) -> bool:
-        """Whether it has taken the tokens, and said what may come next: in `mask`."""
+        """Let a matcher take tokens and write what may come next to `mask`; return whether it could."""
         matcher.accept(token_ids)
         matcher.fill(self._filled.ctypes.data, self._filled.nbytes)
         if matcher.error:  # the library would end the text here, as if it were complete
@@ -382,7 +392,7 @@ class _Row:
         self._end(_said(error))
 
     def _end(self, why: str) -> None:
-        """The row ends, alone: no id is allowed from here on."""
+        """End this row alone: no id is allowed from here on."""
         self.error = why
         self.masks[0][:] = 0
         self._matcher = None

@@ -1,4 +1,4 @@
-"""Penalties and biases of all rows, as entries of a `SparseBias`, on the last stage.
+"""The penalties and biases of all rows, as entries of a `SparseBias`, on the last stage.
 
 For a token with logit l, which has been generated `count` times:
 
@@ -8,7 +8,7 @@ For a token with logit l, which has been generated `count` times:
 and minus infinity for an id that `min_tokens` suppresses, or that would complete a bad word. The repetition
 penalty is that of Keskar et al., "CTRL" (2019), as transformers and vLLM have it; the other two are OpenAI's,
 and count generated tokens alone. In transformers and vLLM a bias comes first, and is then divided by the
-penalty or multiplied with it; here it is added to whatever became of the model's logit, so that it is worth
+penalty or multiplied with it; here it is added to the result of the penalty, so that it is worth
 the same for every token. l' is rounded to float32; the addends are summed in double precision and rounded
 once.
 
@@ -43,7 +43,7 @@ Entries = tuple[NDArray[np.int64], NDArray[np.float32], NDArray[np.float32]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenHistory:
-    """The row table's own arrays: what has been asked and generated, by row."""
+    """The row table's own arrays: prompts and generated tokens, by row."""
 
     token_ids: NDArray[np.int64]  # [num_rows, width]
     prompt_len: NDArray[np.int64]  # [num_rows]
@@ -53,7 +53,7 @@ class ChangedRow:
     """The entries of one request.
 
     Args:
-        changes: what it asked for.
+        changes: those that it asked for.
         suppressed_ids: forbidden before its `min_tokens`.
     """
 
@@ -102,7 +102,7 @@ class ChangedRow:
             self._note(token_id, 1)
 
     def entries(self, *, is_early: bool) -> Entries:
-        """Those of the tokens that were read; views until the next call.
+        """Return the entries for the tokens that were read; views until the next call.
 
         Args:
             is_early: before `min_tokens`.
@@ -116,7 +116,7 @@ class ChangedRow:
         return ids, values, self._scales[: self._num]
 
     def _set_entries(self, seen: Iterable[int]) -> None:
-        """One for each token that was seen, that has a bias, or that may be forbidden."""
+        """Make an entry for each token that was seen, that has a bias, or that may be forbidden."""
         seen = set(seen)
         others = self._changes.bias.keys() | set(self._suppressed.tolist()) | set(self._bad_words.last_ids)
         ids = sorted(seen | others)
@@ -158,7 +158,7 @@ class ChangedRow:
 
 
 class LogitChangesOfRows:
-    """Those of all rows of a rank.
+    """The changes of all rows of a rank.
 
     Args:
         history: of the same rows; read when a row is sampled.
@@ -169,7 +169,7 @@ class LogitChangesOfRows:
         self._rows: list[ChangedRow | None] = [None] * num_rows
 
     def add(self, row: int, sampling: RowSampling) -> bool:
-        """A request enters `row`; whether its logits are changed at every token."""
+        """Take a request that enters `row`; return whether its logits are changed at every token."""
         changed = None
         if sampling.changes is not None or sampling.min_tokens > 0:
             changed = ChangedRow(sampling.changes or _UNCHANGED, sampling.suppressed_ids)

@@ -1,4 +1,4 @@
-"""Log-probabilities under the model's own distribution, before temperature and truncation."""
+"""The log-probabilities under the model's own distribution, before temperature and truncation."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from penstock.request import TokenLogprobs
 def raw_logprobs(
     logits: Tensor, chosen_ids: list[int], num_top: list[int], top_ids: NDArray[np.int64] | None = None
 ) -> list[TokenLogprobs]:
-    """Log-probability and rank of each row's chosen token, and its likeliest tokens.
+    """Return log-probability and rank of each row's chosen token, and its likeliest tokens.
 
     Args:
         logits: float32 [num_rows, vocab] as the model gave them, all finite.
         chosen_ids: [num_rows].
         num_top: [num_rows] how many of the likeliest to report.
-        top_ids: [num_rows, width] those, where somebody knows them already; behind a row's `num_top` anything
-            below 0 may stand.
+        top_ids: [num_rows, width] the likeliest, where they are known already; entries behind a row's
+            `num_top` may be below 0.
     """
     if not chosen_ids:
         return []

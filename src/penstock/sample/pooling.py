@@ -1,4 +1,4 @@
-"""From the hidden states of a prompt, after the final norm, to one vector: on the last stage, chunk by chunk.
+"""The pooling of a prompt's hidden states, after the final norm, to one vector: on the last stage, by chunks.
 
 A small state object of `runner.model_runner`: `apply` with each plan, `step` with the hidden states of each.
 Ranks that share the last stage all pool, the same states; one of them tells the core. Every vector is float32
@@ -29,18 +29,18 @@ States = NDArray[np.float32]  # [num_tokens, hidden]
 
 
 class Pool(Protocol):
-    """What is gathered of one prompt."""
+    """The states that are gathered of one prompt."""
 
     def wanted(self, start: int, count: int, is_last: bool) -> range:
-        """Which tokens of a chunk, from 0: the chunk begins at position `start` and has `count` of them."""
+        """Return which tokens of a chunk of `count`, from 0, are wanted; it begins at position `start`."""
         ...
 
     def take(self, states: States) -> None:
-        """Those of the chunk, in order; not kept."""
+        """Take the wanted states of the chunk, in order; they are not kept."""
         ...
 
     def vector(self) -> NDArray[np.float32]:
-        """[hidden], once the whole prompt was taken."""
+        """Return the vector [hidden], once the whole prompt was taken."""
         ...
 
 
@@ -48,7 +48,7 @@ class _OneToken:
     """The state of the first or the last token.
 
     Args:
-        is_first: which.
+        is_first: whether it is the first.
     """
 
     def __init__(self, *, is_first: bool) -> None:
@@ -106,11 +106,11 @@ class PoolingRows:
         self._pools: dict[int, Pool] = {}
 
     def reset(self) -> None:
-        """No row is held."""
+        """Forget all rows."""
         self._pools.clear()
 
     def apply(self, plan: ScheduledBatch) -> None:
-        """Freed rows, then new ones; one that enters again begins anew."""
+        """Free the plan's freed rows, then enter its new ones; one that enters again begins anew."""
         for row in plan.freed_rows:
             self._pools.pop(row, None)
         for new in plan.new_rows:
@@ -121,7 +121,7 @@ class PoolingRows:
         """Take the plan's tokens of these rows.
 
         Args:
-            states_of: the hidden states of some tokens of the step ([n] int64, rising), as float32.
+            states_of: returns the hidden states of some tokens of the step ([n] int64, rising), as float32.
 
         Returns:
             The vectors that `plan.pooled` names, float32 [hidden] each as bytes; empty where not finite.
@@ -137,7 +137,7 @@ class PoolingRows:
         return [_encoded(self._pools[row].vector()) for row in plan.pooled]
 
     def _wanted(self, plan: ScheduledBatch) -> tuple[list[int], list[tuple[Pool, int]]]:
-        """Which tokens of the step, and how many of them are whose."""
+        """Return the tokens of the step that are wanted, and how many of them each pool gets."""
         whole, first = frozenset(plan.pooled), 0
         tokens: list[int] = []
         parts: list[tuple[Pool, int]] = []

@@ -1,4 +1,4 @@
-"""Log-probabilities of the prompts' own tokens, on the last stage.
+"""The log-probabilities of the prompts' own tokens, on the last stage.
 
     hidden states after   0   1   2 | 3   4          two chunks of a prompt of six tokens
     score the tokens      1   2   3 | 4   5
@@ -68,8 +68,10 @@ def score(
 
 
 def _request(num_top: NDArray[np.int64]) -> HeadRequest:
-    """Whole logits, and the likeliest as the head ranks them: of equal ones the lower id first, whoever asks
-    for how many beside."""
+    """Return a request for whole logits, and the likeliest as the head ranks them.
+
+    Of equal ones the lower id is first, however many others are asked for beside.
+    """
     return HeadRequest(
         num_candidates=num_top,
         wants_logits=np.ones(len(num_top), dtype=np.bool_),

@@ -1,4 +1,4 @@
-"""The sampler: from what the model's head found to token ids, on the last stage.
+"""The sampler: it turns what the model's head found into token ids, on the last stage.
 
 `runner.model_runner` calls `Sampler.sample` once per step. The recipe, for logits in which end-of-sequence
 ids are suppressed before min_tokens: for each row either the likeliest token or temperature, min-p, top-k,
@@ -33,7 +33,7 @@ _LOGITS_AT_ONCE = 1 << 21  # each of them is copied up to twenty times while it 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleOutput:
-    """What was drawn. Lists run over the rows of the step."""
+    """The tokens that were drawn. Lists run over the rows of the step."""
 
     token_ids: list[int]  # [num_rows]; NO_TOKEN where the row failed
     logprobs: list[TokenLogprobs | None]  # [num_rows]
@@ -46,7 +46,7 @@ def rows_at_once(vocab_size: int) -> int:
 
 
 class Sampler:
-    """Greedy and random sampling. Holds no state: seeds and counters come with each batch."""
+    """The sampler, greedy and random. It holds no state: seeds and counters come with each batch."""
 
     def sample(self, output: HeadOutput, params: SamplingBatch, output_index: Sequence[int]) -> SampleOutput:
         """Choose one token per row.
@@ -70,7 +70,7 @@ class Sampler:
 def _with_draws(
     token_ids: NDArray[np.int64], output: HeadOutput, params: SamplingBatch, output_index: Sequence[int]
 ) -> NDArray[np.int64]:
-    """The likeliest candidate of each row [num_rows], replaced where a token is drawn."""
+    """Return the likeliest candidate of each row [num_rows], replaced where a token is drawn."""
     token_ids = token_ids.copy()
     uniforms = uniform(params.seed, np.array(output_index, dtype=np.int64))
     is_drawn = (params.temperature > 0.0) & output.candidates.is_finite

@@ -1,4 +1,4 @@
-"""How each row is sampled, in arrays indexed by row, and what that asks of the model's head.
+"""The sampling parameters of each row, in arrays indexed by row, and what they ask of the model's head.
 
 A small state object of `runner.model_runner`: `add` when a request enters a row, `batch` once per step for
 the rows that are sampled. Numbers were validated when the request was accepted.
@@ -30,7 +30,7 @@ _SEED_MASK = 2**64 - 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingBatch:
-    """Sampling of the rows of one step, in the order of their logits."""
+    """The sampling of the rows of one step, in the order of their logits."""
 
     temperature: NDArray[np.float64]  # [num_rows] 0 = greedy
     top_k: NDArray[np.int64]  # [num_rows] 0 = all
@@ -49,11 +49,11 @@ class SamplingBatch:
 
 
 class SamplingRows:
-    """Sampling parameters of all rows of a rank.
+    """The sampling parameters of all rows of a rank.
 
     Args:
-        history: of the same rows.
-        vocab_size: of the model.
+        history: that of the same rows.
+        vocab_size: ids of the model.
     """
 
     def __init__(self, history: TokenHistory, vocab_size: int) -> None:
@@ -74,7 +74,7 @@ class SamplingRows:
         self._kept: tuple[NDArray[np.int64], SamplingBatch] | None = None  # of the newest rows
 
     def add(self, row: int, sampling: RowSampling) -> None:
-        """A request with these parameters enters `row`."""
+        """Take the parameters of a request that enters `row`."""
         self._kept = None
         temperature = sampling.temperature if sampling.temperature >= _GREEDY_BELOW else 0.0
         top_k = max(sampling.top_k, 0)
@@ -93,14 +93,14 @@ class SamplingRows:
         self._num_prompt_logprobs[row] = sampling.num_prompt_logprobs
 
     def num_prompt_logprobs(self, row: int) -> int:
-        """How many of the likeliest tokens are told at each position of the row's prompt."""
+        """Return how many likeliest tokens are told at each position of the row's prompt."""
         return self._num_prompt_logprobs[row]
 
     def batch(self, rows: NDArray[np.int64], output_index: Sequence[int]) -> SamplingBatch:
-        """The parameters of `rows`.
+        """Return the parameters of `rows`.
 
         Args:
-            rows: not changed by anybody, ever.
+            rows: an array that must never be changed.
             output_index: [num_rows] tokens that each request has generated before this one.
         """
         batch = self._kept_or_gathered(rows)
@@ -117,7 +117,7 @@ class SamplingRows:
         return replace(batch, head=replace(batch.head, bias=bias, allowed=allowed))
 
     def bare(self, rows: NDArray[np.int64]) -> SamplingBatch:
-        """The parameters of `rows` without what depends on their texts, and without log-probabilities."""
+        """Return the parameters of `rows` without log-probabilities and what depends on their texts."""
         batch = self._gather(rows)
         head = replace(batch.head, wants_logits=batch.head.num_candidates == 0)
         return replace(batch, head=head, num_logprobs=np.full(len(rows), -1, dtype=np.int64))
@@ -149,7 +149,7 @@ class SamplingRows:
 
 
 def _num_candidates(temperature: float, top_k: int) -> int:
-    """How many candidates decide a row; 0 = all ids."""
+    """Return how many candidates decide a row; 0 = all ids."""
     if temperature == 0.0:
         return 1
     return top_k if top_k <= MAX_CANDIDATES else 0

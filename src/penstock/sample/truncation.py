@@ -1,4 +1,4 @@
-"""Top-k, top-p and min-p: how many of a row's likeliest tokens may be drawn.
+"""The truncation by top-k, top-p and min-p: how many of a row's likeliest tokens may be drawn.
 
 Called by `sample.sampler`. All three keep a prefix of the tokens in falling order of probability, so a row is
 truncated by one number. Within top-k that number and the draw need no more than the k candidates. Without it,
@@ -27,7 +27,7 @@ class Limits:
     min_p: NDArray[np.float64]  # [num_rows]
 
     def of(self, rows: NDArray[np.int64]) -> Limits:
-        """The limits of some of the rows."""
+        """Return the limits of some of the rows."""
         return Limits(top_k=self.top_k[rows], top_p=self.top_p[rows], min_p=self.min_p[rows])
 
 
@@ -41,7 +41,7 @@ def draw_candidates(
     """Draw one id per row from its truncated candidates by inverting their cumulative sum.
 
     Args:
-        logits: [num_rows, width] falling; of each row at least one above minus infinity, and at most top_k.
+        logits: [num_rows, width] falling; in each row at least one above minus infinity, and at most top_k.
         ids: [num_rows, width].
         uniforms: [num_rows] in [0, 1).
 
@@ -83,7 +83,7 @@ def draw_truncated(probs: Tensor, limits: Limits, uniforms: NDArray[np.float64])
 def count_kept(
     probs: NDArray[np.float64], limits: Limits, vocab_size: int
 ) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-    """How many leading tokens each row keeps.
+    """Return how many leading tokens each row keeps.
 
     In this order: min-p against the likeliest token, top-k, then top-p of what these two have left.
 

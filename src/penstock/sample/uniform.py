@@ -1,5 +1,6 @@
-"""Random numbers that are a pure function of (seed, index): no state, so any layout and any replay draw the
-same.
+"""The random numbers of the sampler, which are a pure function of (seed, index).
+
+Without state, any layout and any replay draw the same.
 
 The i-th number of a seed is output i of a SplitMix64 stream (Steele, Lea and Flood, "Fast splittable
 pseudorandom number generators", 2014) whose start is the mixed seed, so that neighbouring seeds have
@@ -18,14 +19,14 @@ _SHIFT_11, _SHIFT_27, _SHIFT_30, _SHIFT_31 = (np.uint64(bits) for bits in (11, 2
 
 
 def uniform(seed: NDArray[np.uint64], index: NDArray[np.int64]) -> NDArray[np.float64]:
-    """One number in [0, 1) with 53 random bits for each (seed, index); both [n], 0 <= index."""
+    """Return one number in [0, 1) with 53 random bits for each (seed, index); both [n], 0 <= index."""
     steps = index.astype(np.uint64) + _ONE
     mixed = _mix(_mix(seed) + _GOLDEN_GAMMA * steps)
     return (mixed >> _SHIFT_11).astype(np.float64) * 2.0**-53
 
 
 def _mix(value: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """SplitMix64's output function: a bijection of 64-bit words; products wrap around."""
+    """Apply SplitMix64's output function: a bijection of 64-bit words; products wrap around."""
     value = (value ^ (value >> _SHIFT_30)) * _FIRST_FACTOR
     value = (value ^ (value >> _SHIFT_27)) * _SECOND_FACTOR
     return value ^ (value >> _SHIFT_31)

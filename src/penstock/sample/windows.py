@@ -1,4 +1,4 @@
-"""Windows: rows that bring drafts behind the token that they consume, and are sampled behind each of them.
+"""The windows of rows that bring drafts behind the token that they consume, and are sampled behind each.
 
     row brings      known  d1     d2     d3
     sampled         s1     s2     s3     s4        each as if all before it were certain
@@ -7,7 +7,7 @@
 A draft is accepted if and only if it is the token that would have been sampled in its place (cf. arXiv
 2211.17192, whose rule accepts more and gives the same distribution, but not the same tokens). A sample is a
 function of the tokens before it, of seed and position; so the ids are those that the row would have got one
-by one. Whatever was sampled behind the first rejected draft means nothing.
+by one. Samples behind the first rejected draft mean nothing.
 
 A row without drafts is a window of one sample. Called by `runner.model_runner`.
 """
@@ -23,7 +23,7 @@ from penstock.sample.sampler import NO_TOKEN, SampleOutput
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AcceptedTokens:
-    """What the sampled rows of a step get. Lists run over these rows."""
+    """The tokens that the sampled rows of a step get. Lists run over these rows."""
 
     token_ids: list[list[int]]  # at least one; the last is NO_TOKEN where nothing could be sampled
     num_rejected: list[int]
@@ -34,11 +34,11 @@ class AcceptedTokens:
 def accept_drafts(
     drawn: SampleOutput, drafts: Sequence[Sequence[int]], reach: Sequence[int]
 ) -> AcceptedTokens:
-    """Compare the drafts with what was sampled in their places.
+    """Compare the drafts with the tokens that were sampled in their places.
 
     Args:
-        drawn: of all positions, window after window.
-        drafts: of each sampled row.
+        drawn: samples of all positions, window after window.
+        drafts: drafts of each sampled row.
         reach: drafts of each that may be accepted; those behind are rejected whatever they are.
     """
     token_ids, num_rejected, logprobs, failed = [], [], [], {}
