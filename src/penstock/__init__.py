@@ -1,4 +1,4 @@
-"""Penstock serves large language models through a pipeline. `from penstock import LLM, SamplingParams`."""
+"""A server of large language models through a pipeline. `from penstock import LLM, SamplingParams`."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any

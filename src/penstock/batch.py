@@ -31,7 +31,7 @@ GUESSED = -2  # token_from: the row's input id is the first of its drafts, and n
 
 
 class LogitChanges(msgspec.Struct, frozen=True, array_like=True):
-    """What a request does to its logits before a token is chosen; the formula is `sample.logit_changes`'s."""
+    """A request's changes to its logits before a token is chosen; `sample.logit_changes` has the formula."""
 
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
@@ -42,7 +42,7 @@ class LogitChanges(msgspec.Struct, frozen=True, array_like=True):
 
 
 class RowSampling(msgspec.Struct, frozen=True, array_like=True):
-    """How the last stage samples a row. Numbers are validated; `seed` is always set."""
+    """The way in which the last stage samples a row. Numbers are validated; `seed` is always set."""
 
     temperature: float
     top_k: int  # 0 = all
@@ -81,7 +81,7 @@ class NewRow(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ScoredTokens(msgspec.Struct, frozen=True, array_like=True):
-    """Prompt tokens of a row whose log-probabilities are wanted: each under the tokens before it.
+    """The prompt tokens of a row whose log-probabilities are wanted: each under the tokens before it.
 
     They are among those that the plan's tokens of the row stand before: the first may be the second token of
     its chunk, the last the one behind the chunk, which is in the row table already.
@@ -93,7 +93,7 @@ class ScoredTokens(msgspec.Struct, frozen=True, array_like=True):
 
 
 class RewoundRow(msgspec.Struct, frozen=True, array_like=True):
-    """A guess of the row was wrong, and windows ahead of it are in the stages: the row goes on from here.
+    """A row whose guess was wrong, with windows ahead of it in the stages: the row goes on from here.
 
     Samples of earlier steps that a rank has not consumed are void for this row, whatever they say.
     """
@@ -105,10 +105,10 @@ class RewoundRow(msgspec.Struct, frozen=True, array_like=True):
 
 
 class TierOrder(msgspec.Struct, frozen=True, array_like=True):
-    """Copy a block between the KV cache and the store, every rank its own layers and heads.
+    """An order to copy a block between the KV cache and the store, every rank its own layers and heads.
 
     It is carried out beside the steps that follow and answered by `OrdersDone`; until all ranks have answered
-    the core gives the block to nobody else.
+    the core does not give the block to another request.
     """
 
     order: int  # its number
@@ -118,7 +118,7 @@ class TierOrder(msgspec.Struct, frozen=True, array_like=True):
 
 
 class LinkOrder(msgspec.Struct, frozen=True, array_like=True):
-    """Exchange the link between two ranks: another one takes the frames of a step and of all later ones.
+    """An order to exchange the link between two ranks: another one takes the frames from a step on.
 
     The two ranks have been handed their ends of it (`process.control.AttachLink`); others have no part in it.
     """
@@ -131,7 +131,7 @@ class LinkOrder(msgspec.Struct, frozen=True, array_like=True):
 
 
 class PlanMeta(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What a plan says of itself besides: it changes no step, only what is measured of it.
+    """The notes of a plan on itself: they change no step, only what is measured of it.
 
     Attributes:
         starved, held: why the plan was not issued right after the one before: no request could run; or the
@@ -193,7 +193,7 @@ class ScheduledBatch(msgspec.Struct, frozen=True, tag="plan", kw_only=True, omit
 
     @property
     def prompt_tokens(self) -> int:
-        """Tokens of rows that do more than go on from their last sample: of prompts, whole or in chunks."""
+        """The number of prompt tokens, whole prompts or chunks: rows that only go on count none."""
         if len(self.rows) == self.total_tokens:
             return 0
         counts = enumerate(self.num_tokens)
@@ -201,36 +201,38 @@ class ScheduledBatch(msgspec.Struct, frozen=True, tag="plan", kw_only=True, omit
 
     @property
     def num_samples(self) -> int:
-        """Positions that are sampled: one of each sampled row, and one behind each draft."""
+        """The number of positions that are sampled: one of each sampled row, and one behind each draft."""
         return sum(self.window_sizes)
 
     @property
     def window_sizes(self) -> list[int]:
-        """Of each sampled row, how many of its positions are sampled, in plan order."""
+        """The number of positions that are sampled of each sampled row, in plan order."""
         return window_sizes(self.need_sampled, self.num_tokens, self.drafts)
 
     def compared_drafts(self, index: int) -> list[int]:
-        """The drafts of a row that its own samples decide on: all but one that is its input."""
+        """Return the drafts of a row on which its own samples decide: all but one that is its input."""
         draft_ids = self.drafts.get(index, [])
         return draft_ids[1:] if self.token_from[index] == GUESSED else draft_ids
 
     @property
     def sampled_rows(self) -> list[int]:
-        """Rows (not plan indices) that yield a sampled id, in plan order."""
+        """The rows (not plan indices) that yield a sampled id, in plan order."""
         return [row for row, sampled in zip(self.rows, self.need_sampled, strict=True) if sampled]
 
 
 def window_sizes(
     need_sampled: Sequence[bool], num_tokens: Sequence[int], drafts: Container[int]
 ) -> list[int]:
-    """See `ScheduledBatch.window_sizes`; the arguments are as that has them."""
+    """Return `ScheduledBatch.window_sizes` of a plan with these fields."""
     sampled = (index for index, is_sampled in enumerate(need_sampled) if is_sampled)
     return [num_tokens[index] if index in drafts else 1 for index in sampled]
 
 
 class SampledTokens(msgspec.Struct, frozen=True, array_like=True):
-    """Token return of one step to a stage that embeds: one entry per row of the plan's need-sampled mask, in
-    plan order."""
+    """The token return of one step to a stage that embeds.
+
+    It has one entry per row of the plan's need-sampled mask, in plan order.
+    """
 
     step_id: int
     epoch: int
@@ -242,7 +244,7 @@ class SampledTokens(msgspec.Struct, frozen=True, array_like=True):
 
 
 class SampledCounts(msgspec.Struct, frozen=True, array_like=True):
-    """Token return of one step to a stage that does not embed: as `SampledTokens`, without the ids."""
+    """The token return of one step to a stage that does not embed: as `SampledTokens`, without the ids."""
 
     step_id: int
     epoch: int
@@ -252,8 +254,11 @@ class SampledCounts(msgspec.Struct, frozen=True, array_like=True):
 
 
 class StepResult(msgspec.Struct, frozen=True, tag="result", kw_only=True, omit_defaults=True):
-    """What the last stage sampled, for the core. Lists run over the plan's sampled rows, in plan order; those
-    of scores over its `scored`, `pooled` over its pooled rows."""
+    """The samples of the last stage, for the core.
+
+    Lists run over the plan's sampled rows, in plan order; those of scores over its `scored`, `pooled` over
+    its pooled rows.
+    """
 
     step_id: int
     epoch: int = 0
@@ -301,15 +306,17 @@ class AllocateKV(msgspec.Struct, frozen=True, tag="allocate", kw_only=True):
 
 
 class RankReady(msgspec.Struct, frozen=True, tag="ready", kw_only=True):
-    """KV cache allocated, warmed up, waiting for plans."""
+    """The rank has allocated its KV cache and warmed up, and waits for plans."""
 
     stage: int
     tp_rank: int = 0
 
 
 class StageTimes(msgspec.Struct, frozen=True, tag="times", kw_only=True):
-    """Where a rank's time has gone since its start. Sent with the first step that ends a second or more after
-    the report before."""
+    """The use of a rank's time since its start.
+
+    It is sent with the first step that ends a second or more after the report before.
+    """
 
     stage: int
     num_steps: Count  # those with tokens
@@ -327,7 +334,7 @@ SpansKey = tuple[int, int, int]
 
 
 class StageSpans(msgspec.Struct, frozen=True, tag="spans", kw_only=True):
-    """What a rank did since its report before, span by span, without gaps."""
+    """The spans of a rank's time since its report before, without gaps."""
 
     stage: int
     began_ns: Nanoseconds  # of the host's monotonic clock
@@ -341,17 +348,17 @@ class StageSpans(msgspec.Struct, frozen=True, tag="spans", kw_only=True):
 
     @property
     def key(self) -> SpansKey:
-        """What tells it from all other reports of its core: stage, rank, and when it begins."""
+        """The key that tells it from all other reports of its core: stage, rank, and when it begins."""
         return self.stage, self.tp_rank, self.began_ns
 
     @property
     def start_ns(self) -> int:
-        """When the first span has begun, in the head's time as far as the core knows it."""
+        """The time at which the first span has begun, in the head's time as far as the core knows it."""
         return self.began_ns + self.shift_ns
 
 
 class StoreUse(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What was done with the store of KV blocks; a rank tells what it has done since it told last."""
+    """The use of the store of KV blocks; a rank tells what it has done since it told last."""
 
     bytes_read: int = 0  # of payloads that were what they should be
     bytes_written: int = 0
@@ -366,13 +373,13 @@ class StoreUse(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     failure: str = ""  # why a call has failed, the last one; empty: none has
 
     def plus(self, other: StoreUse) -> StoreUse:
-        """Of two that tell one after the other."""
+        """Return the sum of this and another, which was told after it."""
         if other is NO_STORE_USE:
             return self
         return self._combined(other, operator.add, other.failure or self.failure)
 
     def since(self, earlier: StoreUse) -> StoreUse:
-        """What has come to it."""
+        """Return the use that has come to it since an earlier state."""
         is_new = self.call_failures > earlier.call_failures
         return self._combined(earlier, operator.sub, self.failure if is_new else "")
 
@@ -393,14 +400,14 @@ OrderStatus = Literal[
 
 
 class OrderResult(NamedTuple):
-    """What has become of a `TierOrder`, on one rank or on all of them."""
+    """The result of a `TierOrder`, on one rank or on all of them."""
 
     order: int  # its number
     status: OrderStatus
 
 
 class OrdersDone(msgspec.Struct, frozen=True, tag="orders_done", kw_only=True):
-    """What has become of some `TierOrder`s on one rank, and what else it has to tell of the store."""
+    """The results of some `TierOrder`s on one rank, and its other news of the store."""
 
     done: list[int]
     failed: list[int]  # not in the store, not what it should be, or the store does not work
@@ -409,10 +416,10 @@ class OrdersDone(msgspec.Struct, frozen=True, tag="orders_done", kw_only=True):
 
 
 class EntryCall(msgspec.Struct, frozen=True, tag="entry_call", kw_only=True, omit_defaults=True):
-    """What the core wants of the catalogue in the store that a host has to itself (`kvstore.catalogue`).
+    """A call of the core to the catalogue in the store that a host has to itself (`kvstore.catalogue`).
 
-    It is no plan, and changes no step. One rank of that host carries it out; `count` and `empty` are answered
-    by `EntryAnswers`.
+    It is not a plan, and changes no step. One rank of that host carries it out; `count` and `empty` are
+    answered by `EntryAnswers`.
 
     Attributes:
         what: `count` how many of the first of these blocks are there, `enter` or `strike` them, or `empty`
@@ -427,15 +434,17 @@ class EntryCall(msgspec.Struct, frozen=True, tag="entry_call", kw_only=True, omi
 
 
 class EntryAnswers(msgspec.Struct, frozen=True, tag="entry_answers", kw_only=True, omit_defaults=True):
-    """What has become of some `EntryCall`s, by their numbers."""
+    """The answers to some `EntryCall`s, by their numbers."""
 
     counts: dict[int, int] = {}
     emptied: dict[int, ErrorInfo | None] = {}  # with the reason why something may be left
 
 
 class GrammarsBuilt(msgspec.Struct, frozen=True, tag="grammars", kw_only=True):
-    """What has become of grammars of new rows on one rank of the last stage. Each is told once, though it
-    was dropped meanwhile."""
+    """The outcome of building grammars of new rows on one rank of the last stage.
+
+    Each is told once, though it was dropped meanwhile.
+    """
 
     built: list[int]
     failed: dict[int, str]  # by number: why
@@ -443,11 +452,11 @@ class GrammarsBuilt(msgspec.Struct, frozen=True, tag="grammars", kw_only=True):
 
 
 class BuiltGrammar(msgspec.Struct, frozen=True):
-    """What has become of a grammar on all ranks of the last stage.
+    """The outcome of building a grammar on all ranks of the last stage.
 
     Attributes:
         why: one of them cannot build it; empty: all have.
-        may_be_good: the reason is the state of the ranks, so that who asks again may get it.
+        may_be_good: the reason is the state of the ranks, so that a later request for it may succeed.
     """
 
     number: int
@@ -493,7 +502,7 @@ def encode(message: CoreToRank | RankToCore | SampledTokens | SampledCounts) -> 
 
 
 def decode_to_rank(frame: bytes) -> CoreToRank:
-    """Raises `ProtocolError` for bytes that are no such message, as all `decode_...` do."""
+    """Return a message; `ProtocolError` for other bytes, as from all `decode_...`."""
     return _decode(_to_rank, frame, "from the core")
 
 
@@ -517,11 +526,11 @@ def _decode(decoder: msgspec.msgpack.Decoder[Message], frame: bytes, which: str)
 
 
 def seal(plan: ScheduledBatch, before: int = 0) -> ScheduledBatch:
-    """The plan with its digest filled in (`pipeline.decision_log`)."""
+    """Return the plan with its digest filled in (`pipeline.decision_log`)."""
     return msgspec.structs.replace(plan, digest=plan_digest(plan, before))
 
 
 def plan_digest(plan: ScheduledBatch, before: int = 0) -> int:
-    """crc32 of the plan's encoding with digest 0, carried on from the digest `before`."""
+    """Return the crc32 of the plan's encoding with digest 0, carried on from the digest `before`."""
     bare = plan if plan.digest == 0 else msgspec.structs.replace(plan, digest=0)
     return zlib.crc32(_encoder.encode(bare), before)

@@ -1,4 +1,4 @@
-"""Bounds on the numbers that another process or host sends: decoding refuses what is beyond them.
+"""The bounds on the numbers that another process or host sends: decoding refuses what is beyond them.
 
 JSON has integers of any number of digits. Without a bound such a number is found where it is first divided,
 shown or sent on. Every bound here is far above anything that occurs. Used by the types of messages.

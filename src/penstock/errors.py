@@ -69,7 +69,7 @@ class ErrorInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class PenstockError(Exception):
-    """Base of all errors that Penstock raises on purpose.
+    """The base of all errors that Penstock raises on purpose.
 
     Args:
         message: what happened and why, with the numbers.
@@ -101,7 +101,7 @@ class PenstockError(Exception):
         self.stage = stage
 
     def info(self) -> ErrorInfo:
-        """This error in a form that can be sent to another process."""
+        """Return this error in a form that can be sent to another process."""
         return ErrorInfo(
             kind=type(self).__name__,
             message=self.message,
@@ -151,7 +151,7 @@ class CheckpointError(ModelError):
     Args:
         file: name of the file.
         tensor: name of the tensor, or "" when the file as a whole is bad.
-        key: of the metadata of a GGUF file, or "".
+        key: key in the metadata of a GGUF file, or "".
         expected, found: the two things that differ, as text.
     """
 
@@ -237,7 +237,7 @@ class HubUnreachableError(HubError):
 
 
 class HubContentError(HubError):
-    """What the hub has sent is not what it has announced: another hash, another size, or not its protocol."""
+    """The hub has sent other content than it has announced: another hash or size, or not its protocol."""
 
     default_code = "hub_content"
 
@@ -425,7 +425,7 @@ _MAX_NAMED = 8  # requests, in one message
 
 
 def concerned(requests: Sequence[str]) -> str:
-    """The end of a message about a step: whose it is, the first of them by name; empty when nobody's."""
+    """Return the end of a message about a step: its requests, the first by name; empty without any."""
     named, more = ", ".join(requests[:_MAX_NAMED]), len(requests) - _MAX_NAMED
     if more > 0:
         named += f" and {more} more"
@@ -433,7 +433,7 @@ def concerned(requests: Sequence[str]) -> str:
 
 
 def describe(error: BaseException) -> ErrorInfo:
-    """Any exception as an `ErrorInfo`: ours keeps its kind, a foreign one is named in the text."""
+    """Return any exception as an `ErrorInfo`: ours keeps its kind, a foreign one is named in the text."""
     if isinstance(error, PenstockError):
         return error.info()
     return ErrorInfo(kind="PenstockError", message=f"{type(error).__name__}: {error}", code="internal_error")

@@ -4,8 +4,8 @@
 
 At the 17th forward pass of requests in stage 1 the process kills itself, at its first load stage 0 raises.
 The supervisor reads the variable and tells the stages in their configs; a stage that takes the place of a
-lost one is told nothing. `armed` is asked once for each place, when a process puts its parts together, and
-gives the function itself back where no fault is meant for it: the hot path has not one call more.
+lost one is told nothing. `armed` is called once for each place, when a process puts its parts together, and
+returns the function itself where no fault is meant for it: the hot path has not one call more.
 
 Actions: `kill` (SIGKILL), `stop` (SIGSTOP), `hang` (say so on standard error, and never come back), `raise`
 (an exception that is nobody's own), `nan` (the first row of the result's hidden states is not a number).
@@ -36,10 +36,10 @@ R = TypeVar("R")
 
 
 class Fault(msgspec.Struct, frozen=True):
-    """What happens at the `count`-th call of a place in a stage; calls count from 1.
+    """A fault that happens at the `count`-th call of a place in a stage; calls count from 1.
 
     Attributes:
-        tp_rank: of which rank of the stage; None: of each.
+        tp_rank: number of the rank of the stage; None: each.
     """
 
     point: str
@@ -50,11 +50,11 @@ class Fault(msgspec.Struct, frozen=True):
 
 
 class InjectedError(Exception):
-    """Of the action `raise`."""
+    """The error of the action `raise`."""
 
 
 def parse(text: str) -> list[Fault]:
-    """Faults separated by commas. Raises `UsageError`."""
+    """Return the faults in a text, separated by commas. Raises `UsageError`."""
     return [_parse_one(spec.strip()) for spec in text.split(",") if spec.strip()]
 
 
@@ -77,7 +77,7 @@ def armed(
     function: Callable[P, R],
     counts: Callable[P, bool] = lambda *_, **__: True,
 ) -> Callable[P, R]:
-    """`function`, or where a fault is meant for this place a function that has it.
+    """Return `function`, or where a fault is meant for this place a function that has it.
 
     Args:
         counts: whether a call, with the arguments of `function`, is one of those that are counted.

@@ -1,4 +1,4 @@
-"""What an administrator may ask of a running engine, and what became of it. Plain data.
+"""The operations that an administrator may ask of a running engine, and their results. Plain data.
 
 The core takes an operation between two plans, and these are the same two for every rank, because ranks do
 nothing but replay plans in order (rows G4, d18):
@@ -24,7 +24,7 @@ PauseMode = Literal["keep", "wait", "abort"]
 
 
 class Pause(msgspec.Struct, frozen=True, tag="pause"):
-    """Compute for nobody, until `Resume`. Requests may come meanwhile, and wait.
+    """Compute no request, until `Resume`. Requests may come meanwhile, and wait.
 
     Attributes:
         mode: what becomes of those that have started: `keep` holds them where they are, `wait` lets them
@@ -39,7 +39,7 @@ class Resume(msgspec.Struct, frozen=True, tag="resume"):
 
 
 class FlushCache(msgspec.Struct, frozen=True, tag="flush_cache"):
-    """Nobody who starts from now on finds in the pool what was computed before. Who runs goes on undisturbed.
+    """Hide all earlier results in the pool from requests that start from now on; running ones go on.
 
     Complete when, besides, every copy of a block has ended that was on its way to or from the store.
 
@@ -52,7 +52,7 @@ class FlushCache(msgspec.Struct, frozen=True, tag="flush_cache"):
 
 
 class Abort(msgspec.Struct, frozen=True, tag="abort"):
-    """End requests, whoever's they are and wherever they stand, with an error.
+    """End requests with an error, wherever they stand.
 
     Attributes:
         request_ids: each stands for the request of that id, and for all whose ids begin with it and a dash,
@@ -83,19 +83,21 @@ class SlowDown(msgspec.Struct, frozen=True, tag="slow_down"):
 
 
 class StartProfile(msgspec.Struct, frozen=True, tag="start_profile"):
-    """What ranks do from the first plan under it on belongs to a profile; they report at once after it, so
-    that what was before is told apart."""
+    """Begin a profile with the first plan under it.
+
+    Ranks report at once after that plan, so that earlier work is told apart.
+    """
 
 
 class StopProfile(msgspec.Struct, frozen=True, tag="stop_profile"):
-    """What ranks do from the first plan under it on does not."""
+    """End a profile: the work of ranks from the first plan under it on does not belong to it."""
 
 
 SESSION_ID = f"[A-Za-z0-9._-]{{1,{MAX_SESSION_ID_CHARACTERS}}}"
 
 
 def check_session_id(session_id: str) -> None:
-    """Raise `InvalidRequestError` for what cannot name a session."""
+    """Raise `InvalidRequestError` for text that cannot name a session."""
     if re.fullmatch(SESSION_ID, session_id) is None:
         raise InvalidRequestError(
             f"session_id must be 1 to {MAX_SESSION_ID_CHARACTERS} letters, digits, dots, dashes and "
@@ -105,12 +107,13 @@ def check_session_id(session_id: str) -> None:
 
 
 class OpenSession(msgspec.Struct, frozen=True, tag="open_session"):
-    """From now on keep what requests compute that name this session, before what others leave
-    (`kvcache.sessions`). One that is open already keeps what it has, under the new bounds.
+    """Keep from now on what requests of this session compute, rather than what others leave.
+
+    See `kvcache.sessions`. A session that is open already keeps what it has, under the new bounds.
 
     Attributes:
-        capacity_tokens: that are kept of it at most; None: as much as all sessions together may have.
-        idle_s: it is closed when nobody has used it for this long.
+        capacity_tokens: most tokens that are kept of it; None: as much as all sessions together may have.
+        idle_s: it is closed when it has not been used for this long.
         is_new: its name was made up for this operation, so that no replica can have it.
     """
 
@@ -121,8 +124,10 @@ class OpenSession(msgspec.Struct, frozen=True, tag="open_session"):
 
 
 class CloseSession(msgspec.Struct, frozen=True, tag="close_session"):
-    """What was kept for it is as any other's. Its requests go on. Ends with a `NotFoundError` where there is
-    no such session."""
+    """Close a session: what was kept for it counts like any other's. Its requests go on.
+
+    Ends with a `NotFoundError` where there is no such session.
+    """
 
     session_id: str
 
@@ -133,11 +138,13 @@ Operation = (
 
 
 class OperationDone(msgspec.Struct, frozen=True, kw_only=True):
-    """Attributes:
-    accepted_step: the first that was planned under it.
-    completed_step: planned under it, and through all stages; None when it came to nothing.
-    error: why it did.
-    aborted: ids of the requests that an `Abort` has found and ended.
+    """The result of an operation.
+
+    Attributes:
+        accepted_step: the first step that was planned under it.
+        completed_step: a step planned under it, and through all stages; None when it came to nothing.
+        error: why it came to nothing.
+        aborted: ids of the requests that an `Abort` has found and ended.
     """
 
     accepted_step: int

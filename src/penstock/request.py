@@ -1,4 +1,4 @@
-"""What a client asks for and what it gets back, as plain values.
+"""The request of a client and the answer to it, as plain values.
 
 `SamplingParams` or `PoolingParams` say what is wanted. A `GenerationRequest` travels from the front (`LLM`,
 `AsyncLLM`, the API process) to the engine core; `RequestUpdate` travels back once per step. Field names are
@@ -34,7 +34,7 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 
 
 class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Which texts a request may generate; exactly one of the first five is given.
+    """The texts that a request may generate; exactly one of the first five is given.
 
     Attributes:
         json: a JSON schema, as text.
@@ -69,7 +69,7 @@ class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """How to choose tokens, when to stop, and with whom to share what was computed.
+    """The choice of tokens, the end of the text, and the sharing of computed keys and values.
 
     Attributes:
         n: sequences to generate, which share the prompt (`engine.client.siblings`).
@@ -236,7 +236,7 @@ def _check_range(
 
 
 class PoolingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """How the hidden states of a prompt, after the final norm, become one vector.
+    """The way in which the hidden states of a prompt, after the final norm, become one vector.
 
     Attributes:
         pooling: the state of the `last` token, the `mean` over all tokens, or `cls`: that of the first; None
@@ -252,7 +252,7 @@ class PoolingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
 
 
 class VectorShape(msgspec.Struct, frozen=True, kw_only=True):
-    """What vectors a model can give.
+    """The vectors that a model can give.
 
     Attributes:
         size: numbers of a whole vector.
@@ -288,15 +288,16 @@ class VectorShape(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Follower(msgspec.Struct, frozen=True, array_like=True):
-    """Another sequence of the same prompt, which differs from the first in its seed alone."""
+    """A further sequence of the same prompt, which differs from the first only in its seed."""
 
     request_id: str
     seed: int | None
 
 
 class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One sequence to generate, or several of one prompt, or a prompt to make a vector of. Validated by the
-    front before the core gets it.
+    """A request: one sequence to generate, or several of one prompt, or a prompt to make a vector of.
+
+    The front validates it before the core gets it.
 
     Attributes:
         pooling: the prompt is pooled so, and nothing is generated; `sampling` says nothing then.
@@ -312,7 +313,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
     follows: str = ""
 
     def alone(self) -> list[GenerationRequest]:
-        """Each sequence as a request of its own, in the order of the choices."""
+        """Return each sequence as a request of its own, in the order of the choices."""
         if not self.followers:
             return [self]
         replace = msgspec.structs.replace
@@ -330,7 +331,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
-    """Log-probabilities (natural, of the raw model distribution) at one position.
+    """The log-probabilities (natural, of the raw model distribution) at one position.
 
     The chosen token is the one that was sampled there, or the prompt's own.
     """
@@ -342,7 +343,7 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
 
 
 class RequestUpdate(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What one step brought to one request. After `finish_reason` is set no other update follows.
+    """The news of one request from one step. After `finish_reason` is set no other update follows.
 
     Scores of the prompt come in updates of their own, in the order of its tokens, before all others.
     """
