@@ -29,7 +29,6 @@ ALLOWED: dict[str, int] = {
     "server": 265,
     "tokenizer": 88,
     "trust": 56,
-    "weights": 42,
 }
 
 # The verbs that docstrings of functions begin with.

@@ -1,8 +1,8 @@
-"""Which bytes of which safetensors file hold which tensor.
+"""The index of a checkpoint in safetensors: which bytes of which file hold which tensor.
 
 Every header is parsed and checked here before anything is read: length, JSON, dtypes, shapes, offsets, and
 that the tensors fill the file without gap or overlap. A defect is a `CheckpointError` with file, tensor,
-expected and found. Used by `weights.loader`, and by whoever needs sizes without loading. Torch-free; reads no
+expected and found. Used by `weights.loader`, and where sizes are needed without loading. Torch-free; reads no
 tensor data.
 
 Format: 8 bytes little-endian header length, a JSON header, then the data; offsets count from the data's
@@ -61,7 +61,7 @@ class TensorEntry:
     """A tensor's place: bytes `[begin, end)` of `path`.
 
     Attributes:
-        name: in the text model, which may be a part of the checkpoint's.
+        name: name in the text model, which may be a part of the checkpoint's.
     """
 
     name: str
@@ -90,7 +90,7 @@ class Checkpoint:
     have without these parts (`families.text_names`).
 
     Args:
-        digests: of the tensor bytes that readers of this checkpoint read; by default they are compared with
+        digests: digests of the tensor bytes that readers of this checkpoint read; by default compared with
             nothing.
     """
 
@@ -102,11 +102,11 @@ class Checkpoint:
 
     @property
     def names(self) -> frozenset[str]:
-        """Of all tensors, of all stages."""
+        """The names of all tensors, of all stages."""
         return frozenset(self._files)
 
     def entry(self, name: str) -> TensorEntry:
-        """Where the tensor is. Raises `CheckpointError` if it is nowhere."""
+        """Return where the tensor is. Raises `CheckpointError` if it is nowhere."""
         file = self._files.get(name)
         if file is None:
             where = SINGLE_FILE if SINGLE_FILE in self._headers else INDEX_FILE
@@ -119,7 +119,7 @@ class Checkpoint:
         return entry
 
     def _locate(self) -> dict[str, str]:
-        """Name of each tensor -> name of its file."""
+        """Return the name of each tensor -> name of its file."""
         if (self._directory / SINGLE_FILE).exists():
             return dict.fromkeys(self._header(SINGLE_FILE), SINGLE_FILE)
         if (self._directory / INDEX_FILE).exists():
@@ -182,7 +182,7 @@ def _read_index(path: Path) -> dict[str, str]:
 
 
 def read_header(path: Path) -> dict[str, TensorEntry]:
-    """All tensors of one file, checked against each other and against the size of the file."""
+    """Return all tensors of one file, checked against each other and against the size of the file."""
     try:
         size = _check_regular_file(path)
         with path.open("rb") as file:
@@ -201,7 +201,7 @@ def read_header(path: Path) -> dict[str, TensorEntry]:
 
 
 def _check_regular_file(path: Path) -> int:
-    """Size of the file; anything but a file could block for ever."""
+    """Return the size of the file; refuse anything but a file, which could block for ever."""
     status = os.stat(path)
     if not stat.S_ISREG(status.st_mode):
         raise CheckpointError(file=path.name, expected="a regular file", found="something else")
@@ -259,7 +259,7 @@ def _entry(name: str, raw: msgspec.Raw, path: Path, start: int) -> TensorEntry:
 
 
 def _check_coverage(entries: list[TensorEntry], path: Path, start: int, file_size: int) -> None:
-    """Tensors must follow each other from the end of the header to the end of the file."""
+    """Refuse tensors that do not follow each other from the end of the header to the end of the file."""
     position = start
     for entry in sorted(entries, key=lambda e: (e.begin, e.end)):
         if entry.begin != position:

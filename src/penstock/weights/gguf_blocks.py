@@ -17,7 +17,7 @@ from penstock.kernels.block_rows import BlockRows
 
 
 class _Parts(NamedTuple):
-    """Parts of blocks; those that a format does not have are None. q is uint8 [blocks, inputs]."""
+    """The parts of blocks; those that a format does not have are None. q is uint8 [blocks, inputs]."""
 
     q: Tensor
     d: Tensor  # uint8 [blocks, 2], a float16
@@ -55,12 +55,12 @@ def _float16(pairs: Tensor) -> Tensor:
 
 
 def _halves(packed: Tensor) -> Tensor:
-    """[..., n] bytes -> [..., 2 n]: their low halves, then their high halves."""
+    """Turn [..., n] bytes into [..., 2 n]: their low halves, then their high halves."""
     return torch.cat((packed & 15, packed >> 4), dim=-1)
 
 
 def _bits(packed: Tensor, count: int) -> Tensor:
-    """[..., n] bytes -> [..., 8 / count, n]: their lowest bits, then the next."""
+    """Turn [..., n] bytes into [..., 8 / count, n]: their lowest bits, then the next."""
     shifts = torch.arange(0, 8, count, dtype=torch.uint8)
     return packed.unsqueeze(-2) >> shifts.unsqueeze(-1) & ((1 << count) - 1)
 
@@ -78,7 +78,7 @@ _FIFTH_BITS = (torch.arange(256)[:, None] >> torch.arange(8) & 1).to(torch.uint8
 
 
 def _fifth_bits(packed: Tensor) -> Tensor:
-    """[blocks, 4] -> [blocks, 32]: bit i of the word, where it belongs in q."""
+    """Turn [blocks, 4] into [blocks, 32]: bit i of the word, where it belongs in q."""
     return _FIFTH_BITS[packed.int()].reshape(len(packed), 32)
 
 
@@ -96,7 +96,7 @@ def _q8_0(blocks: Tensor) -> _Parts:
 
 
 def _two_bits(packed: Tensor) -> Tensor:
-    """[blocks, 64] -> [blocks, 256]: in each half of a block 32 bytes hold four runs of 32 inputs."""
+    """Turn [blocks, 64] into [blocks, 256]: in each half of a block 32 bytes hold four runs of 32 inputs."""
     return _bits(packed.view(-1, 2, 32), 2).reshape(len(packed), 256)
 
 
@@ -114,7 +114,7 @@ def _q3_k(blocks: Tensor) -> _Parts:
 
 
 def _six_bit_pairs(packed: Tensor) -> tuple[Tensor, Tensor]:
-    """[blocks, 12] -> the scales and the offsets of eight groups, six bits each."""
+    """Turn [blocks, 12] into the scales and the offsets of eight groups, six bits each."""
     first, second, third = packed[:, :4], packed[:, 4:8], packed[:, 8:]
     scales = torch.cat((first & 63, third & 15 | first >> 6 << 4), dim=-1)
     offsets = torch.cat((second & 63, third >> 4 | second >> 6 << 4), dim=-1)
@@ -122,7 +122,7 @@ def _six_bit_pairs(packed: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _runs_of_halves(packed: Tensor) -> Tensor:
-    """[blocks, 128] -> [blocks, 256]: 32 bytes hold two runs of 32 inputs."""
+    """Turn [blocks, 128] into [blocks, 256]: 32 bytes hold two runs of 32 inputs."""
     return _halves(packed.view(-1, 4, 32)).reshape(len(packed), 256)
 
 

@@ -54,7 +54,7 @@ class BlockSink(RowSink, Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Load:
-    """One tensor to read, or a share of it, and where to."""
+    """A tensor to read, or a share of it, and its destination."""
 
     stored: StoredTensor
     slot: Slot
@@ -66,19 +66,19 @@ class _Load:
 
     @property
     def own_columns(self) -> range:
-        """The share's columns."""
+        """The columns of the share."""
         own = self.slot.read_columns
         return range(self.stored.columns) if own is None else range(own.start, own.end)
 
     @property
     def read_columns(self) -> range:
-        """Columns that are read: the share's, and what else is in their blocks."""
+        """The columns that are read: the share's, and all others in their blocks."""
         own, inputs = self.own_columns, self.stored.tensor.type.block_values
         return range(own.start // inputs * inputs, -(-own.stop // inputs) * inputs)
 
     @property
     def columns(self) -> int:
-        """Numbers that are read of a row."""
+        """The number of values that are read of a row."""
         return len(self.read_columns)
 
     def bytes_of(self, num_values: int) -> int:
@@ -87,7 +87,7 @@ class _Load:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that are read."""
+        """The number of bytes that are read."""
         return self.slot.rows.size * self.bytes_of(self.columns)
 
     @property
@@ -103,7 +103,7 @@ class _Load:
 
     @property
     def rows_at_once(self) -> int:
-        """Rows of a piece: whole panels, and whole heads where rows are reordered; all where it is turned."""
+        """The rows of a piece: whole panels, and whole heads if rows are reordered; all if it is turned."""
         if self.stored.is_transposed:
             return max(1, self.slot.rows.size)
         unit = math.lcm(PANEL_ROWS, self.stored.head_rows or 1)
@@ -123,8 +123,8 @@ def load_gguf(
     Args:
         stored: the tensors of the file, by the names of the model's weights.
         progress: called with (bytes done, bytes in all) after each tensor.
-        digests: of the bytes read.
-        left_out: names of tensors that somebody else fills.
+        digests: digests of the bytes read.
+        left_out: names of tensors that are filled elsewhere.
 
     Raises:
         CheckpointError: a tensor is missing, surplus, of another shape, cut short, or not finite.
@@ -195,7 +195,7 @@ def _rows_of(slot: Slot, first: int, piece: StoredTensor) -> Slot:
 
 
 def _checked(load: _Load) -> _Load:
-    """Return it if its share ends at borders of blocks, or is dequantised."""
+    """Return a load if its share ends at borders of blocks, or is dequantised; else raise."""
     tensor = load.stored.tensor
     inputs = tensor.type.block_values
     if load.takes_blocks and load.own_columns != load.read_columns:
@@ -217,7 +217,7 @@ def _fill(load: _Load, digests: ReadDigests) -> None:
 
 
 def _put(load: _Load, first: int, raw: Tensor) -> None:
-    """Put rows from `first` of the share on. raw: uint8 [n, bytes of a row]."""
+    """Put rows of the share, from `first` on. raw: uint8 [n, bytes of a row]."""
     slot, block_format, head_rows = load.slot, load.block_format, load.stored.head_rows
     name = load.stored.tensor.type.name
     if block_format is not None:
@@ -255,7 +255,7 @@ def _put(load: _Load, first: int, raw: Tensor) -> None:
 
 
 def _pieces(load: _Load, descriptor: int, digests: ReadDigests) -> Iterator[tuple[int, Tensor]]:
-    """Read the share's rows: number of the first, uint8 [n, bytes of a row]."""
+    """Read the share's rows; yield the number of the first, and uint8 [n, bytes of a row]."""
     entry, row_bytes = load.entry, load.bytes_of(load.columns)
     whole_row_bytes = load.bytes_of(load.stored.columns)
     start = load.bytes_of(load.read_columns.start)

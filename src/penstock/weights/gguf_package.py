@@ -23,7 +23,7 @@ def decode_floats(type_name: str, raw: Tensor) -> Tensor:
     """Return the numbers of some rows, float32 [n, values of a row].
 
     Args:
-        type_name: of the blocks, as ggml spells it.
+        type_name: type of the blocks, as ggml spells it.
         raw: uint8 [n, bytes of a row].
 
     Raises:

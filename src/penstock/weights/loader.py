@@ -45,7 +45,7 @@ _FLOAT_DTYPES = {name: TORCH_DTYPES[name] for name in ("F32", "BF16", "F16")}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadReport:
-    """What loading took."""
+    """The time and bytes that loading took."""
 
     bytes_read: int  # tensor data; headers are not counted
     tensor_bytes: int  # of the weights as held
@@ -55,7 +55,7 @@ class LoadReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Load:
-    """One tensor to read, or a share of it, and where to. Elements count within the share, row by row."""
+    """A tensor or share to read, and its destination. Elements count within the share, row by row."""
 
     entry: TensorEntry
     slot: Slot
@@ -70,7 +70,7 @@ class _Load:
 
     @property
     def columns(self) -> int:
-        """Elements of a row of the share."""
+        """The number of elements of a row of the share."""
         return self.whole_columns if self.slot.read_columns is None else self.slot.read_columns.size
 
     @property
@@ -78,13 +78,13 @@ class _Load:
         return math.prod(self.entry.shape[1:])
 
     def place(self, element: int) -> int:
-        """Where an element is in the tensor."""
+        """Return where an element is in the tensor."""
         row, column = divmod(element, self.columns)
         start = 0 if self.slot.read_columns is None else self.slot.read_columns.start
         return (self.slot.rows.start + row) * self.whole_columns + start + column
 
     def runs(self, first: int, end: int) -> Iterator[tuple[int, int]]:
-        """Elements `[first, end)` in pieces that lie side by side in the file."""
+        """Yield elements `[first, end)` in pieces that lie side by side in the file."""
         if self.slot.read_columns is None:
             yield first, end
             return
@@ -124,8 +124,8 @@ def load_weights(
 
     Args:
         progress: called with (bytes done, bytes in all) after each tensor.
-        left_out: checkpoint names of tensors that somebody else fills; checked like the others where they are
-            there, but not read.
+        left_out: checkpoint names of tensors that are filled elsewhere; checked like the others where they
+            are there, but not read.
         quantized: the checkpoint's quantised projections, if it has any.
 
     Raises:
@@ -154,7 +154,7 @@ def load_weights(
 
 
 def held_bytes(module: nn.Module) -> int:
-    """Memory of all weights of a module, in the form in which they are held."""
+    """Return the bytes of memory of all weights of a module, in the form in which they are held."""
     parameters = sum(slot.target.nbytes for slot in tensor_slots(module) if isinstance(slot, TensorSlot))
     return parameters + sum(sink.nbytes for sink in row_sinks(module))
 
@@ -162,7 +162,7 @@ def held_bytes(module: nn.Module) -> int:
 def _filled(
     loads: list[_Load], packed: list[Slot], quantized: QuantizedCheckpoint | None, digests: ReadDigests
 ) -> Iterator[int]:
-    """Fill all, and give the bytes read after each tensor. A weight that is complete is finished at once."""
+    """Fill all tensors; yield the bytes read after each. A weight that is complete is finished at once."""
     slots = (*(load.slot for load in loads), *packed)
     missing = Counter(id(slot.sink) for slot in slots if isinstance(slot, RowSlot))
     # Pages of its own, which go back to the system; a freed block of the heap would stay.
@@ -188,13 +188,13 @@ def _finish(slot: Slot, missing: Counter[int]) -> None:
 
 
 def _projection(slot: Slot) -> str:
-    """Name of the projection whose weight this is; a bias is nobody's."""
+    """Return the name of the projection whose weight this is; empty for a bias."""
     name, _, kind = slot.name.rpartition(".")
     return name if kind == "weight" else ""
 
 
 def _fill_quantized(slot: Slot, quantized: QuantizedCheckpoint) -> None:
-    """Integers stay integers where the weight can hold them so; else the rows are dequantised."""
+    """Fill a slot with integers where the weight can hold them so; else with dequantised rows."""
     projection = _projection(slot)
     out_size, in_size = slot.shape
     if isinstance(slot, RowSlot) and isinstance(slot.sink, QuantizedSink):
@@ -211,14 +211,14 @@ def _fill_quantized(slot: Slot, quantized: QuantizedCheckpoint) -> None:
 
 
 def _own_rows(slot: Slot, first: int, count: int) -> Iterator[tuple[int, slice]]:
-    """Of a piece of the tensor's rows, those of the slot: where they go, and which they are. None or one."""
+    """Yield the slot's rows of a piece of the tensor's: where they go, and which they are. None or one."""
     start, end = max(first, slot.rows.start), min(first + count, slot.rows.end)
     if start < end:
         yield start - slot.rows.start, slice(start - first, end - first)
 
 
 def _plan(slots: list[Slot], checkpoint: Checkpoint) -> list[_Load]:
-    """All checks that need no tensor data, then the loads in the order of the files' bytes."""
+    """Make all checks that need no tensor data; return the loads in the order of the files' bytes."""
     loads = [_checked(slot, checkpoint.entry(slot.name)) for slot in slots]
     return sorted(loads, key=lambda load: (load.entry.path, load.entry.begin))
 
@@ -237,7 +237,7 @@ def _tensors_elsewhere(
 
 
 def _check_surplus(slots: list[Slot], known: set[str], checkpoint: Checkpoint) -> None:
-    """Raise for a tensor that the model should have a place for, and has not."""
+    """Raise for a tensor that the model should have a place for, and does not have."""
     surplus = unexpected_names(slots, [name for name in checkpoint.names if name not in known])
     if surplus:
         entry = checkpoint.entry(surplus[0])
@@ -270,7 +270,7 @@ def _checked(slot: Slot, entry: TensorEntry) -> _Load:
 
 
 def _buffer_bytes(load: _Load) -> int:
-    """What has to be staged at a time: nothing, a chunk, or the rows of some panels, and those converted."""
+    """Return the bytes staged at a time: none, a chunk, or rows of some panels and those converted."""
     if load.is_direct:
         return 0
     if isinstance(load.slot, TensorSlot):
@@ -312,7 +312,7 @@ def _fill(load: _Load, descriptor: int, buffer: Tensor, digests: ReadDigests) ->
 
 
 def _fill_rows(load: _Load, slot: RowSlot, descriptor: int, buffer: Tensor, digests: ReadDigests) -> None:
-    """The same for a weight that takes rows."""
+    """Do `_fill` for a weight that takes rows."""
     source_dtype, num_rows, in_size = _FLOAT_DTYPES[load.entry.dtype], slot.rows.size, load.columns
     step, row_bytes = _rows_at_once(load), _row_bytes(load)
     for first in range(0, num_rows, step):
@@ -356,7 +356,7 @@ def _check_finite(chunk: Tensor, load: _Load, first: int) -> None:
 
 
 def _check_representable(chunk: Tensor, entry: TensorEntry) -> None:
-    """After a conversion: float16 ends at 65504, where float32 and bfloat16 go on."""
+    """Refuse infinity after a conversion: float16 ends at 65504, where float32 and bfloat16 go on."""
     low, high = chunk.aminmax()
     if torch.isfinite(low) and torch.isfinite(high):
         return

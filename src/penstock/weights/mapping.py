@@ -1,4 +1,4 @@
-"""Which checkpoint tensor goes into which memory of a model (rows A12-A14).
+"""The mapping of checkpoint tensors to the memory of a model (rows A12-A14).
 
 A parameter keeps its checkpoint name; a module with `parts` (`layers.linear.FusedLinear`) takes several
 checkpoint tensors, one below the other. The model asks for what it holds, so a stage never looks at another
@@ -47,25 +47,25 @@ class Shared(Protocol):
     """A module whose weight may be a share of the checkpoint's tensor."""
 
     def shares(self, part: str, rows: int) -> tuple[Share, Share | None]:
-        """Rows and columns that it has; None: all columns.
+        """Return the rows and columns that it has; None: all columns.
 
         Args:
-            part: of `Fused.parts`, or empty.
-            rows: of its own weight.
+            part: one of `Fused.parts`, or empty.
+            rows: rows of its own weight.
         """
         ...
 
 
 @runtime_checkable
 class SharedOut(Protocol):
-    """A module of which other ranks of the stage have parts that this one has not."""
+    """A module of which other ranks of the stage have parts that this one does not have."""
 
     elsewhere: Sequence[str]  # projections, from the module
 
 
 @runtime_checkable
 class LeavesOut(Protocol):
-    """A model whose checkpoint has what nobody reads: layers after the last, and tensors of others."""
+    """A model whose checkpoint has tensors that are not read: of layers after the last, and others."""
 
     unused_layers: range
     unused_tensors: frozenset[str]
@@ -86,7 +86,7 @@ class RowSink(Protocol):
 
 @runtime_checkable
 class QuantizedSink(RowSink, Protocol):
-    """One that takes rows which are quantised already, or quantises them."""
+    """A weight that takes rows which are quantised already, or quantises them."""
 
     def put_quantized(self, first_row: int, rows: QuantizedRows, role: int) -> None: ...
     def put_columns(self, first_row: int, rows: Tensor, columns: Share, role: int) -> None: ...
@@ -94,10 +94,10 @@ class QuantizedSink(RowSink, Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorSlot:
-    """Contiguous memory of a parameter, and the checkpoint tensor, or the share of it, that belongs there.
+    """The contiguous memory of a parameter, and the checkpoint tensor, or the share, that belongs there.
 
     Attributes:
-        rows, columns: of the tensor; None: all columns, or a tensor of one dimension.
+        rows, columns: those of the tensor; None: all columns, or a tensor of one dimension.
     """
 
     name: str
@@ -107,7 +107,7 @@ class TensorSlot:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the checkpoint's tensor."""
+        """The shape of the checkpoint's tensor."""
         rest = list(self.target.shape[1:])
         if self.columns is not None:
             rest[0] = self.columns.whole
@@ -115,20 +115,20 @@ class TensorSlot:
 
     @property
     def read_columns(self) -> Share | None:
-        """Columns that `put` wants."""
+        """The columns that `put` wants."""
         return self.columns
 
     def put(self, first_row: int, rows: Tensor) -> None:
-        """Rows of a weight, converted to its dtype."""
+        """Put rows of a weight, converted to its dtype."""
         self.target[first_row : first_row + len(rows)] = rows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowSlot:
-    """Rows of a weight in a form of its own, and the checkpoint tensor, or the share, that belongs there.
+    """The rows of a weight in a form of its own, and the checkpoint tensor, or the share, that belongs there.
 
     Attributes:
-        rows, columns: of the tensor; None: all columns.
+        rows, columns: those of the tensor; None: all columns.
     """
 
     name: str
@@ -140,17 +140,20 @@ class RowSlot:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the checkpoint's tensor."""
+        """The shape of the checkpoint's tensor."""
         return (self.rows.whole, self.sink.in_size if self.columns is None else self.columns.whole)
 
     @property
     def read_columns(self) -> Share | None:
-        """Columns that `put` wants: all of them for a weight that quantises, so that its scales, and with
-        them the tokens, do not depend on how many ranks share it."""
+        """The columns that `put` wants.
+
+        They are all columns for a weight that quantises, so that its scales, and with them the tokens, do not
+        depend on how many ranks share it.
+        """
         return None if isinstance(self.sink, QuantizedSink) else self.columns
 
     def put(self, first_row: int, rows: Tensor) -> None:
-        """Rows from `first_row` of the tensor on, of the sink's dtype."""
+        """Put rows from `first_row` of the tensor on, of the sink's dtype."""
         if self.columns is not None and isinstance(self.sink, QuantizedSink):
             self.sink.put_columns(self.first_row + first_row, rows, self.columns, self.role)
         else:
@@ -161,23 +164,23 @@ Slot = TensorSlot | RowSlot
 
 
 def tensor_slots(model: nn.Module) -> list[Slot]:
-    """All weights of the model, each piece once; together they cover everything that it holds."""
+    """Return all weights of the model, each piece once; together they cover everything that it holds."""
     return [slot for path, module in model.named_modules() for slot in _module_slots(path, module)]
 
 
 def row_sinks(model: nn.Module) -> list[RowSink]:
-    """All weights that are not plain memory."""
+    """Return all weights that are not plain memory."""
     return [module for module in model.modules() if isinstance(module, RowSink)]
 
 
 def projections_elsewhere(model: nn.Module) -> list[str]:
-    """Projections in the checkpoint that are other ranks' of this stage."""
+    """Return the projections in the checkpoint that are other ranks' of this stage."""
     modules = (pair for pair in model.named_modules() if isinstance(pair[1], SharedOut))
     return [f"{path}.{name}" for path, module in modules for name in module.elsewhere]
 
 
 def unused_names(model: nn.Module, checkpoint_names: Iterable[str]) -> set[str]:
-    """Tensors that nobody reads."""
+    """Return the names of tensors that are never read."""
     if not isinstance(model, LeavesOut):
         return set()
     layers, names = model.unused_layers, model.unused_tensors
@@ -221,7 +224,7 @@ def _stored_name(module: Fused, part: str) -> str:
 
 
 def _shares(module: nn.Module, part: str, num_rows: int, kind: str = "weight") -> tuple[Share, Share | None]:
-    """Rows and columns of the checkpoint's tensor that belong in so many rows of the module."""
+    """Return the rows and columns of the checkpoint's tensor that belong in so many rows of the module."""
     if not isinstance(module, Shared):
         return Share.all(num_rows), None
     rows, columns = module.shares(part, num_rows)
@@ -229,10 +232,10 @@ def _shares(module: nn.Module, part: str, num_rows: int, kind: str = "weight") -
 
 
 def unexpected_names(slots: Iterable[Slot], checkpoint_names: Iterable[str]) -> list[str]:
-    """Tensors that this stage should have a place for, and has not.
+    """Return the tensors that this stage should have a place for, and does not have.
 
     Such a tensor means that configuration and weights are not of the same model: a bias that would silently
-    be left out, or layers after the last one. Tensors of other stages are none of our business.
+    be left out, or layers after the last one. Tensors of other stages are not considered.
     """
     wanted = {slot.name for slot in slots}
     components = {_component(name) for name in wanted}
@@ -248,12 +251,12 @@ def unexpected_names(slots: Iterable[Slot], checkpoint_names: Iterable[str]) -> 
 
 
 def _component(name: str) -> str:
-    """The layer, or the module outside the layers, that a tensor belongs to."""
+    """Return the layer, or the module outside the layers, that a tensor belongs to."""
     match = _LAYER.match(name)
     return match.group() if match else name.rpartition(".")[0]
 
 
 def _layer(name: str) -> int:
-    """Number of the layer that a tensor belongs to; -1 outside the layers."""
+    """Return the number of the layer that a tensor belongs to; -1 outside the layers."""
     match = _LAYER.match(name)
     return int(match.group(1)) if match else -1

@@ -64,7 +64,7 @@ class _Projection:
 
     @property
     def group_size(self) -> int:
-        """Columns that share a scale; no more than there are."""
+        """The number of columns that share a scale; no more than there are."""
         return min(self.scheme.group_size or self.in_size, self.in_size)
 
     @property
@@ -72,7 +72,7 @@ class _Projection:
         return 32 // self.scheme.bits
 
     def words(self, num_values: int) -> int:
-        """32-bit words that so many values take."""
+        """Return how many 32-bit words so many values take."""
         return -(-num_values // self.values_per_word)
 
 
@@ -101,13 +101,13 @@ class QuantizedCheckpoint:
         return False
 
     def scheme(self, projection: str) -> WeightScheme:
-        """Bits and groups of a projection that is held quantised."""
+        """Return the bits and groups of a projection that is held quantised."""
         scheme = self._spec.scheme(projection)
         assert scheme is not None, f"{projection} is not quantised"
         return scheme
 
     def scale_dtype(self, projection: str) -> torch.dtype:
-        """Of the projection's scales as the checkpoint has them."""
+        """Return the dtype of the projection's scales as the checkpoint has them."""
         by_column = self.scheme(projection).layout in ("gptq", "awq")
         entry = self._checkpoint.entry(f"{projection}.{'scales' if by_column else 'weight_scale'}")
         if entry.dtype not in _FLOATS:
@@ -115,7 +115,7 @@ class QuantizedCheckpoint:
         return TORCH_DTYPES[entry.dtype]
 
     def tensor_names(self, projection: str) -> list[str]:
-        """Names of the tensors that belong to the projection; its bias only if it is all zeros.
+        """Return the names of the projection's tensors; its bias only if it is all zeros.
 
         Writers of GPTQ give every projection a bias, also in models that have none.
         """
@@ -127,20 +127,20 @@ class QuantizedCheckpoint:
         return names
 
     def num_bytes(self, projection: str) -> int:
-        """Bytes of the projection's tensors in the checkpoint, its bias not counted."""
+        """Return the bytes of the projection's tensors in the checkpoint, its bias not counted."""
         suffixes = _SUFFIXES[self.scheme(projection).layout]
         entries = [self._optional(projection, suffix) for suffix in suffixes]
         return sum(entry.end - entry.begin for entry in entries if entry is not None)
 
     def is_dense(self, projection: str, out_size: int, in_size: int) -> bool:
-        """Whether it cannot be held as `QuantizedRows`: groups are scattered, or of an odd size."""
+        """Return whether it cannot be `QuantizedRows`: groups are scattered, or of an odd size."""
         part = self._checked(projection, out_size, in_size)
         if part.num_groups == 1:
             return False
         return part.group_size % GROUP_MULTIPLE != 0 or self._group_of_columns(part) is not None
 
     def rows(self, projection: str, out_size: int, in_size: int) -> Iterator[tuple[int, QuantizedRows]]:
-        """The projection in pieces of bounded size: (number of the first row, rows), from row 0 on.
+        """Yield the projection in pieces of bounded size: (number of the first row, rows), from row 0 on.
 
         `zeros` is None for a symmetric scheme and never for another; a scheme per channel has one group of
         `in_size` columns. Not for projections that `is_dense` says must be dequantised.
@@ -163,7 +163,7 @@ class QuantizedCheckpoint:
     def dense_rows(
         self, projection: str, out_size: int, in_size: int, dtype: torch.dtype
     ) -> Iterator[tuple[int, Tensor]]:
-        """The same, dequantised: (number of the first row, [n, in] of `dtype`); for any projection."""
+        """Yield any projection dequantised: (number of the first row, [n, in] of `dtype`)."""
         part = self._checked(projection, out_size, in_size)
         scales, zeros, groups = self._scales(part), self._zeros(part), self._group_of_columns(part)
         if groups is None:
@@ -191,7 +191,7 @@ class QuantizedCheckpoint:
         return part
 
     def _check_words_by_column(self, part: _Projection) -> None:
-        """GPTQ and AWQ: output rows are columns."""
+        """Check the shapes of GPTQ and AWQ: output rows are columns."""
         words = (part.words(part.in_size), part.out_size)
         if part.scheme.layout == "awq":
             words = (part.in_size, part.words(part.out_size))
@@ -203,7 +203,7 @@ class QuantizedCheckpoint:
             self._expect(part, "g_idx", ("I32",), (part.in_size,), required=False)
 
     def _check_rows(self, part: _Projection) -> None:
-        """compressed-tensors: output rows are rows."""
+        """Check the shapes of compressed-tensors: output rows are rows."""
         scales = (part.out_size, part.num_groups)
         self._expect(part, "weight_scale", _FLOATS, scales, (part.out_size,))
         if part.scheme.layout == "int8":
@@ -271,7 +271,7 @@ class QuantizedCheckpoint:
         return scales.t().contiguous() if by_column else scales.view(part.out_size, part.num_groups)
 
     def _zeros(self, part: _Projection) -> Tensor | None:
-        """[out, groups] in uint8; None where the scheme is symmetric, which is checked."""
+        """Return the zeros [out, groups] in uint8; None where the scheme is symmetric, which is checked."""
         by_column = part.scheme.layout in ("gptq", "awq")
         entry = self._optional(part.name, "qzeros" if by_column else "weight_zero_point")
         if entry is None and part.scheme.symmetric:
@@ -289,7 +289,7 @@ class QuantizedCheckpoint:
         return None
 
     def _group_of_columns(self, part: _Projection) -> Tensor | None:
-        """Group of each column, int64 [in]; None where groups are runs of columns, as without act-order."""
+        """Return the group of each column, int64 [in]; None where groups are runs of columns."""
         entry = self._optional(part.name, "g_idx") or self._optional(part.name, "weight_g_idx")
         if entry is None or part.scheme.layout in ("awq", "int8") or part.num_groups == 1:
             return None
@@ -305,7 +305,7 @@ class QuantizedCheckpoint:
     # --- Values, piece by piece -------------------------------------------------------------------------
 
     def _pieces(self, part: _Projection) -> Iterator[tuple[int, int, Tensor]]:
-        """(first row, last row + 1, uint8 [n, in]) from row 0 on."""
+        """Yield (first row, last row + 1, uint8 [n, in]) from row 0 on."""
         unpack = self._unpacker(part)
         step = max(PIECE_ROWS, PIECE_VALUES // part.in_size // PIECE_ROWS * PIECE_ROWS)
         for first in range(0, part.out_size, step):
@@ -313,7 +313,7 @@ class QuantizedCheckpoint:
             yield first, last, unpack(first, last)
 
     def _unpacker(self, part: _Projection) -> Callable[[int, int], Tensor]:
-        """Gives the values of rows `[first, last)`. Where rows are columns, the words are read here, once."""
+        """Return what gives values of rows `[first, last)`. Words by column are read once."""
         layout, bits = part.scheme.layout, part.scheme.bits
         mark = "weight" if layout == "int8" else _MARKS[layout]
         entry = self._checkpoint.entry(f"{part.name}.{mark}")
@@ -358,7 +358,7 @@ class QuantizedCheckpoint:
 
 
 def _zeros_by_column(part: _Projection, words: Tensor) -> Tensor:
-    """qzeros of GPTQ or AWQ, [groups, out/n] -> uint8 [out, groups].
+    """Turn the qzeros of GPTQ or AWQ, [groups, out/n], into uint8 [out, groups].
 
     A zero that is stored less one wraps: 0 was stored as 15.
     """
@@ -369,7 +369,7 @@ def _zeros_by_column(part: _Projection, words: Tensor) -> Tensor:
 
 
 def _zeros_by_row(part: _Projection, stored: Tensor) -> Tensor:
-    """weight_zero_point, signed [out, groups] or packed [out/n, groups] -> uint8 [out, groups]."""
+    """Turn weight_zero_point, signed [out, groups] or packed [out/n, groups], into uint8 [out, groups]."""
     if stored.dtype == torch.int32:
         return _unpacked(stored.t(), part.scheme.bits, part.out_size).t().contiguous()
     shifted = (stored.to(torch.int16) + part.scheme.middle).to(torch.uint8)
@@ -377,7 +377,7 @@ def _zeros_by_row(part: _Projection, stored: Tensor) -> Tensor:
 
 
 def _unpacked(words: Tensor, bits: int, size: int) -> Tensor:
-    """int32 [rows, words] -> uint8 [rows, size], the lowest bits first; what is left of a word is dropped."""
+    """Turn int32 [rows, words] into uint8 [rows, size], lowest bits first; the rest of a word is dropped."""
     flat = words.contiguous().view(-1)  # flat, for one word a row may have any stride and still be contiguous
     in_bytes = flat.view(torch.uint8).view(len(words), -1)  # little-endian, as everything that we run on
     if bits == 4:
@@ -402,12 +402,12 @@ def _awq_columns(words: Tensor, first: int, last: int) -> Tensor:
 
 
 def _transposed(words: Tensor) -> Tensor:
-    """The transpose in memory of its own. Two copies are faster than one: the second goes by blocks."""
+    """Return the transpose in its own memory. Two copies are faster than one: the second goes by blocks."""
     return words.contiguous().t().contiguous()
 
 
 def _shifted(signed: Tensor) -> Tensor:
-    """int8 -> uint8, 128 more: the sign bit turned round."""
+    """Turn int8 into uint8, 128 more: the sign bit is inverted."""
     return signed.view(torch.uint8) ^ 128
 
 

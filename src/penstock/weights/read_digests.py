@@ -1,4 +1,4 @@
-"""Digests of the tensor bytes that a rank reads, and their comparison with those of the first load.
+"""The digests of the tensor bytes that a rank reads, and their comparison with those of the first load.
 
 A stage that is started again must hold the weights that its pipeline has served with since its start. The
 rank digests by xxh3-128 what it reads (`weights.loader`, `weights.quantized_formats`), in the order of the
@@ -67,7 +67,7 @@ class ReadDigests:
     def beside(
         self, file: str, tensor: str, offset: int, memory: memoryview, band: str = ""
     ) -> Iterator[None]:
-        """As `add`, while the caller does what leaves the bytes as they are."""
+        """Do `add` while the caller works on the bytes without changing them."""
         if len(memory) < ASIDE_BYTES:
             self.add(file, tensor, offset, memory, band)
             yield
@@ -85,7 +85,7 @@ class ReadDigests:
 
         Args:
             file, tensor: their names.
-            offset: of the bytes in the tensor, or in the band.
+            offset: offset of the bytes in the tensor, or in the band.
             band: the columns that are read, where they are not all.
 
         Raises:
@@ -123,8 +123,11 @@ class ReadDigests:
 
 
 class _Aside:
-    """A thread that does one thing at a time for another. A hand-over takes half as long as with the pools of
-    the standard library, which counts here: there are hundreds in a second."""
+    """A thread that does one thing at a time for another.
+
+    A hand-over takes half as long as with the pools of the standard library, which counts here: there are
+    hundreds in a second.
+    """
 
     def __init__(self) -> None:
         self._calls: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
@@ -136,7 +139,7 @@ class _Aside:
         self._calls.put(call)
 
     def await_end(self) -> None:
-        """Raises what the call has raised."""
+        """Wait for the end of the call; raise its error."""
         error = self._ends.get()
         if error is not None:
             raise error
@@ -158,12 +161,12 @@ def _error_of(call: Callable[[], None]) -> Exception | None:
 
 
 def record(name: str, digest: bytes) -> bytes:
-    """A record of a table: of whatever `name` stands for, with a digest of 16 bytes."""
+    """Return a record of a table: the digest, 16 bytes, of what `name` stands for."""
     return xxhash.xxh3_128_digest(name.encode("utf-8", "surrogatepass")) + digest
 
 
 def parse_table(table: bytes) -> dict[bytes, bytes]:
-    """Return the digests of a table by what they belong to."""
+    """Return the digests of a table by the keys of their names."""
     return {
         table[begin : begin + _KEY_BYTES]: table[begin + _KEY_BYTES : begin + RECORD_BYTES]
         for begin in range(0, len(table), RECORD_BYTES)

@@ -63,7 +63,7 @@ def _read(entry: TensorEntry, shape: tuple[int, ...], offset: int, digests: Read
 
 @contextmanager
 def opened(path: Path) -> Iterator[int]:
-    """A descriptor to read from. Raises `CheckpointError` if the file cannot be opened."""
+    """Yield a descriptor to read from. Raises `CheckpointError` if the file cannot be opened."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Which bytes of which file hold which tensor of a model, in either format.
+"""The index of a model's tensors in either format: which bytes of which file hold which tensor.
 
 `open_tensors` chooses by the model's path. Called by `hosts.weights`, which compares, sends and fetches
 tensors without knowing what their bytes mean; ranks read through `rank.stored_weights`. Torch-free; reads no
@@ -25,7 +25,7 @@ class TensorFiles(Protocol):
 
     @property
     def names(self) -> frozenset[str]:
-        """Names of all tensors."""
+        """The names of all tensors."""
         ...
 
     def entry(self, name: str) -> TensorEntry:
