@@ -1,4 +1,4 @@
-"""Who may join a cluster: its tokens with their uses, and the certificate of each host.
+"""The admission to a cluster: its tokens with their uses, and the certificate of each host.
 
 A certificate that is not in the book is refused, so to revoke one is to take it out. All of it stands in one
 private file of the head's state directory, under a lock, so that a restart neither renews a token nor forgets
@@ -35,7 +35,7 @@ _NEW_TOKEN = "Delete the token file of the head and start it again, which makes 
 
 
 class _Token(msgspec.Struct, kw_only=True):
-    """What is known of a token."""
+    """The record of a token."""
 
     proof_key: bytes
     begin: float  # when it was first allowed, in seconds since the epoch of Unix
@@ -60,11 +60,12 @@ class Seat(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AdmissionBook:
-    """The tokens, hosts and revocations of a cluster. Safe for threads, and for several heads of one
-    directory.
+    """The tokens, hosts and revocations of a cluster.
+
+    Safe for threads, and for several heads of one directory.
 
     Args:
-        directory: of the head's state.
+        directory: directory of the head's state.
         wall_clock: seconds since the epoch of Unix.
     """
 
@@ -157,7 +158,7 @@ class AdmissionBook:
             return seat
 
     def commit(self, seat: Seat, host: str, serial: int) -> None:
-        """The worker has stored its certificate: count the use, and take this certificate of the host alone.
+        """Count the use and take this certificate of the host alone, as the worker has stored it.
 
         Raises:
             JoinTokenError: in the meantime the token was revoked, or used up by a join at another head.
@@ -169,7 +170,7 @@ class AdmissionBook:
             book.serials[host] = [f"{serial:x}"]
 
     def cancel(self, seat: Seat) -> None:
-        """The join broke off: give the use back. Nothing happens after a commit."""
+        """Give the use back, as the join broke off. Nothing happens after a commit."""
         with self._mutex:
             self._seats.pop(seat.number, None)
 
@@ -187,8 +188,8 @@ class AdmissionBook:
         """Take one certificate alone of a host that has joined again and stored it.
 
         Args:
-            present: of the certificate with which the host has proved itself.
-            serial: of the certificate that the host has from now on, which may be the same.
+            present: serial of the certificate with which the host has proved itself.
+            serial: serial of the certificate that the host has from now on, which may be the same.
 
         Raises:
             CertificateError: as `require_known`, of the present one.

@@ -1,11 +1,11 @@
-"""Ends, from another thread, what a thread does for a head that may never answer.
+"""Ends, from another thread, a thread's work for a head that may never answer.
 
     one thread                                 another one
     cancellation.add(socket)                   cancellation.cancel()
     socket.recv(…)  ◀── ends at once ──────────┘
 
 Used where a worker joins (`trust.joining`), is given a token (`trust.token_prompt`) and fetches weights
-(`hosts.weights`). Does not close sockets: whoever has made one does.
+(`hosts.weights`). Does not close sockets: their makers do.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import weakref
 
 
 class CancelledError(Exception):
-    """Nobody wants the result any more."""
+    """The result is not wanted any more."""
 
 
 class Cancellation:
@@ -58,4 +58,4 @@ class Cancellation:
 
 
 def hold_nothing(each: socket.socket) -> None:
-    """Stand in for `Cancellation.add` where nobody cancels."""
+    """Do nothing; used for `Cancellation.add` where the job is never cancelled."""

@@ -1,4 +1,4 @@
-"""Keys and certificates of a cluster: made, signed and checked by the library `cryptography` (extra `hosts`).
+"""The keys and certificates of a cluster: made, signed and checked by `cryptography` (extra `hosts`).
 
 Keys are P-256: every OpenSSL takes them for TLS 1.3, in FIPS mode too, which Ed25519 is not sure of. Only
 this module uses the library; it can be imported without it, and then says at the first use what is missing.
@@ -134,7 +134,7 @@ def check_signed(certificate: bytes, authority_key: bytes, now: float) -> PeerNa
         certificate, authority_key: DER.
 
     Raises:
-        WrongClusterError: another authority has signed it, or it is none of a cluster.
+        WrongClusterError: another authority has signed it, or it is not one of a cluster.
         CertificateError: it is not valid at this time.
     """
     try:
@@ -186,7 +186,7 @@ def certified_key(certificate_pem: bytes) -> bytes:
 
 @_with_library
 def is_pair(key_pem: bytes, certificate_pem: bytes) -> bool:
-    """Whether a certificate is for this key; false too where one of them is damaged."""
+    """Return whether a certificate is for this key; false too where one of them is damaged."""
     try:
         certificate = x509.load_pem_x509_certificate(certificate_pem)
         return _public_der(certificate.public_key()) == public_key_of(key_pem)

@@ -1,9 +1,8 @@
 """A challenge that proves both sides of a connection in plain text, by the key of an epoch.
 
-Links are in plain text only where the command lines of both hosts say `--insecure-links`. Then whoever can
-read the wire can read hidden states, and whoever can change packets can change them; but nobody can open a
-link who does not have the key, which the head gives to the processes of one epoch over their encrypted
-channels.
+Links are in plain text only where the command lines of both hosts say `--insecure-links`. Then anybody that
+can read the wire can read hidden states, and anybody that can change packets can change them; but nobody can
+open a link without the key, which the head gives to the processes of one epoch over their encrypted channels.
 
     dialler                                                      accepter
     OPENING, nonce (32), length and name of the dialler    ──▶   one of those that it expects?
@@ -39,10 +38,10 @@ def new_epoch_key() -> bytes:
 
 
 class _Challenge:
-    """What both sides do with bytes: a message is as long as `_needed` says, and goes to `_next` once whole.
+    """The common part of both sides: a message is as long as `_needed` says, and goes to `_next` once whole.
 
     Args:
-        needed, take: of the first message that this side waits for.
+        needed, take: those of the first message that this side waits for.
     """
 
     def __init__(self, key: bytes, needed: int, take: Callable[[bytes], None]) -> None:
@@ -78,7 +77,7 @@ class DialledChallenge(_Challenge):
 
     Args:
         key: of the epoch.
-        own, peer: names of this process and of the one that it wants to reach.
+        own, peer: names of this process and of the process that it wants to reach.
     """
 
     def __init__(self, key: bytes, own: PeerName, peer: PeerName) -> None:
@@ -156,7 +155,7 @@ class AcceptedChallenge(_Challenge):
 
 
 def _proof(key: bytes, role: bytes, nonces: bytes, names: tuple[PeerName, PeerName]) -> bytes:
-    """Names hold no line end, and nonces have a fixed length: one text has one meaning."""
+    """Return the proof. Names hold no line end, and nonces have a fixed length: one text has one meaning."""
     dialler, accepter = (name.uri.encode() for name in names)
     return hmac.digest(key, b"\n".join((OPENING + role, dialler, accepter, nonces)), "sha256")
 

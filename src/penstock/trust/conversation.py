@@ -1,6 +1,6 @@
-"""The seam between what is said when a connection opens and the socket that carries it.
+"""The seam between the first words on a connection and the socket that carries them.
 
-A conversation knows no socket and no clock, so that every order of bytes can be tested. Whoever drives it
+A conversation knows no socket and no clock, so that every order of bytes can be tested. Its driver
 sends what it has to say, hands it what arrives, never more than it wants, and reports the end.
 """
 
@@ -34,7 +34,7 @@ class Conversation(Protocol):
         ...
 
     def end_of_stream(self) -> None:
-        """The peer has closed the connection though more was wanted.
+        """Take the end of the stream: the peer has closed the connection though more was wanted.
 
         Raises:
             PenstockError: always; it says what the peer may have missed.
@@ -42,15 +42,15 @@ class Conversation(Protocol):
         ...
 
     def abandon(self) -> None:
-        """Let go of what is held for the peer: the connection is closed before all is said and sent."""
+        """Release what is held for the peer: the connection is closed before all is said and sent."""
         ...
 
 
 class Welcoming:
-    """The last word of who accepts a link, once the other side has proved itself; a `Conversation`.
+    """The last word of the side that accepts a link, once the other has proved itself; a `Conversation`.
 
-    What the dialler sends of its own comes only behind it. So whoever has not proved itself has no reason to
-    send much (`trust.door`), and a dialler that is refused knows it before its link counts as open.
+    What the dialler sends of its own comes only behind it. So a peer that has not proved itself has no reason
+    to send much (`trust.door`), and a dialler that is refused knows it before its link counts as open.
     """
 
     wanted = 0
@@ -69,11 +69,11 @@ class Welcoming:
         raise AssertionError("nothing is wanted")
 
     def abandon(self) -> None:
-        """Nothing is held."""
+        """Do nothing: nothing is held."""
 
 
 class Welcomed:
-    """Who has dialled and proved itself, and waits for that word; a `Conversation`."""
+    """The side that has dialled and proved itself, and waits for that word; a `Conversation`."""
 
     def __init__(self) -> None:
         self.wanted = len(WELCOME)

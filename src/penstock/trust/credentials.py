@@ -1,5 +1,4 @@
-"""What a process proves itself with to the others of its cluster: key, certificate and the authority's
-certificate.
+"""The credentials of a process for others of its cluster: key, certificate, the authority's certificate.
 
 An agent keeps its own in a private file and joins again with it. A rank gets some for one epoch: as a
 descriptor of memory without a name, never as a path or an environment variable, which other processes can
@@ -28,7 +27,7 @@ _MAX_BYTES = 1 << 16
 
 
 class Credentials(msgspec.Struct, frozen=True, kw_only=True):
-    """Key, certificate and authority, each as PEM. Their text shows none of it.
+    """The key, certificate and authority, each as PEM. Their text shows none of it.
 
     Attributes:
         epoch_key: 32 random bytes that only the processes of one epoch have, for links in plain text

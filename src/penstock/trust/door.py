@@ -4,7 +4,7 @@ Until then a peer costs a socket, `max_bytes` and `timeout_s`, and at most `max_
 once: more of them wait in the queue of the kernel. One thread serves a door, and no peer can hold it up,
 since nothing here waits for a single one.
 
-    door = Door(listener, secure, begin, on_refused)   secure: puts TLS on a socket; begin: who speaks to it
+    door = Door(listener, secure, begin, on_refused)   secure: puts TLS on a socket; begin: its conversation
     for entered in door.serve(timeout_s):              waits at most so long; its socket does not block
         use(entered.connection, entered.conversation)
 
@@ -35,10 +35,10 @@ _RECEIVED_OFFSET = 128  # of tcpi_bytes_received in the kernel's struct tcp_info
 
 
 class DoorLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """What a peer may cost before it has proved itself.
+    """The most that a peer may cost before it has proved itself.
 
     Attributes:
-        max_bytes: that arrive from it, those of TLS included.
+        max_bytes: bytes that arrive from it, those of TLS included.
     """
 
     max_peers: int = 64
@@ -60,7 +60,7 @@ class Entered(Generic[Speaker]):
 
     Attributes:
         conversation: all is said in it.
-        address: of the peer, for messages.
+        address: address of the peer, for messages.
     """
 
     def __init__(self, connection: socket.socket, conversation: Speaker, address: str) -> None:
@@ -88,7 +88,7 @@ class _Visitor(Generic[Speaker]):
 
     @property
     def events(self) -> int:
-        """What to wait for when a plain socket would have waited."""
+        """The events to wait for when a plain socket would have waited."""
         return selectors.EVENT_WRITE if self._unsent else selectors.EVENT_READ
 
     def advance(self, max_bytes: int) -> None:
@@ -146,7 +146,7 @@ class _Visitor(Generic[Speaker]):
 
 
 class Door(Generic[Speaker]):
-    """See the module. Not thread-safe: one thread serves it.
+    """A door, as the module describes it. Not thread-safe: one thread serves it.
 
     Args:
         listener: bound and listening; closed with the door.
@@ -179,11 +179,11 @@ class Door(Generic[Speaker]):
 
     @property
     def num_visitors(self) -> int:
-        """Peers that are at the door."""
+        """The number of peers that are at the door."""
         return len(self._visitors)
 
     def fileno(self) -> int:
-        """Readable when `serve` has something to do, but for what `patience_s` says."""
+        """Return a descriptor that is readable when `serve` has something to do, except by `patience_s`."""
         return self._selector.fileno()
 
     def serve(self, timeout_s: float) -> list[Entered[Speaker]]:
@@ -203,7 +203,7 @@ class Door(Generic[Speaker]):
         return entered
 
     def close(self) -> None:
-        """Close the listener, and send all away who are at the door."""
+        """Close the listener, and send away all peers at the door."""
         for visitor in list(self._visitors):
             self._forget(visitor)
             visitor.close()
@@ -211,7 +211,7 @@ class Door(Generic[Speaker]):
         self._listener.close()
 
     def patience_s(self) -> float:
-        """Return the seconds until a peer has not proved itself in time; infinite while nobody is there."""
+        """Return the seconds until a peer has not proved itself in time; infinite while there are none."""
         deadlines = [visitor.deadline - self._clock() for visitor in self._visitors]
         return max(0.0, min(deadlines, default=math.inf))
 

@@ -45,6 +45,7 @@ NOBODY = PeerName(cluster="", host="", role="")
 
 class ConnectedHosts:
     """The names that are in use: of the head's own host, of connected workers and of those that join.
+
     Thread-safe.
 
     Args:
@@ -90,11 +91,11 @@ class ConnectedHosts:
 
 
 class HeadDesk(msgspec.Struct, frozen=True, kw_only=True):
-    """What the head needs in every conversation with a worker.
+    """The head's data for every conversation with a worker.
 
     Attributes:
-        certificate: of the head, DER, as its TLS handshake shows it.
-        version: of Penstock; the worker's must be the same.
+        certificate: the head's certificate, DER, as its TLS handshake shows it.
+        version: version of Penstock; the worker's must be the same.
     """
 
     identity: ClusterIdentity
@@ -115,7 +116,7 @@ class HeadJoin:
         is_connected: the worker has joined with its certificate: the connection goes on, and the name of the
             host stays taken until `ConnectedHosts.leave`. Otherwise the worker closes it and comes back.
         serial: number of the certificate that a connected worker has from now on; 0 before.
-        visitor: who has come to look whether it could join; `NOBODY` of a worker. The connection goes on.
+        visitor: host that has come to look whether it could join; else `NOBODY`. The connection goes on.
     """
 
     def __init__(self, desk: HeadDesk, peer: PeerCertificate) -> None:
@@ -208,7 +209,7 @@ class HeadJoin:
         self._welcome(certificate, store)
 
     def _visit(self, given: bytes, body: bytes) -> None:
-        """A host that has the token gets a certificate with which it can be measured, and nothing else."""
+        """Give a host that has the token a certificate with which it can be measured, and nothing else."""
         desk = self._desk
         seat, request = self._proved_request(given, body)
         desk.book.cancel(seat)  # a visit uses nothing up
@@ -220,7 +221,7 @@ class HeadJoin:
         self._welcome(desk.identity.sign_link(request.request, name), store)
 
     def _visit_again(self, body: bytes) -> None:
-        """A host that has joined before is measured with the certificate that it has."""
+        """Let a host that has joined before be measured with the certificate that it has."""
         name = _known_agent(self._desk, self._peer)
         self._require_version(decode(body, RejoinRequest).version)
 
@@ -307,4 +308,4 @@ def _known_agent(desk: HeadDesk, peer: PeerCertificate) -> PeerName:
 
 
 def _nothing() -> None:
-    """Hold nothing."""
+    """Do nothing: there is nothing to release."""

@@ -1,7 +1,7 @@
-"""Private directories that belong to running processes: who uses one holds its lock.
+"""The private directories of running processes: a process that uses one holds its lock.
 
 A process that is killed deletes nothing, but its lock goes with it: by that the next process knows that
-nobody has use for the directory any more, and deletes it.
+the directory is not used any more, and deletes it.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class HeldDirectory:
         self.release()
 
     def release(self) -> None:
-        """Leave it as it is, to whoever comes next. May be called twice."""
+        """Leave the directory as it is, to the next holder. May be called twice."""
         handle, self._handle = self._handle, -1
         if handle >= 0:
             os.close(handle)

@@ -1,6 +1,6 @@
 """The identity of a cluster: the key of its head, which signs the certificates of all its processes.
 
-It is kept in one private file of the head's state directory and survives restarts. Who loses the file has
+It is kept in one private file of the head's state directory and survives restarts. A head that loses it has
 another cluster: workers then refuse the head, until they are given a new token.
 """
 
@@ -26,13 +26,13 @@ class ClusterIdentity:
     """The authority of a cluster.
 
     Args:
-        key_pem, certificate_pem: of the authority.
+        key_pem, certificate_pem: those of the authority.
         wall_clock: seconds since the epoch of Unix.
 
     Attributes:
         public_key: DER; its SHA-256 is the fingerprint that tokens carry.
-        name: of the cluster, as `PeerName.cluster` has it.
-        run: of the head, as `PeerName.run` has it; another one in each object, so after each start.
+        name: name of the cluster, as `PeerName.cluster` has it.
+        run: run of the head, as `PeerName.run` has it; another one in each object, so after each start.
     """
 
     def __init__(self, key_pem: bytes, certificate_pem: bytes, wall_clock: Callable[[], float]) -> None:
@@ -69,7 +69,7 @@ class ClusterIdentity:
         return cls(key, mark + certificate, wall_clock)
 
     def now(self) -> float:
-        """Seconds since the epoch of Unix by the clock of this identity."""
+        """Return the seconds since the epoch of Unix by the clock of this identity."""
         return self._wall_clock()
 
     def head_credentials(self, host: str) -> Credentials:

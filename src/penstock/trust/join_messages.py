@@ -1,4 +1,4 @@
-"""What a worker and the head say to each other while the worker joins, and how it is framed.
+"""The messages between a worker and the head while the worker joins, and their frames.
 
 Inside TLS 1.3 each message is a header of 7 bytes and a body of msgpack:
 
@@ -9,7 +9,7 @@ Inside TLS 1.3 each message is a header of 7 bytes and a body of msgpack:
                                                      the head's certificate; only then it reads on
                                               ◀──    JOIN    proof (32), then JoinRequest: with a token
                                               ◀──    REJOIN  RejoinRequest: with a certificate
-                                              ◀──    VISIT   as JOIN, or as REJOIN: who only looks whether
+                                              ◀──    VISIT   as JOIN, or as REJOIN: a host that looks whether
                                                      it could join; no use of the token is counted
     WELCOME Welcome                           ──▶    stores what is new
                                               ◀──    STORED
@@ -46,7 +46,7 @@ Message = TypeVar("Message", bound=msgspec.Struct)
 
 
 class Kind(enum.IntEnum):
-    """Which message follows a header."""
+    """The kind of a message, which follows from its header."""
 
     HELLO = 1
     JOIN = 2
@@ -66,7 +66,7 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """The first words of the head.
 
     Attributes:
-        version: of Penstock.
+        version: version of Penstock.
         authority: the certificate (PEM) of the cluster.
         nonce: 32 random bytes for the proof.
     """
@@ -81,7 +81,7 @@ class JoinRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     Attributes:
         host: the name that it wants.
-        request: for the certificate, DER.
+        request: request for the certificate, DER.
     """
 
     version: str
@@ -93,7 +93,7 @@ class RejoinRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """A worker with a certificate is back.
 
     Attributes:
-        request: for a newer certificate, DER; empty where the present one is young.
+        request: request for a newer certificate, DER; empty where the present one is young.
     """
 
     version: str
@@ -111,11 +111,11 @@ class Welcome(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 def proof(key: bytes, head_certificate: bytes, nonce: bytes, body: bytes) -> bytes:
-    """Return what only a peer with the token's key can make, for this connection and this request alone.
+    """Return the proof that only a peer with the token's key can make, for this connection and request alone.
 
     Args:
         key: `JoinToken.proof_key`.
-        head_certificate: DER, as the TLS handshake has shown it; whoever sits in between has another.
+        head_certificate: DER, as the TLS handshake has shown it; a host in between has another one.
     """
     parts = (head_certificate, nonce, body)
     digests = b"".join(hashlib.sha256(part).digest() for part in parts)
@@ -144,7 +144,7 @@ class Frame(msgspec.Struct, frozen=True, kw_only=True):
     """A message as it came.
 
     Attributes:
-        protocol: of the other side.
+        protocol: version of the other side's protocol.
     """
 
     protocol: int
@@ -156,7 +156,7 @@ class MessageReader:
     """Cuts a stream into messages, and never asks for a byte behind the present one.
 
     Args:
-        max_bytes: of all messages together, headers included.
+        max_bytes: most bytes of all messages together, headers included.
     """
 
     def __init__(self, max_bytes: int = MAX_BYTES) -> None:
@@ -166,7 +166,7 @@ class MessageReader:
 
     @property
     def wanted(self) -> int:
-        """Bytes that the present header or body still lacks; at least 1."""
+        """The number of bytes that the present header or body still lacks; at least 1."""
         return self._needed - len(self._buffer)
 
     def feed(self, data: bytes) -> Frame | None:

@@ -85,7 +85,7 @@ class JoinToken:
         return self._pin.hex()
 
     def is_pin_of(self, public_key: bytes) -> bool:
-        """Whether the token is for the cluster whose key (DER) this is."""
+        """Return whether the token is for the cluster whose key (DER) this is."""
         return hmac.compare_digest(fingerprint(public_key)[:PIN_BYTES], self._pin)
 
     def proof_key(self) -> bytes:

@@ -61,8 +61,8 @@ class JoinedHead:
 
     Attributes:
         connection: blocks; it is the caller's.
-        name: of the head's process.
-        credentials: of this worker from now on; newer than before where it was time.
+        name: name of the head's process.
+        credentials: credentials of this worker from now on; newer than before where it was time.
     """
 
     def __init__(self, connection: ssl.SSLSocket, name: PeerName, credentials: Credentials) -> None:
@@ -173,7 +173,7 @@ def connect_for_weights(
     """Open one more connection to the head, over which this host fetches weights.
 
     Args:
-        head: whom this host has joined.
+        head: name of the head that this host has joined.
         hold: lets another thread end this call.
 
     Returns:
@@ -200,13 +200,15 @@ def connect_for_weights(
 
 
 def _keeping(path: Path, kept: Sequence[Credentials] = ()) -> Callable[[Credentials], None]:
-    """Return what saves credentials in a file. Those that it holds already are left there: a full disk does
-    not keep a host away."""
+    """Return a function that saves credentials in a file.
+
+    Those that it holds already are left there: a full disk does not keep a host away.
+    """
     return lambda credentials: None if credentials in kept else credentials.save(path)
 
 
 def _keep_nothing(credentials: Credentials) -> None:
-    """A visit leaves nothing behind."""
+    """Do nothing: a visit leaves nothing behind."""
 
 
 @contextlib.contextmanager
@@ -282,7 +284,7 @@ def _connected(address: Address, deadline: float, clock: Callable[[], float], ho
 
 
 def _refusal_after_handshake(proved: PeerName, error: ssl.SSLError) -> PeerError:
-    """Return what the other side means by ending TLS after the handshake.
+    """Return the error that the other side means by ending TLS after the handshake.
 
     In TLS 1.3 that is where a server refuses the certificate of its client, and by then the server has
     proved itself: the alert is encrypted. During the handshake anybody can send one.
@@ -302,10 +304,10 @@ def converse(
     deadline: float,
     clock: Callable[[], float] = time.monotonic,
 ) -> None:
-    """Lead a conversation to its end over a socket that blocks. The socket's timeout is changed.
+    """Carry a conversation to its end over a socket that blocks. The socket's timeout is changed.
 
     Args:
-        deadline: by `clock`.
+        deadline: time by `clock`.
 
     Raises:
         PenstockError: one side refuses the other.

@@ -1,4 +1,4 @@
-"""How a worker gets into its cluster: with its certificate, and with a token where it has none.
+"""The way of a worker into its cluster: with its certificate, and with a token where it has none.
 
 A worker that has a certificate believes nobody but its head that the certificate is of no use. Anybody on the
 network can answer at the head's address with another certificate, or break a handshake with an alert in plain
@@ -34,12 +34,12 @@ from penstock.trust.token_prompt import NO_TOKEN, Tokens
 
 
 class Membership:
-    """What this host proves itself to its head with.
+    """The proofs of this host for its head: a certificate and tokens.
 
     Args:
-        head: where it listens.
-        name: of this host.
-        path: of the file with the certificate.
+        head: address where the head listens.
+        name: name of this host.
+        path: path of the file with the certificate.
         tell: takes lines for the user.
     """
 
@@ -69,7 +69,7 @@ class Membership:
             JoinError: the head, or this host, refuses.
             PeerError: the head cannot be reached, or does not answer in time.
             UsageError: the token or the state directory cannot be used.
-            CancelledError: nobody wants to join any more.
+            CancelledError: the join is not wanted any more.
         """
         if not self._credentials:
             return self._join_with(self._tokens.ask(cancellation), cancellation)

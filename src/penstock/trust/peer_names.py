@@ -32,15 +32,15 @@ _URI = re.compile(
 
 
 class PeerName(msgspec.Struct, frozen=True, kw_only=True):
-    """Who a process is, as its certificate or its challenge proves.
+    """The name of a process, as its certificate or its challenge proves it.
 
     Attributes:
         cluster: 32 hexadecimal digits of the fingerprint of the cluster's key.
         host: as `HostResources.name` has it.
         role: `HEAD_ROLE`, `AGENT_ROLE`, `VISITOR_ROLE` of a host that looks whether it could join, or the
             word of a rank or core (`rank_role`).
-        run: of the head, in which the epoch is counted (`new_run`); "" for the head and for agents.
-        epoch: of the connections that it may make; 0 for the head and for agents.
+        run: run of the head, in which the epoch is counted (`new_run`); "" for the head and for agents.
+        epoch: epoch of the connections that it may make; 0 for the head and for agents.
     """
 
     cluster: str

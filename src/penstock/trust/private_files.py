@@ -1,4 +1,4 @@
-"""Files that only their owner may read: written whole or not at all, and refused once others can read them.
+"""The files that only their owner may read: written whole or not at all, refused if others can read them.
 
 Keys, tokens and the list of joined hosts are kept in such files, in a directory with mode 0700.
 """

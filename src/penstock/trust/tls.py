@@ -1,4 +1,4 @@
-"""TLS between the processes of a cluster: version 1.3 only, and who the peer is.
+"""The TLS between the processes of a cluster: version 1.3 only, and a check of the peer's name.
 
 The authority of the cluster is the only one that is trusted; there are no session tickets, so that every
 connection proves both sides anew. OpenSSL checks the chain and its dates. It does not check which process of
@@ -36,7 +36,7 @@ from penstock.trust.peer_names import PeerName
 
 
 class PeerCertificate(msgspec.Struct, frozen=True, kw_only=True):
-    """Who the peer is by its certificate, which the handshake has checked."""
+    """The name and serial of the peer by its certificate, which the handshake has checked."""
 
     name: PeerName
     serial: int
@@ -49,7 +49,7 @@ WEIGHTS_PROTOCOL = "penstock-weights/1"  # of ALPN: what a worker says that come
 
 
 def join_server_context(credentials: Credentials) -> ssl.SSLContext:
-    """Return what the head lets workers join with: a certificate of theirs is checked, none is taken too.
+    """Return the context with which the head lets workers join: with or without a certificate.
 
     A worker that comes for weights says so in the handshake (`WEIGHTS_PROTOCOL`).
     """
@@ -61,7 +61,7 @@ def join_server_context(credentials: Credentials) -> ssl.SSLContext:
 
 
 def token_client_context() -> ssl.SSLContext:
-    """Return what a worker without a certificate connects with.
+    """Return the context with which a worker without a certificate connects.
 
     OpenSSL checks nothing here, since the worker does not have the authority's certificate. `WorkerJoin`
     checks the head against the pin of the token before the worker says a word.
@@ -72,17 +72,17 @@ def token_client_context() -> ssl.SSLContext:
 
 
 def link_server_context(credentials: Credentials) -> ssl.SSLContext:
-    """Return what a process accepts connections of its cluster with: both sides show a certificate."""
+    """Return the context with which a process accepts connections of its cluster: both show a certificate."""
     return _mutual_context(ssl.PROTOCOL_TLS_SERVER, credentials)
 
 
 def link_client_context(credentials: Credentials) -> ssl.SSLContext:
-    """Return what a process connects to others of its cluster with: both sides show a certificate."""
+    """Return the context with which a process connects to its cluster: both sides show a certificate."""
     return _mutual_context(ssl.PROTOCOL_TLS_CLIENT, credentials)
 
 
 def weights_client_context(credentials: Credentials) -> ssl.SSLContext:
-    """Return what a worker fetches weights from its head with: as for links, and it says what it wants."""
+    """Return the context with which a worker fetches weights: as for links, and it says what it wants."""
     context = link_client_context(credentials)
     context.set_alpn_protocols([WEIGHTS_PROTOCOL])
     return context
@@ -106,7 +106,7 @@ def under_tls(context: ssl.SSLContext, connected: socket.socket, *, is_server: b
 
 
 def peer_certificate(connection: ssl.SSLSocket) -> PeerCertificate:
-    """Return who the peer is by its certificate, after the handshake; `NO_CERTIFICATE` where it showed none.
+    """Return the peer's name and serial, after the handshake; `NO_CERTIFICATE` where it showed none.
 
     Raises:
         CertificateError: the certificate carries no name of a cluster.
@@ -189,8 +189,7 @@ def own_certificate_der(credentials: Credentials) -> bytes:
 
 
 def refusal_of_certificate(error: ssl.SSLError) -> JoinError | None:
-    """Return what the peer says of our certificate, where that is what it says; it may come after the
-    handshake."""
+    """Return the peer's refusal of our certificate, if the error is one; it may follow the handshake."""
     if error.reason in _OTHER_AUTHORITY:
         return WrongClusterError("the other side is of another cluster, and has refused our certificate.")
     if error.reason in _BAD_CERTIFICATE:
@@ -199,7 +198,7 @@ def refusal_of_certificate(error: ssl.SSLError) -> JoinError | None:
 
 
 def refusal(error: OSError) -> PeerError:
-    """Return what a failed handshake or a broken connection means, as an error that a user can read."""
+    """Return a failed handshake or a broken connection as an error that a user can read."""
     if isinstance(error, ssl.SSLCertVerificationError):
         return _distrust(error)
     if isinstance(error, ssl.SSLEOFError | ssl.SSLZeroReturnError):

@@ -1,4 +1,4 @@
-"""Where a worker gets its join token: from a file, or from its user, who is asked on the terminal.
+"""The sources of a worker's join token: a file, or its user, through the terminal.
 
 What is typed is unseen, and asked for again after a slip. A worker asks in a thread, beside its signals, so
 that what is typed must not be waited for when it is to end (`typed_line`). Used by `penstock worker` and
@@ -31,7 +31,7 @@ _TERMINAL = "/dev/tty"
 
 
 class Tokens(Protocol):
-    """Where a worker gets its join token."""
+    """A source of the join token of a worker."""
 
     def at_hand(self) -> JoinToken | None:
         """Return the token that is there without asking a user; None where there is none."""
@@ -46,7 +46,7 @@ class GivenTokens:
     """The content of a file, or what a user types. Implements `Tokens`.
 
     Args:
-        path: of the file; None: the user is asked.
+        path: path of the file; None: the user is asked.
         settle: returns when all lines that were said before stand on the terminal, above the question.
     """
 
@@ -99,12 +99,13 @@ def environment_token(path: Path | None, environment: Mapping[str, str]) -> Envi
 
 
 class AwaitedTokens:
-    """The content of a file that the head may still have to write, for hosts that are started all at once.
-    Implements `Tokens`.
+    """The content of a file that the head may still have to write. Implements `Tokens`.
+
+    It is for hosts that are started all at once.
 
     Args:
-        path: of the file, where all hosts see it.
-        wait_s: for which it is waited for.
+        path: path of the file, where all hosts see it.
+        wait_s: longest wait for the file.
     """
 
     def __init__(self, path: Path, wait_s: float) -> None:

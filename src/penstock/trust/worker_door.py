@@ -47,7 +47,7 @@ def worker_door(
     Args:
         listener: bound and listening; the door closes it.
         head_host: name of the head's own host.
-        version: of Penstock.
+        version: version of Penstock.
         on_refused: called with the address of a peer that was not let in, and why.
         clock: monotonic seconds.
 

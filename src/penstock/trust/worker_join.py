@@ -40,10 +40,10 @@ from penstock.trust.peer_names import AGENT_ROLE, HEAD_ROLE, VISITOR_ROLE, PeerN
 
 
 class Claim(Protocol):
-    """How a worker knows its head, and proves itself to it."""
+    """The claim of a worker: how it knows its head, and proves itself to it."""
 
     def is_of_cluster(self, public_key: bytes) -> bool:
-        """Whether the head's cluster, whose key (DER) this is, is the one to join."""
+        """Return whether the head's cluster, whose key (DER) this is, is the one to join."""
         ...
 
     def request(self, hello: Hello, head_certificate: bytes) -> bytes:
@@ -51,7 +51,7 @@ class Claim(Protocol):
         ...
 
     def credentials(self, hello: Hello, certificate: bytes) -> Credentials:
-        """Return what the worker has from now on.
+        """Return the credentials that the worker has from now on.
 
         Args:
             certificate: PEM, from the head; empty where none was requested.
@@ -211,7 +211,7 @@ class WorkerJoin:
         self._await = None
 
     def _take_hello(self, frame: Frame) -> None:
-        """Know the head by the fixed bytes of its message before anything else of it is read."""
+        """Check the head by the fixed bytes of its message before anything else of it is read."""
         if frame.kind != Kind.HELLO:
             raise garbage()
         public_key = frame.body[: certificates.PUBLIC_KEY_BYTES]
