@@ -29,8 +29,10 @@ AT_ONCE = 64  # names that are asked for together; a chain often ends long befor
 
 
 class StoreEmptying:
-    """The deletion of all records of a model in one store; one thread runs it, another looks whether it is
-    done."""
+    """The deletion of all records of a model in one store.
+
+    One thread runs it, another looks whether it is done.
+    """
 
     def __init__(self, store: GuardedStore, namespace: bytes) -> None:
         self._store, self._namespace = store, namespace
@@ -46,9 +48,9 @@ class StoreCatalogue:
     """The entries in one store.
 
     Args:
-        store: closed with this.
-        namespace: of all entries.
-        description: of the namespace (`kvstore.description`), kept beside the entries; empty: none.
+        store: the store; closed with this.
+        namespace: namespace of all entries.
+        description: that of the namespace (`kvstore.description`), kept beside the entries; empty: none.
     """
 
     def __init__(self, store: GuardedStore, namespace: bytes, description: bytes = b"") -> None:
@@ -94,7 +96,7 @@ class StoreCatalogue:
         return emptying
 
     def close(self) -> None:
-        """Leaves a store alone that does not answer."""
+        """Close the store; one that does not answer is left alone."""
         self._jobs.put(None)
         self._thread.join(LEAVE_S)
         if not self._thread.is_alive():

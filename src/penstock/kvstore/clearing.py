@@ -1,4 +1,4 @@
-"""Deleting all records of a namespace, or of a whole store, with bounded memory and in bounded time."""
+"""The deletion of all records of a namespace or of a whole store, with bounded memory and in bounded time."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""What a namespace is, for people: a small record beside those of its blocks, which says whose they are.
+"""The description of a namespace for people: a small record beside its blocks, which says what they are of.
 
-A namespace is a hash, and tells nobody what it was made of. Whoever stores blocks puts this record there too,
-again with each few of them, so that it is never what was used longest ago. `penstock cache` shows it; it
+A namespace is a hash, and does not tell what it was made of. Ranks that store blocks put this record there
+too, again with each few of them, so that it is never what was used longest ago. `penstock cache` shows it; it
 decides nothing.
 """
 
@@ -18,11 +18,13 @@ _NAME = b"description".ljust(16, b"\0")
 
 
 class Description(msgspec.Struct, frozen=True, kw_only=True):
-    """Attributes:
-    kind: whatever else decides the numbers, such as how weights are quantised.
-    block_size: tokens per block.
-    quota_bytes: that the engine which opened the store last keeps it to; None: to none.
-    opened_at: seconds since 1970, by the clock of that engine's host.
+    """The description of a namespace.
+
+    Attributes:
+        kind: whatever else decides the numbers, such as how weights are quantised.
+        block_size: tokens per block.
+        quota_bytes: quota of the engine which opened the store last; None: it keeps to none.
+        opened_at: seconds since 1970, by the clock of that engine's host.
     """
 
     model: str
@@ -34,18 +36,18 @@ class Description(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def description_key(namespace: bytes) -> bytes:
-    """Under which the record is; of another length than keys of blocks."""
+    """Return the key of the record; it differs in length from keys of blocks."""
     assert len(namespace) == NAMESPACE_BYTES, f"a namespace of {len(namespace)} bytes"
     return namespace + _NAME
 
 
 def encoded(description: Description) -> bytes:
-    """The payload of its record."""
+    """Return the payload of its record."""
     return msgspec.json.encode(description)
 
 
 def decoded(payload: bytes) -> Description | None:
-    """None for what is no description, or one that a later version has made otherwise."""
+    """Return a description; None for other bytes, or one that a later version has made otherwise."""
     try:
         return msgspec.json.decode(payload, type=Description)
     except msgspec.DecodeError:

@@ -1,4 +1,4 @@
-"""The rank's side of a catalogue that is not the core's: carries out what the core wants of its host's store.
+"""The rank's side of a catalogue that is not the core's: it carries out the core's calls to its host's store.
 
 Where hosts have a store each, the core asks one rank of each host about the entries there, and has them made
 and struck there. The rank hands the calls on, and never waits: a thread of the catalogue carries them out.
@@ -36,7 +36,7 @@ class EntryCalls:
         return bool(self._counting or self._emptyings)
 
     def carry_out(self, call: EntryCall) -> None:
-        """Begin what is wanted."""
+        """Begin a call."""
         catalogue = self._catalogue()
         if call.what == "count":
             ticket = next(self._tickets)
@@ -66,12 +66,12 @@ class EntryCalls:
         return EntryAnswers(counts=counts, emptied=emptied) if counts or emptied else None
 
     def reset(self) -> None:
-        """Nobody waits for the answers any more."""
+        """Forget all calls: their answers are not waited for any more."""
         self._counting.clear()
         self._emptyings.clear()
 
     def close(self) -> None:
-        """The last call. What was begun is carried out."""
+        """Close the catalogue; calls that were begun are carried out."""
         for catalogue in self._catalogues:
             catalogue.close()
 
@@ -82,7 +82,7 @@ class EntryCalls:
 
 
 class NoEntryCalls:
-    """Of a rank whose store is the core's, too: the core asks that one itself."""
+    """The calls of a rank whose store is also the core's: there are none, as the core asks it itself."""
 
     is_busy = False
 
@@ -93,10 +93,10 @@ class NoEntryCalls:
         return None
 
     def reset(self) -> None:
-        """Nobody has asked."""
+        """Do nothing: there are no calls."""
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing: nothing is open."""
 
 
 NO_ENTRY_CALLS = NoEntryCalls()

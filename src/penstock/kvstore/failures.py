@@ -1,4 +1,4 @@
-"""What goes wrong in a library below a store, as a `StoreError`.
+"""The errors of a library below a store, raised as a `StoreError`.
 
 Used by the stores. Of the library's text only the first line is kept: what follows is for its own makers,
 and may hold what nobody should read. An object store's own code for the error, such as NoSuchBucket, is below
@@ -23,7 +23,7 @@ def reported(address: str, remedy: str, kinds: tuple[type[Exception], ...]) -> I
     """Raise errors of these kinds as `StoreError`.
 
     Args:
-        address: of the store, without passwords.
+        address: address of the store, without passwords.
         remedy: what the operator can do, as a sentence.
     """
     try:
@@ -33,7 +33,7 @@ def reported(address: str, remedy: str, kinds: tuple[type[Exception], ...]) -> I
 
 
 def place_of(url: str) -> str:
-    """What a store at this address is called in errors: without user and password."""
+    """Return the name of the store at this address in errors: without user and password."""
     parts = urlsplit(url)
     try:
         port = parts.port

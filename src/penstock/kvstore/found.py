@@ -1,4 +1,4 @@
-"""What a store tells of a record without getting it, and going through many things some at a time."""
+"""The facts that a store tells of a record without reading it, and iteration over a few at a time."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """Attributes:
-    num_bytes: of the record.
+    """A record in a store.
+
+    Attributes:
+        num_bytes: bytes of the record.
     """
 
     key: bytes
@@ -34,6 +36,6 @@ def in_pages(page: Callable[[bytes], list[Found]]) -> Iterator[list[Found]]:
 
 
 def some_at_a_time(items: Sequence[_T], count: int) -> Iterator[Sequence[_T]]:
-    """`count` after `count` of them; fewer at the end."""
+    """Yield the items, `count` at a time; fewer at the end."""
     for first in range(0, len(items), count):
         yield items[first : first + count]

@@ -1,4 +1,4 @@
-"""A store that cannot hurt whoever asks it: it may only miss (row R9).
+"""A store that cannot hurt its callers: it may only miss (row R9).
 
 Around any `KVStore`. Seals what goes in and verifies what comes out, so that a wrong byte is never believed,
 and turns every exception into "not there". A store that keeps failing is switched off for a while:
@@ -10,8 +10,8 @@ and turns every exception into "not there". A store that keeps failing is switch
       └──────────────────────────── one call is let through
 
 The words are those of an electric circuit: while it is *open*, nothing flows. Called by the threads that move
-blocks to the store and back. Does not hurry a store that is slow: who waits for it needs a deadline of its
-own.
+blocks to the store and back. Does not hurry a store that is slow: callers that wait for it need deadlines of
+their own.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ _T = TypeVar("_T")
 
 @dataclass(slots=True, kw_only=True)
 class StoreCounts:
-    """What a guarded store has done since it was made.
+    """The counts of a guarded store since it was made.
 
     Attributes:
         num_hits, num_misses: records asked for with `get`, found or not; a bad one is missing.
-        num_bytes_read, num_bytes_written: of payloads.
+        num_bytes_read, num_bytes_written: bytes of payloads.
         num_verify_failures: records that were not what their key says.
         num_failures: calls of the store that raised, or gave half an answer.
         is_open: the circuit is open: the store is switched off.
@@ -65,7 +65,7 @@ class StoreCounts:
 
 
 class Circuit:
-    """When a store that fails is left alone. Not thread-safe.
+    """The rule by which a store that fails is left alone. Not thread-safe.
 
     Args:
         clock: seconds, never going back.
@@ -82,8 +82,10 @@ class Circuit:
         return self._next_try is not None
 
     def may_ask(self) -> bool:
-        """Whether this call may go through; of an open circuit one may, now and then, and must be answered
-        for with `succeed` or `fail`."""
+        """Return whether this call may go through.
+
+        Of an open circuit one may, now and then; `succeed` or `fail` must be called after it.
+        """
         if self._next_try is None:
             return True
         if self._is_probing or self._clock() < self._next_try:
@@ -120,14 +122,14 @@ class GuardedStore:
         self._lock = threading.Lock()  # of circuit and counts; never held while the store is asked
 
     def counts(self) -> StoreCounts:
-        """A copy."""
+        """Return a copy of the counts."""
         with self._lock:
             copy = StoreCounts(**{name: getattr(self._counts, name) for name in StoreCounts.__slots__})
             copy.is_open = self._circuit.is_open
             return copy
 
     def use(self) -> StoreUse:
-        """What has been done since it was made, and whether it is switched off now."""
+        """Return the use since the store was made, and whether it is switched off now."""
         counts = self.counts()
         last = counts.last_failure
         return StoreUse(
@@ -160,12 +162,12 @@ class GuardedStore:
         return payloads
 
     def used(self, keys: Sequence[bytes]) -> None:
-        """They were got one by one, and belong together."""
+        """Note that these were read one by one, and belong together."""
         if keys and not self._circuit.is_open:  # it says nothing of how the store is
             self._ask(lambda: self._store.used(keys))
 
     def put(self, records: Mapping[bytes, bytes]) -> bool:
-        """Keep these payloads; whether that was done."""
+        """Keep these payloads; return whether that was done."""
 
         def store() -> int:
             self._store.put({key: seal(key, payload) for key, payload in records.items()})
@@ -177,15 +179,15 @@ class GuardedStore:
         return num_bytes is not None
 
     def delete(self, keys: Sequence[bytes]) -> None:
-        """Forget them, if it can be done."""
+        """Delete these records, if it can be done."""
         if keys:
             self._ask(lambda: self._store.delete(keys))
 
     def release(self, keys: Sequence[bytes]) -> None:
-        """Keep these in memory no longer; they are not deleted, and here is no memory."""
+        """Do nothing: this store keeps nothing in memory."""
 
     def clear(self, prefix: bytes, seconds: float) -> ErrorInfo | None:
-        """Forget all records whose keys begin so, in so many seconds; None, or why some may be left."""
+        """Delete all records whose keys begin so, in so many seconds; return why some may be left."""
 
         def clear() -> int:
             return clear_records(self._store, prefix, self._clock, self._clock() + seconds)
@@ -194,18 +196,18 @@ class GuardedStore:
         return failure
 
     def close(self) -> None:
-        """The last call; goes through an open circuit too."""
+        """Close the store, even through an open circuit; the last call."""
         try:
             self._store.close()
         except Exception as error:
             self._note_failure(error)
 
     def _ask(self, call: Callable[[], _T]) -> _T | None:
-        """What the store answers; None when it fails or is not asked."""
+        """Return the answer of the store; None when it fails or is not asked."""
         return self._try(call)[0]
 
     def _try(self, call: Callable[[], _T]) -> tuple[_T | None, ErrorInfo | None]:
-        """What the store answers, or why it does not."""
+        """Return the answer of the store, or why there is none."""
         with self._lock:
             if not self._circuit.may_ask():
                 return None, _SWITCHED_OFF

@@ -3,7 +3,7 @@
     computed ──put──▶ memory ──write-through: at once; write-back: when it must go, or at the end──▶ store
     wanted   ◀─get─── memory ◀──what is not there─────────────────────────────────────────────────── store
 
-It is a guarded store with something in front, so whoever uses one can use this. Each rank has one of its own
+It is a guarded store with memory in front, and is used like one. Each rank has one of its own
 part of each block. The core chooses which blocks stay (`kvcache.host_names`) and every rank does as told by
 `release`, so a block is in memory on all ranks or on none. A rank gives up payloads by itself only where it
 would need more than its bytes: after a loss, or for a load that is larger than memory. Worth its memory where
@@ -137,7 +137,7 @@ class HostTier(GuardedStore):
         return super().clear(prefix, seconds)
 
     def close(self) -> None:
-        """The store gets what it has not."""
+        """Write to the store what it does not have, and close it."""
         with self._memory_lock:
             unwritten = {key: self._payloads[key] for key in self._payloads if key in self._unwritten}
             self._payloads.clear()
@@ -155,7 +155,7 @@ class HostTier(GuardedStore):
                 self._payloads.move_to_end(key)
 
     def _keep(self, records: Mapping[bytes, bytes], *, are_written: bool) -> dict[bytes, bytes]:
-        """Put them into memory, the first as used last; what had to go and the store has not."""
+        """Put records into memory, the first as used last; return those that had to go and are not stored."""
         gone: dict[bytes, bytes] = {}
         with self._memory_lock:
             for key in reversed(list(records)):

@@ -1,4 +1,4 @@
-"""What is in a store that exists: its namespaces, and whether its records are what they should be.
+"""The content of an existing store: its namespaces, and whether its records are sound.
 
 For `penstock cache`. Reads some keys at a time, so memory does not grow with the store.
 """
@@ -36,9 +36,11 @@ class ReadableStore(Protocol):
 
 @dataclass(slots=True)
 class Namespace:
-    """Attributes:
-    num_blocks: of which all parts were stored, by the catalogue.
-    num_bytes: of records.
+    """A namespace of a store.
+
+    Attributes:
+        num_blocks: blocks of which all parts were stored, by the catalogue.
+        num_bytes: bytes of records.
     """
 
     name: bytes
@@ -50,14 +52,14 @@ class Namespace:
 
 @dataclass(slots=True)
 class Verified:
-    """How many records were looked at, and were not what their keys say."""
+    """The number of records that were looked at, and of those that were not what their keys say."""
 
     num_looked_at: int = 0
     num_bad: int = 0
 
 
 def open_to_read(url: str) -> ReadableStore:
-    """The store at this address, which is not made where there is none.
+    """Return the store at this address, which is not made where there is none.
 
     Raises:
         UsageError: no such kind of address, or none that another process could have filled.
@@ -76,7 +78,7 @@ def open_to_read(url: str) -> ReadableStore:
 
 
 def open_to_clear(url: str) -> KVStore:
-    """The same, for deleting records. Raises as `open_to_read`."""
+    """Return the store at this address for deleting records. Raises as `open_to_read`."""
     open_to_read(url).close()
     directory = directory_of(url)
     if directory is None or not keeps_quota(url):

@@ -1,4 +1,4 @@
-"""Of which layers a store has the parts of a block: of all, or of those that the ranks of one host have.
+"""The layers of which a store has the parts of a block: all, or those that the ranks of one host have.
 
 Hosts with a store each keep the layers of their own ranks there. An entry of the catalogue says which these
 are: the payload is empty for all layers, as one store for all ranks has them. Pure.
@@ -14,11 +14,11 @@ _COUNT_BYTES = 2  # of the number of layers; `kvstore.names` allows no more
 
 @dataclass(frozen=True, slots=True)
 class LayerShare:
-    """Some layers of a model.
+    """A set of layers of a model.
 
     Attributes:
         bits: bit n stands for layer n.
-        num_layers: of the model; 0: all layers are meant, however many there are.
+        num_layers: layers of the model; 0: all layers are meant, however many there are.
     """
 
     bits: int = 0
@@ -40,7 +40,7 @@ class LayerShare:
         return not self.bits and not self.is_whole
 
     def includes(self, other: LayerShare) -> bool:
-        """Whether all layers of the other share are in this one."""
+        """Return whether all layers of the other share are in this one."""
         return self.is_whole or (not other.is_whole and not other.bits & ~self.bits)
 
     def joined(self, other: LayerShare) -> LayerShare:
@@ -67,7 +67,7 @@ class LayerShare:
         return cls(bits, num_layers)._settled() if is_known and not bits >> num_layers else NO_LAYERS
 
     def _settled(self) -> LayerShare:
-        """All layers are one value, whichever model they are of."""
+        """Return the same share; all layers are one value, whichever model they are of."""
         return WHOLE if self.is_whole else self
 
 

@@ -1,7 +1,7 @@
-"""Looking into an LMDB directory without changing anything, also while others use it.
+"""A view of an LMDB directory that changes nothing, also while others use it.
 
-What is read here is no use of it, so that looking does not decide what is given up next. Where others use the
-directory its `lock.mdb` must be writable for who looks: readers enter themselves there. A copy without that
+Reading here does not count as use, so that looking does not decide what is given up next. Where others use
+the directory its `lock.mdb` must be writable for this reader, which enters itself there. A copy without that
 file needs no right to write.
 """
 
@@ -28,10 +28,10 @@ _NOT_OURS = "Give the directory that --kv-store names, which holds data.mdb."
 
 
 class LmdbReader:
-    """As a `KVStore` that is only read. One process opens a directory once.
+    """A `KVStore` that is only read. One process opens a directory once.
 
     Raises:
-        StoreError: there is no such directory, it is no store of KV blocks, or it cannot be read.
+        StoreError: there is no such directory, it is not a store of KV blocks, or it cannot be read.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -56,8 +56,10 @@ class LmdbReader:
             raise
 
     def _refuse_cut_file(self) -> None:
-        """Raise `StoreError` if the data file is cut short: touching a missing page would end the process
-        (SIGBUS)."""
+        """Raise `StoreError` if the data file is cut short.
+
+        Touching a missing page would end the process (SIGBUS).
+        """
         needed = (self._environment.info()["last_pgno"] + 1) * self._environment.stat()["psize"]
         size = os.path.getsize(self._directory / DATA_FILE)
         if size < needed:
@@ -79,7 +81,7 @@ class LmdbReader:
             return [transaction.get(key, db=self._records) for key in keys]
 
     def scan(self, prefix: bytes = b"") -> Iterator[list[Found]]:
-        """As `KVStore`; in order of keys. Nothing is held open between two of its steps."""
+        """Yield records as `KVStore.scan` does, in order of keys. Nothing is held open between two steps."""
 
         def page(after: bytes) -> list[Found]:
             with (

@@ -1,10 +1,10 @@
-"""Records in an LMDB directory on this machine: which of them are kept, and what happens when it fails.
+"""The records in an LMDB directory on this machine: which are kept, and what happens when it fails.
 
 Several processes may have the directory open at once, reading and writing; one process opens it once.
 
 **Quota.** The data file is never larger than the quota; four fifths of it may be in use, the rest is what
 copying on write needs. Before a write would pass that, what was used longest ago is given up. Writing is a
-use, and so is being found by `get`; `scan` is none. Uses by reading are kept in memory and written with the
+use, and so is being found by `get`; `scan` is not. Uses by reading are kept in memory and written with the
 next `put`, with `close`, or when there are many, so that reads stay reads; a process that is killed forgets
 its last ones, which makes the order approximate and nothing else. Of one call the first key counts as used
 last: it is the beginning of a chain of blocks, behind which nothing can be found once it is missing. Of
@@ -14,7 +14,7 @@ several quotas for one directory each process follows its own, so the smallest c
 or been replaced is made anew at the next call. All else is a `StoreError`, and the directory is opened again
 at the next call. A process that stands still in the middle of a read keeps what is given up meanwhile from
 being written over: a full store stays full until that one goes on or ends. One that stands still in the
-middle of a write makes all others wait. A file that somebody cuts short while it is open ends the process
+middle of a write makes all others wait. A file that is cut short while it is open ends the process
 (SIGBUS): the directory is trusted, and nobody else's to write to (security rule 9).
 """
 
@@ -89,7 +89,7 @@ class LmdbStore:
             self._touch(keys)
 
     def put(self, records: Mapping[bytes, bytes]) -> None:
-        """As `KVStore`; in batches, each of which is there as a whole or not at all."""
+        """Keep records as `KVStore.put` does, in batches, each of which is there whole or not at all."""
         _check(list(records))
         with self._opened() as tables:
             for batch in self._batches(records):
@@ -101,7 +101,7 @@ class LmdbStore:
             tables.delete(keys)
 
     def scan(self, prefix: bytes = b"") -> Iterator[list[Found]]:
-        """As `KVStore`; in order of keys. Nothing is held open between two of its steps."""
+        """Yield records as `KVStore.scan` does, in order of keys. Nothing is held open between two steps."""
 
         def page(after: bytes) -> list[Found]:
             with self._opened() as tables:
@@ -122,7 +122,7 @@ class LmdbStore:
 
     @contextmanager
     def _opened(self) -> Iterator[LmdbTables]:
-        """The tables, for one call; whatever fails closes them."""
+        """Yield the tables, for one call; an error closes them."""
         with self._lock, reported(str(self._directory), _REMEDY, (lmdb.Error, OSError)):
             if self._is_closed:
                 raise StoreError(f"KV store {self._directory} is closed.", remedy="Open it again.")
@@ -156,7 +156,7 @@ class LmdbStore:
                 return
 
     def _batches(self, records: Mapping[bytes, bytes]) -> Iterator[dict[bytes, bytes]]:
-        """What is written in one transaction each, last keys first."""
+        """Yield the records for one transaction each, last keys first."""
         batch: dict[bytes, bytes] = {}
         num_bytes = 0
         for key in reversed(list(records)):
@@ -190,8 +190,10 @@ class LmdbStore:
         tables.write(batch, ())
 
     def _give_way(self, tables: LmdbTables, room: int) -> None:
-        """The map or the disk is full before the quota is: of free pages too few lie side by side, a reader
-        keeps them, or the disk has no more."""
+        """Give up records, as the map or the disk is full before the quota is.
+
+        Too few free pages lie side by side, a reader keeps them, or the disk has no more.
+        """
         step = max(2 * room, tables.live_bytes() // 8)
         tables.evict(max(0, tables.live_bytes() - step))
         tables.settle()

@@ -1,12 +1,12 @@
-"""An open LMDB directory: records, and when each was last used.
+"""The tables of an open LMDB directory: records, and when each was last used.
 
     records   key     ─▶ record
-    used      key     ─▶ count of uses at the last one      who asks: which entry of `order` is this key's
+    used      key     ─▶ count of uses at the last one      tells which entry of `order` is this key's
     order     count   ─▶ key                                ascending: what was used longest ago comes first
 
 The count is a clock that goes on with every use by any process; wall clocks take no part. Every change is one
 transaction: after kill -9 or a power cut the tables are as before it or as after it, and agree. Errors are
-LMDB's own or `OSError`, and `StoreError` for a directory that is none to use. Decides nothing: `lmdb_store`
+LMDB's own or `OSError`, and `StoreError` for a directory that cannot be used. Decides nothing: `lmdb_store`
 does. Not thread-safe.
 """
 
@@ -101,7 +101,7 @@ class LmdbTables:
             yield transaction
 
     def page(self, prefix: bytes, after: bytes, most: int) -> list[Found]:
-        """The first records behind the key `after` whose keys begin with `prefix`, in order of keys."""
+        """Return the first records behind the key `after` whose keys begin with `prefix`, in key order."""
         with self._transaction(write=False) as transaction:
             return page_of(transaction, self._records, prefix, after, most)
 
@@ -111,8 +111,10 @@ class LmdbTables:
             return [None if view is None else bytes(view) for view in views]
 
     def write(self, records: Mapping[bytes, bytes], touched: Iterable[bytes]) -> None:
-        """One transaction: keep records, and note uses, those of `touched` first, each in order; keys that
-        are not there any more are passed over."""
+        """Keep records and note uses, in one transaction.
+
+        Uses of `touched` are noted first, each in order; keys that are not there any more are passed over.
+        """
         with self._transaction(write=True) as transaction:
             for key, record in records.items():
                 if transaction.get(key, db=self._records) != record:
@@ -151,7 +153,7 @@ class LmdbTables:
         transaction.delete(stamp, db=self._order)
 
     def evict(self, max_live_bytes: int) -> int:
-        """Give up what was used longest ago until the rest takes no more than this; how many records went."""
+        """Give up what was used longest ago until the rest takes no more than this; return how many went."""
         self._environment.reader_check()  # one that died reading would keep the pages of all that goes
         num_evicted = 0
         with self._transaction(write=True) as transaction:
@@ -165,13 +167,15 @@ class LmdbTables:
         return num_evicted
 
     def settle(self) -> None:
-        """Pages that one transaction frees can be used by the next but one, unless a reader needs them."""
+        """Make a transaction: freed pages can be used by the next but one, unless a reader needs them."""
         with self._transaction(write=True) as transaction:
             transaction.put(b"settled", os.urandom(_COUNT_BYTES))
 
     def live_bytes(self) -> int:
-        """That records and their order take in the file, in whole pages; the rest of it is free or grows
-        back."""
+        """Return the bytes that records and their order take in the file, in whole pages.
+
+        The rest of the file is free or grows back.
+        """
         with self._transaction(write=False) as transaction:
             return self._live_bytes(transaction)
 
@@ -183,7 +187,7 @@ class LmdbTables:
         return live
 
     def room_for(self, records: Mapping[bytes, bytes]) -> int:
-        """Bytes that these may add, no less than they will."""
+        """Return the bytes that these records may add, no less than they will."""
         page = self._environment.stat()["psize"]
         return page * sum(len(record) // page + 2 for record in records.values()) + page * _RECORD_TREE_PAGES
 

@@ -1,6 +1,6 @@
-"""What a rank has done with its store since it was asked last.
+"""The meter of what a rank has done with its store since it was read last.
 
-Differences: who adds them up for all ranks need not know which of them has begun again from nothing.
+Differences: the core, which adds them up for all ranks, need not know which has begun again from nothing.
 """
 
 from __future__ import annotations
@@ -23,5 +23,5 @@ class StoreMeter:
         return now.since(previous)
 
     def forget_state(self) -> None:
-        """Whoever sums up has forgotten who is switched off and how much is in memory, and is told again."""
+        """Tell again whether the store is switched off and how much is in memory: the core has forgotten."""
         self._told = msgspec.structs.replace(self._told, switched_off=0, host_bytes_used=0)

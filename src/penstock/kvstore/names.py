@@ -1,4 +1,4 @@
-"""What records are called: which model, in which form, which block, which layer, which head.
+"""The names of records: which model, in which form, which block, which layer, which head.
 
     ┌────────────────┬────────────────────────────────┬───────┬──────┐
     │ namespace 16 B │ hash of the block 32 B         │ layer │ head │   layer and head: u16, big-endian
@@ -6,8 +6,8 @@
 
 So records of one block, and of one layer within it, follow each other in byte order. Two stages never meet,
 as they hold other layers (row H17), yet no stage, rank or epoch is in a name: what was written with two
-stages of one rank is found with three, or by two ranks (row d15). Called by whoever moves blocks to a store
-and back, and by whoever must know whether a model is the same still. Reads files of the model for
+stages of one rank is found with three, or by two ranks (row d15). Called to move blocks to a store
+and back, and to know whether a model is still the same. Reads files of the model for
 `model_identity` and `file_identities`; nothing else here touches anything.
 """
 
@@ -45,11 +45,11 @@ class _Hash(Protocol):
 
 
 def record_key(namespace: bytes, block_hash: bytes, layer: int, head: int) -> bytes:
-    """Key of what one head of one layer keeps of a block.
+    """Return the key of what one head of one layer keeps of a block.
 
     Args:
-        layer: of the model, in [0, 65536), whichever stage has it.
-        head: of the model's KV heads, in [0, 65536), whichever rank has it.
+        layer: number in the model, in [0, 65536), whichever stage has it.
+        head: number of the model's KV head, in [0, 65536), whichever rank has it.
     """
     assert len(namespace) == NAMESPACE_BYTES, f"a namespace of {len(namespace)} bytes"
     assert len(block_hash) == BLOCK_HASH_BYTES, f"a block hash of {len(block_hash)} bytes"
@@ -57,16 +57,16 @@ def record_key(namespace: bytes, block_hash: bytes, layer: int, head: int) -> by
 
 
 def is_entry(key: bytes) -> bool:
-    """Whether it is of an entry of the catalogue; each block of which all parts were stored has one."""
+    """Return whether a key is of an entry of the catalogue; each block that is stored whole has one."""
     return len(key) == KEY_BYTES and _PLACE.unpack_from(key, KEY_BYTES - _PLACE.size)[0] == ENTRY_LAYER
 
 
 def namespace(identity: bytes, *, dtype: str, block_size: int, kind: str) -> bytes:
-    """What all records have in common that may stand for each other, as 16 bytes.
+    """Return 16 bytes that all records share which may stand for each other.
 
     Args:
-        identity: of the model's files (`model_identity`).
-        dtype: of the stored numbers, such as "bfloat16".
+        identity: identity of the model's files (`model_identity`).
+        dtype: dtype of the stored numbers, such as "bfloat16".
         block_size: tokens per block.
         kind: form of the payload, and all else that changes its numbers, such as how weights are quantised.
     """
@@ -77,7 +77,7 @@ def namespace(identity: bytes, *, dtype: str, block_size: int, kind: str) -> byt
 
 
 def model_identity(directory: Path) -> bytes:
-    """32 bytes that say which model this is.
+    """Return 32 bytes that say which model this is.
 
     A hash of the content of config.json and, for each `*.safetensors` file in order of names, of its name,
     size and header (of a GGUF file, its first MiB), and of 64 KiB each from the start, the middle and the end
@@ -90,7 +90,7 @@ def model_identity(directory: Path) -> bytes:
 
     Raises:
         ModelConfigError: there is no config.json that can be read.
-        CheckpointError: there is no safetensors file, or one that is none.
+        CheckpointError: there is no safetensors file, or one is not in that format.
     """
     state = hashlib.sha256(b"penstock model\0")
     if directory.is_dir():
@@ -174,7 +174,7 @@ def _add_content(state: _Hash, path: Path) -> None:
 
 
 def _add_samples(state: _Hash, file: BinaryIO, begin: int, end: int) -> None:
-    """64 KiB from start, middle and end of `[begin, end)`; they overlap where there is less."""
+    """Add 64 KiB from start, middle and end of `[begin, end)`; they overlap where there is less."""
     last = max(begin, end - SAMPLE_BYTES)
     for offset in (begin, (begin + last) // 2, last):
         file.seek(offset)
@@ -182,6 +182,6 @@ def _add_samples(state: _Hash, file: BinaryIO, begin: int, end: int) -> None:
 
 
 def _add(state: _Hash, part: bytes) -> None:
-    """With its length, so that no two lists of parts look alike."""
+    """Add a part with its length, so that no two lists of parts look alike."""
     state.update(len(part).to_bytes(8, "little"))
     state.update(part)

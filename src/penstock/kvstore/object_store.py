@@ -1,4 +1,4 @@
-"""Records as objects in a bucket or a directory, through the library `obstore` (extra `stores`).
+"""The records as objects in a bucket or a directory, through the library `obstore` (extra `stores`).
 
 One object for each record, named by its key in hexadecimal:
 
@@ -61,7 +61,7 @@ def open_objects(url: str) -> ObjectStore:
 
 
 def _client_options(scheme: str) -> Any:
-    """Deadlines, and what the environment says (AWS_ALLOW_HTTP for a server without TLS)."""
+    """Return deadlines, and the settings of the environment (AWS_ALLOW_HTTP for a server without TLS)."""
     names = {name: f"{_PREFIXES[scheme]}_{name.upper()}" for name in _CLIENT_SETTINGS}
     given = {name: os.environ[variable] for name, variable in names.items() if variable in os.environ}
     return given | {"timeout": f"{_SECONDS}s", "connect_timeout": f"{_CONNECT_SECONDS}s"}
@@ -72,7 +72,7 @@ class ObjectStore:
 
     Args:
         objects: one of obstore's stores.
-        address: what it is called in errors, without passwords.
+        address: its name in errors, without passwords.
     """
 
     def __init__(self, objects: Any, address: str) -> None:
@@ -84,7 +84,7 @@ class ObjectStore:
         return self._all(self._get, keys)
 
     def used(self, keys: Sequence[bytes]) -> None:
-        """What is given up, and when, is settled where the records are."""
+        """Do nothing: the bucket's own rules decide what is given up."""
 
     def put(self, records: Mapping[bytes, bytes]) -> None:
         self._all(self._put, records.items())
@@ -111,7 +111,7 @@ class ObjectStore:
         self._threads.shutdown(cancel_futures=True)
 
     def _all(self, call: Callable[[Any], _T], items: Iterable[Any]) -> list[_T]:
-        """Several at once; the first error is raised, and what has not begun by then is not begun."""
+        """Make several calls at once; raise the first error, and begin no others after it."""
         with reported(self._place, _REMEDY, (*_ERRORS, RuntimeError)):  # RuntimeError: it is closed
             return list(self._threads.map(call, items))
 
@@ -135,13 +135,13 @@ class ObjectStore:
 
 
 def object_name(key: bytes) -> str:
-    """Below the address; two levels, so that no directory gets too large."""
+    """Return the name of an object below the address; two levels, so that no directory gets too large."""
     digits = key.hex()
     return f"{digits[:32]}/{digits[32:36]}/{digits[32:]}"
 
 
 def key_of(name: str) -> bytes | None:
-    """The key of the record that an object is, or None for one that is none of ours."""
+    """Return the key of the record that an object is, or None for an object that is not ours."""
     directory, _, rest = name.partition("/")
     try:
         key = bytes.fromhex(directory + rest.rpartition("/")[2])

@@ -80,11 +80,11 @@ _shared = _SharedStores()
 def open_guarded(
     url: str | None, *, quota_bytes: int | None = None, host_bytes: int = 0, writes_back: bool = False
 ) -> GuardedStore:
-    """The store at this address, which may only miss.
+    """Return the store at this address, which may only miss.
 
     Args:
         url: None: there is none behind the memory.
-        host_bytes: of this process's memory in front of it.
+        host_bytes: bytes of this process's memory in front of it.
         writes_back: see `HostTier`.
     """
     store: KVStore = NoStore() if url is None else OpenedLater(url, quota_bytes)

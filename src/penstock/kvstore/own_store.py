@@ -1,4 +1,4 @@
-"""The store of a host that is not the head's: where the host's own command line says, for a tier of the head.
+"""The store of a host other than the head's: where that host's own command line says, for a tier of the head.
 
 The head says that there is a tier, of which kind its store is, what its records are called and how much may
 be kept. Where the store is and with which credentials it is opened every host knows by itself: neither a path
@@ -24,10 +24,10 @@ _FLAG = "kv_store"
 
 
 class TierNeed(msgspec.Struct, frozen=True, kw_only=True):
-    """What the head says to another host of the tiers of KV blocks; all but `kind` as in `StoreConfig`.
+    """The head's needs of another host for tiers of KV blocks; all but `kind` as in `StoreConfig`.
 
     Attributes:
-        kind: of the store (`kvstore.store.kind_of`); empty: host memory is the only tier.
+        kind: kind of the store (`kvstore.store.kind_of`); empty: host memory is the only tier.
     """
 
     kind: str
@@ -53,11 +53,11 @@ class TierNeed(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class OwnStore:
-    """Where a host keeps KV blocks.
+    """The place where a host keeps KV blocks.
 
     Args:
         host: its name.
-        address: that its command line gives; None: none.
+        address: the address that its command line gives; None: none.
         directory: for a store in a directory, where no address is given.
         tell: takes a line for the user of this host when a tier is refused.
     """
@@ -76,7 +76,7 @@ class OwnStore:
 
         Raises:
             UsageError: this host has no store of that kind.
-            ProtocolError: the namespace is none.
+            ProtocolError: the namespace has a wrong length.
         """
         if len(need.namespace) != NAMESPACE_BYTES:
             raise ProtocolError(f"a namespace of KV blocks has {NAMESPACE_BYTES} bytes.")
@@ -117,7 +117,7 @@ class OwnStore:
 
 
 class NoOwnStore(OwnStore):
-    """Of a host that keeps no blocks."""
+    """The store of a host that keeps no blocks."""
 
     def __init__(self) -> None:
         super().__init__("", None, Path())

@@ -1,4 +1,4 @@
-"""What the bytes of a record are, and whether some bytes are the record of a key.
+"""The format of a record, and the check whether some bytes are the record of a key.
 
     ┌───────┬─────────┬────────────┬────────────────┬─────────────────┬──────┬─────────┐
     │ magic │ version │ key length │ payload length │ checksum        │ key  │ payload │
@@ -7,7 +7,7 @@
     little-endian; the checksum is over key and payload
 
 The key is in it so that a record which lies under another's name is found out (row R9). The checksum finds
-accidents, not an enemy: who can write to a store is trusted (security rule 9). It is chosen for speed: every
+accidents, not an enemy: writers of a store are trusted (security rule 9). It is chosen for speed: every
 byte that comes from a store goes through it before the first token. Pure.
 """
 
@@ -26,12 +26,12 @@ _CHECKSUM_BYTES = 16
 
 
 def overhead_bytes(key: bytes) -> int:
-    """How much longer a record is than its payload."""
+    """Return by how many bytes a record is longer than its payload."""
     return _HEADER.size + _CHECKSUM_BYTES + len(key)
 
 
 def seal(key: bytes, payload: bytes) -> bytes:
-    """The record that holds this payload under this key."""
+    """Return the record that holds this payload under this key."""
     assert 0 < len(key) <= MAX_KEY_BYTES, f"a key of {len(key)} bytes"
     header, named = _HEADER.pack(MAGIC, VERSION, len(key), len(payload)), key + payload
     return b"".join((header, xxhash.xxh3_128_digest(named), named))

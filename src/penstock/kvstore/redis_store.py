@@ -1,4 +1,4 @@
-"""Records on a Redis or Valkey server, through the library `redis` (extra `stores`).
+"""The records on a Redis or Valkey server, through the library `redis` (extra `stores`).
 
 A record is a string under `penstock:` and its key. Nothing is ever given up here: that is up to the server
 (`maxmemory`, with the policy `allkeys-lru`). Loads `redis`; only `store.open_store` imports this.
@@ -117,7 +117,7 @@ class RedisStore:
     Args:
         client: a `redis.Redis`; its `mget`, `delete`, `scan`, `close`, and `pipeline` of `set` and `strlen`
             are used.
-        address: what it is called in errors, without passwords.
+        address: its name in errors, without passwords.
     """
 
     def __init__(self, client: Any, address: str) -> None:
@@ -132,10 +132,10 @@ class RedisStore:
         return records
 
     def used(self, keys: Sequence[bytes]) -> None:
-        """What is given up, and when, is settled where the records are."""
+        """Do nothing: the server decides what is given up."""
 
     def put(self, records: Mapping[bytes, bytes]) -> None:
-        """The first key last, so that a server that gives up what was used longest ago keeps it longest."""
+        """Keep records, the first key last, so that a server that gives up the oldest keeps it longest."""
         with reported(self._place, _REMEDY, _ERRORS):
             for some in some_at_a_time(list(reversed(list(records))), _MAX_KEYS):
                 pipeline = self._client.pipeline(transaction=False)
@@ -149,8 +149,10 @@ class RedisStore:
                 self._client.delete(*(_PREFIX + key for key in some))
 
     def scan(self, prefix: bytes = b"") -> Iterator[list[Found]]:
-        """Yield records as `KVStore.scan` does. The scan goes through the keys of the whole database, so some
-        pages are empty."""
+        """Yield records as `KVStore.scan` does; some pages are empty.
+
+        The scan goes through the keys of the whole database.
+        """
         pattern = re.sub(rb"([*?\[\]\\^-])", rb"\\\1", _PREFIX + prefix) + b"*"
         cursor = None
         while cursor != 0:

@@ -1,4 +1,4 @@
-"""The storage tier (L3) of the KV cache as its users see it: records by key; which store an address means.
+"""The storage tier (L3) of the KV cache, as its users see it: records by key, and stores by address.
 
     lmdb:///path, /path        an LMDB directory on this machine, shared by its processes   `lmdb_store`
     s3:// gs:// az:// file://  objects in a bucket or a directory, shared by machines       `object_store`
@@ -6,7 +6,7 @@
     memory:                    a dict; for tests
 
 Stores keep bytes and judge nothing: what a record is says `record`, what it is called `names`. They raise
-`StoreError`; whoever must not be hurt by that puts a `guard` around them. Torch-free.
+`StoreError`; callers that must not be hurt by that put a `guard` around them. Torch-free.
 """
 
 from __future__ import annotations
@@ -28,39 +28,48 @@ _REMEDY = f"Give a path, or one of {', '.join(f'{name}://' for name in _SCHEMES[
 
 
 class KVStore(Protocol):
-    """Records by key. Keys have 32 to 64 bytes. Several threads may call at once; every call may block.
+    """A store of records by key. Keys have 32 to 64 bytes.
 
-    One method more than seams have here: `used`, as only who loads a chain knows what belongs together.
+    Several threads may call at once; every call may block. It has one method more than seams have here:
+    `used`, as only the loader of a chain knows what belongs together.
 
     All methods raise `StoreError` for whatever goes wrong: disk full or read-only, server gone, no right to
     it. What a failed `put` or `delete` has done of its work is open.
     """
 
     def get(self, keys: Sequence[bytes]) -> list[bytes | None]:
-        """The record of each key, None where there is none."""
+        """Return the record of each key, None where there is none."""
 
     def used(self, keys: Sequence[bytes]) -> None:
-        """These were used together just now; where a store gives up what was used longest ago, the first
-        counts as used last, in whatever order they were got."""
+        """Note that these were used together just now.
+
+        Where a store gives up what was used longest ago, the first counts as used last, in whatever order
+        they were read.
+        """
 
     def put(self, records: Mapping[bytes, bytes]) -> None:
-        """Keep them, in place of what was there; a store with a quota may give up others for it. Where a
-        store gives up what was used longest ago, the first of one call counts as used last."""
+        """Keep records, replacing those of the same keys; a store with a quota may give up others for it.
+
+        Where a store gives up what was used longest ago, the first of one call counts as used last.
+        """
 
     def delete(self, keys: Sequence[bytes]) -> None:
-        """Forget them; unknown keys are passed over."""
+        """Delete records; unknown keys are passed over."""
 
     def scan(self, prefix: bytes = b"") -> Iterator[list[Found]]:
-        """What is there, some or none at a time and in any order, of keys that begin so: a namespace, or
-        nothing. It is no use of it. Records that come or go meanwhile may be in it or not, and one may be in
-        it twice; who iterates may delete what has been found. Raises while it is iterated."""
+        """Yield the records whose keys begin so (a namespace, or nothing), some or none at a time.
+
+        They come in any order, and it does not count as use. Records that come or go meanwhile may be in it
+        or not, and one may be in it twice; the caller may delete what has been found. Raises while it is
+        iterated.
+        """
 
     def close(self) -> None:
-        """Let go of files and connections; the last call."""
+        """Close files and connections; the last call."""
 
 
 class MemoryStore:
-    """A dict. Grows without bound."""
+    """A store in a dict. It grows without bound."""
 
     def __init__(self) -> None:
         self.records: dict[bytes, bytes] = {}
@@ -89,7 +98,7 @@ class MemoryStore:
 
 
 def open_store(url: str, *, quota_bytes: int | None = None) -> KVStore:
-    """The store at this address.
+    """Return the store at this address.
 
     Args:
         url: as in the drawing above.
@@ -114,19 +123,21 @@ def open_store(url: str, *, quota_bytes: int | None = None) -> KVStore:
 
 
 def kind_of(url: str) -> str:
-    """Return the kind of the store at this address: its scheme, and `lmdb` for a plain path. Raises as
-    `open_store`."""
+    """Return the kind of the store at this address: its scheme, and `lmdb` for a plain path.
+
+    Raises as `open_store`.
+    """
     scheme = _split(url)[0]
     return "redis" if scheme in _REDIS_SCHEMES else scheme  # with TLS or without it is one server
 
 
 def keeps_quota(url: str) -> bool:
-    """Whether a store at this address can be kept to a size from here. Raises as `open_store`."""
+    """Return whether a store at this address can be kept to a size from here. Raises as `open_store`."""
     return _split(url)[0] == "lmdb"
 
 
 def directory_of(url: str) -> Path | None:
-    """Where a store on this machine lies; None for all others. Raises as `open_store`."""
+    """Return where a store on this machine lies; None for all others. Raises as `open_store`."""
     scheme, rest = _split(url)
     if scheme == "file":
         return Path(unquote(urlsplit(url).path))
@@ -147,7 +158,7 @@ def _split(url: str) -> tuple[str, str]:
 
 
 def _optional_store(scheme: str, url: str) -> KVStore:
-    """Stores of the extra `stores`, whose libraries are loaded for who asks for them."""
+    """Return a store of the extra `stores`, whose libraries are loaded only when it is asked for."""
     library = "redis" if scheme in _REDIS_SCHEMES else "obstore"
     try:
         if library == "redis":
