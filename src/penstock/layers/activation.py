@@ -9,12 +9,12 @@ from penstock.families.kinds import Activation
 
 
 def silu_and_multiply(gate: Tensor, up: Tensor) -> Tensor:
-    """silu(gate) * up (SwiGLU, arXiv 2002.05202): two [num_tokens, size] -> [num_tokens, size]."""
+    """Return silu(gate) * up (SwiGLU, arXiv 2002.05202): two [num_tokens, size] -> [num_tokens, size]."""
     return F.silu(gate).mul_(up)
 
 
 def gate_and_multiply(gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
-    """The same with any gate; gelu by its approximation with tanh (arXiv 1606.08415)."""
+    """Return activation(gate) * up; gelu by its approximation with tanh (arXiv 1606.08415)."""
     if activation == "silu":
         return silu_and_multiply(gate, up)
     return F.gelu(gate, approximate="tanh").mul_(up)

@@ -35,7 +35,7 @@ class BlockForms:
 
     @property
     def activation_group(self) -> int:
-        """Inputs whose activations are rounded together: as few as share a scale in any of the formats."""
+        """The number of inputs whose activations are rounded together: the smallest of all formats."""
         return min(block_format.group for block_format in self.formats)
 
     def may_share(self, parts: Mapping[str, int], num_ranks: int, *, gated: bool) -> bool:
@@ -43,7 +43,7 @@ class BlockForms:
 
         Args:
             parts: names of the parts, and all their outputs.
-            num_ranks: that have equal shares of the outputs.
+            num_ranks: ranks that have equal shares of the outputs.
             gated: the parts are gate and up, which share panels.
         """
         if len(self.formats) == 1:
@@ -52,7 +52,7 @@ class BlockForms:
 
 
 class BlockMatrix(RoundingMatrix):
-    """Panels of block formats for our kernels (csrc/blocks.h)."""
+    """The panels of block formats for our kernels (csrc/blocks.h)."""
 
     def __init__(
         self,
@@ -124,7 +124,7 @@ class BlockMatrix(RoundingMatrix):
         )
 
     def _make_room(self, first_panel: int, end_panel: int, block_format: BlockFormat) -> None:
-        """Give panels memory, those that have none yet."""
+        """Give memory to those panels that have none yet."""
         empty = []
         for index in range(first_panel, end_panel):
             if self._table[index].records is None:

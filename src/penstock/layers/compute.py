@@ -1,4 +1,4 @@
-"""How a rank computes: dtype, device, kernels, and the form in which each weight is held.
+"""The ways in which a rank computes: dtype, device, kernels, and the form in which each weight is held.
 
 One `Compute` per rank, made by `rank.rank` and given to every layer. The forms:
 
@@ -44,12 +44,12 @@ FormatOf = Callable[[Mapping[str, int], int], HeldForm | None]
 
 
 def never_quantized(parts: Mapping[str, int], in_size: int) -> None:
-    """The format of projections in a model that is not quantised."""
+    """Return None for any projections: those of a model that is not quantised."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compute:
-    """How the layers of a rank compute.
+    """The settings by which the layers of a rank compute.
 
     Attributes:
         kernels: our own for the CPU; None: torch does everything.
@@ -67,7 +67,7 @@ class Compute:
     expert_parallel: bool = False
 
     def kernels_for(self, name: str) -> CpuKernels | None:
-        """Our kernels, if those of this name may be used and take the rank's dtype."""
+        """Return our kernels, if those of this name may be used and take the rank's dtype."""
         usable = self.kernels is not None and self.kernels.has(name) and self.dtype in DTYPES
         return self.kernels if usable else None
 
@@ -81,12 +81,12 @@ class Compute:
         activation: Activation = "silu",
         whole_in_size: int | None = None,
     ) -> nn.Parameter | Matrix:
-        """An empty weight [out_size, in_size] in the best form.
+        """Return an empty weight [out_size, in_size] in the best form.
 
         Args:
             parts: the checkpoint's projections that it is made of, without ".weight", and all their outputs.
             gated: it is [gate; up].
-            activation: of the gate.
+            activation: activation of the gate.
             whole_in_size: inputs of the checkpoint's projections, where they are more than `in_size`.
         """
         quantized = self.format_of(parts, whole_in_size or in_size)
@@ -115,7 +115,7 @@ class Compute:
     def table(
         self, parts: Mapping[str, int], num_ids: int, size: int, *, multiplied: bool
     ) -> nn.Parameter | Matrix:
-        """An embedding [num_ids, size]; plain if rows are only looked up, unless it is quantised.
+        """Return an embedding [num_ids, size]; plain if rows are only looked up, unless it is quantised.
 
         Args:
             multiplied: it is the output head as well.
@@ -126,7 +126,7 @@ class Compute:
         return self.parameter(num_ids, size)
 
     def parameter(self, *shape: int) -> nn.Parameter:
-        """A weight whose memory is not touched before it is loaded.
+        """Return a weight whose memory is not touched before it is loaded.
 
         Raises:
             NotEnoughMemoryError: the device refuses; also for sizes that no machine has.
@@ -143,7 +143,7 @@ class Compute:
 
 
 def _has_onednn() -> bool:
-    """Whether oneDNN takes bfloat16 here: it wants AVX-512 or the like."""
+    """Return whether oneDNN takes bfloat16 here: it wants AVX-512 or the like."""
     if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return False
     supported: bool = torch.ops.mkldnn._is_mkldnn_bf16_supported()

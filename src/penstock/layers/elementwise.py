@@ -1,4 +1,4 @@
-"""Functions of each number by torch whose bits do not depend on how many numbers there are.
+"""The functions of each number by torch whose bits do not depend on how many numbers there are.
 
 torch computes a function such as a sigmoid for many numbers at once by vectors, and for those that are left
 over one by one; and it cuts long tensors among threads, wherever that may be. Both ways differ in the last

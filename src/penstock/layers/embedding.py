@@ -31,20 +31,20 @@ class Vocabulary(nn.Module):
         self._ids, self._group, self._curve = ids, group, curve
 
     def logits(self, hidden_states: Tensor) -> Tensor:
-        """[num_rows, hidden] -> [num_rows, num_ids] float32, of all ranks' ids."""
+        """Turn [num_rows, hidden] into logits, [num_rows, num_ids] float32, of all ranks' ids."""
         own = self._own_products(hidden_states)
         whole = own if self._ids.is_whole else gathered_logits(own, self._ids, self._group)
         return self._curve.of(whole)
 
     def candidates(self, hidden_states: Tensor, request: HeadRequest) -> HeadOutput:
-        """What `request` asks of the logits of [num_rows, hidden]; the same on all ranks."""
+        """Return what `request` asks of the logits of [num_rows, hidden]; the same on all ranks."""
         if self._ids.is_whole:
             return self._own_candidates(hidden_states, request)
         own = self._own_candidates(hidden_states, request_of_share(request, self._ids))
         return merged(own, request, self._ids, self._group)
 
     def shares(self, part: str, rows: int) -> tuple[Share, Share | None]:
-        """Which rows and columns of the checkpoint's tensor the weight is."""
+        """Return which rows and columns of the checkpoint's tensor the weight is."""
         return self._ids, None
 
     def _own_products(self, hidden_states: Tensor) -> Tensor:
@@ -64,10 +64,10 @@ class VocabEmbedding(Vocabulary):
     The same weight serves as the output head of a tied model.
 
     Args:
-        ids: rows that this rank has; of others it gives zeros (row S4), and the ranks' sum is the embedding.
+        ids: rows that this rank has; for others it gives zeros (row S4), and the ranks' sum is the embedding.
         is_head: it is used as the head too.
-        multiplier: of the vectors; not of the weight as a head.
-        curve: of the head's logits.
+        multiplier: factor of the vectors; not of the weight as a head.
+        curve: curve of the head's logits.
     """
 
     def __init__(
@@ -87,11 +87,11 @@ class VocabEmbedding(Vocabulary):
 
     @property
     def can_be_recorded(self) -> bool:
-        """Whether a look-up is a kernel call and nothing else."""
+        """Whether a look-up is only a kernel call."""
         return isinstance(self.weight, Matrix) and self._ids.is_whole
 
     def forward(self, input_ids: Tensor) -> Tensor:
-        """[num_tokens] int64 -> [num_tokens, hidden]."""
+        """Look up the vectors of ids: [num_tokens] int64 -> [num_tokens, hidden]."""
         if self._ids.is_whole:
             return self._scale(self._look_up(input_ids))
         local = input_ids - self._ids.start

@@ -1,4 +1,4 @@
-"""Experts in place of an MLP: a router sends each token through a few of them (arXiv 2401.04088).
+"""The experts in place of an MLP: a router sends each token through a few of them (arXiv 2401.04088).
 
     y = sum over the chosen experts of weight * down(silu(gate(x)) * up(x))   (+ the shared expert)
 
@@ -28,7 +28,7 @@ from penstock.layers.missing import MissingLayer
 
 
 class Expert(nn.Module):
-    """down(silu(gate(x)) * up(x)): of this rank's columns of the middle, not summed over the ranks.
+    """One expert, down(silu(gate(x)) * up(x)), with this rank's columns; not summed over the ranks.
 
     Its projections have the names that the checkpoint gives them.
     """
@@ -56,7 +56,7 @@ class Expert(nn.Module):
 
 
 class Correction(nn.Module):
-    """What is added to each expert's score for the choice, in float32; stands beside the router's weights."""
+    """The numbers added to each expert's score for the choice, in float32; beside the router's weights."""
 
     def __init__(self, num_experts: int, compute: Compute) -> None:
         super().__init__()
@@ -67,9 +67,9 @@ class RoutedExperts(nn.Module):
     """The router, this rank's share of the experts, and of the shared one if there is one.
 
     Attributes:
-        experts: all of the layer, placeholders for those of other ranks.
-        num_chosen: for each token.
-        elsewhere: projections in the checkpoint that other ranks have, from here.
+        experts: all experts of the layer, placeholders for those of other ranks.
+        num_chosen: number of experts for each token.
+        elsewhere: projections in the checkpoint that other ranks have, named from here.
     """
 
     def __init__(self, spec: ExpertsSpec, hidden_size: int, compute: Compute, parent: str) -> None:
@@ -102,7 +102,7 @@ class RoutedExperts(nn.Module):
         self._tables = None if self._kernels is None else self._tabulated(hidden_size, compute)
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        """[num_tokens, hidden] -> the same; summed over the ranks."""
+        """Run the experts, [num_tokens, hidden] -> the same; summed over the ranks."""
         logits = self.router(hidden_states.to(self._logits_dtype))
         return self._group.all_reduce(self.sum(hidden_states, logits))
 
@@ -118,13 +118,13 @@ class RoutedExperts(nn.Module):
 
     @property
     def shared(self) -> Expert | MissingLayer:
-        """Return the expert that all tokens go through."""
+        """The expert that all tokens go through."""
         expert = getattr(self, self._spec.names.shared) if self._spec.has_shared else MissingLayer()
         assert isinstance(expert, Expert | MissingLayer)
         return expert
 
     def _tabulated(self, hidden_size: int, compute: Compute) -> ExpertTables | None:
-        """The own experts' weights for our kernel; None if they are not of one form that it takes."""
+        """Return the own experts' weights for our kernel; None if they are not of one form that it takes."""
         held = (*self.experts, self.shared)  # those of other ranks are placeholders
         own = [expert for expert in held if isinstance(expert, Expert)]
         weights = [(expert.gate_up_proj.weight, expert.down.weight) for expert in own]
@@ -151,7 +151,7 @@ class RoutedExperts(nn.Module):
         return ExpertTables(compute.kernels.library, shape, gate_up, down, DTYPES[compute.dtype])
 
     def sum(self, x: Tensor, logits: Tensor) -> Tensor:
-        """Over this rank's experts, in float32, in their order. logits: [num_tokens, num_experts (+ 1)]."""
+        """Return the sum over the own experts, in float32. logits: [num_tokens, num_experts (+ 1)]."""
         if self._kernels is not None and self._tables is not None:
             choice = None if self.can_be_recorded else self._choice(logits)
             return self._kernels.experts(x, logits, self._tables, choice)
@@ -172,13 +172,13 @@ class RoutedExperts(nn.Module):
         return total.to(x.dtype)
 
     def _choice(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """As `choose`."""
+        """Return the result of `choose`."""
         correction = self.gate.e_score_correction_bias if self._spec.routing.is_corrected else None
         return choose(logits[:, : self._spec.num_experts], self._spec, correction)
 
 
 def choose(logits: Tensor, spec: ExpertsSpec, correction: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Weights (float32) and numbers of each token's experts, best first: two [num_tokens, num_chosen].
+    """Return weights (float32) and numbers of each token's experts, best first: two [num_tokens, num_chosen].
 
     Args:
         logits: [num_tokens, num_experts].
@@ -201,7 +201,7 @@ def choose(logits: Tensor, spec: ExpertsSpec, correction: Tensor | None = None) 
 
 
 def _in_best_groups(preference: Tensor, routing: RoutingSpec) -> Tensor:
-    """[num_tokens, num_experts] -> the same as bool: whether the expert's group is among the best."""
+    """Return for [num_tokens, num_experts] whether the expert's group is among the best, as bool."""
     groups = preference.view(len(preference), routing.num_groups, preference.shape[1] // routing.num_groups)
     value = groups.topk(2).values.sum(-1) if routing.is_corrected else groups.amax(-1)
     best = value.sort(dim=-1, descending=True, stable=True).indices[:, : routing.num_chosen_groups]
@@ -210,7 +210,7 @@ def _in_best_groups(preference: Tensor, routing: RoutingSpec) -> Tensor:
 
 
 def _projections(spec: ExpertsSpec, own: Share) -> list[str]:
-    """Of all experts but the own ones."""
+    """Return the names of the projections of all experts but the own ones."""
     parts = (spec.names.gate, spec.names.up, spec.names.down)
     others = (index for index in range(spec.num_experts) if not own.start <= index < own.end)
     return [f"experts.{index}.{part}" for index in others for part in parts]

@@ -1,4 +1,4 @@
-"""Projections of latent vectors to keys and values, head by head, packed for our kernels.
+"""The projections of latent vectors to keys and values, head by head, packed for our kernels.
 
 Queries are multiplied by the one and results by the other (`models.latent_attention`), so that of each head
 two matrices are packed: the projection to keys turned over, and that to values as it is.
@@ -48,7 +48,7 @@ class HeadMatrices(nn.Module):
         self._rows[first_row : first_row + len(rows)] = rows
 
     def finish(self) -> None:
-        """One copy is kept: the plain rows go as soon as they are packed."""
+        """Drop the plain rows, now that they are packed: one copy is kept."""
         assert self._rows is not None, "the matrices are finished"
         num_heads, key_size, value_size = self._shape
         heads = self._rows.view(num_heads, key_size + value_size, self._rank)
@@ -58,15 +58,15 @@ class HeadMatrices(nn.Module):
         self._rows = None
 
     def absorb(self, query: Tensor) -> Tensor:
-        """[num_tokens, num_heads, key_size] -> [num_tokens, num_heads, rank]."""
+        """Project queries: [num_tokens, num_heads, key_size] -> [num_tokens, num_heads, rank]."""
         return self._kernels.head_linear(query, self._to_latent, out_size=self._rank)
 
     def values(self, attended: Tensor) -> Tensor:
-        """[num_tokens, num_heads, rank] -> [num_tokens, num_heads, value_size]."""
+        """Project results: [num_tokens, num_heads, rank] -> [num_tokens, num_heads, value_size]."""
         return self._kernels.head_linear(attended, self._to_value, out_size=self._shape[2])
 
     def _empty(self, out_size: int, in_size: int) -> Tensor:
-        """Packed matrices of all heads, one behind the other, of zeros (csrc/panels.h)."""
+        """Return packed matrices of all heads, one behind the other, of zeros (csrc/panels.h)."""
         together = 2 if self.dtype == torch.bfloat16 else 1
         size = padded_columns(out_size, gated=False) * (-(-in_size // together) * together)
         return torch.zeros(self._shape[0], size, dtype=self.dtype)

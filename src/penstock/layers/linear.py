@@ -1,4 +1,4 @@
-"""Projections. `Linear` is one checkpoint tensor; `FusedLinear` is several that are multiplied at once.
+"""The projections: `Linear` is one checkpoint tensor, `FusedLinear` several that are multiplied at once.
 
 A rank may have a share of a projection: of its outputs (column parallel: what follows works on the share), or
 of its inputs (row parallel: the ranks' results are summed). An attention or an MLP is a column-parallel
@@ -23,7 +23,7 @@ from penstock.layers.matrix import GATE, PLAIN, UP, Matrix
 
 
 class Linear(nn.Module):
-    """y = x W^T + b with W of [out_size, in_size], as checkpoints store it.
+    """A projection y = x W^T + b with W of [out_size, in_size], as checkpoints store it.
 
     Args:
         in_share: inputs that this rank has; the results of all ranks are summed if it is not all.
@@ -60,7 +60,7 @@ class Linear(nn.Module):
         return y if self._in_share.is_whole else self._group.all_reduce(y)
 
     def product(self, x: Tensor) -> Tensor:
-        """y of the inputs that this rank has, not summed over the ranks."""
+        """Return y for the inputs that this rank has, not summed over the ranks."""
         # Of ranks whose results are summed each holds the bias, and the first adds it.
         bias = self.bias if self._in_share.start == 0 else None
         if isinstance(self.weight, Matrix):
@@ -68,12 +68,12 @@ class Linear(nn.Module):
         return F.linear(x, self.weight, bias)
 
     def shares(self, part: str, rows: int) -> tuple[Share, Share]:
-        """Which rows and columns of the checkpoint's tensor the weight of a part is."""
+        """Return which rows and columns of the checkpoint's tensor the weight of a part is."""
         return Share.all(rows), self._in_share
 
 
 class FusedLinear(Linear):
-    """Projections of the same input, stacked by output rows (row A13).
+    """A group of projections of the same input, stacked by output rows (row A13).
 
     Args:
         out_shares: name of each projection -> outputs that this rank has.
@@ -118,11 +118,11 @@ class FusedLinear(Linear):
             start += share.size
 
     def role(self, part: str) -> int:
-        """How the rows of a part lie in a packed weight."""
+        """Return how the rows of a part lie in a packed weight."""
         return PLAIN
 
     def split(self, output: Tensor) -> tuple[Tensor, ...]:
-        """Views of the parts of what `forward` gave."""
+        """Return views of the parts of a result of `forward`."""
         return torch.split(output, self.out_sizes, dim=-1)
 
     def shares(self, part: str, rows: int) -> tuple[Share, Share]:
@@ -130,10 +130,10 @@ class FusedLinear(Linear):
 
 
 class GatedLinear(FusedLinear):
-    """activation(gate(x)) * up(x), both projections in one matrix.
+    """A gate, activation(gate(x)) * up(x), with both projections in one matrix.
 
     Args:
-        names: the checkpoint's, of gate and up.
+        names: the checkpoint's names of gate and up.
     """
 
     def __init__(
@@ -174,7 +174,7 @@ class GatedLinear(FusedLinear):
 
 
 def _one_after_another(shares: Mapping[str, Share]) -> dict[str, Share]:
-    """Shares of projections as rows of one tensor that has all of them."""
+    """Return shares of projections as rows of one tensor that has all of them."""
     placed, start = {}, 0
     whole = sum(share.whole for share in shares.values())
     for name, share in shares.items():

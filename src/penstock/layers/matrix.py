@@ -39,7 +39,7 @@ _SCALE_DTYPES = DTYPES | {torch.float16: abi.FLOAT16}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuantizedFormat:
-    """How a matrix is quantised. `group_size` inputs share a scale; at least in_size: one per output."""
+    """A format of quantised matrices. `group_size` inputs share a scale; in_size or more: one per output."""
 
     bits: int
     group_size: int
@@ -48,11 +48,11 @@ class QuantizedFormat:
 
 
 class Matrix(nn.Module, ABC):
-    """W of [out_size, in_size], no parameters; outputs [gate; up] if gated.
+    """A weight W of [out_size, in_size] that is not a parameter; outputs [gate; up] if gated.
 
     Attributes:
-        dtype: of inputs and outputs.
-        activation: of the gate, if gated.
+        dtype: dtype of inputs and outputs.
+        activation: activation of the gate, if gated.
     """
 
     def __init__(
@@ -72,29 +72,29 @@ class Matrix(nn.Module, ABC):
     @property
     @abstractmethod
     def nbytes(self) -> int:
-        """Memory that it holds."""
+        """The bytes of memory that it holds."""
 
     @abstractmethod
     def put(self, first_row: int, rows: Tensor, role: int) -> None:
-        """Rows [first_row, first_row + n) of the plain, gate or up part: [n, in_size] of `dtype`."""
+        """Put rows [first_row, first_row + n) of the plain, gate or up part: [n, in_size] of `dtype`."""
 
     @abstractmethod
     def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """[num_tokens, in_size] -> x W^T + bias; gated: activation(gate) * up, half as wide."""
+        """Return x W^T + bias for [num_tokens, in_size]; gated: activation(gate) * up, half as wide."""
 
     @abstractmethod
     def gather(self, ids: Tensor) -> Tensor:
-        """Rows `ids` of W, of a matrix that is not gated: [num_tokens, in_size]."""
+        """Return rows `ids` of W, of a matrix that is not gated: [num_tokens, in_size]."""
 
     def finish(self) -> None:
-        """All rows are there."""
+        """Finish the matrix, as all rows are there."""
 
     def head(self, x: Tensor, request: HeadRequest, curve: LogitCurve = STRAIGHT) -> HeadOutput:
-        """Candidates and logits of rows [num_rows, in_size] where W is a vocabulary."""
+        """Return candidates and logits of rows [num_rows, in_size] where W is a vocabulary."""
         return head_output_of(curve.of(self.multiply(x, None)), request)
 
     def _through_gate(self, y: Tensor) -> Tensor:
-        """[..., 2 n] of gate and up -> [..., n]; all of it where there is no gate."""
+        """Apply the gate: [..., 2 n] of gate and up -> [..., n]; all of it where there is no gate."""
         if not self.gated:
             return y
         gate, up = y.chunk(2, dim=-1)
@@ -102,7 +102,7 @@ class Matrix(nn.Module, ABC):
 
 
 class PackedMatrix(Matrix):
-    """Panels of float32 or bfloat16 for our kernels (csrc/panels.h)."""
+    """The panels of float32 or bfloat16 for our kernels (csrc/panels.h)."""
 
     def __init__(
         self,
@@ -152,7 +152,7 @@ class PackedMatrix(Matrix):
         return self._head.answer(x, self._head_product, request, curve)
 
     def product(self) -> abi.LinearArgs:
-        """This weight for a kernel that brings the rest itself."""
+        """Return this weight for a kernel that brings the rest itself."""
         return dense_product(self._panels.data_ptr(), self.in_size, self.out_size, self.dtype)
 
 
@@ -160,7 +160,7 @@ class RoundingMatrix(Matrix):
     """A matrix of our kernels that is multiplied with activations rounded to 8 bits.
 
     Args:
-        token_bytes: of scratch that a row of activations takes.
+        token_bytes: bytes of scratch that a row of activations takes.
     """
 
     def __init__(
@@ -179,7 +179,7 @@ class RoundingMatrix(Matrix):
 
     @abstractmethod
     def product(self, bias: Tensor | None = None) -> abi.QuantizedLinearArgs:
-        """This weight for a kernel that brings the rest itself."""
+        """Return this weight for a kernel that brings the rest itself."""
 
     def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
         return self._kernels.quantized_linear(x, self.product(bias), self._token_bytes)
@@ -194,7 +194,7 @@ class RoundingMatrix(Matrix):
 
 
 class QuantizedMatrix(RoundingMatrix):
-    """Panels of 8- or 4-bit weights for our kernels (csrc/quantized.h)."""
+    """The panels of 8- or 4-bit weights for our kernels (csrc/quantized.h)."""
 
     def __init__(
         self,
@@ -235,12 +235,12 @@ class QuantizedMatrix(RoundingMatrix):
         self.put_quantized(first_row, quantize_rows(rows, self._format.bits, self._format.group_size), role)
 
     def put_columns(self, first_row: int, rows: Tensor, columns: Share, role: int) -> None:
-        """Some columns of rows that are quantised as a whole."""
+        """Put some columns of rows that are quantised as a whole."""
         quantized = quantize_rows(rows, self._format.bits, self._format.group_size)
         self.put_quantized(first_row, quantized.cut(slice(None), columns), role)
 
     def put_quantized(self, first_row: int, rows: QuantizedRows, role: int) -> None:
-        """Rows that are quantised already, in this matrix' format."""
+        """Put rows that are quantised already, in this matrix' format."""
         scales = rows.scales.to(self._format.scale_dtype).contiguous()
         zeros = None if rows.zeros is None else rows.zeros.contiguous()
         assert (zeros is None) == (self._zeros is None), "zeros for all rows or for none"
@@ -291,7 +291,7 @@ class QuantizedMatrix(RoundingMatrix):
 
 
 class OnednnMatrix(Matrix):
-    """bfloat16 without our kernels: prepacked once, which `F.linear` would do at every call."""
+    """A matrix in bfloat16 without our kernels: prepacked once, which `F.linear` would do at every call."""
 
     def __init__(
         self,
@@ -318,7 +318,7 @@ class OnednnMatrix(Matrix):
         self._rows[start : start + len(rows)] = rows
 
     def finish(self) -> None:
-        """One copy is kept: the plain rows go as soon as they are prepacked."""
+        """Prepack the rows and drop the plain ones: one copy is kept."""
         assert self._rows is not None, "the matrix is finished"
         self._prepacked = torch.ops.mkldnn._reorder_linear_weight(self._rows)
         self._rows = None
@@ -360,12 +360,12 @@ class RoundedMatrix(Matrix):
         self.put_quantized(first_row, quantize_rows(rows, self._format.bits, self._format.group_size), role)
 
     def put_columns(self, first_row: int, rows: Tensor, columns: Share, role: int) -> None:
-        """Some columns of rows that are quantised as a whole."""
+        """Put some columns of rows that are quantised as a whole."""
         quantized = quantize_rows(rows, self._format.bits, self._format.group_size)
         self.put_quantized(first_row, quantized.cut(slice(None), columns), role)
 
     def put_quantized(self, first_row: int, rows: QuantizedRows, role: int) -> None:
-        """Rows that are quantised already."""
+        """Put rows that are quantised already."""
         start = first_row + (self.out_size // 2 if role == UP else 0)
         self._rows[start : start + len(rows.q)] = dequantize(rows, torch.float32)
 
@@ -383,7 +383,7 @@ class RoundedMatrix(Matrix):
 
 
 def padded_columns(out_size: int, gated: bool) -> int:
-    """Columns of all panels: outputs are filled up, gate and up each to half panels."""
+    """Return the columns of all panels: outputs are filled up, gate and up each to half panels."""
     width = out_size // 2 if gated else out_size
     part = PANEL // 2 if gated else PANEL
     return -(-width // part) * PANEL
@@ -394,5 +394,5 @@ def _pages(num_bytes: int, out_size: int, in_size: int) -> Tensor:
 
 
 def _said(out_size: int, in_size: int) -> tuple[str, str]:
-    """Purpose and remedy, for the error of a system that refuses."""
+    """Return purpose and remedy, for the error of a system that refuses."""
     return f"a weight of {[out_size, in_size]}", "Use more stages, a smaller dtype, or --quantization."

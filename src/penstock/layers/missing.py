@@ -1,4 +1,4 @@
-"""Stand-ins for parts of the model that live on another stage (row A5). They hold no parameters.
+"""The stand-ins for parts of the model that live on another stage (row A5). They hold no parameters.
 
 `MissingLayer` serves models of our own, which know what is not there; the other two serve models that run all
 their layers, wherever those are (`models.transformers_backend`).
@@ -15,7 +15,7 @@ from penstock.layers.compute import Compute
 
 
 class MissingLayer(nn.Module):
-    """Passes its first argument through.
+    """A stand-in that passes its first argument through.
 
     Args:
         return_tuple: give `(x,)`, for parts whose callers unpack.
@@ -31,7 +31,7 @@ class MissingLayer(nn.Module):
 
 
 class RunningPass(Protocol):
-    """Where the forward pass that runs is found."""
+    """The holder of the forward pass that runs."""
 
     @property
     def running(self) -> Any:
@@ -39,7 +39,7 @@ class RunningPass(Protocol):
 
 
 class OtherLayer(nn.Module):
-    """Stands for a layer of another stage. What the model's loop reads off it is the real one's."""
+    """A stand-in for a layer of another stage. What the model's loop reads off it is the real one's."""
 
     def __init__(self, layer: nn.Module, track: RunningPass, *, is_earlier: bool, gives_tuples: bool) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ class OtherLayer(nn.Module):
 
 
 class NotHere(nn.Module):
-    """Stands for a module of another stage that is called anyway: zeros of its width, that nobody reads."""
+    """A stand-in for a module of another stage that is called anyway: it gives zeros that are never read."""
 
     def __init__(self, width: int, track: RunningPass, compute: Compute) -> None:
         super().__init__()

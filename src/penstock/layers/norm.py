@@ -1,4 +1,4 @@
-"""RMSNorm: with the residual addition in front of it (row A11), on its own, and of the heads of an attention.
+"""The RMSNorm: with the residual addition in front of it (row A11), on its own, and of an attention's heads.
 
 The mean square is taken in float32 whatever the dtype of the stream (arXiv 1910.07467; the order of casts is
 that of transformers, so that bfloat16 agrees as well).
@@ -35,10 +35,10 @@ class AddRMSNorm(nn.Module):
     def forward(
         self, hidden_states: Tensor, residual: Tensor, selected: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Two [num_tokens, hidden] -> (normalised sum, sum); our kernel writes the sum over `residual`.
+        """Return (normalised sum, sum) of two [num_tokens, hidden]; our kernel overwrites `residual`.
 
         Args:
-            selected: [num_selected] int64, the only tokens that are wanted, rising; the normalised sum has as
+            selected: [num_selected] int64, rising: the only tokens that are wanted; the normalised sum has as
                 many rows, and the sum is of no use.
         """
         if self._kernels is not None:
@@ -56,16 +56,16 @@ class AddRMSNorm(nn.Module):
 
 
 class Add:
-    """In the place of `AddRMSNorm` where nothing is normalised: what is wanted is the sum itself.
+    """A sum in the place of `AddRMSNorm` where nothing is normalised: what is wanted is the sum itself.
 
-    No module: it holds no weights.
+    It is not a module: it holds no weights.
     """
 
     def __init__(self, *, compute: Compute) -> None:
         self._kernels = compute.kernels_for("norm")
 
     def __call__(self, hidden_states: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """Two [num_tokens, hidden] -> their sum, twice; our kernel writes it over `residual`."""
+        """Return the sum of two [num_tokens, hidden], twice; our kernel writes it over `residual`."""
         if self._kernels is None:
             residual = hidden_states + residual
         else:
@@ -77,7 +77,7 @@ class RMSNorm(nn.Module):
     """Normalises every `share.size` columns on their own, all with the same weight.
 
     Args:
-        share: of the checkpoint's weight.
+        share: share of the checkpoint's weight.
     """
 
     def __init__(self, share: Share, eps: float, *, compute: Compute, kind: NormKind) -> None:
@@ -89,7 +89,7 @@ class RMSNorm(nn.Module):
         self._kernels = compute.kernels_for("norm")
 
     def forward(self, x: Tensor, squares: Tensor | None = None, squared_size: int = 0) -> Tensor:
-        """[num_tokens, n * size] -> the same; our kernel writes over `x`.
+        """Normalise [num_tokens, n * size] -> the same; our kernel writes over `x`.
 
         Args:
             squares: [num_tokens] float32, what the squares of `squared_size` numbers add up to, `x` among
@@ -107,19 +107,19 @@ class RMSNorm(nn.Module):
         return _normed(wide, mean, self.weight, self.eps, self._kind).flatten(-2)
 
     def shares(self, part: str, rows: int) -> tuple[Share, Share | None]:
-        """Which rows of the checkpoint's tensor the weight is."""
+        """Return which rows of the checkpoint's tensor the weight is."""
         return self._share, None
 
 
 class HeadNorms:
-    """The norms of this rank's queries and keys, which lie side by side. No module: it owns no weights."""
+    """The norms of this rank's queries and keys, which lie side by side. It owns no weights."""
 
     def __init__(self, query: RMSNorm, key: RMSNorm, sizes: tuple[int, int], *, compute: Compute) -> None:
         self._query, self._key, self._sizes = query, key, sizes
         self._kernels = compute.kernels_for("norm")
 
     def __call__(self, qkv: Tensor) -> Tensor:
-        """[num_tokens, qkv_size] -> the same, values as they are; our kernel writes over `qkv`."""
+        """Normalise [num_tokens, qkv_size] -> the same, values as they are; our kernel writes over `qkv`."""
         query, key = _parts(qkv, self._sizes)
         return self._together(qkv, self._query(query), self._key(key))
 
@@ -130,7 +130,7 @@ class HeadNorms:
 
 
 class SharedHeadNorms(HeadNorms):
-    """Those that are taken over the heads of all ranks: first the ranks' squares are summed.
+    """The norms that are taken over the heads of all ranks: first the ranks' squares are summed.
 
     Keys that several ranks hold count as often among the squares and among the numbers: their mean is right.
     """
@@ -154,20 +154,20 @@ class SharedHeadNorms(HeadNorms):
         return self._together(qkv, query, self._key(key, squares[:, 1], key_count))
 
     def _squares(self, query: Tensor, key: Tensor) -> Tensor:
-        """[num_tokens, 2] float32."""
+        """Return the sums of squares, [num_tokens, 2] float32."""
         if self._kernels is not None:
             return self._kernels.sums_of_squares(query, key)
         return torch.stack([part.float().square().sum(-1) for part in (query, key)], dim=-1)
 
 
 def _parts(qkv: Tensor, sizes: tuple[int, int]) -> tuple[Tensor, Tensor]:
-    """Views of the queries and of the keys."""
+    """Return views of the queries and of the keys."""
     query_size, key_size = sizes
     return qkv[:, :query_size], qkv[:, query_size : query_size + key_size]
 
 
 def _normed(wide: Tensor, mean: Tensor, weight: Tensor, eps: float, kind: NormKind) -> Tensor:
-    """[..., size] float32 and their mean squares [..., 1] -> in the dtype of the weight."""
+    """Normalise [..., size] float32 by their mean squares [..., 1]; return the dtype of the weight."""
     normed = wide * torch.rsqrt(mean + eps)
     if kind == "plain":
         return weight * normed.to(weight.dtype)

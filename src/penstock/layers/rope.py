@@ -1,4 +1,4 @@
-"""Rotary position embedding: frequencies from a `RopeSpec`, angles from positions, rotation of heads.
+"""The rotary position embedding: frequencies from a `RopeSpec`, angles from positions, rotation of heads.
 
 The angles of a step are worked out once and shared by all its layers; no table over the whole context is
 kept. Formulas: RoPE arXiv 2104.09864, halves rotated as in transformers; linear arXiv 2306.15595; yarn arXiv
@@ -20,7 +20,7 @@ from penstock.layers.compute import Compute
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RotaryAngles:
-    """Cosines and sines of a step's positions, laid out for rotating halves."""
+    """The cosines and sines of a step's positions, laid out for rotating halves."""
 
     cos: Tensor  # [num_tokens, 1, rotary_dim]
     sin: Tensor  # [num_tokens, 1, rotary_dim], first half negated
@@ -32,10 +32,10 @@ class RotaryAngles:
         return rotated[:, :num_queries], rotated[:, num_queries:]
 
     def rotate(self, heads: Tensor) -> Tensor:
-        """Turn each pair (i, i + rotary_dim / 2) of [num_tokens, num_heads, head_dim] by its angle.
+        """Rotate each pair (i, i + rotary_dim / 2) of [num_tokens, num_heads, head_dim] by its angle.
 
-        Of interleaved ones each pair (2 i, 2 i + 1), of which the result has the first numbers before the
-        second ones: queries and keys may be in any order that is the same.
+        Interleaved heads have pairs (2 i, 2 i + 1); the result has the first numbers before the second ones,
+        since queries and keys may be in any order that is the same.
         """
         rotary_dim = self.cos.shape[-1]
         if rotary_dim < heads.shape[-1]:
@@ -50,7 +50,7 @@ class RotaryAngles:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GrowingAngles(RotaryAngles):
-    """The same where queries are larger at later positions."""
+    """The angles where queries are larger at later positions."""
 
     growth: Tensor  # [num_tokens, 1, 1] float32
 
@@ -60,7 +60,7 @@ class GrowingAngles(RotaryAngles):
 
 
 class RotaryEmbedding:
-    """Angles for any position; holds [rotary_dim / 2] frequencies and no parameters."""
+    """The angles for any position; holds [rotary_dim / 2] frequencies and no parameters."""
 
     def __init__(self, rope: RopeSpec, head_dim: int, *, compute: Compute) -> None:
         self._rotary_dim = rope.rotary_dim(head_dim)
@@ -73,7 +73,7 @@ class RotaryEmbedding:
         self._kernels = compute.kernels_for("attention")
 
     def angles(self, positions: Tensor) -> RotaryAngles | Tensor:
-        """[num_tokens] int64 -> the angles, computed in float32 and rounded once, if at all.
+        """Return the angles of [num_tokens] int64, computed in float32 and rounded once, if at all.
 
         For our attention kernels: [num_tokens, rotary_dim] float32, cosines and sines; and a column more if
         queries grow.
@@ -96,7 +96,7 @@ class RotaryEmbedding:
 
 
 def inverse_frequencies(rope: RopeSpec, rotary_dim: int) -> Tensor:
-    """Radians per position for each pair of dimensions: [rotary_dim / 2] float32."""
+    """Return the radians per position for each pair of dimensions: [rotary_dim / 2] float32."""
     if rope.kind == "none":
         return torch.zeros(rotary_dim // 2)
     wavelengths = rope.theta ** (torch.arange(0, rotary_dim, 2, dtype=torch.float32) / rotary_dim)
@@ -113,7 +113,7 @@ def inverse_frequencies(rope: RopeSpec, rotary_dim: int) -> Tensor:
 
 
 def _llama3(rope: RopeSpec, frequencies: Tensor) -> Tensor:
-    """Keep what turns often over the original context, stretch what turns seldom, blend in between."""
+    """Keep frequencies that turn often over the original context, stretch seldom ones, blend in between."""
     context = rope.original_max_position_embeddings
     wavelengths = 2 * math.pi / frequencies
     seldom = wavelengths > context / rope.low_freq_factor
@@ -125,7 +125,7 @@ def _llama3(rope: RopeSpec, frequencies: Tensor) -> Tensor:
 
 
 def _yarn(rope: RopeSpec, wavelengths: Tensor, head_dim: int) -> Tensor:
-    """As llama3, with a ramp over the dimensions instead of over the wavelengths."""
+    """Do as `_llama3`, with a ramp over the dimensions instead of over the wavelengths."""
     low = _dimension_that_turns(rope, rope.beta_fast, head_dim)
     high = _dimension_that_turns(rope, rope.beta_slow, head_dim)
     if rope.truncate:
@@ -139,6 +139,6 @@ def _yarn(rope: RopeSpec, wavelengths: Tensor, head_dim: int) -> Tensor:
 
 
 def _dimension_that_turns(rope: RopeSpec, num_turns: float, head_dim: int) -> float:
-    """Index of the pair of dimensions that turns `num_turns` times over the original context."""
+    """Return the index of the pair that turns `num_turns` times over the original context."""
     context = rope.original_max_position_embeddings
     return head_dim * math.log(context / (num_turns * 2 * math.pi)) / (2 * math.log(rope.theta))

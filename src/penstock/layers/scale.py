@@ -1,4 +1,4 @@
-"""Multiplication of hidden states by a constant of the model."""
+"""The multiplication of hidden states by a constant of the model."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from penstock.layers.compute import Compute
 
 
 class Scale:
-    """x * factor, rounded once. No module: it holds no weights."""
+    """A product x * factor, rounded once. It holds no weights."""
 
     def __init__(self, factor: float, *, compute: Compute) -> None:
         self._factor = factor
         self._kernels = compute.kernels_for("norm")
 
     def __call__(self, x: Tensor) -> Tensor:
-        """[num_tokens, size] -> the same; our kernel writes over `x`."""
+        """Return [num_tokens, size] times the factor; our kernel writes over `x`."""
         if self._kernels is None:
             return x * self._factor
         self._kernels.scale(x, self._factor)
@@ -25,10 +25,10 @@ class Scale:
 
 
 def unchanged(x: Tensor) -> Tensor:
-    """x as it is."""
+    """Return x as it is."""
     return x
 
 
 def scale_by(factor: float, compute: Compute) -> Callable[[Tensor], Tensor]:
-    """`Scale`, or nothing at all for a factor of 1."""
+    """Return `Scale`, or `unchanged` for a factor of 1."""
     return unchanged if factor == 1.0 else Scale(factor, compute=compute)
