@@ -23,7 +23,6 @@ ALLOWED: dict[str, int] = {
     "config": 34,
     "families": 175,
     "kernels": 104,
-    "models": 61,
     "server": 265,
     "tokenizer": 88,
 }

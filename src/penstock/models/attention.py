@@ -1,4 +1,4 @@
-"""Self-attention of a layer, in all variants that a spec can ask for. Built by `models.decoder`."""
+"""The self-attention of a layer, in all variants that a spec can ask for. Built by `models.decoder`."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ Angles = Sequence[RotaryAngles | Tensor]  # of each of `ModelSpec.ropes`
 
 @dataclass(frozen=True, slots=True)
 class LayerSite:
-    """Where a layer is: its number, and its name in the checkpoint."""
+    """The place of a layer: its number, and its name in the checkpoint."""
 
     layer: int
     name: str
 
 
 class Attention(nn.Module):
-    """Self-attention of one layer: of this rank's heads."""
+    """The self-attention of one layer, for this rank's heads."""
 
     def __init__(self, spec: ModelSpec, backend: AttentionBackend, compute: Compute, site: LayerSite) -> None:
         super().__init__()
@@ -83,7 +83,7 @@ def _head_norm(spec: ModelSpec, rows: Share, compute: Compute) -> RMSNorm:
 
 
 def sight_of(spec: ModelSpec, layer: int) -> Sight:
-    """How this layer's queries look at the keys."""
+    """Return how this layer's queries look at the keys."""
     return Sight(
         scale=spec.attention_scale or spec.head_dim**-0.5,
         soft_cap=spec.attention_soft_cap,
@@ -101,5 +101,5 @@ class Rotation:
         self._embeddings = [RotaryEmbedding(rope, head_dim, compute=compute) for rope in spec.ropes]
 
     def angles(self, positions: Tensor) -> Angles:
-        """[num_tokens] int64 -> what each kind of layer rotates by."""
+        """Return the angles of [num_tokens] int64, by which each kind of layer rotates."""
         return [embedding.angles(positions) for embedding in self._embeddings]

@@ -100,7 +100,7 @@ class Decoder(nn.Module):
 
     Args:
         layer_range: `(start, end)` or a `range`.
-        dtype, device: of weights and computation.
+        dtype, device: those of weights and computation.
         kernels: our own for the CPU; None: torch computes.
         format_of: how projections are quantised (`layers.compute.Compute`).
         block_size: tokens of a block of the KV cache.
@@ -110,8 +110,8 @@ class Decoder(nn.Module):
 
     Attributes:
         attention: shared by all layers; knows how their keys and values lie in memory.
-        unused_layers: of the checkpoint, after the last.
-        unused_tensors: of the MTP layer: copies of what the model has.
+        unused_layers: layers of the checkpoint after the last.
+        unused_tensors: tensors of the MTP layer that are copies of what the model has.
     """
 
     supports_pp: ClassVar[Literal[True]] = True
@@ -176,7 +176,7 @@ class Decoder(nn.Module):
         return self._recorded is not None
 
     def embed(self, input_ids: Tensor) -> IntermediateTensors:
-        """[num_tokens] int64 -> what the first layer takes; the residual stream starts at zero."""
+        """Return the input of the first layer for [num_tokens] int64; the residual stream starts at zero."""
         if self._recorded is not None and self._recorded.has_embedding:
             return _intermediate(*self._recorded.embed(input_ids))
         vectors = self.model.embed_tokens(input_ids)
@@ -186,7 +186,7 @@ class Decoder(nn.Module):
         """Prepare for this KV storage: from now on calls are replayed, if all are kernels'.
 
         Args:
-            max_num_tokens: of any later step.
+            max_num_tokens: most tokens of any later step.
         """
         kernels = self._compute.kernels
         if kernels is None or not all(map(self._compute.kernels_for, RecordedForward.NEEDED)):
@@ -245,7 +245,7 @@ class Decoder(nn.Module):
         return self._handed_on(hidden_states, residual)
 
     def _handed_on(self, hidden_states: Tensor, residual: Tensor) -> IntermediateTensors:
-        """What the layers have made, for the head or for the next stage."""
+        """Return the output of the layers, for the head or for the next stage."""
         if not self._is_last:
             residual = self._stream_start.of(len(hidden_states))
         return _intermediate(hidden_states, residual)
@@ -266,21 +266,21 @@ class Decoder(nn.Module):
         return (hidden_states, residual) if self._is_last else self._add(hidden_states, residual)
 
     def compute_logits(self, tensors: IntermediateTensors, indices: Tensor) -> Tensor:
-        """Logits after the tokens `indices` ([num_rows] int64) of the newest step: [num_rows, vocab] float32.
+        """Return logits [num_rows, vocab] float32 after the tokens `indices` ([num_rows] int64).
 
         Args:
-            tensors: what `forward` has returned for it.
+            tensors: the result of `forward` for the newest step, which has these tokens.
         """
         return self._head.logits(self.final_states(tensors, indices))
 
     def compute_candidates(
         self, tensors: IntermediateTensors, indices: Tensor, request: HeadRequest
     ) -> HeadOutput:
-        """What sampling wants to know of the logits after the tokens `indices` ([num_rows] int64)."""
+        """Return what sampling asks of the logits after the tokens `indices` ([num_rows] int64)."""
         return self.candidates(self.final_states(tensors, indices), request)
 
     def candidates(self, states: Tensor, request: HeadRequest) -> HeadOutput:
-        """The same of tokens whose states, normed, are at hand ([num_rows, hidden])."""
+        """Return what sampling asks of the logits of normed states ([num_rows, hidden])."""
         return self._head.candidates(states, request)
 
     def guess(
@@ -293,8 +293,10 @@ class Decoder(nn.Module):
         return layer.guess(states, vectors, angles, kv, metadata)
 
     def final_states(self, tensors: IntermediateTensors, indices: Tensor) -> Tensor:
-        """The final norm of some tokens of the newest step ([num_selected] int64, rising). What `tensors`
-        have of these may be written over, so that no token may be asked for twice."""
+        """Return the final norm of some tokens of the newest step ([num_selected] int64, rising).
+
+        The states of these in `tensors` may be written over, so that no token may be asked for twice.
+        """
         hidden_states, residual = tensors["hidden_states"], tensors["residual"]
         if self._recorded is not None:
             assert self._recorded.is_newest(hidden_states), "only of what forward has returned last"

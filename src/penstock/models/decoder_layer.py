@@ -32,7 +32,7 @@ _NORM_NAMES = {
 
 
 class GatedMLP(nn.Module):
-    """down(activation(gate(x)) * up(x)): of this rank's columns of the middle."""
+    """The MLP down(activation(gate(x)) * up(x)), with this rank's columns of the middle."""
 
     def __init__(self, spec: ModelSpec, compute: Compute, parent: str) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ class GatedMLP(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """Attention and MLP or experts, with norms before, after or around each.
+    """A layer: attention and MLP or experts, with norms before, after or around each.
 
     The residual stream travels beside the branch, which is added to it by whatever comes next (row A11).
     """
@@ -102,14 +102,14 @@ class DecoderLayer(nn.Module):
 
 
 def _before(spec: ModelSpec, compute: Compute) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """What adds the branch to the stream, and gives attention or MLP their input."""
+    """Return the step that adds the branch to the stream, and gives attention or MLP their input."""
     if spec.norm_places == "after":
         return Add(compute=compute)
     return AddRMSNorm(spec.hidden_size, spec.rms_norm_eps, compute=compute, kind=spec.norm_kind)
 
 
 def _after(spec: ModelSpec, compute: Compute) -> Callable[[Tensor], Tensor]:
-    """What is done to the output of attention or MLP before it is added."""
+    """Return the step that changes the output of attention or MLP before it is added."""
     if spec.norm_places == "before":
         return scale_by(spec.residual_multiplier, compute)
     assert spec.residual_multiplier == 1.0, "no family has both"

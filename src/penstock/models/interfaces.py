@@ -1,4 +1,4 @@
-"""What a model class promises when it says that it can be cut into stages (row A7).
+"""The interface of a model class that says that it can be cut into stages (row A7).
 
 `runner.model_runner` runs any such model; `rank.rank` asks before it loads one.
 """
@@ -44,7 +44,7 @@ class SupportsPP(Protocol):
         ...
 
     def final_states(self, tensors: IntermediateTensors, indices: Tensor) -> Tensor:
-        """Hidden states after the final norm of the tokens `indices` ([n] int64, rising): [n, hidden].
+        """Return the final norm of the tokens `indices` ([n] int64, rising): [n, hidden].
 
         Each token of a step is asked for once, here or for its logits; the next call may write over the
         result.
@@ -59,7 +59,7 @@ class SupportsPP(Protocol):
 
 
 def supports_pp(model_class: type) -> bool:
-    """Whether the class says that it can be cut *and* its `forward` takes a stage's input.
+    """Return whether the class says that it can be cut *and* its `forward` takes a stage's input.
 
     The flag alone is a mistake of the class's author and is logged as a warning.
     """

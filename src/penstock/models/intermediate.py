@@ -1,4 +1,4 @@
-"""What travels from one stage to the next: the tensors between two layers.
+"""The tensors that travel from one stage to the next, between two layers.
 
 Between two stages the branch is added to the residual stream, as the first norm of the next stage would add
 it, and the sum alone travels, as `hidden_states`. The stream then starts anew (`StreamStart`).
@@ -16,7 +16,7 @@ from penstock.errors import PlanMemoryError
 
 
 class IntermediateTensors:
-    """Named tensors over the same tokens (row A8): `hidden_states` and `residual`, both [num_tokens, hidden].
+    """The named tensors over the same tokens (row A8): `hidden_states`, `residual`: [num_tokens, hidden].
 
     A string selects a tensor, a slice selects tokens of all of them. A subclass may make `tensors` lazy.
 
@@ -52,12 +52,12 @@ class IntermediateTensors:
         return self.tensors.items()
 
     def empty_like(self) -> IntermediateTensors:
-        """Tensors of the same names, shapes, dtypes and devices, uninitialised."""
+        """Return tensors of the same names, shapes, dtypes and devices, uninitialised."""
         return IntermediateTensors({name: torch.empty_like(t) for name, t in self.tensors.items()})
 
 
 class StreamStart:
-    """The residual stream behind a cut, which is nothing: minus zeros. Nobody writes there.
+    """The residual stream behind a cut: minus zeros, which must never be written to.
 
     Minus zero added to a number leaves every bit of it; plus zero would turn a minus zero into a plus zero.
     """
@@ -66,7 +66,7 @@ class StreamStart:
         self._zeros = torch.empty((0, width), dtype=dtype, device=device)
 
     def of(self, num_tokens: int) -> Tensor:
-        """[num_tokens, width]; the same memory for all steps, once one was as large."""
+        """Return [num_tokens, width]; the same memory for all steps, once one was as large."""
         if num_tokens > len(self._zeros):
             self._zeros = self._zeros.new_full((num_tokens, self._zeros.shape[1]), -0.0)
         return self._zeros[:num_tokens]
@@ -75,7 +75,7 @@ class StreamStart:
 def make_empty_intermediate_tensors_factory(
     hidden_size: int, *, dtype: torch.dtype, device: torch.device
 ) -> Callable[[int], IntermediateTensors]:
-    """A function from a number of tokens to zeroed tensors such as a stage receives (row A9)."""
+    """Return a function from a number of tokens to zeroed tensors such as a stage receives (row A9)."""
 
     def make_empty(num_tokens: int) -> IntermediateTensors:
         shape = (num_tokens, hidden_size)

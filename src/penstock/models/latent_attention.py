@@ -1,9 +1,10 @@
-"""Self-attention of a layer that keeps latent vectors (arXiv 2405.04434, section 2.1). Built by
-`models.decoder` in place of `models.attention`.
+"""The self-attention of a layer that keeps latent vectors (arXiv 2405.04434, section 2.1).
+
+Built by `models.decoder` in place of `models.attention`.
 
 Keys and values of the heads are never made. With u the projection from a latent vector c to a head's key, and
 w that to its value, q (u c) = (q u) c and sum(p (w c)) = w sum(p c): queries are brought to the width of c,
-all heads attend to c itself, and what they get is brought to the width of a value.
+all heads attend to c itself, and their results are brought to the width of a value.
 """
 
 from __future__ import annotations
@@ -44,14 +45,14 @@ class LatentExpansion(nn.Module):
         )
 
     def absorb(self, query: Tensor) -> Tensor:
-        """[num_tokens, num_heads, plain_dim] -> [num_tokens, num_heads, rank]."""
+        """Project queries: [num_tokens, num_heads, plain_dim] -> [num_tokens, num_heads, rank]."""
         if isinstance(self.weight, HeadMatrices):
             return self.weight.absorb(query)
         to_key, _ = self._heads(self.weight)
         return torch.bmm(query.transpose(0, 1), to_key).transpose(0, 1)
 
     def values(self, attended: Tensor) -> Tensor:
-        """[num_tokens, num_heads * rank] -> [num_tokens, num_heads * value_dim]."""
+        """Project results: [num_tokens, num_heads * rank] -> [num_tokens, num_heads * value_dim]."""
         heads = attended.view(len(attended), attended.shape[1] // self._rank, self._rank)
         if isinstance(self.weight, HeadMatrices):
             return self.weight.values(heads).flatten(1)
@@ -59,16 +60,16 @@ class LatentExpansion(nn.Module):
         return torch.bmm(heads.transpose(0, 1), to_value.transpose(1, 2)).transpose(0, 1).flatten(1)
 
     def shares(self, part: str, rows: int) -> tuple[Share, Share | None]:
-        """Which rows of the checkpoint's tensor the weight is."""
+        """Return which rows of the checkpoint's tensor the weight is."""
         return self._share, None
 
     def _heads(self, weight: Tensor) -> tuple[Tensor, ...]:
-        """[num_heads, plain_dim, rank] and [num_heads, value_dim, rank]."""
+        """Return views [num_heads, plain_dim, rank] and [num_heads, value_dim, rank]."""
         return torch.split(weight.view(-1, sum(self._sizes), self._rank), self._sizes, dim=1)
 
 
 class LatentAttention(nn.Module):
-    """Of this rank's heads; what leads to latent vectors, and these, each rank has whole."""
+    """The attention of this rank's heads; each rank has the projections to latent vectors whole."""
 
     def __init__(self, spec: ModelSpec, backend: AttentionBackend, compute: Compute, site: LayerSite) -> None:
         super().__init__()
@@ -103,7 +104,7 @@ class LatentAttention(nn.Module):
         return output
 
     def _queries(self, x: Tensor) -> Tensor:
-        """[num_tokens, num_heads * width], not rotated."""
+        """Return the queries, [num_tokens, num_heads * width], not rotated."""
         if self._latent.query_rank:
             x = self.q_a_layernorm(self.q_a_proj(x))
         heads = self.query_proj(x).view(len(x), self._num_heads, self._latent.head_dim)
@@ -117,7 +118,7 @@ class LatentAttention(nn.Module):
 
 
 def _whole(spec: ModelSpec, out_size: int, compute: Compute, name: str) -> Linear:
-    """A projection of the hidden states that each rank has."""
+    """Return a projection of the hidden states that each rank has."""
     parts = {name: out_size}
     return Linear(Share.all(spec.hidden_size), out_size, bias=spec.qkv_bias, compute=compute, parts=parts)
 

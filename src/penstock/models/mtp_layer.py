@@ -50,12 +50,12 @@ class MTPLayer(DecoderLayer):
         """Return states from which the head guesses the token behind the next one: [num_tokens, hidden].
 
         Args:
-            states: [num_tokens, hidden] of the model, behind its final norm, or what this has returned; used
+            states: [num_tokens, hidden] of the model, behind its final norm, or the result of this; used
                 up.
             vectors: [num_tokens, hidden], the token that follows each, embedded; used up.
-            angles: of the tokens' positions.
+            angles: angles of the tokens' positions.
             kv: the storage of this layer.
-            metadata: of these tokens.
+            metadata: metadata of these tokens.
         """
         both = torch.cat((self.enorm(vectors), self.hnorm(states)), dim=-1)
         hidden_states = self.eh_proj(both)

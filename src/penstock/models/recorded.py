@@ -1,4 +1,4 @@
-"""A stage's share of a step as lists of kernel calls: recorded once, replayed for every step.
+"""The recording of a stage's share of a step as lists of kernel calls, which are replayed for every step.
 
 `models.decoder` records its own layers with all kernels on, and the embedding and the last norm where it has
 them; what a step then costs outside the kernels is a few calls. That is worth the trouble because every step
@@ -26,11 +26,11 @@ from penstock.kernels.views import KeptViews
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageParts:
-    """What there is to record.
+    """The parts of a stage that are recorded.
 
     Attributes:
         embed: token ids -> vectors; None: not on this stage, or not by a kernel.
-        angles: of positions.
+        angles: positions -> angles.
         run_layers: the layers' forward pass; its last argument is called before each layer.
         final_norm: hidden states, residual and which tokens are wanted -> these, normed; None: not here.
     """
@@ -46,8 +46,8 @@ class RecordedForward:
 
     Args:
         kv: storage of the layers.
-        max_num_tokens: of any step.
-        width, dtype: of the hidden states.
+        max_num_tokens: most tokens of any step.
+        width, dtype: those of the hidden states.
     """
 
     NEEDED: ClassVar[frozenset[str]] = frozenset({"linear", "norm", "attention"})
@@ -113,10 +113,10 @@ class RecordedForward:
         metadata: AttentionMetadata,
         before_layer: Callable[[int], None] | None = None,
     ) -> list[Tensor]:
-        """What the layers make of [num_tokens, hidden] twice.
+        """Return the output of the layers for [num_tokens, hidden] twice.
 
         Args:
-            hidden_states, residual: of their own, or what `embed` returned: that is used up.
+            hidden_states, residual: tensors of their own, or the results of `embed`, which are used up.
             positions: [num_tokens] int64; not read where `metadata.kernel_step` has them.
             before_layer: called before each, if it is there.
         """
@@ -138,7 +138,7 @@ class RecordedForward:
         return output
 
     def is_newest(self, hidden_states: Tensor) -> bool:
-        """Whether these are what `forward` has returned last."""
+        """Return whether these are the hidden states that `forward` has returned last."""
         return hidden_states is self._newest
 
     def normed(self, indices: Tensor) -> Tensor:
@@ -152,7 +152,7 @@ class RecordedForward:
 
     @contextmanager
     def _recording(self, num_tokens: int, *kept: object) -> Iterator[Tape]:
-        """A tape of the calls inside; `kept` as for `Tape.finish`."""
+        """Yield a tape of the calls inside; `kept` as for `Tape.finish`."""
         tape = Tape(num_tokens)
         with self._kernels.recording(tape):
             yield tape
@@ -160,14 +160,14 @@ class RecordedForward:
 
 
 class StepMemory:
-    """Tensors of which each step uses the first rows."""
+    """The memory of tensors of which each step uses the first rows."""
 
     def __init__(self, *whole: Tensor) -> None:
         self.whole = whole
         self._views: KeptViews[int, list[Tensor]] = KeptViews(self._first)
 
     def of(self, num_rows: int) -> list[Tensor]:
-        """The first `num_rows` rows of each."""
+        """Return the first `num_rows` rows of each."""
         return self._views.of(num_rows)
 
     def _first(self, num_rows: int) -> list[Tensor]:
@@ -176,21 +176,21 @@ class StepMemory:
 
 
 def _indices(values: Tensor) -> tuple[int, int]:
-    """Number and address of ids or indices."""
+    """Return number and address of ids or indices."""
     assert values.dtype == torch.int64
     assert values.is_contiguous()
     return len(values), values.data_ptr()
 
 
 def _copy(rows: Tensor, memory: Tensor) -> None:
-    """Past torch's dispatch."""
+    """Copy rows past torch's dispatch."""
     assert rows.is_contiguous(), "activations are contiguous"
     assert rows.dtype == memory.dtype
     ctypes.memmove(memory.data_ptr(), rows.data_ptr(), rows.nbytes)
 
 
 def _any_step(num_tokens: int) -> AttentionMetadata:
-    """Stands for the step while calls are taken down; a call's own step comes with its replay."""
+    """Return a stand-in for the step while calls are taken down; a call's own step comes with its replay."""
     nothing = torch.zeros(1, dtype=torch.int64)
     return AttentionMetadata(
         query_starts=[0, num_tokens],

@@ -1,4 +1,4 @@
-"""Our paged attention, as transformers' layers call it.
+"""The bridge from transformers' layers to our paged attention.
 
 transformers looks attention up by name; `attend` is registered there under `NAME`
 (`models.transformers_survey`). Queries and keys come rotated; how they look at each other comes as keyword
@@ -44,7 +44,7 @@ class Passage(Protocol):
     def num_tokens(self) -> int: ...
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, sight: Sight) -> Tensor:
-        """Attention of a layer of the model.
+        """Return the attention of a layer of the model.
 
         Args:
             query: [1, num_heads, num_tokens, head_dim], rotated.
@@ -57,7 +57,7 @@ class Passage(Protocol):
 
 
 class Track:
-    """Where the forward pass that runs is found by what it meets; one per stage."""
+    """The holder of the forward pass that runs; one per stage."""
 
     def __init__(self) -> None:
         self._running: Any = None
@@ -70,7 +70,7 @@ class Track:
 
     @contextmanager
     def run(self, passage: Passage) -> Iterator[None]:
-        """Until the end of the block it is this one."""
+        """Set this passage until the end of the block."""
         self._running = passage
         try:
             yield
@@ -79,13 +79,13 @@ class Track:
 
 
 class Site:
-    """A layer of a model, as its attention is reached."""
+    """The place of a layer in a model, as its attention is reached."""
 
     def __init__(self, layer: int, track: Track) -> None:
         self.layer, self.track = layer, track
 
     def bind(self, module: nn.Module) -> None:
-        """Every module in the layer belongs to it."""
+        """Bind every module in the layer to this place."""
         for part in module.modules():
             setattr(part, _SITE, self)
 
@@ -93,7 +93,7 @@ class Site:
 def attend(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **kwargs: Any
 ) -> tuple[Tensor, None]:
-    """What transformers calls; as `Passage.attend`, and no weights.
+    """Attend as transformers calls it: return the result of `Passage.attend`, and no weights.
 
     Raises:
         UnsupportedModelError: it is to look at keys in a way that is not built.
@@ -113,7 +113,7 @@ def attend(
 
 
 def read_sight(module: nn.Module, head_dim: int, kwargs: Mapping[str, Any]) -> Sight:
-    """How queries look at keys, from the arguments that the layer gives."""
+    """Return how queries look at keys, from the arguments that the layer gives."""
     if not (getattr(module, "is_causal", True) and kwargs.get("is_causal") in (None, True)):
         raise refused(type(module).__name__, "it looks in both directions")
     for name, value in kwargs.items():
@@ -130,7 +130,7 @@ def read_sight(module: nn.Module, head_dim: int, kwargs: Mapping[str, Any]) -> S
 
 
 def refused(architecture: str, why: str) -> UnsupportedModelError:
-    """The error for a model that cannot be served by transformers' layers."""
+    """Return the error for a model that cannot be served by transformers' layers."""
     text = " ".join(why.split())[:600]
     return UnsupportedModelError(
         f"{architecture} cannot run through transformers' layers: {text}.",

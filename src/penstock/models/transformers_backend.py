@@ -1,4 +1,4 @@
-"""Any causal model of transformers as a stage: its layers, our KV cache and pipeline (row A16).
+"""A stage of any causal model of transformers: its layers, with our KV cache and pipeline (row A16).
 
 `TransformersModel` does what `models.decoder.Decoder` does, with transformers' own modules: it is built by
 `rank.loading` where `ModelSpec.implementation` says so. transformers' loop over the layers runs as it is,
@@ -75,7 +75,7 @@ class _StagePass:
 
 
 class _Output:
-    """What transformers' models return: hidden states, and nothing of all else that a head may hand on."""
+    """The output of transformers' models: hidden states, and nothing of all else that a head may hand on."""
 
     def __init__(self, last_hidden_state: Tensor) -> None:
         self.last_hidden_state = last_hidden_state
@@ -89,7 +89,7 @@ class _Output:
 
 
 class _Given(nn.Module):
-    """In place of all that comes before the head: the hidden states are what is passed as `inputs_embeds`."""
+    """A stand-in for all that comes before the head: it passes on the hidden states in `inputs_embeds`."""
 
     def forward(self, *args: Any, inputs_embeds: Tensor, **kwargs: Any) -> _Output:
         return _Output(inputs_embeds)
@@ -99,7 +99,7 @@ class TransformersModel(nn.Module):
     """The layers `[start, end)` of a model of transformers; its calls are those of `models.decoder.Decoder`.
 
     Args:
-        directory: of the checkpoint, for its `config.json`.
+        directory: directory of the checkpoint, for its `config.json`.
         stored: names of all tensors of the checkpoint.
         max_model_len: longest sequence in tokens.
 
@@ -146,15 +146,15 @@ class TransformersModel(nn.Module):
     def named_modules(
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Module]]:
-        """The weights under the names of the checkpoint, where nothing is in the way of any name."""
+        """Yield the weights under the names of the checkpoint."""
         yield from self._tree.named_modules(memo, prefix, remove_duplicate)
 
     def embed(self, input_ids: Tensor) -> IntermediateTensors:
-        """[num_tokens] int64 -> what the first layers' `forward` takes."""
+        """Return the input of the first layers' `forward` for [num_tokens] int64."""
         return _intermediate(self._whole[0].get_input_embeddings()(input_ids[None])[0])
 
     def record(self, kv: Sequence[AnyKV], max_num_tokens: int) -> None:
-        """Nothing: these layers are no kernels."""
+        """Do nothing: these layers are not kernels."""
 
     def forward(
         self,
@@ -191,11 +191,11 @@ class TransformersModel(nn.Module):
         return _intermediate(running.given[0])
 
     def final_states(self, tensors: IntermediateTensors, indices: Tensor) -> Tensor:
-        """What the model gives its head of the tokens `indices` ([n] int64): [n, hidden]."""
+        """Return the input of the model's head for the tokens `indices` ([n] int64): [n, hidden]."""
         return tensors[_OUTPUT].index_select(0, indices)
 
     def compute_logits(self, tensors: IntermediateTensors, indices: Tensor) -> Tensor:
-        """Logits after the tokens `indices` ([num_rows] int64) of a step: [num_rows, vocab] float32."""
+        """Return logits [num_rows, vocab] float32 after the tokens `indices` ([num_rows] int64)."""
         rows = self.final_states(tensors, indices)[None]
         logits: Tensor = self._head[0](inputs_embeds=rows, use_cache=False).logits[0]
         return logits.float()
@@ -203,7 +203,7 @@ class TransformersModel(nn.Module):
     def compute_candidates(
         self, tensors: IntermediateTensors, indices: Tensor, request: HeadRequest
     ) -> HeadOutput:
-        """What sampling wants to know of the logits after the tokens `indices` ([num_rows] int64)."""
+        """Return what sampling asks of the logits after the tokens `indices` ([num_rows] int64)."""
         return head_output_of(self.compute_logits(tensors, indices), request)
 
 
@@ -246,7 +246,7 @@ def _put_stand_ins(seen: Survey, spec: ModelSpec, layer_range: tuple[int, int], 
 
 
 def _head_alone(seen: Survey, spec: ModelSpec) -> nn.Module:
-    """The model with nothing but its head: what it does to hidden states after the layers' module is done."""
+    """Return the model with only its head: what it does to hidden states after the layers' module."""
     if not seen.body_path:
         raise refused(spec.architecture, "its layers are not in a module of their own")
     head = node = _shell_of(seen.model)
@@ -265,7 +265,7 @@ def _head_alone(seen: Survey, spec: ModelSpec) -> nn.Module:
 
 
 def _shell_of(module: nn.Module) -> nn.Module:
-    """The same module, of which parts can be exchanged."""
+    """Return a copy of the module, of which parts can be exchanged."""
     shell = copy.copy(module)
     shell._modules = dict(module._modules)
     return shell

@@ -1,4 +1,4 @@
-"""Building a model of transformers without memory, and finding out what of it a stage needs.
+"""The survey of a model of transformers, built without memory, to find out which parts a stage needs.
 
 The whole model is built on torch's meta device, where tensors have shapes and no bytes, and is run there once
 over a few tokens. What is called before the first layer belongs to the first stage, what is called after the
@@ -56,7 +56,7 @@ class Survey:
             one, and the width of what they give.
         heads: of every layer's attention.
         gives_tuples: a layer returns a tuple that begins with its hidden states.
-        output_width: of what the head takes.
+        output_width: width of the head's input.
         track: tied to all layers.
     """
 
@@ -71,7 +71,7 @@ class Survey:
 
     @property
     def body_path(self) -> str:
-        """Name of the module that runs the layers."""
+        """The name of the module that runs the layers."""
         return self.layers_path.rpartition(".")[0]
 
     @property
@@ -82,7 +82,7 @@ class Survey:
 
 
 def survey(directory: Path, spec: ModelSpec, dtype: torch.dtype, max_model_len: int) -> Survey:
-    """What the model in `directory` is made of. Allocates nothing.
+    """Return the parts of the model in `directory`. Allocates nothing.
 
     Raises:
         UnsupportedModelError: no list of layers, or several; or it computes in a way that cannot be served.
@@ -127,7 +127,7 @@ def survey(directory: Path, spec: ModelSpec, dtype: torch.dtype, max_model_len: 
 
 
 def build_on_meta(directory: Path, spec: ModelSpec, dtype: torch.dtype) -> Any:
-    """transformers' model, with our attention. Code that the checkpoint brings along is never run."""
+    """Return transformers' model, with our attention. Code that the checkpoint brings along is never run."""
     given = read_config(directory / "config.json").values()
     fields = {name: value for name, value in given.items() if name not in _NAMES_OF_CODE}
     with _BUILDING:
@@ -183,7 +183,7 @@ def find_layers(model: nn.Module, num_layers: int) -> str:
 
 
 def _lists(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.ModuleList]]:
-    """All lists of modules that are not within another, in the order of their declaration."""
+    """Yield all lists of modules that are not within another, in the order of their declaration."""
     for name, child in module.named_children():
         if isinstance(child, nn.ModuleList):
             yield f"{prefix}{name}", child
@@ -193,7 +193,7 @@ def _lists(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module
 
 @dataclass(slots=True)
 class _Seen:
-    """What a run on the meta device shows; plays the part of the passage."""
+    """The record of a run on the meta device; it plays the part of the passage."""
 
     num_layers: int
     num_tokens: int = _NUM_TOKENS
@@ -226,7 +226,7 @@ class _Seen:
             self.strange.append("its vectors or positions change on the way to the layers' module")
 
     def enter(self, layer: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """A layer is called. Nothing that stages do not send may reach it from before."""
+        """Note the call of a layer. Only what stages send may reach it from before."""
         if layer != self.next_layer:
             self.strange.append(f"layer {layer} comes where {self.next_layer} is due")
         hidden_states = args[0] if args else kwargs.get("hidden_states")
@@ -238,7 +238,7 @@ class _Seen:
         self.is_within = True
 
     def leave(self, output: Any) -> Any:
-        """A layer is done. What it gives begins anew, so that all other ways from before can be told."""
+        """Note the end of a layer. Its output begins anew, so that all other ways from before can be told."""
         self.gives_tuples = isinstance(output, tuple)
         hidden_states, *others = output if isinstance(output, tuple) else (output,)
         if any(other is not None for other in others):
@@ -249,14 +249,14 @@ class _Seen:
         return (self.between, *others) if self.gives_tuples else self.between
 
     def end(self, output: Any) -> None:
-        """The module that runs the layers is done."""
+        """Note the end of the module that runs the layers."""
         if hasattr(output, "last_hidden_state"):
             self.output_width = output.last_hidden_state.shape[-1]
         else:
             self.strange.append("its layers' module does not give hidden states by name")
 
     def called(self, name: str, output: Any) -> None:
-        """A module outside of the layers has been called."""
+        """Note the call of a module outside of the layers."""
         if not isinstance(output, Tensor) or output.shape[:2] != (1, _NUM_TOKENS):
             self.strange.append(f"{name} does not give one vector for each token")
         elif self.is_within or 0 < self.next_layer < self.num_layers:
@@ -267,7 +267,7 @@ class _Seen:
 
 @contextmanager
 def _watched(model: nn.Module, path: str, seen: _Seen) -> Iterator[None]:
-    """Tell what is called until the end of the block."""
+    """Report all calls until the end of the block."""
     with ExitStack() as stack:
         for index, layer in enumerate(model.get_submodule(path).children()):
             enter = layer.register_forward_pre_hook(
@@ -288,7 +288,7 @@ def _watched(model: nn.Module, path: str, seen: _Seen) -> Iterator[None]:
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
-    """All in nested tuples, lists and dictionaries."""
+    """Yield all tensors in nested tuples, lists and dictionaries."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, dict):
@@ -299,7 +299,7 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 
 def with_weights(model: nn.Module, path: str) -> list[tuple[str, nn.Module]]:
-    """Modules outside of the layers that have weights of their own."""
+    """Return the modules outside of the layers that have weights of their own."""
     return [
         (name, module)
         for name, module in model.named_modules()
@@ -333,7 +333,7 @@ def _check_config(config: Any, spec: ModelSpec, max_model_len: int) -> None:
 
 
 def _check_memoryless(model: Any, spec: ModelSpec) -> None:
-    """Tokens may meet in attention only: what else a layer remembers of them is in no KV cache."""
+    """Refuse layers where tokens meet otherwise than in attention: that would be in no KV cache."""
     kinds = [type(module).__name__ for module in model.modules() if isinstance(module, _MEETINGS)]
     if kinds or getattr(model, "_is_stateful", False):
         what = f"by {kinds[0]}" if kinds else "by a state"

@@ -1,4 +1,4 @@
-"""Memory for the part of a model of transformers that a stage holds, under the names of the checkpoint.
+"""The memory for the part of a model of transformers that a stage holds, under the names of the checkpoint.
 
 `materialise` gives weights memory, `compute_buffers` gives buffers their numbers; `weight_tree` hangs the
 weights into modules whose names are the checkpoint's, for `weights.loader`. Names are turned as transformers
@@ -59,7 +59,7 @@ def materialise(model: Any, modules: Iterable[nn.Module], compute: Compute) -> d
 
 
 def _kept_wide(model: Any, dtype: torch.dtype) -> Callable[[str], bool]:
-    """Which weights stay float32 whatever the others are, as transformers has it."""
+    """Return which weights stay float32 whatever the others are, as transformers has it."""
     kept = [] if dtype == torch.float32 else list(model._keep_in_fp32_modules_strict or ())
     if dtype == torch.float16:
         kept += model._keep_in_fp32_modules or ()
@@ -68,7 +68,7 @@ def _kept_wide(model: Any, dtype: torch.dtype) -> Callable[[str], bool]:
 
 
 def compute_buffers(model: Any, modules: Iterable[nn.Module], device: torch.device) -> None:
-    """Give buffers memory, and have the model work their numbers out, as transformers does after loading.
+    """Give buffers memory, and let the model work their numbers out, as transformers does after loading.
 
     Raises:
         UnsupportedModelError: some are left without.
@@ -135,12 +135,12 @@ def sources_of(model: Any, checkpoint_names: Collection[str]) -> dict[str, list[
 
 
 def _by_number(name: str) -> list[tuple[str, int]]:
-    """Expert 10 after expert 9."""
+    """Return a key that sorts expert 10 after expert 9."""
     return [(text, int(digits or -1)) for text, digits in _NUMBERED.findall(name)]
 
 
 def weight_tree(model: nn.Module, weights: Mapping[str, nn.Parameter]) -> nn.Module:
-    """Modules that hold `weights`, by their names in the checkpoint, and nothing else."""
+    """Return modules that hold `weights`, by their names in the checkpoint, and nothing else."""
     root = nn.Module()
     for name, weight in weights.items():
         *parents, kind = name.split(".")
@@ -160,7 +160,7 @@ def weight_tree(model: nn.Module, weights: Mapping[str, nn.Parameter]) -> nn.Mod
 def checkpoint_weights(
     model: nn.Module, weights: Mapping[str, nn.Parameter], sources: Mapping[str, Sequence[TensorSource]]
 ) -> Iterator[tuple[str, nn.Parameter]]:
-    """Names in the checkpoint, and the memory that each is to fill.
+    """Yield names in the checkpoint, and the memory that each is to fill.
 
     Args:
         weights: by their names in the model. Several names may have the same weight, if it is tied.
