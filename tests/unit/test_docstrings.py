@@ -22,7 +22,6 @@ ALLOWED: dict[str, int] = {
     "cli": 131,
     "config": 34,
     "families": 175,
-    "kernels": 104,
     "server": 265,
     "tokenizer": 88,
 }
@@ -33,10 +32,10 @@ VERBS_OF_FUNCTIONS = """
     Bind Block Bound Bring Build Call Cancel Carry Check Choose Claim Close Compare Compute Configure
     Connect Continue Convert Copy Count Create Cut Decide Decode Decrypt Delete Describe Dial Do
     Download Draw Drop Embed Encode Encrypt End Escape Estimate Evaluate Evict Execute Expand Expect
-    Explain Export Extend Fail Fetch Fill Find Finish Forget Format Free Fuse Generate Get Give Go Group
-    Guess Hand Handle Hash Hide Hold Import Insert Install Interpret Intersect Join Keep Kill Learn
-    Leave Let Link List Listen Load Lock Log Look Lose Make Map Mark Mask Match Measure Merge Mix Move
-    Multiply Name Normalise Note Occupy Open Order Pack Parse Pass Place Pool Post Prefer Prepack
+    Explain Export Extend Fail Fetch Fill Find Finish Forget Format Free Fuse Gather Generate Get Give
+    Go Group Guess Hand Handle Hash Hide Hold Import Insert Install Interpret Intersect Join Keep Kill
+    Learn Leave Let Link List Listen Load Lock Log Look Lose Make Map Mark Mask Match Measure Merge Mix
+    Move Multiply Name Normalise Note Occupy Open Order Pack Parse Pass Place Pool Post Prefer Prepack
     Prepare Present Print Project Prove Publish Pull Push Put Quantise Queue Quote Raise Rank Read Reap
     Rebuild Receive Recompute Record Recover Redirect Reduce Refuse Register Reject Relay Release Reload
     Remember Remove Rename Render Repeat Replace Replay Report Require Reserve Reset Reshape Resize

@@ -26,13 +26,13 @@ class BlockFormat:
 
     Attributes:
         name: as GGUF files call it.
-        number: of the format in GGUF files.
-        block_bytes: of a record in the file.
-        bits: of q.
-        inputs: of a record.
+        number: number of the format in GGUF files.
+        block_bytes: bytes of a record in the file.
+        bits: bits of q.
+        inputs: inputs of a record.
         group: inputs that share scale and offset.
-        zero: what q stands for zero.
-        scale_zero: what is subtracted from a group's s.
+        zero: the q that stands for zero.
+        scale_zero: the number subtracted from a group's s.
         has_offsets: whether there are m and, in groups, o.
         has_codebook: q is the number of an entry of `CODEBOOK`; `zero` is then 0.
     """
@@ -55,11 +55,11 @@ class BlockFormat:
 
     @property
     def groups(self) -> int:
-        """Groups of a record."""
+        """The number of groups of a record."""
         return self.inputs // self.group
 
     def row_bytes(self, in_size: int) -> int:
-        """Bytes of an output's `in_size` inputs in the file."""
+        """Return the bytes of an output's `in_size` inputs in the file."""
         return in_size // self.inputs * self.block_bytes
 
 

@@ -1,4 +1,4 @@
-"""Rows of a matrix in a block format, taken apart: the form between a file's bytes and the kernels' panels.
+"""The rows of a matrix in a block format, taken apart: the form between a file's bytes and kernels' panels.
 
 `weights.gguf_blocks` makes them, `layers.block_matrix` packs them, and `dequantize` says what numbers they
 stand for.
@@ -17,7 +17,7 @@ from penstock.kernels.block_formats import CODEBOOK, BlockFormat
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class BlockRows:
-    """Rows of a matrix in one block format (`kernels.block_formats` says what the parts mean).
+    """The rows of a matrix in one block format (`kernels.block_formats` says what the parts mean).
 
     Attributes:
         q: uint8 [n, in_size].

@@ -1,4 +1,4 @@
-"""Candidates of a vocabulary whose logits are spread over the ranks of a group.
+"""The candidates of a vocabulary whose logits are spread over the ranks of a group.
 
 Each rank answers for its own ids; a few numbers for each row go round, and every rank has the answer for all
 ids. Whole logits go round only for rows that want them. Called by `layers.embedding`.
@@ -17,7 +17,7 @@ from penstock.kernels.candidates import NO_ID, Candidates, HeadOutput, HeadReque
 
 
 def request_of_share(request: HeadRequest, ids: Share) -> HeadRequest:
-    """The same of the ids of a share, numbered from 0 on."""
+    """Return the request for the ids of a share, numbered from 0 on."""
     assert ids.start % IDS == 0, ids
     allowed = request.allowed
     if allowed is not None:
@@ -65,7 +65,7 @@ def merged(own: HeadOutput, request: HeadRequest, ids: Share, group: TensorGroup
 
 
 def gathered_logits(own: Tensor, ids: Share, group: TensorGroup) -> Tensor:
-    """[num_rows, ids of this rank] -> [num_rows, all ids]."""
+    """Gather logits: [num_rows, ids of this rank] -> [num_rows, all ids]."""
     shares = [vocab_share(ids.whole, rank, group.size) for rank in range(group.size)]
     padded = own.new_zeros(len(own), max(share.size for share in shares))
     padded[:, : ids.size] = own
@@ -91,7 +91,7 @@ def _unpacked(
 def _best(
     values: NDArray[np.float32], ids: NDArray[np.int64], is_finite: NDArray[np.bool_], request: HeadRequest
 ) -> Candidates:
-    """Of what all ranks found, the best that each row asked for, in the order of `Candidates`."""
+    """Return the best that each row asked for of what all ranks found, in the order of `Candidates`."""
     width = int(request.num_candidates.max(initial=1))
     # What is missing has minus infinity and the id -1, which would come before those that are there.
     order = np.lexsort((np.where(ids == NO_ID, np.iinfo(np.int64).max, ids), -values), axis=1)[:, :width]

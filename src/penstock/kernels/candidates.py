@@ -24,7 +24,7 @@ _OF_OCTET = np.where(_OF_OCTET, np.float32(0), np.float32(-np.inf))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogitCurve:
-    """How logits follow from the products of hidden states and vocabulary: cap * tanh(multiplier * x / cap).
+    """The curve from products of hidden states and vocabulary to logits: cap * tanh(multiplier * x / cap).
 
     Attributes:
         soft_cap: 0: none.
@@ -34,7 +34,7 @@ class LogitCurve:
     soft_cap: float = 0.0
 
     def of(self, products: Tensor) -> Tensor:
-        """Logits, float32; of products that are not finite they are not finite either."""
+        """Return logits, float32; where products are not finite, they are not finite either."""
         logits = products.float()
         if self.multiplier != 1.0:
             logits = logits * self.multiplier
@@ -48,10 +48,10 @@ STRAIGHT = LogitCurve()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SparseBias:
-    """How single logits are changed, row by row, before candidates are chosen.
+    """The changes of single logits, row by row, before candidates are chosen.
 
     A logit above zero is divided by its scale, another is multiplied by it; the result is rounded, and the
-    value added to it. Everybody who does it has the same bits.
+    value added to it. All implementations give the same bits.
     """
 
     starts: NDArray[np.int64]  # [num_rows + 1] row r owns entries [starts[r], starts[r + 1])
@@ -61,14 +61,14 @@ class SparseBias:
 
     @classmethod
     def none(cls, num_rows: int) -> SparseBias:
-        """Nothing is added."""
+        """Return a bias that adds nothing."""
         starts, ids = np.zeros(num_rows + 1, dtype=np.int64), np.zeros(0, dtype=np.int64)
         return cls(starts=starts, ids=ids, values=np.zeros(0, dtype=np.float32))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadRequest:
-    """What is wanted of each row's logits. Bias and mask bear on candidates only, never on whole logits."""
+    """The request about each row's logits. Bias and mask bear on candidates only, never on whole logits."""
 
     num_candidates: NDArray[np.int64]  # [num_rows] 0 = none
     wants_logits: NDArray[np.bool_]  # [num_rows] the row's whole logits too
@@ -103,14 +103,14 @@ class HeadOutput:
 
 
 def head_output_of(logits: Tensor, request: HeadRequest) -> HeadOutput:
-    """The answer from whole logits, float32 [num_rows, vocab]; they may be handed on as they are."""
+    """Return the answer from whole logits, float32 [num_rows, vocab]; they may be passed on as they are."""
     rows = np.flatnonzero(request.wants_logits)
     candidates = candidates_of(logits, request)
     return HeadOutput(candidates=candidates, logits=rows_of(logits, rows), logits_rows=rows)
 
 
 def candidates_of(logits: Tensor, request: HeadRequest) -> Candidates:
-    """The best candidates of whole logits.
+    """Return the best candidates of whole logits.
 
     Args:
         logits: float32 [num_rows, vocab]; not changed.
@@ -128,7 +128,7 @@ def candidates_of(logits: Tensor, request: HeadRequest) -> Candidates:
 
 
 def rows_of(logits: Tensor, rows: NDArray[np.int64]) -> Tensor:
-    """Some rows, given in rising order; `logits` itself if those are all."""
+    """Return some rows, given in rising order; `logits` itself if those are all."""
     return logits if len(rows) == len(logits) else logits[torch.from_numpy(rows)]
 
 

@@ -1,4 +1,4 @@
-"""Large memory of a rank: zero pages of the kernel's own, in huge pages where it gives them.
+"""The large memory of a rank: zero pages of the kernel's own, in huge pages where it gives them.
 
 Weights and keys and values are read in long streams or in far-apart pieces; with huge pages the processor
 does not look up every fourth kilobyte's address. A huge page must lie whole in its mapping, so pieces that
@@ -23,7 +23,9 @@ _SHARED = 256 << 20  # a mapping that pieces share
 
 
 def zero_pages(num_bytes: int, purpose: str, remedy: str) -> Tensor:
-    """uint8 [num_bytes], zero and not resident before it is written; starts at a page, huge if it fills one.
+    """Return uint8 [num_bytes], zero and not resident before it is written.
+
+    It starts at a page, and at a huge page if it fills one.
 
     Args:
         purpose: for the error's text, such as "the KV cache of one layer".
@@ -46,13 +48,13 @@ def zero_pages(num_bytes: int, purpose: str, remedy: str) -> Tensor:
 
 
 def shared_pages(num_bytes: int, purpose: str, remedy: str) -> Tensor:
-    """The same, behind other such memory if it is small; given back to the system when all of it is."""
+    """Return `zero_pages`, but small ones share a mapping; it goes back to the system when all is free."""
     piece = _shared.take(num_bytes) if num_bytes <= _SHARED // 4 else None
     return zero_pages(num_bytes, purpose, remedy) if piece is None else piece
 
 
 class _CountedPages(threading.local):
-    """Bytes that a thread has asked `zero_pages` for so far, whether they are resident or not."""
+    """The bytes that a thread has asked `zero_pages` for so far, whether they are resident or not."""
 
     num_bytes = 0
 
@@ -74,7 +76,7 @@ class _SharedMapping:
         self._next = 0
 
     def take(self, num_bytes: int) -> Tensor | None:
-        """A piece; None when the system refuses another mapping."""
+        """Return a piece; None when the system refuses another mapping."""
         with self._lock:
             mapping = None if self._mapping is None else self._mapping()
             if mapping is None or self._next + num_bytes > len(mapping):
@@ -100,5 +102,5 @@ def _mapped(num_bytes: int) -> mmap.mmap:
 
 
 def _bytes_of(pages: mmap.mmap) -> Tensor:
-    """uint8; keeps the mapping alive."""
+    """Return the pages as uint8; the tensor keeps the mapping alive."""
     return torch.frombuffer(pages, dtype=torch.uint8)

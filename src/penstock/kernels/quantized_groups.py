@@ -1,4 +1,4 @@
-"""Which inputs of a quantised matrix share numbers: groups of weights, and of the activations they meet.
+"""The groups of inputs of a quantised matrix that share numbers: of weights, and of their activations.
 
 Torch-free: asked before anything starts (`families.sharding`) and by the kernels' reference
 (`quantized_rows`).
@@ -11,17 +11,19 @@ ACTIVATION_GROUP = 128
 
 
 def default_group_size(bits: int, in_size: int) -> int:
-    """One scale for each row of 8-bit weights; for 4 bits what `benchmarks/quantized_perplexity.py` chose."""
+    """Return one group per row for 8 bits; for 4 the size that `benchmarks/quantized_perplexity.py` chose."""
     return in_size if bits == 8 else min(INT4_GROUP_SIZE, in_size)
 
 
 def activation_group(group_size: int, in_size: int) -> int:
-    """Inputs whose activations are rounded together: a group of the weights, or 128 where that is a multiple
-    of it or the whole row."""
+    """Return how many inputs have activations that are rounded together.
+
+    They are a group of the weights, or 128 where that is a multiple of it or the whole row.
+    """
     is_wide = group_size >= in_size or group_size % ACTIVATION_GROUP == 0
     return ACTIVATION_GROUP if is_wide else group_size
 
 
 def inputs_together(group_size: int, in_size: int) -> int:
-    """A row can be cut at multiples of this without changing a scale, or how an activation is rounded."""
+    """Return at which multiples a row can be cut without changing a scale or a rounding of activations."""
     return group_size if group_size < in_size else activation_group(group_size, in_size)

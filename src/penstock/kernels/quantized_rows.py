@@ -1,4 +1,4 @@
-"""Matrices of 8- and 4-bit weights before they are packed, and what their kernel does to activations.
+"""The matrices of 8- and 4-bit weights before they are packed, and the kernel's rounding of activations.
 
 A weight is scale * (q - zero) with an unsigned q; outputs are rows, and `group_size` inputs of a row share
 a scale and a zero. Checkpoints are read into `QuantizedRows`; `quantize_rows` makes one of any other matrix.
@@ -47,7 +47,7 @@ class QuantizedRows:
         return 1 << (self.bits - 1)
 
     def cut(self, rows: slice, columns: Share | None) -> QuantizedRows:
-        """Some rows, and some or all of their columns, which must be whole groups."""
+        """Return some rows, and some or all of their columns, which must be whole groups."""
         groups = slice(None)
         values = slice(None)
         if columns is not None:
@@ -92,7 +92,7 @@ def quantize_rows(rows: Tensor, bits: int, group_size: int) -> QuantizedRows:
 
 
 def dequantize(rows: QuantizedRows, dtype: torch.dtype) -> Tensor:
-    """[n, in_size] of `dtype`: scale * (q - zero) in float32, rounded once."""
+    """Return [n, in_size] of `dtype`: scale * (q - zero) in float32, rounded once."""
     zeros = rows.middle if rows.zeros is None else rows.zeros.unsqueeze(-1).short()
     whole = _grouped(rows.q, rows.group_size).short() - zeros
     weights = whole.float() * rows.scales.float().unsqueeze(-1)
@@ -100,11 +100,11 @@ def dequantize(rows: QuantizedRows, dtype: torch.dtype) -> Tensor:
 
 
 def round_activations(x: Tensor, group_size: int) -> Tensor:
-    """What the kernel makes of activations: whole multiples of a 127th of their group's largest magnitude.
+    """Return activations as the kernel rounds them: multiples of a 127th of their group's largest magnitude.
 
     Args:
         x: [..., in_size] of any float dtype. A group with a NaN or an infinity comes out NaN.
-        group_size: of the weights; see `quantized_groups.activation_group`.
+        group_size: group size of the weights; see `quantized_groups.activation_group`.
 
     Returns:
         float32 [..., in_size].
@@ -121,7 +121,7 @@ def round_activations(x: Tensor, group_size: int) -> Tensor:
 
 
 def _grouped(rows: Tensor, group_size: int) -> Tensor:
-    """[..., in_size] -> [..., groups, group_size], the last group filled up with zeros."""
+    """Reshape [..., in_size] -> [..., groups, group_size], the last group filled up with zeros."""
     missing = -rows.shape[-1] % group_size
     if missing:
         rows = torch.nn.functional.pad(rows, (0, missing))
@@ -133,7 +133,7 @@ def _absmax_scale(grouped: Tensor) -> Tensor:
 
 
 def _searched_scale(grouped: Tensor) -> Tensor:
-    """The 4-bit scale of each group, [..., 1].
+    """Return the 4-bit scale of each group, [..., 1].
 
     For fixed q the best scale is sum(w q) / sum(q q); it saves sum(w q)^2 / sum(q q) of the squared error.
     """

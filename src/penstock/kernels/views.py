@@ -1,4 +1,4 @@
-"""Views of persistent memory, kept from step to step: with a cold cache, making one is not cheap."""
+"""The views of persistent memory, kept from step to step: with a cold cache, making one is not cheap."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ MOST_VIEWS = 256  # steps of a steady load need a few
 
 
 class KeptViews(Generic[K, V]):
-    """What `make` gave for each key. Forgets all when there are too many.
+    """The views that `make` gave for each key. It forgets all when there are too many.
 
     Args:
-        make: a key's view, always the same.
+        make: returns a key's view, always the same.
     """
 
     def __init__(self, make: Callable[[K], V]) -> None:
@@ -42,5 +42,5 @@ class KeptViews(Generic[K, V]):
 
 
 def words_of(values: NDArray[np.int64]) -> memoryview[int]:
-    """The numbers of a contiguous array, one after the other, to be read and written without numpy."""
+    """Return the numbers of a contiguous array, one after the other, to be read and written without numpy."""
     return values.reshape(-1).data.cast("B").cast("q")

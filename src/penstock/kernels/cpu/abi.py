@@ -1,6 +1,6 @@
-"""`csrc/abi.h` for ctypes: the same structs, fields in the same order. Torch-free.
+"""The structs of `csrc/abi.h` for ctypes, with the same fields in the same order. Torch-free.
 
-Who fills a struct keeps alive what its pointers point to.
+The caller that fills a struct keeps alive what its pointers point to.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ PLAIN_NORM, WIDE_NORM, ONE_PLUS_NORM = 0, 1, 2
 
 
 class Step(ctypes.Structure):
-    """What changes from step to step."""
+    """The values that change from step to step."""
 
     _fields_ = [
         ("num_tokens", c_int64),
@@ -35,7 +35,7 @@ class Step(ctypes.Structure):
 
 
 class Call(ctypes.Structure):
-    """One recorded call."""
+    """A recorded call."""
 
     _fields_ = [("kernel", c_void_p), ("args", c_void_p)]
 
@@ -122,7 +122,7 @@ class QuantizedPackArgs(ctypes.Structure):
 
 
 class BlockPanel(ctypes.Structure):
-    """Where the records of a panel lie, and in which format (csrc/blocks.h)."""
+    """The place of a panel's records, and their format (csrc/blocks.h)."""
 
     _fields_ = [("records", c_void_p), ("type", c_int64)]
 
@@ -248,7 +248,7 @@ SEGMENT_TOKENS = 1024
 
 
 class AttentionParts(ctypes.Structure):
-    """Unfinished results of attention, segment by segment."""
+    """The unfinished results of attention, segment by segment."""
 
     _fields_ = [
         ("values", c_void_p),
@@ -334,7 +334,7 @@ RANK_ABSENT, GROUP_OVER = 1, 2
 
 
 class GroupState(ctypes.Structure):
-    """One rank's place in its group."""
+    """A rank's place in its group."""
 
     _fields_ = [
         ("memory", c_void_p),

@@ -1,8 +1,8 @@
-"""Where built kernel libraries are kept between runs, and whom that folder is shared with: nobody.
+"""The folder where built kernel libraries are kept between runs, which is shared with no other user.
 
 Called by `compiler`. A library's name carries its key, size and sha256, so that one rename makes it whole and
 a truncated or altered file is noticed. A folder that others could write to is not used, neither for reading
-nor for writing: who can place a library there runs code in our name. Does not compile. Never imports torch.
+nor for writing: a library that is placed there runs in our name. Does not compile. Never imports torch.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class FolderUnusableError(Exception):
 
 
 def cache_folder(environ: Mapping[str, str], part: str = "kernels") -> Path:
-    """$PENSTOCK_CACHE_DIR, else $XDG_CACHE_HOME/penstock, else ~/.cache/penstock; and `part` in it.
+    """Return $PENSTOCK_CACHE_DIR, else $XDG_CACHE_HOME/penstock, else ~/.cache/penstock; with `part`.
 
     A relative $XDG_CACHE_HOME is passed over, as the XDG base directory specification asks. Raises
     `FolderUnusableError` where the user has no home.
@@ -46,7 +46,7 @@ def cache_folder(environ: Mapping[str, str], part: str = "kernels") -> Path:
 
 
 def trusted_folder(folder: Path) -> Path:
-    """The folder with its links resolved, made where it is missing, and nobody else's to write to.
+    """Return the folder with its links resolved, made where it is missing, if only we can write to it.
 
     Raises `FolderUnusableError`.
     """
@@ -60,18 +60,18 @@ def trusted_folder(folder: Path) -> Path:
 
 
 class BuildCache:
-    """One trusted folder of libraries."""
+    """A trusted folder of libraries."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
     @classmethod
     def open(cls, folder: Path) -> BuildCache:
-        """The one at this place, as `trusted_folder`. Raises `FolderUnusableError`."""
+        """Return the cache at this place, as `trusted_folder`. Raises `FolderUnusableError`."""
         return cls(trusted_folder(folder))
 
     def find(self, key: str) -> Path | None:
-        """The library built for this key, or None. One that is not what its name says is removed."""
+        """Return the library built for this key, or None. One that is not what its name says is removed."""
         for path in sorted(self._folder.glob(f"penstock-{key[:_KEY_DIGITS]}-*.so")):
             if _is_whole(path):
                 return path
@@ -96,7 +96,7 @@ class BuildCache:
 
     @contextmanager
     def workshop(self) -> Iterator[Path]:
-        """A directory of our own on the same file system, gone afterwards. Raises `FolderUnusableError`."""
+        """Yield a directory of ours on the same file system, gone afterwards; raise `FolderUnusableError`."""
         try:
             directory = Path(tempfile.mkdtemp(dir=self._folder, prefix=_BUILDING))
         except OSError as error:
@@ -159,7 +159,7 @@ def _seal(content: bytes) -> str:
 
 
 def _is_whole(path: Path) -> bool:
-    """Whether only we can write to the file and its content is what its name says."""
+    """Return whether only we can write to the file and its content is what its name says."""
     try:
         status = path.lstat()
         is_ours = status.st_uid in {0, os.geteuid()} and not status.st_mode & _OTHERS_WRITE
@@ -179,7 +179,7 @@ def _remove(path: Path) -> None:
 
 
 def _wait_for_lock(handle: int, deadline: float) -> None:
-    """flock, polled: a blocking call could not be bounded. File systems without locks go on without one."""
+    """Take flock by polling: a blocking call could not be bounded. Without locks go on without one."""
     while True:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)

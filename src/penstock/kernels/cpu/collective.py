@@ -26,12 +26,12 @@ OWN_CORE_SPIN_NS = 1_000_000
 
 
 class SharedGroup(Rehearsed):
-    """This rank's place.
+    """A rank's place in a group over shared memory.
 
     Args:
         name: for messages, such as "stage 1".
         timeout_s: deadline of every wait.
-        has_own_cores: nobody else wants the core while this rank waits.
+        has_own_cores: no other process wants the core while this rank waits.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class SharedGroup(Rehearsed):
 
     @property
     def num_reduced(self) -> int:
-        """All-reduces so far."""
+        """The number of all-reduces so far."""
         return int(self._state.num_calls)
 
     @property
@@ -95,7 +95,7 @@ class SharedGroup(Rehearsed):
         return list(y)
 
     def check(self) -> None:
-        """Raise what a call has met since `join`, recorded calls too."""
+        """Raise the error that a call has met since `join`, recorded calls too."""
         if self._state.outcome and not self.is_rehearsing:
             is_over = self._state.outcome == abi.GROUP_OVER
             raise missed(self._name, [self._state.absent], None if is_over else self._timeout_s)

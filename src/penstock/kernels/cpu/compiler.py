@@ -59,7 +59,7 @@ _REMEDIES: dict[Cause, str] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """What we compile for: the CPU's architecture (`uname -m`), its flags, sorted, and the usable cores.
+    """The machine to compile for: the CPU's architecture (`uname -m`), its flags, sorted, and usable cores.
 
     Attributes:
         cpu_model: numbers of its maker and model, which decide what a compiler tunes for.
@@ -105,7 +105,7 @@ class Compiler:
     Attributes:
         command: its path and words that go before every argument, as in CXX="ccache g++".
         version: first line of `--version`.
-        target: what it compiles for, as `-dumpmachine` says it.
+        target: the machine that it compiles for, as `-dumpmachine` says it.
     """
 
     command: tuple[str, ...]
@@ -114,7 +114,7 @@ class Compiler:
 
     @property
     def label(self) -> str:
-        """Name and number for a line of a report, such as `g++ 12.2.0`."""
+        """The name and number for a line of a report, such as `g++ 12.2.0`."""
         number = re.search(r"\d+(\.\d+)+", re.sub(r"\([^)]*\)", "", self.version))
         name = Path(self.command[-1]).name
         return f"{name} {number[0]}" if number else name
@@ -144,7 +144,7 @@ class Built:
 
     @property
     def reason(self) -> str:
-        """How the library came, such as `built in 2.1 s with g++ 12.2.0`."""
+        """The way in which the library came, such as `built in 2.1 s with g++ 12.2.0`."""
         if not self.seconds:
             return f"from cache ({self.compiler.label})"
         kept = f", not kept: {self.not_kept}" if self.not_kept else ""
@@ -152,7 +152,7 @@ class Built:
 
     @property
     def remedy(self) -> str:
-        """What to do about a library that has to be built anew each time, else ""."""
+        """The remedy for a library that has to be built anew each time, else ""."""
         return _REMEDIES["folder"] if self.not_kept else ""
 
     def discard(self) -> None:
@@ -163,14 +163,14 @@ class Built:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NotBuilt:
-    """Why there is no library."""
+    """The reason why there is no library."""
 
     cause: Cause
     reason: str
 
     @property
     def remedy(self) -> str:
-        """What to do about it, as a sentence."""
+        """The remedy, as a sentence."""
         return _REMEDIES[self.cause]
 
 
@@ -182,7 +182,7 @@ class _RefusedError(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Order:
-    """All that one build depends on. `key` names it; `seconds` bounds it.
+    """The inputs on which one build depends. `key` names it; `seconds` bounds it.
 
     `sources` are held as bytes: what is compiled is what the key says, even if a file changes meanwhile.
     """
@@ -205,11 +205,11 @@ def build(
     sources: Path = SOURCES,
     seconds: float = BUILD_SECONDS,
 ) -> Built | NotBuilt:
-    """The library for this machine, from the cache or compiled now.
+    """Return the library for this machine, from the cache or compiled now.
 
     Args:
         environ: the environment: which compiler, flags and folder (see above), and PATH for the compiler.
-        target: what it may use of the machine's CPU.
+        target: the instructions of the machine's CPU that it may use.
         sources: the directory whose *.cpp, with its *.h, make up the library.
         seconds: after which a compilation is given up, and the wait for another process's.
     """
@@ -224,7 +224,7 @@ def build(
 
 
 def build_key(environ: Mapping[str, str], machine: Machine) -> str:
-    """What names the library that `build` would give; "" where it would give none. Compiles nothing."""
+    """Return the name of the library that `build` would give, or "". Compiles nothing."""
     try:
         return _order(environ, machine, NATIVE, SOURCES, BUILD_SECONDS).key
     except _RefusedError:
@@ -260,7 +260,7 @@ def _extra_flags(environ: Mapping[str, str]) -> list[str]:
 
 
 def _check_cpu(machine: Machine, extra: Sequence[str]) -> None:
-    """Raises `_RefusedError` for a CPU on which the kernels would be slow, unless a target is named."""
+    """Raise `_RefusedError` for a CPU on which the kernels would be slow, unless a target is named."""
     if any(flag.startswith(("-march=", "-mcpu=")) for flag in extra):
         return
     needed = NEEDED_CPU_FLAGS.get(machine.architecture)
@@ -272,7 +272,7 @@ def _check_cpu(machine: Machine, extra: Sequence[str]) -> None:
 
 
 def find_compiler(environ: Mapping[str, str]) -> Compiler:
-    """The first compiler that is there; it must say what it is. Raises `_RefusedError`."""
+    """Return the first compiler that is there; it must say what it is. Raises `_RefusedError`."""
     command = _command(environ)
     try:
         version, target = (
@@ -302,7 +302,7 @@ def _command(environ: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def read_sources(folder: Path = SOURCES) -> dict[str, bytes]:
-    """Name -> bytes of all *.cpp and *.h. Raises `_RefusedError` if there are none to compile."""
+    """Return name -> bytes of all *.cpp and *.h. Raises `_RefusedError` if there are none to compile."""
     try:
         sources = {path.name: path.read_bytes() for path in sorted(folder.iterdir()) if _is_source(path)}
     except OSError as error:
@@ -317,7 +317,7 @@ def _is_source(path: Path) -> bool:
 
 
 def _key(sources: Mapping[str, bytes], compiler: Compiler, flags: Sequence[str], machine: Machine) -> str:
-    """sha256 over everything that shapes the library: sources, compiler, flags and CPU."""
+    """Return the sha256 over everything that shapes the library: sources, compiler, flags and CPU."""
     digest = hashlib.sha256()
     texts = (*compiler.command, compiler.version, compiler.target, *flags)
     for text in (*texts, machine.architecture, " ".join(machine.cpu_flags)):
@@ -346,7 +346,7 @@ def _arithmetic(
 
 
 def _is_for_this_cpu(flags: Sequence[str]) -> bool:
-    """Whether the last flag that names a CPU, or one to tune for, names the one at hand."""
+    """Return whether the last flag that names a CPU, or one to tune for, names the one at hand."""
     named = [flag for flag in flags if flag.startswith(("-march=", "-mcpu=", "-mtune="))]
     return bool(named) and named[-1].endswith("=native")
 
@@ -359,12 +359,12 @@ def _c_library() -> str:
 
 
 def _add(digest: hashlib._Hash, part: bytes) -> None:
-    """Lengths go in as well, so that no two lists of parts make the same bytes."""
+    """Add a part with its length, so that no two lists of parts make the same bytes."""
     digest.update(len(part).to_bytes(8, "little") + part)
 
 
 def _from_cache(order: _Order) -> Built:
-    """Raises `FolderUnusableError`, and `_RefusedError` if the compiler fails."""
+    """Return the library from the cache, or build it there. Raises `FolderUnusableError`, `_RefusedError`."""
     cache = BuildCache.open(cache_folder(order.environ))
     path = cache.find(order.key)
     if path is not None:
@@ -403,7 +403,7 @@ def _in_private(order: _Order, not_kept: str) -> Built:
 
 
 def _compile(order: _Order, directory: Path) -> tuple[Path, float]:
-    """Objects side by side, then the library; returns it and the seconds taken. Raises `_RefusedError`."""
+    """Compile objects side by side, then link; return library and seconds. Raises `_RefusedError`."""
     began = time.monotonic()
     library = directory / "library.so"
     environ = {**order.environ, "TMPDIR": str(directory)}
@@ -421,7 +421,9 @@ def _compile(order: _Order, directory: Path) -> tuple[Path, float]:
 
 
 def _units(sources: Mapping[str, bytes]) -> list[str]:
-    """What is compiled by itself, the longest first: then no core is left waiting for it at the end."""
+    """Return the sources that are compiled by themselves, the longest first, so that no core waits at the
+    end.
+    """
     units = [name for name in sources if name.endswith(".cpp")]
     return sorted(units, key=lambda name: -len(sources[name]))
 

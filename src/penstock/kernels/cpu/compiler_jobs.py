@@ -26,7 +26,7 @@ class JobFailedError(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """One process to run: `name` for messages; what it prints goes into `log`, a new file."""
+    """A process to run: `name` for messages; what it prints goes into `log`, a new file."""
 
     name: str
     command: Sequence[str]
@@ -82,7 +82,7 @@ def run_jobs(jobs: Sequence[Job], *, at_once: int, seconds: float, environ: Mapp
 
 
 def answer_of(command: Sequence[str], *, seconds: float, environ: Mapping[str, str]) -> str:
-    """What a short command prints on its standard output. Raises `JobFailedError`."""
+    """Return what a short command prints on its standard output. Raises `JobFailedError`."""
     process = start(command, environ, subprocess.PIPE)
     try:
         out, _ = process.communicate(timeout=seconds)
@@ -125,6 +125,6 @@ def end_session(process: subprocess.Popen[bytes]) -> None:
 
 
 def last_lines(output: bytes) -> str:
-    """The end of what a compiler printed, on one line."""
+    """Return the end of what a compiler printed, on one line."""
     lines = [line.strip() for line in output.decode(errors="replace").splitlines() if line.strip()]
     return " | ".join(lines[-_SHOWN_LINES:])[-_SHOWN_CHARACTERS:] or "it printed nothing"

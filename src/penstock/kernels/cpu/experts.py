@@ -17,7 +17,7 @@ Product = LinearArgs | QuantizedLinearArgs
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertsShape:
-    """A layer's experts, and which of them a rank has.
+    """The experts of a layer, and which of them a rank has.
 
     Attributes:
         num_own: experts from `first_own` on, at least one; besides these the shared one, if there is one.
@@ -36,7 +36,7 @@ class ExpertsShape:
 
 
 class ExpertTables:
-    """Where the weights of a rank's experts are. Who makes it keeps them alive.
+    """The addresses of the weights of a rank's experts. The maker keeps the weights alive.
 
     Args:
         gate_up, down: products with packed weights, all of one form: of the own experts in order, then of the
@@ -60,7 +60,7 @@ class ExpertTables:
         self.token_bytes: int = library.penstock_expert_token_bytes(ctypes.addressof(args))
 
     def args(self) -> ExpertsArgs:
-        """Arguments of a call without x, logits, y and scratch."""
+        """Return the arguments of a call without x, logits, y and scratch."""
         kind = "quantized_" if self._kind is QuantizedLinearArgs else ""
         shape = self.shape
         tables = {
@@ -86,7 +86,7 @@ class ExpertTables:
 
 
 def have_one_form(gate_up: Sequence[Product], down: Sequence[Product]) -> bool:
-    """Whether one call can take them all: plain, or of as many bits and with inputs in groups of one size."""
+    """Return whether one call can take them all: plain, or of equal bits and input groups of one size."""
     is_one_input = len({_group_size(product) for product in gate_up}) == 1
     return is_one_input and len({_bits(product) for product in (*gate_up, *down)}) == 1
 

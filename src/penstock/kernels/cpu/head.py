@@ -22,7 +22,7 @@ _FLOAT32_BYTES = 4
 
 
 def dense_product(weight: int, in_size: int, vocab_size: int, dtype: torch.dtype) -> LinearArgs:
-    """The product with a packed weight, for `Head`. The caller keeps the weight alive.
+    """Return the product with a packed weight, for `Head`. The caller keeps the weight alive.
 
     Args:
         weight: address of the panels of [vocab_size, in_size] (csrc/panels.h).
@@ -31,8 +31,10 @@ def dense_product(weight: int, in_size: int, vocab_size: int, dtype: torch.dtype
 
 
 class Head:
-    """Answers requests. What a call needs is kept until another request comes; of a steady load, the same one
-    comes at every step.
+    """Answers requests about logits.
+
+    The data of a call are kept until another request comes; under a steady load, the same one comes at every
+    step.
 
     Args:
         library: the kernels.
@@ -51,7 +53,7 @@ class Head:
         request: HeadRequest,
         curve: LogitCurve = STRAIGHT,
     ) -> HeadOutput:
-        """Candidates and whole logits of rows of hidden states.
+        """Return candidates and whole logits of rows of hidden states.
 
         Args:
             x: [num_rows, in_size], one row per row of the request.

@@ -1,6 +1,6 @@
 """The kernel library of this process: loaded once, typed, tested on a known product.
 
-Called by whatever runs kernels, and by `penstock doctor`. `load` gives a `LoadedKernels` in any case; without
+Called by all that runs kernels, and by `penstock doctor`. `load` gives a `LoadedKernels` in any case; without
 a library it says why. Torch-free itself. But kernels run on the threads of torch's OpenMP runtime, libgomp: a
 process that uses torch imports it before it calls `load`, so that there is one such runtime and
 `torch.set_num_threads` counts for both. Does not compile (`compiler`).
@@ -48,7 +48,7 @@ _loading = threading.Lock()
 
 @dataclass(frozen=True, slots=True)
 class KernelChoice:
-    """Which kernels may run; those left out are done by torch."""
+    """The kernels that may run; those left out are done by torch."""
 
     enabled: frozenset[str]
 
@@ -62,7 +62,7 @@ class LoadedKernels:
         numeric_class: name of these sets and digest of all else that decides the bits of results, such as
             `avx512-bf16 1f0a2b3c`; libraries of one class give the same bits. "" without a library.
         reason: how the library came, such as `built in 2.1 s with g++ 12.2.0`, or why there is none.
-        path: where it was loaded from; it may be gone by now.
+        path: place from which it was loaded; it may be gone by now.
         remedy: what to do about a missing library, or one that cannot be kept; "" exactly when all is well.
     """
 
@@ -79,7 +79,7 @@ class LibraryError(Exception):
 
 
 def parse_kernels(text: str) -> KernelChoice:
-    """`auto` is all kernels, `off` is none, `-attention,-head` is all but these. Raises `UsageError`."""
+    """Return all kernels for `auto`, none for `off`, all but some for `-attention,-head`; or `UsageError`."""
     if text in ("auto", "off"):
         return KernelChoice(frozenset(KERNEL_NAMES if text == "auto" else ()))
     words = [word.strip() for word in text.split(",")]
@@ -94,7 +94,7 @@ def parse_kernels(text: str) -> KernelChoice:
 
 
 def load(kernels: str = "auto", numeric_class: str = AUTO) -> LoadedKernels:
-    """The library for this machine, built if it has to be; the same one for every later call and thread.
+    """Return the library for this machine, built if it has to be; the same for every later call and thread.
 
     Args:
         kernels: see `parse_kernels`; only with every kernel off is nothing loaded. Raises `UsageError`.
@@ -235,7 +235,7 @@ def _product(
 
 
 def _numbers(rows: list[list[float]], dtype: int) -> ctypes.Array[ctypes.c_char]:
-    """Row after row; bfloat16 is the upper half of a float, which is all of it for small whole numbers."""
+    """Return row after row; bfloat16 is the upper half of a float, all of it for small whole numbers."""
     flat = [value for row in rows for value in row]
     content = struct.pack(f"<{len(flat)}f", *flat)
     if dtype == BFLOAT16:

@@ -41,7 +41,7 @@ class HeadShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turning:
-    """How queries and keys are turned by the angles of their positions.
+    """The rotation of queries and keys by the angles of their positions.
 
     Attributes:
         interleaved: the pairs that are turned are neighbours, not half of the rotated dimensions apart.
@@ -57,10 +57,10 @@ HALVES = Turning()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sight:
-    """How a layer's queries look at the keys.
+    """The view of a layer's queries on the keys.
 
     Attributes:
-        scale: of the scores.
+        scale: factor of the scores.
         soft_cap: then cap * tanh(score / cap); 0: none.
         window: a token sees itself and window - 1 before it; 0: all.
         sinks: [num_heads] float32, one more score for each query head, not scaled or capped: it takes part in
@@ -75,7 +75,7 @@ class Sight:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionParts:
-    """Unfinished results of consecutive segments of every row's context (`csrc/abi.h`), all float32.
+    """The unfinished results of consecutive segments of every row's context (`csrc/abi.h`), all float32.
 
     A segment is `abi.SEGMENT_TOKENS` positions, counted from position 0. Scores are in powers of 2: a score
     as the softmax takes it, times log2(e). Where a query sees nothing of a segment, `largest` is -1e29 and
@@ -93,7 +93,7 @@ class AttentionParts:
 
     @classmethod
     def empty(cls, num_segments: int, num_tokens: int, num_heads: int, value_dim: int) -> AttentionParts:
-        """Memory for results."""
+        """Return memory for results."""
         sizes = (num_segments, num_tokens, num_heads)
         values = torch.empty(*sizes, value_dim)
         return cls(values=values, largest=torch.empty(sizes), total=torch.empty(sizes))
@@ -138,7 +138,7 @@ class CpuKernels:
 
     @contextmanager
     def recording(self, tape: Tape) -> Iterator[None]:
-        """Inside, calls are taken down and not run; all tensors have `tape.num_tokens` rows."""
+        """Take down calls within the context and do not run them; all tensors have `tape.num_tokens` rows."""
         self._tape = tape
         try:
             yield
@@ -148,7 +148,7 @@ class CpuKernels:
     def linear(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, *, out_size: int, gated: int = 0
     ) -> Tensor:
-        """x W^T + bias; gated: silu(gate) * up of the two halves, or with gelu.
+        """Return x W^T + bias; gated: silu(gate) * up of the two halves, or with gelu.
 
         Args:
             x: [num_tokens, in_size].
@@ -177,7 +177,7 @@ class CpuKernels:
         return y
 
     def head_linear(self, x: Tensor, weight: Tensor, *, out_size: int) -> Tensor:
-        """x W^T of each head, with a matrix of its own.
+        """Return x W^T of each head, with a matrix of its own.
 
         Args:
             x: [num_tokens, num_heads, in_size], the numbers of a head side by side.
@@ -206,11 +206,11 @@ class CpuKernels:
         return y.view(-1, num_heads, out_size)
 
     def quantized_linear(self, x: Tensor, product: abi.QuantizedLinearArgs, token_bytes: int) -> Tensor:
-        """The same over a quantised weight.
+        """Return the result of `linear` with a quantised weight.
 
         Args:
             product: everything about weight and bias; x, y and scratch are filled in here.
-            token_bytes: of scratch (`penstock_quantized_sizes`, `penstock_block_token_bytes`).
+            token_bytes: bytes of scratch (`penstock_quantized_sizes`, `penstock_block_token_bytes`).
         """
         assert _has_contiguous_rows(x)
         y = self._output(x, product.out_size // 2 if product.gated else product.out_size)
@@ -223,11 +223,11 @@ class CpuKernels:
     def experts(
         self, x: Tensor, logits: Tensor, tables: ExpertTables, choice: tuple[Tensor, Tensor] | None = None
     ) -> Tensor:
-        """The sum over each token's chosen experts that this rank has: [num_tokens, hidden_size].
+        """Return the sum over each token's chosen experts that this rank has: [num_tokens, hidden_size].
 
         Args:
             x: [num_tokens, hidden_size].
-            logits: [num_tokens, num_experts], and one more if the shared expert has a gate: of that.
+            logits: [num_tokens, num_experts], and one more, its own, if the shared expert has a gate.
             choice: weights (float32) and numbers of each token's experts, two [num_tokens, num_chosen]; None:
                 by a softmax of the logits. With a choice a step is not recorded, and no expert has a gate.
         """
@@ -259,7 +259,7 @@ class CpuKernels:
         selected: Tensor | None = None,
         kind: int = abi.PLAIN_NORM,
     ) -> Tensor:
-        """Adds x to the residual stream, in place, and normalises the sum; all [num_tokens, size].
+        """Add x to the residual stream, in place, and return the normalised sum; all [num_tokens, size].
 
         Args:
             kind: `abi.PLAIN_NORM`, `WIDE_NORM` or `ONE_PLUS_NORM`.
@@ -291,10 +291,10 @@ class CpuKernels:
         squares: Tensor | None = None,
         squared_size: int = 0,
     ) -> None:
-        """Normalises x [num_tokens, n * size] in place, each `size` columns on their own.
+        """Normalise x [num_tokens, n * size] in place, each `size` columns on their own.
 
         Args:
-            weight: [size], of every group.
+            weight: [size], the same for every group.
             kind: as for `add_rms_norm`.
             squares: [num_tokens] float32 of any stride: sums of the squares of `squared_size` numbers, to be
                 used in place of the groups' own.
@@ -316,7 +316,7 @@ class CpuKernels:
         self._call("penstock_group_norm", args, len(x))
 
     def sums_of_squares(self, *parts: Tensor) -> Tensor:
-        """[num_tokens, len(parts)] float32 of parts [num_tokens, any size]."""
+        """Return [num_tokens, len(parts)] float32 of parts [num_tokens, any size]."""
         squares = self._output(parts[0], len(parts), torch.float32)
         for column, x in enumerate(parts):
             assert _has_contiguous_rows(x)
@@ -332,7 +332,7 @@ class CpuKernels:
         return squares
 
     def add(self, x: Tensor, residual: Tensor) -> None:
-        """Adds x to the residual stream, in place; both [num_tokens, size]."""
+        """Add x to the residual stream, in place; both [num_tokens, size]."""
         assert x.is_contiguous()
         assert residual.is_contiguous()
         args = abi.AddArgs(
@@ -341,13 +341,13 @@ class CpuKernels:
         self._call("penstock_add", args, len(x))
 
     def scale(self, x: Tensor, factor: float) -> None:
-        """Multiplies x [num_tokens, size] in place."""
+        """Multiply x [num_tokens, size] in place."""
         assert x.is_contiguous()
         args = abi.ScaleArgs(x=x.data_ptr(), size=x.shape[1], factor=factor, dtype=DTYPES[x.dtype])
         self._call("penstock_scale", args, len(x))
 
     def zeros(self, rows: Tensor, width: int, dtype: torch.dtype) -> Tensor:
-        """[num_tokens, width] of zeros, as many as there are `rows`."""
+        """Return zeros [num_tokens, width], as many as there are `rows`."""
         y = self._output(rows, width, dtype)
         args = abi.ZeroArgs(y=y.data_ptr(), row_bytes=width * dtype.itemsize)
         self._call("penstock_zero", args, len(rows))
@@ -362,10 +362,11 @@ class CpuKernels:
         dtype: torch.dtype,
         growth: tuple[float, int] = (0.0, 0),
     ) -> Tensor:
-        """[num_tokens, rotary_dim] float32: cosines, then sines, of positions times frequencies.
+        """Return cosines, then sines, of positions times frequencies: [num_tokens, rotary_dim] float32.
 
         Args:
-            growth: of queries, and the context from which on they grow; with one there is a column more.
+            growth: growth of queries, and the context from which on they grow; with one there is a column
+                more.
         """
         angles = self._output(positions, rotary_dim + (growth[0] != 0), torch.float32)
         args = abi.RopeAnglesArgs(
@@ -391,7 +392,7 @@ class CpuKernels:
         step: abi.Step,
         turning: Turning = HALVES,
     ) -> None:
-        """Rotate the queries of `qkv` in place; keys, rotated, and values go to their slots in `kv`."""
+        """Rotate the queries of `qkv` in place; store keys, rotated, and values in their slots of `kv`."""
         args = abi.RopeStoreArgs(
             qkv=qkv.data_ptr(),
             angles=angles.data_ptr(),
@@ -410,7 +411,7 @@ class CpuKernels:
     def attention(
         self, qkv: Tensor, kv: Tensor, shape: HeadShape, sight: Sight, block_size: int, step: abi.Step
     ) -> Tensor:
-        """[num_tokens, num_heads * head_dim]: causal attention of the step's queries."""
+        """Return the causal attention of the step's queries: [num_tokens, num_heads * head_dim]."""
         y = self._output(qkv, shape.query_size)
         args = _attention_args(qkv, kv, shape, sight, block_size)
         args.y = y.data_ptr()
@@ -427,7 +428,7 @@ class CpuKernels:
         segments: range,
         step: abi.Step,
     ) -> AttentionParts:
-        """The same of some segments of the rows' contexts, unfinished and without sinks. Not to be recorded.
+        """Return `attention` over some segments of the rows' contexts, unfinished and without sinks.
 
         Blocks of other segments are not read: their entries in the block tables may be anything.
         """
@@ -441,10 +442,10 @@ class CpuKernels:
         return parts
 
     def merge_parts(self, parts: AttentionParts, sinks: Tensor | None, dtype: torch.dtype) -> Tensor:
-        """[num_tokens, num_heads * value_dim]: bit for bit what one call of attention gives.
+        """Return [num_tokens, num_heads * value_dim]: bit for bit the result of one call of attention.
 
         Args:
-            parts: of all segments that a query sees, ascending. Segments that it does not see change nothing.
+            parts: all segments that a query sees, ascending. Segments that it does not see change nothing.
             sinks: as `Sight` has them.
             dtype: of the result.
         """
@@ -471,7 +472,7 @@ class CpuKernels:
         rank: int,
         step: abi.Step,
     ) -> Tensor:
-        """[num_tokens, num_heads * rank]: the same over latent vectors.
+        """Return the attention over latent vectors: [num_tokens, num_heads * rank].
 
         Args:
             qk: [num_tokens, (num_heads + 1) width], rotated: queries and one key, which is stored already.
@@ -485,7 +486,7 @@ class CpuKernels:
         return y
 
     def gather(self, ids: Tensor, weight: Tensor, *, in_size: int, out_size: int) -> Tensor:
-        """Rows `ids` of a packed matrix: [num_tokens, in_size]."""
+        """Return rows `ids` of a packed matrix: [num_tokens, in_size]."""
         y = self._output(ids, in_size, weight.dtype)
         args = abi.GatherArgs(
             weight=weight.data_ptr(),
@@ -498,11 +499,11 @@ class CpuKernels:
         return y
 
     def gather_quantized(self, ids: Tensor, args: abi.QuantizedGatherArgs, dtype: torch.dtype) -> Tensor:
-        """The same of a quantised matrix, dequantised; `args` says everything but y."""
+        """Return rows `ids` of a quantised matrix, dequantised; `args` says everything but y."""
         return self._gather_numbers("penstock_gather_quantized", ids, args, dtype)
 
     def gather_blocks(self, ids: Tensor, args: abi.QuantizedGatherArgs, dtype: torch.dtype) -> Tensor:
-        """The same of a matrix in block formats."""
+        """Return rows `ids` of a matrix in block formats, dequantised; `args` says everything but y."""
         return self._gather_numbers("penstock_gather_blocks", ids, args, dtype)
 
     def _gather_numbers(
@@ -514,7 +515,7 @@ class CpuKernels:
         return y
 
     def all_reduce(self, x: Tensor, group: abi.GroupState) -> None:
-        """x [num_tokens, width] becomes the sum of all ranks' x; errors are left in `group`."""
+        """Replace x [num_tokens, width] by the sum of all ranks' x; errors are left in `group`."""
         assert x.is_contiguous()
         args = abi.AllReduceArgs(
             group=ctypes.addressof(group), x=x.data_ptr(), width=x.shape[1], dtype=DTYPES[x.dtype]

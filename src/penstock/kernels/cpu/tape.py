@@ -1,4 +1,4 @@
-"""Calls of kernels, written down once and run again for every step.
+"""The tape of kernel calls, which are written down once and run again for every step.
 
 A forward pass of a stage is some eight kernel calls a layer, always with the same arguments: memory stays
 where it is, and all that changes is in `Step`. So the layers run once in front of a `Tape`, which takes down
@@ -41,7 +41,7 @@ class Tape:
         self._replay_layer: list[Callable[[int], None]] = []
 
     def start_layer(self) -> None:
-        """The outputs that follow take the memory of the layer before."""
+        """Begin a layer: the outputs that follow take the memory of the layer before."""
         self._taken.clear()
         self._layer_starts.append(len(self._calls))
 
@@ -59,10 +59,10 @@ class Tape:
         self._calls.append((kernel, args))
 
     def finish(self, library: ctypes.CDLL, kept: Iterable[object] = ()) -> None:
-        """No more calls follow.
+        """Finish the tape: no more calls follow.
 
         Args:
-            library: of the kernels.
+            library: the library of the kernels.
             kept: whatever else the calls' pointers point to.
         """
         calls = [Call(kernel, ctypes.addressof(args)) for kernel, args in self._calls]
@@ -81,7 +81,7 @@ class Tape:
         self._replay(ctypes.addressof(step))
 
     def replay_layers(self, step: Step, before_layer: Callable[[int], None]) -> None:
-        """The same, and call this before each layer. Nothing may have been taken down before the first."""
+        """Run all calls, and `before_layer` before each layer. Calls must not precede the first layer."""
         assert self._layer_starts[:1] == [0], "there is something before the first layer"
         for layer, replay in enumerate(self._replay_layer):
             before_layer(layer)
@@ -89,7 +89,7 @@ class Tape:
 
 
 def step_memory(num_tokens: int, width: int, dtype: torch.dtype) -> Tensor:
-    """[num_tokens, width]; only what steps really use becomes resident."""
+    """Return memory [num_tokens, width]; only what steps really use becomes resident."""
     pages = zero_pages(
         num_tokens * width * dtype.itemsize, "the activations of a step", "Lower --max-num-batched-tokens."
     )

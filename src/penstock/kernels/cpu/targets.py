@@ -1,4 +1,4 @@
-"""Instruction sets that the kernels can be held to, so that unlike hosts compute the same bits.
+"""The instruction sets that the kernels can be held to, so that unlike hosts compute the same bits.
 
 A build for this very machine (`AUTO`) uses all that its CPU has. A build for a target uses what every CPU of
 that target has, and is tuned for none: two hosts with the same compiler then have the same library. The names
@@ -18,11 +18,11 @@ _V4 = "-march=x86-64-v4"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """What a library can be built for.
+    """The CPU for which a library can be built.
 
     Attributes:
         architecture: as `uname -m` says it; "": of this machine.
-        flags: of the compiler, which replace those for this very machine.
+        flags: flags of the compiler, which replace those for this very machine.
         needs: flags of the CPU that runs it, in the words of /proc/cpuinfo.
         isa: what the library then says of itself (`csrc/run.cpp`); "": that is up to the machine.
     """
