@@ -1,4 +1,4 @@
-"""Types of a tool's arguments, and the JSON of an argument that a model wrote as bare text.
+"""The types of a tool's arguments, and the JSON of an argument that a model wrote as bare text.
 
 In the XML forms of calls a value has no quotes: whether `5` is a number or a string only the tool's JSON
 schema says. A string stays the text that it is. Called by `framed_calls`; `framed_grammar` asks for the same

@@ -108,7 +108,7 @@ class CallReader:
         return len(text)
 
     def finish(self) -> None:
-        """No more text comes: what was read of a call that is not whole is content, or broken."""
+        """End the text: what was read of a call that is not whole becomes content, or broken."""
         raw = "".join(self._raw)
         if self._arguments_at is not None or self._broken_end:
             self._pieces.give("broken", raw)

@@ -11,7 +11,7 @@ tools and all else that a client may hand to the template.
 
 Templates differ in how they take the arguments of former calls of tools: as an object or as JSON text. Which
 one a template takes is found out by trying (`CallForm`). In which form the model itself writes calls and
-thoughts is found in the same way: a call is rendered, and `form_detection` sees who can read it.
+thoughts is found in the same way: a call is rendered, and `form_detection` sees which reader can read it.
 
 Called by `llm` and by the server's routes that take conversations.
 """
@@ -50,11 +50,11 @@ Message = Mapping[str, Any]
 
 
 class CallForm(msgspec.Struct, frozen=True, kw_only=True):
-    """How a template takes former calls of tools.
+    """The form in which a template takes former calls of tools.
 
     Attributes:
         is_text: arguments as JSON text, and not as an object.
-        content: of a message that has calls and no text.
+        content: content of a message that has calls and no text.
     """
 
     is_text: bool = False
@@ -75,7 +75,7 @@ class ChatTemplate(Protocol):
 
     @property
     def reads(self) -> frozenset[str]:
-        """Variables that it looks at; `tools` among them where it takes tools in any way."""
+        """The variables that it looks at; `tools` among them where it takes tools in any way."""
         ...
 
     @property
@@ -96,7 +96,7 @@ class ChatTemplate(Protocol):
         continue_final_message: bool = False,
         **extra: Any,
     ) -> str:
-        """The prompt as text."""
+        """Return the prompt as text."""
         ...
 
     def encode(
@@ -107,7 +107,7 @@ class ChatTemplate(Protocol):
         continue_final_message: bool = False,
         **extra: Any,
     ) -> list[int]:
-        """The prompt as token ids. Raises `InvalidRequestError` where the template refuses the messages."""
+        """Return the prompt as token ids; `InvalidRequestError` where the template refuses the messages."""
         ...
 
 
@@ -205,8 +205,11 @@ class JinjaChatTemplate:
 
     @cached_property
     def call_form(self) -> CallForm:
-        """The way in which the template shows a call: arguments that are text keep their spelling in JSON; a
-        template that writes them in a way of its own is given an object."""
+        """The way in which the template shows a call.
+
+        Arguments that are text keep their spelling in JSON; a template that writes them in a way of its own
+        is given an object.
+        """
         text, text_form = self._shown_with(is_text=True)
         shown, form = self._shown_with(is_text=False)
         is_own_way = bool(shown) and not _ARGUMENTS_AS_JSON.search(shown)

@@ -1,4 +1,4 @@
-"""Token ids to text, piece by piece, without losing or doubling a byte.
+"""The way from token ids to text, piece by piece, without losing or doubling a byte.
 
 A token is a run of *bytes*, not of characters: one character may be spread over several tokens. A
 `Detokenizer` therefore joins bytes, gives out whole characters and keeps an unfinished one until its last
@@ -34,16 +34,16 @@ class Detokenizer(Protocol):
     """Turns the ids of one sequence into text as they come."""
 
     def feed(self, token_ids: Iterable[int]) -> str:
-        """The characters that these ids complete."""
+        """Return the characters that these ids complete."""
         ...
 
     def finish(self) -> str:
-        """What is left when no more ids come: unfinished bytes, as U+FFFD."""
+        """Return what is left when no more ids come: unfinished bytes, as U+FFFD."""
         ...
 
 
 class NoText:
-    """For requests that want no text, and for models without a tokenizer."""
+    """A detokenizer for requests that want no text, and for models without a tokenizer."""
 
     def feed(self, token_ids: Iterable[int]) -> str:
         return ""
@@ -110,7 +110,7 @@ class ByteDetokenizer:
 
 
 class WindowDetokenizer:
-    """For decoders that are no plain byte join (WordPiece, Metaspace, ...): decodes a short window again.
+    """A detokenizer for decoders that do more than join bytes (WordPiece, Metaspace, ...).
 
     The window reaches back to the last point where text was given out, and one delta more for context; what
     the new ids add to the window's text is the delta. Text that ends in U+FFFD is held back, for as many ids
@@ -148,7 +148,7 @@ class WindowDetokenizer:
 
 
 def byte_level_alphabet() -> dict[str, int]:
-    """The printable character that stands for each byte in byte-level vocabularies (GPT-2's published map).
+    """Return the printable character for each byte in byte-level vocabularies (GPT-2's published map).
 
     Bytes that print stand for themselves; the others, in order, take the code points from 256 on.
     """
@@ -160,7 +160,7 @@ def byte_level_alphabet() -> dict[str, int]:
 
 
 def byte_level_piece(token: str, alphabet: dict[str, int]) -> bytes:
-    """Bytes of a byte-level token; a token with other characters (an added one) is its own UTF-8."""
+    """Return the bytes of a byte-level token; one with other characters (an added one) is its UTF-8."""
     try:
         return bytes([alphabet[character] for character in token])
     except KeyError:
@@ -168,7 +168,7 @@ def byte_level_piece(token: str, alphabet: dict[str, int]) -> bytes:
 
 
 def byte_fallback_piece(token: str) -> bytes:
-    """Bytes of a sentencepiece-like token: `<0xE2>` is that byte, U+2581 is a space."""
+    """Return the bytes of a sentencepiece-like token: `<0xE2>` is that byte, U+2581 is a space."""
     if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
         try:
             return bytes.fromhex(token[3:5])

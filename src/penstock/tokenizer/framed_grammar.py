@@ -1,4 +1,4 @@
-"""Grammars of calls whose arguments stand between marks: the parts that `tool_grammar` puts together.
+"""The grammars of calls whose arguments stand between marks: the parts that `tool_grammar` puts together.
 
 A value is bound as far as its form allows. What is JSON, in any form, follows its schema. Text between tags
 is bound where the schema lists its strings, and else reaches up to the tag that ends it. Of Gemma's literals
@@ -89,7 +89,7 @@ def arguments_rules(frame: Frame, ids: Ids, schema: Schema | None, index: int) -
 
 
 def gemma_rules(quote: str, ids: Ids) -> Iterator[str]:
-    """The rules of any value of Gemma."""
+    """Yield the rules of any value of Gemma."""
     yield "gemma: gemma_text | gemma_number | gemma_list | gemma_object"
     yield from _text_rules("gemma_text", quote, ids, before=written(quote, ids))
     yield 'gemma_number: "true" | "false" | "null" | /-?(0|[1-9][0-9]{0,20})(\\.[0-9]{1,20})?/'

@@ -1,4 +1,4 @@
-"""What an answer is made of, as it comes: content, reasoning and calls of tools.
+"""The pieces of an answer, as it comes: content, reasoning and calls of tools.
 
 `reasoning` and `tool_calls` give pieces; `server.openai.message_reader` makes messages and deltas of them.
 """
@@ -56,7 +56,7 @@ class PieceList:
         self._content_end = end
 
     def taken(self) -> list[Piece]:
-        """All of them, which are not here any more."""
+        """Return all pieces, and remove them."""
         self._end_content()
         pieces, self._pieces = self._pieces, []
         return pieces
@@ -69,8 +69,10 @@ class PieceList:
 
 
 def partial_marker(text: str, marker: str, pos: int = 0) -> int:
-    """Where the end of the text, from `pos` on, may be the beginning of the marker; its length where it is
-    not."""
+    """Return where the end of the text may be the beginning of the marker.
+
+    Only the text from `pos` on counts; the length of the text where there is no such end.
+    """
     for length in range(min(len(marker) - 1, len(text) - pos), 0, -1):
         if text.endswith(marker[:length]):
             return len(text) - length

@@ -30,11 +30,11 @@ class Splitter(Protocol):
         ...
 
     def feed(self, text: str) -> list[Piece]:
-        """What these characters bring: reasoning, then content."""
+        """Return the pieces that these characters bring: reasoning, then content."""
         ...
 
     def finish(self) -> list[Piece]:
-        """What was held back, when no more text comes."""
+        """Return what was held back, when no more text comes."""
         ...
 
 
@@ -51,7 +51,7 @@ def reasoning_splitter(form: ReasoningFormat, *, is_open: bool) -> Splitter:
 
 
 class AroundAnswer:
-    """Leaves out what a model writes around the text of its answer.
+    """A splitter that leaves out what a model writes around the text of its answer.
 
     Args:
         inner: splits the answer.
@@ -117,10 +117,10 @@ class AroundAnswer:
 
 
 class ReasoningSplitter:
-    """Of one answer.
+    """A splitter of one answer.
 
     Args:
-        form: the model's.
+        form: the model's form of reasoning.
         is_open: the answer begins inside of the reasoning, since the prompt has opened it.
     """
 
@@ -141,7 +141,7 @@ class ReasoningSplitter:
         return self._state in ("opened", "reasoning")
 
     def feed(self, text: str) -> list[Piece]:
-        """What these characters bring: reasoning, then content."""
+        """Return the pieces that these characters bring: reasoning, then content."""
         if self._state == "content":
             return [Piece("content", text)] if text else []
         text, self._held = self._held + text, ""
@@ -159,7 +159,7 @@ class ReasoningSplitter:
         return pieces
 
     def finish(self) -> list[Piece]:
-        """What was held back, when no more text comes."""
+        """Return what was held back, when no more text comes."""
         held, self._held = self._held, ""
         if not held:
             return []

@@ -29,7 +29,7 @@ class StopScanner(Protocol):
     def feed(self, text: str) -> Scan: ...
 
     def finish(self) -> str:
-        """Text held back, when no more comes."""
+        """Return text that was held back, when no more comes."""
         ...
 
 

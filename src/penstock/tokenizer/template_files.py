@@ -36,7 +36,7 @@ class _TokenizerConfig(msgspec.Struct, frozen=True):
 
 
 def load_chat_template(model: Path, tokenizer: Tokenizer, file: str | None = None) -> ChatTemplate:
-    """The chat template of a model, or of `file` where that is given.
+    """Return the chat template of a model, or of `file` where that is given.
 
     Args:
         model: its directory, or a GGUF file.

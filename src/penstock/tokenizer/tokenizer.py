@@ -1,4 +1,4 @@
-"""Text to token ids, and the makings of the way back.
+"""The tokenizer: text to token ids, and the detokenizers for the way back.
 
 `load_tokenizer(model)` reads `tokenizer.json`, or what `sources.model_files` makes of another vocabulary, by
 the tokenizers library. A directory without a vocabulary gives a `Tokenizer` that takes token ids only.
@@ -60,18 +60,18 @@ class TokenizerFile(msgspec.Struct, frozen=True):
 
 
 class Tokenizer(Protocol):
-    """What the engine's fronts need of a tokenizer. Safe to call from several threads."""
+    """The part of a tokenizer that the engine's fronts need. Safe to call from several threads."""
 
     @property
     def special_tokens(self) -> list[str]: ...
 
     @property
     def added_token_ids(self) -> dict[str, int]:
-        """Tokens that were added to the vocabulary, special ones and others."""
+        """The tokens that were added to the vocabulary, special ones and others."""
         ...
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Ids of text that a user wrote; special tokens in it are text.
+        """Return the ids of text that a user wrote; special tokens in it are text.
 
         Args:
             add_special_tokens: let the tokenizer add its own (a beginning-of-sequence id).
@@ -79,21 +79,21 @@ class Tokenizer(Protocol):
         ...
 
     def encode_trusted(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Ids of text in which special tokens mean themselves."""
+        """Return the ids of text in which special tokens mean themselves."""
         ...
 
     def decode(self, token_ids: list[int], *, skip_special_tokens: bool = True) -> str:
-        """Text of a whole sequence."""
+        """Return the text of a whole sequence."""
         ...
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Bytes that one token stands for, special ones too (for log-probabilities)."""
+        """Return the bytes that one token stands for, special ones too (for log-probabilities)."""
         ...
 
     def detokenizer(
         self, prompt_token_ids: list[int], *, skip_special_tokens: bool = True, shown: Sequence[str] = ()
     ) -> Detokenizer:
-        """A detokenizer for the sequence that follows this prompt.
+        """Return a detokenizer for the sequence that follows this prompt.
 
         Args:
             shown: special tokens that are not skipped; other names are ignored.
@@ -267,7 +267,7 @@ def _encode(tokenizer: tokenizers.Tokenizer, text: str, add_special_tokens: bool
 
 
 def special_pattern(tokenizer: Tokenizer) -> re.Pattern[str]:
-    """Matches each special token longer than one character; matches nothing where there are none."""
+    """Return a pattern of all special tokens longer than one character; it matches nothing without any."""
     tokens = sorted((token for token in tokenizer.special_tokens if len(token) > 1), key=len, reverse=True)
     return re.compile("|".join(map(re.escape, tokens)) or r"(?!)")
 

@@ -11,10 +11,10 @@ What is a call:
 - in families without such a marker, the same as the beginning of the answer, if the name is a tool of the
   request.
 
-Arguments reach from their first bracket to the one that closes it, word for word. All that is no call is
+Arguments reach from their first bracket to the one that closes it, word for word. All that is not a call is
 content, word for word too, but for white space beside calls. A call that breaks off, or whose arguments
 turn out to be no JSON, is followed by a piece `broken` with all of its text, the brackets and the marker that
-close it included, so that who has not yet shown the call can give the text instead.
+close it included, so that a caller that has not yet shown the call can show the text instead.
 
 Each character is looked at a bounded number of times, however many markers there are, and however the text
 was cut. How a call is read is `call_reader`'s. Called by `server.openai.message_reader`.
@@ -34,7 +34,7 @@ _SPACE = re.compile(f"[{SPACES}]*")
 
 
 class MarkerFinder:
-    """Markers in one text, from left to right.
+    """Finds markers in one text, from left to right.
 
     Attributes:
         num_scanned: characters that were looked at, for all markers together.
@@ -46,7 +46,7 @@ class MarkerFinder:
         self._next = dict.fromkeys(markers, -1)  # where each stands next; the text's end: nowhere
 
     def first(self, pos: int) -> tuple[int, str]:
-        """Where the first one at or behind `pos`, which never falls, stands, and which; "" for none."""
+        """Return place and text of the first marker at or behind `pos`, which never falls; "" for none."""
         for marker, at in self._next.items():
             if at < pos:
                 self._next[marker] = self._find(marker, pos)
@@ -62,12 +62,12 @@ class MarkerFinder:
 
 
 class ToolCallParser:
-    """Of one answer.
+    """Finds the calls in one answer.
 
     Args:
-        form: of the model's calls.
+        form: form of the model's calls.
         names: tools of the request.
-        schemas: of the arguments of each, by its name: text without quotes is typed by them.
+        schemas: schemas of the arguments of each, by its name: text without quotes is typed by them.
 
     Attributes:
         num_sound: calls that are whole, with arguments that are a JSON object.
@@ -91,7 +91,7 @@ class ToolCallParser:
         self._reader: CallReader | None = None  # of calls that have begun, perhaps
 
     def feed(self, text: str) -> list[Piece]:
-        """What these characters bring."""
+        """Return the pieces that these characters bring."""
         self._num_fed += len(text)
         text, self._partial = self._partial + text, ""
         self._base = self._num_fed - len(text)
@@ -105,7 +105,7 @@ class ToolCallParser:
         return self._pieces.taken()
 
     def finish(self) -> list[Piece]:
-        """What was held back, when no more text comes."""
+        """Return what was held back, when no more text comes."""
         if self._reader is not None:
             self._reader.finish()
             self._pieces.give_content(self._reader.content, self._num_fed)

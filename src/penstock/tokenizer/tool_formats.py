@@ -17,7 +17,7 @@ _TOKEN = re.compile(r"<[^<>\s]+>|\[/?[A-Z_]+\]")  # what may be one token among 
 
 
 class Tags(msgspec.Struct, frozen=True, kw_only=True):
-    """How a family writes arguments that are bare text, each between tags.
+    """The form of arguments that are bare text, each between tags.
 
     Attributes:
         key_open: before the name of an argument.
@@ -56,7 +56,7 @@ class Tags(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Frame(msgspec.Struct, frozen=True, kw_only=True):
-    """What stands around the name and the arguments of a call that is not one JSON object.
+    """The frame around the name and the arguments of a call that is not one JSON object.
 
     Line ends in these texts are the family's; a reader takes any white space in their place.
 

@@ -1,10 +1,12 @@
-"""A grammar that makes a model call tools in its family's own form: for `tool_choice` and for strict tools,
-and for structured output in place of calls; and one for structured output behind reasoning.
+"""The grammar that makes a model call tools in its family's own form.
+
+It serves `tool_choice` and strict tools, structured output in place of calls, and structured output behind
+reasoning.
 
 The text is Lark as llguidance takes it. Markers that are one token of the model are asked for by id, so
 that the model writes what it was trained on; the parser of `tool_calls` reads every text that the grammar
 lets through. Spaces are those of the chat templates (`", "` and `": "`). Called by `server.openai.tools` and
-`server.openai.structured`; who compiles the grammar bounds it.
+`server.openai.structured`; the compiler of the grammar bounds it.
 """
 
 from __future__ import annotations
@@ -59,7 +61,7 @@ class CallTask(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def call_grammar(task: CallTask, syntax: ModelSyntax) -> str:
-    """The grammar of an answer; `syntax.tools` is not None."""
+    """Return the grammar of an answer; `syntax.tools` is not None."""
     form, ids = syntax.tools, syntax.marker_ids
     assert form is not None
     channels = syntax.reasoning if syntax.reasoning is not None and syntax.reasoning.messages else None
@@ -91,10 +93,10 @@ def call_grammar(task: CallTask, syntax: ModelSyntax) -> str:
 def reasoned_grammar(
     structured: StructuredOutputs, reasoning: ReasoningFormat, ids: Mapping[str, int], *, is_open: bool
 ) -> str | None:
-    """The grammar of reasoning and then this text; None for a text that is given by a pattern or a grammar.
+    """Return the grammar of reasoning and then this text; None for a pattern or a grammar.
 
     Args:
-        ids: of markers that are one token.
+        ids: ids of markers that are one token.
         is_open: the prompt has opened the reasoning; else there may be none.
     """
     answer = answer_rule(structured)
@@ -107,12 +109,12 @@ def reasoned_grammar(
 
 
 def has_rule(structured: StructuredOutputs) -> bool:
-    """Whether this text can be a part of a larger one; one given by a pattern or a grammar cannot."""
+    """Return whether this text can be a part of a larger one; one given by a pattern or a grammar cannot."""
     return structured.choice is not None or structured.json is not None or structured.json_object
 
 
 def answer_rule(structured: StructuredOutputs) -> str | None:
-    """What stands behind the colon of a rule for this text; None for one given by a pattern or a grammar."""
+    """Return the right side of a rule for this text; None for one given by a pattern or a grammar."""
     if structured.choice is not None:
         return " | ".join(map(json.dumps, structured.choice))
     if not has_rule(structured):

@@ -53,7 +53,7 @@ class Tokens:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ByteLevel:
-    """How tokens that spell bytes are made (`detokenizer.byte_level_alphabet`).
+    """The making of tokens that spell bytes (`detokenizer.byte_level_alphabet`).
 
     Attributes:
         merges: pairs that are joined, the first one first.
@@ -70,7 +70,7 @@ class ByteLevel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spaces:
-    """What SentencePiece does with a text before it looks for pieces.
+    """The treatment of spaces in a text before SentencePiece looks for pieces.
 
     Attributes:
         prefix: "" for no space before a text, "each" for one before each stretch between special tokens,
@@ -88,7 +88,7 @@ class Spaces:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pieces:
-    """How tokens that spell text are made.
+    """The making of tokens that spell text.
 
     Attributes:
         merges: pairs that are joined, the first one first. None of a unigram model.

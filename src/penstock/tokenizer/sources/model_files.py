@@ -2,8 +2,8 @@
 
 A model is a directory or a GGUF file. `tokenizer_content` returns a `tokenizer.json`, as it is or written
 from another source; `tokenizer_config_content` does the same for `tokenizer_config.json`. Called by
-`tokenizer.tokenizer`, `tokenizer.vocabularies`, `grammar.matcher` and whoever hands these files to other
-hosts. What reads GGUF and SentencePiece is imported where it is used, because numpy is slow to import.
+`tokenizer.tokenizer`, `tokenizer.vocabularies`, `grammar.matcher` and the code that sends these files to
+other hosts. What reads GGUF and SentencePiece is imported where it is used, because numpy is slow to import.
 """
 
 from __future__ import annotations

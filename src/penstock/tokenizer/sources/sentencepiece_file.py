@@ -1,4 +1,4 @@
-"""What is in a SentencePiece model file (`tokenizer.model`): a protocol buffer, read here by hand.
+"""The content of a SentencePiece model file (`tokenizer.model`): a protocol buffer, read here by hand.
 
 A message is a list of fields, each with a number and a kind of coding; what is not needed is passed over.
 Lengths are compared with what is there before anything is taken. Called by

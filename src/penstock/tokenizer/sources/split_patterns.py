@@ -1,4 +1,4 @@
-r"""Where byte-level vocabularies cut a text into words, by the names that GGUF files give to the rules.
+r"""The rules by which byte-level vocabularies cut a text into words, by the names that GGUF files give them.
 
 A rule is a list of patterns. Each cuts every piece that the ones before it left: what a pattern matches is a
 word, and so is what lies between two matches. They are the patterns that the models' own tokenizers were
@@ -83,7 +83,7 @@ _DEEPSEEK_LLM = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SplitRule:
-    """How one kind of vocabulary cuts a text into words.
+    """The rule by which one kind of vocabulary cuts a text into words.
 
     Attributes:
         patterns: each cuts what the ones before it left.

@@ -1,4 +1,4 @@
-"""What a model directory says of its tokenizer beside the vocabulary.
+"""The settings of a tokenizer in a model directory, beside the vocabulary.
 
 Read from `tokenizer_config.json`, `added_tokens.json` and `config.json`, whichever there are. Called by the
 sources of vocabularies that do not say it themselves.
