@@ -56,7 +56,7 @@ class TalkSettings:
         return Target.parse(self.url, first_key(self.api_key), self.ca_file)
 
     def body(self, model: str) -> dict[str, Any]:
-        """The fields of a request that do not depend on its text."""
+        """Return the fields of a request that do not depend on its text."""
         given = {
             "max_tokens": self.max_tokens,
             "temperature": self.temperature,
@@ -80,7 +80,7 @@ def chat(
     system_prompt: Annotated[str, flag("first message", "--system-prompt", group="chat")] = "",
     invocation: Annotated[Invocation, Parameter(parse=False)],
 ) -> int:
-    """The command `chat`."""
+    """Run the command `chat`."""
     target = talk.target()
     model = served_model(target, talk.model_name, talk.timeout).id
     body = talk.body(model)
@@ -108,7 +108,7 @@ def complete(
     quick: Annotated[str | None, flag("the prompt, as in vLLM", "--quick", "-q", group="complete")] = None,
     invocation: Annotated[Invocation, Parameter(parse=False)],
 ) -> int:
-    """The command `complete`: one prompt from the command line or a pipe, or one after another."""
+    """Run the command `complete`: one prompt from the command line or a pipe, or one after another."""
     target = talk.target()
     body = talk.body(served_model(target, talk.model_name, talk.timeout).id)
 
@@ -137,7 +137,7 @@ def complete(
 
 
 def line_reader(invocation: Invocation) -> Any:
-    """Reads a line with editing and history where input is a terminal; plain lines otherwise."""
+    """Return a reader of lines, with editing and history where input is a terminal."""
     if invocation.stdin.isatty() and invocation.stdin is sys.stdin:
         import readline  # noqa: F401  (importing it gives `input` line editing)
 
@@ -155,7 +155,7 @@ def _plain_line(invocation: Invocation, prompt: str) -> str:
 
 
 def read_answer(events: Iterator[Mapping[str, Any]], text_of: Any) -> AnswerStream:
-    """Text of a streamed answer, chunk by chunk; returns how it ended."""
+    """Yield the text of a streamed answer, chunk by chunk; return how it ended."""
     reason, tokens = "", None
     try:
         for event in events:

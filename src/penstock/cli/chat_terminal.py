@@ -19,7 +19,7 @@ HELP = "/exit leaves, /clear forgets the conversation, /help shows this. Ctrl-C 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerEnd:
-    """How an answer ended. `tokens` is None where the server did not tell."""
+    """The end of an answer. `tokens` is None where the server did not tell."""
 
     finish_reason: str
     tokens: int | None
@@ -62,7 +62,7 @@ class ChatTerminal:
         return list(self._messages)
 
     def run(self) -> int:
-        """Talk until /exit, the end of input, or Ctrl-C at the prompt. Returns the exit code."""
+        """Run until /exit, the end of input, or Ctrl-C at the prompt. Returns the exit code."""
         self._invocation.say(HELP)
         while True:
             try:
@@ -83,7 +83,7 @@ class ChatTerminal:
             self.turn(line)
 
     def turn(self, text: str) -> None:
-        """One question and its answer. A failed turn leaves the conversation as it was."""
+        """Ask one question and show its answer. A failed turn leaves the conversation as it was."""
         self._messages.append({"role": "user", "content": text})
         try:
             answer = show_answer(self._ask(self._messages), self._invocation)

@@ -1,4 +1,4 @@
-"""HTTPS for the commands that talk to a running server: whom they trust, and what they say when they do not.
+"""The HTTPS of commands that talk to a running server: the authorities they trust, and their refusals.
 
 Trusted are the authorities of the system, or of `SSL_CERT_FILE` and `SSL_CERT_DIR` in the environment, and
 those of `--ca-file`. A server's name is always checked.

@@ -1,4 +1,4 @@
-"""`penstock doctor` and `penstock version`: is this machine, and this model directory, fit to serve?
+"""The commands `penstock doctor` and `penstock version`: they check if this machine is fit to serve a model.
 
 Called by `cli`. Every check is a function that returns `Finding`s and raises nothing but errors of ours; what
 it looks at comes in as an argument where a test needs another answer. Never imports torch: versions are read
@@ -58,7 +58,7 @@ _COLOURS: dict[Level, str] = {"ok": "green", "warn": "yellow", "fail": "red"}
 @Parameter(name="*")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DoctorSettings:
-    """What is looked at beside the engine's own settings."""
+    """The things that are checked beside the engine's own settings."""
 
     host: Annotated[str, flag("address that will be used", "--host", group="doctor")] = "127.0.0.1"
     port: Annotated[int, flag("port that will be used", "--port", group="doctor")] = 8000
@@ -76,7 +76,7 @@ def doctor(
     invocation: Annotated[Invocation, Parameter(parse=False)],
     **given: Any,
 ) -> int:
-    """The command. Returns 1 if anything fails, else 0. Raises `UsageError` for what no model could have."""
+    """Run the command. Returns 1 if anything fails, else 0. Raises `UsageError` for impossible settings."""
     config = configured_engine(given, model or "")
     findings = [*check_machine(settings, config.parallel), *(check_model(config) if model else ())]
     if joining.join:  # a worker needs no port for clients
@@ -87,7 +87,7 @@ def doctor(
 
 
 def version(*, invocation: Annotated[Invocation, Parameter(parse=False)]) -> int:
-    """The command `version`: ours, Python's and torch's."""
+    """Run the command `version`: ours, Python's and torch's."""
     torch = installed_version("torch") or "not installed"
     invocation.say(f"penstock {__version__}   python {platform.python_version()}   torch {torch}")
     return 0
@@ -104,7 +104,7 @@ def show(findings: Iterable[Finding], invocation: Invocation) -> None:
 
 
 def check_machine(settings: DoctorSettings, parallel: ParallelConfig) -> list[Finding]:
-    """All checks that need no model."""
+    """Run all checks that need no model."""
     host = HostResources.detect()
     return [
         check_python(sys.version_info[:3]),
@@ -123,7 +123,7 @@ def check_machine(settings: DoctorSettings, parallel: ParallelConfig) -> list[Fi
 
 
 def installed_version(package: str) -> str | None:
-    """Version of a distribution, without importing it."""
+    """Return the version of a distribution, without importing it."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -168,7 +168,7 @@ def check_packages(versions: dict[str, str | None]) -> Finding:
 
 
 def check_kernel(subject: str, attempt: Callable[[], None], what: str) -> Finding:
-    """Whether the kernel, or what confines us, lets us use one of its calls."""
+    """Return whether the kernel, or what confines us, lets us use one of its calls."""
     try:
         attempt()
     except (OSError, AttributeError) as error:
@@ -200,7 +200,7 @@ def _try_pidfd() -> None:
 
 
 def check_cpu_kernels(loaded: LoadedKernels) -> Finding:
-    """Which of our kernels run here, and why. Nothing fails for want of them."""
+    """Return which of our kernels run here, and why. Nothing fails for want of them."""
     if loaded.library is None:
         return Finding("warn", "kernels", f"none: {loaded.reason}; {WITHOUT_KERNELS}", loaded.remedy)
     level: Level = "warn" if loaded.remedy else "ok"
@@ -219,7 +219,7 @@ def check_descriptors(limits: tuple[int, int]) -> Finding:
 
 
 def check_port(host: str, port: int) -> Finding:
-    """Whether we can listen there. The key rule does not matter here."""
+    """Return whether we can listen there. The key rule does not matter here."""
     try:
         listen(ServerConfig(host=host, port=port, insecure=True)).close()
     except PenstockError as error:
@@ -228,7 +228,7 @@ def check_port(host: str, port: int) -> Finding:
 
 
 def check_model(config: EngineConfig) -> list[Finding]:
-    """All checks of a model and its layout; the first failure of a step ends those that need it."""
+    """Run all checks of a model and its layout; the first failure of a step ends those that need it."""
     findings: list[Finding] = []
     try:
         directory = resolve_model_directory(config.model.model)
@@ -265,7 +265,7 @@ def describe_file(path: Path) -> str:
 
 
 def check_vocabulary(model: Path) -> Finding:
-    """The vocabulary. One that is not a `tokenizer.json` is translated, as it is when the model is served."""
+    """Check the vocabulary. One that is not a `tokenizer.json` is translated, as it is for serving."""
     file = vocabulary_file(model)
     subject = "vocabulary" if model.is_file() else file.name if file is not None else "tokenizer.json"
     if file is None:
@@ -283,7 +283,7 @@ def check_vocabulary(model: Path) -> Finding:
 
 
 def check_template(model: Path, given: str | None) -> list[Finding]:
-    """The chat template, which is compiled; what is given by `--chat-template` counts before the model's."""
+    """Check the chat template, which is compiled; `--chat-template` counts before the model's."""
     from penstock.tokenizer.chat_template import AbsentChatTemplate  # here: tokenizers is slow to import
     from penstock.tokenizer.template_files import load_chat_template
     from penstock.tokenizer.tokenizer import AbsentTokenizer
@@ -298,7 +298,7 @@ def check_template(model: Path, given: str | None) -> list[Finding]:
 
 
 def check_weights(model: Path, spec: ModelSpec) -> Finding:
-    """Headers of all files with weights. Raises `CheckpointError`; reads no tensor data."""
+    """Check the headers of all files with weights. Raises `CheckpointError`; reads no tensor data."""
     if not model.is_dir():
         from penstock.gguf.file import GgufFile  # here: numpy is slow to import
 
@@ -363,7 +363,7 @@ def check_room(num_bytes: float, free_bytes: int) -> list[Finding]:
 
 
 def check_gpus(devices: Iterable[str], num_gpus: int) -> list[Finding]:
-    """Those that the ranks are to run on and that are not there; their numbers begin at 0."""
+    """Return findings about GPUs that ranks are to run on and that are missing; numbers begin at 0."""
     wanted = {device for device in devices if device.startswith("cuda")}
     missing = sorted(device for device in wanted if int(device.partition(":")[2] or 0) >= num_gpus)
     if not missing:

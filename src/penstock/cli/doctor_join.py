@@ -1,4 +1,4 @@
-"""`penstock doctor --join`: could this host serve as a worker of that head, and what lies between the two?
+"""The command `penstock doctor --join`: whether this host could serve as a worker, and the way to the head.
 
 Called by `cli.doctor`. `hosts.network.visiting` looks; here is said what it means, and what to do about it.
 """
@@ -30,7 +30,7 @@ _GROUP = "join"
 @Parameter(name="*")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JoinSettings:
-    """How this host would join a head; as for `penstock worker`."""
+    """The settings with which this host would join a head; as for `penstock worker`."""
 
     join: Annotated[str, flag("ADDRESS:PORT of a head to look at", "--join", group=_GROUP)] = ""
     join_token_file: Annotated[
@@ -51,7 +51,7 @@ NO_JOIN = JoinSettings()
 
 
 def check_join(settings: JoinSettings) -> list[Finding]:
-    """All checks of a head and of the way to it; none where no head is given.
+    """Run all checks of a head and of the way to it; none where no head is given.
 
     Raises:
         UsageError: a setting cannot be used.

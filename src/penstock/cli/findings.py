@@ -1,4 +1,4 @@
-"""What a check of `penstock doctor` has found: a line of its report, and what to do about it."""
+"""The finding of a check of `penstock doctor`: a line of its report, and its remedy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Flags of commands: those that a command writes down itself, and those that the configs declare.
+"""The flags of commands: those that a command writes down itself, and those that the configs declare.
 
 `flag` makes one. `with_settings` gives a command a flag for each setting of some configs; what a user gives
 of them reaches the command as keyword arguments by the names of the configs' fields. `config.declared` and

@@ -106,7 +106,7 @@ _PAGES_IN_A_ROW = 6
 
 @dataclass(frozen=True, slots=True)
 class CommandHelp:
-    """What the help of one command says beside its flags.
+    """The help of one command beside its flags.
 
     Attributes:
         common: the flags of the first screen; empty shows all of them there.
@@ -313,7 +313,7 @@ COMMANDS: Mapping[tuple[str, ...], CommandHelp] = {
 
 
 def help_screen(command: tuple[str, ...], arguments: ArgumentCollection, topic: str) -> str:
-    """The help of a command. `topic`: "" for the first screen, "all", or the name of a group of flags.
+    """Return the help of a command. `topic`: "" for the first screen, "all", or a group of flags.
 
     Raises `UsageError` for a topic that does not exist.
     """

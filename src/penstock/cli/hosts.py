@@ -1,4 +1,4 @@
-"""`penstock hosts ls`, `revoke`, `revoke-tokens` and `new-token`: who may join a head.
+"""The commands `penstock hosts ls`, `revoke`, `revoke-tokens` and `new-token`, about admission to a head.
 
 Called by `cli`, on the machine of the head. The first three read and change the book in the head's state
 directory (`trust.admission`), which the head reads each second. `new-token` makes what a head makes at its

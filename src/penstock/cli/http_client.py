@@ -1,4 +1,4 @@
-"""HTTP for the commands that talk to a running server: a JSON call, and a stream of events.
+"""The HTTP of commands that talk to a running server: a JSON call, and a stream of events.
 
 Used by `cli_chat`, `chat_terminal` and `bench.online` (for the model list). Standard library only, blocking,
 one connection per call. `bench.http_stream` is the client for many streams at once.
@@ -58,7 +58,7 @@ class ServedModelCard:
 
 
 def served_model(target: Target, name: str | None, timeout_s: float = 30.0) -> ServedModelCard:
-    """The card of the named model, or of the first that the server lists.
+    """Return the card of the named model, or of the first that the server lists.
 
     Raises `NotFoundError` naming the models there are; `PeerError` kinds when the server does not answer.
     """
@@ -107,7 +107,7 @@ def _health(target: Target) -> tuple[int, str]:
 
 
 def first_key(keys: str) -> str:
-    """The key to send, of a setting that may list several for the server (as in PENSTOCK_API_KEY)."""
+    """Return the key to send, of a setting that may list several for the server."""
     return keys.split(",")[0].strip()
 
 
@@ -133,7 +133,7 @@ def get_json(target: Target, path: str, timeout_s: float) -> dict[str, Any]:
 def stream_json(
     target: Target, path: str, body: Mapping[str, Any], timeout_s: float
 ) -> Iterator[dict[str, Any]]:
-    """Events of a streaming POST, each a JSON object, up to `[DONE]`.
+    """Yield the events of a streaming POST, each a JSON object, up to `[DONE]`.
 
     Closing the iterator closes the connection, which ends the request in the server.
     Raises what the server answered, an in-stream error included, and `LinkClosedError` for a cut stream.

@@ -21,7 +21,7 @@ AHEAD_SECONDS = 900.0  # nobody waits for it, so a slow machine may take its tim
 
 
 def kernels_build(*, invocation: Annotated[Invocation, Parameter(parse=False)]) -> int:
-    """The command. Returns 0 with a tested library in the cache, else 1."""
+    """Run the command. Returns 0 with a tested library in the cache, else 1."""
     result = build(invocation.environ, Machine.detect(), seconds=AHEAD_SECONDS)
     loaded = load_built(result)
     if loaded.library is None or not isinstance(result, Built):
@@ -33,7 +33,7 @@ def kernels_build(*, invocation: Annotated[Invocation, Parameter(parse=False)]) 
 
 
 def kernels_clear(*, invocation: Annotated[Invocation, Parameter(parse=False)]) -> int:
-    """The command. Returns 0 with no library left in the cache, else 1."""
+    """Run the command. Returns 0 with no library left in the cache, else 1."""
     try:
         folder = cache_folder(invocation.environ)
         count, size = BuildCache.open(folder).clear()

@@ -1,4 +1,4 @@
-"""What `penstock worker` is where a launcher has started it on all hosts at once: the head, or a worker.
+"""The role of `penstock worker` where a launcher has started it on all hosts at once: head or worker.
 
 The first process becomes the head: it runs `penstock serve` with the words that its user has put behind `--`,
 and with those that follow from the launcher. The others join it as workers, wait for it as long as it takes
@@ -68,8 +68,9 @@ class Launched:
         return own if self._place.host or not self._is_launched else f"{own}-{self._place.number}"
 
     def tokens(self, path: Path | None, settle: Callable[[], object]) -> Tokens:
-        """Return where the join token comes from: the file that is named, the environment, or a user. Who is
-        launched cannot be asked.
+        """Return the source of the join token: the file that is named, the environment, or a user.
+
+        A process that was launched cannot ask a user.
 
         Args:
             settle: as `GivenTokens` has it.
@@ -87,10 +88,10 @@ class Launched:
             )
 
     def serve(self, words: Sequence[str], token_file: Path | None, run: Run, invocation: Invocation) -> int:
-        """Be the head: run `penstock serve`.
+        """Run as the head: run `penstock serve`.
 
         Args:
-            words: of its command line, the model first.
+            words: words of its command line, the model first.
             run: runs a command line.
         """
         if not words:

@@ -38,7 +38,7 @@ _VERBOSE_FLAGS = frozenset({"-v", "--verbose"})
 
 
 def build_app(invocation: Invocation) -> App:
-    """The tree of commands; each is named by its import path and imported when it is called."""
+    """Return the tree of commands; each is named by its import path and imported when it is called."""
     app = App(
         name="penstock",
         config=[SettingSources(invocation), refuse_fractions],
@@ -82,7 +82,7 @@ def build_app(invocation: Invocation) -> App:
 
 
 def main() -> int:
-    """Entry point of the console script."""
+    """Run the console script."""
     hide_keys(sys.argv[1:], os.environ)
     return run(sys.argv[1:], Invocation.of_process())
 

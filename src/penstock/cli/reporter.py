@@ -1,4 +1,4 @@
-"""What `penstock serve` shows while it starts, runs and ends: plan, a line per stage, address, errors.
+"""The lines that `penstock serve` shows while it starts, runs and ends: plan, stages, address, errors.
 
 `cli.serve` hands one of these to the supervisor as its `Reporter`. On a terminal the loading of all stages
 shares one line that is written again; elsewhere every line stands for itself. Says nothing about single
@@ -142,7 +142,7 @@ class JsonReporter:
 
 
 def plan_lines(engine: EngineConfig, server: ServerConfig) -> list[str]:
-    """Version, model, stages and limits; never a key."""
+    """Return version, model, stages and limits; never a key."""
     sizes = engine.parallel.tp_sizes
     tp = str(sizes[0]) if len(set(sizes)) == 1 else ",".join(map(str, sizes))
     replicas = engine.parallel.data_parallel_size

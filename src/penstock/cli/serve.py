@@ -39,7 +39,7 @@ def serve(
     invocation: Annotated[Invocation, Parameter(parse=False)],
     **given: Any,
 ) -> int:
-    """The command. Returns when the server has ended."""
+    """Run the command. Returns when the server has ended."""
     if given.get("print_config"):
         invocation.stdout.write(config_as_toml(given, model, invocation.origins, __version__))
         return 0

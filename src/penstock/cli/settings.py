@@ -20,7 +20,7 @@ from penstock.errors import UsageError
 
 
 class ProgramConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """What one run of the program does beside serving.
+    """The tasks of one run of the program beside serving.
 
     Attributes:
         config: TOML file of settings.

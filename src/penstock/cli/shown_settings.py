@@ -32,7 +32,7 @@ def config_as_toml(
 
 
 def shown_to_clients(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return every setting by its key, for `/server_info`, which whoever holds an API key may read.
+    """Return every setting by its key, for `/server_info`, which every holder of an API key may read.
 
     Keys and their files are only reported as set or not set. An address is cut to scheme, host and path.
     """

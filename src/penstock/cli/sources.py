@@ -1,4 +1,4 @@
-"""Where settings come from: flag, then environment, then TOML file, then default.
+"""The sources of settings: flag, then environment, then TOML file, then default.
 
 `cli` gives a `SettingSources` to cyclopts as its config step: it runs after the flags are read, fills what
 they left open, and notes the source of every setting in the invocation. `cli.shown_settings` shows them.
@@ -40,13 +40,13 @@ def environment_names(argument: Argument) -> list[str]:
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
-    """A sentence naming the closest of the known words, or an empty one."""
+    """Return a sentence naming the closest of the known words, or an empty one."""
     close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
     return f"Did you mean {close[0]}?" if close else ""
 
 
 class SettingSources:
-    """cyclopts config step: fills settings without a flag from the environment and the `--config` file."""
+    """A config step of cyclopts: it fills settings without a flag from environment and `--config` file."""
 
     def __init__(self, invocation: Invocation) -> None:
         self._invocation = invocation
@@ -115,7 +115,7 @@ def _by_every_name(settings: list[Argument]) -> dict[str, Argument]:
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """The table of a settings file. Raises `UsageError` with the place of the fault."""
+    """Return the table of a settings file. Raises `UsageError` with the place of the fault."""
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:

@@ -1,4 +1,4 @@
-"""What one run of the command line was given and how it speaks: streams, environment, colours, errors.
+"""The invocation of one run of the command line, and its voice: streams, environment, colours, errors.
 
 `cli` makes the one `Invocation` of a run and hands it to the command; tests make their own with string
 streams. Does not parse flags (`cli`, `cli.sources`) and does not print help (`cli.help`).
@@ -28,7 +28,7 @@ _CODES = {"red": "31", "green": "32", "yellow": "33", "bold": "1", "dim": "2"}
 
 @dataclass(frozen=True, slots=True)
 class Style:
-    """Colours for one stream; plain text where the stream is no terminal or `NO_COLOR` is set."""
+    """The colours for one stream; plain text where it is not a terminal or `NO_COLOR` is set."""
 
     enabled: bool
 
@@ -78,7 +78,7 @@ class Invocation:
 
 
 def printable(text: str) -> str:
-    """Text from outside with control characters made visible, so that it cannot steer a terminal or a log."""
+    """Return text from outside with control characters visible, so that it cannot steer a terminal or log."""
     return "".join(char if char in "\n\t" or char.isprintable() else _visible(char) for char in text)
 
 
@@ -87,7 +87,7 @@ def _visible(char: str) -> str:
 
 
 def one_line(text: str) -> str:
-    """`printable`, and on a single line."""
+    """Return `printable` text on a single line."""
     return printable(text).replace("\n", "\\n").replace("\t", " ")
 
 
@@ -100,7 +100,7 @@ _REMEDIES: Sequence[tuple[type[PenstockError], str]] = (
 
 
 def remedy_of(error: PenstockError) -> str:
-    """What to do about the error: its own remedy, or the usual one for its kind."""
+    """Return the remedy of the error: its own, or the usual one for its kind."""
     if error.remedy:
         return error.remedy
     for kind, remedy in _REMEDIES:
@@ -110,7 +110,7 @@ def remedy_of(error: PenstockError) -> str:
 
 
 def exit_code_of(error: PenstockError) -> int:
-    """The error's own code; a request that a server refused for its own reasons counts as a peer's error."""
+    """Return the error's exit code; a server's refusal for its own reasons counts as a peer's error."""
     is_refusal = isinstance(error, RequestError) and error.exit_code == PenstockError.exit_code
     return PeerError.exit_code if is_refusal else error.exit_code
 

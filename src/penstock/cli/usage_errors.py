@@ -1,4 +1,4 @@
-"""What is wrong with a command line, in our own words: no text of the command-line library reaches a user.
+"""The errors of a command line in our own words: no text of the command-line library reaches a user.
 
 Called by `cli.program` for an error of the library. A flag of vLLM, SGLang or llama.cpp is answered from
 `config.foreign_flags` before one that is spelled alike is looked for.

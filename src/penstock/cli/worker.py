@@ -75,7 +75,7 @@ def worker(
     lws: Annotated[bool, flag("the same, in the pods of a LeaderWorkerSet", "--lws", group=_GROUP)] = False,
     invocation: Annotated[Invocation, Parameter(parse=False)],
 ) -> int:
-    """The command. Returns when it is told to end, wherever it is: SIGTERM and Ctrl-C are no failure."""
+    """Run the command. Returns when it is told to end: SIGTERM and Ctrl-C are not failures."""
     from penstock.cli.program import run
     from penstock.hosts.network.interfaces import own_address
     from penstock.hosts.station import WorkerSettings

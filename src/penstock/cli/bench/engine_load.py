@@ -18,7 +18,7 @@ from penstock.workloads.requests import BenchRequest
 
 
 class StreamingEngine(Protocol):
-    """What is needed of `AsyncLLM`."""
+    """The part of `AsyncLLM` that a load needs."""
 
     def generate(
         self, prompt: Any, sampling_params: SamplingParams | None = None, request_id: str | None = None

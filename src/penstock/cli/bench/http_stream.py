@@ -22,10 +22,10 @@ MAX_HEAD_BYTES = 65536
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """Where a server listens, and the headers that every request carries.
+    """The place where a server listens, and the headers that every request carries.
 
     Attributes:
-        context: of HTTPS; None: plain HTTP.
+        context: context of HTTPS; None: plain HTTP.
     """
 
     host: str
@@ -70,7 +70,7 @@ class Target:
 
     @property
     def headers(self) -> dict[str, str]:
-        """Headers of every request. A key never goes into a URL or a log."""
+        """Return the headers of every request. A key never goes into a URL or a log."""
         common = {"Host": self.authority, "Content-Type": "application/json"}
         return common | ({"Authorization": f"Bearer {self.api_key}"} if self.api_key else {})
 
@@ -103,7 +103,7 @@ class ResponseParser:
         return self._read_chunks() if self._chunked else self._read_plain()
 
     def end_of_input(self) -> bool:
-        """The connection has closed; True when the response was whole."""
+        """Note that the connection has closed; return whether the response was whole."""
         if self.status and not self._chunked and self._left is None:
             self.finished = True
         return self.finished
@@ -159,7 +159,7 @@ class ResponseParser:
 
 
 class EventParser:
-    """Server-sent events: `feed` returns the data of the events that the new bytes complete."""
+    """A parser of server-sent events: `feed` returns the data of the events that the new bytes complete."""
 
     def __init__(self) -> None:
         self._buffer = b""
@@ -235,7 +235,7 @@ async def post_stream(
     Raises:
         LinkClosedError: no connection, or it closed before the answer was whole.
         WaitTimeoutError: nothing came for `stall_s` seconds.
-        ProtocolError: the answer is no HTTP/1.1.
+        ProtocolError: the answer is not HTTP/1.1.
     """
     loop = asyncio.get_running_loop()
     request = target.request_bytes(path, body, headers or {})

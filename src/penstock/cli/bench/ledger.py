@@ -59,7 +59,7 @@ _error_answers = msgspec.json.Decoder(_ErrorAnswer)
 
 @dataclass(slots=True, kw_only=True)
 class StreamAccount:
-    """What came back for one request. Times are of one clock, in seconds."""
+    """The account of the answer to one request. Times are of one clock, in seconds."""
 
     index: int
     started_s: float = 0.0
@@ -83,7 +83,7 @@ class StreamAccount:
         return self.error is None and not self.broken and self.dones == 1
 
     def event(self, data: bytes, now: float) -> None:
-        """Book one event. Raises `msgspec.MsgspecError` for data that is no completion chunk."""
+        """Add one event. Raises `msgspec.MsgspecError` for data that is not a completion chunk."""
         self.after_done += self.dones
         if data == DONE:
             self.dones += 1
@@ -110,7 +110,7 @@ class StreamAccount:
             self.add_tokens(choice.token_ids, now)
 
     def add_tokens(self, token_ids: list[int], now: float) -> None:
-        """Book tokens that came at once."""
+        """Add tokens that came at once."""
         if self.token_ids:
             self.chunk_gaps_s.append(now - self.last_token_s)
         else:
@@ -119,7 +119,7 @@ class StreamAccount:
         self.token_ids += token_ids
 
     def refused(self, status: int, body: bytes) -> None:
-        """Book an answer that is not 200."""
+        """Record an answer that is not 200."""
         try:
             self.error = _as_info(_error_answers.decode(body).error, f"HTTP {status}")
         except msgspec.MsgspecError:

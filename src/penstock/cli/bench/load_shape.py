@@ -27,7 +27,7 @@ def whole_numbers(text: str, name: str, least: int = 1) -> list[int]:
     """Return the different numbers of a text such as "1,8,32", in their order.
 
     Raises:
-        UsageError: it is no such list, or a number is below `least`.
+        UsageError: it is not such a list, or a number is below `least`.
     """
     try:
         numbers = list(dict.fromkeys(int(word) for word in text.split(",")))
@@ -44,7 +44,7 @@ def whole_numbers(text: str, name: str, least: int = 1) -> list[int]:
 @Parameter(name="*")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadShape:
-    """Part of the settings of a load."""
+    """A part of the settings of a load."""
 
     burstiness: Annotated[float, flag("1 = Poisson, below 1 = burstier", "--burstiness", group="load")] = 1.0
     max_concurrency: Annotated[

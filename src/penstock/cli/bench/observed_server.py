@@ -1,4 +1,4 @@
-"""What `bench serve` sees of the server besides its answers: its stages' time and memory, and predictions.
+"""The view of `bench serve` on the server besides its answers: its stages' time and memory, and predictions.
 
 Read from `/debug/pipeline` and `/server_info`, for a report alone. A server that has neither gets a report
 without stages.

@@ -67,7 +67,7 @@ class OfflineEngine:
 @Parameter(name="*")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ThroughputSettings:
-    """How much `bench throughput` generates."""
+    """The amount that `bench throughput` generates."""
 
     dataset_name: Annotated[DatasetName, flag("kind of load", "--dataset-name", group="load")] = "random"
     dataset_path: Annotated[Path | None, flag("trace file of the load", "--dataset-path", group="load")] = (
@@ -95,7 +95,7 @@ class ThroughputSettings:
 @Parameter(name="*")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LatencySettings:
-    """What `bench latency` repeats."""
+    """The batch that `bench latency` repeats."""
 
     input_len: Annotated[int, flag("tokens of a prompt", "--input-len", group="load")] = 32
     output_len: Annotated[int, flag("tokens to generate", "--output-len", group="load")] = 128
@@ -118,7 +118,7 @@ def bench_throughput(
     invocation: Annotated[Invocation, Parameter(parse=False)],
     **given: Any,
 ) -> int:
-    """The command `bench throughput`."""
+    """Run the command `bench throughput`."""
     requests = load.requests(vocab_size_of(model, given), given.get("seed", 0))
     config = configured_engine(given, model)
     predicted = _predicted(report, config, requests, invocation)
@@ -165,7 +165,7 @@ def bench_latency(
     invocation: Annotated[Invocation, Parameter(parse=False)],
     **given: Any,
 ) -> int:
-    """The command `bench latency`."""
+    """Run the command `bench latency`."""
     if load.num_iters < 1 or load.num_iters_warmup < 0:
         raise UsageError(f"--num-iters is {load.num_iters}; it must be at least 1, and warm-up at least 0.")
     vocab_size, seed = vocab_size_of(model, given), given.get("seed", 0)
@@ -247,7 +247,7 @@ def measure_throughput(
 
 
 def latency_numbers(samples: Sequence[float]) -> dict[str, Any]:
-    """Mean and percentiles of the seconds that batches took, under vLLM's key names."""
+    """Return mean and percentiles of the seconds that batches took, under vLLM's key names."""
     return {
         "avg_latency": sum(samples) / len(samples),
         "latencies": list(samples),
@@ -271,7 +271,7 @@ def _timed(requests: Sequence[BenchRequest], generate: Generate, clock: Callable
 
 @contextmanager
 def offline_engine(model: str, given: Mapping[str, Any]) -> Iterator[OfflineEngine]:
-    """An `LLM`; shut down at the end."""
+    """Yield an `LLM`; it is shut down at the end."""
     from penstock import LLM
 
     with LLM(model, **llm_arguments(given)) as llm:

@@ -64,7 +64,7 @@ class TargetSettings:
 @Parameter(name="*")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadSettings(LoadShape):
-    """What is sent, and when."""
+    """The requests that are sent, and their times."""
 
     dataset_name: Annotated[DatasetName, flag("kind of load", "--dataset-name", group="load")] = "random"
     dataset_path: Annotated[Path | None, flag("trace file of the load", "--dataset-path", group="load")] = (
@@ -87,7 +87,7 @@ class LoadSettings(LoadShape):
 
     @property
     def rate(self) -> float:
-        """Requests a second; infinite where none is given."""
+        """Return the requests a second; infinite where none is given."""
         return math.inf if self.request_rate is None else self.request_rate
 
     def levels(self) -> list[int | None]:
@@ -135,7 +135,7 @@ class LoadSettings(LoadShape):
 @Parameter(name="*")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReportSettings(ReportFlags):
-    """What is done with the numbers."""
+    """The use that is made of the numbers."""
 
     result_file: Annotated[Path | None, flag("JSON of all numbers", "--result-file", group="report")] = None
     metric_percentiles: Annotated[
@@ -159,7 +159,7 @@ def bench_serve(
     report: ReportSettings = _REPORT,
     invocation: Annotated[Invocation, Parameter(parse=False)],
 ) -> int:
-    """The command. Returns 0 when every token came exactly once and no request failed, else 1."""
+    """Run the command. Returns 0 when every token came exactly once and no request failed, else 1."""
     levels = load.levels()
     if report.result_file is not None and len(levels) > 1:
         raise UsageError("--result-file holds one run.", remedy="Use --json or --html for several.")
@@ -210,7 +210,7 @@ class Sender:
         self._stall_s = stall_s
 
     def body(self, request: BenchRequest) -> bytes:
-        """The JSON of one request: exact length, token ids in the answer, usage at the end."""
+        """Return the JSON of one request: exact length, token ids in the answer, usage at the end."""
         return msgspec.json.encode(
             {
                 "model": self._model,

@@ -1,4 +1,4 @@
-"""What the planner predicts of a layout that a benchmark runs, to be shown beside what was measured.
+"""The planner's predictions for a layout that a benchmark runs, to be shown beside what was measured.
 
 `--predict here` measures the stages of this machine, before anything runs, or recalls what was measured; with
 devices, as `penstock plan` takes them, times follow from their figures. The load is the benchmark's: its

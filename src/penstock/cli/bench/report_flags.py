@@ -1,4 +1,4 @@
-"""Flags of the reports that all benchmarks make, and their delivery as an HTML file or as printed JSON."""
+"""The flags of the reports that all benchmarks make, and their delivery as an HTML file or printed JSON."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ HERE, OFF = "here", "off"
 @Parameter(name="*")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReportFlags:
-    """What is made of a benchmark besides the lines that it prints."""
+    """The reports that are made of a benchmark besides the lines that it prints."""
 
     html: Annotated[Path | None, flag("report with pictures, one file", "--html", group="report")] = None
     json: Annotated[bool, flag("print the report as JSON alone", "--json", group="report")] = False
@@ -88,7 +88,7 @@ class ReportFlags:
 @Parameter(name="*")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocalReportFlags(ReportFlags):
-    """The same for a benchmark whose engine runs on this machine."""
+    """The reports of a benchmark whose engine runs on this machine."""
 
     predict: Annotated[
         str, flag("predictions beside it: here, off, DEVICES", "--predict", group="report")

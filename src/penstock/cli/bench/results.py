@@ -1,4 +1,4 @@
-"""Numbers of a load run: the table on the terminal and the result file, with the names of `vllm bench serve`.
+"""The numbers of a load run: table and result file, with the names of `vllm bench serve`.
 
 Pure functions of the accounts in `bench.ledger`; `bench.online` prints and writes what they return.
 TTFT: send to first token. TPOT: (last token - first token) / (tokens - 1). ITL: gap between chunks that carry
@@ -43,7 +43,7 @@ class RunResult:
         return [account for account in self.accounts if account.ok]
 
     def latencies_s(self) -> dict[str, list[float]]:
-        """Samples in seconds by the short name of the measure."""
+        """Return samples in seconds by the short name of the measure."""
         done = [account for account in self.completed if account.token_ids]
         return {
             "ttft": [account.first_token_s - account.started_s for account in done],
@@ -57,7 +57,7 @@ class RunResult:
         }
 
     def totals(self) -> dict[str, float | int]:
-        """Counts and rates under vLLM's key names."""
+        """Return counts and rates under vLLM's key names."""
         done = self.completed
         lengths = {request.index: len(request.prompt_token_ids) for request in self.requests}
         tokens_in = sum(lengths[account.index] for account in done)
@@ -77,7 +77,7 @@ class RunResult:
 
 
 def peak_concurrency(accounts: Sequence[StreamAccount]) -> int:
-    """The largest number of requests in flight at one moment.
+    """Return the largest number of requests in flight at one moment.
 
     One that ends at the moment another starts does not overlap it.
     """
@@ -92,7 +92,7 @@ def peak_concurrency(accounts: Sequence[StreamAccount]) -> int:
 
 
 def table(result: RunResult) -> list[str]:
-    """The lines that a person reads."""
+    """Return the lines that a person reads."""
     totals = result.totals()
     lines = [" Serving Benchmark Result ".center(_WIDTH, "=")]
     lines += [
@@ -121,7 +121,7 @@ def _row(name: str, value: float | int) -> str:
 
 
 def ledger_lines(audit: Audit, limit: int = 20) -> list[str]:
-    """What the ledger says: one line when all is in order, else the first violations."""
+    """Return the ledger's findings: one line when all is in order, else the first violations."""
     if not audit.violations:
         errors = f", {audit.num_errors} ended with an error" if audit.num_errors else ""
         return [
@@ -136,7 +136,7 @@ def ledger_lines(audit: Audit, limit: int = 20) -> list[str]:
 
 
 def error_lines(accounts: Sequence[StreamAccount], limit: int = 5) -> list[str]:
-    """The different errors that requests ended with, the most frequent first, with their number."""
+    """Return the different errors of requests, the most frequent first, with their number."""
     counted = Counter(account.error.message for account in accounts if account.error is not None)
     return [f"  {count} x {message}" for message, count in counted.most_common(limit)]
 

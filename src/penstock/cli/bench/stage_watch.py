@@ -21,7 +21,7 @@ Sleep = Callable[[float], Awaitable[None]]
 
 
 class Watch(Protocol):
-    """Sees what becomes of the stages' time."""
+    """A watch over the use of the stages' time."""
 
     async def begin(self) -> None:
         """Return when a run may begin."""
@@ -76,8 +76,8 @@ class NoWatch:
     """For a run of which no report is made, or of a server that does not tell."""
 
     async def begin(self) -> None:
-        """As in the protocol."""
+        """Do nothing: nothing is watched."""
 
     async def end(self, run_s: float) -> list[StageFigures]:
-        """As in the protocol; nothing was seen."""
+        """Return nothing: nothing was watched."""
         return []

@@ -73,7 +73,7 @@ class SweepAxes:
 
     @property
     def grid(self) -> Grid:
-        """Raises `UsageError` for a list that cannot be read."""
+        """The grid of the axes. Raises `UsageError` for a list that cannot be read."""
         return Grid(
             pp=whole_numbers(self.pp, "--pp"),
             tp=whole_numbers(self.tp, "--tp"),
@@ -125,7 +125,7 @@ def bench_sweep(
     invocation: Annotated[Invocation, Parameter(parse=False)],
     **given: Any,
 ) -> int:
-    """The command. Returns 0 when every point of the grid has figures, else 1."""
+    """Run the command. Returns 0 when every point of the grid has figures, else 1."""
     if load.requests_per_client < 1:
         raise UsageError(f"--requests-per-client is {load.requests_per_client}; it must be at least 1.")
     grid, seed = axes.grid, int(given.get("seed", 0))

@@ -1,4 +1,4 @@
-"""The grid of a sweep, the order in which its points run, and the file that keeps what came of them.
+"""The grid of a sweep, the order in which its points run, and the file that keeps their results.
 
 Points of one layout share an engine, which is started once. Layouts, and the concurrencies of each, are drawn
 from a seed, so that a machine that becomes slower in the meantime does not make the last axis look bad.
@@ -26,7 +26,7 @@ Choice = int | Literal["auto"]
 
 
 class LayoutPoint(msgspec.Struct, frozen=True, kw_only=True):
-    """What an engine of a sweep is started with."""
+    """The settings with which an engine of a sweep is started."""
 
     pp: int
     tp: int
@@ -35,7 +35,7 @@ class LayoutPoint(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def name(self) -> str:
-        """Such as "PP 2 x TP 1, depth 1"; what was left to the engine is not in it."""
+        """The name, such as "PP 2 x TP 1, depth 1"; what was left to the engine is not in it."""
         parts = [layout_name(self.pp, str(self.tp))]
         parts += [] if self.depth == "auto" else [f"depth {self.depth}"]
         parts += [] if self.micro_batches == "auto" else [f"{self.micro_batches} micro-batches"]
@@ -53,7 +53,7 @@ class Grid(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def layouts(self) -> list[LayoutPoint]:
-        """In the order of the axes."""
+        """Return the layouts in the order of the axes."""
         axes = itertools.product(self.pp, self.tp, self.depths, self.micro_batches)
         return [LayoutPoint(pp=pp, tp=tp, depth=depth, micro_batches=count) for pp, tp, depth, count in axes]
 
@@ -77,7 +77,7 @@ class SweepHead(msgspec.Struct, frozen=True, kw_only=True, tag="head"):
 
 
 class SweepRecord(msgspec.Struct, frozen=True, kw_only=True, tag="point"):
-    """What came of a point: its figures, or an error.
+    """The result of a point: its figures, or an error.
 
     Attributes:
         at: Unix time of its end.
@@ -101,7 +101,7 @@ class SweepFile:
     """The records of a sweep, those of an earlier start too.
 
     Raises:
-        UsageError: the file cannot be read or written, is no such file, or belongs to other settings.
+        UsageError: the file cannot be read or written, is not such a file, or belongs to other settings.
     """
 
     def __init__(self, path: Path, head: SweepHead) -> None:

@@ -1,4 +1,4 @@
-"""Numbers of bytes, as the commands for models show them."""
+"""The numbers of bytes, as the commands for models show them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Would a model of this machine run here? Found out from its configuration and its size, in milliseconds.
+"""The verdict whether a model of this machine would run here, from its configuration and size.
 
 Opens no weights, and of a GGUF file the header alone. `penstock doctor MODEL` looks closer.
 """
@@ -19,7 +19,7 @@ Runs = Literal["yes", "no", "too large"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """What is known of a model without opening it.
+    """The facts known of a model without opening it.
 
     Attributes:
         architecture: as its configuration, or the header of a GGUF file, names it; "" where it names none.

@@ -40,7 +40,7 @@ def plan(
     invocation: Annotated[Invocation, Parameter(parse=False)],
     **given: Any,
 ) -> int:
-    """The command. Returns 0 with a table on standard output."""
+    """Run the command. Returns 0 with a table on standard output."""
     if not model:
         raise UsageError("no model is given.", remedy="Use `penstock plan MODEL --pp 2`.")
     if devices is not None:

@@ -81,8 +81,10 @@ def plan_for_devices(
 
 
 def load_of(config: EngineConfig, sizes: ModelSizes, concurrency: int) -> Load:
-    """Return what is asked of layouts. Requests that run at once hold a row each, unless the user says how
-    many rows there are."""
+    """Return the load for which layouts are judged.
+
+    Requests that run at once hold a row each, unless the user says how many rows there are.
+    """
     scheduler = config.scheduler
     if scheduler.max_num_seqs == SchedulerConfig().max_num_seqs < concurrency:
         tokens = max(scheduler.max_num_batched_tokens, concurrency)

@@ -38,7 +38,7 @@ _LOSS = re.compile(r"(?:([0-9]{1,4})\.)?([0-9]{1,4})@([0-9.]{1,12}):([0-9.]{1,12
 @Parameter(name="*")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulatedLoad(LoadShape):
-    """What is sent, and when."""
+    """The requests that are sent, and their times."""
 
     trace: Annotated[Path | None, flag("trace file; without one, random", "--trace", group="load")] = None
     trace_kind: Annotated[
@@ -81,7 +81,7 @@ class SimulatedLoad(LoadShape):
 @Parameter(name="*")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulatedTrouble:
-    """What happens besides."""
+    """The conditions besides the load: late links, losses of stages, and right guesses."""
 
     jitter_ms: Annotated[
         float, flag("links between hosts are late by this at most", "--jitter-ms", group="simulation")
@@ -95,8 +95,10 @@ class SimulatedTrouble:
     ] = 0.0
 
     def losses(self, num_stages: int, num_replicas: int) -> list[StageLoss]:
-        """Return the losses. Raises `UsageError` for one that cannot be read, or of a stage that is not
-        there."""
+        """Return the losses.
+
+        Raises `UsageError` for one that cannot be read, or of a stage that does not exist.
+        """
         from penstock.simulator.pipe import StageLoss
 
         losses = []
@@ -135,7 +137,7 @@ def simulate(
     invocation: Annotated[Invocation, Parameter(parse=False)],
     **given: Any,
 ) -> int:
-    """The command. Returns 0 with a report on standard output."""
+    """Run the command. Returns 0 with a report on standard output."""
     if not model or not devices:
         raise UsageError(
             f"no {'devices are' if model else 'model is'} given.",

@@ -1,4 +1,4 @@
-"""What a supervisor or the hosts report while `penstock plan` waits for them, as lines."""
+"""The events of a supervisor or the hosts while `penstock plan` waits for them, as lines."""
 
 from __future__ import annotations
 

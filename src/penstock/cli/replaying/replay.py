@@ -36,7 +36,7 @@ def replay(
     as_json: Annotated[bool, flag("print the report as JSON", "--json", group="replay")] = False,
     invocation: Annotated[Invocation, Parameter(parse=False)],
 ) -> int:
-    """The command. Returns 0 if all plans are equal, else 1."""
+    """Run the command. Returns 0 if all plans are equal, else 1."""
     if file is None:
         raise UsageError(
             "no file is given.",
