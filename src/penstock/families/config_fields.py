@@ -1,4 +1,4 @@
-"""Reading untrusted configuration files field by field.
+"""The reading of untrusted configuration files, field by field.
 
 Owns the limits and the checks; the family modules (`families.known.llama`, `families.known.qwen`) say which
 fields they want. Every value that is missing, of the wrong type or out of range is a `ModelConfigError` that
@@ -24,7 +24,7 @@ _REMEDY = "Correct the file or download the model again."
 
 
 def read_config(path: Path) -> ConfigFields:
-    """The object in a JSON file, its size and depth limited."""
+    """Return the object in a JSON file, its size and depth limited."""
     try:
         value = json.loads(_read_limited(path).decode("utf-8"))
     except ValueError as error:  # malformed JSON, or not UTF-8
@@ -77,7 +77,7 @@ def _children(node: object) -> Sequence[object]:
 
 
 def kind_of(value: object) -> str:
-    """A value in words that are safe to print: its kind, and the value itself when it is short."""
+    """Return a value in words that are safe to print: its kind, and the value itself when it is short."""
     if value is None:
         return "null"
     if isinstance(value, dict):
@@ -100,15 +100,15 @@ class ConfigFields:
         return self._values.get(name) is not None
 
     def is_null(self, name: str) -> bool:
-        """Whether the field is there as null, for the few that say something so."""
+        """Return whether the field is there as null, for the few fields where that has a meaning."""
         return name in self._values and self._values[name] is None
 
     def values(self) -> dict[str, Any]:
-        """All fields as they stand in the file, unchecked: for a library that reads them itself."""
+        """Return all fields as they stand in the file, unchecked: for a library that reads them itself."""
         return dict(self._values)
 
     def integer(self, name: str, low: int, high: int, default: int | None = None) -> int:
-        """A whole number within `[low, high]`; required unless it has a default."""
+        """Return a whole number within `[low, high]`; required unless it has a default."""
         value = self._get(name, default)
         if type(value) is not int:  # bool is an int to Python, not to us
             raise self.error(name, f"an integer from {low} to {high}", value)
@@ -117,7 +117,7 @@ class ConfigFields:
         return value
 
     def number(self, name: str, low: float, high: float, default: float | None = None) -> float:
-        """A finite number within `[low, high]`; required unless it has a default."""
+        """Return a finite number within `[low, high]`; required unless it has a default."""
         value = self._get(name, default)
         expected = f"a number from {low:g} to {high:g}"
         if type(value) not in (int, float) or not low <= value <= high or not math.isfinite(value):
@@ -149,7 +149,7 @@ class ConfigFields:
         return value
 
     def integer_list(self, name: str, low: int, high: int) -> list[int]:
-        """Whole numbers within `[low, high]`; absent is none."""
+        """Return whole numbers within `[low, high]`; an absent field gives none."""
         value = self._values.get(name)
         if value is None:
             return []
@@ -159,7 +159,7 @@ class ConfigFields:
         return items
 
     def number_list(self, name: str, low: float, high: float) -> list[float]:
-        """Finite numbers within `[low, high]`."""
+        """Return finite numbers within `[low, high]`."""
         value = self._get(name, None)
         numbers: list[Any] = value if isinstance(value, list) else [None]
         for number in numbers:
@@ -168,7 +168,7 @@ class ConfigFields:
         return [float(number) for number in numbers]
 
     def token_ids(self, name: str, vocab_size: int) -> tuple[int, ...]:
-        """One token id or a list of them; absent is none."""
+        """Return one token id or a list of them; an absent field gives none."""
         value = self._values.get(name)
         ids = [] if value is None else value if isinstance(value, list) else [value]
         for token_id in ids:
@@ -177,7 +177,7 @@ class ConfigFields:
         return tuple(ids)
 
     def section(self, name: str) -> ConfigFields:
-        """The object under `name`; an absent one is empty."""
+        """Return the object under `name`; an absent one is empty."""
         value = self._values.get(name)
         if value is None:
             value = {}
@@ -186,12 +186,12 @@ class ConfigFields:
         return ConfigFields(value, file=self._file, prefix=f"{self._field(name)}.")
 
     def with_defaults(self, **values: Any) -> ConfigFields:
-        """The same object with other defaults for some fields."""
+        """Return the same object with other defaults for some fields."""
         present = {name: value for name, value in self._values.items() if value is not None}
         return ConfigFields({**values, **present}, file=self._file, prefix=self._prefix)
 
     def with_values(self, **values: Any) -> ConfigFields:
-        """The same object with other values for some fields."""
+        """Return the same object with other values for some fields."""
         return ConfigFields({**self._values, **values}, file=self._file, prefix=self._prefix)
 
     def error(self, name: str, expected: str, value: object) -> ModelConfigError:

@@ -1,4 +1,4 @@
-"""What the experts of a model are, in numbers. Read by `models`, used by `layers.experts`. Torch-free."""
+"""The experts of a model, in numbers. Read by `models`, used by `layers.experts`. Torch-free."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ MAX_EXPERTS = 1024  # of a layer; the kernel counts rows per expert in memory of
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertNames:
-    """What a family's checkpoints call the block of a layer, and the projections of an expert."""
+    """The names that a family's checkpoints give to the block of a layer, and to an expert's projections."""
 
     block: str = "mlp"
     gate: str = "gate_proj"
@@ -23,15 +23,15 @@ class ExpertNames:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoutingSpec:
-    """How a token's experts are chosen and weighted. The defaults are what our kernel does by itself.
+    """The choice and weighting of a token's experts. The defaults are what our kernel does by itself.
 
     Attributes:
         scoring: "softmax" of the router's logits; or their "sigmoid", with a number for each expert that is
             added for the choice, but not in the weight (arXiv 2412.19437, section 2.1.2).
-        num_groups: of as many experts, side by side. A group is as good as its best expert, with "sigmoid" as
-            its best two together.
-        num_chosen_groups: those from which a token's experts are taken.
-        factor: of the weights, after they were normalised.
+        num_groups: groups of as many experts, side by side. A group is as good as its best expert, with
+            "sigmoid" as its best two together.
+        num_chosen_groups: groups from which a token's experts are taken.
+        factor: factor of the weights, after they were normalised.
         in_float32: the router's weights and logits are float32 whatever the dtype of the computation. Plans
             count these weights as the others, for they are few.
     """
@@ -50,17 +50,17 @@ class RoutingSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertsSpec:
-    """Several MLPs in place of one, of which a router chooses some for each token.
+    """A set of MLPs in place of one, of which a router chooses some for each token.
 
     Attributes:
-        num_experts: of a layer, at most `MAX_EXPERTS`.
-        num_chosen: for each token.
+        num_experts: experts of a layer, at most `MAX_EXPERTS`.
+        num_chosen: experts for each token.
         inner_size: width of the middle of an expert.
         normalized: the weights of the chosen experts are scaled so that their sum is 1.
         shared_size: width of the middle of an expert that all tokens go through; 0: there is none. Several
             are one, as wide as all of them.
         is_shared_gated: the shared expert is weighted by a sigmoid; else by 1.
-        dense_layers: those that have a plain MLP instead.
+        dense_layers: layers that have a plain MLP instead.
     """
 
     num_experts: int
@@ -82,13 +82,13 @@ class ExpertsSpec:
         return self.has_shared and self.is_shared_gated
 
     def parameters(self, hidden_size: int) -> int:
-        """Of one layer: experts, router, the shared expert and its gate."""
+        """Return the parameters of one layer: experts, router, the shared expert and its gate."""
         experts = 3 * hidden_size * (self.num_experts * self.inner_size + self.shared_size)
         router = hidden_size * (self.num_experts + self.has_shared_gate)
         return experts + router + self.routing.is_corrected * self.num_experts
 
     def parameters_of_token(self, hidden_size: int) -> int:
-        """Of one layer, as far as one token needs them."""
+        """Return the parameters of one layer that one token needs."""
         return self.parameters(hidden_size) - 3 * hidden_size * self.inner_size * (
             self.num_experts - self.num_chosen
         )
@@ -96,7 +96,7 @@ class ExpertsSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertShares:
-    """What a rank has: a part of the width of every expert, or some experts whole.
+    """The share of a rank: a part of the width of every expert, or some experts whole.
 
     The shared expert is cut by width in any case, so that all ranks have equally much of it.
     """
@@ -107,7 +107,7 @@ class ExpertShares:
 
     @classmethod
     def of(cls, spec: ExpertsSpec, rank: int, size: int, *, whole_experts: bool) -> ExpertShares:
-        """The share of rank `rank` of `size`; the first ranks may have an expert more than the others."""
+        """Return the share of rank `rank` of `size`; the first ranks may have an expert more than others."""
         experts, inner = Share.all(spec.num_experts), Share.all(spec.inner_size)
         if whole_experts:
             experts = near_share(spec.num_experts, rank, size)

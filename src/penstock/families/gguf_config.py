@@ -1,4 +1,4 @@
-"""What a GGUF file says of its model, as a `ModelSpec`.
+"""The reading of a GGUF file's model, as a `ModelSpec`.
 
 The metadata become the fields of a `config.json`, which the family of the same model reads
 (`families.known`), so that there is one description of a family for both formats. Called by

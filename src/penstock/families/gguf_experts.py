@@ -26,7 +26,7 @@ _LOG_UNIT = 0.1  # deepseek2 has a tenth of the number that other architectures 
 
 
 def mixtral_fields(file: GgufFile) -> Fields:
-    """Experts in every layer, as wide as other families' MLPs."""
+    """Return fields for experts in every layer, as wide as other families' MLPs."""
     return {
         "num_local_experts": whole_number(file, "expert_count"),
         "num_experts_per_tok": whole_number(file, "expert_used_count"),
@@ -34,7 +34,7 @@ def mixtral_fields(file: GgufFile) -> Fields:
 
 
 def qwen2_moe_fields(file: GgufFile) -> Fields:
-    """Also a gated expert that all tokens share."""
+    """Return fields for experts, and a gated expert that all tokens share."""
     shared = whole_number(file, "expert_shared_feed_forward_length")
     return _experts(file, normalized=False) | {
         "shared_expert_intermediate_size": shared,
@@ -44,12 +44,12 @@ def qwen2_moe_fields(file: GgufFile) -> Fields:
 
 
 def qwen3_moe_fields(file: GgufFile) -> Fields:
-    """Weights of the chosen experts are normalised."""
+    """Return fields for experts; weights of the chosen ones are normalised."""
     return _experts(file, normalized=True)
 
 
 def olmoe_fields(file: GgufFile) -> Fields:
-    """Experts are as wide as `feed_forward_length`."""
+    """Return fields for experts that are as wide as `feed_forward_length`."""
     return {
         "num_experts": whole_number(file, "expert_count"),
         "num_experts_per_tok": whole_number(file, "expert_used_count"),
@@ -58,7 +58,7 @@ def olmoe_fields(file: GgufFile) -> Fields:
 
 
 def glm4_moe_fields(file: GgufFile) -> Fields:
-    """Queries and keys are normalised in the large sizes alone."""
+    """Return fields; queries and keys are normalised in the large sizes alone."""
     return corrected_fields(file) | {
         "attention_bias": has_tensor(file, "attn_q.bias"),
         "use_qk_norm": has_tensor(file, "attn_q_norm.weight"),
@@ -66,7 +66,7 @@ def glm4_moe_fields(file: GgufFile) -> Fields:
 
 
 def dots1_fields(file: GgufFile) -> Fields:
-    """No layer has a window in the published sizes, and a file has no place to say so."""
+    """Return fields without windows: no published size has one, and a file cannot say so."""
     return corrected_fields(file) | {
         "attention_bias": has_tensor(file, "attn_q.bias"),
         "sliding_window": None,
@@ -74,19 +74,19 @@ def dots1_fields(file: GgufFile) -> Fields:
 
 
 def corrected_fields(file: GgufFile) -> Fields:
-    """Experts in groups, chosen by corrected sigmoids."""
+    """Return fields for experts in groups, chosen by corrected sigmoids."""
     return _routed(file, scoring(file) or "sigmoid") | {"topk_method": "noaux_tc"}
 
 
 def deepseek_v2_fields(file: GgufFile) -> Fields:
-    """Latent attention, and experts by a softmax, of all groups or of the best."""
+    """Return fields for latent attention, and experts by a softmax, of all groups or of the best."""
     fields = _latent(file) | _routed(file, "softmax")
     method = "group_limited_greedy" if fields["n_group"] > 1 else "greedy"
     return fields | {"topk_method": method}
 
 
 def deepseek_v3_fields(file: GgufFile) -> Fields:
-    """Latent attention, and experts by corrected sigmoids; GLM-4.7-Flash too."""
+    """Return fields for latent attention, and experts by corrected sigmoids; for GLM-4.7-Flash too."""
     return _latent(file) | corrected_fields(file)
 
 

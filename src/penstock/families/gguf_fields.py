@@ -1,4 +1,4 @@
-"""What the metadata of a GGUF file say of its architecture, number by number.
+"""The fields of an architecture in the metadata of a GGUF file, number by number.
 
 A key such as `qwen2.block_count` begins with the architecture's name; these functions take it without. Called
 by the modules that turn metadata into the fields of `config.json` (`families.gguf_config`,

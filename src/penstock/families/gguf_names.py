@@ -1,4 +1,4 @@
-"""Where the tensors of a checkpoint are in a GGUF file, by the names that our layers have for them.
+"""The places of a checkpoint's tensors in a GGUF file, by the names that our layers have for them.
 
 `stored_tensors` maps names such as `model.layers.0.self_attn.q_proj.weight` to a tensor, to some rows of one,
 for a file keeps the experts of a layer in one tensor, or to pieces of several. Called by
@@ -59,23 +59,23 @@ class StoredTensor:
 
     @property
     def columns(self) -> int:
-        """Numbers of a row."""
+        """The number of values of a row."""
         return math.prod(self.shape[1:])
 
     @property
     def checkpoint_rows(self) -> int:
-        """Rows that it is in the checkpoint."""
+        """The number of rows that it has in the checkpoint."""
         return self.columns if self.is_transposed else self.shape[0]
 
 
 def stored_tensors(file: GgufFile, names: ExpertNames) -> dict[str, StoredTensor]:
     """Return the tensors of a file by the names that our layers have for them.
 
-    A tensor whose name is not known keeps it, so that whoever loads can refuse it by name.
+    A tensor whose name is not known keeps it, so that the loader can refuse it by name.
 
     Args:
-        file: of an architecture that is served.
-        names: of the family's experts.
+        file: a file of an architecture that is served.
+        names: names of the family's experts.
 
     Raises:
         CheckpointError: parts of one tensor do not fit together.

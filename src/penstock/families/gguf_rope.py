@@ -1,4 +1,4 @@
-"""How a GGUF file scales positions: by its metadata, or by factors that it keeps as tensors.
+"""The scaling of positions in a GGUF file: by its metadata, or by factors that it keeps as tensors.
 
 Called by `families.gguf_config`, and by `families.gguf_kinds` where an architecture says more. Torch-free; of
 the tensors' data, the factors of the rotation alone are read.

@@ -1,4 +1,4 @@
-"""What multi-head latent attention is, in numbers (arXiv 2405.04434, section 2.1).
+"""The sizes of multi-head latent attention (arXiv 2405.04434, section 2.1).
 
 Part of `families.spec.ModelSpec`; read by `models.latent_attention` and `attention.latent_paged`. Torch-free.
 """
@@ -30,24 +30,24 @@ class LatentSpec:
 
     @property
     def head_dim(self) -> int:
-        """Width of a head of queries."""
+        """The width of a head of queries."""
         return self.plain_dim + self.rotary_dim
 
     @property
     def width(self) -> int:
-        """Numbers that are kept of a token: the latent vector and the rotated part of the key."""
+        """The number of values that are kept of a token: latent vector and rotated part of the key."""
         return self.rank + self.rotary_dim
 
     def attention_parameters(self, hidden_size: int, num_heads: int, *, bias: bool) -> int:
-        """Of one layer, all but the output projection and norms.
+        """Return the parameters of one layer, all but output projection and norms.
 
         Args:
-            bias: of the projections from the hidden states to latent vectors.
+            bias: bias of the projections from the hidden states to latent vectors.
         """
         queries = (self.query_rank or hidden_size) * num_heads * self.head_dim
         expansion = self.rank * num_heads * (self.plain_dim + self.value_dim)
         return queries + expansion + (hidden_size + bias) * (self.query_rank + self.width)
 
     def norm_parameters(self) -> int:
-        """Of one layer: of the latent vectors."""
+        """Return the parameters of one layer's norms of latent vectors."""
         return self.query_rank + self.rank

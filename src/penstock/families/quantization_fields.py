@@ -39,7 +39,7 @@ _REMEDY = (
 
 
 def read_quantization(config: ConfigFields) -> QuantizationSpec | None:
-    """How the weights are quantised; None where `config.json` does not say that they are.
+    """Return how the weights are quantised; None where `config.json` does not say that they are.
 
     Raises:
         ModelConfigError: a field is missing, malformed or out of range, or asks for what is not built.

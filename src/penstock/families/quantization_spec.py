@@ -1,7 +1,7 @@
-"""How a checkpoint's weights are quantised, as frozen values: which projections, how many bits, which layout.
+"""The quantisation of a checkpoint's weights, as frozen values: which projections, bits and layout.
 
 `families.quantization_fields` reads them from `config.json`; `weights.quantized_formats` reads tensors by
-them; whoever plans sizes asks for bits. Torch-free. Knows no tensor and checks nothing: patterns come here
+them; the planning of sizes asks for bits. Torch-free. Knows no tensor and checks nothing: patterns come here
 only after `quantization_fields` has found them harmless.
 """
 
@@ -28,7 +28,7 @@ class ModulePattern:
     text: str
 
     def rank(self, name: str) -> int | None:
-        """How closely it names the module: 0 by name, 1 by expression, 2 by class; None if it does not."""
+        """Return how closely it names the module: 0 by name, 1 by expression, 2 by class; else None."""
         if self.text == name:
             return 0
         if self.text.startswith(PATTERN_PREFIX):
@@ -38,7 +38,7 @@ class ModulePattern:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightScheme:
-    """How the weights of some projections are stored. w = scale x (q - zero) with q of `bits` bits, unsigned.
+    """The storage of some projections' weights: w = scale x (q - zero) with q of `bits` bits, unsigned.
 
     Attributes:
         layout: `gptq`, `awq`; of compressed-tensors `packed` (in 32-bit words) or `int8` (one byte each).
@@ -62,18 +62,18 @@ class WeightScheme:
         return 1 << (self.bits - 1)
 
     def num_groups(self, in_size: int) -> int:
-        """Scales of one output row; the last group may be a short one."""
+        """Return the scales of one output row; the last group may be a short one."""
         return 1 if self.group_size is None else -(-in_size // self.group_size)
 
     def describe(self) -> str:
-        """Such as "int4 in groups of 128"."""
+        """Return text such as "int4 in groups of 128"."""
         share = "per channel" if self.group_size is None else f"in groups of {self.group_size}"
         return f"int{self.bits} {share}{'' if self.symmetric else ', with zero points'}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuantizationSpec:
-    """What `quantization_config` says.
+    """The content of `quantization_config`.
 
     Attributes:
         method: "compressed-tensors", "gptq" or "awq".
@@ -124,18 +124,18 @@ class QuantizationSpec:
         return self.schemes[min(ranked)[1]] if ranked else None
 
     def describe(self) -> str:
-        """Such as "gptq: int4 in groups of 128"."""
+        """Return text such as "gptq: int4 in groups of 128"."""
         return f"{self.method}: {'; '.join(dict.fromkeys(scheme.describe() for scheme in self.schemes))}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockQuantization:
-    """Weights in the block formats of a GGUF file.
+    """A quantisation in the block formats of a GGUF file.
 
     Attributes:
-        formats: of the projections that are quantised, by names such as `model.layers.0.mlp.up_proj`.
-        num_tensors: of the file in each format, the most frequent first.
-        mean_bits: of a weight of the file, with its share of scales and offsets.
+        formats: formats of the projections that are quantised, by names such as `model.layers.0.mlp.up_proj`.
+        num_tensors: number of the file's tensors in each format, the most frequent first.
+        mean_bits: mean bits of a weight of the file, with its share of scales and offsets.
     """
 
     formats: Mapping[str, str] = field(repr=False)
@@ -154,7 +154,7 @@ class BlockQuantization:
         return None if name is None else BLOCK_FORMATS[name].inputs
 
     def describe(self) -> str:
-        """Such as "gguf: Q4_K (112 tensors), Q6_K (13), 4.8 bits a weight"."""
+        """Return text such as "gguf: Q4_K (112 tensors), Q6_K (13), 4.8 bits a weight"."""
         (first, count), *others = self.num_tensors
         names = [f"{first} ({count} tensors)", *(f"{name} ({number})" for name, number in others)]
         return f"gguf: {', '.join(names)}, {self.mean_bits:.1f} bits a weight"

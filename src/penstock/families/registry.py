@@ -96,10 +96,10 @@ _PENALTY_RANGE = (_ABOVE_ZERO, 10.0)
 
 
 def load_spec(directory: Path, model_impl: ModelImpl = "auto", *, dequantize: bool = False) -> ModelSpec:
-    """The model that `directory` holds.
+    """Return the spec of the model that `directory` holds.
 
     Args:
-        directory: of the model, or its GGUF file.
+        directory: directory of the model, or its GGUF file.
         model_impl: whose layers are to run it; "auto": ours where there are any, else transformers'.
         dequantize: weights of a GGUF file are to be held as numbers of the dtype.
 
@@ -161,7 +161,7 @@ def _with_generation(spec: ModelSpec, fields: ConfigFields) -> ModelSpec:
 
 
 def load_generation_defaults(directory: Path, vocab_size: int) -> dict[str, float]:
-    """`ModelSpec.generation_defaults` alone, whoever runs the model.
+    """Return `ModelSpec.generation_defaults` alone, whichever layers run the model.
 
     Raises:
         ModelConfigError: `generation_config.json` is unreadable, or a field of it is bad.
@@ -171,7 +171,7 @@ def load_generation_defaults(directory: Path, vocab_size: int) -> dict[str, floa
 
 
 def load_vector_shape(directory: Path, hidden_size: int) -> VectorShape:
-    """What vectors a model gives: whole ones, and those of the lengths that it says it was trained for.
+    """Return the vectors that a model gives: whole, and of the lengths that it was trained for.
 
     `matryoshka_dimensions` lists lengths; `is_matryoshka` alone means any (arXiv 2205.13147).
 
@@ -204,7 +204,7 @@ def _generation_defaults(fields: ConfigFields, vocab_size: int) -> dict[str, flo
 
 
 def resolve_model_directory(name: str) -> Path:
-    """The directory of a model: `demo`, a path, or the name of a model that is on this machine.
+    """Return a model's directory: `demo`, a path, or the name of a model on this machine.
 
     A GGUF file stands for itself, also where it is alone in a directory without `config.json`. A path that
     exists wins over a name; `local_models.locating` finds names.

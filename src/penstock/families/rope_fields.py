@@ -23,15 +23,15 @@ _logger = logging.getLogger(__name__)
 
 
 def read_rope(config: ConfigFields, max_positions: int) -> RopeSpec:
-    """The `RopeSpec` of a configuration whose `max_position_embeddings` is `max_positions`."""
+    """Return the `RopeSpec` of a configuration whose `max_position_embeddings` is `max_positions`."""
     return rope_of(config, scaling_section(config), max_positions)
 
 
 def read_partial_rope(config: ConfigFields, max_positions: int, *, fraction: float) -> RopeSpec:
-    """The same for families whose heads may be rotated in part.
+    """Return the `RopeSpec` for families whose heads may be rotated in part.
 
     Args:
-        fraction: of a head's dimensions, where the configuration does not say it.
+        fraction: share of a head's dimensions, where the configuration does not say it.
     """
     scaling, name = scaling_section(config), "partial_rotary_factor"
     fraction = (scaling if scaling.has(name) else config).number(name, 0.0, 1.0, fraction)
@@ -49,7 +49,7 @@ def require_whole_pairs(config: ConfigFields, rope: RopeSpec, head_dim: int) -> 
 
 
 def scaling_section(config: ConfigFields) -> ConfigFields:
-    """The object that says how positions are scaled, by its old or its new name."""
+    """Return the object that says how positions are scaled, by its old or its new name."""
     return config.section("rope_scaling" if config.has("rope_scaling") else "rope_parameters")
 
 
@@ -61,7 +61,7 @@ def rope_of(
     theta_field: str = "rope_theta",
     theta: float = 10_000.0,
 ) -> RopeSpec:
-    """The rotary embedding that `scaling` describes; what it leaves open, the configuration itself says.
+    """Return the rotary embedding that `scaling` describes, with the configuration for what it leaves open.
 
     Args:
         theta_field: its name in the configuration.
@@ -84,9 +84,10 @@ def rope_of(
 def rope_of_layers(
     config: ConfigFields, kind: str, max_positions: int, *, theta_field: str = "rope_theta", theta: float
 ) -> RopeSpec:
-    """That of the layers of one kind (`full_attention` or `sliding_attention`) where each kind has its own.
+    """Return the rotary embedding of the layers of one kind, where each kind has its own.
 
-    In the old form all scaling is that of `full_attention`. Other arguments as for `rope_of`.
+    The kinds are `full_attention` and `sliding_attention`. In the old form all scaling is that of
+    `full_attention`. Other arguments as for `rope_of`.
     """
     parameters = config.section("rope_parameters")
     for name in ("rope_type", "rope_theta"):
@@ -110,8 +111,9 @@ def _theta(config: ConfigFields, scaling: ConfigFields, field: str, default: flo
 
 
 def read_longrope(config: ConfigFields, max_positions: int) -> RopeSpec:
-    """The same for families whose positions are plain or scaled by longrope (arXiv 2402.13753), which older
-    configurations call su or yarn, and whose heads may be rotated in part.
+    """Return the `RopeSpec` for families whose positions are plain or scaled by longrope.
+
+    Older configurations call longrope (arXiv 2402.13753) su or yarn; heads may be rotated in part.
 
     Only the short factors are used: with the long ones the keys of a whole sequence would have to be rotated
     anew once it has grown past the original context.
@@ -146,7 +148,7 @@ def _longrope_attention_factor(scaling: ConfigFields, original: int, max_positio
 
 
 def stretched_positions(rope: RopeSpec, max_positions: int) -> int:
-    """Longest sequence: yarn checkpoints may state the length before stretching; longrope's ends with it."""
+    """Return the longest sequence: yarn may state the length before stretching; longrope ends there."""
     if rope.kind == "longrope" and max_positions > rope.original_max_position_embeddings:
         _logger.warning(
             "config.json: longrope beyond %d tokens is not supported: sequences end there",
@@ -214,5 +216,5 @@ def _yarn_attention_factor(scaling: ConfigFields, factor: float) -> float:
 
 
 def sharpening(factor: float, mscale: float) -> float:
-    """By how much yarn makes scores larger where the context is `factor` times as long."""
+    """Return by how much yarn makes scores larger where the context is `factor` times as long."""
     return 0.1 * mscale * math.log(factor) + 1.0

@@ -45,7 +45,7 @@ class RopeSpec:
     query_growth: float = 0.0
 
     def rotary_dim(self, head_dim: int) -> int:
-        """How many dimensions of a head are rotated."""
+        """Return how many dimensions of a head are rotated."""
         return int(head_dim * self.rotary_fraction)
 
 

@@ -1,4 +1,4 @@
-"""How the layers of a model are cut for the ranks of a stage, and which models can be (rows B2, B3, B9).
+"""The cuts of a model's layers for the ranks of a stage, and the models that can be cut (rows B2, B3, B9).
 
 Asked by `engine.supervisor.launch` before anything is started, by `models.decoder` and by `layouts`.
 Torch-free.
@@ -84,11 +84,12 @@ def _in_the_way(spec: ModelSpec, size: int, *, expert_parallel: bool) -> str | N
 def require_whole_groups(
     spec: ModelSpec, size: int, load_bits: int | None, *, expert_parallel: bool = False
 ) -> None:
-    """Raise `UsageError` if a group of quantised weights, or of the activations that meet them, would lie on
-    two ranks: its numbers would depend on the layout.
+    """Raise `UsageError` if a group of quantised weights would lie on two ranks.
+
+    Or a group of the activations that meet them: its numbers would depend on the layout.
 
     Args:
-        load_bits: of weights that are quantised while they are loaded; None: they are not.
+        load_bits: bits of weights that are quantised while they are loaded; None: they are not.
         expert_parallel: as for `require_shardable`.
     """
     if size == 1:
@@ -119,8 +120,11 @@ def _groups_of(spec: ModelSpec, name: str, width: int, load_bits: int | None) ->
 
 
 def mlp_cuts(spec: ModelSpec, *, expert_parallel: bool) -> list[tuple[str, str, int]]:
-    """What of MLPs and experts is cut by its width: in words, the projection in a layer whose inputs are cut
-    (of experts the first one's), and how many inputs it has."""
+    """Return the parts of MLPs and experts that are cut by their width.
+
+    Each is its name in words, the projection in a layer whose inputs are cut (of experts the first one's),
+    and how many inputs it has.
+    """
     dense = ("the MLP", "mlp.down_proj", spec.intermediate_size)
     experts = spec.experts
     if experts is None:

@@ -1,6 +1,6 @@
-"""What a model is, in numbers: read once from a checkpoint's configuration and never changed.
+"""The spec of a model, in numbers: read once from a checkpoint's configuration and never changed.
 
-Owns `ModelSpec` and the sums that follow from it (parameters, KV bytes, bytes on a link). Everybody who
+Owns `ModelSpec` and the sums that follow from it (parameters, KV bytes, bytes on a link). All code that
 plans, sizes or builds a model reads it; `families.registry` makes it. Torch-free: the supervisor and the core
 use it too. Does not read files and does not check anything: `families.config_fields` and the family modules
 do.
@@ -110,7 +110,7 @@ class ModelSpec:
     implementation: Literal["penstock", "transformers"] = "penstock"
 
     def window(self, layer: int) -> int:
-        """How many tokens a token of this layer sees; 0: all."""
+        """Return how many tokens a token of this layer sees; 0: all."""
         return self.layer_windows[layer] if self.layer_windows else 0
 
     @property
@@ -120,28 +120,28 @@ class ModelSpec:
         return (self.rope, *local, *((NO_ROTATION,) if self.unrotated_layers else ()))
 
     def rope_index(self, layer: int) -> int:
-        """Which of `ropes` a layer has."""
+        """Return which of `ropes` a layer has."""
         if layer in self.unrotated_layers:
             return len(self.ropes) - 1
         return int(self.local_rope is not None and self.window(layer) > 0)
 
     @property
     def query_size(self) -> int:
-        """Width of the queries of all heads."""
+        """The width of the queries of all heads."""
         return self.num_heads * self.head_dim
 
     @property
     def kv_size(self) -> int:
-        """Width of the keys (or of the values) of all KV heads."""
+        """The width of the keys (or of the values) of all KV heads."""
         return self.num_kv_heads * self.head_dim
 
     @property
     def attended_size(self) -> int:
-        """Width of what attention gives to its output projection."""
+        """The width of the input of attention's output projection."""
         return self.query_size if self.latent is None else self.num_heads * self.latent.value_dim
 
     def attention_parameters(self) -> int:
-        """Of one layer: query, key, value and output projections."""
+        """Return the parameters of one layer's query, key, value and output projections."""
         if self.latent is not None:
             inputs = self.latent.attention_parameters(self.hidden_size, self.num_heads, bias=self.qkv_bias)
             return inputs + (self.attended_size + self.o_bias) * self.hidden_size
@@ -150,7 +150,7 @@ class ModelSpec:
         return weights + self.qkv_bias * qkv_width + self.o_bias * self.hidden_size
 
     def experts_of(self, layer: int) -> ExpertsSpec | None:
-        """The experts of a layer; None: it has a plain MLP."""
+        """Return the experts of a layer; None: it has a plain MLP."""
         return None if self.experts is None or layer in self.experts.dense_layers else self.experts
 
     def norm_parameters(self) -> int:
@@ -161,22 +161,22 @@ class ModelSpec:
         return num_norms * self.hidden_size + heads[self.qk_norm] + latent
 
     def mlp_parameters(self) -> int:
-        """Of one layer with a plain MLP: gate, up and down projections."""
+        """Return the parameters of a plain MLP: gate, up and down projections."""
         weights = (2 + self.gated_mlp) * self.hidden_size * self.intermediate_size
         return weights + self.mlp_bias * (2 * self.intermediate_size + self.hidden_size)
 
     def layer_parameters(self, layer: int | None = None) -> int:
-        """Of a layer, its norms included; None: of one with experts, if the model has any."""
+        """Return the parameters of a layer with norms; None: of one with experts, if there are any."""
         experts = self.experts if layer is None else self.experts_of(layer)
         mlp = self.mlp_parameters() if experts is None else experts.parameters(self.hidden_size)
         return self.attention_parameters() + mlp + self.norm_parameters()
 
     def embedding_parameters(self) -> int:
-        """Of the token embedding; an untied output head has as many."""
+        """Return the parameters of the token embedding; an untied output head has as many."""
         return self.vocab_size * self.hidden_size
 
     def parameter_counts(self, start_layer: int, end_layer: int) -> dict[str, int]:
-        """Parameters that the stage with layers `[start_layer, end_layer)` holds, by component.
+        """Return the parameters of the stage with layers `[start_layer, end_layer)`, by component.
 
         A tied head counts as an embedding: it is stored once on a rank (rows A6, A14).
         """
@@ -196,40 +196,44 @@ class ModelSpec:
 
     @property
     def mtp_copies(self) -> frozenset[str]:
-        """Tensors of the MTP layer that are copies of the model's own, which nobody reads."""
+        """The tensors of the MTP layer that are copies of the model's own, which are never read."""
         names = ("embed_tokens.weight", "shared_head.head.weight")
         return frozenset(f"model.layers.{self.num_layers}.{name}" for name in names)
 
     def mtp_parameters(self, *, with_embedding: bool) -> int:
-        """Of the MTP layer, and of the embedding where the last stage has none without it."""
+        """Return the parameters of the MTP layer, and of the embedding if the last stage needs it."""
         inputs = self.hidden_size * (2 * self.hidden_size + 3)  # projection and norms
         layer = self.layer_parameters(self.num_layers)
         return inputs + layer + with_embedding * self.embedding_parameters()
 
     def mtp_share(self) -> float:
-        """What a guess of the MTP layer costs, as a share of a step of one token: by the weights that are
-        read for either."""
+        """Return the cost of a guess of the MTP layer, as a share of a step of one token.
+
+        It is reckoned by the weights that are read for either.
+        """
         head = self.embedding_parameters()
         whole = sum(map(self.token_parameters, range(self.num_layers))) + head
         guess = 2 * self.hidden_size**2 + self.token_parameters(self.num_layers) + head
         return guess / whole
 
     def token_parameters(self, layer: int) -> int:
-        """Of a layer, as far as one token needs them; without norms."""
+        """Return the parameters of a layer that one token needs; without norms."""
         experts = self.experts_of(layer)
         mlp = self.mlp_parameters() if experts is None else experts.parameters_of_token(self.hidden_size)
         return self.attention_parameters() + mlp
 
     def stage_parameters(self, start_layer: int, end_layer: int) -> int:
-        """All parameters of the stage with layers `[start_layer, end_layer)`."""
+        """Return all parameters of the stage with layers `[start_layer, end_layer)`."""
         return sum(self.parameter_counts(start_layer, end_layer).values())
 
     def kv_bytes_per_token(self, num_layers: int, itemsize: int) -> int:
-        """Bytes of keys and values, or of latent vectors, that one token takes over `num_layers` layers."""
+        """Return the bytes of keys and values (or latent vectors) of a token over `num_layers` layers."""
         numbers = 2 * self.kv_size if self.latent is None else self.latent.width
         return num_layers * numbers * itemsize
 
     def hidden_state_bytes(self, num_tokens: int, itemsize: int) -> int:
-        """Bytes of the hidden states and the residual stream of a step (rows S1, I8). A link carries their
-        sum, which is half of it."""
+        """Return the bytes of hidden states and residual stream of a step (rows S1, I8).
+
+        A link carries their sum, which is half of it.
+        """
         return 2 * num_tokens * self.hidden_size * itemsize

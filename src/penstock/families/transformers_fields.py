@@ -1,4 +1,4 @@
-"""Reading the configuration of a model whose layers are transformers' own, not ours.
+"""The reading of the configuration of a model whose layers are transformers' own, not ours.
 
 Called by `families.registry` for an architecture that no family here knows, or by force. Torch-free, and
 transformers is looked up but not imported: the numbers come from `config.json` under the names that its
@@ -36,7 +36,7 @@ _MODEL_TYPE = re.compile(r"[a-z0-9][a-z0-9_]{0,63}")
 
 
 def has_transformers() -> bool:
-    """Whether the extra is installed, and new enough."""
+    """Return whether the extra is installed, and new enough."""
     return _folder() is not None
 
 
@@ -52,7 +52,7 @@ def _folder() -> Path | None:
 
 
 def knows(architecture: str, model_type: str) -> bool:
-    """Whether the installed transformers has this architecture, and its attention can be replaced by ours.
+    """Return whether transformers has this architecture, and its attention can be replaced by ours.
 
     Its sources say so: importing them would take seconds, and torch.
     """
@@ -67,7 +67,7 @@ def knows(architecture: str, model_type: str) -> bool:
 
 
 def transformers_spec(config: ConfigFields, architecture: str) -> ModelSpec:
-    """Any causal model of transformers, in numbers.
+    """Return the spec of any causal model of transformers.
 
     Raises:
         UnsupportedModelError: it is an encoder, or is quantised.
@@ -155,7 +155,7 @@ def require_plain(spec: ModelSpec, quantization: Quantization, parallel: Paralle
 
 
 def implementation_notes(spec: ModelSpec) -> tuple[str, ...]:
-    """What the user should know of layers that are not ours."""
+    """Return notes for the user about layers that are not ours."""
     if spec.implementation != "transformers":
         return ()
     return (

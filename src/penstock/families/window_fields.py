@@ -12,7 +12,7 @@ _KINDS = ("full_attention", "sliding_attention")
 
 
 def every_layer(layer: int) -> bool:
-    """Whether a layer has the window: all have."""
+    """Return whether a layer has the window: all have."""
     return True
 
 
@@ -33,14 +33,14 @@ NO_WINDOWS = WindowRule()
 
 
 def read_window(config: ConfigFields, default: int) -> int:
-    """`sliding_window`; null is 0: none."""
+    """Return `sliding_window`; null is 0: none."""
     if config.is_null("sliding_window"):
         return 0
     return config.integer("sliding_window", 1, MAX_POSITIONS, default)
 
 
 def read_windows(config: ConfigFields, num_layers: int, rule: WindowRule) -> tuple[int, ...]:
-    """The window of each layer, 0 for those that see all; empty if none has one."""
+    """Return the window of each layer, 0 for those that see all; empty if none has one."""
     is_sliding = list(map(rule.is_sliding, range(num_layers)))
     if config.has("layer_types"):
         is_sliding = _listed(config, num_layers)

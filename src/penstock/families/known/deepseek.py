@@ -1,5 +1,7 @@
-"""DeepSeek-V2 and DeepSeek-V3: latent attention (arXiv 2405.04434), and many small experts in groups, in V3
-chosen by corrected scores (arXiv 2412.19437). Called by `families.registry`.
+"""The specs of DeepSeek-V2 and DeepSeek-V3: latent attention (arXiv 2405.04434), and many small experts.
+
+The experts are in groups, in V3 chosen by corrected scores (arXiv 2412.19437). Called by
+`families.registry`.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ _MAX_DIM = 4096
 
 
 def deepseek_v2_spec(config: ConfigFields, architecture: str) -> ModelSpec:
-    """`DeepseekV2ForCausalLM`: experts by a softmax, of all groups or of the best."""
+    """Return the spec of `DeepseekV2ForCausalLM`: experts by a softmax, of all groups or of the best."""
     if config.flag("mlp_bias", False):
         raise config.error("mlp_bias", "false (biases of experts are not supported)", True)
     spec = latent_decoder(config, architecture, max_positions=2048)
@@ -42,8 +44,10 @@ def deepseek_v2_spec(config: ConfigFields, architecture: str) -> ModelSpec:
 
 
 def deepseek_v3_spec(config: ConfigFields, architecture: str) -> ModelSpec:
-    """`DeepseekV3ForCausalLM`; of the layers that guess further tokens (`num_nextn_predict_layers`) the first
-    is used, if it is wanted."""
+    """Return the spec of `DeepseekV3ForCausalLM`.
+
+    Of the layers that guess further tokens (`num_nextn_predict_layers`) the first is used, if it is wanted.
+    """
     spec = latent_decoder(config, architecture, max_positions=4096)
     spec = with_mtp(spec, config, 1)
     experts = read_experts(config, spec, (256, 8), inner_size=2048, num_shared=1, first=3)

@@ -1,4 +1,4 @@
-"""dots.llm1: attention of Qwen3, experts of DeepSeek-V3. Called by `families.registry`."""
+"""The spec of dots.llm1: attention of Qwen3, experts of DeepSeek-V3. Called by `families.registry`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from penstock.families.window_fields import WindowRule, read_window
 
 
 def dots1_spec(config: ConfigFields, architecture: str) -> ModelSpec:
-    """`Dots1ForCausalLM`; the first `max_window_layers` layers see all."""
+    """Return the spec of `Dots1ForCausalLM`; the first `max_window_layers` layers see all."""
     num_full = config.integer("max_window_layers", 0, MAX_LAYERS, 62)
     windows = WindowRule(window=read_window(config, 4096), is_sliding=lambda layer: layer >= num_full)
     has_bias = config.flag("attention_bias", False)

@@ -1,5 +1,6 @@
-"""ERNIE 4.5: Llama that rotates neighbouring dimensions, by angles that are not rounded. Called by
-`families.registry`.
+"""The spec of ERNIE 4.5: Llama that rotates neighbouring dimensions, by angles that are not rounded.
+
+Called by `families.registry`.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from penstock.families.spec import ModelSpec
 
 
 def ernie4_5_spec(config: ConfigFields, architecture: str) -> ModelSpec:
-    """`Ernie4_5ForCausalLM`; one flag gives all projections a bias."""
+    """Return the spec of `Ernie4_5ForCausalLM`; one flag gives all projections a bias."""
     has_bias = config.flag("use_bias", False)
     spec = read_decoder(
         config.with_defaults(num_key_value_heads=2, rope_theta=5e5),

@@ -1,5 +1,6 @@
-"""EXAONE 4: norms after attention and MLP, and in its large size windows in three layers of four, which alone
-rotate. Called by `families.registry`.
+"""The spec of EXAONE 4: norms after attention and MLP.
+
+In its large size three layers of four have windows, and these alone rotate. Called by `families.registry`.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from penstock.families.window_fields import WindowRule, read_window
 
 
 def exaone4_spec(config: ConfigFields, architecture: str) -> ModelSpec:
-    """`Exaone4ForCausalLM`; without a window all layers rotate."""
+    """Return the spec of `Exaone4ForCausalLM`; without a window all layers rotate."""
     window = read_window(config, 4096)
     step = _pattern(config) if window else 1
     windows = WindowRule(window=window, is_sliding=lambda layer: (layer + 1) % step != 0)

@@ -1,5 +1,6 @@
-"""Gemma: scaled embeddings. From Gemma 2 on norms on both sides and windows in most layers; of Gemma 3 the
-text model. Called by `families.registry`.
+"""The specs of Gemma: scaled embeddings; from Gemma 2 on norms on both sides and windows in most layers.
+
+Of Gemma 3 there is the text model. Called by `families.registry`.
 """
 
 from __future__ import annotations
@@ -16,14 +17,14 @@ from penstock.families.window_fields import NO_WINDOWS, WindowRule, read_window
 
 
 def gemma_spec(config: ConfigFields, architecture: str) -> ModelSpec:
-    """`GemmaForCausalLM`; its "gelu" has always been the approximation by tanh."""
+    """Return the spec of `GemmaForCausalLM`; its "gelu" has always been the approximation by tanh."""
     config = config.with_values(hidden_activation="gelu_pytorch_tanh", query_pre_attn_scalar=None)
     spec = _gemma_spec(config, architecture, NO_WINDOWS, max_positions=8192)
     return dataclasses.replace(spec, attention_scale=0.0, norm_places="before")
 
 
 def gemma2_spec(config: ConfigFields, architecture: str) -> ModelSpec:
-    """`Gemma2ForCausalLM`: every other layer has a window, the first does; scores and logits are capped."""
+    """Return the spec of `Gemma2ForCausalLM`: even layers have a window; scores and logits are capped."""
     windows = WindowRule(window=read_window(config, 4096), is_sliding=lambda layer: layer % 2 == 0)
     return dataclasses.replace(
         _gemma_spec(config, architecture, windows, max_positions=8192),
@@ -33,7 +34,7 @@ def gemma2_spec(config: ConfigFields, architecture: str) -> ModelSpec:
 
 
 def gemma3_spec(config: ConfigFields, architecture: str) -> ModelSpec:
-    """`Gemma3ForCausalLM`: all but every sixth layer have a window, and rotate by positions of their own."""
+    """Return the spec of `Gemma3ForCausalLM`: all but each sixth layer have a window and own positions."""
     pattern = config.integer("sliding_window_pattern", 1, MAX_LAYERS, 6)
     windows = WindowRule(
         window=read_window(config, 4096), is_sliding=lambda layer: (layer + 1) % pattern != 0

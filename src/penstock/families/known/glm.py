@@ -1,5 +1,7 @@
-"""GLM-4 to GLM-4.7: heads that are rotated in part, and from 4.5 on many small experts chosen by corrected
-scores; GLM-4.7-Flash keeps latent vectors. Called by `families.registry`.
+"""The specs of GLM-4 to GLM-4.7: heads that are rotated in part, and from 4.5 on many small experts.
+
+The experts are chosen by corrected scores; GLM-4.7-Flash keeps latent vectors. Called by
+`families.registry`.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ _NORMS = ("input_layernorm", "post_self_attn_layernorm", "post_attention_layerno
 
 
 def glm_spec(config: ConfigFields, architecture: str) -> ModelSpec:
-    """`GlmForCausalLM`: neighbouring dimensions are rotated as pairs."""
+    """Return the spec of `GlmForCausalLM`: neighbouring dimensions are rotated as pairs."""
     spec = _decoder(
         config.with_defaults(num_key_value_heads=2), architecture, has_bias=True, head_dim=128, eps=1.5625e-7
     )
@@ -26,12 +28,12 @@ def glm_spec(config: ConfigFields, architecture: str) -> ModelSpec:
 
 
 def glm4_spec(config: ConfigFields, architecture: str) -> ModelSpec:
-    """`Glm4ForCausalLM`: the same, with norms around attention and MLP."""
+    """Return the spec of `Glm4ForCausalLM`: as `glm_spec`, with norms around attention and MLP."""
     return replace(glm_spec(config, architecture), norm_places="both", norm_names=_NORMS)
 
 
 def glm4_moe_spec(config: ConfigFields, architecture: str) -> ModelSpec:
-    """`Glm4MoeForCausalLM`, which is GLM-4.5, 4.6 and 4.7; its queries and keys may be normalised."""
+    """Return the spec of `Glm4MoeForCausalLM`: GLM-4.5 to 4.7; queries and keys may be normalised."""
     config = config.with_defaults(num_key_value_heads=8)
     spec = with_mtp(_decoder(config, architecture, has_bias=False, head_dim=None, eps=1e-5), config, 1)
     if config.flag("use_qk_norm", False):
@@ -41,7 +43,7 @@ def glm4_moe_spec(config: ConfigFields, architecture: str) -> ModelSpec:
 
 
 def glm4_moe_lite_spec(config: ConfigFields, architecture: str) -> ModelSpec:
-    """`Glm4MoeLiteForCausalLM`, which is GLM-4.7-Flash: DeepSeek-V3 in all but its numbers."""
+    """Return the spec of `Glm4MoeLiteForCausalLM` (GLM-4.7-Flash): DeepSeek-V3 in all but its numbers."""
     config = config.with_defaults(
         kv_lora_rank=512, qk_rope_head_dim=64, qk_nope_head_dim=192, v_head_dim=256, rms_norm_eps=1e-5
     )

@@ -1,4 +1,4 @@
-"""Llama: the shape that most decoder-only checkpoints share, as a function from configuration to spec.
+"""The spec of Llama: the shape that most decoder-only checkpoints share, read from a configuration.
 
 `read_decoder` holds what this shape's families have in common; another family states only its differences.
 Called by `families.registry`.
@@ -30,7 +30,7 @@ _MAX_VOCABULARY = 1 << 24
 
 
 def llama_spec(config: ConfigFields, architecture: str) -> ModelSpec:
-    """`LlamaForCausalLM`: one flag gives all four attention projections a bias, another the MLP."""
+    """Return the spec of `LlamaForCausalLM`: one flag gives attention projections a bias, another the MLP."""
     attention_bias = config.flag("attention_bias", False)
     return read_decoder(
         config,
@@ -57,13 +57,13 @@ def read_decoder(
     eps: float = 1e-6,
     is_tied: bool = False,
 ) -> ModelSpec:
-    """The fields that all families share.
+    """Return a spec with the fields that all families share.
 
     Args:
         windows: which layers have one.
-        read_rope: the rotary embedding, from the configuration and its longest sequence.
+        read_rope: reads the rotary embedding, from the configuration and its longest sequence.
         activation_field: its name in the configuration.
-        activation, head_dim, max_positions, eps, is_tied: of a configuration that does not say; as in
+        activation, head_dim, max_positions, eps, is_tied: those of a configuration that does not say; as in
             transformers. No head_dim: hidden_size / num_attention_heads.
     """
     vocab_size = config.integer("vocab_size", 1, _MAX_VOCABULARY)

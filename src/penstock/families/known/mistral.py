@@ -1,5 +1,6 @@
-"""Mistral: Llama with a sliding window, in the versions that have one; and Ministral 3, whose queries grow
-with their positions. Called by `families.registry`.
+"""The specs of Mistral: Llama with a sliding window, in the versions that have one; and of Ministral 3.
+
+The queries of Ministral 3 grow with their positions. Called by `families.registry`.
 """
 
 from __future__ import annotations
@@ -27,13 +28,13 @@ _YARN = {
 
 
 def mistral_spec(config: ConfigFields, architecture: str) -> ModelSpec:
-    """`MistralForCausalLM`; `sliding_window` is null where there is none."""
+    """Return the spec of `MistralForCausalLM`; `sliding_window` is null where there is none."""
     windows = WindowRule(window=read_window(config, 4096))
     return read_decoder(config, architecture, windows=windows, max_positions=131_072)
 
 
 def ministral3_spec(config: ConfigFields, architecture: str) -> ModelSpec:
-    """`Ministral3ForCausalLM`: a later position has larger queries, beyond the original context."""
+    """Return the spec of `Ministral3ForCausalLM`: queries grow beyond the original context."""
     windows = WindowRule(window=read_window(config, 0) if config.has("sliding_window") else 0)
     if not config.has("rope_parameters") and not config.has("rope_scaling"):
         config = config.with_values(rope_parameters=_YARN)

@@ -1,4 +1,4 @@
-"""Mixtral: Llama with experts in every layer. Called by `families.registry`."""
+"""The spec of Mixtral: Llama with experts in every layer. Called by `families.registry`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _NAMES = ExpertNames(block="block_sparse_moe", gate="w1", up="w3", down="w2")
 
 
 def mixtral_spec(config: ConfigFields, architecture: str) -> ModelSpec:
-    """`MixtralForCausalLM`; noise on the router's input (`router_jitter_noise`) is for training only."""
+    """Return the spec of `MixtralForCausalLM`; `router_jitter_noise` is for training only."""
     config = config.with_defaults(
         max_position_embeddings=131072, num_key_value_heads=8, rms_norm_eps=1e-5, rope_theta=1e6
     )

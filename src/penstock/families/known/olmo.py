@@ -1,5 +1,6 @@
-"""OLMo 2 and 3: norms after attention and MLP instead of before, and over all heads of queries and keys.
-OLMoE: such norms of queries and keys, and experts. Called by `families.registry`.
+"""The specs of OLMo 2 and 3: norms after attention and MLP, and over all heads of queries and keys.
+
+OLMoE has such norms of queries and keys, and experts. Called by `families.registry`.
 """
 
 from __future__ import annotations
@@ -17,12 +18,12 @@ from penstock.families.window_fields import NO_WINDOWS, WindowRule, read_window
 
 
 def olmo2_spec(config: ConfigFields, architecture: str) -> ModelSpec:
-    """`Olmo2ForCausalLM`."""
+    """Return the spec of `Olmo2ForCausalLM`."""
     return _olmo_spec(config, architecture, NO_WINDOWS, read_rope)
 
 
 def olmoe_spec(config: ConfigFields, architecture: str) -> ModelSpec:
-    """`OlmoeForCausalLM`."""
+    """Return the spec of `OlmoeForCausalLM`."""
     if config.has("clip_qkv"):
         raise config.error("clip_qkv", "null (clipping is not supported)", config.number("clip_qkv", 0, 1e9))
     config = config.with_defaults(max_position_embeddings=4096, rms_norm_eps=1e-5)
@@ -34,7 +35,7 @@ def olmoe_spec(config: ConfigFields, architecture: str) -> ModelSpec:
 
 
 def olmo3_spec(config: ConfigFields, architecture: str) -> ModelSpec:
-    """`Olmo3ForCausalLM`: all but every fourth layer have a window, and positions that are not scaled."""
+    """Return the spec of `Olmo3ForCausalLM`: three layers of four have windows and unscaled positions."""
     windows = WindowRule(window=read_window(config, 4096), is_sliding=lambda layer: (layer + 1) % 4 != 0)
     spec = _olmo_spec(config, architecture, windows, _far_rope)
     near = rope_of_layers(config, "sliding_attention", spec.max_position_embeddings, theta=5e5)

@@ -1,4 +1,4 @@
-"""Phi-3, Phi-3.5 and Phi-4: Llama, stored with fused projections. Called by `families.registry`."""
+"""The specs of Phi-3, Phi-3.5 and Phi-4: Llama, stored with fused projections."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from penstock.families.window_fields import WindowRule, read_window
 
 
 def phi3_spec(config: ConfigFields, architecture: str) -> ModelSpec:
-    """`Phi3ForCausalLM`, whose heads may be rotated in part; of longrope, the original context."""
+    """Return the spec of `Phi3ForCausalLM`: heads may be rotated in part; longrope's original context."""
     windows = WindowRule(window=read_window(config, 0) if config.has("sliding_window") else 0)
     spec = read_decoder(
         config, architecture, windows=windows, read_rope=read_longrope, max_positions=4096, eps=1e-5

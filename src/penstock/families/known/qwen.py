@@ -1,5 +1,7 @@
-"""Qwen2, Qwen2.5 and Qwen3, and MiMo, which is a Qwen2: Llama with a window in the upper layers where it is
-switched on, and biases on query, key and value, or norms on queries and keys. Called by `families.registry`.
+"""The specs of Qwen2, Qwen2.5 and Qwen3, and MiMo, which is a Qwen2.
+
+They are Llama with a window in the upper layers where it is switched on, and biases on query, key and value,
+or norms on queries and keys. Called by `families.registry`.
 """
 
 from __future__ import annotations
@@ -13,12 +15,12 @@ from penstock.families.window_fields import WindowRule, read_window
 
 
 def qwen2_spec(config: ConfigFields, architecture: str) -> ModelSpec:
-    """`Qwen2ForCausalLM`."""
+    """Return the spec of `Qwen2ForCausalLM`."""
     return read_decoder(config, architecture, qkv_bias=True, max_positions=32_768, windows=_windows(config))
 
 
 def qwen3_spec(config: ConfigFields, architecture: str) -> ModelSpec:
-    """`Qwen3ForCausalLM`; one flag gives all four attention projections a bias."""
+    """Return the spec of `Qwen3ForCausalLM`; one flag gives all four attention projections a bias."""
     has_bias = config.flag("attention_bias", False)
     spec = read_decoder(
         config,

@@ -1,4 +1,4 @@
-"""Qwen2-MoE and Qwen3-MoE: many small experts, in Qwen2-MoE also one that all tokens share.
+"""The specs of Qwen2-MoE and Qwen3-MoE: many small experts, in Qwen2-MoE also one that all tokens share.
 
 Called by `families.registry`.
 """
@@ -16,7 +16,7 @@ _MAX_WIDTH = 1 << 20
 
 
 def qwen2_moe_spec(config: ConfigFields, architecture: str) -> ModelSpec:
-    """`Qwen2MoeForCausalLM`; its optional sliding window is not built."""
+    """Return the spec of `Qwen2MoeForCausalLM`; its optional sliding window is not built."""
     _refuse_window(config)
     config = config.with_defaults(max_position_embeddings=32768)
     qkv_bias = config.flag("qkv_bias", True)
@@ -26,7 +26,7 @@ def qwen2_moe_spec(config: ConfigFields, architecture: str) -> ModelSpec:
 
 
 def qwen3_moe_spec(config: ConfigFields, architecture: str) -> ModelSpec:
-    """`Qwen3MoeForCausalLM`: queries and keys are normalised, and no expert is shared."""
+    """Return the spec of `Qwen3MoeForCausalLM`: normalised queries and keys, no shared expert."""
     _refuse_window(config)
     config = config.with_defaults(max_position_embeddings=32768, num_key_value_heads=4)
     has_bias = config.flag("attention_bias", False)
@@ -44,7 +44,7 @@ def with_experts(
     inner_size: int,
     shared_size: int = 0,
 ) -> ModelSpec:
-    """The decoder with the experts that this family's fields describe; the numbers are their defaults."""
+    """Return the decoder with the experts of this family's fields; the numbers are their defaults."""
     # transformers 5 writes the second name for families that have always used the first.
     name = "num_local_experts" if config.has("num_local_experts") else "num_experts"
     num_experts = config.integer(name, 1, MAX_EXPERTS, num_experts)

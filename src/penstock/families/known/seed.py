@@ -1,4 +1,4 @@
-"""Seed-OSS: Llama with heads of their own width and a flag for each bias. Called by `families.registry`."""
+"""The spec of Seed-OSS: Llama with heads of their own width and a flag for each bias."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from penstock.families.spec import ModelSpec
 
 
 def seed_oss_spec(config: ConfigFields, architecture: str) -> ModelSpec:
-    """`SeedOssForCausalLM`."""
+    """Return the spec of `SeedOssForCausalLM`."""
     return read_decoder(
         config.with_defaults(num_key_value_heads=8),
         architecture,

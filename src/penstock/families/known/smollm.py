@@ -1,4 +1,4 @@
-"""SmolLM3: Llama in which every fourth layer rotates nothing. Called by `families.registry`."""
+"""The spec of SmolLM3: Llama in which every fourth layer rotates nothing. Called by `families.registry`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from penstock.families.spec import ModelSpec
 
 
 def smollm3_spec(config: ConfigFields, architecture: str) -> ModelSpec:
-    """`SmolLM3ForCausalLM`; `no_rope_layers` has 1 for a layer that does rotate."""
+    """Return the spec of `SmolLM3ForCausalLM`; `no_rope_layers` has 1 for a layer that does rotate."""
     if config.flag("use_sliding_window", False):
         raise config.error("use_sliding_window", "false (sliding windows are not supported)", True)
     config = config.with_defaults(
