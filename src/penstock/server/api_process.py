@@ -57,14 +57,14 @@ _OTHER_DESCRIPTORS = 64  # beside client connections
 
 
 class HttpServer(uvicorn.Server):
-    """uvicorn without its signal handling, and with an end that waits for running answers.
+    """A server of uvicorn without its signal handling, whose end waits for running answers.
 
     Args:
-        app: what `create_app` made.
+        app: the application from `create_app`.
         limits: bounds of connections.
         drain_s: how long running answers may go on after the first signal.
         on_listening: called once connections are taken.
-        context: of HTTPS; None: the server speaks plain HTTP.
+        context: context of HTTPS; None: the server speaks plain HTTP.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class HttpServer(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
-        """Signals are this process's affair: `stop` is what they call."""
+        """Leave signals to this process, which calls `stop`."""
         yield
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -113,7 +113,7 @@ class HttpServer(uvicorn.Server):
         await super().shutdown(sockets)
 
     def stop(self) -> None:
-        """First call: drain, then end. Second call: end what runs at once."""
+        """Stop: the first call drains, then ends. The second one ends at once what runs."""
         if self._drain is None:
             self._drain = asyncio.get_running_loop().create_task(self._drain_and_end())
         else:
@@ -171,9 +171,10 @@ def allow_connections(wanted: int) -> int:
 
 
 def notice_lost_clients(listener: socket.socket, silence_s: float) -> None:
-    """Have the system end connections whose other side has vanished without a word, such as a host without
-    power: neither their reads nor, while an answer is computed, writes would ever fail. The sockets that the
-    listener accepts inherit it.
+    """Let the system end connections whose other side has vanished without a word.
+
+    Such as a host without power: neither their reads nor, while an answer is computed, writes would ever
+    fail. The sockets that the listener accepts inherit it.
     """
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in (

@@ -1,4 +1,4 @@
-"""What the HTTP front needs from the engine and the model, as protocols and values.
+"""The needs of the HTTP front from the engine and the model, as protocols and values.
 
 `create_app` takes an `EngineLike` (in the server `engine.client.async_engine.AsyncEngine`, in tests a fake)
 and a `ServedModel`. The text side of a model is behind `TextCodec`, so that no route knows a tokenizer
@@ -48,10 +48,10 @@ class RequestStream(Protocol):
 
 
 class StatusLike(Protocol):
-    """Whether the pipe answers.
+    """The state of the pipe: whether it answers.
 
     `since`: Unix time of the last change of `ready`; `is_full`: no more requests may wait; `is_recovering`:
-    it is not ready, but who comes now may wait; `hosts`: that the pipe runs over, as far as that was told.
+    it is not ready, but new requests may wait; `hosts`: that the pipe runs over, as far as that was told.
     """
 
     @property
@@ -85,56 +85,56 @@ class EngineLike(Protocol):
         """Start `sampling.n` sequences of a prompt, all or none; the first counts the prompt's tokens."""
 
     def embed(self, request_id: str, prompt_token_ids: list[int], params: PoolingParams) -> RequestStream:
-        """Have a prompt pooled; the stream has one delta, with the vector."""
+        """Pool a prompt; the stream has one delta, with the vector."""
 
     def status(self) -> StatusLike: ...
 
     def statuses(self) -> Sequence[StatusLike]:
-        """Of each replica."""
+        """Return the status of each replica."""
 
     async def trace(self) -> list[StageSpans]:
-        """What each stage did in the last seconds."""
+        """Return the spans of each stage in the last seconds."""
 
     async def news(self, seen: Collection[StageSpans]) -> list[StageSpans]:
-        """What each rank did lately; of a rank of which a report was seen, what it did since."""
+        """Return each rank's latest spans; if a report of the rank was seen, those since then."""
 
     async def operate(self, operation: Operation, timeout_s: float) -> list[OperationDone]:
-        """Have all replicas do it. Raises `WaitTimeoutError` when that is not complete in this time."""
+        """Let all replicas do it. Raises `WaitTimeoutError` when that is not complete in this time."""
 
     @property
     def max_model_len(self) -> int:
-        """Longest prompt + output: the model's, or less where the KV pool holds less."""
+        """The longest prompt + output: the model's, or less where the KV pool holds less."""
 
 
 class TextCodec(Protocol):
-    """Text to ids and ids to text. Called from worker threads too."""
+    """The way from text to ids and from ids to text. Called from worker threads too."""
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Ids of a plain prompt, with BOS where the model wants one; special tokens in the text are text."""
+        """Return ids of a plain prompt, with BOS where the model wants it; special tokens are text."""
 
     def encode_trusted(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Ids of text in which special tokens mean themselves."""
+        """Return the ids of text in which special tokens mean themselves."""
 
     def encode_chat(self, messages: list[dict[str, Any]], **options: Any) -> list[int]:
-        """Ids of a conversation through the chat template, ready for the answer.
+        """Return the ids of a conversation through the chat template, ready for the answer.
 
         Args:
             options: those of `ChatTemplate.encode`, and variables for the template.
         """
 
     def render_chat(self, messages: list[dict[str, Any]], **options: Any) -> str:
-        """The same as text."""
+        """Return the text of a conversation through the chat template."""
 
     def decode(self, token_ids: list[int]) -> str:
-        """Text of a whole sequence, special tokens by their names."""
+        """Return the text of a whole sequence, special tokens by their names."""
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes that one id stands for; empty for ids without text."""
+        """Return the bytes that one id stands for; empty for ids without text."""
 
     def detokenizer(
         self, prompt_token_ids: list[int], *, skip_special_tokens: bool = True, shown: Sequence[str] = ()
     ) -> Detokenizer:
-        """From ids to text, piece by piece, of what follows this prompt.
+        """Return the detokenizer, piece by piece, of what follows this prompt.
 
         Args:
             shown: special tokens that are not skipped.
@@ -193,7 +193,7 @@ class ServedModel:
 
     @property
     def names(self) -> list[str]:
-        """Every name under which clients may ask for the model."""
+        """The names under which clients may ask for the model."""
         return [self.name, *self.aliases]
 
     def require_name(self, name: str) -> None:
@@ -207,6 +207,8 @@ class ServedModel:
             )
 
     def context_length(self, engine: EngineLike) -> int:
-        """Return how many tokens a prompt and its output may have, as of now: the engine knows what its KV
-        pool holds only when it has loaded."""
+        """Return how many tokens a prompt and its output may have, as of now.
+
+        The engine knows what its KV pool holds only when it has loaded.
+        """
         return min(self.max_model_len, engine.max_model_len)

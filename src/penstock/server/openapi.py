@@ -1,4 +1,4 @@
-"""What `/openapi.json` says of requests and answers, true to the types that read and write them.
+"""The description of requests and answers in `/openapi.json`, true to the types that read and write them.
 
 `app` makes a `DescribedRoute` for each route, and then one document of all of them. The schemas are those
 of the types by which msgspec reads and writes. Bounds are in the document as far as a schema has words for
@@ -145,11 +145,11 @@ Schema = dict[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Description:
-    """What the document says of one route beside its path, name and text.
+    """The description of one route beside its path, name and text.
 
     Attributes:
-        responses: by status.
-        body: the request's; empty: the route reads none.
+        responses: types of the answers by status.
+        body: type of the request's body; empty: the route reads none.
         query: the type of its parameters.
     """
 

@@ -49,14 +49,17 @@ class Sequence:
 
 
 def choices_of(sequences: Iterable[Sequence]) -> list[Sequence]:
-    """Choice i belongs to entry i: `n` for each, one after the other."""
+    """Return the sequence of each choice: `n` for each entry, one after the other."""
     return [sequence for sequence in sequences for _ in range(sequence.sampling.n)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationJob:
-    """What one request asks for. `make_body` turns the finished sequences into a whole answer's bytes, beside
-    the event loop where it takes long."""
+    """The work that one request asks for.
+
+    `make_body` turns the finished sequences into a whole answer's bytes, beside the event loop where it takes
+    long.
+    """
 
     sequences: list[Sequence]
     record: RequestRecord
@@ -66,7 +69,7 @@ class GenerationJob:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationContext:
-    """What every generating response works with; one for the server."""
+    """The parts with which every generating response works; one for the server."""
 
     engine: EngineLike
     lifecycle: Lifecycle
@@ -82,10 +85,10 @@ class EventWriter(Protocol):
 
     @property
     def reasoning_tokens(self) -> int | None:
-        """Tokens of its reasoning so far; None where nobody counts them."""
+        """The tokens of its reasoning so far; None where they are not counted."""
 
     def opening(self) -> bytes:
-        """What stands before all else, once; for streams that ping before their first token."""
+        """Return the bytes before all else, once; for streams that ping before their first token."""
 
     def chunk(self, delta: TextDelta) -> Iterable[bytes]:
         """Return the events for a delta, in pieces that are sent alone; a piece has whole events, or none."""
@@ -105,10 +108,10 @@ class EventText(Protocol):
         """One for each choice."""
 
     def end(self, usage: Usage) -> bytes:
-        """What stands behind all choices."""
+        """Return the bytes behind all choices."""
 
     def failure(self, error: Exception, request_id: str) -> bytes:
-        """What stands there instead, after a failure."""
+        """Return the bytes that stand there instead, after a failure."""
 
 
 class GenerationResponse(Response):
@@ -333,7 +336,7 @@ class StreamedResponse(GenerationResponse):
 
 
 async def all_of(works: list[Coroutine[Any, Any, T]]) -> list[T]:
-    """Results of the coroutines, in order. One alone runs in this task; the first failure ends the others."""
+    """Return the results of the coroutines, in order. One runs in this task; a failure ends the others."""
     if len(works) == 1:
         return [await works[0]]
     try:
@@ -350,7 +353,7 @@ def _finish_reason(finishes: list[TextDelta]) -> str:
 
 
 def with_reasoning_tokens(usage: Usage, counts: list[int | None]) -> Usage:
-    """The usage with the tokens of each choice's reasoning, where they could be counted."""
+    """Return the usage with the tokens of each choice's reasoning, where they could be counted."""
     known = [count for count in counts if count is not None]
     if not known:
         return usage

@@ -1,4 +1,4 @@
-"""What an answer of `/v1/messages` consists of, as it comes: blocks, and the events that tell of them.
+"""The parts of an answer of `/v1/messages`, as it comes: blocks, and the events that tell of them.
 
 A block is a text, what the model thought, or a call of a tool. Grammar of a stream: `message_start`; for
 each block `content_block_start`, its `content_block_delta`s, `content_block_stop`; then `message_delta` with
@@ -8,7 +8,7 @@ come to, so that both forms say the same.
 
 A call goes out when all of it is there, in one delta: a client may run what it has of a call, and so never
 gets one that breaks off or is not sound. Such a call is text, with its markers. An answer of nothing is one
-empty text. The signature of reasoning is a digest of it, which nobody checks.
+empty text. The signature of reasoning is a digest of it, which is never checked.
 """
 
 from __future__ import annotations

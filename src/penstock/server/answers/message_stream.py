@@ -33,7 +33,7 @@ _encode = msgspec.json.Encoder().encode
 
 
 class MessageWriter:
-    """In place of a `ChunkWriter`; same methods."""
+    """A writer that is used in place of a `ChunkWriter`, with the same methods."""
 
     def __init__(self, writer: ChunkWriter, reader: MessageReader) -> None:
         self._writer = writer
@@ -47,7 +47,7 @@ class MessageWriter:
         return self._writer.opening()
 
     def chunk(self, delta: TextDelta) -> tuple[bytes]:
-        """The events for a delta: none, one, or more; may be empty."""
+        """Return the events for a delta: none, one, or more; may be empty."""
         reason = delta.finish_reason
         self._writer.count(delta)
         self._reader.note_tokens(delta.token_ids)
@@ -92,11 +92,11 @@ class ChunkText:
         self.writers = [_writer(form, index, prompt) for index, prompt in enumerate(prompts)]
 
     def end(self, usage: Usage) -> bytes:
-        """The usage where it was asked for, and the end."""
+        """Return the usage where it was asked for, and the end."""
         return (usage_chunk(self._form, usage) if self._form.include_usage else b"") + DONE
 
     def failure(self, error: Exception, request_id: str) -> bytes:
-        """The error; the end is left out."""
+        """Return the error; the end is left out."""
         return error_event(error_bytes(error, request_id))
 
 

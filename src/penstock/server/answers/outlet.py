@@ -1,4 +1,4 @@
-"""Where the bytes of a streamed answer go: to its connection, or (`resumable`) to whoever reads."""
+"""The outlet for the bytes of a streamed answer: to its connection, or (`resumable`) to its readers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Respond = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 
 class Outlet(Protocol):
-    """Between a streamed answer and its connection."""
+    """The outlet between a streamed answer and its connection."""
 
     async def carry(self, respond: Respond, scope: Scope, receive: Receive, send: Send) -> None:
         """Run a response to its end."""

@@ -1,4 +1,4 @@
-"""What an answer of `/v1/responses` consists of, as it comes: items, and the events that tell of them.
+"""The parts of an answer of `/v1/responses`, as it comes: items, and the events that tell of them.
 
 An item is a message, what the model thought, or a call of a function or custom tool. Grammar of a stream:
 `response.created`, `response.in_progress`; for each item `response.output_item.added`, its parts and deltas,
@@ -221,7 +221,7 @@ class Output:
         return self._reader.reasoning_tokens
 
     def take(self, delta: TextDelta) -> list[Event]:
-        """What the delta brings. The last one completes all items."""
+        """Return the events that the delta brings. The last one completes all items."""
         reason = delta.finish_reason
         self._reader.note_tokens(delta.token_ids)
         self._logprobs.add(delta.token_ids, delta.logprobs or [])
@@ -349,7 +349,7 @@ class ResponseText:
         return self._output.reasoning_tokens
 
     def opening(self) -> bytes:
-        """That the response is begun, once."""
+        """Return the events that begin the response, once."""
         if self._is_opened:
             return b""
         self._is_opened = True
@@ -357,18 +357,18 @@ class ResponseText:
         return b"".join(self._written({"type": kind, "response": self._asked}) for kind in begun)
 
     def chunk(self, delta: TextDelta) -> Iterator[bytes]:
-        """The events for a delta, one by one."""
+        """Yield the events for a delta, one by one."""
         yield self.opening()
         for event in self._output.take(delta):
             yield self._written(event)
 
     def end(self, usage: Usage) -> bytes:
-        """The event with all of the response."""
+        """Return the event with all of the response."""
         response = finished(self._asked, self._output, usage)
         return self._written({"type": f"response.{response.status}", "response": response}) + DONE
 
     def failure(self, error: Exception, request_id: str) -> bytes:
-        """The error, for clients that raise it and for those that look at responses."""
+        """Return the error, for clients that raise it and for those that look at responses."""
         shown = error_object(error, request_id)
         failed = msgspec.structs.replace(
             self._asked,

@@ -48,7 +48,7 @@ class EventsGoneError(PenstockError):
 
 
 class StreamName(NamedTuple):
-    """What a client must know to come back: the id of the request, and its key."""
+    """The name that a client needs to come back: the id of the request, and its key."""
 
     key: bytes
     request_id: str
@@ -74,7 +74,7 @@ class _Reader:
 
 
 class KeptStream:
-    """The events of one answer, and those who read them.
+    """The events of one answer, and their readers.
 
     Args:
         clock: monotonic seconds.
@@ -126,12 +126,12 @@ class KeptStream:
         return {"type": "http.disconnect"}
 
     def end(self) -> None:
-        """Nothing comes any more."""
+        """End the stream: nothing comes any more."""
         self.ended_at = self._clock()
         self._news.ring()
 
     def stop(self) -> None:
-        """Have the answer end: nobody wants the rest of it."""
+        """Let the answer end: the rest of it is not wanted."""
         self._is_stopped = True
         self._readers_changed.ring()
 
@@ -254,7 +254,7 @@ class ResumableStreams:
 
     @staticmethod
     def name_of(request: Request, request_id: str) -> StreamName:
-        """Return the name of the stream of that id, for whoever has sent this request."""
+        """Return the name of the stream of that id, for the sender of this request."""
         return StreamName(key_digest(request.scope["headers"]), request_id)
 
     def open(self, name: StreamName) -> KeptStream | None:
@@ -275,7 +275,7 @@ class ResumableStreams:
         return stream
 
     def end(self, name: StreamName, stream: KeptStream) -> None:
-        """The answer is complete, or has failed. One that has not begun is forgotten at once."""
+        """End a stream, whose answer is complete or has failed. One that has not begun is forgotten."""
         stream.end()
         if not stream.has_begun:
             del self._streams[name]

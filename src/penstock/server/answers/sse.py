@@ -40,7 +40,7 @@ _encode = msgspec.json.Encoder().encode
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dialect:
-    """How one route writes a choice: what stands around the text, and what stands for no text."""
+    """The way in which one route writes a choice: around its text, and where there is no text."""
 
     object: str
     id_prefix: str
@@ -70,7 +70,7 @@ TEXT = Dialect(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamForm:
-    """What all chunks of one response have in common.
+    """The form that all chunks of one response share.
 
     `counts_tokens`: every chunk tells the usage of its choice so far; only with `include_usage`.
     `codec`, `skips_special_tokens`: how texts were made of tokens. `reading`: how a chat's answers are read;
@@ -94,13 +94,13 @@ class StreamForm:
         return self.codec.token_bytes
 
     def chunk_end(self, prompt_tokens: int) -> ChunkEnd:
-        """Of the chunks of a choice whose prompt has so many tokens."""
+        """Return the end of the chunks of a choice whose prompt has so many tokens."""
         if self.counts_tokens:
             return CountedEnd(prompt_tokens)
         return PlainEnd(shows_null=self.include_usage)
 
     def completion_logprobs(self, prompt_token_ids: list[int], echo: Echo | None) -> CompletionLogprobsWriter:
-        """Of the tokens behind this prompt, whose text stands behind the echo."""
+        """Return the writer for tokens behind this prompt, whose text stands behind the echo."""
         detokenizer = self.codec.detokenizer(prompt_token_ids, skip_special_tokens=self.skips_special_tokens)
         begin = 0 if echo is None else len(echo.text)
         return CompletionLogprobsWriter(self.codec.token_bytes, detokenizer, begin=begin)
@@ -148,7 +148,7 @@ class ChunkWriter:
         self._echo = EchoWriter(prompt.echo) if prompt.echo is not None and form.with_logprobs else None
 
     def chunk(self, delta: TextDelta) -> tuple[bytes]:
-        """The events for a delta: none, one, or more; may be empty."""
+        """Return the events for a delta: none, one, or more; may be empty."""
         self.count(delta)
         if self._is_plain and delta.finish_reason is None and not self._opening:
             return (self._plain(delta.text),)
@@ -170,7 +170,7 @@ class ChunkWriter:
         return not self._is_plain
 
     def opening(self) -> bytes:
-        """The chunk that stands before all content, once; for streams that ping before their first token."""
+        """Return the chunk before all content, once; for streams that ping before their first token."""
         opening, self._opening = self._opening, []
         return b"".join(opening)
 
@@ -221,7 +221,7 @@ class ChunkWriter:
         return self._dialect.before_text + _encode(text) + self._dialect.after_text
 
     def event(self, body: bytes, delta: TextDelta | None) -> bytes:
-        """A chunk with this content, with the log-probabilities and ids of `delta` if they are asked for."""
+        """Return a chunk with this content, and log-probabilities and ids of `delta` if asked for."""
         if delta is None:
             return self._event(body, _NO_LOGPROBS, [])
         return self._event(body, self._logprobs(delta), delta.token_ids)
@@ -233,7 +233,7 @@ class ChunkWriter:
         )
 
     def finish(self, delta: TextDelta, finish_reason: str) -> bytes:
-        """The chunk that ends the choice."""
+        """Return the chunk that ends the choice."""
         ids = b',"token_ids":[]' if self._return_ids else b""
         reason = b',"logprobs":null,"finish_reason":"%s"' % finish_reason.encode()
         stop = b',"stop_reason":' + _encode(delta.stop_reason)
@@ -268,11 +268,11 @@ def _no_logprobs(_delta: TextDelta) -> bytes:
 
 
 def usage_chunk(form: StreamForm, usage: Usage) -> bytes:
-    """The chunk without choices that tells the usage."""
+    """Return the chunk without choices that tells the usage."""
     start = _head(form).removesuffix(b'[{"index":')
     return start + b'[],"usage":' + _encode(usage) + b"}\n\n"
 
 
 def error_event(body: bytes) -> bytes:
-    """`body`: an encoded error object."""
+    """Return the event of an error. `body`: an encoded error object."""
     return b"data: " + body + b"\n\n"

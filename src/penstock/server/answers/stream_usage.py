@@ -1,4 +1,4 @@
-"""What the chunks of a stream end with, behind their choices: the usage, where the client wants it there.
+"""The end of the chunks of a stream, behind their choices: the usage, where the client wants it there.
 
 Of a stream without usage, nothing; with `include_usage`, null, since the usage has a chunk of its own; with
 `continuous_usage_stats` as well, the numbers of the chunk's choice so far, in vLLM's form: the tokens of its
@@ -15,14 +15,14 @@ class ChunkEnd(Protocol):
 
     @property
     def encoded(self) -> bytes:
-        """What follows on the choice, to the end of the event."""
+        """The bytes that follow on the choice, to the end of the event."""
 
     def count(self, num_tokens: int) -> None:
         """Take note of tokens that were generated; chunks from now on tell them."""
 
 
 class PlainEnd:
-    """The same for all chunks.
+    """An end that is the same for all chunks.
 
     Args:
         shows_null: whether a usage of null stands there.
@@ -36,10 +36,10 @@ class PlainEnd:
 
 
 class CountedEnd:
-    """With the usage so far.
+    """An end with the usage so far.
 
     Args:
-        prompt_tokens: of the choice's prompt.
+        prompt_tokens: tokens of the choice's prompt.
     """
 
     def __init__(self, prompt_tokens: int) -> None:

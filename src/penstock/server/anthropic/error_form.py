@@ -1,4 +1,4 @@
-"""Errors of `/v1/messages` and of the paths below it, in the form of Anthropic's API.
+"""The errors of `/v1/messages` and of the paths below it, in the form of Anthropic's API.
 
 The answer is `{"type": "error", "error": {"type", "message"}, "request_id"}`, with the status that the error
 has on every route. Used by `app`, and by `answers.message_output` for streams that have begun.

@@ -1,4 +1,4 @@
-"""From a request to `/v1/messages` to the chat request that asks for the same.
+"""The way from a request to `/v1/messages` to the chat request that asks for the same.
 
 What the two APIs have in common is checked once, as a chat's fields; `own_names` turns the names of those in
 an error back into the ones that the client has sent. Called by `messages`.
@@ -81,7 +81,7 @@ def read_fields(body: dict[str, Any], kind: type[C]) -> C:
 
 
 def unknown_here(body: Mapping[str, Any], kind: type[ConversationRequest]) -> list[str]:
-    """`fields.unknown_fields`, but for those of a chat that ask for nothing."""
+    """Return `fields.unknown_fields`, but for those of a chat that ask for nothing."""
     return [name for name in unknown_fields(body, kind) if name not in _OF_CHATS]
 
 

@@ -1,4 +1,4 @@
-"""What a request to `/v1/messages` may carry, and the shape of its answer.
+"""The types of a request to `/v1/messages`, and of its answer.
 
 The names and shapes are those of Anthropic's Messages API. Read and written by msgspec, as
 `openai.openai_types`; fields of blocks that change nothing here, such as `cache_control`, are left out.
@@ -78,8 +78,10 @@ class OutputConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ConversationRequest(SampledRequest, frozen=True, kw_only=True):
-    """What a request that is answered and one that is counted share. `metadata`, `service_tier` and
-    `cache_control` are taken and change nothing."""
+    """The fields that a request that is answered and one that is counted share.
+
+    `metadata`, `service_tier` and `cache_control` are taken and change nothing.
+    """
 
     messages: list[InputMessage]
     system: str | list[TextBlock] | None = None

@@ -1,5 +1,6 @@
-"""Who may ask: API keys, host names and origins. Default deny: every path but health probes and the files of
-the web page needs a key.
+"""The access to the server: API keys, host names and origins. It is denied by default.
+
+Every path but health probes and the files of the web page needs a key.
 
 The files of the web page are the same for everybody and open; what it fetches is not. A browser without
 JavaScript has no way to send a key but as a password, which it then sends by itself, whatever page has caused
@@ -39,8 +40,10 @@ Headers = Iterable[tuple[bytes, bytes]]
 
 
 def refuse_odd_path(path: str) -> None:
-    """Raise `NotFoundError` for control characters, which no path of ours has: the router's patterns pass
-    over a line feed at the end, which would make one route answer to two names."""
+    """Raise `NotFoundError` for control characters, which no path of ours has.
+
+    The router's patterns pass over a line feed at the end, which would make one route answer to two names.
+    """
     if not path.isprintable():
         raise NotFoundError("there is no such path.")
 
@@ -124,8 +127,10 @@ class HostPolicy:
         self._own_names = {host.lower(), *(name.lower() for name in allowed_hosts)}
 
     def check(self, headers: Headers) -> None:
-        """Raise `ForbiddenError` for a foreign `Host` on loopback, or an `Origin` that is neither our own nor
-        allowed."""
+        """Raise `ForbiddenError` for a foreign `Host` on loopback, or a foreign `Origin`.
+
+        An `Origin` is foreign if it is neither our own nor allowed.
+        """
         host = header_value(headers, b"host").decode("latin-1").lower()
         if self._is_loopback and host and not self._is_ours(_without_port(host)):
             raise ForbiddenError(
@@ -147,7 +152,7 @@ class HostPolicy:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a host name or address can only mean this machine."""
+    """Return whether a host name or address can only mean this machine."""
     if host == "localhost":
         return True
     try:

@@ -1,4 +1,4 @@
-"""Which web pages of other origins may use the server: those that are named, and nobody where none is.
+"""The web pages of other origins that may use the server: those that are named, and by default none.
 
 The CORS protocol of the Fetch standard. An origin is on the list word for word, or it is foreign: there are
 no patterns and no `*`, and `null`, which any page can have, is none. Pages send their key as every client
@@ -34,7 +34,7 @@ class CrossOrigin:
         origins: whose pages may use the server.
 
     Raises:
-        UsageError: one of them is no origin.
+        UsageError: one of them is not an origin.
     """
 
     def __init__(self, origins: Sequence[str] = ()) -> None:
@@ -42,8 +42,10 @@ class CrossOrigin:
         self._origins = frozenset(origin.encode() for origin in origins)
 
     def headers(self, request: Headers) -> HeaderList:
-        """What an answer to this request says to the browser, an error too; nothing if no page on the list
-        has sent it."""
+        """Return the headers that tell a browser whether a page may read an answer, an error too.
+
+        There are none if no page on the list has sent the request.
+        """
         origin = header_value(request, b"origin")
         if origin not in self._origins:
             return []
@@ -54,8 +56,10 @@ class CrossOrigin:
         ]
 
     def preflight(self, scope: Scope) -> Response | None:
-        """The answer to a browser that asks whether a page on the list may send a request; None if that is
-        not the question. It is the same for every path, there or not."""
+        """Return the answer to a browser that asks whether a page on the list may send a request.
+
+        None if that is not the question. The answer is the same for every path, there or not.
+        """
         headers = scope["headers"]
         is_question = scope["method"] == "OPTIONS" and header_value(headers, b"access-control-request-method")
         if not is_question or header_value(headers, b"origin") not in self._origins:

@@ -1,5 +1,6 @@
-"""Errors as OpenAI error objects: `{"error": {"message", "type", "param", "code"}}`, on every route but those
-of another API, which writes them in a form of its own.
+"""The errors as OpenAI error objects, `{"error": {"message", "type", "param", "code"}}`.
+
+They are so on every route but those of another API, which writes them in a form of its own.
 
 `app` makes one `ErrorAnswers`, which Starlette's handlers and the gate use; streams that have begun use
 `error_bytes`. A bug becomes a 500 that carries the request's id and no trace.
@@ -88,7 +89,7 @@ def json_response(body: bytes, *, status: int = 200, headers: Mapping[str, str] 
 
 
 class ErrorForm(Protocol):
-    """How one API writes errors.
+    """The form in which one API writes errors.
 
     Attributes:
         id_header: in which its clients look for a request's id, beside `x-request-id`; empty: in no other.
@@ -138,7 +139,7 @@ class ErrorAnswers:
 
     @property
     def handlers(self) -> dict[Any, Callable[[Request, Exception], Awaitable[Response]]]:
-        """By kind of exception, for the framework."""
+        """Return the handlers by kind of exception, for the framework."""
         return {
             PenstockError: self._answer_penstock_error,
             HTTPException: self._answer_http_exception,

@@ -84,7 +84,7 @@ class Lifecycle:
             self._idle.set()
 
     def begin_drain(self) -> None:
-        """From now on new work is refused and readiness is off."""
+        """Refuse new work from now on; readiness is off."""
         if self.draining_since is None:
             self.draining_since = time.time()
 

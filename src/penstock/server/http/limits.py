@@ -1,4 +1,4 @@
-"""How much a client may send, for the model that is served, and the reading of bodies.
+"""The limits on what a client may send, for the model that is served, and the reading of bodies.
 
 Endpoints call `read_json`. A body is refused with 413 by its declared length before a byte of it is read, and
 by its true length while it is read. JSON is taken strictly: UTF-8 without a byte order mark, one value, no

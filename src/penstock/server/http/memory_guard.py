@@ -1,4 +1,4 @@
-"""No new work while the host has hardly any memory left, so that what runs can end before the kernel kills.
+"""The guard that refuses new work while the host has hardly any memory left, so that running work can end.
 
 Asked by the generating routes (`generation.require_ready`) and by `health`.
 """
@@ -33,7 +33,7 @@ class MemoryGuard:
 
     @property
     def shortage(self) -> str:
-        """What is short, or nothing."""
+        """Return what is short, or an empty text."""
         now = self._clock()
         if now >= self._look_at:
             self._look_at = now + LOOK_S

@@ -1,4 +1,4 @@
-"""What the metrics of `/metrics` are called: by our names, and with `--vllm-metric-names` by vLLM's as well.
+"""The names of the metrics of `/metrics`: ours, and with `--vllm-metric-names` vLLM's as well.
 
 Dashboards and autoscalers that were made for vLLM then find what they ask for; most names differ in the
 prefix alone.

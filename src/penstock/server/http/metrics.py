@@ -51,7 +51,7 @@ class Histogram:
 
     @property
     def totals(self) -> tuple[int, float]:
-        """How many values were counted, and their sum."""
+        """Return how many values were counted, and their sum."""
         return sum(self._counts), self._sum
 
     def observe(self, value: float) -> None:
@@ -70,7 +70,7 @@ class Histogram:
 
 
 class RequestHistograms:
-    """What a request took, counted when it ends. Iterating gives the histograms."""
+    """The histograms of what a request took, counted when it ends. Iterating gives them."""
 
     def __init__(self) -> None:
         self.ttft = Histogram("time_to_first_token_seconds", "From request to first token.", _SHORT)
@@ -145,7 +145,7 @@ class Metrics:
         return generate_latest(self._registry)
 
     def collect(self) -> Iterable[Metric]:
-        """Called by prometheus_client at a scrape."""
+        """Yield all metrics; prometheus_client calls this at a scrape."""
         for family in self._families():
             yield family
             yield from self._renamed(family)

@@ -31,7 +31,7 @@ def _timestamp() -> str:
 
 
 def escape(text: str) -> str:
-    """Printable ASCII without quotes or blanks stays; anything else makes a JSON string of it."""
+    """Return printable ASCII without quotes or blanks as it is; anything else as a JSON string."""
     cut = text if len(text) <= MAX_VALUE_CHARACTERS else text[:MAX_VALUE_CHARACTERS] + "..."
     if cut and all("!" <= char <= "~" and char not in '"\\=' for char in cut):
         return cut
@@ -74,14 +74,14 @@ class RequestLog:
         self._write("WARNING", text, values)
 
     def bug(self, record: RequestRecord, error: BaseException) -> None:
-        """An exception that is our fault, with its trace in one line."""
+        """Log an exception that is our fault, with its trace in one line."""
         trace = "".join(traceback.format_exception(error, limit=-8))
         pieces = [line.strip() for line in trace.splitlines() if line.strip()]
         values = {f"trace{i}": piece for i, piece in enumerate(pieces[-12:])}
         self._write("ERROR", "bug", {"id": record.request_id, **values})
 
     def request_end(self, record: RequestRecord, now: float) -> None:
-        """The one line of a request; health probes have none, nor have scrapes that went well."""
+        """Log the one line of a request; health probes and scrapes that went well have none."""
         if record.path in OPEN_PATHS or (record.path == _SCRAPED_PATH and record.status == 200):
             return
         values: dict[str, Value] = {

@@ -1,4 +1,4 @@
-"""What is remembered of one HTTP request while it runs, for its log line and for the metrics.
+"""The record of one HTTP request while it runs, for its log line and for the metrics.
 
 The gate makes one per request and puts it into the ASGI scope; the generating response fills in the rest.
 """
@@ -17,7 +17,7 @@ _ID = re.compile(rb"[A-Za-z0-9._:\-]{1,128}")
 
 
 class RequestRecord:
-    """What is known of one request so far. Times are of the monotonic clock, in seconds."""
+    """The record of one request so far. Times are of the monotonic clock, in seconds."""
 
     __slots__ = (
         "cached_tokens",
@@ -61,7 +61,7 @@ class RequestRecord:
         return None if self.first_token_at is None else self.first_token_at - self.started_at
 
     def tpot_seconds(self) -> float | None:
-        """Mean time of an output token after the first."""
+        """Return the mean time of an output token after the first."""
         if self.first_token_at is None or self.last_token_at is None or self.output_tokens < 2:
             return None
         return (self.last_token_at - self.first_token_at) / (self.output_tokens - 1)

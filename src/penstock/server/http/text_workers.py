@@ -1,4 +1,4 @@
-"""Work on text that may take long (JSON, templates, tokenizing), kept off the event loop.
+"""The workers for text that may take long (JSON, templates, tokenizing), kept off the event loop.
 
 Short text is done in place, since a change of threads costs more than the work. Long text of new requests
 goes to a small pool with a bounded number of waiting pieces; one more is answered 429. Answers that are done
@@ -28,7 +28,7 @@ class TextWorkers:
         self._pending = 0
 
     async def run(self, size: int, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Result of `work(*args)`, which handles about `size` bytes of text of a new request.
+        """Return the result of `work(*args)`, which handles about `size` bytes of a new request's text.
 
         Raises:
             OverloadedError: too many wait.
@@ -45,7 +45,7 @@ class TextWorkers:
             self._pending -= 1
 
     async def answer(self, size: int, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """The same for an answer; never refused."""
+        """Return the result of `work(*args)` for an answer; never refused."""
         if size <= self._inline_bytes:
             return work(*args, **kwargs)
         loop = asyncio.get_running_loop()

@@ -1,4 +1,4 @@
-"""What a chat request tells the chat template beside messages and tools, and how its answers are read.
+"""The options of a chat request for the template beside messages and tools, and the reading of its answers.
 
 Called by `chat_reader`.
 """
@@ -114,7 +114,7 @@ def reading_of(request: ChatRequest, use: ToolUse, syntax: ModelSyntax, *, is_op
 
 
 def shown_markers(reading: Reading | None, syntax: ModelSyntax) -> list[str]:
-    """Tokens that must stay in the text for it to be read."""
+    """Return the tokens that must stay in the text for it to be read."""
     forms = (reading.tools, reading.reasoning) if reading is not None else ()
     markers = [marker for form in forms if form is not None for marker in form.markers]
     return [marker for marker in markers if marker in syntax.marker_ids]

@@ -51,7 +51,7 @@ class InputGrammar:
 
     @property
     def size(self) -> int:
-        """Characters of the grammar."""
+        """The number of characters of the grammar."""
         return len(self.given.grammar or self.given.regex or "")
 
     def quoted(self) -> str:
@@ -104,8 +104,9 @@ def input_grammar(shown: CustomFormat, where: str) -> InputGrammar | None:
 def with_inputs(
     grammar: str | None, use: ToolUse, inputs: Mapping[str, InputGrammar]
 ) -> tuple[str | None, list[str]]:
-    """Return the grammar of calls with those of the texts of custom tools, and the fields of those that this
-    model's form of calls has no place for.
+    """Return the grammar of calls with those of custom tools' texts, and the fields of unbound ones.
+
+    A text is unbound where this model's form of calls has no place for its grammar.
 
     Args:
         inputs: by tool, each of which can be built.
@@ -127,8 +128,10 @@ def with_inputs(
 
 
 def input_of(arguments: str) -> str:
-    """Return the text for a custom tool of the arguments that the model has written: `input`, or the one text
-    that they have, or all of them as they are."""
+    """Return the text for a custom tool from the arguments that the model has written.
+
+    It is `input`, or the one text that they have, or all of them as they are.
+    """
     try:
         values = msgspec.json.decode(arguments, type=dict[str, Any])
     except (msgspec.DecodeError, UnicodeError):

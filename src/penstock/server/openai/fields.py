@@ -221,8 +221,11 @@ def alternatives(kind: inspect.Type) -> list[inspect.Type]:
 
 
 def unknown_fields(body: Mapping[str, Any], request_type: type[msgspec.Struct]) -> list[str]:
-    """Names in a body that was converted which mean nothing: the request type has none of them, and they are
-    no known ones without support. A null is as if it were not there."""
+    """Return the names in a converted body that mean nothing.
+
+    The request type has none of them, and they are not known ones without support. A null is as if it were
+    not there.
+    """
     known = {*request_type.__struct_fields__, *NEUTRAL_VALUES, *OF_OTHER_ROUTES.get(request_type, ())}
     names = [name for name, value in body.items() if name not in known and value is not None]
     return names + _unknown_options(body, request_type)

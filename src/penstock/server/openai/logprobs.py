@@ -1,4 +1,4 @@
-"""Log-probabilities in the two shapes of the OpenAI routes."""
+"""The log-probabilities in the two shapes of the OpenAI routes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TokenBytes = Callable[[int], bytes]
 
 
 def token_name(raw: bytes) -> str:
-    """The token as text; bytes that are no text of their own are spelled `bytes:\\xe2\\x80`."""
+    r"""Return the token as text; bytes that are not a text of their own are spelled `bytes:\xe2\x80`."""
     try:
         return raw.decode()
     except UnicodeDecodeError:
@@ -49,7 +49,7 @@ def _chat_entry(token_id: int, entry: TokenLogprobs, token_bytes: TokenBytes) ->
 
 
 class CompletionLogprobsWriter:
-    """Those of tokens that follow one another, of a prompt or of an output, in as many pieces as they come.
+    """A writer of log-probabilities of tokens in a row, of a prompt or output, piece by piece.
 
     Args:
         detokenizer: of these tokens; says where in the text each begins. One that only completes a character
@@ -76,11 +76,11 @@ class CompletionLogprobsWriter:
 
     @property
     def offset(self) -> int:
-        """Where in the text the next token begins."""
+        """The place in the text where the next token begins."""
         return self._length if self._end is None else min(self._length, self._end)
 
     def write(self, token_ids: Sequence[int], entries: Sequence[TokenLogprobs | None]) -> CompletionLogprobs:
-        """Tokens, values and offsets; the likeliest of a position always include the chosen token.
+        """Return tokens, values and offsets; the likeliest always include the chosen token.
 
         Args:
             entries: None for a token without a value: the first of a prompt.
@@ -114,7 +114,7 @@ def _length_before(raw: bytes, text: str) -> int:
 
 
 def joined_logprobs(first: CompletionLogprobs, second: CompletionLogprobs) -> CompletionLogprobs:
-    """Of tokens that follow one another."""
+    """Return the log-probabilities of tokens that follow one another."""
     return CompletionLogprobs(
         text_offset=first.text_offset + second.text_offset,
         token_logprobs=first.token_logprobs + second.token_logprobs,

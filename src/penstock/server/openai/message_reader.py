@@ -1,4 +1,4 @@
-"""From the text of an answer to the message that it is: reasoning, content and calls of tools.
+"""The way from the text of an answer to the message that it is: reasoning, content and calls of tools.
 
 A `Reading` says how the answers of one request are read; it makes a `MessageReader` for each. Pieces come
 out as the text comes in, for `message_stream` and `responses_output`; `whole_message` is for a chat's answers
@@ -61,12 +61,12 @@ class _AllContent:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reading:
-    """How the answers of one request are read.
+    """The way in which the answers of one request are read.
 
     Attributes:
         tools: how the model calls tools; None: calls are not looked for.
         names: tools of the request.
-        schemas: of their arguments, by name.
+        schemas: schemas of their arguments, by name.
         is_parallel: an answer may have several calls; else those behind the first are left out.
         reasoning: where the model thinks aloud; None: that is not looked for.
         is_open: the prompt has opened the reasoning.
@@ -84,16 +84,16 @@ class Reading:
     reasoning_end: int | None = None
 
     def reader(self, response_id: str, choice: int) -> MessageReader:
-        """For one choice of a response."""
+        """Return a reader for one choice of a response."""
         return MessageReader(self, f"{response_id}:{choice}")
 
 
 class MessageReader:
-    """Of one choice; `name` is that of no other choice, nor of another response's.
+    """The reader of one choice; `name` differs from that of every other choice of any response.
 
     Attributes:
         num_calls: calls that `new_call_id` has named.
-        num_characters: of the text so far.
+        num_characters: characters of the text so far.
     """
 
     def __init__(self, reading: Reading, name: str) -> None:
@@ -115,7 +115,7 @@ class MessageReader:
 
     @property
     def reasoning_tokens(self) -> int | None:
-        """Tokens up to the end of the reasoning, markers included; None where they cannot be counted."""
+        """The tokens up to the end of the reasoning, with markers; None if not countable."""
         if self._reading.reasoning_end is None:
             return None
         if self._splitter.is_closed:
@@ -124,7 +124,7 @@ class MessageReader:
 
     @property
     def num_before_content(self) -> int:
-        """Characters before the text that pieces of content count from: the reasoning and its markers."""
+        """The number of characters before the content: the reasoning and its markers."""
         return self.num_characters - self._num_behind_reasoning
 
     @property
@@ -166,12 +166,12 @@ class MessageReader:
                 yield piece
 
     def finish_reason(self, reason: FinishReason) -> ChatFinishReason:
-        """`tool_calls` where the model has ended by itself, and there is a call that can be made."""
+        """Return `tool_calls` where the model has ended by itself, and a call can be made."""
         is_given = self._reading.is_parallel or not self._is_first_broken
         return "tool_calls" if reason == "stop" and self._calls.num_sound and is_given else reason
 
     def new_call_id(self, given: str = "") -> str:
-        """Of the choice's next call: the one that the model has given, or one that its templates take."""
+        """Return the id of the next call: the model's own, or one that its templates take."""
         digest = hashlib.sha256(f"{self._name}:{self.num_calls}".encode()).digest()
         self.num_calls += 1
         if given:
@@ -184,7 +184,7 @@ class MessageReader:
 
 
 def whole_message(reader: MessageReader, text: str) -> AssistantMessage:
-    """The message that all of an answer's text is. A call that is not sound is content."""
+    """Return the message of an answer's whole text. A call that is not sound is content."""
     content, reasoning = "", ""
     calls: list[tuple[Piece, list[str]]] = []
     for piece in reader.read(text, is_last=True):

@@ -1,4 +1,4 @@
-"""What requests to the OpenAI routes may carry, and the shapes of answers.
+"""The types of requests to the OpenAI routes, and of answers.
 
 Requests are converted from decoded JSON by msgspec in strict mode: a string is not a number and a number is
 not a boolean. Fields that we do not know are left out here and named by `fields`. None means "not given".
@@ -82,7 +82,7 @@ class SampledRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GenerateRequest(SampledRequest, frozen=True, kw_only=True):
-    """Fields that chat and completions share."""
+    """The fields that chat and completions share."""
 
     stream_options: StreamOptions | None = None
     n: int | None = None
@@ -127,7 +127,7 @@ class ChatMessage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Function(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What may be called. `parameters`: a JSON schema of an object; None: it takes none."""
+    """A function that may be called. `parameters`: a JSON schema of an object; None: it takes none."""
 
     name: str
     description: str | None = None
@@ -171,8 +171,10 @@ class CompletionRequest(GenerateRequest, frozen=True, kw_only=True):
 
 
 class EmbeddingRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """`pooling` and `normalize` are not OpenAI's; their meaning, and that of `dimensions`, is
-    `PoolingParams`'s."""
+    """A request for embeddings.
+
+    `pooling` and `normalize` are not OpenAI's; their meaning, and that of `dimensions`, is `PoolingParams`'s.
+    """
 
     input: str | list[str | int | list[int]]
     model: str | None = None
@@ -300,7 +302,7 @@ class CompletionChoice(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ResponseHead(msgspec.Struct, frozen=True, kw_only=True):
-    """What every answer begins with."""
+    """The fields with which every answer begins."""
 
     id: str
     object: str
@@ -321,7 +323,7 @@ class CompletionResponse(ResponseHead, frozen=True, kw_only=True):
 
 
 class RenderedPrompt(msgspec.Struct, frozen=True, kw_only=True):
-    """What the model would be given. `prompt` is None where the request brought ids.
+    """The prompt that the model would be given. `prompt` is None where the request brought ids.
 
     The ids are the truth: a special token that a message spells out is text, and looks in `prompt` like one
     that the template wrote.

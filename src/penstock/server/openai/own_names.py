@@ -15,10 +15,10 @@ from penstock.errors import RequestError
 
 
 class MessageOrigin(NamedTuple):
-    """What a message of the chat was made of, by the request's own names.
+    """The parts of the request from which a message of the chat was made, by their own names.
 
     Attributes:
-        where: what the message begins with.
+        where: name of the part with which the message begins.
         call: its first call of a tool; empty where it has none.
     """
 
@@ -28,13 +28,13 @@ class MessageOrigin(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OwnWords:
-    """How an API names what a chat has too.
+    """The words of an API for things that a chat has too.
 
     Attributes:
         fields: by the chat's name, which is translated wherever it stands.
         params: the same for names that are plain words too, which are translated as an error's `param` alone.
-        call: what a call is called.
-        parameters: what the schema of a tool's arguments is called.
+        call: its word for a call.
+        parameters: its word for the schema of a tool's arguments.
     """
 
     fields: Mapping[str, str]

@@ -1,4 +1,4 @@
-"""From the prompt or the messages of a request to token ids, checked against the model.
+"""The way from the prompt or the messages of a request to token ids, checked against the model.
 
 Text that cannot fit is refused by its length in bytes, before the tokenizer sees it. A request whose prompts
 are long together is tokenised off the event loop, as one piece of work. Ids that the client gave are checked
@@ -38,7 +38,7 @@ PartText = Callable[[Part], str | None]
 
 
 class PromptReader:
-    """Called by the routes; one for the whole server."""
+    """The reader of prompts for the routes; one for the whole server."""
 
     def __init__(
         self, model: ServedModel, limits: Limits, max_prompt_bytes: int, workers: TextWorkers
@@ -49,7 +49,7 @@ class PromptReader:
         self._workers = workers
 
     async def completions(self, prompt: Prompt) -> list[list[int]]:
-        """Token ids of each prompt of a completions request, in order."""
+        """Return the token ids of each prompt of a completions request, in order."""
         return await self._all(prompt, "prompt", self._limits.max_prompts)
 
     async def embeddings(self, inputs: Prompt) -> list[list[int]]:
@@ -86,7 +86,7 @@ class PromptReader:
     async def chat(
         self, messages: list[ChatMessage], use: ToolUse = NO_TOOLS, options: Mapping[str, Any] | None = None
     ) -> list[int]:
-        """Token ids of a conversation.
+        """Return the token ids of a conversation.
 
         Args:
             use: tools that the model is told of.
@@ -99,19 +99,19 @@ class PromptReader:
     async def chat_text(
         self, messages: list[ChatMessage], use: ToolUse = NO_TOOLS, options: Mapping[str, Any] | None = None
     ) -> str:
-        """The text that the template makes of a conversation; arguments as `chat`."""
+        """Return the text that the template makes of a conversation; arguments as `chat`."""
         plain, extra, work = self._conversation(messages, use, options or {})
         return await self._workers.run(work, self._model.codec.render_chat, plain, **extra)
 
     async def text(self, prompt: str, *, add_special_tokens: bool) -> list[int]:
-        """Token ids of one text; there may be none."""
+        """Return the token ids of one text; there may be none."""
         size = _num_bytes(prompt)
         self._refuse_long(size, "prompt")
         encode = self._model.codec.encode
         return await self._workers.run(size, encode, prompt, add_special_tokens=add_special_tokens)
 
     async def detokenized(self, tokens: list[int]) -> str:
-        """Text of these ids, of which there may be as many as bytes of text in a prompt."""
+        """Return the text of these ids, of which there may be as many as a prompt has bytes."""
         if len(tokens) > self._max_bytes:
             raise InvalidRequestError(
                 f"tokens holds {len(tokens)} ids; the limit is {self._max_bytes}.",
@@ -123,7 +123,7 @@ class PromptReader:
         return await self._workers.run(_TOKEN_BYTES * len(tokens), self._model.codec.decode, tokens)
 
     async def token_names(self, tokens: list[int]) -> list[str]:
-        """What each id stands for, as in log-probabilities."""
+        """Return the name of each id, as in log-probabilities."""
         token_bytes = self._model.codec.token_bytes
         return await self._workers.run(
             _TOKEN_BYTES * len(tokens), lambda: [token_name(token_bytes(token)) for token in tokens]
@@ -199,7 +199,7 @@ class PromptReader:
 
 
 def prompt_list(prompt: Prompt, param: str = "prompt") -> list[str | list[int]]:
-    """The four forms of `prompt`, or of the field `param`, as a list of texts or of id lists."""
+    """Return the four forms of `prompt`, or of the field `param`, as a list of texts or of id lists."""
     if isinstance(prompt, str):
         return [prompt]
     kinds = set(map(type, prompt))
@@ -253,19 +253,19 @@ def _message_bytes(message: dict[str, Any]) -> int:
 
 
 def text_of(message: ChatMessage) -> str:
-    """The text of a message that was taken."""
+    """Return the text of a message that was taken."""
     return joined_text(message.content, "messages.content", _part_text)
 
 
 def joined_text(content: str | Sequence[Part] | None, where: str, part_text: PartText[Part]) -> str:
-    """The text of a content; that of parts is joined by line ends.
+    """Return the text of a content; that of parts is joined by line ends.
 
     Args:
         where: the content's name in errors.
-        part_text: the text of a part; None for one that is no text.
+        part_text: the text of a part; None for one that is not text.
 
     Raises:
-        InvalidRequestError: a part is no text.
+        InvalidRequestError: a part is not text.
     """
     if content is None or isinstance(content, str):
         return content or ""

@@ -1,4 +1,4 @@
-"""From a request to `/v1/responses` to the chat request that asks for the same.
+"""The way from a request to `/v1/responses` to the chat request that asks for the same.
 
 What the two APIs have in common is checked once, as a chat's fields; `own_names` turns the names of those in
 an error back into the ones that the client has sent. Called by `responses`.
@@ -152,8 +152,10 @@ def _wrong(message: str, param: str, *, remedy: str = "", code: str | None = Non
 
 
 def refuse_fields_of_chats(body: Mapping[str, Any]) -> None:
-    """Raise `InvalidRequestError` for a field that is another one here, or a bound on reasoning, before it is
-    ignored as unknown."""
+    """Raise `InvalidRequestError` for a field with another name here, or a bound on reasoning.
+
+    Otherwise it would be ignored as unknown.
+    """
     refuse_asked(_OF_CHATS, body.get)
     reasoning = body.get("reasoning")
     if isinstance(reasoning, dict):
@@ -161,7 +163,7 @@ def refuse_fields_of_chats(body: Mapping[str, Any]) -> None:
 
 
 def unknown_here(body: Mapping[str, Any]) -> list[str]:
-    """`fields.unknown_fields`, but for those of a chat that ask for nothing."""
+    """Return `fields.unknown_fields`, but for those of a chat that ask for nothing."""
     return [name for name in unknown_fields(body, ResponsesRequest) if name not in _OF_CHATS]
 
 

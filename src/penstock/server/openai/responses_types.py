@@ -1,4 +1,4 @@
-"""What a request to `/v1/responses` may carry, and the shape of its answer.
+"""The types of a request to `/v1/responses`, and of its answer.
 
 The names and shapes are those of OpenAI's Responses API and of the Open Responses specification, as far as a
 server can follow them that keeps nothing. Read and written by msgspec, as `openai_types`.
@@ -40,8 +40,11 @@ class InputPart(msgspec.Struct, frozen=True):
 
 
 class InputItem(msgspec.Struct, frozen=True, kw_only=True):
-    """A message, what the model thought, a call, or the result of one: by `type`, which a message may leave
-    out. `id` and `status` of what came from here before are taken and mean nothing."""
+    """An item of the input: a message, reasoning of the model, a call, or the result of one.
+
+    `type` says which; a message may leave it out. `id` and `status` of items that came from here before are
+    taken and mean nothing.
+    """
 
     type: str | None = None
     id: str | None = None
@@ -57,12 +60,12 @@ class InputItem(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def kind(self) -> str:
-        """What `type` says, or means where it says nothing."""
+        """The value of `type`, or the meaning of its absence."""
         return "message" if self.type is None else self.type
 
 
 class CustomFormat(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What the text for a custom tool is: free, or of a grammar."""
+    """The format of the text for a custom tool: free, or of a grammar."""
 
     type: Literal["text", "grammar"]
     syntax: Literal["lark", "regex"] | None = None
@@ -70,8 +73,10 @@ class CustomFormat(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
 
 
 class FunctionTool(msgspec.Struct, frozen=True, kw_only=True):
-    """A function that may be called, a custom tool, or one that the API runs itself; by `type`. What a chat
-    has under `function` stands here beside it; `format` is a custom tool's."""
+    """A function that may be called, a custom tool, or one that the API runs itself; by `type`.
+
+    The fields that a chat has under `function` stand here beside it; `format` is a custom tool's.
+    """
 
     type: str
     name: str | None = None
@@ -213,7 +218,7 @@ class ResponseUsage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ResponseObject(msgspec.Struct, frozen=True, kw_only=True):
-    """What came out, and what was asked for, with the values that held where nothing was said."""
+    """The result, and the request, with the values that held where it said nothing."""
 
     id: str
     object: str = "response"

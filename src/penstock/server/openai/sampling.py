@@ -1,4 +1,4 @@
-"""From the fields of a request to `SamplingParams` that fit the model."""
+"""The way from the fields of a request to `SamplingParams` that fit the model."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def chat_sampling(
 
 
 def output_field(request: ChatRequest) -> str:
-    """The field that bounds the answer of a chat: the newer name, where it is given, before the older."""
+    """Return the field that bounds the answer of a chat: the newer name, if given, before the older."""
     return "max_tokens" if request.max_completion_tokens is None else "max_completion_tokens"
 
 
@@ -186,7 +186,7 @@ def fit_to_context(
     prompt_field: str = "prompt",
     output_field: str = "max_tokens",
 ) -> SamplingParams:
-    """The sampling with a `max_tokens` that fits behind this prompt.
+    """Return the sampling with a `max_tokens` that fits behind this prompt.
 
     Args:
         default: tokens to generate when the request names none; None fills the context. A default is

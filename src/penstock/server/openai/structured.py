@@ -1,4 +1,4 @@
-"""From `response_format` and `structured_outputs` of a request to `StructuredOutputs`."""
+"""The way from `response_format` and `structured_outputs` of a request to `StructuredOutputs`."""
 
 from __future__ import annotations
 
@@ -55,8 +55,9 @@ def _says_what(fields: StructuredOutputFields) -> bool:
 def in_place_of_calls(
     sampling: SamplingParams, use: ToolUse, syntax: ModelSyntax, param: str
 ) -> StructuredOutputs | None:
-    """What the text must be where a model may call tools or not; None where that is not bound, or where there
-    is no choice.
+    """Return what the text must be where a model may call tools or not.
+
+    None where that is not bound, or where there is no choice.
 
     Raises:
         InvalidRequestError: there is no grammar of either; names the field.
@@ -80,7 +81,7 @@ def in_place_of_calls(
 def behind_reasoning(
     sampling: SamplingParams, syntax: ModelSyntax, param: str, *, is_open: bool
 ) -> str | None:
-    """The grammar of a bound text that the model may think before; None where it is bound from its beginning.
+    """Return the grammar of a bound text behind reasoning; None where it is bound from its beginning.
 
     Args:
         is_open: the prompt has opened the reasoning.

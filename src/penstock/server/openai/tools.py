@@ -31,7 +31,7 @@ text."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolUse:
-    """What a request asks for.
+    """The tools that a request asks for.
 
     Attributes:
         tools: as templates show them.
@@ -52,7 +52,7 @@ class ToolUse:
         return frozenset(tool["function"]["name"] for tool in self.tools)
 
     def binds(self, name: str) -> bool:
-        """Whether arguments of this tool's calls must fit its schema, by a grammar."""
+        """Return whether arguments of this tool's calls must fit its schema, by a grammar."""
         if self.choice == "auto":
             return name in self.strict
         return self.named in ("", name)
@@ -153,7 +153,7 @@ def _shown(tool: Tool) -> dict[str, Any]:
 def grammar_of(
     use: ToolUse, syntax: ModelSyntax, *, is_open: bool, text: StructuredOutputs | None = None
 ) -> str | None:
-    """The grammar that the answer must follow; None where tools ask for none.
+    """Return the grammar that the answer must follow; None where tools ask for none.
 
     Args:
         is_open: the prompt has opened the reasoning.

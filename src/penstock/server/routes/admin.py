@@ -50,7 +50,7 @@ class TimeoutQuery(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class NoQuery(msgspec.Struct, frozen=True):
-    """No parameters."""
+    """A query without parameters."""
 
 
 class PauseQuery(msgspec.Struct, frozen=True, kw_only=True):
@@ -105,33 +105,33 @@ class CloseSessionQuery(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Applied(msgspec.Struct, frozen=True, kw_only=True):
-    """What has become of an operation in each replica."""
+    """The results of an operation in each replica."""
 
     is_paused: bool
     replicas: list[OperationDone]
 
 
 class Flushed(msgspec.Struct, frozen=True, kw_only=True):
-    """What has become of a flush in each replica."""
+    """The results of a flush in each replica."""
 
     replicas: list[OperationDone]
 
 
 class Aborted(msgspec.Struct, frozen=True, kw_only=True):
-    """What has become of an abort in each replica, with the requests that it has found there."""
+    """The results of an abort in each replica, with the requests that it has found there."""
 
     replicas: list[OperationDone]
 
 
 class Slowed(msgspec.Struct, frozen=True, kw_only=True):
-    """What has become of a change of pace in each replica."""
+    """The results of a change of pace in each replica."""
 
     interval_ms: int
     replicas: list[OperationDone]
 
 
 class SessionOpened(msgspec.Struct, frozen=True, kw_only=True):
-    """What a session is called, its bounds, and the replica that has it."""
+    """The name of a session, its bounds, and the replica that has it."""
 
     session_id: str
     capacity_tokens: int | None  # None: as much as all sessions together may have
@@ -151,12 +151,12 @@ class PauseState(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AdminRoute:
-    """Applies the operations of administrators and answers when every rank has them behind it.
+    """The route that applies the operations of administrators; it answers when every rank is done.
 
     Args:
-        lifecycle: knows the HTTP requests that run, for who names one by its x-request-id.
-        profiler: of the same engine.
-        limits: of the times of sessions.
+        lifecycle: knows the HTTP requests that run, so that one can be named by its x-request-id.
+        profiler: that of the same engine.
+        limits: limits of the times of sessions.
     """
 
     def __init__(self, engine: EngineLike, lifecycle: Lifecycle, profiler: Profiler, limits: Limits) -> None:
@@ -166,7 +166,7 @@ class AdminRoute:
         self._profiler = profiler
 
     async def pause(self, query: PauseQuery) -> Response:
-        """Compute for nobody until resumed. Who has started is kept, or may end, or is aborted with all."""
+        """Compute nothing until resumed. Started requests are kept, or may end, or are aborted with all."""
         return await self._pause(Pause(query.mode), query.timeout_s)
 
     async def resume(self, query: TimeoutQuery) -> Response:
@@ -174,19 +174,19 @@ class AdminRoute:
         return await self._pause(Resume(), query.timeout_s)
 
     async def is_paused(self, _query: NoQuery) -> Response:
-        """Whether any replica is paused, as of its last message, which is at most a second old."""
+        """Return whether any replica is paused, as of its last message, at most a second ago."""
         stats = self._engine.status().stats
         return json_response(
             msgspec.json.encode(PauseState(is_paused=stats is not None and stats.scheduler.paused))
         )
 
     async def flush_cache(self, query: FlushQuery) -> Response:
-        """Let nobody who starts from now on find what was computed before. Who runs goes on undisturbed."""
+        """Hide all earlier results from requests that start from now on; running ones go on."""
         done = await self._engine.operate(FlushCache(query.store), query.timeout_s)
         return json_response(msgspec.json.encode(Flushed(replicas=done)))
 
     async def abort(self, query: AbortQuery) -> Response:
-        """End requests at once, whoever's they are; clients get the error `aborted_by_administrator`."""
+        """End requests at once; clients get the error `aborted_by_administrator`."""
         if bool(query.request_id) == query.every:
             raise InvalidRequestError(
                 "give request_id, once or several times, or all=true, and not both.",
@@ -209,8 +209,11 @@ class AdminRoute:
         return json_response(msgspec.json.encode(Slowed(interval_ms=query.interval_ms, replicas=done)))
 
     async def open_session(self, query: OpenSessionQuery) -> Response:
-        """Keep what requests compute that name this session, before what others leave, until it is closed or
-        nobody has used it for too long. Again with the same name: give it other bounds."""
+        """Keep what requests of this session compute, before what others leave.
+
+        It is kept until the session is closed or has not been used for too long. Again with the same name:
+        give it other bounds.
+        """
         if query.session_id is not None:
             check_session_id(query.session_id)
         idle_s, most_s = query.idle_s or self._limits.session_idle_s, self._limits.max_session_idle_s

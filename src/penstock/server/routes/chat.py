@@ -1,4 +1,4 @@
-"""`POST /v1/chat/completions`."""
+"""The route `POST /v1/chat/completions`."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class ChatRoute:
         )
 
     async def render(self, request: Request) -> Response:
-        """What a chat completion with this body would give the model, as text and ids; nothing runs."""
+        """Return what a chat completion with this body would give the model; nothing runs."""
         read = await self._intake.read_generation(request, ChatRequest)
         text, sequence, unused = await self._chats.render(read.fields)
         rendered = self._responder.rendered(text, sequence.prompt_token_ids)

@@ -1,4 +1,4 @@
-"""From a chat request to the sequence that answers it, and to how its answers are read.
+"""The way from a chat request to the sequence that answers it, and to the reading of its answers.
 
 Called by the routes that take conversations: `chat`, and `responses` and `messages`, which make chat requests
 of their own.
@@ -31,7 +31,7 @@ NO_INPUTS: Mapping[str, InputGrammar] = MappingProxyType({})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadChat:
-    """What a chat request comes to.
+    """A chat request that was read.
 
     Attributes:
         reading: how the answers are read; None: all of their text is content.

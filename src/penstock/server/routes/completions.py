@@ -1,4 +1,4 @@
-"""`POST /v1/completions`: a prompt as text, texts, token ids, or lists of token ids."""
+"""The route `POST /v1/completions`: a prompt as text, texts, token ids, or lists of token ids."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class CompletionsRoute:
         return self._responder.respond(read, sequences, TEXT, completion_body)
 
     async def render(self, request: Request) -> Response:
-        """What a completion with this body would give the model, for each of its prompts; nothing runs."""
+        """Return what a completion with this body would give the model, per prompt; nothing runs."""
         read = await self._intake.read_generation(request, CompletionRequest)
         sequences = await self._sequences(read.fields)
         rendered = [

@@ -1,4 +1,4 @@
-"""`/debug/trace`: what the stages did in the last seconds, as Chrome trace JSON with a report of bubbles."""
+"""The route `/debug/trace`: the stages' last seconds, as Chrome trace JSON with a report of bubbles."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class DebugRoute:
         self._one_at_a_time = asyncio.Lock()
 
     async def trace(self) -> Response:
-        """A trace that Perfetto opens; what is not events is under `otherData`."""
+        """Return a trace that Perfetto opens; `otherData` has all that is not events."""
         async with self._one_at_a_time:
             reports = await self._engine.trace()
             # On a thread: a second of a busy pipe's spans is a megabyte of JSON.

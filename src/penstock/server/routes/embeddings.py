@@ -1,4 +1,4 @@
-"""`POST /v1/embeddings`: a vector for each input.
+"""The route `POST /v1/embeddings`: a vector for each input.
 
 Inputs are texts or token ids in all four forms of a completions prompt. They go to the engine a few at a
 time, so that one request with thousands of them leaves room in the queue; a failed one ends the others.
@@ -44,13 +44,13 @@ _BYTES_PER_NUMBER = 20  # of JSON, about
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EmbeddingJob(GenerationJob):
-    """What one embeddings request asks for; the sampling of its sequences has no meaning."""
+    """The work that one embeddings request asks for; the sampling of its sequences has no meaning."""
 
     params: PoolingParams
 
 
 class EmbeddingsResponse(GenerationResponse):
-    """Has all inputs pooled, then answers with one JSON body."""
+    """A response that pools all inputs, then answers with one JSON body."""
 
     _job: EmbeddingJob
 
@@ -87,7 +87,7 @@ class EmbeddingsRoute:
         self._workers = workers
 
     async def create(self, request: Request) -> Response:
-        """A vector for each input, in order."""
+        """Return a vector for each input, in order."""
         return await self._intake.accept(request, self._prepare)
 
     async def _prepare(self, request: Request) -> GenerationResponse:

@@ -14,7 +14,7 @@ from penstock.request import SamplingParams, StructuredOutputs
 
 
 class GrammarChecks:
-    """Has grammars proved; a refusal names the field that asks for the grammar. One for the server."""
+    """The checks of grammars; a refusal names the field that asks for one. One for the server."""
 
     def __init__(self, prover: GrammarProver) -> None:
         self._prover = prover
@@ -44,8 +44,10 @@ class GrammarChecks:
             await self._prover.prove_made(structured)
 
     def check_schema(self, schema: str, param: str) -> None:
-        """Raise `InvalidRequestError` for a JSON schema that is out of bounds, its length apart, or would not
-        be obeyed in all."""
+        """Raise `InvalidRequestError` for a JSON schema that is out of bounds, or not obeyed in all.
+
+        Its length does not count.
+        """
         with _named(param):
             self._prover.check_schema(schema)
 

@@ -1,4 +1,4 @@
-"""`/health` (= `/health/ready`), `/health/live`, `/health/generate`, `/version`, `/metrics`.
+"""The routes `/health` (= `/health/ready`), `/health/live`, `/health/generate`, `/version`, `/metrics`.
 
 Ready means: every stage has answered lately, the queue takes requests, there is memory, and the server is
 neither paused nor shutting down. Live means: this process's event loop turns. Generate means: a token has
@@ -33,8 +33,11 @@ State = Literal["ready", "not_ready", "overloaded", "draining", "paused", "stuck
 
 
 class Health(msgspec.Struct, frozen=True, kw_only=True):
-    """`since`: Unix time from which on this state holds, where it is known. `code`: of the error that is the
-    reason, where it has one."""
+    """The health of the server.
+
+    `since`: Unix time from which on this state holds, where it is known. `code`: that of the error that is
+    the reason, where it has one.
+    """
 
     state: State
     stage: int | None = None
@@ -54,17 +57,17 @@ class HealthRoute:
         self._probe_ended_at = -math.inf
 
     async def ready(self) -> Response:
-        """Whether a request sent now would be served."""
+        """Return whether a request sent now would be served."""
         return _respond(self._readiness())
 
     async def live(self) -> Response:
-        """Whether this process works at all."""
+        """Return whether this process works at all."""
         if self._context.keep_alive.loop_turns:
             return _respond(Health(state="ready"))
         return _respond(Health(state="stuck", reason="the event loop was blocked for seconds"))
 
     async def generate(self) -> Response:
-        """Whether a token comes out of the pipe now. Who asks within a second of another gets its answer."""
+        """Return whether a token comes out of the pipe now. Requests within a second share an answer."""
         probe = self._probe
         if probe is None or (probe.done() and self._context.clock() - self._probe_ended_at >= PROBE_AGE_S):
             probe = self._probe = asyncio.create_task(self._generated())
@@ -74,7 +77,7 @@ class HealthRoute:
         return json_response(msgspec.json.encode(Version(version=__version__)))
 
     async def metrics(self) -> Response:
-        """Prometheus text."""
+        """Return the metrics as Prometheus text."""
         return Response(self._context.metrics.exposition(), headers={"content-type": CONTENT_TYPE})
 
     async def _generated(self) -> Health:

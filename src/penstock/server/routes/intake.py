@@ -64,7 +64,7 @@ class Intake:
 
     @property
     def max_model_len(self) -> int:
-        """Tokens of a prompt and its output at most, as of now."""
+        """The most tokens of a prompt and its output, as of now."""
         return self.model.context_length(self._context.engine)
 
     async def accept(

@@ -1,4 +1,4 @@
-"""What each rank did lately, for readers of the pipeline's feed that draw it as lanes.
+"""The spans of each rank of late, for readers of the pipeline's feed that draw it as lanes.
 
     event: lanes
     data: {"now_ns", "reports": [{"replica", "stage", "rank", "age_ns", "phases", "durations_ns", "steps"}]}
@@ -34,12 +34,12 @@ NanosecondClock = Callable[[], int]
 
 
 class LaneReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What a rank did, without gaps.
+    """The spans of a rank, without gaps.
 
     Attributes:
         age_ns: nanoseconds from the begin of the first span to the time of the event.
-        phases: base64; of each span a byte, the number of its `trace.phases.Phase`.
-        durations_ns: of each span.
+        phases: base64; for each span a byte, the number of its `trace.phases.Phase`.
+        durations_ns: nanoseconds of each span.
         steps: index of the step's first span, step id, tokens, and of these how many are of prompts.
     """
 

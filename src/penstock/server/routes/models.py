@@ -1,4 +1,4 @@
-"""`GET /v1/models` and `GET /v1/models/{model_id}`."""
+"""The routes `GET /v1/models` and `GET /v1/models/{model_id}`."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ class ModelsRoute:
         self._engine = engine
 
     async def list(self) -> Response:
-        """The model that this server has, once for each of its names."""
+        """Return the model that this server has, once for each of its names."""
         cards = [self._card(name) for name in self._model.names]
         return json_response(msgspec.json.encode(ModelList(data=cards)))
 
     async def get(self, request: Request) -> Response:
-        """The model by one of its exact names; a name has no meaning as a path."""
+        """Return the model by one of its exact names; a name has no meaning as a path."""
         model_id: str = request.path_params["model_id"]
         self._model.require_name(model_id)
         return json_response(msgspec.json.encode(self._card(model_id)))

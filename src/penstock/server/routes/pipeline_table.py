@@ -1,4 +1,4 @@
-"""`GET /debug/pipeline/table`: the pipeline as a plain table, for browsers without JavaScript.
+"""The route `GET /debug/pipeline/table`: the pipeline as a plain table, for browsers without JavaScript.
 
 It is the view of `/debug/pipeline` as HTML, which renews itself. Such a browser cannot send a key in a
 header, so it may send the key as the password of HTTP Basic, here and nowhere else (`http.access`).
@@ -49,7 +49,7 @@ class PipelineTableRoute:
         self._view = view
 
     async def table(self) -> Response:
-        """Stages, their bubbles by cause, queues and KV use, as a page of plain tables."""
+        """Return stages, bubbles by cause, queues and KV use, as a page of plain tables."""
         return Response(table_page(self._view()), media_type="text/html", headers=page_headers(TABLE_POLICY))
 
 

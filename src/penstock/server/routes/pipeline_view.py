@@ -1,7 +1,7 @@
-"""`GET /debug/pipeline`: the pipeline as it is now; `/debug/pipeline/events`: the same, again and again.
+"""The routes `GET /debug/pipeline`, the pipeline as it is now, and `/debug/pipeline/events`, again and again.
 
 Made of what the core has told last, so that looking costs the engine nothing. A frame is made when it can be
-sent: whoever reads slowly gets fewer, and none is kept for him. The feed ends when its reader leaves or the
+sent: a slow reader gets fewer, and none is kept for it. The feed ends when its reader leaves or the
 server drains, and a drain does not wait for it. A reader that asks for lanes gets what each rank did besides
 (`lanes`).
 """
@@ -101,7 +101,7 @@ class TiersView(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DraftsView(msgspec.Struct, frozen=True, kw_only=True):
-    """What became of guessed tokens, since the start."""
+    """The results of guessed tokens, since the start."""
 
     drafter: str  # empty: nobody guesses
     drafted: int
@@ -138,7 +138,7 @@ class ReplicaView(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LatencyView(msgspec.Struct, frozen=True, kw_only=True):
-    """Totals of this server since its start: of two views, the differences give means between them."""
+    """The totals of this server since its start: of two views, the differences give means between them."""
 
     first_tokens: int  # of requests that have ended
     first_token_s: float
@@ -206,17 +206,17 @@ class PipelineRoute:
         self._num_streams = 0
 
     async def snapshot(self) -> Response:
-        """Stages, their bubbles by cause, plans in flight, queues and KV use, by replica."""
+        """Return stages, bubbles by cause, plans in flight, queues and KV use, by replica."""
         return json_response(msgspec.json.encode(self.view()))
 
     async def events(self, query: FeedQuery) -> Response:
-        """That as server-sent events, ten a second at most; one a second while nothing changes."""
+        """Return views as server-sent events, ten a second at most; one a second without changes."""
         self._lifecycle.refuse_new()
         return _Feed(self, with_lanes=query.lanes)
 
     @contextlib.contextmanager
     def reader(self) -> Iterator[None]:
-        """One more reads along. Raises `OverloadedError` when as many do as may."""
+        """Count one more reader. Raises `OverloadedError` when as many read as may."""
         if self._num_streams >= self._max_streams:
             raise OverloadedError(
                 f"{self._num_streams} readers follow the pipeline, which is the limit.",
@@ -230,7 +230,7 @@ class PipelineRoute:
             self._num_streams -= 1
 
     def view(self) -> PipelineView:
-        """As of the last word of each core."""
+        """Return the pipeline as of the last word of each core."""
         return PipelineView(
             feed_version=FEED_VERSION,
             version=__version__,

@@ -1,8 +1,8 @@
-"""One profile at a time: begun and ended by operations, collected while it runs, written when it ends.
+"""The profiler, for one profile at a time: begun and ended by operations, written when it ends.
 
 The core keeps what its stages have told for ten seconds; this fetches it more often than that. A profile that
 nobody stops ends by itself: after its time, when it is long enough, or when a core is lost, whose numbers of
-steps would begin anew. Then it waits, written, for whoever stops it.
+steps would begin anew. Then it waits, written, for the request that stops it.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class ProfileStopped(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         file: its name in the directory.
-        ended_by: who or what has ended it.
+        ended_by: the cause of its end.
         complete: every stage has reported all of it.
         stopped: null where there was no core to be told.
     """

@@ -41,7 +41,7 @@ from penstock.server.routes.intake import ReadRequest
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerShape:
-    """How the body of an answer is written, and what its choices go on from."""
+    """The shape of the body of an answer, and what its choices go on from."""
 
     form: StreamForm
     choices: list[Sequence]  # what each goes on from

@@ -1,4 +1,4 @@
-"""`GET /server_info`: what this server runs with, for whoever may use it. No secret is among it.
+"""The route `GET /server_info`: what this server runs with, for all its users. It holds no secret.
 
 The settings come from the command line (`cli.shown_settings`), where secrets are left out.
 """
@@ -20,10 +20,10 @@ from penstock.server.http.errors import json_response
 
 
 class SpeculationInfo(msgspec.Struct, frozen=True):
-    """Speculation as it is in force.
+    """The speculation in force.
 
     Attributes:
-        drafter: who guesses tokens; empty: nobody does.
+        drafter: name of the drafter; empty: there is none.
         is_exact: no token differs from what it would be without.
     """
 
@@ -32,14 +32,14 @@ class SpeculationInfo(msgspec.Struct, frozen=True):
 
 
 class ServerInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """What this server runs with.
+    """The facts that this server runs with.
 
     Attributes:
         max_model_len: as of now: the model's, or less where the KV pool holds less.
         stages: of each replica, with the host that it is on now; with several replicas that of the first one.
         numeric_classes: of each replica, by the name of the rank; empty where its core has not spoken yet.
         are_classes_mixed: the ranks of all replicas compute in several.
-        speculation: who guesses tokens; empty: nobody does; and whether that changes none.
+        speculation: the drafter, empty if there is none; and whether drafts change no token.
         memory: of each stage of each replica, in bytes, as its core has told.
         links: between hosts, as measured when they were chosen; empty on one host.
         clocks: of the hosts, against that of the head: what traces are shifted by, and how exact that is.
@@ -84,7 +84,7 @@ class ServerInfoRoute:
         self._settings = settings
 
     async def get(self) -> Response:
-        """Version, model, layout and every effective setting that is no secret."""
+        """Return version, model, layout and every effective setting that is not secret."""
         model, classes, hosts = self._model, self._numeric_classes(), self._engine.statuses()[0].hosts
         info = ServerInfo(
             version=__version__,

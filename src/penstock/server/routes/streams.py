@@ -1,4 +1,4 @@
-"""`/v1/streams/{request_id}`: the events of a streamed answer for a client that has lost its connection.
+"""The route `/v1/streams/{request_id}`: the events of a streamed answer, for a client that comes back.
 
 `GET` with the number of the last event that the client has (`Last-Event-ID`; without it, from the beginning)
 goes on behind it, until the end of the answer. `DELETE` ends an answer that nobody wants any more. Both need
@@ -26,13 +26,13 @@ class StreamStopped(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StreamsRoute:
-    """Resumes and stops streams."""
+    """The route that resumes and stops streams."""
 
     def __init__(self, streams: ResumableStreams) -> None:
         self._streams = streams
 
     async def resume(self, request: Request) -> Response:
-        """The events of an answer behind the last one that the client has."""
+        """Return the events of an answer behind the last one that the client has."""
         last = _last_event(request.headers.get("last-event-id", "0"))
         stream = self._find(request)
         stream.require(last)

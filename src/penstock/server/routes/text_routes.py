@@ -1,4 +1,4 @@
-"""`/tokenize` and `/detokenize`: from text to ids and back, without the engine.
+"""The routes `/tokenize` and `/detokenize`: from text to ids and back, without the engine.
 
 Shapes are vLLM's. All of it is bounded as prompts are (`limits`, `prompts`) and done where those are done.
 """
@@ -62,7 +62,7 @@ class TextRoute:
         self._intake = intake
 
     async def tokenize(self, request: Request) -> Response:
-        """Token ids of a text, or of what the chat template makes of messages."""
+        """Return the token ids of a text, or of what the chat template makes of messages."""
         body = await self._intake.read(request)
         if body.get("messages") is None:
             fields = convert(body, TokenizeTextRequest)
@@ -79,7 +79,7 @@ class TextRoute:
         return await self._tokenized(body, chat, tokens)
 
     async def detokenize(self, request: Request) -> Response:
-        """Text of token ids, special ones by their names."""
+        """Return the text of token ids, special ones by their names."""
         body = await self._intake.read(request)
         fields = convert(body, DetokenizeRequest)
         self._intake.check_model(fields.model)
