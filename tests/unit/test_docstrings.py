@@ -24,34 +24,24 @@ ALLOWED: dict[str, int] = {
 
 # The verbs that docstrings of functions begin with.
 VERBS_OF_FUNCTIONS = """
-    Abort Accept Add Adopt Advance Allow Announce Answer Append Apply Ask Assert Attend Become Begin
-    Bind Block Bound Bring Build Call Cancel Carry Check Choose Claim Close Compare Compute Configure
-    Connect Continue Convert Copy Count Create Cut Decide Decode Decrypt Delete Describe Dial Do
-    Download Draw Drop Embed Encode Encrypt End Escape Estimate Evaluate Evict Execute Expand Expect
-    Explain Export Extend Fail Fetch Fill Find Finish Forget Format Free Fuse Gather Generate Get Give
-    Go Group Guess Hand Handle Hash Hide Hold Import Insert Install Interpret Intersect Join Keep Kill
-    Learn Leave Let Link List Listen Load Lock Log Look Lose Make Map Mark Mask Match Measure Merge Mix
-    Move Multiply Name Normalise Note Occupy Open Order Pack Parse Pass Place Pool Post Prefer Prepack
-    Prepare Present Print Project Prove Publish Pull Push Put Quantise Queue Quote Raise Rank Read Reap
-    Rebuild Receive Recompute Record Recover Redirect Reduce Refuse Register Reject Relay Release Reload
-    Remember Remove Rename Render Repeat Replace Replay Report Require Reserve Reset Reshape Resize
-    Resolve Restart Resume Retry Return Revoke Rotate Round Route Run Sample Save Say Scale Seal See
-    Seek Select Send Serialise Serve Set Settle Shard Share Shift Show Shrink Shuffle Shut Sign Signal
-    Simulate Skip Slice Sort Split Spread Start Stop Store Stream Submit Sum Swap Switch Take Tell
-    Terminate Test Tick Time Touch Trace Track Transfer Translate Treat Truncate Try Turn Undo Unlock
-    Unpack Unpin Update Upload Use Validate Verify View Visit Wait Wake Warn Watch Weigh Withdraw Wrap
-    Write Yield
+    Abort Accept Add Adopt Allow Answer Append Apply Ask Assert Attend Become Begin Bind Block Bound
+    Bring Build Call Carry Check Choose Claim Close Compare Compute Connect Continue Copy Count Create
+    Cut Decide Decode Delete Describe Dial Do Download Draw Drop Encode End Estimate Evict Fail Fetch
+    Fill Find Finish Forget Free Gather Generate Get Give Go Group Guess Handle Hash Hide Hold Join Keep
+    Kill Learn Leave Let List Listen Load Log Look Lose Make Mark Measure Move Multiply Name Normalise
+    Note Open Order Pack Parse Pass Place Pool Post Prepack Prepare Print Project Prove Put Quantise
+    Queue Raise Read Reap Rebuild Record Refuse Register Release Remember Remove Repeat Replace Replay
+    Report Resolve Return Revoke Rotate Run Sample Say Seal See Send Serve Set Settle Show Shut Start
+    Stop Store Submit Take Tell Tick Time Treat Turn Use Verify Wait Withdraw Write Yield
 """
 # The verbs that sentences about modules and classes begin with.
 VERBS_ABOUT_THINGS = """
     Aborts Accepts Adds Allocates Announces Answers Applies Asserts Assigns Brings Builds Calls Carries
-    Checks Chooses Closes Computes Connects Copies Counts Creates Cuts Decides Decodes Dials Draws Ends
-    Estimates Exchanges Fetches Fills Finds Follows Gathers Gets Gives Guesses Hears Holds Implements
-    Joins Keeps Knows Learns Lets Limits Listens Loads Looks Makes Maps Marks Measures Names Normalises
-    Opens Orders Parses Passes Plans Proves Pulls Puts Reads Receives Records Refuses Removes Renders
-    Replays Reports Returns Reuses Rewrites Runs Saves Sends Serves Settles Shows Sizes Skips Splits
-    Spreads Starts Stops Stores Streams Submits Takes Teaches Tells Tracks Translates Turns Waits
-    Watches Wraps Writes
+    Checks Chooses Computes Connects Copies Counts Cuts Decides Decodes Dials Draws Ends Exchanges
+    Fetches Fills Finds Gathers Gets Gives Guesses Hears Implements Joins Keeps Knows Learns Lets Limits
+    Listens Loads Looks Makes Measures Names Normalises Orders Plans Proves Pulls Puts Reads Records
+    Refuses Removes Renders Replays Reports Reuses Rewrites Runs Sends Settles Shows Sizes Skips Splits
+    Spreads Starts Streams Submits Takes Teaches Tells Tracks Translates Turns Waits Watches Writes
 """
 
 VERBS = frozenset(VERBS_OF_FUNCTIONS.split())
