@@ -91,7 +91,7 @@ class LLM:
         pipeline_parallel_size: number of stages P.
         tensor_parallel_size: ranks that share a stage's layers, or of each stage: "2,1". Or a list: [2, 1].
         enable_expert_parallel: ranks of a stage have whole experts, and not each a part of all.
-        topology: TOML file of unlike stages, instead of their number, ranks, layers, devices and threads.
+        topology: TOML file of unlike stages, in place of their number, ranks, layers, devices and threads.
         partition: `even`, `last`, `auto` (measured at start), or layers per stage such as "5,6,5,6".
         partition_mix: tokens of a typical request, "PROMPT:OUTPUT", for which `auto` chooses.
         async_depth: plans issued ahead of those that fill the pipe. `auto` measures whether 1 is faster.
@@ -126,7 +126,7 @@ class LLM:
         micro_batches: parts of the decoding requests; `auto`: by the time of a cycle, P where unknown.
         inter_token_target_ms: milliseconds between two tokens of a request that prompts of others keep, but
             they may always lengthen the plan that they join by half. None by default.
-        speculative_method: the drafter: `suffix` (the text), `draft_model`, `mtp` (a layer), `off`, `auto`.
+        speculative_method: who guesses: `suffix` (the text), `draft_model`, `mtp` (a layer), `off`, `auto`.
         num_speculative_tokens: guesses of a request in one step at most; fewer where more would cost time.
         speculative_config: as vLLM takes it: {"method": "suffix"}, or {"model": "small", "device": "cpu"}.
         hosts: how many, this one counted; all others run `penstock worker`.
@@ -136,7 +136,7 @@ class LLM:
         state_dir: where the identity of the cluster is kept; None: `~/.local/state/penstock`.
         rejoin_timeout_s: seconds that a lost host has to come back; then the others take over its stages.
         ray: how the executor backend `ray` places hosts, as a JSON object (`config.ray.RayOptions`).
-        distributed_executor_backend: `mp`, `ray`, `inprocess`, MODULE:CLASS, or a maker of an `Executor`.
+        distributed_executor_backend: `mp`, `ray`, `inprocess`, MODULE:CLASS, or what makes an `Executor`.
 
     Raises:
         UsageError: an argument is unknown or out of range.
