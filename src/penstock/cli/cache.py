@@ -51,7 +51,7 @@ def cache_ls(store: StoreAddress = None, *, invocation: Annotated[Invocation, Pa
 def cache_stat(
     store: StoreAddress = None,
     *,
-    verify: Annotated[bool, flag("look at every record, not at some", "--verify", group="cache")] = False,
+    verify: Annotated[bool, flag("check every record, not a sample", "--verify", group="cache")] = False,
     invocation: Annotated[Invocation, Parameter(parse=False)],
 ) -> int:
     """Show the store's totals and verify its records. Returns 1 if a record is bad, else 0."""
@@ -63,7 +63,7 @@ def cache_stat(
         invocation.say(f"{name:<10} {text}")
     if verified.num_bad:
         invocation.warn(
-            "bad records are computed again when they are met; `penstock cache clear` removes all."
+            "the server recomputes bad records when it reads them; `penstock cache clear` removes all."
         )
     return 1 if verified.num_bad else 0
 
@@ -71,7 +71,9 @@ def cache_stat(
 def cache_clear(
     store: StoreAddress = None,
     *,
-    namespace: Annotated[str, flag("which one: its first digits", "--namespace", group="cache")] = "",
+    namespace: Annotated[
+        str, flag("first digits of the namespace to remove", "--namespace", group="cache")
+    ] = "",
     everything: Annotated[bool, flag("all namespaces", "--all", group="cache")] = False,
     yes: Annotated[bool, flag("do not ask", "--yes", "-y", group="cache")] = False,
     invocation: Annotated[Invocation, Parameter(parse=False)],
@@ -96,7 +98,7 @@ def cache_clear(
 def _address(store: str | None) -> str:
     if not store:
         raise UsageError(
-            "it is not said which store.",
+            "no store is given.",
             remedy="Give its directory or URL, as in penstock cache ls ~/kv, or set PENSTOCK_KV_STORE.",
             param="kv_store",
         )
@@ -106,8 +108,8 @@ def _address(store: str | None) -> str:
 def _chosen(namespaces: Sequence[Namespace], digits: str, *, everything: bool) -> list[Namespace]:
     if everything == bool(digits):
         raise UsageError(
-            "either one namespace is removed or all are.",
-            remedy="Give --namespace with its first digits (`penstock cache ls` shows them), or --all.",
+            "give either --namespace or --all.",
+            remedy="`penstock cache ls` shows the digits of each namespace; --all removes every one.",
             param="namespace",
         )
     fitting = [namespace for namespace in namespaces if namespace.name.hex().startswith(digits.lower())]
@@ -149,9 +151,9 @@ def _totals(address: str, namespaces: Sequence[Namespace], verified: Verified) -
         if (about := namespace.description) and about.quota_bytes
     ]
     if quotas:
-        yield "quota", f"{_size(min(quotas))}, as a server has set it"
+        yield "quota", f"{_size(min(quotas))}, set by a server"
     elif directory_of(address) is None:
-        yield "quota", "kept where the store is: by the bucket's rules, or by maxmemory"
+        yield "quota", "set in the store: by the bucket's rules, or by maxmemory"
     else:
         yield "quota", "not known"
     bad = f"{verified.num_bad:,} bad" if verified.num_bad else "all good"

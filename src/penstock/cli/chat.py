@@ -39,14 +39,16 @@ class TalkSettings:
     )
     model_name: Annotated[
         str | None,
-        flag("one of the models it serves", "--model-name", "--model", group="server", env=SERVED_ENV),
+        flag("model that the server serves", "--model-name", "--model", group="server", env=SERVED_ENV),
     ] = None
     api_key: Annotated[str, flag("prefer the environment name", "--api-key", group="server")] = ""
     ca_file: Annotated[Path | None, flag(CA_FILE_HELP, "--ca-file", group="server")] = None
     timeout: Annotated[float, flag("longest silence in seconds", "--timeout", group="server")] = 300.0
-    max_tokens: Annotated[int | None, flag("tokens of an answer", "--max-tokens", group="sampling")] = None
+    max_tokens: Annotated[int | None, flag("most tokens of an answer", "--max-tokens", group="sampling")] = (
+        None
+    )
     temperature: Annotated[
-        float | None, flag("0 takes the likeliest token", "--temperature", group="sampling")
+        float | None, flag("0 takes the most likely token", "--temperature", group="sampling")
     ] = None
     top_p: Annotated[float | None, flag("share of likely tokens", "--top-p", group="sampling")] = None
     seed: Annotated[int | None, flag("same seed, same answer", "--seed", group="sampling")] = None
@@ -75,7 +77,7 @@ def chat(
     *,
     talk: TalkSettings = _TALK,
     quick: Annotated[
-        str | None, flag("ask this, print the answer, and leave", "--quick", "-q", group="chat")
+        str | None, flag("send this message, print the answer and exit", "--quick", "-q", group="chat")
     ] = None,
     system_prompt: Annotated[str, flag("first message", "--system-prompt", group="chat")] = "",
     invocation: Annotated[Invocation, Parameter(parse=False)],

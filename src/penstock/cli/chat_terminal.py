@@ -14,7 +14,7 @@ from penstock.cli.terminal import Invocation, printable, remedy_of
 from penstock.errors import PenstockError
 
 Message = dict[str, str]
-HELP = "/exit leaves, /clear forgets the conversation, /help shows this. Ctrl-C stops an answer."
+HELP = "/exit ends the chat, /clear starts a new one, /help shows this line. Ctrl-C stops an answer."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

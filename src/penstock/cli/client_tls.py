@@ -12,7 +12,7 @@ from pathlib import Path
 
 from penstock.errors import LinkClosedError, UsageError
 
-CA_FILE_HELP = "certificates to trust beside the system's, PEM"
+CA_FILE_HELP = "trusted certificates besides the system's, PEM"
 _MOST_FLIGHTS = 4  # of a handshake
 _NAME_MISMATCH = frozenset(
     {62, 64}
@@ -35,10 +35,10 @@ def client_context(ca_file: Path | None) -> ssl.SSLContext:
         context.load_verify_locations(ca_file)
     except OSError as error:  # `ssl.SSLError` too
         is_ssl = isinstance(error, ssl.SSLError)
-        reason = "it holds no certificate in PEM form" if is_ssl else error.strerror
+        reason = "it does not hold a certificate in PEM form" if is_ssl else error.strerror
         raise UsageError(
             f"--ca-file {ca_file} cannot be used: {reason}.",
-            remedy="Give the file of --ssl-certfile of the server, or of the authority that signed it.",
+            remedy="Give the server's --ssl-certfile, or the certificate of the authority that signed it.",
             param="ca_file",
         ) from error
     context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN  # a server's own certificate is enough
@@ -70,9 +70,9 @@ def is_trusted(server: ssl.SSLContext) -> bool:
 def connection_error(url: str, error: Exception) -> LinkClosedError:
     """Return the error of a server that cannot be reached, or whose certificate is not trusted."""
     if isinstance(error, ssl.SSLCertVerificationError):
-        remedy = "If it is your server, name its certificate or authority by --ca-file or SSL_CERT_FILE."
+        remedy = "If it is your server, give its certificate or authority with --ca-file or SSL_CERT_FILE."
         if error.verify_code in _NAME_MISMATCH:
-            remedy = "Use a host name that is in the certificate, or have one made for this name."
+            remedy = "Use a host name that is in the certificate, or issue one for this name."
         return LinkClosedError(
             f"the certificate of {url} is not trusted: {error.verify_message}.",
             remedy=remedy,
@@ -81,7 +81,7 @@ def connection_error(url: str, error: Exception) -> LinkClosedError:
     if isinstance(error, ssl.SSLError):
         reason = (error.reason or str(error)).replace("_", " ").lower()
         return LinkClosedError(
-            f"{url} does not speak TLS as this program does: {reason}.",
+            f"{url} did not complete the TLS handshake: {reason}.",
             remedy="Use http:// if it speaks plain HTTP.",
         )
     reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)

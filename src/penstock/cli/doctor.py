@@ -69,7 +69,7 @@ _SETTINGS = DoctorSettings()
 
 @with_settings(*ENGINE)
 def doctor(
-    model: Annotated[str | None, flag("model directory to check", "--model", group="doctor")] = None,
+    model: Annotated[str | None, flag("model to check", "--model", group="doctor")] = None,
     *,
     settings: DoctorSettings = _SETTINGS,
     joining: JoinSettings = NO_JOIN,
@@ -269,7 +269,7 @@ def check_vocabulary(model: Path) -> Finding:
     file = vocabulary_file(model)
     subject = "vocabulary" if model.is_file() else file.name if file is not None else "tokenizer.json"
     if file is None:
-        return Finding("fail", subject, "missing", "Download it; without it only token ids can be served.")
+        return Finding("fail", subject, "missing", "Download it; without it the server takes only token ids.")
     if file.name == "tokenizer.json":
         return Finding("ok", subject, "there")
     try:
@@ -277,7 +277,7 @@ def check_vocabulary(model: Path) -> Finding:
     except PenstockError as error:
         return Finding("fail", subject, error.message, remedy_of(error))
     if content is None:
-        remedy = "Use a file that has one; without it only token ids can be served."
+        remedy = "Use a file with a tokenizer; without it the server takes only token ids."
         return Finding("fail", subject, "the file has none", remedy)
     return Finding("ok", subject, "in the file" if model.is_file() else "there")
 
@@ -294,7 +294,9 @@ def check_template(model: Path, given: str | None) -> list[Finding]:
         return [Finding("fail", "chat template", error.message, remedy_of(error))]
     if not isinstance(template, AbsentChatTemplate):
         return []
-    return [Finding("warn", "chat template", "none", "Use /v1/completions, or give one by --chat-template.")]
+    return [
+        Finding("warn", "chat template", "none", "Use /v1/completions, or give one with --chat-template.")
+    ]
 
 
 def check_weights(model: Path, spec: ModelSpec) -> Finding:
@@ -318,7 +320,7 @@ def check_weights(model: Path, spec: ModelSpec) -> Finding:
         text = f"{text}, dequantised at load"
     if sum(map(math.prod, shapes)) >= spec.stage_parameters(0, spec.num_layers):
         return Finding("ok", "weights", text)
-    return Finding("fail", "weights", f"{text}: fewer than config.json asks for", "Download the model again.")
+    return Finding("fail", "weights", f"{text}: fewer than config.json requires", "Download the model again.")
 
 
 def check_stages(config: EngineConfig) -> list[Finding]:
@@ -328,7 +330,7 @@ def check_stages(config: EngineConfig) -> list[Finding]:
     ranks = [rank for plan in replicas for rank in plan.ranks]
     missing = check_gpus([rank.device for rank in ranks], host.num_gpus)
     if is_measured:
-        text = "cut by what is measured at start; `penstock plan` does it now"
+        text = "chosen by measurement at start; `penstock plan` measures now"
         return [Finding("ok", "stages", text), *missing]
     plan = replicas[0]
     of_stages = [[rank for rank in plan.ranks if rank.stage == stage] for stage in range(plan.num_stages)]
@@ -347,9 +349,9 @@ def check_blocks(spec: ModelSpec, *, has_kernels: bool) -> list[Finding]:
     if not isinstance(spec.quantization, BlockQuantization):
         return []
     if has_kernels:
-        return [Finding("ok", "products", "blocks are computed with as the file has them, by our kernels")]
+        return [Finding("ok", "products", "our kernels compute with the blocks as they are in the file")]
     size = spec.stage_parameters(0, spec.num_layers) * FLOAT_BYTES
-    text = f"blocks are held as float32, {size / 1e6:.1f} MB in all, since our kernels do not run"
+    text = f"weights are held as float32, {size / 1e6:.1f} MB in all, because our kernels do not run"
     return [Finding("warn", "products", text, "Install g++, or use a CPU with AVX2.")]
 
 
@@ -368,8 +370,8 @@ def check_gpus(devices: Iterable[str], num_gpus: int) -> list[Finding]:
     missing = sorted(device for device in wanted if int(device.partition(":")[2] or 0) >= num_gpus)
     if not missing:
         return []
-    text = f"{', '.join(missing)}: not among the {num_gpus} GPUs of this machine"
-    return [Finding("fail", "device", text, "Give --device GPUs that are there, or cpu.")]
+    text = f"{', '.join(missing)}: not among this machine's {num_gpus} GPUs"
+    return [Finding("fail", "device", text, "Give --device GPUs of this machine, or cpu.")]
 
 
 def _describe_stage(ranks: Sequence[RankConfig], spec: ModelSpec) -> str:

@@ -25,6 +25,7 @@ from penstock.hosts.worker import credentials_path
 from penstock.process.link_ports import DEFAULT_LINK_PORTS, PortRange
 
 _GROUP = "join"
+_NO_COMMON_NETWORK = "the hosts have no addresses in a common network"
 
 
 @Parameter(name="*")
@@ -32,18 +33,18 @@ _GROUP = "join"
 class JoinSettings:
     """The settings with which this host would join a head; as for `penstock worker`."""
 
-    join: Annotated[str, flag("ADDRESS:PORT of a head to look at", "--join", group=_GROUP)] = ""
+    join: Annotated[str, flag("ADDRESS:PORT of the head to check", "--join", group=_GROUP)] = ""
     join_token_file: Annotated[
         Path | None,
-        flag("holds the join token, which is not used up", "--join-token-file", group=_GROUP),
+        flag("file of the join token; the check does not use it up", "--join-token-file", group=_GROUP),
     ] = None
-    name: Annotated[str, flag("of this host, among all", "--name", group=_GROUP)] = ""
-    address: Annotated[str, flag("of this host, for links", "--address", group=_GROUP)] = ""
+    name: Annotated[str, flag("name of this host in the cluster", "--name", group=_GROUP)] = ""
+    address: Annotated[str, flag("address of this host for links", "--address", group=_GROUP)] = ""
     link_ports: Annotated[str, flag("ports for links", "--link-ports", group=_GROUP)] = str(
         DEFAULT_LINK_PORTS
     )
     state_dir: Annotated[
-        Path | None, flag("where this host's certificate is kept", "--state-dir", group=_GROUP)
+        Path | None, flag("directory of this host's certificate", "--state-dir", group=_GROUP)
     ] = None
 
 
@@ -105,15 +106,15 @@ def _ports(
         leads_other_way: those of the other host are, so that links can be dialled from this one.
     """
     if not checked.ports:
-        remedy = "End what listens there, or give another range with --link-ports on that host."
-        return Finding("warn", subject, f"no port of {checked.link_ports} of {host} is free", remedy)
+        remedy = "Stop the program that listens there, or give another range with --link-ports on that host."
+        return Finding("warn", subject, f"all ports {checked.link_ports} of {host} are in use", remedy)
     if not unreached:
         return Finding("ok", subject, f"{port_list(checked.ports)} of {host} ({checked.address}) are reached")
     why = ", ".join(dict.fromkeys(unreached.values()))
     text = f"{port_list(list(unreached))} of {host} ({checked.address}) are not reached: {why}"
-    remedy = f"Let TCP ports {checked.link_ports} through the firewall of {host}."
+    remedy = f"Open TCP ports {checked.link_ports} in the firewall of {host}."
     if leads_other_way:
-        return Finding("warn", subject, text, f"{remedy} Until then {host} dials all links.")
+        return Finding("warn", subject, text, f"{remedy} Until then {host} opens all links itself.")
     return Finding("fail", subject, text, remedy)
 
 
@@ -123,8 +124,8 @@ def _links(to_head: Survey, from_head: Survey, address: str) -> list[Finding]:
         return [_no_link(to_head, from_head)]
     allowed = [one for one in to_head.open if address in ("", one.pair.own.address)]
     if not allowed:
-        text = f"no way from {address} leads to the head"
-        return [Finding("fail", "link", text, f"Leave --address out: there is {best_pair(to_head.open)}.")]
+        text = f"no path from {address} reaches the head"
+        return [Finding("fail", "link", text, f"Leave --address out, for {best_pair(to_head.open)}.")]
     used = best_pair(allowed)
     others = [one for one in to_head.open if one is not used]
     findings = [
@@ -133,18 +134,19 @@ def _links(to_head: Survey, from_head: Survey, address: str) -> list[Finding]:
         _mtu(used),
     ]
     if warning := idle_warning(used, to_head.open):
-        findings.append(Finding("warn", "idle link", warning, "Leave --address out, or give another."))
+        remedy = "Leave --address out, or give another address."
+        findings.append(Finding("warn", "idle link", warning, remedy))
     return findings
 
 
 def _no_link(to_head: Survey, from_head: Survey) -> Finding:
     if from_head.open:
         pair = from_head.open[0].pair
-        text = f"only the head can dial: {pair}; it was not measured"
-        return Finding("warn", "link", text, "Let the link ports of the head through its firewall.")
-    tried = "; ".join(f"{one.pair}: {one.why}" for one in to_head.dead) or "no addresses of one network"
-    remedy = "Let the link ports of one of the two hosts through its firewall, or join at another address."
-    return Finding("fail", "link", f"no way leads to the head ({tried})", remedy)
+        text = f"only the head can open connections: {pair}; it was not measured"
+        return Finding("warn", "link", text, "Open the head's link ports in its firewall.")
+    tried = "; ".join(f"{one.pair}: {one.why}" for one in to_head.dead) or _NO_COMMON_NETWORK
+    remedy = "Open the link ports of one of the two hosts in its firewall, or join at another address."
+    return Finding("fail", "link", f"no path reaches the head ({tried})", remedy)
 
 
 def _shown(one: MeasuredPair) -> str:
@@ -160,7 +162,7 @@ def _mtu(used: MeasuredPair) -> Finding:
     own, other = used.pair.own, used.pair.other
     least = min(own.mtu, other.mtu)
     if 0 < used.mtu < least:
-        text = f"packets of {used.mtu} bytes pass, where the interfaces have {least}"
+        text = f"packets of {used.mtu} bytes arrive, but the interfaces are set to {least}"
         return Finding("warn", "mtu", text, f"Set the MTU of both interfaces to {used.mtu}.")
     if own.mtu != other.mtu:
         text = f"{own.interface} has {own.mtu} here, and {other.interface} {other.mtu} at the head"

@@ -140,12 +140,12 @@ COMMANDS: Mapping[tuple[str, ...], CommandHelp] = {
     ),
     ("worker",): CommandHelp(
         "penstock worker --join ADDRESS:PORT [flags]",
-        "Let this host serve stages of a model whose head is elsewhere.",
+        "Let this host serve stages for a head on another host.",
         "penstock worker --join 10.0.0.1:7700 --join-token-file token",
     ),
     ("plan",): CommandHelp(
         "penstock plan MODEL --devices DEVICES|--pp N [flags]",
-        "Show the layout for --devices and its speed; or which layers each of N measured stages should hold.",
+        "Show the layout for --devices and its speed; or measure here how to split layers over N stages.",
         "penstock plan ./Llama-3-70B --devices a100-80g:4 --concurrency 32",
         common=(
             "--devices",
@@ -161,7 +161,7 @@ COMMANDS: Mapping[tuple[str, ...], CommandHelp] = {
     ),
     ("simulate",): CommandHelp(
         "penstock simulate MODEL --devices DEVICES --pp N [flags]",
-        "Replay a trace on devices that need not be there, with the engine's own scheduler.",
+        "Replay a trace with the engine's own scheduler on devices that this machine need not have.",
         "penstock simulate ./Llama-3-70B --devices a100-80g:4 --pp 4 --trace azure.csv",
         common=(
             "--devices",
@@ -178,12 +178,12 @@ COMMANDS: Mapping[tuple[str, ...], CommandHelp] = {
     ),
     ("pull",): CommandHelp(
         "penstock pull ORG/NAME[:FILE] [flags]",
-        "Download what Penstock can use of a model of the hub; FILE is a GGUF file or a quantisation.",
+        "Download the usable files of a model on the hub; FILE is a GGUF file or a quantisation.",
         "penstock pull Qwen/Qwen2.5-0.5B-Instruct",
     ),
     ("ls",): CommandHelp(
         "penstock ls [flags]",
-        "Show the models of the hub's cache, of Ollama and of LM Studio, and which of them would run.",
+        "Show the models in the caches of the hub, Ollama and LM Studio, and which of them can run.",
         "penstock ls",
     ),
     ("rm",): CommandHelp(
@@ -201,7 +201,7 @@ COMMANDS: Mapping[tuple[str, ...], CommandHelp] = {
     ),
     ("bench", "serve"): CommandHelp(
         "penstock bench serve [flags]",
-        "Load a running server and check that every token comes exactly once.",
+        "Send load to a running server and check that every token comes exactly once.",
         "penstock bench serve --num-prompts 100 --request-rate 4",
         common=(
             "--base-url",
@@ -232,7 +232,7 @@ COMMANDS: Mapping[tuple[str, ...], CommandHelp] = {
     ),
     ("bench", "sweep"): CommandHelp(
         "penstock bench sweep MODEL [flags]",
-        "Measure every layout of a grid under several concurrencies, and report them side by side.",
+        "Measure every layout of a grid at several concurrencies, and compare them in one report.",
         "penstock bench sweep demo --pp 1,2 --depth 0,1,2 --concurrency 1,8,32 --html sweep.html",
         common=(
             "--pp",
@@ -254,7 +254,7 @@ COMMANDS: Mapping[tuple[str, ...], CommandHelp] = {
     ),
     ("cache", "stat"): CommandHelp(
         "penstock cache stat STORE [flags]",
-        "Show how much is in a store, its quota, and whether records are what they should be.",
+        "Show the size of a store, its quota, and whether its records are intact.",
         "penstock cache stat ~/kv --verify",
     ),
     ("cache", "clear"): CommandHelp(
@@ -264,27 +264,27 @@ COMMANDS: Mapping[tuple[str, ...], CommandHelp] = {
     ),
     ("hosts", "ls"): CommandHelp(
         "penstock hosts ls [flags]",
-        "Show which hosts have a certificate of this head, and how many join tokens can still be used.",
+        "Show which hosts have a certificate of this head, and how many join tokens are usable.",
         "penstock hosts ls",
     ),
     ("hosts", "revoke"): CommandHelp(
         "penstock hosts revoke NAME [flags]",
-        "Take the certificate of a host no longer; a head that runs closes its connections.",
+        "Revoke the certificate of a host; a running head closes the host's connections.",
         "penstock hosts revoke desk",
     ),
     ("hosts", "revoke-tokens"): CommandHelp(
         "penstock hosts revoke-tokens [flags]",
-        "Take no join token that exists; hosts that have joined stay.",
+        "Revoke all join tokens; hosts that have joined stay.",
         "penstock hosts revoke-tokens",
     ),
     ("hosts", "new-token"): CommandHelp(
         "penstock hosts new-token --join-token-file FILE [flags]",
-        "Make a join token for a head that starts later, and the key of its cluster if there is none.",
+        "Make a join token for a head that starts later, and its cluster's key if it has none.",
         "penstock hosts new-token --state-dir cluster --join-token-file cluster/token",
     ),
     ("kernels", "build"): CommandHelp(
         "penstock kernels build",
-        "Compile the CPU kernels for this machine, so that no start has to wait for it.",
+        "Compile the CPU kernels for this machine ahead of the first start.",
         "penstock kernels build",
     ),
     ("kernels", "clear"): CommandHelp(
@@ -294,17 +294,17 @@ COMMANDS: Mapping[tuple[str, ...], CommandHelp] = {
     ),
     ("trace",): CommandHelp(
         "penstock trace [flags]",
-        "Save what the stages of a running server did in the last 10 s, and say where their time went.",
+        "Save the last 10 s of a running server's stages, and show where their time went.",
         "penstock trace --out trace.json",
     ),
     ("replay",): CommandHelp(
         "penstock replay FILE [flags]",
-        "Make the decisions of an engine again that has recorded them with --record-decisions, and compare.",
+        "Repeat the decisions that an engine recorded with --record-decisions, and compare.",
         "penstock replay decisions.log --explain 120",
     ),
     ("doctor",): CommandHelp(
         "penstock doctor [MODEL] [flags]",
-        "Check this machine, and whether it could serve a model with these flags, or --join a head.",
+        "Check this machine, and whether it can serve a model with these flags or --join a head.",
         "penstock doctor ./Qwen2.5-0.5B --pp 2 --tp 2,1",
         common=("--pp", "--tp", "--topology", "--device", "--dtype", "--host", "--port", "--join"),
     ),
@@ -338,11 +338,11 @@ def _head(about: CommandHelp) -> list[str]:
 
 
 def _foot(about: CommandHelp, flags: Sequence[Argument], groups: Sequence[str], topic: str) -> list[str]:
-    lines = ["", "Environment names are on the right; a flag wins over them. -v: stack traces."]
+    lines = ["", "Environment variables are on the right; a flag overrides them. -v: stack traces."]
     rest = len(flags) - len(about.common)
     if about.common and not topic:
         pages = [f"`--help {group}`" for group in groups]
-        lines.append(f"`--help all` for the other {rest}, or by part:")
+        lines.append(f"`--help all` shows the other {rest} flags; parts:")
         rows = [", ".join(pages[i : i + _PAGES_IN_A_ROW]) for i in range(0, len(pages), _PAGES_IN_A_ROW)]
         lines += [f"{row}," for row in rows[:-1]] + [f"{rows[-1]}."]
     return lines

@@ -25,7 +25,7 @@ from penstock.trust.join_token import JoinToken
 from penstock.trust.private_files import create_private
 
 StateDirectory = Annotated[
-    Path | None, flag("of the head, as penstock serve has it", "--state-dir", group="hosts")
+    Path | None, flag("of the head, as given to penstock serve", "--state-dir", group="hosts")
 ]
 _SHOWN_DIGITS = 12
 
@@ -43,7 +43,7 @@ def hosts_ls(
     invocation.say(*(f"{name:<{width}}  {text}" for name, text in rows))
     if not rows:
         invocation.say("no host has a certificate")
-    invocation.say(f"join tokens that can still be used: {book.num_usable_tokens()}")
+    invocation.say(f"usable join tokens: {book.num_usable_tokens()}")
     return 0
 
 
@@ -56,12 +56,12 @@ def hosts_revoke(
     for name in names:
         book.revoke_host(name)
         invocation.say(
-            f"the certificate of {one_line(name)} is revoked; a head that runs closes its connections now"
+            f"the certificate of {one_line(name)} is revoked; a running head closes its connections now"
         )
     if book.num_usable_tokens():
         invocation.warn(
-            "a join token can still be used, with which a revoked host could join again; "
-            "`penstock hosts revoke-tokens` revokes all."
+            "a revoked host could join again with a join token that is still usable; `penstock hosts "
+            "revoke-tokens` revokes all."
         )
     return 0
 
@@ -82,7 +82,7 @@ def hosts_new_token(
     *,
     state_dir: StateDirectory = None,
     join_token_file: Annotated[
-        Path | None, flag("to write the new token to", "--join-token-file", group="hosts")
+        Path | None, flag("file for the new token", "--join-token-file", group="hosts")
     ] = None,
     invocation: Annotated[Invocation, Parameter(parse=False)],
 ) -> int:
@@ -92,8 +92,8 @@ def hosts_new_token(
     """
     if join_token_file is None:
         raise UsageError(
-            "it is not said where the token goes.",
-            remedy="Name a file that is not there yet with --join-token-file.",
+            "no file for the token is given.",
+            remedy="Name a new file with --join-token-file.",
             param="join_token_file",
         )
     directory = head_directory(state_dir)
@@ -101,23 +101,23 @@ def hosts_new_token(
     token = JoinToken.new(identity.public_key)
     if not create_private(join_token_file, f"{token.text()}\n".encode()):
         raise UsageError(
-            f"there is a file {str(join_token_file)!r} already.",
-            remedy="Delete it if its token is not to be used any more; or name another file.",
+            f"the file {str(join_token_file)!r} exists already.",
+            remedy="Delete it if its token is no longer needed, or name another file.",
             param="join_token_file",
         )
     invocation.say(
-        f"the key of the cluster is in {directory / IDENTITY_FILE}: only heads may have it",
-        f"a token for it is in {join_token_file}: a head that starts with this --join-token-file takes it",
+        f"the key of the cluster is in {directory / IDENTITY_FILE}: keep it on heads only",
+        f"a token for it is in {join_token_file}: a head started with this --join-token-file accepts it",
     )
     return 0
 
 
 def _require_certificates(names: Sequence[str], known: Sequence[str]) -> None:
-    there = f"Hosts that have one: {', '.join(known)}." if known else "No host has one."
+    there = f"Hosts that have a certificate: {', '.join(known)}." if known else "No host has one."
     for name in names or [""]:
         if name not in known:
             raise UsageError(
-                f"no host called {name!r} has a certificate." if names else "it is not said which host.",
+                f"no host called {name!r} has a certificate." if names else "no host is given.",
                 remedy=f"{nearest(name, known)} {there}".strip(),
                 param="name",
             )
@@ -127,8 +127,8 @@ def _book(state_dir: Path | None) -> AdmissionBook:
     directory = head_directory(state_dir)
     if not AdmissionBook.is_in(directory):
         raise UsageError(
-            f"no head keeps its state in {directory}.",
-            remedy="Run this on the head, as its user, with the --state-dir of `penstock serve`.",
+            f"there is no state of a head in {directory}.",
+            remedy="Run this on the head as the head's user, with the --state-dir of `penstock serve`.",
             param="state_dir",
         )
     return AdmissionBook(directory, time.time)

@@ -73,7 +73,9 @@ def served_model(target: Target, name: str | None, timeout_s: float = 30.0) -> S
             )
     known = ", ".join(str(entry["id"]) for entry in cards) or "none"
     raise NotFoundError(
-        f"{target.url} does not serve {name or 'any model'}.", remedy=f"Models there: {known}.", param="model"
+        f"{target.url} does not serve {name or 'any model'}.",
+        remedy=f"The server has: {known}.",
+        param="model",
     )
 
 
@@ -122,11 +124,16 @@ def get_json(target: Target, path: str, timeout_s: float) -> dict[str, Any]:
         answer = _exchange(connection, target, "GET", path, None)
         body = json.loads(answer.read())
     except ValueError as error:
-        raise ProtocolError(f"{target.url}{path} is no JSON.", remedy="Is it another server?") from error
+        raise ProtocolError(
+            f"{target.url}{path} is not JSON.", remedy="Check that the address is that of a Penstock server."
+        ) from error
     finally:
         connection.close()
     if not isinstance(body, dict):
-        raise ProtocolError(f"{target.url}{path} is no JSON object.", remedy="Is it another server?")
+        raise ProtocolError(
+            f"{target.url}{path} is not a JSON object.",
+            remedy="Check that the address is that of a Penstock server.",
+        )
     return body
 
 
@@ -195,7 +202,10 @@ def _refusal(status: int, body: bytes) -> PenstockError:
     try:
         return _as_error(json.loads(body)["error"], status)
     except (ValueError, KeyError, TypeError):
-        return ProtocolError(f"HTTP {status} without an error object.", remedy="Is it another server?")
+        return ProtocolError(
+            f"the server answered HTTP {status} without an error object.",
+            remedy="Check that the address is that of a Penstock server.",
+        )
 
 
 def _as_error(error: Any, status: int) -> PenstockError:

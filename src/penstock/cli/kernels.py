@@ -50,7 +50,7 @@ def _show(built: Built, loaded: LoadedKernels, invocation: Invocation) -> None:
         "compiler": f"{compiler.version}, {shlex.join(compiler.command)}, for {compiler.target}",
         "flags": shlex.join(built.flags),
         "isa": loaded.isa,
-        "seconds": f"{built.seconds:.1f}" if built.seconds else "0, it was in the cache",
+        "seconds": f"{built.seconds:.1f}" if built.seconds else "0, taken from the cache",
         "path": str(built.path),
     }
     invocation.say(*(f"{name:<9} {one_line(text)}" for name, text in rows.items()))

@@ -83,8 +83,8 @@ class Launched:
         """Refuse words behind `--` where nobody is to serve them."""
         if words and not self._is_launched:
             raise UsageError(
-                f"`penstock worker` takes no {words[0]!r}: what is served the head decides.",
-                remedy="Leave it out; see `penstock worker --help`.",
+                f"`penstock worker` takes no {words[0]!r}: the head decides what is served.",
+                remedy="Leave that out; see `penstock worker --help`.",
             )
 
     def serve(self, words: Sequence[str], token_file: Path | None, run: Run, invocation: Invocation) -> int:
@@ -96,8 +96,9 @@ class Launched:
         """
         if not words:
             raise UsageError(
-                "this is the first host, and what it serves is not said.",
-                remedy="Put it behind `--`: `penstock worker --slurm --join-token-file F -- MODEL --pp 2`.",
+                "this is the first host, and no model to serve is given.",
+                remedy="Name the model after `--`: `penstock worker --slurm --join-token-file F -- MODEL "
+                "--pp 2`.",
             )
         own = ["--hosts", str(self._place.num_hosts), "--join-token-file", str(_shared(token_file))]
         assert self.head is not None
@@ -110,7 +111,7 @@ def _shared(token_file: Path | None) -> Path:
     if token_file is None:
         raise UsageError(
             "no join token is given.",
-            remedy="Name a file that all hosts see with --join-token-file; the first one writes it.",
+            remedy="Name a file that all hosts can read with --join-token-file; the first host writes it.",
             param="join_token_file",
         )
     return token_file
@@ -122,7 +123,7 @@ def _refuse_beside_discover(launcher: Launcher | None, join: str) -> None:
     if join or launcher:
         raise UsageError(
             f"--discover and {given} are both given.",
-            remedy=f"Leave --discover out: {given} says where the head is.",
+            remedy=f"Leave --discover out: {given} names the head.",
             param="discover",
         )
 
@@ -135,7 +136,7 @@ def _refuse_without_head(launcher: Launcher | None) -> str:
             param="join",
         )
     raise UsageError(
-        f"{launcher} does not say where the first process runs.",
-        remedy=f"Name its host for all: `penstock worker --{launcher} --join HOST:{DEFAULT_PORT}`.",
+        f"{launcher} does not name the host of the first process.",
+        remedy=f"Name that host on all hosts: `penstock worker --{launcher} --join HOST:{DEFAULT_PORT}`.",
         param="join",
     )

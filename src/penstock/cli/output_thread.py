@@ -134,7 +134,7 @@ class OutputThread:
 
 
 def _say_dropped(stream: TextIO, count: int) -> None:
-    stream.write(f"lines that could not be written here: {count}\n")
+    stream.write(f"lines lost because the output was blocked: {count}\n")
     stream.flush()
 
 

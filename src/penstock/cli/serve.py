@@ -66,7 +66,7 @@ def start(model: str | None, given: Mapping[str, Any], invocation: Invocation, r
 
 
 def _say_dropped_as_json(stream: TextIO, count: int) -> None:
-    JsonReporter(stream).report(Notice(text=f"Lines that could not be written here: {count}."))
+    JsonReporter(stream).report(Notice(text=f"Lines lost because the output was blocked: {count}."))
 
 
 def run_supervisor(engine: EngineConfig, server: ServerConfig, reporter: Reporter) -> int:

@@ -29,8 +29,8 @@ class ProgramConfig(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     config: Annotated[Path | None, Setting("program", "TOML file of settings")] = None
-    download: Annotated[bool, Setting("program", "fetch a model of the hub that is not here first")] = False
-    print_config: Annotated[bool, Setting("program", "print every setting and its source, and stop")] = False
+    download: Annotated[bool, Setting("program", "download the model from the hub if it is missing")] = False
+    print_config: Annotated[bool, Setting("program", "print every setting and its source, and exit")] = False
 
 
 def configured_server(given: Mapping[str, Any]) -> ServerConfig:
@@ -81,7 +81,7 @@ def read_keys(path: Path | None, name: str = "--api-key-file") -> list[str]:
     keys = [line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#")]
     if not keys:
         raise UsageError(
-            f"{name} {path} holds no key.",
+            f"{name} {path} does not hold a key.",
             param=name,
             remedy="Write one key a line, or leave the flag out to serve without keys.",
         )

@@ -96,7 +96,7 @@ class SettingSources:
             argument = by_key.get(raw_key.replace("_", "-"))
             if argument is None:
                 raise UsageError(
-                    f"{path} sets {raw_key}, which is no setting.",
+                    f"{path} sets {raw_key}, which is not a setting.",
                     param=raw_key,
                     remedy=nearest(raw_key.replace("_", "-"), by_key) or "Remove the line.",
                 )
@@ -127,7 +127,7 @@ def read_toml(path: Path) -> dict[str, Any]:
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise UsageError(
             f"--config {path} is not TOML: {error}.",
-            remedy="`penstock serve MODEL --print-config` prints a file to start from.",
+            remedy="`penstock serve MODEL --print-config` prints a valid file.",
             param="--config",
         ) from error
 
@@ -142,7 +142,7 @@ def _fill(argument: Argument, value: Any, where: str) -> None:
         return
     if isinstance(value, (dict, bool)) or (isinstance(value, list) and not many):
         raise UsageError(
-            f"{where} holds {value!r}, which is no value for {argument.name}.", param=argument.name
+            f"{where} holds {value!r}, which is not a valid value of {argument.name}.", param=argument.name
         )
     items = value if isinstance(value, list) else str(value).split(",") if many else [value]
     for index, item in enumerate(items):

@@ -36,7 +36,10 @@ def trace(
     body = get_json(Target.parse(url, first_key(api_key), ca_file), "/debug/trace", TIMEOUT_S)
     events, other = body.get("traceEvents"), body.get("otherData")
     if not isinstance(events, list) or not isinstance(other, dict):
-        raise ProtocolError(f"{url}/debug/trace is no trace.", remedy="Is it another server?")
+        raise ProtocolError(
+            f"{url}/debug/trace is not a trace.",
+            remedy="Check that the address is that of a Penstock server.",
+        )
     try:
         Path(out).write_text(json.dumps(body))
     except OSError as error:

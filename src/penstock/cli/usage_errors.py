@@ -57,7 +57,9 @@ def usage_error(
             extra = ", ".join(repr(word) for word in error.unused_tokens or ())
             return UsageError(f"{title} does not take the word {extra}.", remedy=_usage(command))
         case _:
-            return UsageError(f"{title} cannot be run with these words.", remedy=f"{_usage(command)} {page}")
+            return UsageError(
+                f"{title} cannot be run with these arguments.", remedy=f"{_usage(command)} {page}"
+            )
 
 
 def refuse_fractions(app: App, command: tuple[str, ...], arguments: ArgumentCollection) -> None:

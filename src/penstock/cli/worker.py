@@ -35,40 +35,40 @@ def worker(
     *serve: Annotated[str, Parameter(show=False, allow_leading_hyphen=True)],
     join: Annotated[str, flag("ADDRESS:PORT of the head (--listen-workers)", "--join", group=_GROUP)] = "",
     discover: Annotated[
-        bool, flag("look for the head in the local network (mDNS)", "--discover", group=_GROUP)
+        bool, flag("find the head in the local network (mDNS)", "--discover", group=_GROUP)
     ] = False,
     join_token_file: Annotated[
         Path | None,
-        flag("holds the join token; it is asked for without", "--join-token-file", group=_GROUP),
+        flag("file of the join token; default: ask for it", "--join-token-file", group=_GROUP),
     ] = None,
-    name: Annotated[str, flag("of this host, among all", "--name", group=_GROUP)] = "",
-    address: Annotated[str, flag("of this host, for links", "--address", group=_GROUP)] = "",
+    name: Annotated[str, flag("name of this host in the cluster", "--name", group=_GROUP)] = "",
+    address: Annotated[str, flag("address of this host for links", "--address", group=_GROUP)] = "",
     link_ports: Annotated[str, flag("ports for links", "--link-ports", group=_GROUP)] = str(
         DEFAULT_LINK_PORTS
     ),
     models_dir: Annotated[
-        Path | None, flag("with models, in it or below", "--models-dir", group=_GROUP)
+        Path | None, flag("directory with models, in it or below", "--models-dir", group=_GROUP)
     ] = None,
     weights_cache: Annotated[
-        Path | None, flag("where fetched weights are kept", "--weights-cache", group=_GROUP)
+        Path | None, flag("directory for fetched weights", "--weights-cache", group=_GROUP)
     ] = None,
     kv_store: Annotated[
         str | None,
-        flag("where KV blocks are kept, if the head has such a store", "--kv-store", group=_GROUP),
+        flag("store for KV blocks, if the head uses one of its kind", "--kv-store", group=_GROUP),
     ] = None,
     insecure_links: Annotated[
-        bool, flag("links in plain text; the head must say so too", "--insecure-links", group=_GROUP)
+        bool, flag("links in plain text; the head must allow it too", "--insecure-links", group=_GROUP)
     ] = False,
     state_dir: Annotated[
-        Path | None, flag("where this host's certificate is kept", "--state-dir", group=_GROUP)
+        Path | None, flag("directory of this host's certificate", "--state-dir", group=_GROUP)
     ] = None,
     away_limit: Annotated[
         float | None,
-        flag("seconds that the head may be away; then this worker ends", "--away-limit", group=_GROUP),
+        flag("seconds without the head after which this worker ends", "--away-limit", group=_GROUP),
     ] = None,
     torchrun: Annotated[
         bool,
-        flag("started by torchrun; host 0 serves what follows --", "--torchrun", group=_GROUP),
+        flag("started by torchrun; host 0 serves the model after --", "--torchrun", group=_GROUP),
     ] = False,
     slurm: Annotated[bool, flag("the same, started by srun", "--slurm", group=_GROUP)] = False,
     mpi: Annotated[bool, flag("the same, started by mpirun", "--mpi", group=_GROUP)] = False,
@@ -110,7 +110,7 @@ def _launcher(**is_given: bool) -> Launcher | None:
     named = [launcher for launcher in LAUNCHERS if is_given[launcher]]
     if len(named) > 1:
         raise UsageError(
-            f"--{named[0]} and --{named[1]} are both given.", remedy="Give the one that starts it."
+            f"--{named[0]} and --{named[1]} are both given.", remedy="Give the one that starts this process."
         )
     return named[0] if named else None
 

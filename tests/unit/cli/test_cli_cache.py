@@ -92,7 +92,7 @@ def test_stat_sums_up_and_verifies(directory: Path) -> None:
         assert (code, err) == (0, "")
         rows = dict(line.split(maxsplit=1) for line in out.splitlines())
         assert (rows["namespaces"], rows["blocks"], rows["records"]) == ("2", "4", "13")
-        assert rows["quota"] == "4.2 MB, as a server has set it"
+        assert rows["quota"] == "4.2 MB, set by a server"
         assert rows["verified"] == "13 records, all good"
 
 
@@ -146,8 +146,8 @@ def test_clear_takes_one_namespace(directory: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        ([], "Give --namespace"),
-        (["--all", "--namespace", "ab"], "Give --namespace"),
+        ([], "give either --namespace"),
+        (["--all", "--namespace", "ab"], "give either --namespace"),
         (["--namespace", "zz"], "fits 0 of 2 namespaces"),
     ],
 )

@@ -274,7 +274,7 @@ def test_models_are_found_by_name_or_the_first_is_taken() -> None:
         found = served_model(target(url), None)
         assert (found.id, found.max_model_len, found.vocab_size) == ("m", 7, None)
         assert served_model(target(url), "m") == found
-        with pytest.raises(NotFoundError, match="Models there: m"):
+        with pytest.raises(NotFoundError, match="The server has: m"):
             served_model(target(url), "other")
         assert get_json(target(url), "/v1/models", 5)["object"] == "list"
 

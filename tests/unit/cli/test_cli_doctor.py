@@ -144,7 +144,7 @@ def test_the_demo_model_passes_and_its_stages_are_shown() -> None:
 def test_a_partition_that_will_be_measured_is_not_refused() -> None:
     code, out = doctor("demo", "--pp", "2", "--partition", "auto", "--port", "0")
     assert code == 0
-    assert "`penstock plan` does it now" in out
+    assert "`penstock plan` measures now" in out
 
 
 @pytest.mark.parametrize(
@@ -182,7 +182,7 @@ def test_a_topology_shows_each_stages_ranks_and_layers(tmp_path: Path) -> None:
 def test_gpus_that_are_not_there_are_named() -> None:
     assert check_gpus(["cpu", "cuda:1", "cuda"], 2) == []
     (finding,) = check_gpus(["cuda:2", "cpu", "cuda:7", "cuda:0"], 2)
-    assert (finding.level, finding.text) == ("fail", "cuda:2, cuda:7: not among the 2 GPUs of this machine")
+    assert (finding.level, finding.text) == ("fail", "cuda:2, cuda:7: not among this machine's 2 GPUs")
     code, out = doctor("demo", "--port", "0", "--pp", "2", "--device", "cpu,cuda:99")
     assert code == 1
     assert "fail  device          cuda:99: not among" in out
@@ -346,7 +346,7 @@ def test_a_gguf_file_says_what_it_is_and_how_it_would_run(tmp_path: Path, num_pa
     assert told["metadata"].text.startswith(r"GGUF 3 of llama (Tiny\x1b one); LlamaForCausalLM, 2 layers")
     assert "gguf: Q4_K (16 tensors), 4.5 bits a weight" in told["weights"].text
     assert f"in {num_parts} file" in told["weights"].text
-    assert told["products"].text == "blocks are computed with as the file has them, by our kernels"
+    assert told["products"].text == "our kernels compute with the blocks as they are in the file"
 
 
 def test_a_gguf_file_in_ollamas_store_is_found_by_name_and_by_file(

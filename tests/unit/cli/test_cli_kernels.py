@@ -36,7 +36,7 @@ def test_build_shows_compiler_flags_isa_time_and_place() -> None:
     assert made.compiler.version in rows["compiler"]
     assert made.compiler.target in rows["compiler"]
     assert "-march=native" in rows["flags"]
-    assert rows["seconds"] == "0, it was in the cache"
+    assert rows["seconds"] == "0, taken from the cache"
     assert rows["path"] == str(made.path)
 
 

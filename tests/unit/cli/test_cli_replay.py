@@ -60,7 +60,7 @@ def test_both_plans_are_shown_where_they_differ(log: Path, monkeypatch: pytest.M
 def test_a_file_that_was_cut_says_so(log: Path, tmp_path: Path) -> None:
     part = tmp_path / "part"
     part.write_bytes(log.read_bytes()[:-40])
-    assert "the file ends before its engine did" in said(str(part))
+    assert "the file ends early" in said(str(part))
 
 
 def test_no_file_is_a_usage_error() -> None:

@@ -125,13 +125,13 @@ def test_keys_are_never_printed(tmp_path: Path) -> None:
     [
         ("prot = 1\n", "Did you mean port?"),
         ("port = \n", "is not TOML"),
-        ("port = [1, 2]\n", "no value for --port"),
-        ("port = true\n", "no value for --port"),
+        ("port = [1, 2]\n", "not a valid value of --port"),
+        ("port = true\n", "not a valid value of --port"),
         ('port = "x"\n', "is 'x'; it must be a whole number."),
         ('insecure = "maybe"\n', "must be true or false"),
-        ("[serve]\nport = 1\n", "serve, which is no setting"),
+        ("[serve]\nport = 1\n", "serve, which is not a setting"),
         ('dtype = "float8"\n', "float8"),
-        ('config = "other.toml"\n', "config, which is no setting"),
+        ('config = "other.toml"\n', "config, which is not a setting"),
     ],
 )
 def test_a_bad_file_is_refused_with_the_place(tmp_path: Path, text: str, told: str) -> None:
@@ -490,7 +490,7 @@ def test_several_keys_come_from_the_environment(monkeypatch: pytest.MonkeyPatch)
 def test_a_key_file_must_hold_a_key(tmp_path: Path) -> None:
     empty = tmp_path / "empty"
     empty.write_text("# nothing\n\n")
-    with pytest.raises(UsageError, match="holds no key"):
+    with pytest.raises(UsageError, match="does not hold a key"):
         read_keys(empty)
     with pytest.raises(UsageError, match="cannot be read"):
         read_keys(tmp_path / "none")

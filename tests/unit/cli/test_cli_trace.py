@@ -56,7 +56,7 @@ def test_another_servers_answer_is_refused(answer: list[Any], tmp_path: Path, fo
     answer[0] = found
     code, _, err = trace("--out", str(tmp_path / "t.json"))
     assert code == 5
-    assert "no trace" in err
+    assert "not a trace" in err
     assert not (tmp_path / "t.json").exists()
 
 

@@ -155,7 +155,10 @@ def test_a_file_that_cannot_be_trusted_is_named(tmp_path: Path, content: bytes |
 def test_plain_http_where_tls_is_meant_and_the_other_way_round(
     live: LiveServer, certificate: Certificate
 ) -> None:
-    with LiveServer() as plain, pytest.raises(LinkClosedError, match=r"does not speak TLS .* Use http://"):
+    with (
+        LiveServer() as plain,
+        pytest.raises(LinkClosedError, match=r"did not complete the TLS handshake: .* Use http://"),
+    ):
         served_model(
             Target.parse(plain.url.replace("http:", "https:"), ca_file=Path(certificate.ca_file)), None
         )

@@ -102,10 +102,10 @@ def test_without_a_launcher_it_is_a_worker_as_its_user_says() -> None:
 
 
 def test_i2_what_is_missing_is_said() -> None:
-    with pytest.raises(UsageError, match="mpi does not say where the first process runs") as caught:
+    with pytest.raises(UsageError, match="mpi does not name the host of the first process") as caught:
         Launched("mpi", {"PMI_RANK": "1", "PMI_SIZE": "2"}, "")
     assert "penstock worker --mpi --join HOST:7700" in caught.value.remedy
-    with pytest.raises(UsageError, match="what it serves is not said"):
+    with pytest.raises(UsageError, match="no model to serve is given"):
         serve(Launched("torchrun", TORCHRUN, ""), [])
     with pytest.raises(UsageError, match="no join token is given"):
         serve(Launched("torchrun", TORCHRUN, ""), ["demo"], None)

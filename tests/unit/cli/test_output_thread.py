@@ -85,7 +85,7 @@ def test_r16_a_stopped_terminal_holds_up_nobody_and_learns_how_much_it_has_misse
     assert rig.output.settle(LONG_S)
     rig.say("6")
     assert rig.output.settle(LONG_S)
-    written = "0\n1\n2\n3\nlines that could not be written here: 2\n6\n"
+    written = "0\n1\n2\n3\nlines lost because the output was blocked: 2\n6\n"
     assert rig.terminal.getvalue() == written
 
 
@@ -99,7 +99,7 @@ def test_r16_output_that_fails_is_no_error_of_who_speaks(rig: Rig, error: OSErro
     rig.terminal.error = None
     rig.say("2")
     assert rig.output.settle(LONG_S)
-    assert rig.terminal.getvalue() == "lines that could not be written here: 2\n2\n"
+    assert rig.terminal.getvalue() == "lines lost because the output was blocked: 2\n2\n"
 
 
 def test_r16_what_waits_is_written_at_the_end_for_a_bounded_time() -> None:

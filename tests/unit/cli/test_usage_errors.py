@@ -87,7 +87,7 @@ def test_no_text_of_the_library_reaches_a_user() -> None:
     error = CycloptsError(msg="Parameter --pp requires an argument.")
     said = usage_error(error, ("serve",), ["serve", "demo"], frozenset({"--pp"}))
     assert "Parameter" not in str(said)
-    assert said.message == "`penstock serve` cannot be run with these words."
+    assert said.message == "`penstock serve` cannot be run with these arguments."
 
 
 def test_a_fraction_is_taken_where_one_belongs_and_a_whole_number_may_have_a_point() -> None:

@@ -198,7 +198,7 @@ def test_the_table_fits_a_hundred_columns(
     [
         (["--devices", "h101"], 2, "'h101' is not a known device"),
         (["--devices", "absent.toml"], 2, "it cannot be read"),
-        (["--devices", "joined"], 2, "none is waited for"),
+        (["--devices", "joined"], 2, "no host is to join"),
         (["--devices", "a100-80g:4", "--concurrency", "0"], 2, "concurrency is 0"),
         (["--devices", "a100-80g:4", "--tp", "3"], 2, "the recommended layout is --pp 1 --tp 4"),
         (["--devices", "a100-80g:4", "--pp", "5"], 2, "no layout with the given"),

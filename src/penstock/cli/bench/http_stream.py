@@ -48,10 +48,10 @@ class Target:
             parts = urlsplit(url if "//" in url else f"http://{url}")
             port = parts.port or (443 if parts.scheme == "https" else 80)
         except ValueError as error:
-            raise UsageError(f"{url!r} is no URL: {error}.", remedy="Use http://HOST:PORT.") from error
+            raise UsageError(f"{url!r} is not a URL: {error}.", remedy="Use http://HOST:PORT.") from error
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise UsageError(
-                f"{url!r} is not an address that can be used here.",
+                f"{url!r} is not an HTTP address.",
                 remedy="Use http://HOST:PORT or https://HOST:PORT.",
             )
         prefix = parts.path.rstrip("/").removesuffix("/v1")

@@ -100,7 +100,7 @@ class StreamAccount:
 
     def _choice(self, choice: _Choice, now: float) -> None:
         if choice.index != 0:
-            self.broken = f"a chunk is for choice {choice.index}, which was not asked for"
+            self.broken = f"a chunk names choice {choice.index}, which was not requested"
         if choice.finish_reason is not None:
             self.finish_reasons.append(choice.finish_reason)
         if choice.prompt_token_ids is not None:
@@ -173,9 +173,9 @@ def faults(request: BenchRequest, account: StreamAccount) -> list[str]:
     came, wanted = len(account.token_ids), request.output_len
     if came != wanted:
         word = "lost" if came < wanted else "too many"
-        problems.append(f"{abs(wanted - came)} tokens {word}: positions up to {came - 1}, asked for {wanted}")
+        problems.append(f"{abs(wanted - came)} tokens {word}: positions up to {came - 1}, expected {wanted}")
     if account.prompt_echo is not None and account.prompt_echo != request.prompt_token_ids:
-        problems.append("the prompt's token ids came back changed")
+        problems.append("the server returned other token ids for the prompt")
     return problems + _usage_faults(request, account)
 
 

@@ -51,11 +51,9 @@ class LoadShape:
         int | None, flag("requests in flight at most", "--max-concurrency", group="load")
     ] = None
     length_scale: Annotated[
-        float, flag("a trace's lengths are divided by this", "--length-scale", group="load")
+        float, flag("divide a trace's lengths by this", "--length-scale", group="load")
     ] = 1.0
-    time_scale: Annotated[
-        float, flag("a trace's times are multiplied by this", "--time-scale", group="load")
-    ] = 1.0
+    time_scale: Annotated[float, flag("multiply a trace's times by this", "--time-scale", group="load")] = 1.0
 
     def require_concurrency(self) -> None:
         """Raise `UsageError` if no request could ever be in flight."""

@@ -25,7 +25,7 @@ from penstock.reports.stage_use import StageCounts, counts_in_view
 from penstock.workloads.requests import BenchRequest, mean_lengths
 
 _TIMEOUT_S = 10.0
-_NO_STAGES = "The server does not say what its stages do."
+_NO_STAGES = "The server does not report what its stages do."
 
 
 class ObservedServer:

@@ -74,12 +74,14 @@ class ThroughputSettings:
         None
     )
     length_scale: Annotated[
-        float, flag("a trace's lengths are divided by this", "--length-scale", group="load")
+        float, flag("divide a trace's lengths by this", "--length-scale", group="load")
     ] = 1.0
     num_prompts: Annotated[int, flag("requests", "--num-prompts", group="load")] = 100
     input_len: Annotated[int, flag("tokens of a prompt", "--input-len", group="load")] = 128
     output_len: Annotated[int, flag("tokens to generate", "--output-len", group="load")] = 64
-    output_json: Annotated[Path | None, flag("JSON of the numbers", "--output-json", group="load")] = None
+    output_json: Annotated[Path | None, flag("file for the numbers, JSON", "--output-json", group="load")] = (
+        None
+    )
 
     def requests(self, vocab_size: int, seed: int) -> list[BenchRequest]:
         """Return the load: random prompts, or the lengths of a trace; all at once. Raises `UsageError`."""
@@ -99,10 +101,12 @@ class LatencySettings:
 
     input_len: Annotated[int, flag("tokens of a prompt", "--input-len", group="load")] = 32
     output_len: Annotated[int, flag("tokens to generate", "--output-len", group="load")] = 128
-    batch_size: Annotated[int, flag("requests of a batch", "--batch-size", group="load")] = 8
+    batch_size: Annotated[int, flag("requests in a batch", "--batch-size", group="load")] = 8
     num_iters_warmup: Annotated[int, flag("batches before", "--num-iters-warmup", group="load")] = 3
-    num_iters: Annotated[int, flag("batches that count", "--num-iters", group="load")] = 10
-    output_json: Annotated[Path | None, flag("JSON of the numbers", "--output-json", group="load")] = None
+    num_iters: Annotated[int, flag("batches to measure", "--num-iters", group="load")] = 10
+    output_json: Annotated[Path | None, flag("file for the numbers, JSON", "--output-json", group="load")] = (
+        None
+    )
 
 
 _THROUGHPUT, _LATENCY, _REPORT = ThroughputSettings(), LatencySettings(), LocalReportFlags()
@@ -264,7 +268,7 @@ def _timed(requests: Sequence[BenchRequest], generate: Generate, clock: Callable
         if count != request.output_len:
             raise PenstockError(
                 f"request {request.index} got {count} tokens of {request.output_len}.",
-                remedy="The numbers would be wrong; report it with the same command and -v.",
+                remedy="The numbers would be wrong. Run the same command with -v, and report the output.",
             )
     return elapsed
 

@@ -41,7 +41,7 @@ _EVENT_STREAM = "text/event-stream"
 class TargetSettings:
     """Which server, and how it is asked."""
 
-    base_url: Annotated[str, flag("server to load", "--base-url", "--url", group="target")] = (
+    base_url: Annotated[str, flag("server to measure", "--base-url", "--url", group="target")] = (
         "http://127.0.0.1:8000"
     )
     model: Annotated[
@@ -50,7 +50,7 @@ class TargetSettings:
     api_key: Annotated[str, flag("prefer the environment name", "--api-key", group="target")] = ""
     ca_file: Annotated[Path | None, flag(CA_FILE_HELP, "--ca-file", group="target")] = None
     vocab_size: Annotated[
-        int | None, flag("random prompts use ids below this", "--vocab-size", group="target")
+        int | None, flag("random prompts use token ids below this", "--vocab-size", group="target")
     ] = None
     temperature: Annotated[float, flag("of sampling", "--temperature", group="target")] = 0.0
     ready_check_timeout_sec: Annotated[
@@ -74,7 +74,7 @@ class LoadSettings(LoadShape):
     random_input_len: Annotated[int, flag("tokens of a prompt", "--random-input-len", group="load")] = 128
     random_output_len: Annotated[int, flag("tokens to generate", "--random-output-len", group="load")] = 64
     random_range_ratio: Annotated[
-        float, flag("lengths vary by this share", "--random-range-ratio", group="load")
+        float, flag("relative spread of lengths", "--random-range-ratio", group="load")
     ] = 0.0
     request_rate: Annotated[
         float | None,
@@ -83,7 +83,7 @@ class LoadSettings(LoadShape):
     concurrency: Annotated[
         str | None, flag("runs with so many in flight each: 1,8,32", "--concurrency", group="load")
     ] = None
-    seed: Annotated[int, flag("of prompts and arrivals", "--seed", group="load")] = 0
+    seed: Annotated[int, flag("seed of prompts and arrivals", "--seed", group="load")] = 0
 
     @property
     def rate(self) -> float:
@@ -97,7 +97,7 @@ class LoadSettings(LoadShape):
             return [self.max_concurrency]
         if self.max_concurrency is not None:
             raise UsageError(
-                "--concurrency and --max-concurrency both say how many requests are in flight.",
+                "--concurrency and --max-concurrency both set the requests in flight.",
                 remedy="Give --concurrency for several runs, or --max-concurrency for one.",
                 param="concurrency",
             )
@@ -137,15 +137,17 @@ class LoadSettings(LoadShape):
 class ReportSettings(ReportFlags):
     """The use that is made of the numbers."""
 
-    result_file: Annotated[Path | None, flag("JSON of all numbers", "--result-file", group="report")] = None
+    result_file: Annotated[
+        Path | None, flag("file for all numbers, JSON", "--result-file", group="report")
+    ] = None
     metric_percentiles: Annotated[
-        tuple[float, ...], flag("percentiles of the JSON", "--metric-percentiles", group="report")
+        tuple[float, ...], flag("percentiles in that file", "--metric-percentiles", group="report")
     ] = (99.0,)
     allow_errors: Annotated[
-        bool, flag("requests refused with a typed error are fine", "--allow-errors", group="report")
+        bool, flag("accept requests refused with a typed error", "--allow-errors", group="report")
     ] = False
     predict_model: Annotated[
-        str | None, flag("the model here, for --predict", "--predict-model", group="report")
+        str | None, flag("local copy of the model, for --predict", "--predict-model", group="report")
     ] = None
 
 
@@ -260,7 +262,7 @@ def _vocab_size(target: TargetSettings, card: ServedModelCard) -> int:
     size = target.vocab_size or card.vocab_size
     if size is None:
         raise UsageError(
-            f"{target.base_url} does not tell the vocabulary of {card.id}.",
+            f"{target.base_url} does not report the vocabulary size of {card.id}.",
             remedy="Give --vocab-size: the number of token ids that prompts may use.",
         )
     if size < 1:

@@ -38,8 +38,8 @@ from penstock.simulator.planned_pipe import fixed_layout
 Predictions = dict[int, PredictedFigures]
 """By the number of requests at once."""
 
-_BY_MEASURING = "Predictions follow from steps of each stage that were measured on this machine."
-_BY_FIGURES = "Predictions follow from the figures of the devices, of which they reach a share."
+_BY_MEASURING = "Predictions are based on steps of each stage, measured on this machine."
+_BY_FIGURES = "Predictions assume that devices reach a fixed share of their specified rates."
 _SERVED_KEYS = frozenset(
     {
         *(
@@ -86,7 +86,7 @@ def predictions(
     tp_sizes = config.parallel.tp_sizes
     if len(set(tp_sizes)) > 1:
         raise UsageError(
-            "stages with unlike numbers of ranks are not predicted.", remedy="Use --predict off."
+            "stages with different numbers of ranks cannot be predicted.", remedy="Use --predict off."
         )
     if text.strip().lower() == HERE:
         return _by_measuring(config, concurrencies, layers, say)

@@ -26,10 +26,10 @@ HERE, OFF = "here", "off"
 class ReportFlags:
     """The reports that are made of a benchmark besides the lines that it prints."""
 
-    html: Annotated[Path | None, flag("report with pictures, one file", "--html", group="report")] = None
-    json: Annotated[bool, flag("print the report as JSON alone", "--json", group="report")] = False
+    html: Annotated[Path | None, flag("file for a report with charts", "--html", group="report")] = None
+    json: Annotated[bool, flag("print only the report, as JSON", "--json", group="report")] = False
     predict: Annotated[
-        str, flag("predictions beside it: here, off, DEVICES", "--predict", group="report")
+        str, flag("compare with predictions: here, off, DEVICES", "--predict", group="report")
     ] = OFF
 
     @property
@@ -70,7 +70,7 @@ class ReportFlags:
                 config(), self.predict, concurrencies, lengths, self.say(invocation), layers=layers
             )
         except PenstockError as error:
-            invocation.warn(f"nothing is predicted: {error}")
+            invocation.warn(f"predictions are not available: {error}")
             return {}
 
     def deliver(self, report: Report, invocation: Invocation) -> None:
@@ -91,7 +91,7 @@ class LocalReportFlags(ReportFlags):
     """The reports of a benchmark whose engine runs on this machine."""
 
     predict: Annotated[
-        str, flag("predictions beside it: here, off, DEVICES", "--predict", group="report")
+        str, flag("compare with predictions: here, off, DEVICES", "--predict", group="report")
     ] = HERE
 
 

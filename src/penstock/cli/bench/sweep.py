@@ -67,7 +67,7 @@ class SweepAxes:
         "auto"
     )
     micro_batches: Annotated[
-        str, flag("parts of the decoding requests: 1,2 or auto", "--micro-batches", group="sweep")
+        str, flag("micro-batches of decodes: 1,2 or auto", "--micro-batches", group="sweep")
     ] = "auto"
     concurrency: Annotated[str, flag("requests at once: 1,8,32", "--concurrency", group="sweep")] = "1,8,32"
 
@@ -91,10 +91,10 @@ class SweepLoad:
     input_len: Annotated[int, flag("tokens of a prompt", "--input-len", group="load")] = 128
     output_len: Annotated[int, flag("tokens to generate", "--output-len", group="load")] = 64
     requests_per_client: Annotated[
-        int, flag("that each client sends in turn", "--requests-per-client", group="load")
+        int, flag("requests that each client sends in turn", "--requests-per-client", group="load")
     ] = 4
     results: Annotated[
-        Path, flag("what is done; a second start goes on behind it", "--results", group="load")
+        Path, flag("file of results; a second start continues it", "--results", group="load")
     ] = Path("sweep.jsonl")
 
     def requests(self, concurrency: int, vocab_size: int, seed: int) -> list[BenchRequest]:
@@ -140,7 +140,7 @@ def bench_sweep(
         asyncio.run(sweep(order, engines.open, file, lambda line: say(printable(line))))
         runs, failed = swept_runs(grid, file.records)
     shown = _axes_shown(axes) | _shown(load, settings)
-    note = f"Layouts and concurrencies ran in an order that was drawn from the seed {seed}."
+    note = f"Layouts and concurrencies ran in a random order, drawn from seed {seed}."
     made = new_report("Sweep over layouts", model, shown, runs, failed=failed, notes=[note])
     report.deliver(made, invocation)
     return 1 if failed else 0

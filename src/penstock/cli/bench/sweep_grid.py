@@ -147,7 +147,7 @@ class SweepFile:
             first, *others = [_lines.decode(line) for line in content.splitlines()]
         except msgspec.MsgspecError as error:
             raise UsageError(
-                f"{self._path} holds no results of a sweep: {error}.",
+                f"{self._path} does not hold results of a sweep: {error}.",
                 remedy="Give another path to --results.",
             ) from error
         if first != head:

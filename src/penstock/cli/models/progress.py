@@ -25,13 +25,13 @@ class LinesProgress:
     def begin(self, file: HubFile, num_bytes: int) -> None:
         self._file = file
         if num_bytes:
-            self._write(f"{_name(file)} goes on at {size_text(num_bytes)} of {size_text(file.size)}")
+            self._write(f"{_name(file)} continues at {size_text(num_bytes)} of {size_text(file.size)}")
 
     def advance(self, num_bytes: int) -> None:
         pass
 
     def end(self) -> None:
-        self._write(f"{_name(self._file)} is here, {size_text(self._file.size)}")
+        self._write(f"{_name(self._file)} is complete, {size_text(self._file.size)}")
 
     def _write(self, text: str) -> None:
         self._stream.write(f"{text}\n")

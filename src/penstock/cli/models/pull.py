@@ -46,7 +46,7 @@ def pull(
         Path | None,
         flag("file with a token [HF_TOKEN]", "--token-file", group="pull", env="PENSTOCK_HUB_TOKEN_FILE"),
     ] = None,
-    as_json: Annotated[bool, flag("print what was done as JSON", "--json", group="pull")] = False,
+    as_json: Annotated[bool, flag("print the result as JSON", "--json", group="pull")] = False,
     invocation: Annotated[Invocation, Parameter(parse=False)],
 ) -> int:
     """Download a model, unless it is here. Returns 0 once all of it is in the cache."""
@@ -59,7 +59,7 @@ def pull(
     files = f"{len(pulled.files)} file{'s' * (len(pulled.files) > 1)}"
     invocation.say(
         f"{pulled.name} {one_line(revision)} {pulled.commit[:_SHOWN_DIGITS]}: {files}, "
-        f"{size_text(pulled.size)}, of which {came} came now",
+        f"{size_text(pulled.size)}, {came} downloaded now",
         f"in {one_line(str(pulled.path))}",
         f"penstock serve {one_line(pulled.to_serve)}",
     )
@@ -89,7 +89,7 @@ def _pulled(name: ModelName, address: HubAddress, revision: str, invocation: Inv
     try:
         return pull(name, address, progress_on(invocation.stderr, time.monotonic), revision)
     except KeyboardInterrupt:
-        invocation.warn("interrupted; the same command goes on where it stopped.")
+        invocation.warn("interrupted; the same command continues where it stopped.")
         raise
 
 
@@ -104,7 +104,9 @@ def _token(path: Path | None) -> str | None:
     tokens = read_keys(path, "--token-file")
     if len(tokens) > 1:
         raise UsageError(
-            f"--token-file {path} holds {len(tokens)} lines.", remedy="Write one token.", param="token_file"
+            f"--token-file {path} holds {len(tokens)} lines.",
+            remedy="Write a single token into it.",
+            param="token_file",
         )
     return tokens[0] if tokens else None
 

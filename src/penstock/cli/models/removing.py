@@ -22,16 +22,14 @@ from penstock.local_models.removal import Removal, plan_removal
 def rm(
     *names: str,
     yes: Annotated[bool, flag("do not ask", "--yes", "-y", group="rm")] = False,
-    as_json: Annotated[bool, flag("print what was done as JSON", "--json", group="rm")] = False,
+    as_json: Annotated[bool, flag("print the result as JSON", "--json", group="rm")] = False,
     invocation: Annotated[Invocation, Parameter(parse=False)],
 ) -> int:
     """Remove models. Returns 0 when they are gone, 1 when the user declined."""
     if not names:
-        raise UsageError(
-            "it is not said which model.", remedy="Name one, as `penstock ls` shows it.", param="name"
-        )
+        raise UsageError("no model is given.", remedy="Name a model as `penstock ls` shows it.", param="name")
     if as_json and not yes:
-        raise UsageError("--json does not ask.", remedy="Give --yes as well.", param="json")
+        raise UsageError("--json cannot ask for confirmation.", remedy="Give --yes as well.", param="json")
     removals = [plan_removal(ModelName.of_hub(name)) for name in dict.fromkeys(names)]
     if not yes and not _agreed(removals, invocation):
         invocation.say("nothing was removed")

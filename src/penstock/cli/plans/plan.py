@@ -33,9 +33,7 @@ def plan(
         str | None,
         flag("such as a100-80g:4, rtx4090+cpu:16c:64g, FILE.toml or here", "--devices", group="plan"),
     ] = None,
-    concurrency: Annotated[
-        int, flag("requests that run at once, for --devices", "--concurrency", group="plan")
-    ] = 1,
+    concurrency: Annotated[int, flag("requests at once, for --devices", "--concurrency", group="plan")] = 1,
     as_json: Annotated[bool, flag("print the plan for --devices as JSON", "--json", group="plan")] = False,
     invocation: Annotated[Invocation, Parameter(parse=False)],
     **given: Any,
@@ -58,7 +56,7 @@ def plan(
     config = configured_engine(given, model).with_partition("auto")
     if config.parallel.pipeline_parallel_size == 1:
         raise UsageError(
-            "one stage holds all layers; there is nothing to choose.",
+            "one stage holds all layers; no choice is left.",
             remedy="Give the number of stages, such as --pp 2; or devices, such as --devices a100-80g:4.",
             param="pipeline_parallel_size",
         )
@@ -74,4 +72,4 @@ def _how_to_serve(partition: str, topology: Path | None) -> str:
     if topology is None:
         return f"Serve it with --partition {partition}, or with --partition auto."
     name = printable(str(topology))
-    return f"Serve it with the layers {partition} in {name}, or with none there and --partition {partition}."
+    return f"Serve it with the layers {partition} in {name}, or with --partition {partition} and none there."

@@ -39,8 +39,8 @@ from penstock.pipeline.partition import AUTO_POLICY, partition_layers
 from penstock.planner.mix import Mix
 
 _MAX_CONCURRENCY = 1 << 20
-_BY_FIGURES = "Times follow from the figures of the devices, of which they reach a share; see docs/plan.md."
-_BY_MEASURING = "Times follow from steps that were measured on this machine."
+_BY_FIGURES = "Times assume that devices reach a fixed share of their specified rates; see docs/plan.md."
+_BY_MEASURING = "Times are based on steps measured on this machine."
 
 
 def plan_for_devices(
@@ -158,7 +158,7 @@ class _Question:
             if not layouts:
                 raise UsageError(
                     f"no layout with the given flags is possible on {device.cores} cores.",
-                    remedy="Leave --pp and --tp out, or use fewer.",
+                    remedy="Leave --pp and --tp out, or lower them.",
                 )
             measured = [self._measured(layout, gathered.hosts, speaker) for layout in layouts]
         devices = devices_here(device, resources.name)
@@ -170,7 +170,7 @@ class _Question:
         best = estimates[0]
         recommendation = Recommendation(
             best=best,
-            reasons=("Of the layouts that were measured, it gives the next token soonest.",),
+            reasons=("Of the measured layouts, it gives the next token soonest.",),
             alternatives=tuple(estimates[1:]),
         )
         return LayoutReport(
@@ -189,8 +189,8 @@ class _Question:
         hosts = self._config.cluster.hosts
         if hosts < 2:
             raise UsageError(
-                "joined means the hosts that join; none is waited for.",
-                remedy="Add --hosts N and what `penstock serve` needs for it.",
+                "joined stands for the hosts that join, and no host is to join.",
+                remedy="Add --hosts N, and the other flags that `penstock serve` needs with it.",
                 param="devices",
             )
         parallel = msgspec.structs.replace(self._config.parallel, pipeline_parallel_size=hosts)

@@ -40,12 +40,13 @@ _LOSS = re.compile(r"(?:([0-9]{1,4})\.)?([0-9]{1,4})@([0-9.]{1,12}):([0-9.]{1,12
 class SimulatedLoad(LoadShape):
     """The requests that are sent, and their times."""
 
-    trace: Annotated[Path | None, flag("trace file; without one, random", "--trace", group="load")] = None
+    trace: Annotated[Path | None, flag("trace file; default: random prompts", "--trace", group="load")] = None
     trace_kind: Annotated[
         TraceKind, flag("auto, azure, mooncake, sharegpt, custom", "--trace-kind", group="load")
     ] = "auto"
     num_requests: Annotated[
-        int | None, flag("of the trace; or 100 random ones", "--num-requests", "--num-prompts", group="load")
+        int | None,
+        flag("of the trace; default: all, or 100 random", "--num-requests", "--num-prompts", group="load"),
     ] = None
     request_rate: Annotated[
         float | None, flag("requests a second, in place of a trace's", "--request-rate", group="load")
@@ -84,14 +85,14 @@ class SimulatedTrouble:
     """The conditions besides the load: late links, losses of stages, and right guesses."""
 
     jitter_ms: Annotated[
-        float, flag("links between hosts are late by this at most", "--jitter-ms", group="simulation")
+        float, flag("largest extra delay of links between hosts", "--jitter-ms", group="simulation")
     ] = 0.0
     lose_stage: Annotated[
         tuple[str, ...],
-        flag("STAGE@SECONDS:AWAY, a stage is lost then, for so long", "--lose-stage", group="simulation"),
+        flag("STAGE@SECONDS:AWAY: when a stage is lost, and how long", "--lose-stage", group="simulation"),
     ] = ()
     acceptance: Annotated[
-        float, flag("chance that a guessed token is right; 0: no guesses", "--acceptance", group="simulation")
+        float, flag("share of drafts that are accepted; 0: no drafts", "--acceptance", group="simulation")
     ] = 0.0
 
     def losses(self, num_stages: int, num_replicas: int) -> list[StageLoss]:
@@ -107,8 +108,9 @@ class SimulatedTrouble:
             replica, stage = (int(match[1] or 0), int(match[2])) if match else (0, 0)
             if match is None or stage >= num_stages or replica >= num_replicas:
                 raise UsageError(
-                    f"--lose-stage {text}: no such stage among {num_replicas} x {num_stages}, or no times.",
-                    remedy="Write STAGE@SECONDS:AWAY, such as 1@30:5; of a replica, REPLICA.STAGE@30:5.",
+                    f"--lose-stage {text}: there is no such stage among {num_replicas} x {num_stages}, or a "
+                    "time is missing.",
+                    remedy="Write STAGE@SECONDS:AWAY, such as 1@30:5; for a replica, REPLICA.STAGE@30:5.",
                     param="lose_stage",
                 )
             losses.append(
@@ -126,7 +128,7 @@ def simulate(
     /,
     *,
     devices: Annotated[
-        str | None, flag("to simulate: a100-80g:4, cpu:16c:64g, FILE.toml", "--devices", group="simulation")
+        str | None, flag("such as a100-80g:4, cpu:16c:64g, FILE.toml", "--devices", group="simulation")
     ] = None,
     load: SimulatedLoad = _LOAD,
     trouble: SimulatedTrouble = _TROUBLE,
@@ -178,7 +180,7 @@ def _run(
     asked = load_of(config, sizes, load.max_concurrency or config.scheduler.max_num_seqs)
     if len(set(parallel.tp_sizes)) > 1:
         raise UsageError(
-            "simulated stages all have the same number of ranks.", remedy="Give one number to --tp."
+            "all simulated stages must have the same number of ranks.", remedy="Give one number to --tp."
         )
     layout = fixed_layout(
         device_set,

@@ -29,10 +29,8 @@ def replay(
     file: Path | None = None,
     /,
     *,
-    until: Annotated[int | None, flag("end behind the plan of this step", "--until", group="replay")] = None,
-    explain: Annotated[
-        int | None, flag("say why the plan of this step is as it is", "--explain", group="replay")
-    ] = None,
+    until: Annotated[int | None, flag("stop after the plan of this step", "--until", group="replay")] = None,
+    explain: Annotated[int | None, flag("explain the plan of this step", "--explain", group="replay")] = None,
     as_json: Annotated[bool, flag("print the report as JSON", "--json", group="replay")] = False,
     invocation: Annotated[Invocation, Parameter(parse=False)],
 ) -> int:
@@ -49,7 +47,7 @@ def replay(
     if explain is not None and came.explanation is None and came.difference is None:
         raise UsageError(
             f"step {explain} is not among the {came.num_plans} plans that were replayed.",
-            remedy="Name the step of a plan of the file, and with --until none before it.",
+            remedy="Name a step of a plan in the file, at or before the step of --until.",
             param="explain",
         )
     if as_json:
@@ -86,7 +84,7 @@ def _lines(came: Replay) -> Iterator[str]:
     if difference is None:
         yield f"{came.num_plans} steps, all plans equal; {came.num_requests} requests"
         if not came.is_whole:
-            yield "the file ends before its engine did: it was killed, the disk was full, or it is running"
+            yield "the file ends early: the engine was killed, is still running, or the disk was full"
         return
     yield f"{came.num_plans} plans were equal; step {difference.step} differs"
     if difference.admission:

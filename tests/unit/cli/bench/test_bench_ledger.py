@@ -100,7 +100,7 @@ def test_r1_a_changed_prompt_is_found() -> None:
     events = good_events()
     choice = {"index": 0, "text": "", "prompt_token_ids": [5, 6, 8]}
     events.insert(0, json.dumps({"id": "cmpl-0", "choices": [choice]}).encode())
-    assert faults(request(), account_of(events)) == ["the prompt's token ids came back changed"]
+    assert faults(request(), account_of(events)) == ["the server returned other token ids for the prompt"]
 
 
 def test_r1_a_typed_error_is_accounted_for_but_not_when_done_follows() -> None:

@@ -171,7 +171,7 @@ def test_an_unknown_model_and_a_missing_server_are_named() -> None:
         code, _, err = bench(url, *LOAD, "--model", "other")
     assert code != 0
     assert "does not serve other" in err
-    assert "Models there: tiny" in err
+    assert "The server has: tiny" in err
     code, _, err = bench(url, *LOAD)
     assert code == 5
     assert "no server at" in err
@@ -227,11 +227,11 @@ def test_a_server_is_compared_with_what_the_planner_says(tmp_path: Path) -> None
         code, out, err = bench(url, *LOAD, "--concurrency", "4", *flags)
         assert (code, err) == (0, "")
         (found,) = json.loads(out)["runs"]
-        assert found["predicted"]["basis"].startswith("Predictions follow from the figures of the devices")
+        assert found["predicted"]["basis"].startswith("Predictions assume that devices reach a fixed share")
         assert 0 < found["predicted"]["time_per_token_s"] < 1
         code, out, err = bench(url, *LOAD, "--predict", "a100-80g:1", "--json")
     assert code == 0
-    assert "nothing is predicted:" in err
+    assert "predictions are not available:" in err
     assert json.loads(out)["runs"][0]["predicted"] is None
 
 
@@ -241,14 +241,14 @@ def test_another_server_gets_a_report_without_stages() -> None:
     report = json.loads(out)
     assert code == 0
     assert report["runs"][0]["stages"] == []
-    assert report["notes"] == ["The server does not say what its stages do."]
+    assert report["notes"] == ["The server does not report what its stages do."]
 
 
 def test_flags_that_contradict_each_other_are_refused(tmp_path: Path) -> None:
     with completions_server(Script(completion_events)) as url:
         code, _, err = bench(url, *LOAD, "--concurrency", "1,2", "--max-concurrency", "3")
         assert code == 2
-        assert "both say how many requests are in flight" in err
+        assert "both set the requests in flight" in err
         code, _, err = bench(url, *LOAD, "--concurrency", "1,2", "--result-file", str(tmp_path / "r"))
     assert code == 2
     assert "--result-file holds one run" in err

@@ -160,7 +160,7 @@ def test_a_file_of_other_settings_is_refused_with_the_difference(tmp_path: Path)
     assert path.read_bytes() == content
     notes = tmp_path / "notes.txt"
     notes.write_text("my notes\n")
-    with pytest.raises(UsageError, match="holds no results of a sweep"):
+    with pytest.raises(UsageError, match="does not hold results of a sweep"):
         SweepFile(notes, HEAD)
     with pytest.raises(UsageError, match="cannot be used"):
         SweepFile(tmp_path, HEAD)

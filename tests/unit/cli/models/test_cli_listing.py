@@ -196,8 +196,8 @@ def test_rm_of_one_file_leaves_the_others_and_what_they_share(cache: Path) -> No
 @pytest.mark.parametrize(
     ("words", "expected", "told"),
     [
-        (["rm"], 2, "it is not said which model"),
-        (["rm", "org/some", "--json"], 2, "--json does not ask"),
+        (["rm"], 2, "no model is given"),
+        (["rm", "org/some", "--json"], 2, "--json cannot ask for confirmation"),
         (["rm", "../x", "--yes"], 2, "is not the name of a model on the hub"),
         (["rm", "org/absent", "--yes"], 3, "is not in the hub's cache"),
         (["rm", "org/some:Q5_0", "--yes"], 3, "has no file Q5_0"),

@@ -45,18 +45,18 @@ def test_pull_says_what_came_where_it_is_and_how_to_serve_it(hub: FakeHub, tmp_p
     snapshot = tmp_path / "cache" / "models--org--some-model" / "snapshots" / commit
     assert code == 0
     assert out.splitlines() == [
-        f"{NAME} main {commit[:12]}: 3 files, 5.0 kB, of which 5.0 kB came now",
+        f"{NAME} main {commit[:12]}: 3 files, 5.0 kB, 5.0 kB downloaded now",
         f"in {snapshot}",
         f"penstock serve {NAME}",
     ]
     assert err.splitlines() == [
-        "config.json is here, 2 B",
-        "tokenizer.json is here, 2 B",
-        "model.safetensors is here, 5.0 kB",
+        "config.json is complete, 2 B",
+        "tokenizer.json is complete, 2 B",
+        "model.safetensors is complete, 5.0 kB",
     ]
     code, out, err = penstock("pull", NAME, "--endpoint", hub.url + "/")
     assert (code, err) == (0, "")
-    assert "of which nothing came now" in out
+    assert "nothing downloaded now" in out
 
 
 def test_pull_as_json(hub: FakeHub) -> None:
@@ -139,7 +139,7 @@ def test_an_interrupted_pull_says_how_to_go_on(hub: FakeHub, monkeypatch: pytest
     monkeypatch.setattr(LinesProgress, "advance", interrupt)
     code, _, err = penstock("pull", NAME, "--endpoint", hub.url)
     assert code == 130
-    assert "the same command goes on where it stopped" in err
+    assert "the same command continues where it stopped" in err
 
 
 class _Terminal(io.StringIO):
@@ -173,8 +173,8 @@ def test_progress_is_one_line_on_a_terminal_and_plain_elsewhere() -> None:
     lines.advance(3000)
     lines.end()
     assert plain.getvalue().splitlines() == [
-        "model.safetensors\\x1b[31m goes on at 1.0 kB of 4.0 kB",
-        "model.safetensors\\x1b[31m is here, 4.0 kB",
+        "model.safetensors\\x1b[31m continues at 1.0 kB of 4.0 kB",
+        "model.safetensors\\x1b[31m is complete, 4.0 kB",
     ]
 
 
@@ -198,7 +198,7 @@ def test_serve_downloads_a_model_that_is_not_here_when_asked_to(hub: FakeHub, se
     environ = {"HF_ENDPOINT": hub.url}
     code, _, err = penstock("serve", NAME, "--download", **environ)
     assert (code, served) == (0, [NAME])
-    assert "model.safetensors is here" in err
+    assert "model.safetensors is complete" in err
     hub.asked.clear()
     assert penstock("serve", NAME, "--download", **environ)[0] == 0
     assert hub.asked == []
