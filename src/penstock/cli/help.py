@@ -26,21 +26,21 @@ Usage: penstock COMMAND ...     serves large language models through a pipeline
   penstock serve demo --pp 2    serve the model in the package through two stages
 
   serve MODEL           start the server: a model directory, the name of a model that is here, or demo
-  pull ORG/NAME[:FILE]  download a model of the hub
-  ls                    which models are here, and which would run; rm NAME: remove one
-  worker                let this host serve stages of a model whose head is elsewhere
-  plan MODEL            which layout a model should have on --devices, or how to split its layers here
-  simulate MODEL        what a trace of requests would meet on --devices
+  pull ORG/NAME[:FILE]  download a model from the hub
+  ls                    list the models on this machine; rm NAME: remove a model
+  worker                let this host serve stages for a head on another host
+  plan MODEL            find the best layout on --devices, or measure how to split the layers here
+  simulate MODEL        replay a trace of requests on simulated --devices
   chat                  talk to a running server
   complete [PROMPT]     let a running server continue a text
-  bench serve           load a running server, and check that no token is lost
-  bench throughput      offline: tokens a second; bench latency: time of a batch; bench sweep: many layouts
-  cache ls STORE        whose KV blocks are in a store
-  cache stat STORE      how much that is, and whether it is whole; cache clear: remove KV blocks
-  hosts ls              which hosts have joined a head; hosts new-token: let hosts join later
-  hosts revoke NAME     shut a host out; hosts revoke-tokens: let nobody join with an old token
+  bench serve           measure a running server, and check that no token is lost
+  bench throughput      measure offline: tokens a second; bench latency: one batch; bench sweep: many layouts
+  cache ls STORE        list the models with KV blocks in a store
+  cache stat STORE      show its size, and whether its records are intact; cache clear: remove KV blocks
+  hosts ls              list the hosts that have joined a head; hosts new-token: make a join token
+  hosts revoke NAME     revoke the certificate of a host; hosts revoke-tokens: revoke all join tokens
   kernels build         compile the CPU kernels for this machine ahead of time; kernels clear: remove them
-  trace                 save what a running server's stages did lately; replay FILE: its decisions, again
+  trace                 save a running server's last 10 s; replay FILE: replay its decisions
   doctor [MODEL]        check this machine, and a model directory
   version               print the version
 
@@ -51,12 +51,12 @@ Usage: penstock bench serve|throughput|latency|sweep ...
 
   penstock bench serve --num-prompts 100 --request-rate 4
 
-  serve        load a running server, and check that no token is lost
-  throughput   offline: how many tokens a second
-  latency      offline: how long one batch takes
-  sweep        offline: a grid of layouts and concurrencies
+  serve        measure a running server, and check that no token is lost
+  throughput   measure tokens a second offline
+  latency      measure the time of one batch offline
+  sweep        measure a grid of layouts and concurrencies offline
 
---html FILE writes a report with pictures, --json prints its numbers.
+--html FILE writes a report with charts, --json prints its numbers.
 `penstock bench serve --help` shows a command."""
 
 KERNELS_HELP = """\
@@ -65,7 +65,7 @@ Usage: penstock kernels build|clear
   penstock kernels build
 
   build        compile the CPU kernels for this machine ahead of time
-  clear        remove what was compiled
+  clear        remove the compiled kernels
 
 The compiler is g++ on PATH, or what PENSTOCK_CXX names; PENSTOCK_CXXFLAGS adds flags. Libraries are kept in
 $PENSTOCK_CACHE_DIR or ~/.cache/penstock. `penstock doctor` says which kernels run and why."""
@@ -75,23 +75,23 @@ Usage: penstock cache ls|stat|clear STORE
 
   penstock cache ls ~/kv
 
-  ls           whose KV blocks are in a store, and how many
-  stat         how much that is in all, its quota, and whether records are what they should be
-  clear        remove those of one model, or all
+  ls           list the models with KV blocks in a store, and how many
+  stat         show the size of the store, its quota, and whether its records are intact
+  clear        remove the KV blocks of one model, or all
 
-STORE is what --kv-store of `penstock serve` names: a directory or a URL. Servers may use it meanwhile."""
+STORE is the --kv-store of `penstock serve`: a directory or a URL. Servers may use it at the same time."""
 
 HOSTS_HELP = """\
 Usage: penstock hosts ls|revoke NAME|revoke-tokens|new-token
 
   penstock hosts revoke desk
 
-  ls             which hosts have a certificate of this head
-  revoke         take the certificate of a host no longer, and close its connections
-  revoke-tokens  take no join token that exists; hosts that have joined stay
-  new-token      make a join token before a head runs, and its cluster if there is none
+  ls             list the hosts that have a certificate of this head
+  revoke         revoke the certificate of a host, and close its connections
+  revoke-tokens  revoke all join tokens; hosts that have joined stay
+  new-token      make a join token before a head starts, and its cluster if it has none
 
-Run it on the head, as the head's user; it may run meanwhile. Give --state-dir if `penstock serve` has it."""
+Run it on the head, as the head's user. The head may be running. Give the --state-dir of `penstock serve`."""
 
 GROUPS: Mapping[str, str] = {
     "bench": BENCH_HELP,
@@ -145,7 +145,7 @@ COMMANDS: Mapping[tuple[str, ...], CommandHelp] = {
     ),
     ("plan",): CommandHelp(
         "penstock plan MODEL --devices DEVICES|--pp N [flags]",
-        "Show the layout for --devices and its speed; or measure here how to split layers over N stages.",
+        "Show the best layout for --devices and its speed; or measure how to split layers over N stages.",
         "penstock plan ./Llama-3-70B --devices a100-80g:4 --concurrency 32",
         common=(
             "--devices",

@@ -50,7 +50,7 @@ def _whole_numbers(name: str, given: int | str | list[int], of_what: str) -> lis
     entries = given if isinstance(given, list) else [entry.strip() for entry in str(given).split(",")]
     if not all(re.fullmatch(r"-?[0-9]{1,9}", str(entry)) for entry in entries):
         raise UsageError(
-            f'{name} is "{given}", which is no number of {of_what}.',
+            f'{name} is "{given}", which is not a number of {of_what}.',
             remedy='Write one number for all stages, or one per stage with commas between, such as "1,3".',
             param=name,
         )
@@ -91,29 +91,25 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         model: directory of a Hugging Face style checkpoint, GGUF file, `demo`, or name of a model here.
-        dtype: number format of weights and computation; `auto` takes the checkpoint's.
-        max_model_len: longest prompt + output in tokens; None takes the model's own.
-        quantization: form of the weights: `none` as the checkpoint has them, `int8` per channel, `int4` in
-            groups (CPU). A checkpoint that is quantised already takes `none` or the form that it has.
-        gguf_dequantize: hold a GGUF file's weights as numbers of `dtype`; takes IQ1-IQ3 too (extra `gguf`).
-        model_impl: whose layers run: `penstock`, `transformers` (extra `hf`), or `auto`: ours where it can.
+        dtype: number format of weights and computation; `auto` uses the checkpoint's.
+        max_model_len: longest prompt + output in tokens; None uses the model's own limit.
+        quantization: format of the weights: `none` keeps the checkpoint's, `int8` is per channel, `int4` in
+            groups (CPU). For a checkpoint that is already quantised, use `none` or its own format.
+        gguf_dequantize: convert a GGUF file's weights to `dtype` at load; also reads IQ1-IQ3 (extra `gguf`).
+        model_impl: layers to run: `penstock`, `transformers` (extra `hf`), or `auto`: ours if they exist.
         pooling: default token states for embeddings: the `last`, the `mean` of all, or `cls`, the first.
-        chat_template: file of the chat template, Jinja or JSON with `chat_template`; None takes the model's.
+        chat_template: file of the chat template, Jinja or JSON with `chat_template`; None uses the model's.
     """
 
     model: str
-    dtype: Annotated[DType, Setting("model", "of weights and computation")] = "auto"
+    dtype: Annotated[DType, Setting("model", "number format of weights and computation")] = "auto"
     max_model_len: Annotated[int | None, Setting("model", "longest prompt + output")] = None
-    quantization: Annotated[Quantization, Setting("model", "of weights at load (CPU)")] = "none"
+    quantization: Annotated[Quantization, Setting("model", "quantise weights at load (CPU)")] = "none"
     gguf_dequantize: Annotated[bool, Setting("model", "hold weights of a GGUF file as numbers of dtype")] = (
         False
     )
-    model_impl: Annotated[ModelImpl, Setting("model", "whose layers run: penstock, transformers, auto")] = (
-        "auto"
-    )
-    pooling: Annotated[
-        Pooling, Setting("model", "token states that embeddings are made of: last, mean, cls")
-    ] = "last"
+    model_impl: Annotated[ModelImpl, Setting("model", "layers to run: penstock, transformers, auto")] = "auto"
+    pooling: Annotated[Pooling, Setting("model", "token states to embed: last, mean, cls")] = "last"
     chat_template: Annotated[
         str | None,
         Setting("model", "file of the chat template", text_type=Path | None, read=_template_file),
@@ -125,28 +121,27 @@ class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         pipeline_parallel_size: number of stages P.
-        data_parallel_size: pipelines that serve the same model side by side, each with all its weights.
-        tensor_parallel_size: ranks that share a stage's layers, or of each stage: "2,1".
-        enable_expert_parallel: ranks of a stage have whole experts, and not each a part of all.
-        backend: `mp` runs a process for each rank; `inprocess`, only from Python, a thread.
-        topology: TOML file of unlike stages (`config.topology`), in place of their number, ranks, layers,
-            devices and threads.
+        data_parallel_size: replicas of the pipeline, each with all weights of the model.
+        tensor_parallel_size: ranks that share a stage's layers; "2,1" sets each stage.
+        enable_expert_parallel: give each rank of a stage whole experts instead of a slice of every expert.
+        backend: `mp` runs each rank as a process; `inprocess`, only from Python, as a thread.
+        topology: TOML file with ranks, layers, device and threads of each stage (`config.topology`).
         partition: `even`, `last`, `auto` (measured at start), or layers per stage such as "5,6,5,6".
-        partition_mix: tokens of a typical request, "PROMPT:OUTPUT", for which `auto` chooses.
-        async_depth: plans issued ahead of those that fill the pipe. `auto` measures whether 1 is faster.
-        max_plans_in_flight: plans in the pipe at once at most, those issued ahead counted. `auto`: one for
-            each stage, and up to 30 more where stages are on several hosts, as many as their wires take.
-        threads_per_rank: CPU threads of a rank, or of each stage or rank: "1,3". None: as cores allow.
-        device: `cpu`, `cuda` (the host's GPUs in turn), a GPU such as `cuda:1`, one of these for each stage
-            or for each rank such as "cpu,cuda:0", or `auto` (`cuda` where there is a GPU).
+        partition_mix: tokens of a typical request, "PROMPT:OUTPUT"; `partition` `auto` optimises for it.
+        async_depth: plans issued beyond those that fill the pipe; `auto` measures whether 1 is faster than 0.
+        max_plans_in_flight: most plans in the pipe at once, including those issued ahead. `auto`: one for
+            each stage; with several hosts up to 30 more, as many as are on the wires between them.
+        threads_per_rank: CPU threads of a rank; a list sets each stage or rank: "1,3". None: by the cores.
+        device: `cpu`, `cuda` (the host's GPUs in turn), a GPU such as `cuda:1`, or `auto` (`cuda` on a host
+            with a GPU); a list such as "cpu,cuda:0" sets each stage or rank.
         tied_head: how the last stage gets a tied embedding: `load` from disk, `transfer` from the first.
-        kernels: our own CPU kernels: `auto` takes all, `off` none, "-attention,-head" all but these.
-        numeric_class: instruction set of all ranks' kernels, such as avx512; `auto`: the best of each host.
-        pin_threads: bind each CPU thread to a core; `auto`: where all ranks have as many threads as cores.
-        heartbeat_limit_s: a stage that has given no sign of life for this many seconds is started again.
-        warm_spare: keep a process ready for a stage that is lost, once all is well and memory is not short.
-        load_timeout_s: a stage that has not loaded after this many seconds counts as lost.
-        step_timeout_s: seconds of a stage for one plan until it counts as lost; None: 60 and 0.1 a token.
+        kernels: Penstock's CPU kernels: `auto` uses all, `off` none, "-attention,-head" all but these.
+        numeric_class: instruction set of the CPU kernels, such as avx512; `auto`: the best of each host.
+        pin_threads: bind each CPU thread to a core; `auto`: if all ranks together have a core per thread.
+        heartbeat_limit_s: seconds without a sign of life after which a stage is restarted.
+        warm_spare: keep a spare process ready for a lost stage, while all stages run and memory suffices.
+        load_timeout_s: seconds in which a stage must load; after them it counts as lost.
+        step_timeout_s: seconds for one plan after which a stage counts as lost; None: 60 + 0.1 per token.
     """
 
     pipeline_parallel_size: Annotated[
@@ -156,7 +151,7 @@ class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True):
         int,
         Setting(
             "pipeline",
-            "pipelines side by side, each with all weights",
+            "replicas of the pipeline, each with all weights",
             aliases=("--dp",),
             is_argument=False,
         ),
@@ -165,13 +160,13 @@ class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True):
         int | str | list[int],
         Setting(
             "pipeline",
-            "ranks that share a stage's layers, or of each: 2,1",
+            "ranks of a stage, or of each stage: 2,1",
             aliases=("--tp",),
             text_type=int | str,
         ),
     ] = 1
     enable_expert_parallel: Annotated[
-        bool, Setting("pipeline", "ranks of a stage have whole experts", aliases=("--ep",))
+        bool, Setting("pipeline", "divide experts whole among the ranks of a stage", aliases=("--ep",))
     ] = False
     backend: Annotated[
         str,
@@ -186,7 +181,7 @@ class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True):
     topology: ClassVar[
         Annotated[
             Path | None,
-            Setting("pipeline", "TOML file of unlike stages, in place of --pp, --tp and others"),
+            Setting("pipeline", "TOML file of different stages, instead of --pp, --tp, ..."),
         ]
     ] = None
     partition: Annotated[
@@ -197,7 +192,7 @@ class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True):
             env=PARTITION_VARIABLE,
         ),
     ] = "even"
-    partition_mix: Annotated[str, Setting("pipeline", "for --partition auto: PROMPT:OUTPUT tokens")] = (
+    partition_mix: Annotated[str, Setting("pipeline", "tokens of a typical request: PROMPT:OUTPUT")] = (
         "512:128"
     )
     async_depth: Annotated[
@@ -205,39 +200,37 @@ class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True):
     ] = "auto"
     max_plans_in_flight: Annotated[
         int | Literal["auto"],
-        Setting("pipeline", "plans in the pipe at once at most", is_argument=False),
+        Setting("pipeline", "most plans in the pipe at once", is_argument=False),
     ] = "auto"
     threads_per_rank: Annotated[
         int | str | list[int] | None,
-        Setting("pipeline", "CPU threads of a rank, or of each: 1,3", text_type=int | str | None),
+        Setting("pipeline", "CPU threads of a rank, or of each rank: 1,3", text_type=int | str | None),
     ] = None
-    device: Annotated[str, Setting("pipeline", "cpu, cuda, auto, or one each: cpu,cuda:0")] = "cpu"
+    device: Annotated[str, Setting("pipeline", "cpu, cuda, auto, or one per stage: cpu,cuda:0")] = "cpu"
     tied_head: Annotated[TiedHead, Setting("pipeline", "how the last stage gets a tied embedding")] = "load"
     kernels: Annotated[
         str,
         Setting(
             "pipeline",
-            "own CPU kernels: auto, off, or names switched off such as -attention,-head",
+            "Penstock's CPU kernels: auto, off, or all but -attention,-head",
             may_look_like_flag=True,
         ),
     ] = "auto"
     numeric_class: Annotated[
-        str, Setting("pipeline", "instruction set of all ranks' kernels, such as avx512; auto")
+        str, Setting("pipeline", "instruction set of the CPU kernels: avx512, ..., auto")
     ] = "auto"
     pin_threads: Annotated[PinThreads, Setting("pipeline", "bind CPU threads to cores")] = "auto"
     heartbeat_limit_s: Annotated[
-        float, Setting("pipeline", "seconds without a sign of life after which a stage starts again")
+        float, Setting("pipeline", "seconds of silence before a stage is restarted")
     ] = 5.0
     warm_spare: Annotated[
         bool,
-        Setting("pipeline", "keep a process ready in which a lost stage starts again", off="--no-warm-spare"),
+        Setting("pipeline", "keep a spare process ready to replace a lost stage", off="--no-warm-spare"),
     ] = True
-    load_timeout_s: Annotated[float, Setting("pipeline", "seconds in which a stage must have loaded")] = (
-        3600.0
+    load_timeout_s: Annotated[float, Setting("pipeline", "most seconds for a stage to load")] = 3600.0
+    step_timeout_s: Annotated[float | None, Setting("pipeline", "most seconds for one plan on one stage")] = (
+        None
     )
-    step_timeout_s: Annotated[
-        float | None, Setting("pipeline", "seconds of one stage for one plan at most")
-    ] = None
 
     def __post_init__(self) -> None:
         at_least("data_parallel_size", self.data_parallel_size, 1)
@@ -322,7 +315,7 @@ class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True):
         for device in self.rank_devices:
             if self.device != "auto" and not is_device(device):
                 raise UsageError(
-                    f"device is '{self.device}'; '{device}' is no device of a stage.",
+                    f"device is '{self.device}'; '{device}' is not a device.",
                     remedy="Use auto, cpu, cuda, cuda:N, or cpu, cuda and cuda:N for each stage: cpu,cuda:0.",
                     param="device",
                     code="out_of_range",
@@ -364,19 +357,19 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         block_size: tokens per block.
-        num_blocks: blocks of the pool; None sizes it by `kv_cache_bytes` or the free memory.
-        kv_cache_bytes: bytes per rank for KV where `num_blocks` is not given; None: a share of free memory.
-        enable_prefix_caching: keep keys and values of what was computed, for requests that begin the same.
-        kv_store: directory or URL (`s3://...`) that keeps blocks beyond the pool and the process.
-        kv_store_bytes: bytes that a store on disk holds at most, on each host.
-        kv_store_when_found: 0 stores each block when it is computed; n when it has been found n times.
-        kv_store_patience_s: seconds that a request may wait for its blocks, by the policy `timeout`.
+        num_blocks: blocks in the pool; None: as many as `kv_cache_bytes` or the free memory allows.
+        kv_cache_bytes: KV cache bytes per rank, without `num_blocks`; None: a share of free memory.
+        enable_prefix_caching: reuse KV blocks for later requests that begin with the same tokens.
+        kv_store: directory or URL (`s3://...`) for blocks that outlive the pool and the process.
+        kv_store_bytes: most bytes in a store on disk, on each host.
+        kv_store_when_found: 0 stores each block when it is computed; n when n requests have found it.
+        kv_store_patience_s: most seconds that a request waits for stored blocks under the policy `timeout`.
         kv_prefetch_policy: how long a request waits for stored blocks: `timeout` (`kv_store_patience_s`),
-            `best-effort` (not at all), or `wait-all` (until each has come or failed).
-        kv_host_bytes: bytes of each host's memory for blocks, with a store or without; its ranks share them.
-        kv_write_bytes_per_s: bytes a second that each rank copies out of the pool at most; 0: no bound.
-        kv_store_policy: `write-through` stores a block at once, `write-back` when host memory is full.
-        eviction_policy: which blocks the prefix cache gives up first (`kvcache.eviction`): `lru`, `lfu` or
+            `best-effort` (not at all), or `wait-all` (until each has loaded or failed).
+        kv_host_bytes: bytes of memory on each host for blocks, with or without a store; its ranks share them.
+        kv_write_bytes_per_s: most bytes a second that each rank copies out of the pool; 0: no limit.
+        kv_store_policy: `write-through` stores a block at once, `write-back` only when host memory is full.
+        eviction_policy: order in which the prefix cache evicts blocks (`kvcache.eviction`): `lru`, `lfu` or
             `priority`.
     """
 
@@ -388,26 +381,30 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
         int | None, Setting("kv", "bytes of KV cache per rank", aliases=("--kv-cache-memory-bytes",))
     ] = None
     enable_prefix_caching: Annotated[
-        bool, Setting("kv", "keep what was computed, for prompts alike", off="--no-enable-prefix-caching")
+        bool, Setting("kv", "reuse the KV cache of equal prompt beginnings", off="--no-enable-prefix-caching")
     ] = True
-    kv_store: Annotated[
-        str | None, Setting("kv", "directory or URL that keeps KV blocks beyond the process")
-    ] = None
-    kv_store_bytes: Annotated[int, Setting("kv", "of that directory at most")] = 16 << 30
-    kv_store_when_found: Annotated[int, Setting("kv", "store a block when found so often; 0: at once")] = 0
-    kv_store_patience_s: Annotated[float, Setting("kv", "seconds a request may wait for its blocks")] = 2.0
+    kv_store: Annotated[str | None, Setting("kv", "directory or URL where KV blocks outlive the process")] = (
+        None
+    )
+    kv_store_bytes: Annotated[int, Setting("kv", "most bytes in that directory")] = 16 << 30
+    kv_store_when_found: Annotated[int, Setting("kv", "store a block at this many hits; 0: at once")] = 0
+    kv_store_patience_s: Annotated[float, Setting("kv", "most seconds a request waits for stored blocks")] = (
+        2.0
+    )
     kv_prefetch_policy: Annotated[
-        PrefetchPolicy, Setting("kv", "wait for blocks so long; or not at all; or for each of them")
+        PrefetchPolicy, Setting("kv", "wait for stored blocks: timeout, never, or for all")
     ] = "timeout"
-    kv_host_bytes: Annotated[int, Setting("kv", "host memory for KV blocks beyond the pool; for GPUs")] = 0
+    kv_host_bytes: Annotated[int, Setting("kv", "bytes of host memory for KV blocks; for GPUs")] = 0
     kv_write_bytes_per_s: Annotated[
         int,
-        Setting("kv", "that a rank copies out of the pool at most; 0: no bound", flag="--kv-write-rate"),
+        Setting("kv", "most bytes a second copied out per rank; 0: no limit", flag="--kv-write-rate"),
     ] = 1 << 30
     kv_store_policy: Annotated[
-        StorePolicy, Setting("kv", "write-through: stored at once; write-back: when host memory is full")
+        StorePolicy, Setting("kv", "store blocks at once, or when host memory is full")
     ] = "write-through"
-    eviction_policy: Annotated[EvictionPolicy, Setting("kv", "what the prefix cache gives up first")] = "lru"
+    eviction_policy: Annotated[EvictionPolicy, Setting("kv", "blocks that the prefix cache evicts first")] = (
+        "lru"
+    )
 
     def __post_init__(self) -> None:
         at_least("block_size", self.block_size, 1)
@@ -443,52 +440,50 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Who runs, and how much at once.
 
     Attributes:
-        max_num_seqs: requests that hold a row at once.
-        max_num_batched_tokens: tokens of one plan at most.
-        prefill_chunk: prompt tokens of one request in one plan at most.
-        max_waiting_requests: requests that may wait; one more is answered 429.
-        max_waiting_tokens: tokens that all waiting requests together may have to prefill, before one more is
-            answered 429; None allows 8 times what the KV pool holds.
-        queue_timeout_s: a request that has waited this many seconds is answered 503.
-        min_start_bytes: bytes of the host's memory; with less left no waiting request starts. 0 never.
-        max_sessions: sessions of each replica that are open at once (`kvcache.sessions`); one more is
-            answered 429.
-        micro_batches: parts of the decoding requests; `auto`: by the time of a cycle, P where unknown.
-        inter_token_target_ms: milliseconds between two tokens of a request that prompts of others keep, but
-            they may always lengthen the plan that they join by half.
-        built_grammar_bytes: bytes of grammars on a rank of the last stage, those of rows and those kept for
-            others, as `scheduler.grammars` estimates them; one that is larger is there alone.
+        max_num_seqs: most requests that run at once.
+        max_num_batched_tokens: most tokens in one plan.
+        prefill_chunk: most prompt tokens of one request in one plan.
+        max_waiting_requests: most waiting requests; further requests get 429.
+        max_waiting_tokens: most prompt tokens of all waiting requests together; further requests get 429.
+            None allows 8 times the tokens of the KV pool.
+        queue_timeout_s: seconds after which a waiting request gets 503.
+        min_start_bytes: bytes; with less free host memory no waiting request starts. 0 switches it off.
+        max_sessions: most open sessions of each replica (`kvcache.sessions`); opening another one gets
+            429.
+        micro_batches: micro-batches of the decoding requests; `auto`: by measured time, P until then.
+        inter_token_target_ms: milliseconds between two tokens of a request that other requests' prompts should
+            not exceed; prompts may always lengthen the plan that they join by half.
+        built_grammar_bytes: bytes of built grammars on a rank of the last stage, in use or kept for later, as
+            `scheduler.grammars` estimates them; a larger grammar is held alone.
     """
 
-    max_num_seqs: Annotated[int, Setting("scheduler", "requests that run at once")] = 64
-    max_num_batched_tokens: Annotated[int, Setting("scheduler", "tokens of one plan at most")] = 2048
-    prefill_chunk: Annotated[
-        int, Setting("scheduler", "prompt tokens of one request in one plan at most")
-    ] = 512
+    max_num_seqs: Annotated[int, Setting("scheduler", "most requests that run at once")] = 64
+    max_num_batched_tokens: Annotated[int, Setting("scheduler", "most tokens in one plan")] = 2048
+    prefill_chunk: Annotated[int, Setting("scheduler", "most prompt tokens of a request in one plan")] = 512
     max_waiting_requests: Annotated[
         int, Setting("scheduler", "waiting requests before a 429", is_argument=False)
     ] = 1024
     max_waiting_tokens: Annotated[
         int | None,
-        Setting("scheduler", "of waiting prompts before a 429; else 8 KV pools", is_argument=False),
+        Setting("scheduler", "waiting prompt tokens before a 429; default: 8 KV pools", is_argument=False),
     ] = None
     queue_timeout_s: Annotated[
         float, Setting("scheduler", "seconds a request may wait before a 503", is_argument=False)
     ] = 60.0
     min_start_bytes: Annotated[
-        int, Setting("scheduler", "of the host's memory; with less left nobody starts", is_argument=False)
+        int, Setting("scheduler", "with less free host memory, no request starts", is_argument=False)
     ] = 256 << 20
     max_sessions: Annotated[
         int, Setting("scheduler", "open sessions of a replica before a 429", is_argument=False)
     ] = 64
     micro_batches: Annotated[
-        int | Literal["auto"], Setting("scheduler", "that decodes are split into, or auto: by time")
+        int | Literal["auto"], Setting("scheduler", "micro-batches of decodes, or auto: by time")
     ] = "auto"
     inter_token_target_ms: Annotated[
-        float, Setting("scheduler", "milliseconds between tokens that others' prompts keep")
+        float, Setting("scheduler", "most ms between tokens while prompts run")
     ] = 100.0
     built_grammar_bytes: Annotated[
-        int, Setting("scheduler", "of built grammars on a last stage's rank", is_argument=False)
+        int, Setting("scheduler", "bytes of built grammars on the last stage", is_argument=False)
     ] = 512 << 20
 
     def __post_init__(self) -> None:
@@ -524,7 +519,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         cluster: the hosts that it runs on.
-        seed: seed of requests that bring none.
+        seed: seed of requests that do not set one.
         record_decisions: file for a log of the scheduler's decisions, which `penstock replay` replays.
     """
 
@@ -534,12 +529,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     scheduler: SchedulerConfig = SchedulerConfig()
     speculation: SpeculationConfig = SpeculationConfig()
     cluster: HostsConfig = HostsConfig()
-    seed: Annotated[int, Setting("model", "of requests without a seed")] = 0
+    seed: Annotated[int, Setting("model", "seed of requests without one")] = 0
     record_decisions: Annotated[
         str | None,
-        Setting(
-            "scheduler", "file for a log of the scheduler's decisions", text_type=Path | None, read=_absolute
-        ),
+        Setting("scheduler", "file for the scheduler's decisions", text_type=Path | None, read=_absolute),
     ] = None
 
     def __post_init__(self) -> None:

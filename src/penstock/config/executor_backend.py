@@ -18,8 +18,8 @@ from penstock.errors import UsageError
 PROCESSES = ("mp", "ray")  # backends of the command line, `AsyncLLM` and `LLM`
 _OWN_CLASS = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 _ELSEWHERE = {
-    "external_launcher": "a launcher starts workers here: `penstock worker --torchrun`, `--slurm` or `--mpi`",
-    "uni": "ranks in the caller's process are called `inprocess`",
+    "external_launcher": "use `penstock worker --torchrun`, `--slurm` or `--mpi`",
+    "uni": "the name for ranks in the caller's process is `inprocess`",
 }
 
 
@@ -34,7 +34,7 @@ def require_backend(name: str, known: Sequence[str] = PROCESSES) -> str:
     """
     if name in known or is_own_class(name):
         return name
-    reason = _ELSEWHERE.get(name, "there is no executor of this name")
+    reason = _ELSEWHERE.get(name, "no executor has this name")
     raise UsageError(
         f"distributed_executor_backend is {name!r}, which is not supported: {reason}.",
         remedy=f"Use {', '.join(known)}, or MODULE:CLASS.",

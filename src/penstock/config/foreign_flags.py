@@ -18,18 +18,18 @@ _FIRST_WORD = "the model is the first word: penstock serve MODEL"
 _DOWNLOAD = "`penstock pull` downloads a model of the hub, or `penstock serve ORG/NAME --download` first"
 _IN_DIRECTORY = "it is read from the model's directory"
 _NO_CODE = "code that a checkpoint brings is never run"
-_IN_REQUESTS = "requests say it; their defaults come from the model's generation_config.json"
-_ALWAYS = "it is always so"
+_IN_REQUESTS = "set it in requests; defaults come from the model's generation_config.json"
+_ALWAYS = "this is always on"
 _CHUNKS = "prompts are always computed in chunks, of --prefill-chunk tokens at most"
 _IN_ORDER = "requests begin in the order in which they come"
 _NO_ADAPTERS = "adapters (LoRA) are not supported"
-_TEXT_ALONE = "models read and write text alone"
-_ONE_HOST = "all stages and replicas run on this host"
+_TEXT_ALONE = "models read and write text only"
+_ONE_HOST = "for several hosts, see --hosts and `penstock worker`"
 _ON_CPUS = "stages hold their weights where they compute"
-_ONE_BACKEND = "there is one; it depends on the device and the model"
-_NO_GRAPHS = "nothing is captured or compiled that could be switched off so"
+_ONE_BACKEND = "Penstock chooses it by device and model"
+_NO_GRAPHS = "nothing is captured or compiled"
 _OWN_TYPE = "KV blocks have the dtype of the model"
-_NO_SWITCH = "nothing needs to be switched on"
+_NO_SWITCH = "no switch is needed"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +62,7 @@ class ForeignFlag:
                 code="foreign_flag",
             )
         return UsageError(
-            f"{typed} is a flag of {whose}, and there is none like it here: {self.remark}.",
+            f"{typed} is a flag of {whose} that Penstock does not have: {self.remark}.",
             remedy="Leave it out.",
             param=typed,
             code="foreign_flag",
@@ -102,15 +102,15 @@ _OF_VLLM: Mapping[str, tuple[str, str]] = {
     "--download-dir": ("", _DOWNLOAD),
     "--hf-token": ("", _DOWNLOAD),
     "--load-format": ("", "weights are read from safetensors"),
-    "--enable-auto-tool-choice": ("", f"{_NO_SWITCH}; --tool-parser names the form of calls"),
-    "--tool-parser-plugin": ("", "--tool-parser names one of the forms that are known"),
-    "--enable-reasoning": ("", f"{_NO_SWITCH}; --reasoning-parser names the form"),
+    "--enable-auto-tool-choice": ("", f"{_NO_SWITCH}; --tool-parser selects the format"),
+    "--tool-parser-plugin": ("", "--tool-parser takes one of the known formats"),
+    "--enable-reasoning": ("", f"{_NO_SWITCH}; --reasoning-parser selects the format"),
     "--structured-outputs-config": ("", _ONE_BACKEND),
     "--guided-decoding-backend": ("", _ONE_BACKEND),
     "--attention-backend": ("", _ONE_BACKEND),
-    "--task": ("", "every model gives texts and embeddings"),
-    "--runner": ("", "every model gives texts and embeddings"),
-    "--convert": ("", "every model gives texts and embeddings"),
+    "--task": ("", "every model serves texts and embeddings"),
+    "--runner": ("", "every model serves texts and embeddings"),
+    "--convert": ("", "every model serves texts and embeddings"),
     "--pooler-config": ("--pooling", "last, mean or cls"),
     "--override-pooler-config": ("--pooling", "last, mean or cls"),
     "--enable-lora": ("", _NO_ADAPTERS),
@@ -157,7 +157,7 @@ _OF_SGLANG: Mapping[str, tuple[str, str]] = {
     "--watchdog-timeout": ("--step-timeout", ""),
     "--dist-timeout": ("--load-timeout", ""),
     "--admin-api-key": ("--admin-key", ""),
-    "--pp-max-micro-batch-size": ("--micro-batches", "how many, and not how large"),
+    "--pp-max-micro-batch-size": ("--micro-batches", "a number, not a size"),
     "--pp-async-batch-depth": ("--async-depth", ""),
     "--schedule-policy": ("", _IN_ORDER),
     "--schedule-conservativeness": ("", "requests that no longer fit are computed again later"),
@@ -176,7 +176,7 @@ _OF_SGLANG: Mapping[str, tuple[str, str]] = {
     "--enable-torch-compile": ("", _NO_GRAPHS),
     "--enable-metrics": ("", f"{_ALWAYS}: /metrics"),
     "--enable-mixed-chunk": ("", _ALWAYS),
-    "--is-embedding": ("", "every model gives texts and embeddings"),
+    "--is-embedding": ("", "every model serves texts and embeddings"),
     "--log-level": ("", "the log is not filtered by level; --log-format is text or json"),
     "--speculative-algorithm": ("--speculative-method", "suffix, draft_model, mtp or off"),
     "--speculative-num-steps": ("--num-speculative-tokens", ""),
@@ -184,7 +184,7 @@ _OF_SGLANG: Mapping[str, tuple[str, str]] = {
     "--enable-lora": ("", _NO_ADAPTERS),
     "--lora-paths": ("", _NO_ADAPTERS),
     "--enable-multimodal": ("", _TEXT_ALONE),
-    "--enable-dp-attention": ("", "--data-parallel-size has whole pipelines side by side"),
+    "--enable-dp-attention": ("", "--data-parallel-size runs whole pipelines side by side"),
     "--cpu-offload-gb": ("", _ON_CPUS),
     "--dist-init-addr": ("", _ONE_HOST),
     "--nnodes": ("", _ONE_HOST),
@@ -197,8 +197,8 @@ _OF_LLAMA_CPP: Mapping[str, tuple[str, str]] = {
     "--hf-repo": ("", _DOWNLOAD),
     "-a": ("--served-model-name", ""),
     "--alias": ("--served-model-name", ""),
-    "-c": ("--max-model-len", "of one request; --num-blocks is for all together"),
-    "--ctx-size": ("--max-model-len", "of one request; --num-blocks is for all together"),
+    "-c": ("--max-model-len", "per request; --num-blocks is for all requests"),
+    "--ctx-size": ("--max-model-len", "per request; --num-blocks is for all requests"),
     "-np": ("--max-num-seqs", ""),
     "--parallel": ("--max-num-seqs", ""),
     "-b": ("--max-num-batched-tokens", ""),
@@ -241,8 +241,8 @@ _OF_LLAMA_CPP: Mapping[str, tuple[str, str]] = {
     "--ssl-cert-file": ("--ssl-certfile", ""),
     "-to": ("--write-timeout", "and --body-timeout"),
     "--timeout": ("--write-timeout", "and --body-timeout"),
-    "--embedding": ("", "every model gives texts and embeddings"),
-    "--embeddings": ("", "every model gives texts and embeddings"),
+    "--embedding": ("", "every model serves texts and embeddings"),
+    "--embeddings": ("", "every model serves texts and embeddings"),
     "--metrics": ("", f"{_ALWAYS}: /metrics"),
     "--slots": ("", f"{_ALWAYS}: /debug/pipeline"),
     "-s": ("--seed", ""),

@@ -25,40 +25,40 @@ class HostsConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Which hosts serve together, and how they know each other.
 
     Attributes:
-        hosts: how many, this one counted; all others run `penstock worker`.
+        hosts: number of hosts, including this one; all others run `penstock worker`.
         listen_workers: ADDRESS:PORT where workers join; the port is 7700 if it is left out.
-        join_token_file: holds the token with which they join; written if it is not there.
-        join_token_ttl_s: how long a new token is valid.
-        host_name: of this host among them; "" takes the machine's.
-        link_ports: where other hosts open links to ranks here: the first and the last.
-        insecure_links: links between ranks are in plain text, if the workers say so too.
-        state_dir: where the identity of the cluster is kept; None: `~/.local/state/penstock`.
-        discover: workers may find the head in the local network, by mDNS (extra `discovery`).
-        rejoin_timeout_s: seconds that a lost host has to come back; then the others take over its stages.
+        join_token_file: file of the token that workers join with; written if it does not exist.
+        join_token_ttl_s: seconds that a new token is valid.
+        host_name: name of this host in the cluster; "" uses the machine's name.
+        link_ports: first and last port for links from other hosts to this one.
+        insecure_links: send links between hosts in plain text; the workers must be started with it too.
+        state_dir: directory of the cluster's identity; None: `~/.local/state/penstock`.
+        discover: announce the head in the local network by mDNS (extra `discovery`).
+        rejoin_timeout_s: seconds to wait for a lost host; then the others take over its stages.
         ray: how the executor backend `ray` places hosts, as a JSON object (`config.ray.RayOptions`).
     """
 
-    hosts: Annotated[int, Setting("hosts", "hosts that serve together, this one counted")] = 1
+    hosts: Annotated[int, Setting("hosts", "hosts that serve together, including this one")] = 1
     listen_workers: Annotated[str | None, Setting("hosts", "ADDRESS:PORT where workers join")] = None
-    join_token_file: Annotated[
-        str | None, Setting("hosts", "holds the token that workers join with; written if absent")
-    ] = None
+    join_token_file: Annotated[str | None, Setting("hosts", "file of the join token; written if absent")] = (
+        None
+    )
     join_token_ttl_s: Annotated[
-        float, Setting("hosts", "seconds for which a new token is valid", is_argument=False)
+        float, Setting("hosts", "seconds that a new token is valid", is_argument=False)
     ] = 3600.0
-    host_name: Annotated[str, Setting("hosts", "of this host among them", is_argument=False)] = ""
+    host_name: Annotated[str, Setting("hosts", "name of this host in the cluster", is_argument=False)] = ""
     link_ports: Annotated[str, Setting("hosts", "ports for links from other hosts")] = "7701-7732"
     insecure_links: Annotated[
         bool,
-        Setting("hosts", "links between ranks in plain text; workers must say so too", is_argument=False),
+        Setting("hosts", "links between ranks in plain text; workers need it too", is_argument=False),
     ] = False
-    state_dir: Annotated[str | None, Setting("hosts", "where the identity of the cluster is kept")] = None
+    state_dir: Annotated[str | None, Setting("hosts", "directory of the cluster's identity")] = None
     discover: Annotated[
         bool,
-        Setting("hosts", "workers may find this head in the local network (mDNS)", is_argument=False),
+        Setting("hosts", "announce this head in the local network (mDNS)", is_argument=False),
     ] = False
-    rejoin_timeout_s: Annotated[float, Setting("hosts", "seconds that a lost host has to come back")] = 30.0
-    ray: Annotated[str, Setting("hosts", "JSON: how the backend ray places hosts (docs/clusters.md)")] = "{}"
+    rejoin_timeout_s: Annotated[float, Setting("hosts", "seconds to wait for a lost host")] = 30.0
+    ray: Annotated[str, Setting("hosts", "JSON: placement of hosts by Ray (docs/clusters.md)")] = "{}"
 
     def __post_init__(self) -> None:
         at_least("hosts", self.hosts, 1)
@@ -70,7 +70,7 @@ class HostsConfig(msgspec.Struct, frozen=True, kw_only=True):
             if self.hosts == 1:
                 raise UsageError(
                     "--listen-workers is given, and --hosts is 1.",
-                    remedy="Say with --hosts how many hosts serve together, this one counted.",
+                    remedy="Give the number of hosts with --hosts, including this one.",
                     param="hosts",
                 )
 

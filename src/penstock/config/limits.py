@@ -35,25 +35,25 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         max_body_bytes: bytes of a request's body; None allows 2 MiB and 8 bytes a token of context.
         max_prompt_bytes: bytes of text in one prompt or conversation; None allows 16 a token of context.
-        max_json_depth: brackets within brackets of a body.
+        max_json_depth: nesting depth of a body.
         max_messages: messages of one conversation.
         max_prompts: prompts of one completions request.
         max_prompt_scores: log-probabilities of all prompts of one request, likeliest tokens included.
-        max_event_streams: readers of `/debug/pipeline/events` at once; one more is answered 429.
-        max_resumable_streams: answers kept at once for clients that come back for them; 0: none.
-        max_profile_s: seconds after which a profile ends by itself.
-        max_profile_bytes: bytes of one profile's file, after which the profile ends by itself.
+        max_event_streams: readers of `/debug/pipeline/events` at once; further readers get 429.
+        max_resumable_streams: answers kept at once for clients that reconnect; 0: none.
+        max_profile_s: seconds after which a profile stops.
+        max_profile_bytes: bytes of a profile's file after which the profile stops.
         max_profiles: files in the directory for profiles.
         max_tools: tools that one request names.
         max_tool_bytes: bytes of all tools of one request, as JSON.
         max_template_kwargs: variables for the chat template that one request gives.
         max_choices: sequences of one request: prompts times `n`.
-        max_n: sequences for each prompt; no more than `SamplingParams` takes.
+        max_n: sequences for each prompt; at most the limit of `SamplingParams`.
         max_embedding_inputs: inputs of one embeddings request.
         max_embedding_tokens: tokens of all inputs of one embeddings request.
-        session_idle_s: seconds without use after which a session is closed, where its opener names no time.
-        max_session_idle_s: longest idle time that the opener of a session may name, in seconds.
-        max_logprobs: likeliest tokens at each position; no more than `SamplingParams` takes, like all below.
+        session_idle_s: idle seconds after which a session is closed, unless the client set its own time.
+        max_session_idle_s: longest idle time that a client may set for a session, in seconds.
+        max_logprobs: most likely tokens per position; `SamplingParams` bounds this and all limits below.
         max_stop_strings: stop strings of one request.
         max_stop_string_bytes: bytes of one stop string.
         max_stop_token_ids: stop tokens of one request.
@@ -64,51 +64,53 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     max_body_bytes: Annotated[
-        int | None, Setting("limits", "of a request; else 2 MiB + 8 per token of context")
+        int | None, Setting("limits", "bytes of a request; default: 2 MiB + 8 per context token")
     ] = None
     max_prompt_bytes: Annotated[
-        int | None, Setting("limits", "of text in a prompt; else 16 per token of context")
+        int | None, Setting("limits", "bytes of prompt text; default: 16 per context token")
     ] = None
-    max_json_depth: Annotated[int, Setting("limits", "brackets within brackets")] = 64
-    max_messages: Annotated[int, Setting("limits", "of a conversation")] = 4096
-    max_prompts: Annotated[int, Setting("limits", "of one completions request")] = 256
+    max_json_depth: Annotated[int, Setting("limits", "nesting depth of a request's JSON")] = 64
+    max_messages: Annotated[int, Setting("limits", "messages of a conversation")] = 4096
+    max_prompts: Annotated[int, Setting("limits", "prompts of a completions request")] = 256
     max_prompt_scores: Annotated[int, Setting("limits", "log-probabilities of the prompts of a request")] = (
         1 << 19
     )
     max_event_streams: Annotated[int, Setting("limits", "readers of /debug/pipeline/events at once")] = 16
     max_resumable_streams: Annotated[
-        int, Setting("limits", "answers kept for clients that come back; 0: none")
+        int, Setting("limits", "answers kept for clients that reconnect; 0: none")
     ] = 64
     max_profile_s: Annotated[
-        float, Setting("limits", "after which a profile ends by itself", flag="--max-profile-seconds")
+        float, Setting("limits", "seconds after which a profile stops", flag="--max-profile-seconds")
     ] = 60.0
-    max_profile_bytes: Annotated[int, Setting("limits", "of the file of a profile")] = 256 << 20
+    max_profile_bytes: Annotated[int, Setting("limits", "bytes of a profile's file")] = 256 << 20
     max_profiles: Annotated[int, Setting("limits", "files in --profile-dir")] = 16
-    max_tools: Annotated[int, Setting("limits", "of a request")] = 128
-    max_tool_bytes: Annotated[int, Setting("limits", "of all tools of a request, as JSON")] = 256 << 10
+    max_tools: Annotated[int, Setting("limits", "tools of a request")] = 128
+    max_tool_bytes: Annotated[int, Setting("limits", "bytes of a request's tools, as JSON")] = 256 << 10
     max_template_kwargs: Annotated[int, Setting("limits", "variables for the chat template")] = 16
-    max_choices: Annotated[int, Setting("limits", "of a request: prompts times n")] = 256
+    max_choices: Annotated[int, Setting("limits", "sequences of a request: prompts times n")] = 256
     max_n: Annotated[int, Setting("limits", "sequences for each prompt")] = MAX_N
-    max_embedding_inputs: Annotated[int, Setting("limits", "of one embeddings request")] = 2048
-    max_embedding_tokens: Annotated[int, Setting("limits", "of all its inputs together")] = 300_000
+    max_embedding_inputs: Annotated[int, Setting("limits", "inputs of an embeddings request")] = 2048
+    max_embedding_tokens: Annotated[int, Setting("limits", "tokens of all its inputs together")] = 300_000
     session_idle_s: Annotated[
         float,
-        Setting(
-            "limits", "seconds without use after which a session is closed", flag="--session-idle-seconds"
-        ),
+        Setting("limits", "idle seconds after which a session is closed", flag="--session-idle-seconds"),
     ] = 600.0
     max_session_idle_s: Annotated[
         float,
-        Setting("limits", "that whoever opens a session may ask for", flag="--max-session-idle-seconds"),
+        Setting(
+            "limits", "longest idle time that a client may set, seconds", flag="--max-session-idle-seconds"
+        ),
     ] = 86_400.0
-    max_logprobs: Annotated[int, Setting("limits", "likeliest tokens told at a position")] = MAX_LOGPROBS
-    max_stop_strings: Annotated[int, Setting("limits", "of a request")] = MAX_STOP_STRINGS
-    max_stop_string_bytes: Annotated[int, Setting("limits", "of each of them")] = MAX_STOP_STRING_BYTES
-    max_stop_token_ids: Annotated[int, Setting("limits", "of a request")] = MAX_STOP_TOKEN_IDS
-    max_logit_bias: Annotated[int, Setting("limits", "entries of a request")] = MAX_LOGIT_BIAS
-    max_allowed_token_ids: Annotated[int, Setting("limits", "of a request")] = MAX_ALLOWED_TOKEN_IDS
-    max_bad_words: Annotated[int, Setting("limits", "of a request")] = MAX_BAD_WORDS
-    max_bad_word_bytes: Annotated[int, Setting("limits", "of each of them")] = MAX_BAD_WORD_BYTES
+    max_logprobs: Annotated[int, Setting("limits", "most likely tokens reported per position")] = MAX_LOGPROBS
+    max_stop_strings: Annotated[int, Setting("limits", "stop strings of a request")] = MAX_STOP_STRINGS
+    max_stop_string_bytes: Annotated[int, Setting("limits", "bytes of a stop string")] = MAX_STOP_STRING_BYTES
+    max_stop_token_ids: Annotated[int, Setting("limits", "stop token ids of a request")] = MAX_STOP_TOKEN_IDS
+    max_logit_bias: Annotated[int, Setting("limits", "logit_bias entries of a request")] = MAX_LOGIT_BIAS
+    max_allowed_token_ids: Annotated[int, Setting("limits", "allowed token ids of a request")] = (
+        MAX_ALLOWED_TOKEN_IDS
+    )
+    max_bad_words: Annotated[int, Setting("limits", "bad words of a request")] = MAX_BAD_WORDS
+    max_bad_word_bytes: Annotated[int, Setting("limits", "bytes of a bad word")] = MAX_BAD_WORD_BYTES
 
     def __post_init__(self) -> None:
         for name in (
@@ -150,7 +152,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
             raise UsageError(
                 f"session_idle_s is {self.session_idle_s:g}; max_session_idle_s allows "
                 f"{self.max_session_idle_s:g}.",
-                remedy="Lower the one, or raise the other.",
+                remedy="Lower session_idle_s, or raise max_session_idle_s.",
                 param="session_idle_s",
                 code="out_of_range",
             )
@@ -161,25 +163,25 @@ class GrammarLimits(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         max_schema_bytes: bytes of a JSON schema, regular expression or grammar, or of all choices together.
-        max_schema_depth: schemas within schemas.
+        max_schema_depth: nesting depth of a schema.
         max_enum_items: entries of all `enum`s of a schema together, or choices.
         max_pattern_bytes: bytes of one pattern in a schema.
-        max_repeats: minItems, maxItems, minLength and their like in a schema.
+        max_repeats: largest minItems, maxItems, minLength or similar number in a schema.
         max_compiling: grammars that are built at the same time; each takes a thread.
-        max_compile_waiting: grammars that wait to be built; one more is answered 429.
-        compile_timeout_s: seconds to build one grammar; what takes longer is answered 400.
-        grammar_cache_bytes: bytes of what is known of grammars that were asked for lately.
+        max_compile_waiting: grammars that wait to be built; further requests get 429.
+        compile_timeout_s: seconds to build one grammar; a request that needs longer gets 400.
+        grammar_cache_bytes: bytes of cached check results of recent grammars.
     """
 
-    max_schema_bytes: Annotated[int, Setting("limits", "of a schema, regex or grammar")] = 64 << 10
-    max_schema_depth: Annotated[int, Setting("limits", "schemas within schemas")] = 32
-    max_enum_items: Annotated[int, Setting("limits", "of a schema, or choices")] = 4096
-    max_pattern_bytes: Annotated[int, Setting("limits", "of a pattern in a schema")] = 512
+    max_schema_bytes: Annotated[int, Setting("limits", "bytes of a schema, regex or grammar")] = 64 << 10
+    max_schema_depth: Annotated[int, Setting("limits", "nesting depth of a schema")] = 32
+    max_enum_items: Annotated[int, Setting("limits", "enum values of a schema, or choices")] = 4096
+    max_pattern_bytes: Annotated[int, Setting("limits", "bytes of a pattern in a schema")] = 512
     max_repeats: Annotated[int, Setting("limits", "maxItems and the like in a schema")] = 10_000
     max_compiling: Annotated[int, Setting("limits", "grammars built at the same time")] = 2
-    max_compile_waiting: Annotated[int, Setting("limits", "grammars that wait for it")] = 64
+    max_compile_waiting: Annotated[int, Setting("limits", "grammars waiting to be built")] = 64
     compile_timeout_s: Annotated[float, Setting("limits", "seconds to build a grammar")] = 1.0
-    grammar_cache_bytes: Annotated[int, Setting("limits", "of what is known of grammars")] = 64 << 20
+    grammar_cache_bytes: Annotated[int, Setting("limits", "bytes of cached grammar checks")] = 64 << 20
 
     def __post_init__(self) -> None:
         for name, value in msgspec.structs.asdict(self).items():
@@ -193,28 +195,28 @@ class ConnectionLimits(msgspec.Struct, frozen=True, kw_only=True):
     """Bounds of connections, and of one of them; times in seconds.
 
     Attributes:
-        max_connections: connections that are open at once; one more is answered 503.
-        max_request_line: bytes of method, path and version; a longer line is answered 414.
-        max_header_bytes: bytes of all headers of one request; more are answered 431.
-        max_headers: headers of one request; more are answered 431.
-        header_timeout_s: seconds from the first byte of a head (or the connect) to its end.
-        body_timeout_s: seconds without a byte of a body that is not complete.
-        keep_alive_timeout_s: seconds between two requests.
-        write_timeout_s: seconds in which the client takes nothing of what is written.
-        min_body_rate: bytes a second that a body must come at, once it has taken `body_timeout_s`.
+        max_connections: open connections; further connections get 503.
+        max_request_line: bytes of method, path and version; a longer line gets 414.
+        max_header_bytes: bytes of all headers of one request; more get 431.
+        max_headers: headers of one request; more get 431.
+        header_timeout_s: seconds from connecting, or the first byte of a request, to the end of its headers.
+        body_timeout_s: seconds of silence within an incomplete body.
+        keep_alive_timeout_s: idle seconds between two requests on a connection.
+        write_timeout_s: seconds for which the client reads nothing of its answer.
+        min_body_rate: least bytes a second of a body that has taken `body_timeout_s`.
         max_discarded_bytes: bytes that are read of a body whose request was already answered.
         max_pipelined: requests that wait behind one another.
     """
 
     max_connections: Annotated[int, Setting("limits", "open connections")] = 4096
     max_request_line: Annotated[int, Setting("limits", "bytes of method, path and version")] = 8 << 10
-    max_header_bytes: Annotated[int, Setting("limits", "of all headers of a request")] = 16 << 10
-    max_headers: Annotated[int, Setting("limits", "of a request")] = 64
-    header_timeout_s: Annotated[float, Setting("limits", "seconds for a whole head")] = 10.0
-    body_timeout_s: Annotated[float, Setting("limits", "seconds without a byte of a body")] = 75.0
-    keep_alive_timeout_s: Annotated[float, Setting("limits", "seconds between two requests")] = 75.0
-    write_timeout_s: Annotated[float, Setting("limits", "seconds in which a client takes nothing")] = 60.0
-    min_body_rate: Annotated[int, Setting("limits", "bytes a second of a long body")] = 1024
+    max_header_bytes: Annotated[int, Setting("limits", "bytes of a request's headers")] = 16 << 10
+    max_headers: Annotated[int, Setting("limits", "headers of a request")] = 64
+    header_timeout_s: Annotated[float, Setting("limits", "seconds to receive the headers")] = 10.0
+    body_timeout_s: Annotated[float, Setting("limits", "seconds of silence within a body")] = 75.0
+    keep_alive_timeout_s: Annotated[float, Setting("limits", "idle seconds between two requests")] = 75.0
+    write_timeout_s: Annotated[float, Setting("limits", "seconds for which a client reads nothing")] = 60.0
+    min_body_rate: Annotated[int, Setting("limits", "least bytes a second of a long body")] = 1024
     max_discarded_bytes: int = 64 << 20
     max_pipelined: int = 16
 

@@ -9,13 +9,13 @@ from typing import NoReturn
 
 from penstock.errors import UsageError
 
-_CONTEXT = ("context parallelism is not built", "Use more stages (--pp) or more ranks for each (--tp).")
+_CONTEXT = ("context parallelism is not available", "Use more stages (--pp) or more ranks for each (--tp).")
 _REFUSED = {
     "context_parallel_size": _CONTEXT,
     "prefill_context_parallel_size": _CONTEXT,
     "decode_context_parallel_size": _CONTEXT,
     "enable_elastic_ep": (
-        "elastic expert parallelism does not go with a pipeline: its ranks come and go, and stages do not",
+        "elastic expert parallelism adds and removes ranks, but the stages of a pipeline are fixed",
         "Use --enable-expert-parallel.",
     ),
 }

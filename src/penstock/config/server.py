@@ -82,7 +82,9 @@ ReasoningParser = Literal[
 
 def _existing_directory(path: Path) -> str:
     if not path.is_dir():
-        raise UsageError(f"--profile-dir {path} is no directory.", param="--profile-dir", remedy="Make it.")
+        raise UsageError(
+            f"--profile-dir {path} is not a directory.", param="--profile-dir", remedy="Make it."
+        )
     return str(path.absolute())
 
 
@@ -95,40 +97,39 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The HTTP front. Keys are never logged nor shown.
 
     Attributes:
-        host: address to listen on; other than loopback only with a key.
-        port: port to listen on; 0 takes a free one.
-        reuse_port: take the port over from a server that has the same, once everything is ready.
-        ssl_certfile: file of the server's certificate, in PEM form, with those that signed it behind it; None
-            serves plain HTTP.
-        ssl_keyfile: file of the certificate's private key, in PEM form and not encrypted.
-        served_model_names: names under which clients may ask for the model, the first the one in answers;
-            the flag is given for each, or once before all; without any it is the model's own.
-        tool_parser: format in which the model calls tools (`tokenizer.form_table`); `auto` takes what its
-            chat template shows.
-        reasoning_parser: format in which the model marks its reasoning; `auto` takes what its chat template
-            shows.
-        api_keys: keys of which clients must send one; without any, none is asked for.
-        api_key_file: file of such keys, one a line.
-        admin_keys: keys that open `/pause` and the like; without any there are no such routes.
-        admin_key_file: file of admin keys, one a line.
-        allowed_origins: origins whose web pages may use the server, such as `https://chat.example`, beside
+        host: address to listen on; an address other than loopback needs a key.
+        port: port to listen on; 0 chooses a free port.
+        reuse_port: take over the port of a running server once this one is ready.
+        ssl_certfile: PEM file of the server's certificate, followed by those that signed it; None serves plain
+            HTTP.
+        ssl_keyfile: PEM file of the certificate's private key, not encrypted.
+        served_model_names: names of the model for clients; answers carry the first one. Repeat the flag, or
+            give it once before all names. Default: the model's own name.
+        tool_parser: format of tool calls (`tokenizer.form_table`); `auto` detects it from the chat
+            template.
+        reasoning_parser: format of the model's reasoning; `auto` detects it from the chat template.
+        api_keys: keys, one of which each client must send; without keys the server is open.
+        api_key_file: file of such keys, one per line.
+        admin_keys: keys for `/pause` and other admin routes; without keys these routes do not exist.
+        admin_key_file: file of admin keys, one per line.
+        allowed_origins: origins whose web pages may use the server, such as `https://chat.example`, besides
             its own.
-        allowed_hosts: host names that clients on other machines or in containers have for this one, such as
-            `host.docker.internal`; checked only while the server listens on a loopback address.
-        profile_dir: directory where `/start_profile` writes profiles; None refuses them.
+        allowed_hosts: extra host names that clients in containers or on other machines use for this one,
+            such as `host.docker.internal`; checked only if the server listens on loopback.
+        profile_dir: directory for the files of `/start_profile`; None switches profiles off.
         insecure: allow an address other than loopback without a key.
-        json_open_objects: leave objects of JSON schemas as open as JSON Schema has them, where a request does
-            not say; else those that only leave undeclared fields open are closed or bounded.
-        drain_s: seconds that running requests have to end after SIGTERM.
+        json_open_objects: allow fields that a JSON schema does not declare, as JSON Schema does, unless the
+            request says otherwise; by default such objects are closed or bounded.
+        drain_s: seconds for running requests to end after SIGTERM.
         log_format: format of the log on standard error.
-        vllm_metric_names: `/metrics` has what vLLM also measures under its names, too.
-        min_free_bytes: bytes of the host's memory; with less left new requests are answered 503. 0 never.
+        vllm_metric_names: add vLLM's metric names to `/metrics`, for dashboards made for vLLM.
+        min_free_bytes: bytes; with less free host memory new requests get 503. 0 switches it off.
         settings: what `/server_info` shows; without secrets.
     """
 
     host: Annotated[str, Setting("server", "address to listen on")] = "127.0.0.1"
     port: Annotated[int, Setting("server", "port to listen on")] = 8000
-    reuse_port: Annotated[bool, Setting("server", "take the port over from a server that has it")] = False
+    reuse_port: Annotated[bool, Setting("server", "take over the port of a running server")] = False
     ssl_certfile: Annotated[
         str | None,
         Setting("server", "certificate of HTTPS, PEM", text_type=Path | None, read=_absolute),
@@ -144,12 +145,12 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
         ToolParser,
         Setting(
             "server",
-            "how the model calls tools; auto: as its chat template shows",
+            "tool-call format; auto: from the chat template",
             aliases=("--tool-call-parser",),
         ),
     ] = "auto"
     reasoning_parser: Annotated[
-        ReasoningParser, Setting("server", "how it thinks aloud; auto: as its chat template shows")
+        ReasoningParser, Setting("server", "reasoning format; auto: from the chat template")
     ] = "auto"
     api_keys: Annotated[
         list[str],
@@ -174,10 +175,10 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
         None
     )
     allowed_origins: Annotated[
-        list[str], Setting("server", "web page that may use the server: https://chat.example")
+        list[str], Setting("server", "web origin that may use it: https://chat.example")
     ] = []
     allowed_hosts: Annotated[
-        list[str], Setting("server", "name for this machine beside localhost: host.docker.internal")
+        list[str], Setting("server", "extra name of this machine: host.docker.internal")
     ] = []
     profile_dir: Annotated[
         str | None,
@@ -189,19 +190,17 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
         ),
     ] = None
     insecure: Annotated[bool, Setting("server", "allow an open address without a key")] = False
-    json_open_objects: Annotated[bool, Setting("server", "JSON may have fields that schemas do not name")] = (
+    json_open_objects: Annotated[bool, Setting("server", "allow JSON fields that schemas do not name")] = (
         False
     )
     drain_s: Annotated[
-        float, Setting("server", "time for running work after SIGTERM", flag="--drain-seconds")
+        float, Setting("server", "seconds for running requests after SIGTERM", flag="--drain-seconds")
     ] = 30.0
-    log_format: Annotated[Literal["text", "json"], Setting("server", "of the log on standard error")] = "text"
-    vllm_metric_names: Annotated[
-        bool, Setting("server", "/metrics has vLLM's names too, for dashboards made for it")
-    ] = False
-    min_free_bytes: Annotated[int, Setting("limits", "of the host's memory; with less left, a 503")] = (
-        128 << 20
-    )
+    log_format: Annotated[
+        Literal["text", "json"], Setting("server", "format of the log on standard error")
+    ] = "text"
+    vllm_metric_names: Annotated[bool, Setting("server", "add vLLM's metric names to /metrics")] = False
+    min_free_bytes: Annotated[int, Setting("limits", "with less free host memory, answer 503")] = 128 << 20
     limits: Limits = Limits()
     connections: ConnectionLimits = ConnectionLimits()
     grammars: GrammarLimits = GrammarLimits()
@@ -214,7 +213,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
         at_least("min_free_bytes", self.min_free_bytes, 0)
         if not all(name.strip() for name in self.served_model_names):
             raise UsageError(
-                "served_model_names has an empty name.",
+                "served_model_names contains an empty name.",
                 remedy="Give names with characters, or leave the flag out for the model's own.",
                 param="served_model_names",
             )

@@ -41,38 +41,38 @@ class SpeculationConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Who guesses what requests say next, so that one step yields several tokens.
 
     Attributes:
-        speculative_method: who guesses: `suffix` (the text), `draft_model`, `mtp` (a layer), `off`, `auto`.
-        num_speculative_tokens: guesses of a request in one step at most; fewer where more would cost time.
-        speculative_model: directory or name of a model with the same vocabulary, which guesses; to name it is
-            enough.
-        speculative_quantization: of its weights: `int8` or `int4`, on the CPU.
-        speculative_device: where it runs, on the head's machine: `cpu`, `cuda`, a GPU such as `cuda:1`, or
-            `auto`, the device of the first stage.
-        speculative_config: as vLLM takes it: {"method": "suffix"}, or {"model": "small", "device": "cpu"}.
+        speculative_method: draft with `suffix` (the text), `draft_model` or `mtp` (a layer); `off`; `auto`.
+        num_speculative_tokens: most draft tokens of a request in one step; fewer where more would cost time.
+        speculative_model: directory or name of a draft model with the same vocabulary; this alone switches it
+            on.
+        speculative_quantization: weights of the draft model: `int8` or `int4`, on the CPU.
+        speculative_device: device of the draft model, on the head's machine: `cpu`, `cuda`, a GPU such as
+            `cuda:1`, or `auto`, the device of the first stage.
+        speculative_config: a JSON object, as in vLLM: {"method": "suffix"}, or {"model": "small"}.
     """
 
     speculative_method: Annotated[
         SpeculativeMethod,
-        Setting("speculation", "who guesses: suffix (the text), draft_model, mtp, off"),
+        Setting("speculation", "method: suffix (the text), draft_model, mtp, off"),
     ] = "auto"
     num_speculative_tokens: Annotated[
-        int, Setting("speculation", "guesses of a request in one step at most")
+        int, Setting("speculation", "most draft tokens of a request in one step")
     ] = 8
     speculative_model: Annotated[
         str | None,
-        Setting("speculation", "small model with the same vocabulary, which guesses", is_argument=False),
+        Setting("speculation", "draft model, with the same vocabulary", is_argument=False),
     ] = None
     speculative_quantization: Annotated[
         DraftQuantization,
-        Setting("speculation", "of the small model's weights: none, int8, int4", is_argument=False),
+        Setting("speculation", "weights of the draft model: none, int8, int4", is_argument=False),
     ] = "none"
     speculative_device: Annotated[
-        str, Setting("speculation", "where the small model runs: auto, cpu, cuda, cuda:N", is_argument=False)
+        str, Setting("speculation", "device of the draft model: auto, cpu, cuda, cuda:N", is_argument=False)
     ] = "auto"
     speculative_config: ClassVar[
         Annotated[
             str | Mapping[str, Any] | None,
-            Setting("speculation", "these as a JSON object, as vLLM takes it", text_type=str | None),
+            Setting("speculation", "these settings as a JSON object, as in vLLM", text_type=str | None),
         ]
     ] = None
 
@@ -80,7 +80,7 @@ class SpeculationConfig(msgspec.Struct, frozen=True, kw_only=True):
         between("num_speculative_tokens", self.num_speculative_tokens, 1, MOST_SPECULATIVE_TOKENS)
         if self.speculative_method == "draft_model" and self.speculative_model is None:
             raise UsageError(
-                "speculative_method is draft_model, and no model is named that drafts.",
+                "speculative_method is draft_model, but no draft model is given.",
                 remedy="Name it with --speculative-model, or use --speculative-method suffix.",
                 param="speculative_model",
             )
@@ -132,7 +132,7 @@ def with_speculative_config(
         raise _refusal("it is not a JSON object", _EXAMPLE)
     fields = {name: value for name, value in fields.items() if name not in _IGNORED}
     if fields.pop("draft_tensor_parallel_size", 1) != 1:
-        raise _refusal("draft_tensor_parallel_size is not 1", "One process runs the model that drafts.")
+        raise _refusal("draft_tensor_parallel_size is not 1", "The draft model runs in one process.")
     method = fields.pop("method", "draft_model" if "model" in fields else "suffix")
     if not isinstance(method, str) or method not in _METHODS:
         known = ", ".join(sorted(_METHODS))

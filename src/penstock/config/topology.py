@@ -53,8 +53,8 @@ def with_topology(parallel: ParallelConfig, path: str | os.PathLike[str]) -> Par
     for name in (*_GIVEN_BY_IT, *(["partition"] if says_layers else [])):
         if getattr(parallel, name) != getattr(ParallelConfig(), name):
             raise UsageError(
-                f"both {name} and a topology file say what the stages are.",
-                remedy="Leave one of them out.",
+                f"{name} and a topology file both define the stages.",
+                remedy="Leave out one of them.",
                 param=name,
             )
     layers = [stage.layers for stage in stages]
@@ -84,7 +84,7 @@ def _read(path: Path) -> list[_Stage]:
         remedy = "Write a table [[stage]] for each stage, with tp, device, threads and layers."
         raise _bad(path, str(error), remedy) from error
     if not stages:
-        raise _bad(path, "it has no stage", "Write a table [[stage]] for each stage.")
+        raise _bad(path, "it defines no stage", "Write a table [[stage]] for each stage.")
     for stage in stages:
         if stage.tp < 1:
             raise _bad(path, f"tp is {stage.tp}", "Use 1 or more.")

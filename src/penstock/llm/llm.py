@@ -78,63 +78,63 @@ class LLM:
 
     Args:
         model: directory of a Hugging Face style checkpoint, GGUF file, `demo`, or name of a model here.
-        dtype: number format of weights and computation; `auto` takes the checkpoint's.
-        max_model_len: longest prompt + output in tokens; None takes the model's own.
-        quantization: form of the weights: `none` as the checkpoint has them, `int8` per channel, `int4` in
-            groups (CPU). A checkpoint that is quantised already takes `none` or the form that it has.
-        gguf_dequantize: hold a GGUF file's weights as numbers of `dtype`; takes IQ1-IQ3 too (extra `gguf`).
-        model_impl: whose layers run: `penstock`, `transformers` (extra `hf`), or `auto`: ours where it can.
+        dtype: number format of weights and computation; `auto` uses the checkpoint's.
+        max_model_len: longest prompt + output in tokens; None uses the model's own limit.
+        quantization: format of the weights: `none` keeps the checkpoint's, `int8` is per channel, `int4` in
+            groups (CPU). For a checkpoint that is already quantised, use `none` or its own format.
+        gguf_dequantize: convert a GGUF file's weights to `dtype` at load; also reads IQ1-IQ3 (extra `gguf`).
+        model_impl: layers to run: `penstock`, `transformers` (extra `hf`), or `auto`: ours if they exist.
         pooling: default token states for embeddings: the `last`, the `mean` of all, or `cls`, the first.
-        chat_template: file of the chat template, Jinja or JSON with `chat_template`; None takes the model's.
-        seed: seed of requests that bring none.
+        chat_template: file of the chat template, Jinja or JSON with `chat_template`; None uses the model's.
+        seed: seed of requests that do not set one.
         record_decisions: file for a log of the scheduler's decisions, which `penstock replay` replays.
         pipeline_parallel_size: number of stages P.
-        tensor_parallel_size: ranks that share a stage's layers, or of each stage: "2,1". Or a list: [2, 1].
-        enable_expert_parallel: ranks of a stage have whole experts, and not each a part of all.
-        topology: TOML file of unlike stages, in place of their number, ranks, layers, devices and threads.
+        tensor_parallel_size: ranks that share a stage's layers; "2,1" sets each stage. Or a list: [2, 1].
+        enable_expert_parallel: give each rank of a stage whole experts instead of a slice of every expert.
+        topology: TOML file with ranks, layers, device and threads of each stage.
         partition: `even`, `last`, `auto` (measured at start), or layers per stage such as "5,6,5,6".
-        partition_mix: tokens of a typical request, "PROMPT:OUTPUT", for which `auto` chooses.
-        async_depth: plans issued ahead of those that fill the pipe. `auto` measures whether 1 is faster.
-        threads_per_rank: CPU threads of a rank, or of each stage or rank: "1,3". None: as cores allow.
-        device: `cpu`, `cuda` (the host's GPUs in turn), a GPU such as `cuda:1`, one of these for each stage
-            or for each rank such as "cpu,cuda:0", or `auto` (`cuda` where there is a GPU).
+        partition_mix: tokens of a typical request, "PROMPT:OUTPUT"; `partition` `auto` optimises for it.
+        async_depth: plans issued beyond those that fill the pipe; `auto` measures whether 1 is faster than 0.
+        threads_per_rank: CPU threads of a rank; a list sets each stage or rank: "1,3". None: by the cores.
+        device: `cpu`, `cuda` (the host's GPUs in turn), a GPU such as `cuda:1`, or `auto` (`cuda` on a host
+            with a GPU); a list such as "cpu,cuda:0" sets each stage or rank.
         tied_head: how the last stage gets a tied embedding: `load` from disk, `transfer` from the first.
-        kernels: our own CPU kernels: `auto` takes all, `off` none, "-attention,-head" all but these.
-        numeric_class: instruction set of all ranks' kernels, such as avx512; `auto`: the best of each host.
-        pin_threads: bind each CPU thread to a core; `auto`: where all ranks have as many threads as cores.
-        heartbeat_limit_s: a stage that has given no sign of life for this many seconds is started again.
-        warm_spare: keep a process ready for a stage that is lost, once all is well and memory is not short.
-        load_timeout_s: a stage that has not loaded after this many seconds counts as lost.
-        step_timeout_s: seconds of a stage for one plan until it counts as lost; None: 60 and 0.1 a token.
+        kernels: Penstock's CPU kernels: `auto` uses all, `off` none, "-attention,-head" all but these.
+        numeric_class: instruction set of the CPU kernels, such as avx512; `auto`: the best of each host.
+        pin_threads: bind each CPU thread to a core; `auto`: if all ranks together have a core per thread.
+        heartbeat_limit_s: seconds without a sign of life after which a stage is restarted.
+        warm_spare: keep a spare process ready for a lost stage, while all stages run and memory suffices.
+        load_timeout_s: seconds in which a stage must load; after them it counts as lost.
+        step_timeout_s: seconds for one plan after which a stage counts as lost; None: 60 + 0.1 per token.
         block_size: tokens per block.
-        num_blocks: blocks of the pool; None sizes it by `kv_cache_bytes` or the free memory.
-        kv_cache_bytes: bytes per rank for KV where `num_blocks` is not given; None: a share of free memory.
-        enable_prefix_caching: keep keys and values of what was computed, for requests that begin the same.
-        kv_store: directory or URL (`s3://...`) that keeps blocks beyond the pool and the process.
-        kv_store_bytes: bytes that a store on disk holds at most, on each host.
-        kv_store_when_found: 0 stores each block when it is computed; n when it has been found n times.
-        kv_store_patience_s: seconds that a request may wait for its blocks, by the policy `timeout`.
+        num_blocks: blocks in the pool; None: as many as `kv_cache_bytes` or the free memory allows.
+        kv_cache_bytes: KV cache bytes per rank, without `num_blocks`; None: a share of free memory.
+        enable_prefix_caching: reuse KV blocks for later requests that begin with the same tokens.
+        kv_store: directory or URL (`s3://...`) for blocks that outlive the pool and the process.
+        kv_store_bytes: most bytes in a store on disk, on each host.
+        kv_store_when_found: 0 stores each block when it is computed; n when n requests have found it.
+        kv_store_patience_s: most seconds that a request waits for stored blocks under the policy `timeout`.
         kv_prefetch_policy: how long a request waits for stored blocks: `timeout` (`kv_store_patience_s`),
-            `best-effort` (not at all), or `wait-all` (until each has come or failed).
-        kv_host_bytes: bytes of each host's memory for blocks, with a store or without; its ranks share them.
-        kv_write_bytes_per_s: bytes a second that each rank copies out of the pool at most; 0: no bound.
-        kv_store_policy: `write-through` stores a block at once, `write-back` when host memory is full.
-        eviction_policy: which blocks the prefix cache gives up first: `lru`, `lfu` or `priority`.
-        max_num_seqs: requests that hold a row at once.
-        max_num_batched_tokens: tokens of one plan at most.
-        prefill_chunk: prompt tokens of one request in one plan at most.
-        micro_batches: parts of the decoding requests; `auto`: by the time of a cycle, P where unknown.
-        inter_token_target_ms: milliseconds between two tokens of a request that prompts of others keep, but
-            they may always lengthen the plan that they join by half. None by default.
-        speculative_method: who guesses: `suffix` (the text), `draft_model`, `mtp` (a layer), `off`, `auto`.
-        num_speculative_tokens: guesses of a request in one step at most; fewer where more would cost time.
-        speculative_config: as vLLM takes it: {"method": "suffix"}, or {"model": "small", "device": "cpu"}.
-        hosts: how many, this one counted; all others run `penstock worker`.
+            `best-effort` (not at all), or `wait-all` (until each has loaded or failed).
+        kv_host_bytes: bytes of memory on each host for blocks, with or without a store; its ranks share them.
+        kv_write_bytes_per_s: most bytes a second that each rank copies out of the pool; 0: no limit.
+        kv_store_policy: `write-through` stores a block at once, `write-back` only when host memory is full.
+        eviction_policy: order in which the prefix cache evicts blocks: `lru`, `lfu` or `priority`.
+        max_num_seqs: most requests that run at once.
+        max_num_batched_tokens: most tokens in one plan.
+        prefill_chunk: most prompt tokens of one request in one plan.
+        micro_batches: micro-batches of the decoding requests; `auto`: by measured time, P until then.
+        inter_token_target_ms: milliseconds between two tokens of a request that other requests' prompts
+            should not exceed; prompts may always lengthen the plan that they join by half. None by default.
+        speculative_method: draft with `suffix` (the text), `draft_model` or `mtp` (a layer); `off`; `auto`.
+        num_speculative_tokens: most draft tokens of a request in one step; fewer where more would cost time.
+        speculative_config: a JSON object, as in vLLM: {"method": "suffix"}, or {"model": "small"}.
+        hosts: number of hosts, including this one; all others run `penstock worker`.
         listen_workers: ADDRESS:PORT where workers join; the port is 7700 if it is left out.
-        join_token_file: holds the token with which they join; written if it is not there.
-        link_ports: where other hosts open links to ranks here: the first and the last.
-        state_dir: where the identity of the cluster is kept; None: `~/.local/state/penstock`.
-        rejoin_timeout_s: seconds that a lost host has to come back; then the others take over its stages.
+        join_token_file: file of the token that workers join with; written if it does not exist.
+        link_ports: first and last port for links from other hosts to this one.
+        state_dir: directory of the cluster's identity; None: `~/.local/state/penstock`.
+        rejoin_timeout_s: seconds to wait for a lost host; then the others take over its stages.
         ray: how the executor backend `ray` places hosts, as a JSON object (`config.ray.RayOptions`).
         distributed_executor_backend: `mp`, `ray`, `inprocess`, MODULE:CLASS, or what makes an `Executor`.
 

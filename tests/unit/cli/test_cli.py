@@ -307,12 +307,12 @@ def test_a_key_leaves_what_can_be_read_of_the_process(monkeypatch: pytest.Monkey
     [
         (
             ["--distributed-executor-backend", "uni"],
-            "'uni', which is not supported: ranks in the caller's process are called `inprocess`",
+            "'uni', which is not supported: the name for ranks in the caller's process is `inprocess`",
         ),
-        (["--distributed_executor_backend=external_launcher"], "a launcher starts workers here"),
-        (["--prefill-context-parallel-size", "2"], "context parallelism is not built"),
-        (["-dcp", "2"], "context parallelism is not built"),
-        (["--pp", "2", "--enable-elastic-ep"], "elastic expert parallelism does not go with a pipeline"),
+        (["--distributed_executor_backend=external_launcher"], "use `penstock worker --torchrun`"),
+        (["--prefill-context-parallel-size", "2"], "context parallelism is not available"),
+        (["-dcp", "2"], "context parallelism is not available"),
+        (["--pp", "2", "--enable-elastic-ep"], "elastic expert parallelism adds and removes ranks"),
     ],
 )
 def test_i2_i3_i5_layouts_that_are_not_built_are_refused_by_name(words: list[str], said: str) -> None:

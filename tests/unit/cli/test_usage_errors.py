@@ -123,9 +123,9 @@ def test_a_fraction_is_taken_where_one_belongs_and_a_whole_number_may_have_a_poi
         (["--disable-radix-cache"], "here it is `--no-enable-prefix-caching`"),
         (
             ["--trust-remote-code"],
-            "is a flag of vLLM and SGLang, and there is none like it here: code that a",
+            "is a flag of vLLM and SGLang that Penstock does not have: code that a",
         ),
-        (["--enforce-eager"], "is a flag of vLLM, and there is none like it here"),
+        (["--enforce-eager"], "is a flag of vLLM that Penstock does not have"),
         (["--model", "demo"], "the model is the first word"),
     ],
 )

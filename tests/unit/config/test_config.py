@@ -95,13 +95,13 @@ def test_i13_device_of_each_rank(given: str, devices: list[str]) -> None:
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ("", "'' is no device"),
-        ("gpu", "'gpu' is no device of a stage"),
+        ("", "'' is not a device"),
+        ("gpu", "'gpu' is not a device"),
         ("cuda:", "device is 'cuda:'"),
         ("cuda:-1", "device is 'cuda:-1'"),
         ("cpu:0", "device is 'cpu:0'"),
-        ("cpu,", "'' is no device of a stage"),
-        ("auto,cpu", "'auto' is no device of a stage"),
+        ("cpu,", "'' is not a device"),
+        ("auto,cpu", "'auto' is not a device"),
         ("cpu,cuda,cpu", "device has 3 entries for 2 stages"),
     ],
 )

@@ -54,7 +54,7 @@ def test_what_is_left_out_is_left_to_the_engine(tmp_path: Path) -> None:
     ("text", "said"),
     [
         ("", "Object missing required field `stage`"),
-        ("stage = []", "it has no stage"),
+        ("stage = []", "it defines no stage"),
         ("[[stage]]\nlayer = 3", "unknown field `layer`"),
         ("[[stage]]\ntp = 'two'", "Expected `int`, got `str`"),
         ("[[stage]]\ntp = 0", "tp is 0"),
@@ -74,7 +74,7 @@ def test_a_file_that_does_not_add_up_is_refused(tmp_path: Path, text: str, said:
 
 
 def test_a_device_that_is_none_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="'tpu' is no device"):
+    with pytest.raises(UsageError, match="'tpu' is not a device"):
         read(tmp_path, "[[stage]]\ndevice = 'tpu'")
 
 
@@ -84,14 +84,14 @@ def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
 
 
 def test_a_setting_that_the_file_stands_for_must_not_be_given_too(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="both pipeline_parallel_size and a topology file"):
+    with pytest.raises(UsageError, match="pipeline_parallel_size and a topology file both define the stages"):
         read(tmp_path, UNLIKE, ParallelConfig(pipeline_parallel_size=2))
 
 
 def test_layers_may_be_left_to_a_policy(tmp_path: Path) -> None:
     auto = ParallelConfig(partition="auto")
     assert read(tmp_path, "[[stage]]\n[[stage]]\ntp = 2\n", auto).partition == "auto"
-    with pytest.raises(UsageError, match="both partition and a topology file"):
+    with pytest.raises(UsageError, match="partition and a topology file both define the stages"):
         read(tmp_path, UNLIKE, auto)
     with pytest.raises(UsageError, match="threads_per_rank is 0"):
         read(tmp_path, "[[stage]]\nthreads = 0")
@@ -146,5 +146,5 @@ def test_d13_the_flag_is_the_same_file(tmp_path: Path) -> None:
     parallel = configured_engine({"topology": path}, "m").parallel
     assert parallel == with_topology(ParallelConfig(), path)
     assert parallel.tp_sizes == [2, 1]
-    with pytest.raises(UsageError, match="both pipeline_parallel_size and a topology file"):
+    with pytest.raises(UsageError, match="pipeline_parallel_size and a topology file both define the stages"):
         configured_engine({"topology": path, "pipeline_parallel_size": 2}, "m")

@@ -352,11 +352,11 @@ def test_device_cuda_without_a_gpu_says_so() -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ({"distributed_executor_backend": "dask"}, "there is no executor of this name"),
-        ({"distributed_executor_backend": "external_launcher"}, "a launcher starts workers here"),
-        ({"distributed_executor_backend": "uni"}, "are called `inprocess`"),
-        ({"context_parallel_size": 2}, "context parallelism is not built"),
-        ({"enable_elastic_ep": True}, "elastic expert parallelism does not go with a pipeline"),
+        ({"distributed_executor_backend": "dask"}, "no executor has this name"),
+        ({"distributed_executor_backend": "external_launcher"}, "use `penstock worker --torchrun`"),
+        ({"distributed_executor_backend": "uni"}, "caller's process is `inprocess`"),
+        ({"context_parallel_size": 2}, "context parallelism is not available"),
+        ({"enable_elastic_ep": True}, "elastic expert parallelism adds and removes ranks"),
         ({"data_parallel_size": 2}, "an LLM is one pipeline"),
     ],
 )

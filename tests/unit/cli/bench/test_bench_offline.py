@@ -162,5 +162,5 @@ def test_engine_settings_become_arguments_of_the_offline_engine() -> None:
 
 
 def test_i3_a_backend_that_is_not_built_is_refused_offline_too() -> None:
-    with pytest.raises(UsageError, match="there is no executor of this name"):
+    with pytest.raises(UsageError, match="no executor has this name"):
         llm_arguments({"backend": "dask"})

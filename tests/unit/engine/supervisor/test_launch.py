@@ -537,7 +537,7 @@ def test_r3_who_waits_for_a_rank_of_an_epoch_that_is_over_is_let_go(ragged: Laun
     [
         ({"tensor_parallel_size": 3}, "4 attention heads, which 3 ranks cannot share"),
         ({"tensor_parallel_size": 0}, "tensor_parallel_size is 0; it must be at least 1"),
-        ({"tensor_parallel_size": "2,x"}, 'tensor_parallel_size is "2,x", which is no number of ranks'),
+        ({"tensor_parallel_size": "2,x"}, 'tensor_parallel_size is "2,x", which is not a number of ranks'),
         ({"tensor_parallel_size": "2,1", "pipeline_parallel_size": 3}, "2 entries for 3 stages"),
         (
             {"tensor_parallel_size": 2, "threads_per_rank": "1,1,1"},
