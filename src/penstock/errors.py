@@ -191,10 +191,10 @@ class ModelChangedError(CheckpointError):
         super().__init__(
             file=file,
             tensor=tensor,
-            expected="the bytes that the engine has loaded at its start",
+            expected="the bytes that the engine loaded at its start",
             found="others",
-            remedy="Put the file of that start back, and the stage comes back by itself; or start the engine "
-            "again to serve the changed model.",
+            remedy="Restore the original file, and the stage restarts by itself; or restart the engine to "
+            "serve the changed model.",
         )
 
 

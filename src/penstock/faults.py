@@ -62,7 +62,7 @@ def _parse_one(spec: str) -> Fault:
     match = _SPEC.fullmatch(spec)
     if match is None or match["point"] not in POINTS or match["action"] not in ACTIONS:
         raise UsageError(
-            f"{ENVIRONMENT}: {spec!r} is no fault.",
+            f"{ENVIRONMENT}: {spec!r} is not a fault.",
             remedy=f"Write POINT@STAGE:COUNT=ACTION, or STAGE.RANK for one rank of a stage, with a point of "
             f"{POINTS} and an action of {ACTIONS}.",
         )

@@ -214,9 +214,9 @@ def test_r15_where_the_others_cannot_take_over_the_error_names_the_host_and_the_
         desk.kill()
     (error,) = came
     assert isinstance(error, HostMissingError)
-    assert error.message.startswith("nothing runs without the host desk (stage 1), and ")
+    assert error.message.startswith("the pipeline waits for the host desk (stage 1);  ")
     assert "on desk again" in error.remedy
-    with pytest.raises(UnavailableError, match=r"nothing runs without the host desk .* on desk again"):
+    with pytest.raises(UnavailableError, match=r"the pipeline waits for the host desk .* on desk again"):
         tokens(engine.llm)
     hidden.rename(engine.model)
     wait_until(lambda: is_whole(engine.llm), WAIT_S)
@@ -253,7 +253,7 @@ def test_r15_the_spare_of_a_worker_that_is_killed_becomes_the_stage_of_the_next(
     caplog.set_level(logging.INFO, "penstock")
     desk = engine.start("desk", rejoin_timeout_s=WAIT_S)["desk"]
     assert tokens(engine.llm) == expected[0]
-    wait_until(lambda: "a spare process waits on desk" in caplog.text, WAIT_S)
+    wait_until(lambda: "a spare process is ready on desk" in caplog.text, WAIT_S)
     (spare,) = desk.spares
     with running(engine.llm) as answers:
         desk.kill()

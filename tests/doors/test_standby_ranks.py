@@ -46,11 +46,11 @@ def lose_rank_and_have_standby(llm: LLM, round_number: int, caplog: pytest.LogCa
         return sum(text in record.getMessage() for record in caplog.records)
 
     expected = tokens(llm)
-    wait_until(lambda: noted("has loaded its weights, and waits") == round_number, WAIT_S)
+    wait_until(lambda: noted("has loaded its weights and is ready") == round_number, WAIT_S)
     victim, standby = sorted(ranks(), key=lambda process: process.create_time())
     victim.kill()
     assert tokens(llm) == expected
-    assert noted("takes its place, with its weights in memory") == round_number
+    assert noted("takes over, with its weights in memory") == round_number
     assert is_alive(standby)
     assert victim.pid not in {process.pid for process in ranks()}
 

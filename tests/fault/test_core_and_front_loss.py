@@ -81,7 +81,7 @@ def test_r5_not_ready_while_there_is_no_core(server: Server) -> None:
     while code == 503:
         assert (body["state"], body["reason"]) == (
             "not_ready",
-            "the engine core went away; another one starts.",
+            "the engine core ended; another one starts.",
         )
         code, body = health(server)
     assert code == 200

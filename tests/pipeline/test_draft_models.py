@@ -195,6 +195,6 @@ def test_a_process_that_ends_before_it_is_ready_is_an_error(
     monkeypatch: pytest.MonkeyPatch, children: list[DrafterChild]
 ) -> None:
     monkeypatch.setattr(drafter_child.entry_points, "DRAFTER", "penstock.no_such_module")
-    with pytest.raises(StageLostError, match=r"the model that drafts: .* ended with code 1"):
+    with pytest.raises(StageLostError, match=r"the draft model: .* ended with code 1"):
         engine(speculative_config=draft_model())
     assert not is_there(children[0]._member.pid)

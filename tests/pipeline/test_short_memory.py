@@ -77,10 +77,10 @@ def test_f9_requests_wait_while_the_host_is_short_of_memory_and_then_go_on(
         short += [0, 0]
         assert run(llm, PROMPTS[1:])[0] == expected[1:]
     assert short == [], "it has waited for two looks"
-    told = [record.getMessage() for record in caplog.records if "of memory left" in record.getMessage()]
+    told = [record.getMessage() for record in caplog.records if "of free memory" in record.getMessage()]
     assert len(told) == 2, "once when it begins, once when it ends"
-    assert told[0].endswith("no waiting request starts until it has more.")
-    assert told[1].endswith("waiting requests start.")
+    assert told[0].endswith("no waiting request starts until more is free.")
+    assert told[1].endswith("waiting requests start again.")
 
 
 def test_f9_the_memory_of_each_stage_is_known_and_no_token_changes(

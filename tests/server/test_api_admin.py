@@ -272,7 +272,7 @@ def test_g4_an_abort_without_clear_words_is_refused(server: LiveServer, query: s
 @pytest.mark.parametrize("stream", [False, True])
 def test_g4_whoever_is_aborted_is_told_once_and_not_to_come_again(stream: bool) -> None:
     """499, which clients do not repeat by themselves; in a stream an error in place of a finish."""
-    failure = AbortedError("an administrator has ended this request.", code="aborted_by_administrator")
+    failure = AbortedError("an administrator aborted this request.", code="aborted_by_administrator")
     with LiveServer(FakeEngine(fail_after=2, failure=failure)) as server:
         response, raw = server.request("POST", "/v1/completions", {"prompt": "abcdef", "stream": stream})
         assert response.status == (200 if stream else 499)

@@ -123,7 +123,7 @@ def test_r10_a_host_without_memory_gets_no_new_work() -> None:
 
 
 def test_f9_a_core_that_starts_nobody_for_want_of_memory_is_overloaded_and_still_takes_requests() -> None:
-    why = "the host has 9 MiB of memory left, less than 256 MiB"
+    why = "the host has 9 MiB of free memory, less than 256 MiB"
     state = Status(stats=stats(held_back=why))
     with LiveServer(FakeEngine(state=state)) as live:
         response, raw = live.request("GET", "/health")

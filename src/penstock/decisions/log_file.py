@@ -59,7 +59,7 @@ def create_log(path: Path) -> tuple[BinaryIO, Path]:
             raise _unwritable(name, error) from error
         return file, name
     raise UsageError(
-        f"{path} and {_MOST_FILES - 2} files with a number behind that name exist.",
+        f"{path} and {_MOST_FILES - 2} numbered files with that name exist.",
         remedy="Remove old ones, or name another file with --record-decisions.",
         param="record_decisions",
     )
@@ -68,7 +68,7 @@ def create_log(path: Path) -> tuple[BinaryIO, Path]:
 def _unwritable(path: Path, error: OSError) -> UsageError:
     return UsageError(
         f"decisions cannot be recorded in {path}: {error.strerror}.",
-        remedy="Name a file in a directory that exists and can be written with --record-decisions.",
+        remedy="With --record-decisions name a file in an existing, writable directory.",
         param="record_decisions",
     )
 
@@ -156,7 +156,7 @@ class DecisionFile:
         except OSError as error:
             raise DecisionLogError(
                 f"{self._path} cannot be read: {error.strerror}.",
-                remedy="Name a file that was written by --record-decisions.",
+                remedy="Give a file that --record-decisions wrote.",
             ) from error
         except zlib.error as error:
             raise self._damaged(None, str(error)) from error
@@ -166,13 +166,13 @@ class DecisionFile:
         if match is None:
             raise DecisionLogError(
                 f"{self._path} is not a file of decisions.",
-                remedy="Name a file that was written by --record-decisions.",
+                remedy="Give a file that --record-decisions wrote.",
             )
         number, version = int(match[1]), match[2].decode()
         if (number, version) != (FORMAT, __version__):
             raise DecisionLogError(
                 f"{self._path} was recorded by Penstock {version} in format {number}; this is Penstock "
-                f"{__version__} with format {FORMAT}, whose scheduler may decide otherwise.",
+                f"{__version__} with format {FORMAT}, whose scheduler may decide differently.",
                 remedy=f"Replay it with Penstock {version}.",
                 code="other_version",
             )
@@ -181,6 +181,6 @@ class DecisionFile:
         where = "" if number is None else f" in record {number}"
         return DecisionLogError(
             f"{self._path} is damaged{where}: {why}.",
-            remedy="Copy it again from where it was recorded, or record anew.",
+            remedy="Copy it again from the recording host, or record again.",
             code="damaged",
         )

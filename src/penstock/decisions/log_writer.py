@@ -56,7 +56,7 @@ class LogWriter:
         if self.is_over:
             return
         if self._waiting.qsize() >= self._most_waiting:
-            self._stop(f"{self._most_waiting} calls of the core wait to be written")
+            self._stop(f"{self._most_waiting} records of the core wait to be written")
             return
         self._waiting.put(call)
 
@@ -103,4 +103,4 @@ class LogWriter:
     def _stop(self, why: str) -> None:
         if not self._is_over.is_set():
             self._is_over.set()
-            _logger.error("decisions are not recorded any more in %s: %s.", self._path, why)
+            _logger.error("recording of decisions in %s has stopped: %s.", self._path, why)

@@ -116,7 +116,7 @@ class DecisionRecorder(NoRecorder):
             updates: the updates that it returns.
         """
         call, self._call = self._call, None
-        assert call is not None, "no call has begun"
+        assert call is not None, "no call is being recorded"
         call.ended = [update.request_id for update in updates if update.finish_reason is not None]
         call.is_refused = is_refused
         self._writer.put(call)
@@ -132,8 +132,8 @@ def open_recorder(config: CoreConfig) -> NoRecorder:
         return NO_RECORDER
     if config.store is not None:
         raise UsageError(
-            "decisions cannot be recorded where a store or the host tier keeps KV blocks: what it has found "
-            "is not recorded.",
+            "decisions cannot be recorded with a KV store or host tier: the blocks that it finds are not "
+            "recorded.",
             remedy="Leave out --record-decisions, or --kv-store and --kv-host-bytes.",
             param="record_decisions",
         )

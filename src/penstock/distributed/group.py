@@ -121,7 +121,7 @@ def missed(name: str, absent: Sequence[int], timeout_s: float | None) -> Penstoc
     """Return the error of a wait for ranks; `timeout_s` None: the group was closed before they had come."""
     who = ", ".join(f"rank {rank}" for rank in absent)
     if timeout_s is None:
-        return LinkClosedError(f"{name}: the group was closed before {who} had come.")
+        return LinkClosedError(f"{name}: the group was closed before {who} had joined.")
     return WaitTimeoutError(f"{name}: waited {timeout_s:g} s for {who}.")
 
 

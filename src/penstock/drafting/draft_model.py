@@ -52,7 +52,7 @@ def _num_blocks(config: DrafterConfig, block_bytes: int, available: int) -> int:
     fitting = int(KV_SHARE * available) // block_bytes
     if fitting == 0:
         raise NotEnoughMemoryError(
-            f"the draft model has no memory for keys and values: {available / 2**20:.0f} MiB are free.",
+            f"the draft model has no memory for its KV cache: {available / 2**20:.0f} MiB are free.",
             remedy="Use a smaller draft model, or --speculative-quantization int8 or int4, or free memory.",
         )
     return min(wanted, fitting)

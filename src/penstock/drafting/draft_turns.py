@@ -140,7 +140,7 @@ class DraftTurns:
             text = _Text(request=ask.request, prompt_len=ask.prompt_len, sampling=sampling)
             text.is_foreign = _largest_id(sampling) >= self._own_vocab_size
             self._texts[ask.request] = text
-        assert text.num_known == ask.start, "the core tells every token once"
+        assert text.num_known == ask.start, "the core reports every token once"
         text.learn(list(ask.token_ids))
         if max(ask.token_ids, default=0) >= self._own_vocab_size:
             text.is_foreign = True

@@ -110,7 +110,7 @@ class DraftSocket(Generic[Received]):
         self._queue.append(msgspec.msgpack.encode(message))
         self.flush()
         if len(self._queue) > _MOST_QUEUED:
-            raise LinkClosedError("nobody reads what is sent.")
+            raise LinkClosedError("the other end reads no messages.")
 
     def flush(self) -> None:
         """Send what was kept. Raises as `send` does."""
@@ -121,7 +121,7 @@ class DraftSocket(Generic[Received]):
         except BlockingIOError:
             pass
         except OSError as error:
-            raise LinkClosedError(f"the other end is gone ({error}).") from None
+            raise LinkClosedError(f"the other end has closed the connection ({error}).") from None
 
     def receive(self, *, wait: bool = False) -> Iterator[Received]:
         """Yield the messages that have come.
@@ -137,7 +137,7 @@ class DraftSocket(Generic[Received]):
             while packet := self._packet():
                 self._end.setblocking(False)
                 yield self._decoder.decode(packet)
-            raise LinkClosedError("the other end is gone.")
+            raise LinkClosedError("the other end has closed the connection.")
 
     def _packet(self) -> bytes:
         try:

@@ -67,7 +67,7 @@ class DrafterChild:
     def _named(self, error: PenstockError) -> PenstockError:
         """Return the error with the note that it is about the draft model: others are loaded, too."""
         self.close()
-        message, param = f"the model that drafts: {error.message}", "speculative_model"
+        message, param = f"the draft model: {error.message}", "speculative_model"
         return error_from_info(msgspec.structs.replace(error.info(), message=message, param=param))
 
     def why_ended(self) -> PenstockError | None:

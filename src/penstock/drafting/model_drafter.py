@@ -173,7 +173,7 @@ class ModelDrafter(OwnGuesses):
                     text.take(guess)
                     news.add(guess.request)
         if self._silent_since is not None and now - self._silent_since > SILENCE_S:
-            raise WaitTimeoutError(f"its process has said nothing for {SILENCE_S:.0f} s.")
+            raise WaitTimeoutError(f"its process has sent nothing for {SILENCE_S:.0f} s.")
         return news
 
     def wait_sources(self) -> Sequence[int]:

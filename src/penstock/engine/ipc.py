@@ -238,7 +238,7 @@ class ClientSocket(_Endpoint):
     def send(self, message: ClientToCore) -> None:
         """Send without waiting. What cannot be sent is lost with the core: a `CoreGone` follows."""
         if self._socket.closed:
-            raise LinkClosedError("the engine's client is closed.")
+            raise LinkClosedError("the engine client is closed.")
         try:
             self._socket.send(_encoder.encode(message), zmq.NOBLOCK)
         except zmq.Again:  # there is no connection any more
@@ -290,11 +290,11 @@ def _decode_to_core(frame: bytes) -> ClientToCore:
     try:
         return _to_core.decode(frame)
     except msgspec.DecodeError as error:
-        raise ProtocolError(f"a client sent what is no message: {error}.") from error
+        raise ProtocolError(f"a client sent an invalid message: {error}.") from error
 
 
 def _decode_to_client(frame: bytes) -> CoreToClient:
     try:
         return _to_client.decode(frame)
     except msgspec.DecodeError as error:
-        raise ProtocolError(f"the core sent what is no message: {error}.") from error
+        raise ProtocolError(f"the core sent an invalid message: {error}.") from error

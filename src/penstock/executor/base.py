@@ -185,13 +185,13 @@ class NoExecutor:
     reports = RankReports(0)
 
     def start(self) -> KVPlan:
-        raise AssertionError("there is no rank")
+        raise AssertionError("the executor has no ranks")
 
     def poll_start(self) -> KVPlan | None:
         return None
 
     def submit_plan(self, plan: ScheduledBatch) -> int:
-        raise AssertionError("there is no rank")
+        raise AssertionError("the executor has no ranks")
 
     def call_store(self, rank: int, call: EntryCall) -> bool:
         return False
@@ -265,7 +265,7 @@ class RankChannels:
         deadline, were_loaded = self._clock() + timeout_s, False
         while (plan := self.poll_start()) is None:
             if is_over():
-                raise LinkClosedError(f"epoch {self._start.epoch} was over before all stages had come.")
+                raise LinkClosedError(f"epoch {self._start.epoch} ended before all stages had joined.")
             if self._all_loaded and not were_loaded:
                 deadline, were_loaded = self._clock() + timeout_s, True
             self._wait_until(deadline, timeout_s)
@@ -307,8 +307,8 @@ class RankChannels:
             if without and len(without) < len(own):
                 name, reason = self._names[without[0]], self._loaded[without[0]].kernels
                 raise PeerError(
-                    f"{name} has no kernels, and the other ranks of its stage have: {reason}",
-                    remedy="Start again, or use --kernels off.",
+                    f"{name} has no kernels, unlike the other ranks of its stage: {reason}",
+                    remedy="Restart, or use --kernels off.",
                 )
 
     def exchange_link(self, order: LinkOrder) -> None:
@@ -446,7 +446,7 @@ def _is_consequence(failure: ErrorInfo) -> bool:
 
 
 def _gone(stage: int, name: str) -> RankFailed:
-    error = StageLostError(f"{name} has gone without a word.", code=_GONE, stage=stage)
+    error = StageLostError(f"{name} closed its connection without an error.", code=_GONE, stage=stage)
     return RankFailed(stage=stage, error=error.info())
 
 

@@ -65,7 +65,7 @@ class InprocessExecutor:
         return self._ranks.poll_start()
 
     def exchange_link(self, order: LinkOrder) -> None:
-        raise AssertionError("links in the memory of one process are never exchanged")
+        raise AssertionError("links within one process cannot be replaced")
 
     def submit_plan(self, plan: ScheduledBatch) -> int:
         return self._ranks.submit_plan(plan)

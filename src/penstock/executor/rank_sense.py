@@ -40,11 +40,11 @@ def sensible(message: RankToCore, stage: int) -> RankToCore:
         ProtocolError: it makes no sense.
     """
     if isinstance(message, _WITH_STAGE) and message.stage != stage:
-        raise _nonsense(stage, f"speaks for stage {message.stage}")
+        raise _nonsense(stage, f"reports as stage {message.stage}")
     if isinstance(message, StageSpans) and not _is_whole(message):
-        raise _nonsense(stage, "reports spans that do not fit together")
+        raise _nonsense(stage, "reports inconsistent spans")
     if isinstance(message, StageTimes) and len(message.phase_ns) != len(Phase):
-        raise _nonsense(stage, f"reports {len(message.phase_ns)} phases, and there are {len(Phase)}")
+        raise _nonsense(stage, f"reports {len(message.phase_ns)} phases, expected {len(Phase)}")
     return cleaned(message) if _has_text(message) else message
 
 

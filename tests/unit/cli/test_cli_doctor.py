@@ -153,7 +153,7 @@ def test_a_partition_that_will_be_measured_is_not_refused() -> None:
         (("--tp", "3"), "tensor_parallel_size is 3, and"),
         (
             ("--pp", "2", "--quantization", "int8", "--tied-head", "transfer"),
-            "a quantised head cannot be sent",
+            "a quantised head cannot be transferred",
         ),
         (("--max-model-len", "99999"), "max_model_len"),
         (("--pp", "2", "--partition", "5,5"), "5,5"),

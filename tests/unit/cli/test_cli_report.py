@@ -166,9 +166,9 @@ def test_progress_on_a_terminal_is_one_line_for_all_stages_and_is_cleared() -> N
 def test_a_failure_is_the_cause_and_the_remedy_on_standard_error() -> None:
     out = StringIO()
     made, err = reporter(out, Clock())
-    cause = NotEnoughMemoryError("the weights take 9 GiB; 2 GiB are free.", remedy="Use more stages.")
+    cause = NotEnoughMemoryError("the weights need 9 GiB; 2 GiB are free.", remedy="Use more stages.")
     made.report(EngineFailed(error=cause.info()))
-    assert err.getvalue() == "error: the weights take 9 GiB; 2 GiB are free.\n  Use more stages.\n"
+    assert err.getvalue() == "error: the weights need 9 GiB; 2 GiB are free.\n  Use more stages.\n"
     assert out.getvalue() == ""
 
 

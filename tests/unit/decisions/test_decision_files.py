@@ -58,7 +58,7 @@ def test_damage_is_told(log: Path, tmp_path: Path, place: float) -> None:
     data, bad = bytearray(log.read_bytes()), tmp_path / "bad"
     data[int(place * len(data))] ^= 0x55
     bad.write_bytes(data)
-    with pytest.raises(DecisionLogError, match=r"is damaged.*record anew"):
+    with pytest.raises(DecisionLogError, match=r"is damaged.*record again"):
         Replayer(bad).run()
 
 
@@ -121,7 +121,7 @@ def test_a_file_that_cannot_be_written_ends_the_start(tmp_path: Path) -> None:
 def test_a_store_is_refused(tmp_path: Path) -> None:
     store = StoreConfig(url=None, quota_bytes=None, namespace=b"", host_blocks=4)
     config = msgspec.structs.replace(CONFIG, record_decisions=str(tmp_path / "log"), store=store)
-    with pytest.raises(UsageError, match="host tier keeps KV blocks"):
+    with pytest.raises(UsageError, match="with a KV store or host tier"):
         open_recorder(config)
     assert not (tmp_path / "log").exists()
 
@@ -154,7 +154,7 @@ def test_a_full_disk_ends_the_recording_and_nothing_else(caplog: pytest.LogCaptu
         writer.put(CoreCall(Turn(0.0)))
     assert writer.is_over
     assert [record.getMessage() for record in caplog.records] == [
-        "decisions are not recorded any more in log: No space left on device."
+        "recording of decisions in log has stopped: No space left on device."
     ]
 
 
@@ -178,7 +178,7 @@ def test_a_slow_disk_holds_nobody_up(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.ERROR):
         while not writer.is_over:  # each `put` returns at once, though nothing is written
             writer.put(CoreCall(Turn(0.0)))
-        assert "5 calls of the core wait to be written" in caplog.text
+        assert "5 records of the core wait to be written" in caplog.text
     disk.go_on.set()
     writer.close()
 

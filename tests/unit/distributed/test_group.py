@@ -93,7 +93,7 @@ def test_r3_who_waits_is_let_go_when_the_group_ends(connect: Callable[..., list[
     found = outcomes(groups, act)
     for error in found[:2]:
         assert isinstance(error, LinkClosedError)
-        assert re.search("the group was closed before .*rank 2 had come", str(error)), (
+        assert re.search("the group was closed before .*rank 2 had joined", str(error)), (
             "others may be late too"
         )
 

@@ -84,7 +84,7 @@ def fixture() -> Fixture:
 def test_r4_a_handshake_ends_when_the_epoch_does(fixture: Fixture) -> None:
     """A rank that died before it connected leaves no trace at the socket."""
     fixture.loaded(0, 60)
-    with pytest.raises(LinkClosedError, match="epoch 0 was over before all stages had come"):
+    with pytest.raises(LinkClosedError, match="epoch 0 ended before all stages had joined"):
         fixture.core.handshake(LONG, is_over=lambda: len(fixture.waits) > 3)
     assert fixture.now < LONG / 2
 
@@ -205,7 +205,9 @@ def test_the_first_cause_is_told_and_not_its_consequences(fixture: Fixture) -> N
 
 def test_a_rank_that_goes_without_a_word_is_lost(fixture: Fixture) -> None:
     fixture.ranks[1].close()
-    with pytest.raises(StageLostError, match="stage 1 is lost: stage 1 has gone without a word") as caught:
+    with pytest.raises(
+        StageLostError, match="stage 1 is lost: stage 1 closed its connection without an error"
+    ) as caught:
         fixture.core.poll_results(0.0)
     assert caught.value.stage == 1
 

@@ -47,7 +47,7 @@ LOADED = RankLoaded(
 )
 def test_what_makes_sense_is_passed_on_as_it_is(message: RankToCore) -> None:
     assert sensible(decode_to_core(encode(message)), 1) == message
-    with pytest.raises(ProtocolError, match="a rank of stage 2 speaks for stage 1") as caught:
+    with pytest.raises(ProtocolError, match="a rank of stage 2 reports as stage 1") as caught:
         sensible(message, 2)
     assert caught.value.stage == 2, "it is that rank that is lost"
 
@@ -65,7 +65,7 @@ def test_what_makes_sense_is_passed_on_as_it_is(message: RankToCore) -> None:
     ],
 )
 def test_r15_spans_that_do_not_fit_together_lose_the_rank(changed: dict[str, object]) -> None:
-    with pytest.raises(ProtocolError, match="spans that do not fit together") as caught:
+    with pytest.raises(ProtocolError, match="inconsistent spans") as caught:
         sensible(msgspec.structs.replace(SPANS, **changed), 1)
     assert caught.value.stage == 1
 

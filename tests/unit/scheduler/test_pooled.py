@@ -232,7 +232,7 @@ def test_dr1_a_result_without_its_vectors_is_not_ours() -> None:
     (update,) = rig.step()
     assert update.error is not None
     assert update.error.kind == "ProtocolError"
-    assert "has 0 vectors, the plan pools 1 rows. Requests of the step: vector" in update.error.message
+    assert "has 0 vectors, but the plan pools 1 rows. Requests of the step: vector" in update.error.message
 
 
 @pytest.mark.parametrize("seed", range(12))

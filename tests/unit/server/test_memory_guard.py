@@ -24,7 +24,7 @@ def test_it_refuses_from_the_bound_on_and_looks_once_a_second() -> None:
     clock.advance(0.9)
     guard.refuse_new()
     clock.advance(0.1)
-    with pytest.raises(UnavailableError, match="127 MiB of memory left, less than 128 MiB") as no:
+    with pytest.raises(UnavailableError, match="127 MiB of free memory, less than 128 MiB") as no:
         guard.refuse_new()
     assert no.value.code == "low_memory"
     free[0] = 128 * MIB

@@ -74,5 +74,5 @@ def test_a_model_without_a_tokenizer_takes_ids_alone() -> None:
 
 
 def test_words_never_reach_the_core() -> None:
-    with pytest.raises(AssertionError, match="bad words are ids by now"):
+    with pytest.raises(AssertionError, match="bad words must be ids here"):
         with_siblings("r", [1], SamplingParams(bad_words=["a"]))

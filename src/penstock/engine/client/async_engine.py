@@ -204,7 +204,7 @@ class AsyncEngine:
 
     def _send_request(self, request: GenerationRequest, make: MakeAssembler) -> list[RequestStream]:
         streams = self._streams.open(request, make)
-        assert self._seeds is not None, "nobody asks before a core is there"
+        assert self._seeds is not None, "the core is not connected yet"
         request = self._seeds.given(request)
         if self._health.has_core:
             self._live.add(request)
@@ -237,7 +237,7 @@ class AsyncEngine:
         try:
             return await asyncio.wait_for(answer, SILENCE_S)
         except TimeoutError as error:
-            raise WaitTimeoutError(f"the engine core gave no trace in {SILENCE_S:g} s.") from error
+            raise WaitTimeoutError(f"the engine core sent no trace in {SILENCE_S:g} s.") from error
 
     async def operate(self, operation: Operation, timeout_s: float) -> list[OperationDone]:
         """Let the core carry out an operation; if the core is lost meanwhile, let the next one.
@@ -253,8 +253,8 @@ class AsyncEngine:
             done = await asyncio.wait_for(pending.answer, timeout_s)
         except TimeoutError as error:
             raise WaitTimeoutError(
-                f"the operation is not complete after {timeout_s:g} s; it stays in force, or will be.",
-                remedy="Ask for it once more to wait longer.",
+                f"the operation is not complete after {timeout_s:g} s; it remains in force.",
+                remedy="Repeat the request to wait longer.",
             ) from error
         if done.error is not None:
             raise error_from_info(done.error)

@@ -14,9 +14,7 @@ from penstock.process.config import ApiProcessConfig
 from penstock.process.pipe_hosts import NO_PIPE_HOSTS, PipeHosts
 from penstock.request import VectorShape
 
-CORE_AWAY = UnavailableError(
-    "the engine core went away; another one starts.", remedy="Try again in a second."
-)
+CORE_AWAY = UnavailableError("the engine core ended; another one starts.", remedy="Try again in a second.")
 
 
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -132,10 +130,10 @@ class CoreHealth:
             away_s = self._clock() - self._gone_at
             if away_s < AWAY_S:
                 return None
-            return UnavailableError(f"the engine core has been away for {away_s:.0f} s.")
+            return UnavailableError(f"the engine core has been down for {away_s:.0f} s.")
         if self.silence_s() < self._info.silence_limit_s:
             return None
-        return WaitTimeoutError(f"the engine core has said nothing for {self.silence_s():.0f} s.")
+        return WaitTimeoutError(f"the engine core has sent nothing for {self.silence_s():.0f} s.")
 
     def require_core(self) -> None:
         """Raise the error that a question for the core must get, if any."""
@@ -151,7 +149,7 @@ class CoreHealth:
 
     def _refusal(self) -> PenstockError | None:
         if self._heard_at is None:
-            return UnavailableError("the engine is still loading.", remedy="Try again in some seconds.")
+            return UnavailableError("the engine is still loading.", remedy="Try again in a few seconds.")
         if self._gone_at is not None and self._clock() - self._gone_at >= AWAY_S:
             return error_from_info(CORE_AWAY.info())
         if self.stats is not None and self.stats.loss is not None and self.stats.is_loss_lasting:
@@ -186,5 +184,5 @@ class CoreHealth:
         if self.stats.loss is not None:
             return self.stats.loss.message
         if self.stats.stalled_s > self.stats.stall_limit_s:
-            return f"no result has crossed the stages for {self.stats.stalled_s:.1f} s"
+            return f"the stages have returned no result for {self.stats.stalled_s:.1f} s"
         return ""

@@ -92,8 +92,8 @@ class LiveRequests:
             if live.lost_at == live.progress:
                 del self._live[request_id]
                 error = QuarantinedError(
-                    f"the engine core was lost twice while request {request_id} was in it, at output token "
-                    f"{len(live.output_ids)}; it is not tried again."
+                    f"the engine core was lost twice while it ran request {request_id}, at output token "
+                    f"{len(live.output_ids)}; the request is not retried."
                 ).info()
                 given_up.append(RequestUpdate(request_id=request_id, finish_reason="error", error=error))
             live.lost_at = live.progress

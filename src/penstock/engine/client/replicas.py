@@ -131,7 +131,7 @@ class Replicas:
                 return index
         if None in known:
             raise UnavailableError(
-                f"replica {known.index(None)} has not said yet whether it has session {session_id!r}.",
+                f"replica {known.index(None)} has not reported yet whether it has session {session_id!r}.",
                 remedy="Try again in a second.",
             )
         raise unknown_session(session_id)

@@ -44,8 +44,8 @@ class RequestLimits(msgspec.Struct, frozen=True, kw_only=True):
         if len(prompt_token_ids) + wanted <= self.max_model_len:
             return
         raise InvalidRequestError(
-            f"the prompt has {len(prompt_token_ids)} tokens and {name} is {wanted}, together "
-            f"{len(prompt_token_ids) + wanted}; the limit is {self.max_model_len}.",
+            f"the prompt has {len(prompt_token_ids)} tokens and {name} is {wanted}, "
+            f"{len(prompt_token_ids) + wanted} together; the limit is {self.max_model_len}.",
             remedy=f"Ask for at most {self.max_model_len - len(prompt_token_ids)} tokens.",
             param=name,
             code="context_length_exceeded",
@@ -76,7 +76,7 @@ class RequestLimits(msgspec.Struct, frozen=True, kw_only=True):
             raise InvalidRequestError(
                 f"the prompt has {num_tokens} tokens; the limit for prompt and output together is "
                 f"{self.max_model_len}.",
-                remedy="Shorten the prompt, or raise --max-model-len where the model allows it.",
+                remedy="Shorten the prompt, or raise --max-model-len if the model allows it.",
                 param="prompt",
                 code="context_length_exceeded",
             )

@@ -28,7 +28,7 @@ def with_siblings(
     request_id: str, prompt_token_ids: list[int], sampling: SamplingParams
 ) -> GenerationRequest:
     """Return the request for `sampling.n` sequences; choice i > 0 is named after the first, and `/i`."""
-    assert not sampling.bad_words, "bad words are ids by now: the core has no tokenizer"
+    assert not sampling.bad_words, "bad words must be ids here: the core has no tokenizer"
     return GenerationRequest(
         request_id=request_id,
         prompt_token_ids=prompt_token_ids,

@@ -226,9 +226,9 @@ class _Trials:
         now = self._clock()
         if now >= deadline:
             raise WaitTimeoutError(
-                f"step {self._num_back}, of the first measurements, has not come back in "
+                f"step {self._num_back} of the measurements at start did not return within "
                 f"{self._config.stall_timeout_s:.0f} s.",
-                remedy="Raise --step-timeout if the model is that slow.",
+                remedy="Raise --step-timeout if the model needs longer.",
             )
         results = self._executor.poll_results(min(_POLL_S, deadline - now))
         self._num_back += len(results)

@@ -224,7 +224,7 @@ class EngineCore:
             restarts: up to this epoch.
             ranks: of this epoch.
         """
-        assert not self.has_pipe, "the epoch before is not over"
+        assert not self.has_pipe, "the previous epoch has not ended"
         self._epoch, self._executor, self._restarts = epoch, executor, restarts
         self._meet(ranks)
         self._steps.expect_probe()

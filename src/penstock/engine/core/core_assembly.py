@@ -214,8 +214,8 @@ def _windows(
         return NoWindows()
     if others:
         _logger.warning(
-            "speculation may change tokens: stages %s compute without our CPU kernels, and there a number "
-            "depends on what is computed with it.",
+            "speculation may change tokens: stages %s compute without our CPU kernels, so results depend "
+            "on the other rows of a step.",
             ", ".join(map(str, others)),
         )
     return DraftWindows(

@@ -58,12 +58,14 @@ class MemoryGate(StartGate):
         free, host = min(self._free())
         if free >= limit:
             if self.reason:
-                _logger.warning("%s has %d MiB of memory left: waiting requests start.", host, free >> 20)
+                _logger.warning(
+                    "%s has %d MiB of free memory: waiting requests start again.", host, free >> 20
+                )
             self.reason = ""
             return
-        reason = f"{host} has {free >> 20} MiB of memory left, less than {limit >> 20} MiB"
+        reason = f"{host} has {free >> 20} MiB of free memory, less than {limit >> 20} MiB"
         if not self.reason:
-            _logger.warning("%s: no waiting request starts until it has more.", reason)
+            _logger.warning("%s: no waiting request starts until more is free.", reason)
         self.reason = reason
 
     def _free(self) -> Iterator[tuple[int, str]]:

@@ -179,12 +179,12 @@ class OperationsInForce:
 
 
 _ABORTED = AbortedError(
-    "an administrator has ended this request.",
-    remedy="Do not send it again.",
+    "an administrator aborted this request.",
+    remedy="Do not send the request again.",
     code="aborted_by_administrator",
 ).info()
 _PAUSED = UnavailableError(
-    "the engine was paused, and what it had begun was given up.", remedy="Try again later.", code="paused"
+    "the engine was paused, and its running requests were aborted.", remedy="Try again later.", code="paused"
 ).info()
-_OVERTAKEN = AbortedError("another pause took the place of this one before it was complete.").info()
+_OVERTAKEN = AbortedError("another pause replaced this one before it was complete.").info()
 _RESUMED = AbortedError("the engine was resumed before the pause was complete.").info()

@@ -28,7 +28,7 @@ def require_sense(result: StepResult, vocab_size: int, stage: int) -> None:
     for row, ids in enumerate(result.token_ids):
         drawn = ids[:-1] if row in failed else ids
         if not all(0 <= token_id < vocab_size for token_id in drawn):
-            raise ProtocolError(f"row {row} of step {result.step_id} has the ids {ids[:8]}.", stage=stage)
+            raise ProtocolError(f"row {row} of step {result.step_id} has invalid ids {ids[:8]}.", stage=stage)
     has_sense = (
         len(result.logprobs) in (0, num_rows)
         and all(0 <= row < num_rows for row in failed)
@@ -37,7 +37,9 @@ def require_sense(result: StepResult, vocab_size: int, stage: int) -> None:
         and all(len(vector) % _FLOAT_BYTES == 0 for vector in result.pooled)
     )
     if not has_sense:
-        raise ProtocolError(f"the lists of the result of step {result.step_id} do not fit.", stage=stage)
+        raise ProtocolError(
+            f"the lists in the result of step {result.step_id} differ in length.", stage=stage
+        )
 
 
 def _fit(positions: Sequence[TokenLogprobs], vocab_size: int) -> bool:

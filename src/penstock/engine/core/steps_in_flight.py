@@ -157,7 +157,7 @@ class StepsInFlight:
             raise WaitTimeoutError(
                 f"step {self._inflight.oldest_step} has been in the stages for {stalled_s:.0f} s."
                 f"{self._concerned()}",
-                remedy="Raise --step-timeout if the model is that slow.",
+                remedy="Raise --step-timeout if the model needs longer.",
             )
 
     def due(self) -> float:
@@ -215,8 +215,8 @@ def _check_result(
     due, stage = inflight.oldest_step, inflight.num_stages - 1
     if len(inflight) == 0 or result.step_id != due:
         raise ProtocolError(
-            f"the result of step {result.step_id} came, but step {due} is due "
-            f"({len(inflight)} in flight).{concerned_by()}",
+            f"expected the result of step {due}, received that of step {result.step_id} ({len(inflight)} in "
+            f"flight).{concerned_by()}",
             stage=stage,
         )
     step = inflight.oldest()
@@ -250,7 +250,7 @@ def _check_result(
         )
     if len(result.pooled) != len(step.plan.pooled):
         raise ProtocolError(
-            f"the result of step {result.step_id} has {len(result.pooled)} vectors, the plan pools "
+            f"the result of step {result.step_id} has {len(result.pooled)} vectors, but the plan pools "
             f"{len(step.plan.pooled)} rows.{concerned_by()}",
             stage=stage,
         )

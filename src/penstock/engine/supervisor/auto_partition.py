@@ -68,7 +68,7 @@ def choose_partition(config: EngineConfig, mix: Mix, hosts: Hosts, reporter: Rep
         if are_to_keep(costs, os.environ):
             cache.put(key, costs)
     if (path := cache.path(key)) and path.exists():
-        reporter.report(Notice(text=f"the stages' costs are in {path}; without it they are measured again."))
+        reporter.report(Notice(text=f"the stages' costs are kept in {path}; delete it to measure again."))
     even = partition_layers(plan.spec.num_layers, plan.num_stages, "even")
     stages = [rank for rank in plan.ranks if rank.tp_rank == 0]
     return choose(

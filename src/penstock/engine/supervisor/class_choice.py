@@ -34,14 +34,14 @@ def require_class(
         return
     for why in _without_kernels(parallel, spec, dtype, devices):
         raise UsageError(
-            f"--numeric-class is {wanted}, and {why}.",
-            remedy="Leave --numeric-class out: it is about our CPU kernels.",
+            f"--numeric-class is {wanted}, but {why}.",
+            remedy="Leave --numeric-class out: it applies to our CPU kernels only.",
             param="numeric_class",
         )
     for host in hosts:
         if wanted not in host.numeric_classes:
             raise UsageError(
-                f"--numeric-class is {wanted}, and {host.name} cannot compute in it: it has "
+                f"--numeric-class is {wanted}, but {host.name} supports "
                 f"{', '.join(host.numeric_classes) or 'none'}.",
                 remedy=_remedy(hosts),
                 param="numeric_class",
@@ -59,7 +59,7 @@ def _without_kernels(
     if spec.implementation != "penstock":
         yield "the layers are those of transformers"
     if spec.latent is not None:
-        yield "torch turns the keys of this model and chooses its experts"
+        yield "torch rotates the keys of this model and chooses its experts"
     if dtype == "float16":
         yield "our kernels have no float16"
 
@@ -69,5 +69,5 @@ def _remedy(hosts: Sequence[HostResources]) -> str:
         name for name in hosts[0].numeric_classes if all(name in host.numeric_classes for host in hosts)
     ]
     if not common:
-        return "Leave --numeric-class out: the hosts have no class in common."
-    return f"Use --numeric-class {common[-1]}, the best that all hosts have."
+        return "Leave --numeric-class out: no class is available on all hosts."
+    return f"Use --numeric-class {common[-1]}, the best class available on all hosts."

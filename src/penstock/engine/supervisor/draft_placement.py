@@ -60,7 +60,7 @@ def drafter_config(
         rank = decide(_engine_config(config, model, ranks[0], num_cpus), own)
         draft_spec = load_spec(Path(rank.model_path), dequantize=rank.gguf_dequantize)
     except PenstockError as error:
-        message = f"the model that drafts, {model}: {error.message}"
+        message = f"the draft model {model}: {error.message}"
         remedy = re.sub(r"--(device|quantization)\b", r"--speculative-\1", error.remedy)
         info = msgspec.structs.replace(error.info(), message=message, remedy=remedy, param=_PARAM)
         raise error_from_info(info) from None
@@ -76,14 +76,14 @@ def require_mtp(config: EngineConfig, spec: ModelSpec, directory: Path) -> None:
     if config.speculation.method != "mtp":
         return
     own = "" if spec.implementation == "penstock" else ", with the layers of transformers"
-    missing = f"{spec.architecture}{own} has no layer that guesses further tokens"
+    missing = f"{spec.architecture}{own} has no MTP layer"
     if spec.has_mtp:
         if f"model.layers.{spec.num_layers}.eh_proj.weight" in Checkpoint(directory).names:
             return
-        missing = f"the checkpoint has no tensors of a layer {spec.num_layers}, which would guess"
+        missing = f"the checkpoint has no tensors of a layer {spec.num_layers}, its MTP layer"
     raise UsageError(
-        f"speculative_method is mtp, and {missing}.",
-        remedy="Use --speculative-method suffix, or name a small model with --speculative-model.",
+        f"speculative_method is mtp, but {missing}.",
+        remedy="Use --speculative-method suffix, or give a draft model with --speculative-model.",
         param="speculative_method",
         code="unsupported",
     )
@@ -149,11 +149,11 @@ def _require_same_vocabulary(
     difference = vocabulary_difference(directory, draft_directory)
     has_both = all(vocabulary_file(each) is not None for each in (directory, draft_directory))
     if not difference and not has_both and spec.vocab_size != draft_spec.vocab_size:
-        difference = f"{spec.vocab_size} tokens in the one and {draft_spec.vocab_size} in the other"
+        difference = f"{spec.vocab_size} tokens against {draft_spec.vocab_size} in the draft model"
     if difference:
         raise UsageError(
-            f"the model that drafts, {model}, has another vocabulary than the model: {difference}.",
-            remedy="Use a smaller model of the same family, or --speculative-method suffix.",
+            f"the draft model {model} has a different vocabulary: {difference}.",
+            remedy="Use a smaller model of the same family as draft model, or --speculative-method suffix.",
             param=_PARAM,
             code="other_vocabulary",
         )

@@ -47,7 +47,8 @@ def host_blocks(host_bytes: int, spec: ModelSpec, ranks: Sequence[RankConfig], i
         where = f" on {host}" if len(each_bytes) > 1 else ""
         raise UsageError(
             f"kv_host_bytes is {host_bytes:,}; one block takes {most_bytes:,} bytes of host memory{where}.",
-            remedy=f"Give --kv-host-bytes {most_bytes} or more, a smaller --block-size, or leave it out.",
+            remedy=f"Give --kv-host-bytes {most_bytes} or more, a smaller --block-size, or leave "
+            "--kv-host-bytes out.",
             param="kv_host_bytes",
             code="out_of_range",
         )

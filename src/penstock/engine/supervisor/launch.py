@@ -222,13 +222,13 @@ def _notes_of_unused(config: EngineConfig, spec: ModelSpec) -> Iterator[str]:
     patience_s, policy = config.cache.kv_store_patience_s, config.cache.kv_prefetch_policy
     if policy != "timeout" and patience_s != CacheConfig().kv_store_patience_s:
         yield (
-            f"--kv-store-patience {patience_s:g} is not used: --kv-prefetch-policy is {policy}, which has no "
-            "time-out."
+            f"--kv-store-patience {patience_s:g} is not used: --kv-prefetch-policy is {policy}, which has "
+            "no timeout."
         )
     if config.cache.num_blocks is not None and config.cache.kv_cache_bytes is not None:
         yield (
-            f"--kv-cache-bytes is not used: --num-blocks {config.cache.num_blocks} says how large the KV "
-            "cache is."
+            f"--kv-cache-bytes is not used: --num-blocks {config.cache.num_blocks} sets the size of the KV "
+            "cache."
         )
 
 
@@ -428,7 +428,7 @@ def _weight_form(
     moves_head = spec.tie_word_embeddings and parallel.pipeline_parallel_size > 1
     if is_quantized and moves_head and parallel.tied_head == "transfer":
         raise UsageError(
-            "--tied-head is transfer; a quantised head cannot be sent down the pipe.",
+            "--tied-head is transfer, but a quantised head cannot be transferred.",
             remedy="Use --tied-head load.",
             param="tied_head",
         )
@@ -447,18 +447,20 @@ def _weight_form(
         raise _no_quantised_weights_on_cuda(parallel.device, model.quantization, spec)
     notes = [_quantization_note(quantization, spec)]
     if parallel.device == "auto" and any(home.num_gpus for home in homes):
-        notes.append("the stages run on the CPU, not on the GPU: quantised weights are for the CPU so far.")
+        notes.append(
+            "the stages run on the CPU, not on the GPU: quantised weights run on the CPU only, so far."
+        )
     dtype = _dtype(model.dtype, spec)
     if dtype == "float16":
         dtype = _instead_of_float16(model.dtype)
         notes.append(
-            "numbers are bfloat16 instead of the checkpoint's float16: the kernels for quantised weights "
-            "have no float16; --dtype float32 loses nothing and is slower."
+            "dtype is bfloat16, not the checkpoint's float16, which the kernels for quantised weights "
+            "lack; --dtype float32 is exact and slower."
         )
     bits = spec.quantization.mean_bits if spec.quantization else QUANTIZATION_BITS[quantization]
     if "linear" not in parse_kernels(parallel.kernels).enabled:
         bits = 32
-        notes.append("without the kernel for linear layers, quantised weights are held as float32.")
+        notes.append("without the kernel for linear layers, quantised weights are converted to float32.")
     devices = ["cpu"] * len(requested_devices)
     return _WeightForm(devices=devices, dtype=dtype, quantization=quantization, bits=bits, notes=tuple(notes))
 
@@ -469,7 +471,7 @@ def _quantization(quantization: Quantization, spec: ModelSpec) -> Quantization:
         return quantization
     if quantization not in ("none", spec.quantization.kind):
         raise UsageError(
-            f"--quantization is {quantization}; the checkpoint is quantised already, as "
+            f"--quantization is {quantization}, but the checkpoint is quantised already: "
             f"{spec.quantization.describe()}.",
             remedy=f"Leave the flag out to serve it as it is, or use the original checkpoint for "
             f"{quantization}.",
@@ -481,8 +483,8 @@ def _quantization(quantization: Quantization, spec: ModelSpec) -> Quantization:
 
 def _quantization_note(quantization: Quantization, spec: ModelSpec) -> str:
     if spec.quantization is not None:
-        return f"weights are quantised as the checkpoint has them, {spec.quantization.describe()}."
-    return f"weights are quantised to {quantization} while they are loaded."
+        return f"weights keep the checkpoint's quantisation, {spec.quantization.describe()}."
+    return f"weights are quantised to {quantization} at load."
 
 
 def _no_quantised_weights_on_cuda(device: str, quantization: Quantization, spec: ModelSpec) -> UsageError:
@@ -499,7 +501,7 @@ def _instead_of_float16(requested_dtype: str) -> FloatType:
     if requested_dtype == "auto":
         return "bfloat16"
     raise UsageError(
-        "--dtype is float16; the kernels for quantised weights have no float16.",
+        "--dtype is float16, but the kernels for quantised weights have no float16.",
         remedy="Use --dtype bfloat16 or float32.",
         param="dtype",
         code="unsupported",
@@ -519,7 +521,7 @@ def longest_request(requested_len: int | None, spec: ModelSpec) -> int:
         return own
     if not 2 <= requested_len <= own:
         raise UsageError(
-            f"max_model_len is {requested_len}; this model takes 2 to {own} tokens.",
+            f"max_model_len is {requested_len}; this model allows 2 to {own} tokens.",
             remedy=f"Use at most {own}.",
             param="max_model_len",
             code="out_of_range",
@@ -547,10 +549,10 @@ def _check_devices_of_stage(devices: list[str]) -> None:
     shared = next((device for device in devices if device != "cpu" and devices.count(device) > 1), None)
     if len(kinds) == 1 and shared is None:
         return
-    what = f"two of them would be on {shared}" if shared else "some are on the CPU and some on a GPU"
+    what = f"two ranks would share {shared}" if shared else "some are CPUs and some are GPUs"
     raise UsageError(
-        f"the ranks of one stage are to run on {', '.join(devices)}: {what}.",
-        remedy="Give each rank of a stage a GPU of its own, or all of them the CPU; stages may differ.",
+        f"the ranks of one stage cannot run on {', '.join(devices)}: {what}.",
+        remedy="Give each rank of a stage its own GPU, or run all of them on the CPU; stages may differ.",
         param="device",
     )
 
@@ -591,7 +593,7 @@ def _check_weights_fit(weight_bytes: Counter[str], homes: Sequence[HostResources
         if weights <= host.free_bytes:
             continue
         raise NotEnoughMemoryError(
-            f"the weights take {weights / 2**20:.0f} MiB on {host.name}; "
-            f"{host.free_bytes / 2**20:.0f} MiB are free there.",
+            f"the weights need {weights / 2**20:.0f} MiB on {host.name}, but {host.free_bytes / 2**20:.0f} "
+            "MiB are free there.",
             remedy="Use a smaller model or dtype, --quantization int8 or int4, or free memory.",
         )

@@ -181,7 +181,7 @@ class Losses:
 
     def give_up(self, members: Set[int]) -> None:
         """Add members that were ended between two epochs, to be started again too."""
-        assert self.missing is not None, "an epoch goes on"
+        assert self.missing is not None, "the epoch has not ended"
         self.missing |= members
 
     def is_due(self, now: float) -> bool:

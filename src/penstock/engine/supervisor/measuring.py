@@ -109,7 +109,7 @@ class _Fleet:
             if not self._hear(deadline):
                 raise WaitTimeoutError(
                     f"{' and '.join(slow)} had not loaded after {limit_s:g} s.",
-                    remedy="Give --load-timeout more seconds: weights that come from another host count too.",
+                    remedy="Raise --load-timeout; it includes the time to fetch weights from another host.",
                 )
 
     def await_costs(self, members: Sequence[Member]) -> None:
@@ -119,7 +119,7 @@ class _Fleet:
             if not self._hear(deadline):
                 raise WaitTimeoutError(
                     f"the stages could not be measured in {TIMEOUT_S:g} s.",
-                    remedy="Give --partition the layers of each stage, or free the hosts of other work.",
+                    remedy="Set the layers of each stage with --partition, or stop other work on the hosts.",
                 )
 
     def _hear(self, deadline: float) -> bool:

@@ -36,7 +36,7 @@ class NumericClasses:
         """
         before, self._classes = self._classes, list(classes)
         notes = [
-            f"{_shown(rank)} computes in {now}, and did in {then} before; KV blocks of before are not used."
+            f"{_shown(rank)} now computes in {now} instead of {then}; its earlier KV blocks are not used."
             for rank, now, then in zip(ranks, classes, before, strict=False)
             if now != then
         ]
@@ -47,18 +47,18 @@ class NumericClasses:
             f"{_shown(rank)}: {own or 'unknown'}" for rank, own in zip(ranks, self._classes, strict=True)
         )
         return (
-            f"numeric classes are mixed ({held}): a token may differ from that of one class where the two "
-            f"likeliest are close. {self._remedy(ranks)}"
+            f"numeric classes are mixed ({held}): a token may differ where the two most likely tokens are "
+            f"close. {self._remedy(ranks)}"
         )
 
     def _remedy(self, ranks: Sequence[RankConfig]) -> str:
         """Return how all ranks would compute in one class, as far as names show."""
         names = [own.partition(" ")[0] for own in self._classes]
         if any("torch" in own for own in self._classes) or not set(names) <= set(NUMERIC_CLASSES):
-            return "They are one where our kernels compute everything on all ranks."
+            return "Run every rank with our kernels for one class."
         if all(rank.numeric_class == name for rank, name in zip(ranks, names, strict=True)):
-            return "They are one with the same compiler and C library on all hosts."
-        return f"--numeric-class {min(names, key=NUMERIC_CLASSES.index)} makes all ranks compute in one."
+            return "Use the same compiler and C library on all hosts for one class."
+        return f"--numeric-class {min(names, key=NUMERIC_CLASSES.index)} makes all ranks use one class."
 
 
 def unlike_replicas(replicas: Sequence[NumericClasses]) -> list[str]:
@@ -67,7 +67,7 @@ def unlike_replicas(replicas: Sequence[NumericClasses]) -> list[str]:
     if any(len(classes) != 1 for classes in own) or len(set().union(*own)) == 1:
         return []
     held = "; ".join(of_replica(number, *classes) for number, classes in enumerate(own))
-    return [f"replicas differ in numeric class ({held}): a request may get other tokens from each of them."]
+    return [f"replicas differ in numeric class ({held}): tokens may depend on the replica of a request."]
 
 
 def _shown(rank: RankConfig) -> str:

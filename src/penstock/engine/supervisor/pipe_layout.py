@@ -85,7 +85,7 @@ class PipeLayout:
         spare = set(there) - set(self._choice.laid_over)
         new = sorted(spare - self._spare_hosts)
         self._spare_hosts = spare
-        return [f"{_listed(new)} may take stages when the next epoch begins."] if new else []
+        return [f"{_listed(new)} can take stages from the next epoch on."] if new else []
 
     def tell(self, core: Member) -> None:
         """Tell the core where its stages are now; to be called each second while it serves."""
@@ -122,16 +122,16 @@ class PipeLayout:
         limit_s = self._config.cluster.rejoin_timeout_s
         note = (
             f"waiting for {self._with_stages(missing)}, {limit_s:g} s at most (--rejoin-timeout); then the "
-            "other hosts take over, if their memory allows."
+            "other hosts take over if they have the memory."
         )
         return Settlement(is_settled=False, notes=[note])
 
     def _refuse(self, missing: Sequence[str], names: Sequence[str], error: ErrorInfo) -> Settlement:
         """Return that the hosts which are there cannot take over; the user is told once for each loss."""
         refusal = HostMissingError(
-            f"nothing runs without {self._with_stages(missing)}, and {_listed(names)} cannot take over: "
+            f"the pipeline waits for {self._with_stages(missing)}; {_listed(names)} cannot take over: "
             f"{error.message}",
-            remedy=f"Start `penstock worker` on {_listed(missing)} again: then all goes on. {error.remedy}",
+            remedy=f"Start `penstock worker` on {_listed(missing)} again to continue. {error.remedy}",
             stage=min((rank.stage for rank in self.plan.ranks if rank.host in missing), default=None),
         )
         is_new, self._refused = self._refused != tuple(missing), tuple(missing)

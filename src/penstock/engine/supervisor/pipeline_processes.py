@@ -168,7 +168,7 @@ class PipelineProcesses:
                 self._begin_epoch()
             except (OSError, PenstockError) as error:
                 # No memory, or a host or a file that has gone: perhaps later.
-                self._lose(PeerError(f"no new epoch could begin: {error}.").info(), {})
+                self._lose(PeerError(f"no new epoch can begin: {error}.").info(), {})
         core = self._members.get(CORE)
         if core is not None and core.is_ready:  # one that still waits for ranks would take it as a new epoch
             self._layout.tell(core)
@@ -180,7 +180,7 @@ class PipelineProcesses:
 
     def exchange_link(self, sender: RankAddress, receiver: RankAddress, first_step: int = 0) -> None:
         """Replace a link in the epoch that goes on; as `Wiring.exchange_link`."""
-        assert self.is_whole, "what is lost is joined anew, in another epoch"
+        assert self.is_whole, "lost ranks rejoin in another epoch"
         exchange = self._wiring.exchange_link(sender, receiver, first_step)
         for index, rank in enumerate(self._plan.ranks):
             if (end := exchange.ends.get((rank.stage, rank.tp_rank))) is not None:

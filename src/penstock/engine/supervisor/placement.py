@@ -104,7 +104,7 @@ def cpus_of_ranks(
     reason = _why_not_pinned(parallel, ends[-1], devices, host)
     if parallel.pin_threads == "on" and reason:
         raise UsageError(
-            f"--pin-threads is on; {reason}.",
+            f"--pin-threads is on, but {reason}.",
             remedy="Use fewer --threads-per-rank, or --pin-threads auto.",
             param="pin_threads",
         )

@@ -175,7 +175,7 @@ class SpareReady(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", t
     @property
     def line(self) -> str:
         """The event as a line of a log."""
-        return f"a spare process waits on {self.host}, with {megabytes(self.own_bytes)} of memory"
+        return f"a spare process is ready on {self.host}; it holds {megabytes(self.own_bytes)} of memory"
 
 
 class HostSaid(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag="host_said"):

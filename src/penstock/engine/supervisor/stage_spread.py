@@ -135,11 +135,11 @@ def _not_enough(stages: Sequence[StageDemand], rooms: Sequence[HostRoom]) -> Not
         needed += f" and {num_gpus} GPU" + "s" * (num_gpus > 1)
     free = ", ".join(f"{room.free_bytes / 2**20:.0f} MiB on {room.name}" for room in rooms)
     growth_bytes = sum(stage.growth_bytes for stage in stages)
-    growth = f", of which KV blocks of other stages may fill {growth_bytes / 2**20:.0f} MiB" * bool(
+    growth = f", of which KV blocks of other stages may use {growth_bytes / 2**20:.0f} MiB" * bool(
         growth_bytes
     )
     flags = "--kv-cache-bytes" + " or --kv-host-bytes" * bool(growth_bytes)
     return NotEnoughMemoryError(
-        f"weights and KV cache of what is lost take {needed}; free are {free}{growth}.",
-        remedy=f"Free memory there, or use a smaller {flags} from the next start on.",
+        f"weights and KV cache of the lost stages need {needed}; {free} are free{growth}.",
+        remedy=f"Free memory there, or lower {flags} at the next start.",
     )

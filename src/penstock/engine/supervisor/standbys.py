@@ -133,7 +133,7 @@ class Standbys:
             return None  # its end is seen to by `tend`
         self._standbys.remove(standby)
         standby.member.begin_as(_name(rank), rank.stage, member_index)
-        self._say(rank, "takes its place, with its weights in memory")
+        self._say(rank, "takes over, with its weights in memory")
         return standby.member
 
     def close(self) -> None:
@@ -168,7 +168,7 @@ class Standbys:
             self._whole_since = now
         elif standby.member.has_loaded and not standby.was_announced:
             standby.was_announced = True
-            self._say(standby.rank, "has loaded its weights, and waits")
+            self._say(standby.rank, "has loaded its weights and is ready")
 
     def _end(self, standby: _Standby) -> None:
         self._standbys.remove(standby)

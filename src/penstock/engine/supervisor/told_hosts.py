@@ -69,10 +69,10 @@ def link_speed_report(link: LinkJudged) -> Caution | Notice:
     """Return what to say of a link that has become slow while it was in use, or is well again."""
     way, measured = f"The link from {link.sender} to {link.receiver}", speed_text(link.measured_bytes_per_s)
     if not link.is_slow:
-        return Notice(text=f"{way} is well again: it carries at least half of the {measured} that it should.")
+        return Notice(text=f"{way} has recovered: it carries at least half of the measured {measured}.")
     return Caution(
-        text=f"{way} carries {speed_text(link.bytes_per_s)}, and was measured with {measured}. "
-        "Look for other traffic, a damaged cable or a weak signal."
+        text=f"{way} carries {speed_text(link.bytes_per_s)} instead of the measured {measured}. Look for "
+        "other traffic, a damaged cable or a weak signal."
     )
 
 

@@ -56,4 +56,4 @@ class MemoryGuard:
             return ""
         if free >= self._min_free_bytes:
             return ""
-        return f"the host has {free >> 20} MiB of memory left, less than {self._min_free_bytes >> 20} MiB"
+        return f"the host has {free >> 20} MiB of free memory, less than {self._min_free_bytes >> 20} MiB"

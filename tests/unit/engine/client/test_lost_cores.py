@@ -86,7 +86,7 @@ def test_r2_words_that_waited_while_this_process_was_stopped_count() -> None:
         rig.engine.check_core()
         rig.clock.advance(0.1)
         rig.engine.check_core()
-        with pytest.raises(WaitTimeoutError, match="said nothing for 10 s"):
+        with pytest.raises(WaitTimeoutError, match="sent nothing for 10 s"):
             await stream.next()
 
     with_rig(body)
@@ -165,7 +165,7 @@ def test_r5_a_request_does_not_wait_for_a_core_that_has_not_come_for_a_minute() 
         await rig.lose_core()
         rig.clock.advance(AWAY_S)
         assert not rig.engine.status().is_recovering
-        with pytest.raises(UnavailableError, match="the engine core went away"):
+        with pytest.raises(UnavailableError, match="the engine core ended"):
             rig.engine.add("late", [1], SAMPLING)
 
     with_rig(body)

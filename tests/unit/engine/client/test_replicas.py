@@ -319,7 +319,7 @@ def test_g4_a_session_is_not_opened_twice_when_a_front_was_started_again() -> No
     heard, silent = OneEngine(), OneEngine()
     silent.sessions = None
     both = replicas(heard, silent)
-    with pytest.raises(UnavailableError, match="replica 1 has not said yet"):
+    with pytest.raises(UnavailableError, match="replica 1 has not reported yet"):
         asyncio.run(both.operate(OpenSession("s"), 1.0))
     assert (heard.asked, silent.asked) == ([], [])
     silent.sessions = {"s"}

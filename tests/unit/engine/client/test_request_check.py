@@ -20,7 +20,7 @@ LIMITS = RequestLimits(max_model_len=20, vocab_size=100)
 )
 def test_output_that_cannot_fit_is_refused_with_the_numbers(name: str, sampling: SamplingParams) -> None:
     LIMITS.check_length([1] * 9, sampling)
-    told = rf"10 tokens and {name} is 11, together 21; the limit is 20"
+    told = rf"10 tokens and {name} is 11, 21 together; the limit is 20"
     with pytest.raises(InvalidRequestError, match=told) as raised:
         LIMITS.check_length([1] * 10, sampling)
     assert (raised.value.param, raised.value.code) == (name, "context_length_exceeded")

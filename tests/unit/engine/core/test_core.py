@@ -291,7 +291,7 @@ def test_the_loop_may_give_the_pipeline_up_itself() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"step_id": 1}, "the result of step 1 came, but step 0 is due (1 in flight)"),
+        ({"step_id": 1}, "expected the result of step 0, received that of step 1 (1 in flight)"),
         ({"epoch": 3}, "the result of step 0: expected (epoch, digest, rows) (0, "),
         ({"token_ids": [[1]]}, ", 1). Requests of the step: r0, r1, "),
         ({"digest": 77}, "found (0, 77, 8). Requests of the step: r0, r1, "),
@@ -312,7 +312,7 @@ def test_dr1_a_result_nobody_asked_for() -> None:
     rig.add("r", 3)
     rig.executor.poll_results = lambda timeout_s: [StepResult(step_id=0)]  # type: ignore[method-assign]
     rig.step()
-    check_everybody_failed(rig, "the result of step 0 came, but step 0 is due (0 in flight)")
+    check_everybody_failed(rig, "expected the result of step 0, received that of step 0 (0 in flight)")
 
 
 # Numbers

@@ -62,9 +62,9 @@ def test_f9_the_gate_shuts_below_the_limit_and_opens_a_quarter_above(
     assert seen == [True, False, False, False, False, True, True]
     first, last = (record.getMessage() for record in caplog.records)
     assert first == (
-        "the host has 99 MiB of memory left, less than 100 MiB: no waiting request starts until it has more."
+        "the host has 99 MiB of free memory, less than 100 MiB: no waiting request starts until more is free."
     )
-    assert last == "the host has 125 MiB of memory left: waiting requests start."
+    assert last == "the host has 125 MiB of free memory: waiting requests start again."
 
 
 def test_f9_the_host_is_looked_at_once_a_second_however_many_plans_there_are() -> None:
@@ -91,7 +91,7 @@ def test_f9_the_memory_of_each_host_with_a_stage_on_a_cpu_counts() -> None:
     free[1] = 50 * MIB
     clock.advance(LOOK_S)
     assert not gate.is_open()
-    assert gate.reason == "the host of stage 1 has 50 MiB of memory left, less than 100 MiB"
+    assert gate.reason == "the host of stage 1 has 50 MiB of free memory, less than 100 MiB"
 
 
 def test_f9_requests_wait_while_memory_is_short_and_start_when_it_is_back() -> None:
@@ -107,7 +107,7 @@ def test_f9_requests_wait_while_memory_is_short_and_start_when_it_is_back() -> N
     assert len(rig.tokens("runs")) >= 9, "it goes on"
     stats = rig.core.stats().scheduler
     assert (stats.num_running, stats.num_waiting) == (1, 1)
-    assert stats.held_back == "the host has 0 MiB of memory left, less than 100 MiB"
+    assert stats.held_back == "the host has 0 MiB of free memory, less than 100 MiB"
     host.free = 1000 * MIB
     clock.advance(LOOK_S)
     rig.run_until_idle()

@@ -326,11 +326,11 @@ def test_ranks_to_be_measured_may_load_for_as_long_as_any(monkeypatch: pytest.Mo
     ) as caught:
         measured_at(SlowHost(load_s=LOAD_S + 50.0, measure_s=0.0), monkeypatch)
     assert "after 3600 s" in str(caught.value)
-    assert "Give --load-timeout more seconds" in caught.value.remedy
+    assert "Raise --load-timeout" in caught.value.remedy
 
 
 def test_measuring_has_a_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
     host = SlowHost(load_s=LOAD_S - 50.0, measure_s=measuring.TIMEOUT_S + 50.0)
     with pytest.raises(WaitTimeoutError, match="could not be measured in 900 s") as caught:
         measured_at(host, monkeypatch)
-    assert "Give --partition the layers of each stage" in caught.value.remedy
+    assert "Set the layers of each stage with --partition" in caught.value.remedy

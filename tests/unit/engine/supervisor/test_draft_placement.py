@@ -137,7 +137,7 @@ def test_replicas_share_cores_and_memory(model: str, draft: str) -> None:
 
 def test_another_vocabulary_is_refused(model: str, tmp_path: Path) -> None:
     other = write_model(tmp_path / "other", {"other": 0} | dict(list(PIECES.items())[1:]))
-    with pytest.raises(UsageError, match="another vocabulary than the model: token 0 is") as raised:
+    with pytest.raises(UsageError, match="a different vocabulary: token 0 is") as raised:
         drafter_of(config_of(model, other))
     assert (raised.value.param, raised.value.code) == ("speculative_model", "other_vocabulary")
 
@@ -145,13 +145,13 @@ def test_another_vocabulary_is_refused(model: str, tmp_path: Path) -> None:
 def test_without_tokenizers_the_sizes_must_agree(tmp_path: Path) -> None:
     model = write_model(tmp_path / "model", None)
     assert drafter_of(config_of(model, write_model(tmp_path / "same", None)))
-    with pytest.raises(UsageError, match="96 tokens in the one and 97 in the other"):
+    with pytest.raises(UsageError, match="96 tokens against 97 in the draft model"):
         drafter_of(config_of(model, write_model(tmp_path / "longer", None, vocab_size=97)))
 
 
 def test_a_directory_without_a_model_is_refused_by_name(model: str, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
-    with pytest.raises(ModelConfigError, match=r"the model that drafts, .*empty") as raised:
+    with pytest.raises(ModelConfigError, match=r"the draft model .*empty") as raised:
         drafter_of(config_of(model, str(tmp_path / "empty")))
     assert raised.value.param == "speculative_model"
 
@@ -160,5 +160,5 @@ def test_a_model_that_does_not_fit_beside_the_ranks_is_refused_by_name(model: st
     needed = resolve(EngineConfig(model=ModelConfig(model=model)), [HOST])
     weights = 2 * sum(needed.spec.stage_parameters(rank.start_layer, rank.end_layer) for rank in needed.ranks)
     host = msgspec.structs.replace(HOST, free_bytes=weights + 100)
-    with pytest.raises(NotEnoughMemoryError, match=r"the model that drafts, .*draft: the weights take"):
+    with pytest.raises(NotEnoughMemoryError, match=r"the draft model .*draft: the weights need"):
         drafter_of(config_of(model, draft), host)

@@ -32,13 +32,13 @@ def test_g1_mixed_classes_are_said_with_who_has_which_and_what_makes_them_one(
 ) -> None:
     (said,) = NumericClasses().settle(ranks, [FAST, SLOW])
     assert said.startswith(f"numeric classes are mixed (stage 0: {FAST}; stage 1 on desk: {SLOW})")
-    assert said.endswith("--numeric-class avx2 makes all ranks compute in one.")
+    assert said.endswith("--numeric-class avx2 makes all ranks use one class.")
 
 
 def test_g1_where_the_class_was_chosen_compilers_differ(ranks: list[RankConfig]) -> None:
     chosen = [msgspec.structs.replace(rank, numeric_class="avx2") for rank in ranks]
     (said,) = NumericClasses().settle(chosen, [SLOW, "avx2 00000000"])
-    assert said.endswith("They are one with the same compiler and C library on all hosts.")
+    assert said.endswith("Use the same compiler and C library on all hosts for one class.")
 
 
 @pytest.mark.parametrize("other", ["torch 2.13 on avx2", f"{FAST}, torch 2.13 on avx512", "rvv 1", ""])
@@ -46,18 +46,18 @@ def test_g1_where_others_compute_no_class_of_our_kernels_is_named(
     ranks: list[RankConfig], other: str
 ) -> None:
     (said,) = NumericClasses().settle(ranks, [FAST, other])
-    assert said.endswith("They are one where our kernels compute everything on all ranks.")
+    assert said.endswith("Run every rank with our kernels for one class.")
 
 
 def test_g1_a_rank_that_comes_back_in_another_class_is_named(ranks: list[RankConfig]) -> None:
     classes = NumericClasses()
     classes.settle(ranks, [FAST, FAST])
     changed, mixed = classes.settle(ranks, [FAST, SLOW])
-    assert changed.startswith(f"stage 1 on desk computes in {SLOW}, and did in {FAST} before")
+    assert changed.startswith(f"stage 1 on desk now computes in {SLOW} instead of {FAST}")
     assert mixed.startswith("numeric classes are mixed")
     assert classes.settle(ranks, [FAST, SLOW]) == [mixed], "said in each epoch, with no change any more"
     (back,) = classes.settle(ranks, [FAST, FAST])
-    assert back.startswith(f"stage 1 on desk computes in {FAST}, and did in {SLOW} before")
+    assert back.startswith(f"stage 1 on desk now computes in {FAST} instead of {SLOW}")
 
 
 def test_g1_a_rank_is_named_with_the_host_that_it_runs_on_now(ranks: list[RankConfig]) -> None:
@@ -65,7 +65,7 @@ def test_g1_a_rank_is_named_with_the_host_that_it_runs_on_now(ranks: list[RankCo
     classes.settle(ranks, [FAST, FAST])
     taken_over = [ranks[0], msgspec.structs.replace(ranks[1], host="shelf")]
     changed, mixed = classes.settle(taken_over, [FAST, SLOW])
-    assert changed.startswith(f"stage 1 on shelf computes in {SLOW}, and did in {FAST} before")
+    assert changed.startswith(f"stage 1 on shelf now computes in {SLOW} instead of {FAST}")
     assert f"stage 1 on shelf: {SLOW}" in mixed
 
 

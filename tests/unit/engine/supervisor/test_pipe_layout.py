@@ -97,7 +97,7 @@ def test_r15_of_three_hosts_one_is_lost_and_the_others_take_its_stage(laid: Laid
     assert not waits.is_settled
     assert waits.notes == [
         "waiting for the host desk (stage 1), 30 s at most (--rejoin-timeout); then the other hosts take "
-        "over, if their memory allows."
+        "over if they have the memory."
     ]
     assert laid.settle() == Settlement(is_settled=False), "said once"
     laid.clock.advance(LIMIT_S)
@@ -146,8 +146,8 @@ def test_r15_where_memory_is_short_the_missing_host_is_named_and_waited_for(laid
     assert refused.notes == [f"{refusal.message} {refusal.remedy}"]
     assert (refusal.kind, refusal.code, refusal.stage) == ("HostMissingError", "host_missing", 1)
     assert refusal.message == (
-        "nothing runs without the host desk (stage 1), and tower and shelf cannot take over: weights and KV "
-        "cache of what is lost take 120 MiB; free are 119 MiB on tower, 30 MiB on shelf."
+        "the pipeline waits for the host desk (stage 1); tower and shelf cannot take over: weights and KV "
+        "cache of the lost stages need 120 MiB; 119 MiB on tower, 30 MiB on shelf are free."
     )
     assert "Start `penstock worker` on desk again" in refusal.remedy
     assert laid.settle() == Settlement(is_settled=False, notes=[], refusal=refusal), "the user is told once"
@@ -194,7 +194,7 @@ def test_r15_a_host_that_comes_back_later_takes_part_in_the_next_epoch(laid: Lai
     laid.settle()
     laid.living = {0, 1, 2}
     laid.by_name["shelf"].is_there = True
-    assert laid.layout.look() == ["shelf may take stages when the next epoch begins."]
+    assert laid.layout.look() == ["shelf can take stages from the next epoch on."]
     assert laid.layout.look() == [], "said once"
     assert laid.homes == ["tower", "desk", "desk"], "a healthy pipeline is not disturbed"
     assert laid.settle().notes == ["stage 2 goes to shelf."]
@@ -225,7 +225,7 @@ def test_r15_a_host_that_was_not_there_before_takes_the_place_of_a_lost_one(laid
     laid.clock.advance(RETURN_S)
     assert laid.settle().notes == ["without desk: stage 1 goes to attic."]
     laid.by_name["desk"].is_there = True
-    assert laid.layout.look() == ["desk may take stages when the next epoch begins."]
+    assert laid.layout.look() == ["desk can take stages from the next epoch on."]
     assert laid.settle() == Settlement(is_settled=True), "so many serve together as at the start"
 
 

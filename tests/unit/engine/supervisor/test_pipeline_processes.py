@@ -228,12 +228,11 @@ def test_r15_a_core_that_serves_is_told_of_its_hosts_and_tells_of_slow_links(rep
     replica.hear()
     assert replica.events[-2:] == [
         Caution(
-            text="The link from attic to cellar carries 20 Mbit/s, and was measured with 940 Mbit/s. "
+            text="The link from attic to cellar carries 20 Mbit/s instead of the measured 940 Mbit/s. "
             "Look for other traffic, a damaged cable or a weak signal."
         ),
         Notice(
-            text="The link from attic to cellar is well again: it carries at least half of the 940 Mbit/s "
-            "that it should."
+            text="The link from attic to cellar has recovered: it carries at least half of the measured 940 Mbit/s."
         ),
     ]
 
@@ -255,7 +254,7 @@ def test_g1_d15_a_start_and_a_recovery_say_who_computes_in_another_class(replica
     replica.hear()
     (recovered,) = [event for event in replica.events if isinstance(event, Recovered)]
     changed, mixed = recovered.notes
-    assert changed.startswith("stage 1 on cellar computes in avx2 99aabbcc, and did in avx512 1f0a2b3c")
+    assert changed.startswith("stage 1 on cellar now computes in avx2 99aabbcc instead of avx512 1f0a2b3c")
     assert "numeric classes are mixed" in mixed
     assert "stage 0 on attic: avx512 1f0a2b3c" in mixed
     assert event_line(recovered).count("\nnote: ") == 2
@@ -327,7 +326,7 @@ def test_r15_where_the_others_cannot_take_over_requests_end_with_that_and_all_go
     assert [message.ends for message in lost] == ["none", "all", "all", "all"], "others may have come"
     assert lost[-1].error.kind == "HostMissingError"
     assert notices(replica)[-1].startswith(
-        "nothing runs without the host cellar (stage 1), and attic cannot take over: "
+        "the pipeline waits for the host cellar (stage 1); attic cannot take over: "
     )
     assert len(notices(replica)) == 2
     replica.other.is_there = True
@@ -348,7 +347,7 @@ def test_r15_a_host_that_is_back_disturbs_no_healthy_pipe_and_is_used_by_the_nex
     for _ in range(3):
         replica.processes.recover()
     assert replica.head.members == serving
-    assert notices(replica)[-1] == "cellar may take stages when the next epoch begins."
+    assert notices(replica)[-1] == "cellar can take stages from the next epoch on."
     serving[-1].leave(-9)
     replica.processes.recover()
     assert notices(replica)[-1] == "stage 1 goes to cellar."
@@ -370,7 +369,7 @@ def test_g1_an_epoch_that_a_host_refuses_is_tried_again(
         replica.other.members[0].leave(-9)
         replica.processes.recover()
     lost = [event for event in replica.events if isinstance(event, StageLost)]
-    assert lost[-1].error.message == "no new epoch could begin: the host cellar has not answered for 5 s."
+    assert lost[-1].error.message == "no new epoch can begin: the host cellar has not answered for 5 s."
     replica.processes.recover()
     assert isinstance(replica.other.members[-1].handed[0], RankEndpoints)
 

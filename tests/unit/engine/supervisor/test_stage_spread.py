@@ -63,9 +63,9 @@ def test_r15_a_host_gets_another_stage_where_the_host_tiers_of_its_own_have_room
     with pytest.raises(NotEnoughMemoryError) as caught:
         spread([kept, *stages("")], rooms(a=14))
     assert caught.value.message.endswith(
-        "free are 14 MiB on a, of which KV blocks of other stages may fill 5 MiB."
+        "14 MiB on a are free, of which KV blocks of other stages may use 5 MiB."
     )
-    assert "a smaller --kv-cache-bytes or --kv-host-bytes" in caught.value.remedy
+    assert "lower --kv-cache-bytes or --kv-host-bytes" in caught.value.remedy
     assert spread([kept, *stages("")], rooms(a=0, c=10)) == ["a", "c"], "who gets no more stays as it is"
 
 
@@ -73,7 +73,7 @@ def test_r15_where_nothing_fits_the_numbers_are_named() -> None:
     with pytest.raises(NotEnoughMemoryError) as caught:
         spread(stages("a", "", ""), rooms(a=5, b=6))
     assert caught.value.message == (
-        "weights and KV cache of what is lost take 20 MiB; free are 5 MiB on a, 6 MiB on b."
+        "weights and KV cache of the lost stages need 20 MiB; 5 MiB on a, 6 MiB on b are free."
     )
     assert caught.value.remedy
 
@@ -81,7 +81,7 @@ def test_r15_where_nothing_fits_the_numbers_are_named() -> None:
 def test_r15_a_stage_on_a_gpu_gets_one_that_no_other_stage_has() -> None:
     own = [StageDemand(host=host, num_bytes=0, num_gpus=1) for host in ("a", "")]
     assert spread(own, [HostRoom(name="a", free_bytes=0, num_gpus=2)]) == ["a", "a"]
-    with pytest.raises(NotEnoughMemoryError, match="0 MiB and 1 GPU; free"):
+    with pytest.raises(NotEnoughMemoryError, match="0 MiB and 1 GPU; 0 MiB on a are free"):
         spread(own, [HostRoom(name="a", free_bytes=0, num_gpus=1)])
 
 

@@ -94,11 +94,11 @@ def test_g1_a_standby_that_has_loaded_becomes_the_member(rig: Rig) -> None:
     rig.wait(0)
     rig.wait(WHOLE_S)
     standby = rig.let_load()
-    assert rig.said == ["the standby of stage 1 on cellar has loaded its weights, and waits."]
+    assert rig.said == ["the standby of stage 1 on cellar has loaded its weights and is ready."]
     assert rig.standbys.take(rig.ranks[0], 0) is None
     assert rig.standbys.take(rig.ranks[1], 5) is standby
     assert (standby.name, standby.member_index, standby.has_loaded, standby.done) == ("stage 1", 5, True, [])
-    assert rig.said[1:] == ["the standby of stage 1 on cellar takes its place, with its weights in memory."]
+    assert rig.said[1:] == ["the standby of stage 1 on cellar takes over, with its weights in memory."]
     assert rig.standbys.take(rig.ranks[1], 5) is None, "it is one"
     rig.wait(1, is_whole=False)
     rig.wait(1)
