@@ -451,7 +451,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
         max_sessions: most open sessions of each replica (`kvcache.sessions`); opening another one gets
             429.
         micro_batches: micro-batches of the decoding requests; `auto`: by measured time, P until then.
-        inter_token_target_ms: milliseconds between two tokens of a request that other requests' prompts should
+        inter_token_target_ms: milliseconds between two tokens of a request that the prompts of others should
             not exceed; prompts may always lengthen the plan that they join by half.
         built_grammar_bytes: bytes of built grammars on a rank of the last stage, in use or kept for later, as
             `scheduler.grammars` estimates them; a larger grammar is held alone.

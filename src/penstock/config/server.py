@@ -100,8 +100,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
         host: address to listen on; an address other than loopback needs a key.
         port: port to listen on; 0 chooses a free port.
         reuse_port: take over the port of a running server once this one is ready.
-        ssl_certfile: PEM file of the server's certificate, followed by those that signed it; None serves plain
-            HTTP.
+        ssl_certfile: PEM file of the server's certificate and those that signed it; None serves plain HTTP.
         ssl_keyfile: PEM file of the certificate's private key, not encrypted.
         served_model_names: names of the model for clients; answers carry the first one. Repeat the flag, or
             give it once before all names. Default: the model's own name.

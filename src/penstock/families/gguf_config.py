@@ -60,9 +60,9 @@ def gguf_spec(path: Path, families: Mapping[str, _Read], *, dequantize: bool = F
     kind = kind_of_file(file)
     if kind is None or kind.architecture not in families:
         raise UnsupportedModelError(
-            f"{file.path.name} is of architecture {architecture_name(file)!r}; of GGUF files these are read: "
+            f"{file.path.name} has the architecture {architecture_name(file)!r}; supported in GGUF files: "
             f"{', '.join(known_architectures())}.",
-            remedy="Use a model of these, or the Hugging Face checkpoint that the file was made from.",
+            remedy="Use a supported model, or the Hugging Face checkpoint that the file was made from.",
             param="model",
         )
     require_known_types(file, dequantize=dequantize)
@@ -126,8 +126,8 @@ def _require_equal_heads(file: GgufFile, fields: Fields) -> None:
     keys, values = fields["head_dim"], whole_number(file, key)
     if values != keys:
         raise UnsupportedModelError(
-            f"{file.path.name}: heads have {keys} numbers of keys and {values} of values; heads of two sizes "
-            "are not built.",
+            f"{file.path.name}: a head has {keys} numbers in keys and {values} in values; different sizes "
+            "are not supported.",
             remedy="Use another model.",
             param="model",
         )

@@ -96,7 +96,9 @@ def scoring(file: GgufFile) -> str | None:
     if kind in _SCORING:
         return _SCORING[kind]
     if kind:
-        raise unsupported(file, f"experts are scored by function {kind} (expert_gating_func), not built")
+        raise unsupported(
+            file, f"experts are scored by function {kind} (expert_gating_func), which is not supported"
+        )
     return None
 
 
@@ -148,9 +150,9 @@ def _groups(file: GgufFile) -> tuple[int, int]:
 def _latent(file: GgufFile) -> Fields:
     """Return the sizes of latent attention. Newer files have those of one key for all heads beside them."""
     if not whole_number(file, "expert_count", 0):
-        raise unsupported(file, "a deepseek2 model without experts is not built")
+        raise unsupported(file, "a deepseek2 model without experts is not supported")
     if number(file, "attention.temperature_scale", 0.0):
-        raise unsupported(file, "latent attention whose queries grow with positions is not built")
+        raise unsupported(file, "latent attention with queries scaled by position is not supported")
     suffix = "_mla" if has(file, "attention.key_length_mla") else ""
     rotated = whole_number(file, "rope.dimension_count")
     has_query_rank = has(file, "attention.q_lora_rank")

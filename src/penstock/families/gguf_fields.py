@@ -46,7 +46,7 @@ def whole_number(file: GgufFile, name: str, default: int | None = None) -> int:
         key=key,
         expected="one number for all layers",
         found=f"{len(set(value.tolist()))} numbers",
-        remedy="Use another model; layers of unequal shapes are not built.",
+        remedy="Use another model; layers of different shapes are not supported.",
     )
 
 

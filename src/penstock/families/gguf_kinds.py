@@ -209,7 +209,7 @@ def _olmo3(file: GgufFile) -> Fields:
 
 def _glm(file: GgufFile) -> Fields:
     if has(file, "rope.dimension_sections"):
-        raise unsupported(file, "its heads are in the order for positions in pictures, which is not read")
+        raise unsupported(file, "its heads are in the order for positions in images, which is not supported")
     return {
         "head_dim": head_width(file),
         "attention_bias": has_tensor(file, "attn_q.bias") or has_tensor(file, "attn_qkv.bias"),

@@ -40,9 +40,9 @@ def require_known_types(file: GgufFile, *, dequantize: bool) -> None:
     counts = ", ".join(f"{count} of {name}" for name, count in unknown.most_common())
     if not (is_decoded and dequantize):
         known = ", ".join((*FLOAT_TYPES, *BLOCK_FORMATS))
-        remedy = "Use a file of the same model in one of the known types, such as Q4_K_M or Q8_0"
+        remedy = "Use a file of the same model in a supported type, such as Q4_K_M or Q8_0"
         raise UnsupportedModelError(
-            f"{file.path.name} has tensors of types that are not computed with: {counts}. Known: {known}.",
+            f"{file.path.name} has tensors of unsupported types: {counts}. Supported: {known}.",
             remedy=f"{remedy}, or --gguf-dequantize, which takes more memory."
             if is_decoded
             else f"{remedy}.",
@@ -50,8 +50,8 @@ def require_known_types(file: GgufFile, *, dequantize: bool) -> None:
         )
     if not has_package():
         raise UnsupportedModelError(
-            f"{file.path.name} has tensors of types that the Python package gguf decodes, which is not "
-            f"installed: {counts}.",
-            remedy=f"Install `pip install {EXTRA}`, or use a file of another type, such as Q4_K_M.",
+            f"{file.path.name} has tensors that need the Python package gguf, which is not installed: "
+            f"{counts}.",
+            remedy=f"Run `pip install {EXTRA}`, or use a file of another type, such as Q4_K_M.",
             param="model",
         )

@@ -33,8 +33,8 @@ _MAX_PATTERN_BITS = 24  # of the number of ways in which an expression can be tr
 _FORMATS = ("int-quantized", "naive-quantized", "pack-quantized", "mixed-precision")
 
 _REMEDY = (
-    "Use a checkpoint of the model in bfloat16 or float16, if wanted with --quantization int8 or int4. Where "
-    "it was published in this form alone, convert it first."
+    "Use a checkpoint in bfloat16 or float16, optionally with --quantization int8 or int4. If none is "
+    "published, convert this one first."
 )
 
 
@@ -216,7 +216,7 @@ def _problem(text: str) -> str | None:
         return None
     expression = text[len(PATTERN_PREFIX) :]
     if _search_bits(expression) > _MAX_PATTERN_BITS:
-        return "expressions that are quick to match"
+        return "expressions that match quickly"
     if any(pair in expression for pair in ("[[", "[^[", "--", "&&", "~~", "||")):
         return "expressions without nested sets"  # their meaning is to change, says Python's `re`
     if re.search(r"\(\?[a-zA-Z-]*x", expression):

@@ -15,19 +15,19 @@ from penstock.families.config_fields import ConfigFields, kind_of
 from penstock.gguf.part_names import SUFFIX
 
 _GGUF_MAGIC = b"GGUF"
-_TEXT_ALONE = "Use a model for text alone; many families have one, whose architecture ends in ForCausalLM."
-_ANOTHER = "Use another model; no other checkpoint or setting helps for this one."
+_TEXT_ALONE = "Use a text-only model; its architecture ends in ForCausalLM."
+_ANOTHER = "Use another model; no other checkpoint or setting of this one works."
 
-_SPARSE = "each query chooses the keys that it looks at (index_topk), and sparse attention is not built"
+_SPARSE = "its attention is sparse (index_topk), which is not supported"
 _OTHER_INPUTS = (
-    "its layers take more than the hidden states of the layer before (inputs of their own, or keys of other "
+    "its layers need more than the previous layer's hidden states (their own inputs, or keys of other "
     "layers), which stages do not send"
 )
 _UNLIKE_HEADS = (
-    "its layers have heads of two shapes, and in some sizes inputs of their own or keys of other layers"
+    "its layers have heads of two shapes, and in some sizes their own inputs or keys of other layers"
 )
-_SINKS = "its attention has sinks, which are not built"
-_STATES = "some of its layers keep a state beside keys and values, which is not built"
+_SINKS = "its attention has sinks, which are not supported"
+_STATES = "some layers keep a state besides keys and values, which is not supported"
 
 _MODEL_TYPES: Mapping[str, str] = {
     "bamba": _STATES,
@@ -71,7 +71,7 @@ def require_known_kind(config: ConfigFields, architectures: Sequence[str], serve
     _refuse_mlx(fields)
     if fields.get("is_encoder_decoder") is True:
         raise UnsupportedModelError(
-            "config.json: is_encoder_decoder is true: it has two lists of layers, and a pipeline cuts one.",
+            "config.json: is_encoder_decoder is true, but a pipeline needs a single list of layers.",
             remedy="Use a model with a decoder only.",
             param="is_encoder_decoder",
         )
@@ -107,7 +107,7 @@ def _refuse_more_than_text(name: str, fields: Mapping[str, Any]) -> None:
     sections = [section for section in _MORE_THAN_TEXT if isinstance(fields.get(section), dict)]
     why = f" (config.json has {' and '.join(sections)})" if sections else ""
     raise UnsupportedModelError(
-        f"{kind_of(name)} reads more than text, such as pictures or sound{why}, and only text is served.",
+        f"{kind_of(name)} reads images, sound or other inputs{why}, but Penstock serves only text.",
         remedy=_TEXT_ALONE,
         param="architectures",
     )
@@ -121,8 +121,8 @@ def _refuse_mlx(fields: Mapping[str, Any]) -> None:
             continue
         if {"bits", "group_size"} <= section.keys():
             raise UnsupportedModelError(
-                f"config.json: {name} is that of MLX, whose quantised format is not read.",
-                remedy="Use the checkpoint that it was made from, perhaps with --quantization int8 or int4.",
+                f"config.json: {name} is in MLX's quantised format, which is not supported.",
+                remedy="Use the original checkpoint, optionally with --quantization int8 or int4.",
                 param=name,
             )
 
@@ -146,8 +146,8 @@ def refuse_other_format(directory: Path) -> None:
         return
     if (directory / "adapter_config.json").exists():
         raise UnsupportedModelError(
-            f"{directory} holds an adapter (LoRA), and adapters are not supported.",
-            remedy="Merge it into the model that it was made for, and give the directory of the result.",
+            f"{directory} holds an adapter (LoRA), which is not supported.",
+            remedy="Merge it into its base model, and give the directory of the result.",
             param="model",
         )
 

@@ -116,7 +116,7 @@ def load_spec(directory: Path, model_impl: ModelImpl = "auto", *, dequantize: bo
     refuse_other_format(directory)
     config = read_config(directory / "config.json")
     if config.has("auto_map"):
-        _logger.warning("config.json: auto_map names code to run; ignored")
+        _logger.warning("config.json: auto_map names code to run; it is ignored")
     architecture, read = _architecture(config, model_impl)
     spec = read(config, architecture)
     generation_file = directory / GENERATION_FILE
@@ -137,7 +137,7 @@ def _architecture(config: ConfigFields, model_impl: ModelImpl) -> tuple[str, _Re
                 return name, transformers_spec
     declared = ", ".join(kind_of(name).strip('"') for name in names[:4]) or "none"
     raise UnsupportedModelError(
-        f"config.json asks for architecture {declared}; supported: those of docs/models.md.",
+        f"config.json asks for architecture {declared}; supported: see docs/models.md.",
         remedy=_remedy(model_impl),
         param="architectures",
     )
@@ -145,10 +145,10 @@ def _architecture(config: ConfigFields, model_impl: ModelImpl) -> tuple[str, _Re
 
 def _remedy(model_impl: ModelImpl) -> str:
     if not has_transformers():
-        return f"Install `pip install {EXTRA}` for more of them, or use a model of a supported architecture."
+        return f"Run `pip install {EXTRA}` for more architectures, or use a supported one."
     if model_impl == "penstock":
-        return "Leave --model-impl out for more of them, or use a model of a supported architecture."
-    return "Use a model of a supported architecture; the installed transformers does not run this one for us."
+        return "Leave --model-impl out for more architectures, or use a supported one."
+    return "Use a supported architecture; the installed transformers cannot run this one either."
 
 
 def _with_generation(spec: ModelSpec, fields: ConfigFields) -> ModelSpec:
@@ -237,7 +237,7 @@ def gguf_in_directory(directory: Path) -> Path:
     if len(firsts) > 1:
         names = ", ".join(sorted(path.name for path in firsts))
         raise ModelConfigError(
-            f"{directory} holds several models as GGUF: {names}.",
+            f"{directory} holds several GGUF models: {names}.",
             remedy="Give the path of one of these files.",
             param="model",
         )

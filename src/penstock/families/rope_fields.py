@@ -44,7 +44,7 @@ def require_whole_pairs(config: ConfigFields, rope: RopeSpec, head_dim: int) -> 
     """Raise `ModelConfigError` if the part of a head that is rotated is none, or not of pairs."""
     rotary_dim = rope.rotary_dim(head_dim)
     if rotary_dim < 2 or rotary_dim % 2:
-        expected = f"such that an even part of head_dim ({head_dim}) is rotated"
+        expected = f"a number that rotates an even part of head_dim ({head_dim})"
         raise config.error("partial_rotary_factor", expected, rope.rotary_fraction)
 
 
@@ -151,7 +151,7 @@ def stretched_positions(rope: RopeSpec, max_positions: int) -> int:
     """Return the longest sequence: yarn may state the length before stretching; longrope ends there."""
     if rope.kind == "longrope" and max_positions > rope.original_max_position_embeddings:
         _logger.warning(
-            "config.json: longrope beyond %d tokens is not supported: sequences end there",
+            "config.json: longrope beyond %d tokens is not supported; the context is limited to that",
             rope.original_max_position_embeddings,
         )
         return rope.original_max_position_embeddings

@@ -53,8 +53,8 @@ def require_shardable(spec: ModelSpec, size: int, *, expert_parallel: bool = Fal
     sizes = range(1, spec.num_heads + 1)
     good = [str(each) for each in sizes if _in_the_way(spec, each, expert_parallel=expert_parallel) is None]
     raise UsageError(
-        f"tensor_parallel_size is {size}, and {reason}.",
-        remedy=f"This model can have {', '.join(good)}; or use more stages (--pp).",
+        f"tensor_parallel_size is {size}, but {reason}.",
+        remedy=f"Use {', '.join(good)}; or use more stages (--pp).",
         param="tensor_parallel_size",
     )
 
@@ -68,14 +68,14 @@ def _in_the_way(spec: ModelSpec, size: int, *, expert_parallel: bool) -> str | N
         return f"the model has {heads} attention heads, which {size} ranks cannot share"
     if kv_heads % size and size % kv_heads:
         return (
-            f"the model has {kv_heads} key-value heads, which can neither be shared by {size} ranks nor held "
-            "by equally many ranks each"
+            f"the model has {kv_heads} key-value heads, which {size} ranks can neither share nor replicate "
+            "equally"
         )
     for what, _, inner in mlp_cuts(spec, expert_parallel=expert_parallel):
         if inner % size:
             return f"{what} is {inner} wide, which {size} ranks cannot share equally"
     if expert_parallel and spec.experts is not None and spec.experts.num_experts < size:
-        return f"a layer has {spec.experts.num_experts} experts, fewer than ranks"
+        return f"a layer has {spec.experts.num_experts} experts, fewer than the ranks"
     if spec.vocab_size < IDS * size:
         return f"a vocabulary of {spec.vocab_size} ids is too small for {size} ranks"
     return None
@@ -100,8 +100,8 @@ def require_whole_groups(
         for unit in _groups_of(spec, name, width, load_bits):
             if width // size % unit:
                 raise UsageError(
-                    f"tensor_parallel_size is {size}, and {name} is quantised in groups: {size} ranks get "
-                    f"{width // size} of its {width} inputs each, which is no multiple of {unit}.",
+                    f"tensor_parallel_size is {size}, but {name} is quantised in groups: {width // size} of "
+                    f"{width} inputs per rank are not a multiple of {unit}.",
                     remedy="Use fewer ranks per stage and more stages (--pp), or weights that are not "
                     "quantised.",
                     param="tensor_parallel_size",

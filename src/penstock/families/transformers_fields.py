@@ -106,18 +106,17 @@ def transformers_spec(config: ConfigFields, architecture: str) -> ModelSpec:
 def _check_kind(config: ConfigFields) -> None:
     if config.flag("is_decoder", False):
         raise UnsupportedModelError(
-            "config.json: is_decoder is true: an encoder that is used as a decoder, and may count "
-            "positions in a way of its own.",
-            remedy="Use a model that was made as a decoder.",
+            "config.json: is_decoder is true: an encoder used as a decoder, which may count positions "
+            "differently.",
+            remedy="Use a decoder-only model.",
             param="is_decoder",
         )
     if config.has("quantization_config"):
         method = kind_of(config.section("quantization_config").values().get("quant_method")).strip('"')
         raise UnsupportedModelError(
-            f"config.json: the weights are quantised (quantization_config, quant_method {method}), and "
-            "transformers' own layers are not served quantised.",
-            remedy="Use a checkpoint of the model in bfloat16 or float16. Where it was published quantised "
-            "alone, convert it to one of these first.",
+            f"config.json: the weights are quantised (quantization_config, quant_method {method}), but "
+            "transformers' layers cannot run quantised here.",
+            remedy="Use a checkpoint in bfloat16 or float16. If none is published, convert this one first.",
             param="quantization_config",
         )
 
@@ -159,6 +158,6 @@ def implementation_notes(spec: ModelSpec) -> tuple[str, ...]:
     if spec.implementation != "transformers":
         return ()
     return (
-        f"{spec.architecture} runs through transformers' layers, in plain torch: slower than our own, and "
-        "its numbers may depend on what is computed together.",
+        f"{spec.architecture} runs through transformers' layers, in plain torch: slower than our layers, "
+        "and results may depend on the other rows of a batch.",
     )

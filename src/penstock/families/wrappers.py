@@ -61,9 +61,9 @@ def wrapper_spec(config: ConfigFields, architecture: str) -> ModelSpec:
     model_type = fields.text("model_type", next(iter(models)))
     if model_type not in models:
         raise UnsupportedModelError(
-            f"config.json: the text model of {architecture} is of model_type {kind_of(model_type)}; served "
-            f"from within it: {', '.join(models)}.",
-            remedy="Use a model for text alone, or another model of this kind.",
+            f"config.json: the text model of {architecture} has model_type {kind_of(model_type)}; "
+            f"supported: {', '.join(models)}.",
+            remedy="Use a text-only model, or another model of this kind.",
             param=f"{_SECTION}.model_type" if config.has(_SECTION) else "model_type",
         )
     return models[model_type](fields, architecture)

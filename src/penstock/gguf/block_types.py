@@ -73,12 +73,12 @@ PACKAGE_TYPES = (
 
 # Numbers that ggml gave once and took back: what the files that have them should be made into.
 WITHDRAWN = {
-    4: "Q4_2, which ggml has given up",
-    5: "Q4_3, which ggml has given up",
-    31: "Q4_0_4_4, which ggml has given up: use Q4_0",
-    32: "Q4_0_4_8, which ggml has given up: use Q4_0",
-    33: "Q4_0_8_8, which ggml has given up: use Q4_0",
-    36: "IQ4_NL_4_4, which ggml has given up: use IQ4_NL",
-    37: "IQ4_NL_4_8, which ggml has given up: use IQ4_NL",
-    38: "IQ4_NL_8_8, which ggml has given up: use IQ4_NL",
+    4: "Q4_2, which ggml has removed",
+    5: "Q4_3, which ggml has removed",
+    31: "Q4_0_4_4, which ggml has removed: use Q4_0",
+    32: "Q4_0_4_8, which ggml has removed: use Q4_0",
+    33: "Q4_0_8_8, which ggml has removed: use Q4_0",
+    36: "IQ4_NL_4_4, which ggml has removed: use IQ4_NL",
+    37: "IQ4_NL_4_8, which ggml has removed: use IQ4_NL",
+    38: "IQ4_NL_8_8, which ggml has removed: use IQ4_NL",
 }

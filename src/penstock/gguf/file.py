@@ -85,7 +85,7 @@ def _require(metadata: GgufMetadata, key: str, expected: int) -> None:
         raise CheckpointError(
             file=metadata.file,
             key=key,
-            expected=f"{expected}, as the names of the files and their tensors say",
+            expected=f"{expected}, as the names of the files and tensors require",
             found=str(found),
             remedy="Keep all parts of one model in one directory, under their published names.",
         )
@@ -100,7 +100,7 @@ def _joined(parts: Sequence[GgufPart]) -> dict[str, GgufTensor]:
                     file=part.path.name,
                     tensor=printable(name),
                     expected="each tensor in one part",
-                    found=f"it in {tensors[name].path.name} too",
+                    found=f"it also in {tensors[name].path.name}",
                 )
             tensors[name] = tensor
     return tensors

@@ -84,7 +84,7 @@ class HeaderBytes:
         if count * item_bytes > room:
             self.refuse(
                 f"at least {count * item_bytes} bytes after {what} of {count}",
-                f"{room} bytes up to the end of the file (truncated, or never written whole)",
+                f"{room} bytes up to the end of the file (truncated or incomplete)",
             )
         return count
 
@@ -140,7 +140,7 @@ class HeaderBytes:
         while size < target:
             part = os.pread(self._descriptor, target - size, size)
             if not part:
-                self.refuse(f"{self.file_size} bytes", f"{size} bytes (it was cut while it was read)")
+                self.refuse(f"{self.file_size} bytes", f"{size} bytes (it was truncated during the read)")
             parts.append(part)
             size += len(part)
         self.content = b"".join(parts)

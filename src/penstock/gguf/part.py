@@ -95,7 +95,7 @@ def _parse(path: Path, header: HeaderBytes, *, is_header_alone: bool) -> GgufPar
     entries = [_read_entry(header) for _ in range(num_tensors)]
     data_start = -(-header.position // alignment) * alignment
     if is_header_alone and header.file_size > data_start:
-        header.refuse(f"a header of {data_start} bytes alone", f"a file of {header.file_size} bytes")
+        header.refuse(f"a header of {data_start} bytes on its own", f"a file of {header.file_size} bytes")
     tensors: dict[str, GgufTensor] = {}
     for entry in entries:
         if entry.name in tensors:
@@ -129,7 +129,7 @@ def _read_version(header: HeaderBytes) -> int:
 
 
 def _refuse_big_endian(header: HeaderBytes) -> NoReturn:
-    header.refuse("a little-endian GGUF file", "a big-endian one, which is not read")
+    header.refuse("a little-endian GGUF file", "a big-endian file, which is not supported")
 
 
 def _alignment(metadata: GgufMetadata) -> int:
@@ -173,7 +173,7 @@ def _read_entry(header: HeaderBytes) -> _Entry:
 def _known_type(header: HeaderBytes, number: int, tensor: str) -> GgufType:
     if number not in TYPES:
         known = ", ".join(f"{kind.name} ({kind.number})" for kind in TYPES.values())
-        found = WITHDRAWN.get(number, "which no version of ggml that is known here has")
+        found = WITHDRAWN.get(number, "which is not a known type of ggml")
         header.refuse(f"a type of {known}", f"type {number}, {found}", tensor=tensor)
     return TYPES[number]
 

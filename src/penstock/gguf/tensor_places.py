@@ -87,7 +87,7 @@ def at_places(
     for name, place in places.items():
         tensor, shown = tensors.get(name), printable(name)
         if tensor is None:
-            raise _refusal(index, "tensors of the model's header", "one that it does not have", shown)
+            raise _refusal(index, "tensors of the model's header", "a tensor that is not in it", shown)
         if place.begin < 0 or place.end - place.begin != tensor.num_bytes:
             expected = f"{tensor.num_bytes} bytes of {tensor.type.name} {list(tensor.shape)}"
             raise _refusal(index, expected, f"bytes {place.begin} to {place.end} of {place.file}", shown)

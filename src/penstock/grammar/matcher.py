@@ -38,8 +38,8 @@ _LIMITS = LLParserLimits(
 )
 _PLACE = re.compile(r"^(at )?\d+\(\d+\): ")
 _STOPS = {
-    "NoExtension": "no text satisfies it",
-    "NoExtensionBias": "no text satisfies it",
+    "NoExtension": "no text can match it",
+    "NoExtensionBias": "no text can match it",
     "ParserTooComplex": "it is too complex: too many ways to read the text",
     "LexerTooComplex": "it is too complex: a pattern in it grows too large",
 }
@@ -61,7 +61,7 @@ class Vocabulary:
 
     def __init__(self, tokenizer: str, eos_token_ids: Sequence[int]) -> None:
         if not eos_token_ids:
-            raise _unusable("it has no end-of-sequence id, so that a text could not end")
+            raise _unusable("it has no end-of-sequence id, so a text could not end")
         ends = list(eos_token_ids)
         try:
             apart, self.special_ids = set_apart(tokenizer)

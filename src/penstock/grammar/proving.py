@@ -251,7 +251,9 @@ class GrammarProver:
             error = self._too_much(is_late=ended.is_late)
             is_certain = not ended.is_late  # what was slow under load may be tried again
         except Exception as other:  # the process could not be started
-            error = ErrorInfo(kind="UnavailableError", message=f"no process to build grammars in: {other}.")
+            error = ErrorInfo(
+                kind="UnavailableError", message=f"the process that builds grammars cannot start: {other}."
+            )
             is_certain = False
         with self._lock:
             del self._under_way[key]
@@ -312,10 +314,10 @@ class GrammarProver:
 
     def _too_much(self, *, is_late: bool) -> ErrorInfo:
         seconds = self._limits.compile_timeout_s
-        what = f"takes more than {seconds:g} s to build" if is_late else "takes too much memory to build"
+        what = f"takes longer than {seconds:g} s to build" if is_late else "takes too much memory to build"
         return InvalidRequestError(
             f"structured output: the grammar {what}.",
-            remedy="Make it smaller: fewer alternatives and patterns, smaller numbers, less nesting.",
+            remedy="Simplify the grammar: fewer alternatives and patterns, smaller numbers, less nesting.",
             param="structured_outputs",
             code="grammar_too_complex",
         ).info()
@@ -350,4 +352,4 @@ def _raise(error: ErrorInfo | None) -> None:
 
 
 def _busy() -> OverloadedError:
-    return OverloadedError("too many grammars are being built or wait for it.", remedy="Try again later.")
+    return OverloadedError("too many grammars are being built or waiting.", remedy="Try again later.")

@@ -63,16 +63,16 @@ def _built(vocabulary: Vocabulary, structured: StructuredOutputs) -> ProofAnswer
     mask = matcher.mask()
     if matcher.error:
         return _invalid(matcher.error)
-    return ProofAnswer() if any(mask) else _invalid("no text satisfies it")
+    return ProofAnswer() if any(mask) else _invalid("no text can match it")
 
 
 def _invalid(reason: str) -> ProofAnswer:
     told = _NOT_TOLD.sub("", reason)
-    why = _UNKNOWN_DRAFT.sub(r"the schema has $schema: \1 is not a draft that is known", told)
+    why = _UNKNOWN_DRAFT.sub(r"the schema has $schema: \1 is not a known draft", told)
     return ProofAnswer(
         InvalidRequestError(
             f"structured output: {why}.",
-            remedy="See what is supported in docs/structured-output.md.",
+            remedy="docs/structured-output.md lists the supported features.",
             param="structured_outputs",
             code="unsupported_schema" if _UNSUPPORTED.search(why) else "invalid_grammar",
         ).info()

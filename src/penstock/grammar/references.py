@@ -113,7 +113,7 @@ class _Index:
         """Return the steps to what a reference leads to, and the address that holds around it."""
         address, _, fragment = _joined(base, reference).partition("#")
         if address not in self.addresses:
-            raise _leads_nowhere(reference, "only what is within the document is followed, not")
+            raise _leads_nowhere(reference, "only references within the document are supported, not")
         steps = self.addresses[address]
         if fragment.startswith("/"):
             steps += steps_of("#" + fragment)
@@ -135,14 +135,12 @@ def _joined(base: str, reference: str) -> str:
     try:
         return urljoin(base, reference)
     except ValueError:
-        raise _leads_nowhere(reference, "only addresses are followed, not") from None
+        raise _leads_nowhere(reference, "only addresses are supported, not") from None
 
 
 def _pointer(steps: Steps, reference: str) -> str:
     if sum(map(len, steps)) > _MAX_POINTER_CHARACTERS:
-        raise _leads_nowhere(
-            reference, f"the names on the way to it are over {_MAX_POINTER_CHARACTERS} long:"
-        )
+        raise _leads_nowhere(reference, f"its path is longer than {_MAX_POINTER_CHARACTERS} characters:")
     return pointer_to(steps)
 
 

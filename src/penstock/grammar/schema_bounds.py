@@ -57,7 +57,7 @@ def _check_grammar(grammar: str, limits: GrammarLimits) -> None:
             continue
         options = schema.pop(OPTIONS, {})
         if not isinstance(options, dict) or options.keys() & _LENIENT:
-            raise unsupported(OPTIONS, "what a schema constrains is kept to")
+            raise unsupported(OPTIONS, "a schema constrains the value")
         _check_document(schema, limits)
 
 
@@ -81,7 +81,7 @@ def _document(text: str, limits: GrammarLimits) -> dict[str, Any]:
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise refused(f"the schema is not JSON: {error}") from None
     if not isinstance(document, dict):
-        raise refused("the schema is no JSON object")
+        raise refused("the schema is not a JSON object")
     return document
 
 
@@ -118,7 +118,7 @@ class _Reader:
         if isinstance(schema, bool) or id(schema) in self.seen:
             return
         if not isinstance(schema, dict):
-            raise refused(f"a schema is an object or true or false, found {_kind(schema)}")
+            raise refused(f"a schema must be an object, true or false, found {_kind(schema)}")
         self.seen.add(id(schema))
         self._check_keywords(schema)
         for _, nested in subschemas(schema):
@@ -132,16 +132,16 @@ class _Reader:
             raise unsupported("items", "a list of schemas is not supported here; write prefixItems")
         for keyword in ("exclusiveMinimum", "exclusiveMaximum"):
             if isinstance(schema.get(keyword), bool):
-                raise unsupported(keyword, "it is a number, which takes the place of minimum or maximum")
+                raise unsupported(keyword, "it is a number, which replaces minimum or maximum")
         for keyword in ("$ref", "$id"):
             self._check_reference(keyword, schema.get(keyword))
         for keyword in COUNTS:
             count = schema.get(keyword, 0)
             if isinstance(count, bool) or not isinstance(count, int | float):
-                raise unsupported(keyword, f"it is a number, not {_kind(count)}")
+                raise unsupported(keyword, f"it must be a number, not {_kind(count)}")
             _at_most(keyword, count, limits.max_repeats, "--max-repeats")
             if count < 0 or count != int(count):
-                raise unsupported(keyword, f"it is a whole number from 0 on, not {count}")
+                raise unsupported(keyword, f"it must be a whole number of at least 0, not {count}")
         _check_num_fields(schema)
         for pattern in _patterns(schema):
             size = len(pattern.encode("utf-8", "replace"))
@@ -158,7 +158,7 @@ class _Reader:
         if target is None:
             return
         if not isinstance(target, str):
-            raise unsupported(keyword, f"it is a text, not {_kind(target)}")
+            raise unsupported(keyword, f"it must be a string, not {_kind(target)}")
         if keyword == "$ref":
             self.found.append(value_at(self.document, steps_of(target)))
 
@@ -172,7 +172,7 @@ def _check_num_fields(schema: dict[str, Any]) -> None:
     required = schema.get("required")
     surely = 1 + (len(required) if isinstance(required, list) else 0)
     if schema.get("minProperties", 0) > surely:
-        raise unsupported("minProperties", f"of fields with different names only {surely} can be promised")
+        raise unsupported("minProperties", f"of fields with different names only {surely} can be guaranteed")
 
 
 def _patterns(schema: dict[str, Any]) -> Iterator[str]:
@@ -191,7 +191,7 @@ def _at_most(what: str, value: float, limit: int, flag: str) -> None:
     if value > limit:
         raise InvalidRequestError(
             f"structured output: {what} is {value}; the limit is {limit}.",
-            remedy=f"Ask for less, or raise {flag}.",
+            remedy=f"Lower it, or raise {flag}.",
             param="structured_outputs",
             code="out_of_range",
         )
@@ -199,8 +199,8 @@ def _at_most(what: str, value: float, limit: int, flag: str) -> None:
 
 def _too_deep(limits: GrammarLimits) -> InvalidRequestError:
     return InvalidRequestError(
-        f"structured output: schemas stand within one another more than {limits.max_schema_depth} deep.",
-        remedy="Make it flatter, or raise --max-schema-depth.",
+        f"structured output: schemas nest deeper than {limits.max_schema_depth} levels.",
+        remedy="Make the schema flatter, or raise --max-schema-depth.",
         param="structured_outputs",
         code="out_of_range",
     )

@@ -9,7 +9,7 @@ def unsupported(keyword: str, why: str) -> InvalidRequestError:
     """Return the refusal of a keyword that would not be obeyed."""
     return InvalidRequestError(
         f"structured output: the schema has {keyword}: {why}.",
-        remedy=f"Leave {keyword} out, and check for it yourself.",
+        remedy=f"Leave {keyword} out, and check the value in the client.",
         param="structured_outputs",
         code="unsupported_schema",
     )

@@ -104,7 +104,7 @@ def _embedded(grammar: str) -> Iterator[tuple[int, int, Any]]:
         try:
             schema, position = decoder.raw_decode(grammar, start)
         except (ValueError, RecursionError) as error:
-            raise refused(f"what stands behind %json is not JSON: {error}") from None
+            raise refused(f"the text after %json is not JSON: {error}") from None
         yield start, position, schema
 
 

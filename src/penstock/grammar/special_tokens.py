@@ -48,7 +48,7 @@ def set_apart(tokenizer: str) -> tuple[str, dict[str, int]]:
             model["unk_token"] = new_names[model["unk_token"]]
         document["post_processor"] = None
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise ValueError("its tokenizer.json is not one that can be read") from error
+        raise ValueError("its tokenizer.json cannot be read") from error
     return json.dumps(document), ids
 
 

@@ -184,7 +184,7 @@ def _first_byte(response: Any, begin: int) -> int:
         return 0
     stated = str(response.headers.get("content-range", "")).removeprefix("bytes ").partition("-")[0]
     if stated != str(begin):
-        raise TransferCutError(f"the server has sent another range than the one from {begin}")
+        raise TransferCutError(f"the server sent a range that does not begin at {begin}")
     return begin
 
 
@@ -203,8 +203,8 @@ def _translated(error: Exception, endpoint: str, name: str, revision: str, file:
         return None
     return HubUnreachableError(
         f"the hub {endpoint} cannot be reached: {_words(error)}.",
-        remedy="Check the network and the proxy, or name a mirror with --endpoint. The same command goes on "
-        "where it stopped.",
+        remedy="Check the network and the proxy, or name a mirror with --endpoint. The same command "
+        "continues where it stopped.",
     )
 
 
@@ -224,7 +224,7 @@ def _refused(error: Any, endpoint: str, name: str, revision: str, file: str) -> 
         )
     if isinstance(error, errors.RepositoryNotFoundError):
         return HubMissingError(
-            f"{endpoint} has no model {name}, or not for this account ({status}).",
+            f"{endpoint} has no model {name} for this account ({status}).",
             remedy=f"Check the name at {endpoint}. If the model is private, give a token: {_TOKEN_REMEDY}.",
         )
     if status in (401, 403):
@@ -235,17 +235,17 @@ def _refused(error: Any, endpoint: str, name: str, revision: str, file: str) -> 
     if status in (404, 410):
         return HubMissingError(
             f"{endpoint} does not have {file or name} of {name} at {revision} ({status}).",
-            remedy="Run the command again: the model may have been changed meanwhile.",
+            remedy="Run the command again: the model may have changed in the meantime.",
         )
     if status == 416:
         return HubContentError(
-            f"{endpoint} has fewer bytes of {file} of {name} than it has announced.",
+            f"{endpoint} sent fewer bytes of {file} of {name} than announced.",
             remedy="Run the command again. If it happens again, check --endpoint.",
         )
     if status == 429 or status >= 500:
         return HubUnreachableError(
             f"{endpoint} does not serve {name} at present ({status}).",
-            remedy="Try again later: the same command goes on where it stopped.",
+            remedy="Try again later: the same command continues where it stopped.",
         )
     return HubError(f"{endpoint} answered {status} for {file or name}.", remedy="Check --endpoint.")
 

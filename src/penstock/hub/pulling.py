@@ -130,7 +130,7 @@ class Puller:
             raise DiskSpaceError(
                 f"{source.name} needs {num_bytes / 1e9:.2f} GB more on the disk of "
                 f"{source.cache.directory.parent}, which has {free / 1e9:.2f} GB free.",
-                remedy="Make room (`penstock ls` and `penstock rm`), or name another folder by HF_HUB_CACHE.",
+                remedy="Free space (`penstock ls` and `penstock rm`), or set HF_HUB_CACHE to another folder.",
             )
         for file in missing:
             transfer(source, file, self.progress)

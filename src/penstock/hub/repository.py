@@ -91,11 +91,11 @@ def _file(sibling: _Sibling, asked: str) -> HubFile:
         return HubFile(path=path, size=lfs.size, blob=lfs.sha256)
     if lfs is None and sibling.size is not None and _SHA1.fullmatch(sibling.blobId):
         return HubFile(path=path, size=sibling.size, blob=sibling.blobId)
-    raise _unusable(asked, f"it does not say size and hash of {path[:200]!r}")
+    raise _unusable(asked, f"size and hash of {path[:200]!r} are missing")
 
 
 def _unusable(asked: str, why: str) -> HubContentError:
     return HubContentError(
-        f"{asked} did not answer as the hub does: {why}.",
-        remedy="Check --endpoint (or HF_ENDPOINT): it must be the hub, or a mirror that speaks its routes.",
+        f"{asked} did not send a valid answer of a hub: {why}.",
+        remedy="Check --endpoint (or HF_ENDPOINT): it must be the hub, or a mirror with the same routes.",
     )

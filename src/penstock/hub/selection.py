@@ -73,8 +73,8 @@ def describing_files(repository: HubRepository, name: ModelName) -> list[HubFile
         raise _no_safetensors(name, paths, {file.path: file.size for file in repository.files})
     if "config.json" not in paths:
         raise HubMissingError(
-            f"{name.path} has weights but no config.json, so nothing says what the model is.",
-            remedy="Use a repository in the form of transformers.",
+            f"{name.path} has weights but no config.json, which describes the model.",
+            remedy="Use a repository in the format of transformers.",
         )
     is_index = INDEX_FILE if SINGLE_FILE not in paths else ""
     return [
@@ -110,14 +110,14 @@ def _no_single_gguf(
 ) -> HubMissingError:
     if not models:
         return HubMissingError(
-            f"{name.path} has no GGUF files, so it has no {name.file}.",
+            f"{name.path} has no GGUF files, and so has no {name.file}.",
             remedy=f"Leave {name.file} out for its safetensors: `penstock pull {name.path}`.",
         )
     asked = f"{len(fitting)} fit {name.file}" if fitting else f"none is {name.file}"
     shown = _listed(name, fitting or models, models, size_of)
     if not name.file:
         return HubMissingError(
-            f"{name.path} has GGUF files only, of which one is taken: {shown}.",
+            f"{name.path} has several GGUF files: {shown}.",
             remedy=f"Choose one: `penstock pull {name.path}:{shortest_name(models[0], models)}`.",
             code="hub_choose_file",
         )
@@ -144,16 +144,16 @@ def _no_safetensors(name: ModelName, paths: set[str], size_of: Mapping[str, int]
         return _no_single_gguf(name, models, models, size_of)
     if "adapter_config.json" in paths:
         return HubMissingError(
-            f"{name.path} is an adapter (LoRA), and adapters are not supported.",
-            remedy="Merge it into the model that it was made for.",
+            f"{name.path} is an adapter (LoRA), which is not supported.",
+            remedy="Merge it into its base model.",
         )
     if pickles := sorted(path for path in paths if path.endswith(_PICKLES)):
         return HubMissingError(
             f"{name.path} has its weights as {pickles[0]!r}, a format that can run code; only safetensors "
-            "are read.",
+            "are supported.",
             remedy=f"Convert them, or look for a --revision with {SINGLE_FILE}.",
         )
     return HubMissingError(
         f"{name.path} has neither {SINGLE_FILE} nor {INDEX_FILE} nor GGUF files.",
-        remedy="Use a repository with the weights of a language model in one of these forms.",
+        remedy="Use a repository that has the weights of a language model in one of these formats.",
     )

@@ -150,7 +150,7 @@ class _Transfer:
             for chunk in chunks:
                 self._write(chunk)
         if self._num_bytes < self._file.size:
-            raise TransferCutError(f"{self._num_bytes} of {self._file.size} bytes came")
+            raise TransferCutError(f"received {self._num_bytes} of {self._file.size} bytes")
 
     def _write(self, chunk: bytes) -> None:
         if self._num_bytes + len(chunk) > self._file.size:
@@ -185,7 +185,7 @@ def _locked(cache: CachedRepository, file: HubFile) -> Iterator[None]:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             raise HubError(
-                f"another program is downloading {file.path} of {cache.name} at present.",
+                f"another program is downloading {file.path} of {cache.name}.",
                 remedy="Wait until it is done, and run the command again.",
                 code="hub_busy",
             ) from error
@@ -194,22 +194,22 @@ def _locked(cache: CachedRepository, file: HubFile) -> Iterator[None]:
 
 def _differs(name: str, file: HubFile, expected: str, found: str) -> HubContentError:
     return HubContentError(
-        f"{name}: {file.path}: expected {expected}, found {found}; what came was removed.",
-        remedy="Run the command again. If it happens again, a mirror or something on the way changes files.",
+        f"{name}: {file.path}: expected {expected}, found {found}; the download was removed.",
+        remedy="Run the command again. If it happens again, a mirror or proxy changes files.",
     )
 
 
 def _no_bytes(name: str, file: HubFile, cut: TransferCutError) -> HubUnreachableError:
     return HubUnreachableError(
-        f"{file.path} of {name} did not come in {MAX_FRUITLESS} attempts: {cut}.",
-        remedy="Check the network. The same command goes on where it stopped.",
+        f"{file.path} of {name} could not be downloaded in {MAX_FRUITLESS} attempts: {cut}.",
+        remedy="Check the network. The same command continues where it stopped.",
     )
 
 
 def _not_written(partial: Path, error: OSError) -> DiskSpaceError:
     return DiskSpaceError(
         f"{partial} cannot be written: {error.strerror or error}.",
-        remedy="Make room, or name another folder by HF_HUB_CACHE. The same command goes on where it "
+        remedy="Free space, or set HF_HUB_CACHE to another folder. The same command continues where it "
         "stopped.",
         code="disk_failed",
     )

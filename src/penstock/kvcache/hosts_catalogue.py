@@ -25,7 +25,7 @@ from penstock.kvstore.catalogue import StoreCatalogue
 
 _NOT_EMPTIED = StageLostError(
     "the KV store of another host was not emptied: the host is lost.",
-    remedy="Ask for it once more when the host is back.",
+    remedy="Repeat the request when the host is back.",
 ).info()
 
 

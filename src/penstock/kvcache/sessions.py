@@ -35,7 +35,7 @@ KEPT_SHARE = 2  # one part in so many of the pool
 def unknown_session(session_id: str) -> NotFoundError:
     """Return the error for a request that names a session which is not open."""
     return NotFoundError(
-        f"session {session_id!r} is not open: it never was, was closed, or nobody has used it for too long.",
+        f"session {session_id!r} is not open: it never existed, was closed, or was idle for too long.",
         remedy="Open it (POST /open_session), or leave session_id out.",
         param="session_id",
         code="session_not_found",
@@ -126,7 +126,7 @@ class Sessions:
         """
         if not self._cache.is_on:
             raise InvalidRequestError(
-                "this server keeps no blocks, so it has no sessions.",
+                "this server has no prefix cache, so it has no sessions.",
                 remedy="Start it without --no-enable-prefix-caching.",
                 code="no_prefix_cache",
             )
@@ -134,7 +134,7 @@ class Sessions:
         if session is None and len(self._open) >= self._max_sessions:
             raise OverloadedError(
                 f"{len(self._open)} sessions are open, which is the limit.",
-                remedy="Close one, wait until one has been idle for too long, or raise --max-sessions.",
+                remedy="Close a session, wait until an idle session expires, or raise --max-sessions.",
                 code="too_many_sessions",
             )
         now, max_blocks = self._clock(), self._max_blocks

@@ -24,8 +24,8 @@ def clear_records(store: KVStore, prefix: bytes, clock: Callable[[], float], dea
     for some in store.scan(prefix):
         if clock() > deadline:
             raise StoreError(
-                f"not all records could be deleted in time; {count:,} are gone.",
-                remedy="Ask for it once more: it goes on with the others.",
+                f"not all records could be deleted in time; {count:,} were deleted.",
+                remedy="Repeat the request to delete the others.",
             )
         store.delete([record.key for record in some])
         count += len(some)

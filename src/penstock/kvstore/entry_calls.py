@@ -87,7 +87,7 @@ class NoEntryCalls:
     is_busy = False
 
     def carry_out(self, call: EntryCall) -> None:
-        raise ProtocolError(f"the core wants to {call.what} entries of a store that this host does not have.")
+        raise ProtocolError(f"the core asks to {call.what} entries of a store that this host does not have.")
 
     def collect(self) -> EntryAnswers | None:
         return None

@@ -35,7 +35,7 @@ PAUSE_SECONDS = 60.0
 MAX_REASON_CHARACTERS = 256
 
 _SWITCHED_OFF = StoreError(
-    "the KV store has failed too often and is left alone for a while.", remedy="Try again in a minute."
+    "the KV store has failed too often and is not used for a while.", remedy="Try again in a minute."
 ).info()
 
 _T = TypeVar("_T")
@@ -233,7 +233,7 @@ class GuardedStore:
 
 def _one_each(answers: list[_T], keys: Sequence[bytes]) -> list[_T]:
     if len(answers) != len(keys):
-        raise ValueError(f"{len(keys)} keys were asked for, {len(answers)} answers came")
+        raise ValueError(f"{len(keys)} keys were requested, but {len(answers)} answers came")
     return answers
 
 

@@ -66,14 +66,12 @@ def open_to_read(url: str) -> ReadableStore:
         StoreError: there is none, or it cannot be read. Buckets and servers are asked when they are used.
     """
     if url.lower().startswith("memory:"):
-        raise UsageError(
-            "the KV store memory: is gone with its process.", remedy="Give a directory or a URL."
-        )
+        raise UsageError("the KV store memory: ends with its process.", remedy="Give a directory or a URL.")
     directory = directory_of(url)
     if directory is not None and keeps_quota(url):
         return LmdbReader(directory)
     if directory is not None and not directory.is_dir():
-        raise StoreError(f"{directory} is no directory.", remedy="Give the address that --kv-store names.")
+        raise StoreError(f"{directory} is not a directory.", remedy="Give the address of --kv-store.")
     return open_store(url)
 
 

@@ -21,10 +21,10 @@ from penstock.kvstore.lmdb_tables import DATA_FILE, page_of
 
 _ADDRESSES = 1 << 40
 _REMEDY = (
-    "Check the path, and that you may read its data.mdb and, where there is one, write to its lock.mdb; if "
-    "the file is damaged, stop whoever uses it and delete the directory."
+    "Check the path, and that you may read its data.mdb and write to its lock.mdb; if the file is damaged, "
+    "stop the programs that use it and delete the directory."
 )
-_NOT_OURS = "Give the directory that --kv-store names, which holds data.mdb."
+_NOT_OURS = "Give the directory of --kv-store, which holds data.mdb."
 
 
 class LmdbReader:
@@ -37,7 +37,7 @@ class LmdbReader:
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         if not (directory / DATA_FILE).is_file():
-            what = "holds no KV store" if directory.is_dir() else "is no directory"
+            what = "does not hold a KV store" if directory.is_dir() else "is not a directory"
             raise StoreError(f"{directory} {what}.", remedy=_NOT_OURS)
         with reported(str(directory), _REMEDY, (lmdb.Error, OSError)):
             self._environment = lmdb.open(

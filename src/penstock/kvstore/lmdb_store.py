@@ -40,8 +40,8 @@ _MAX_BATCH_BYTES = 64 << 20
 _MAX_TRIES = 8
 _FULL = (lmdb.MapFullError, lmdb.DiskError)
 _REMEDY = (
-    "Check that the directory's disk has room and can be written to; if the file is damaged, stop whoever "
-    "uses it and delete the directory."
+    "Check that the disk has space and the directory is writable; if the file is damaged, stop the "
+    "programs that use it and delete the directory."
 )
 
 
@@ -173,7 +173,8 @@ class LmdbStore:
         room = tables.room_for(batch)
         if room > self._max_live_bytes:
             raise StoreError(
-                f"KV store {self._directory}: a record of {room:,} bytes in a quota of {self._max_bytes:,}.",
+                f"KV store {self._directory}: a record of {room:,} bytes exceeds the "
+                f"quota of {self._max_bytes:,}.",
                 remedy="Give the store a larger quota.",
             )
         if tables.live_bytes() + room > self._max_live_bytes:

@@ -220,14 +220,14 @@ def make_private(directory: Path) -> None:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     except (FileExistsError, NotADirectoryError) as error:
         raise StoreError(
-            f"KV store {directory}: it, or what it is to lie in, is a file.",
-            remedy="Give a directory, or a path where none is yet.",
+            f"KV store {directory}: it or its parent is a file.",
+            remedy="Give a directory, or a path that does not exist yet.",
         ) from error
     status = directory.stat()
     if status.st_uid != os.geteuid() or status.st_mode & _OTHERS_WRITE:
         raise StoreError(
-            f"KV store {directory}: others can write to it (mode {stat.S_IMODE(status.st_mode):04o}, "
-            f"owner {status.st_uid}), and whoever can do that is believed.",
-            remedy="If none but this user has written there, take that from the others (chmod 700, and chown "
-            "where it is another's); else give another directory.",
+            f"KV store {directory}: others can write to it (mode {stat.S_IMODE(status.st_mode):04o}, owner "
+            f"{status.st_uid}), and could forge KV blocks.",
+            remedy="If only this user has written there, remove the others' access (chmod 700, and chown "
+            "if another user owns it); else give another directory.",
         )

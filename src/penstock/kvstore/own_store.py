@@ -79,7 +79,7 @@ class OwnStore:
             ProtocolError: the namespace has a wrong length.
         """
         if len(need.namespace) != NAMESPACE_BYTES:
-            raise ProtocolError(f"a namespace of KV blocks has {NAMESPACE_BYTES} bytes.")
+            raise ProtocolError(f"a namespace of KV blocks must have {NAMESPACE_BYTES} bytes.")
         url = self._url(need.kind)
         return StoreConfig(
             url=url,
@@ -104,13 +104,13 @@ class OwnStore:
         return self._address
 
     def _refusal(self, kind: str) -> UsageError:
-        own = "no --kv-store" if self._address is None else f"one of the kind {kind_of(self._address)}"
+        own = "no --kv-store" if self._address is None else f"a store of the kind {kind_of(self._address)}"
         if kind == DIRECTORY_KIND:
             remedy = "Leave --kv-store of that worker out, or give it a directory."
         else:
             remedy = f"Start that worker with --kv-store {kind}://..., with credentials of its own."
         return UsageError(
-            f"the KV store of the head is of the kind {kind}, and the worker {self._host} has {own}.",
+            f"the head's KV store is of the kind {kind}, but the worker {self._host} has {own}.",
             remedy=remedy,
             param=_FLAG,
         )
@@ -124,7 +124,9 @@ class NoOwnStore(OwnStore):
 
     def config(self, need: TierNeed) -> StoreConfig:
         raise UsageError(
-            "this host keeps no KV blocks.", remedy="Leave out --kv-store and --kv-host-bytes.", param=_FLAG
+            "this host does not keep KV blocks.",
+            remedy="Leave out --kv-store and --kv-host-bytes.",
+            param=_FLAG,
         )
 
 

@@ -114,8 +114,9 @@ def open_store(url: str, *, quota_bytes: int | None = None) -> KVStore:
         return LmdbStore(Path(rest), quota_bytes=quota_bytes)
     if quota_bytes is not None:
         raise UsageError(
-            f"a quota of {quota_bytes:,} bytes is given for a {scheme} store, which cannot keep one.",
-            remedy="Bound it by a lifecycle rule of the bucket or by Redis' maxmemory, or use lmdb:///PATH.",
+            f"a quota of {quota_bytes:,} bytes is given for a {scheme} store, which does not support quotas.",
+            remedy="Limit its size with a lifecycle rule of the bucket or Redis' maxmemory, or use "
+            "lmdb:///PATH.",
         )
     if scheme == "memory":
         return MemoryStore()
@@ -149,11 +150,11 @@ def _split(url: str) -> tuple[str, str]:
     match = re.match(r"(memory|[a-z][a-z0-9+.-]*(?=://)):(//)?", url, re.IGNORECASE)
     scheme, rest = (match[1].lower(), url[match.end() :]) if match else ("lmdb", url)
     if scheme not in _SCHEMES:
-        raise UsageError(f"there is no KV store at an address that begins with {scheme}://.", remedy=_REMEDY)
+        raise UsageError(f"no KV store supports addresses that begin with {scheme}://.", remedy=_REMEDY)
     if scheme == "memory" and rest:
-        raise UsageError(f"the KV store memory: has no path, and {rest} is given.", remedy=_REMEDY)
+        raise UsageError(f"the KV store memory: takes no path, but {rest} is given.", remedy=_REMEDY)
     if scheme != "memory" and not rest:
-        raise UsageError("the address of the KV store ends where its path should begin.", remedy=_REMEDY)
+        raise UsageError("the address of the KV store has no path.", remedy=_REMEDY)
     return scheme, rest
 
 

@@ -124,8 +124,8 @@ class LLM:
         max_num_batched_tokens: most tokens in one plan.
         prefill_chunk: most prompt tokens of one request in one plan.
         micro_batches: micro-batches of the decoding requests; `auto`: by measured time, P until then.
-        inter_token_target_ms: milliseconds between two tokens of a request that other requests' prompts
-            should not exceed; prompts may always lengthen the plan that they join by half. None by default.
+        inter_token_target_ms: milliseconds between two tokens of a request that the prompts of others should
+            not exceed; prompts may always lengthen the plan that they join by half. None by default.
         speculative_method: draft with `suffix` (the text), `draft_model` or `mtp` (a layer); `off`; `auto`.
         num_speculative_tokens: most draft tokens of a request in one step; fewer where more would cost time.
         speculative_config: a JSON object, as in vLLM: {"method": "suffix"}, or {"model": "small"}.

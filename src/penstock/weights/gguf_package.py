@@ -57,6 +57,6 @@ def _dequantize_of(type_name: str) -> _Dequantize:
 def _unusable(type_name: str, reason: str) -> UnsupportedModelError:
     return UnsupportedModelError(
         f"tensors of type {type_name} cannot be dequantised: {reason}.",
-        remedy=f"Install `pip install --upgrade {EXTRA}`.",
+        remedy=f"Run `pip install --upgrade {EXTRA}`.",
         param="model",
     )

@@ -220,9 +220,9 @@ def test_what_is_no_store_is_named_and_left_as_it_is(tmp_path: Path, command: tu
     foreign.close()
     before = (tmp_path / "foreign" / "data.mdb").read_bytes()
     for name, told in (
-        ("missing", "is no directory"),
-        ("empty", "holds no KV store"),
-        ("file", "is no directory"),
+        ("missing", "is not a directory"),
+        ("empty", "does not hold a KV store"),
+        ("file", "is not a directory"),
         ("text", "InvalidError"),
         ("foreign", "NotFoundError"),
     ):

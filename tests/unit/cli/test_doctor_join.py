@@ -108,7 +108,7 @@ def test_g1_the_way_in_use_comes_first_and_a_fixed_slower_one_is_warned_of() -> 
     ways = survey(slow, fast)
     assert found("link", to_head=ways).text.startswith("eth0")
     assert found("link", "10.0.1.2", to_head=ways).text.startswith("wlan0")
-    assert "stands idle: eth0" in found("idle link", "10.0.1.2", to_head=ways).text
+    assert "is idle: eth0" in found("idle link", "10.0.1.2", to_head=ways).text
     gone = found("link", "10.0.7.7", to_head=ways)
     assert (gone.level, gone.remedy[:28]) == ("fail", "Leave --address out, for eth")
 

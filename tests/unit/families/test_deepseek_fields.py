@@ -141,7 +141,7 @@ def test_ranks_and_groups_of_weights(tmp_path: Path) -> None:
         require_shardable(spec, 3)
     require_whole_groups(spec, 8, 4)
     narrow = load(tmp_path, V3, v_head_dim=65)
-    with pytest.raises(UsageError, match=r"self_attn\.o_proj .* 1040 of its 8320 inputs"):
+    with pytest.raises(UsageError, match=r"self_attn\.o_proj .* 1040 of 8320 inputs"):
         require_whole_groups(narrow, 8, 4)
 
 

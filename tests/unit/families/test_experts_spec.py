@@ -139,7 +139,12 @@ def test_experts_are_shared_out_whole_or_by_width() -> None:
     ("changes", "size", "expert_parallel", "said"),
     [
         ({"family": "mixtral", "intermediate_size": 50}, 4, False, "an expert is 50 wide"),
-        ({"family": "mixtral", "num_local_experts": 3}, 4, True, "a layer has 3 experts, fewer than ranks"),
+        (
+            {"family": "mixtral", "num_local_experts": 3},
+            4,
+            True,
+            "a layer has 3 experts, fewer than the ranks",
+        ),
         ({"family": "qwen2_moe", "moe_intermediate_size": 26}, 4, False, "an expert is 26 wide"),
         ({"family": "qwen2_moe", "shared_expert_intermediate_size": 42}, 4, True, "the shared expert is 42"),
         (

@@ -191,7 +191,7 @@ def test_b5_two_all_reduces_a_layer_one_for_the_embedding_one_gather_for_logits(
     ("changes", "size", "said"),
     [
         ({"heads": 4}, 3, "4 attention heads, which 3 ranks cannot share"),
-        ({"heads": 6, "kv_heads": 2, "hidden_size": 48}, 3, "2 key-value heads, which can neither"),
+        ({"heads": 6, "kv_heads": 2, "hidden_size": 48}, 3, "2 key-value heads, which 3 ranks can neither"),
         ({"heads": 8, "intermediate_size": 52}, 8, "the MLP is 52 wide, which 8 ranks cannot share"),
         ({"heads": 4}, 4, "a vocabulary of 96 ids is too small for 4 ranks"),
     ],

@@ -113,6 +113,6 @@ def test_r15_an_index_beside_a_whole_file_is_refused(header: Path) -> None:
     with header.open("ab") as file:
         file.write(bytes(100))
     with pytest.raises(
-        CheckpointError, match=rf"a header of {size} bytes alone, found a file of {size + 100}"
+        CheckpointError, match=rf"a header of {size} bytes on its own, found a file of {size + 100}"
     ):
         GgufFile.open(header)

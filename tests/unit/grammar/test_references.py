@@ -125,5 +125,5 @@ def test_r8_many_short_references_to_a_long_path_are_refused() -> None:
     """Each would be written as long as the path; 64 KiB of them came to 75 MB."""
     name = "n" * 30_000
     schema = {"$defs": {name: {"$anchor": "a"}}, "prefixItems": [{"$ref": "#a"}] * 2500}
-    with pytest.raises(InvalidRequestError, match="over 512 long"):
+    with pytest.raises(InvalidRequestError, match="longer than 512 characters"):
         localized(schema)

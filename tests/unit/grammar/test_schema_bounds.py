@@ -68,11 +68,11 @@ WRONG = [
     ({"x-guidance": {"lenient": True}}, "x-guidance", "Leave x-guidance out"),
     ({"items": [{}, {}]}, "prefixItems", "Leave items out"),
     ({"exclusiveMinimum": True, "minimum": 3}, "exclusiveMinimum", "Leave exclusiveMinimum out"),
-    ({"minProperties": 2}, "only 1 can be promised", "Leave minProperties out"),
+    ({"minProperties": 2}, "only 1 can be guaranteed", "Leave minProperties out"),
     ({"minProperties": 4, "required": ["a", "b"]}, "only 3 can be", "Leave minProperties out"),
     ({"minItems": "3"}, "minItems", "Leave minItems out"),
-    ({"minItems": 1.5}, "a whole number from 0 on, not 1.5", "Leave minItems out"),
-    ({"maxLength": -1}, "a whole number from 0 on, not -1", "Leave maxLength out"),
+    ({"minItems": 1.5}, "a whole number of at least 0, not 1.5", "Leave minItems out"),
+    ({"maxLength": -1}, "a whole number of at least 0, not -1", "Leave maxLength out"),
 ]
 
 
@@ -114,7 +114,7 @@ def test_r8_enum_items_are_counted_over_the_whole_schema() -> None:
 
 def test_r8_depth_is_counted_in_schemas() -> None:
     check(nested(4))
-    assert "more than 4 deep" in refused(nested(5)).message
+    assert "deeper than 4 levels" in refused(nested(5)).message
     assert "--max-schema-depth" in refused(nested(5)).remedy
     deepest = '{"not":' * 20_000 + "true" + "}" * 20_000
     with pytest.raises(InvalidRequestError, match="deep"):

@@ -193,9 +193,13 @@ def test_a_repository_of_gguf_files_lists_them_and_says_what_to_type(hub: FakeHu
     [
         (QUANTISED, "Q5_K_M", f"none is Q5_K_M: {NAME}:Q4_K_M"),
         (QUANTISED | {"other-Q8_0.gguf": b"x"}, "Q8_0", f"2 fit Q8_0: {NAME}:other-Q8_0.gguf"),
-        (PLAIN, "Q8_0", "has no GGUF files, so it has no Q8_0"),
+        (PLAIN, "Q8_0", "has no GGUF files, and so has no Q8_0"),
         ({"some-Q8_0-00002-of-00002.gguf": b"x"}, "Q8_0", "lacks 1 of the 2 parts of some-Q8_0"),
-        ({"pytorch_model.bin": b"x", "config.json": b"{}"}, "", "can run code; only safetensors are read"),
+        (
+            {"pytorch_model.bin": b"x", "config.json": b"{}"},
+            "",
+            "can run code; only safetensors are supported",
+        ),
         ({"adapter_config.json": b"{}", "adapter_model.safetensors": b"x"}, "", "is an adapter"),
         ({"README.md": b"x"}, "", "has neither model.safetensors nor"),
         ({"model.safetensors": b"x"}, "", "has weights but no config.json"),
@@ -265,7 +269,7 @@ def test_a_server_without_ranges_begins_again(hub: FakeHub) -> None:
 def test_attempts_that_bring_nothing_come_to_an_end(hub: FakeHub) -> None:
     hub.add(NAME, PLAIN)
     hub.cuts = [None, None, None, 1000, *[0] * MAX_FRUITLESS]
-    with pytest.raises(HubUnreachableError, match=f"did not come in {MAX_FRUITLESS} attempts"):
+    with pytest.raises(HubUnreachableError, match=f"could not be downloaded in {MAX_FRUITLESS} attempts"):
         pull(hub)
     (partial,) = CachedRepository.of(ModelName.of_hub(NAME)).incomplete_files()
     assert partial.stat().st_size == 1000
@@ -283,7 +287,7 @@ def test_a_file_that_is_not_what_was_announced_is_refused_and_removed(
     hub.add(NAME, PLAIN)
     assert callable(change)
     hub.sends_other = {path: change(PLAIN[path])}
-    with pytest.raises(HubContentError, match=f"{path}: expected .*; what came was removed"):
+    with pytest.raises(HubContentError, match=f"{path}: expected .*; the download was removed"):
         pull(hub)
     assert not any(blob_of(path, PLAIN[path]) in name for name in blobs())
     assert CachedRepository.of(ModelName.of_hub(NAME)).main_snapshot() is None
@@ -355,7 +359,7 @@ def test_a_revision_that_leads_elsewhere_is_not_asked_for(hub: FakeHub, revision
 
 
 def test_no_such_model_and_no_such_revision(hub: FakeHub) -> None:
-    with pytest.raises(HubMissingError, match=f"has no model {NAME}, or not for this account") as caught:
+    with pytest.raises(HubMissingError, match=f"has no model {NAME} for this account") as caught:
         pull(hub)
     assert "HF_TOKEN" in caught.value.remedy
     hub.add(NAME, PLAIN)

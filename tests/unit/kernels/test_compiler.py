@@ -448,7 +448,7 @@ def test_without_a_cache_folder_the_library_is_built_in_private_and_not_kept(
     monkeypatch.setattr(compiler.tempfile, "tempdir", str(tmp_path / "tmp"))
     result = fake.built()
     assert "not kept" in result.reason
-    assert f"{fake.cache} is no folder" in result.reason
+    assert f"{fake.cache} is not a folder" in result.reason
     private = result.path.parent
     assert private == result.private_folder
     assert private.parent == tmp_path / "tmp"

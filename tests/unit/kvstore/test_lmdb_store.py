@@ -267,7 +267,7 @@ def test_r9_a_disk_that_stays_full_is_an_error_that_says_so(
     store.put(some(range(3)))
     full = FullDisk(1000, lmdb.DiskError("no space"))
     monkeypatch.setattr(LmdbTables, "write", lambda *args: full(*args))
-    with pytest.raises(StoreError, match=r"DiskError: no space\. Check that the directory's disk has room"):
+    with pytest.raises(StoreError, match=r"DiskError: no space\. Check that the disk has space"):
         store.put(some([50]))
     monkeypatch.undo()
     store.put(some([51]))

@@ -75,9 +75,9 @@ def test_g1_host_memory_alone_needs_no_store() -> None:
     ("head", "own", "words"),
     [
         ("s3://place", None, ["of the kind s3", "worker desk has no --kv-store", "--kv-store s3://"]),
-        ("s3://place", "/mine", ["of the kind s3", "one of the kind lmdb", "--kv-store s3://"]),
+        ("s3://place", "/mine", ["of the kind s3", "a store of the kind lmdb", "--kv-store s3://"]),
         ("file:///place", None, ["of the kind file", "no --kv-store", "--kv-store file://"]),
-        ("/place", "s3://mine", ["of the kind lmdb", "one of the kind s3", "give it a directory"]),
+        ("/place", "s3://mine", ["of the kind lmdb", "a store of the kind s3", "give it a directory"]),
     ],
 )
 def test_g1_a_worker_without_such_a_store_says_which_flag_it_needs(
@@ -105,7 +105,7 @@ def test_r15_numbers_that_cannot_be_are_refused(field: str) -> None:
 
 
 def test_a_host_that_keeps_nothing_refuses_every_tier() -> None:
-    with pytest.raises(UsageError, match="keeps no KV blocks"):
+    with pytest.raises(UsageError, match="does not keep KV blocks"):
         NoOwnStore().config(of_head(None))
 
 
@@ -114,5 +114,5 @@ def test_a_store_that_can_never_work_is_refused_before_a_worker_joins(tmp_path: 
     (tmp_path / "file").write_text("no directory")
     with pytest.raises(StoreError, match="file"):
         require_usable(str(tmp_path / "file" / "store"))
-    with pytest.raises(UsageError, match="begins with ftp"):
+    with pytest.raises(UsageError, match="that begin with ftp"):
         require_usable("ftp://place")

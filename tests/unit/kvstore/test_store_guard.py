@@ -173,7 +173,7 @@ def test_h16_a_clearing_that_takes_too_long_ends_and_says_how_far_it_came(
     failure = guard.clear(SPACE, 40.0)
     assert failure is not None
     assert failure.kind == "StoreError"
-    assert "4 are gone" in failure.message
+    assert "4 were deleted" in failure.message
     assert guard.counts().num_failures == 1
 
 
@@ -195,7 +195,7 @@ def test_r9_after_five_failures_nothing_is_asked(guard: GuardedStore, moody: Moo
     assert guard.get(KEYS) == [None] * len(KEYS)
     refused = guard.clear(SPACE, 60.0)
     assert refused is not None
-    assert "left alone for a while" in refused.message
+    assert "not used for a while" in refused.message
     guard.put({KEYS[0]: b"new"})
     clock.now += PAUSE_SECONDS - 0.01
     guard.delete(KEYS)

@@ -199,11 +199,11 @@ def test_groups_of_deepseeks_own_models_are_known_where_the_file_lacks_them(tmp_
 
 
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
-    "growing latents": ("v3", {"attention.temperature_scale": 0.1}, r"queries grow with positions"),
+    "growing latents": ("v3", {"attention.temperature_scale": 0.1}, r"queries scaled by position"),
     "no experts": ("v2", {"expert_count": 0}, r"deepseek2 model without experts"),
     "scoring": ("v3", {"expert_gating_func": 4}, r"function 4 \(expert_gating_func\)"),
     "glm scoring": ("glm4_moe", {"expert_gating_func": 1}, r"scoring_func must be one of sigmoid"),
-    "pictures": ("glm4", {"rope.dimension_sections": np.ones(4, "i4")}, r"positions in pictures"),
+    "pictures": ("glm4", {"rope.dimension_sections": np.ones(4, "i4")}, r"positions in images"),
     "pattern": ("exaone4", {"attention.sliding_window_pattern": np.ones(2, "b1")}, r"each of 3 layers"),
     "layers": (
         "exaone4",

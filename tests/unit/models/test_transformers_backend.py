@@ -129,7 +129,7 @@ def test_numbers_are_read_under_the_names_of_the_family(tmp_path: Path) -> None:
     ("fields", "message"),
     [
         ({"quantization_config": {"quant_method": "gptq"}}, "quant_method gptq"),
-        ({"quantization_config": {"quant_method": "fp8"}}, "quant_method fp8.*published quantised alone"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quant_method fp8.*convert this one first"),
         ({"is_decoder": True}, "is_decoder"),
     ],
 )

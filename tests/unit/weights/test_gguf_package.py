@@ -94,11 +94,11 @@ def test_a_type_that_is_not_computed_with_is_refused_with_the_setting_that_takes
 ) -> None:
     path = one_tensor(tmp_path, name)
     with pytest.raises(
-        UnsupportedModelError, match=rf"m.gguf .*not computed with: 1 of {name}\..*--gguf-dequantize"
+        UnsupportedModelError, match=rf"m.gguf .*unsupported types: 1 of {name}\..*--gguf-dequantize"
     ):
         load_spec(path)
     monkeypatch.setattr(gguf_types, "has_package", lambda: False)
-    with pytest.raises(UnsupportedModelError, match=rf"1 of {name}\. Install `pip install penstock\[gguf\]`"):
+    with pytest.raises(UnsupportedModelError, match=rf"1 of {name}\. Run `pip install penstock\[gguf\]`"):
         load_spec(path, dequantize=True)
 
 

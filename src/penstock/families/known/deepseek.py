@@ -93,7 +93,7 @@ def _refuse_quantized(config: ConfigFields) -> None:
     raise ModelConfigError(
         error.message,
         remedy="Use a checkpoint in bfloat16, or convert this one (DeepSeek publishes fp8_cast_bf16.py for "
-        "float8), if wanted with --quantization int8 or int4.",
+        "float8), optionally with --quantization int8 or int4.",
         param=error.param,
     )
 

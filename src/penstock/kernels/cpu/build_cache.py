@@ -132,7 +132,7 @@ def _make(folder: Path) -> None:
     if folder.is_dir():
         return
     if folder.exists():
-        raise FolderUnusableError(f"{folder} is no folder")
+        raise FolderUnusableError(f"{folder} is not a folder")
     _make(folder.parent)
     folder.mkdir(mode=0o700, exist_ok=True)
 

@@ -282,7 +282,7 @@ def find_compiler(environ: Mapping[str, str]) -> Compiler:
     except JobFailedError as error:
         raise _RefusedError("compiler", str(error)) from error
     if not version or not target:
-        raise _RefusedError("compiler", f"{command[0]} does not say what it is")
+        raise _RefusedError("compiler", f"{command[0]} does not report its version")
     return Compiler(command=command, version=version.splitlines()[0], target=target)
 
 
@@ -297,7 +297,9 @@ def _command(environ: Mapping[str, str]) -> tuple[str, ...]:
         path = shutil.which(name, path=environ.get("PATH", os.defpath))
         if path:
             return (path, *words)
-    tried = f"PENSTOCK_CXX names {own}, which is not there" if own else f"none of {', '.join(COMPILER_NAMES)}"
+    tried = (
+        f"PENSTOCK_CXX names {own}, which does not exist" if own else f"none of {', '.join(COMPILER_NAMES)}"
+    )
     raise _RefusedError("no compiler", f"no C++ compiler found ({tried})")
 
 
@@ -308,7 +310,7 @@ def read_sources(folder: Path = SOURCES) -> dict[str, bytes]:
     except OSError as error:
         raise _RefusedError("sources", f"the kernel sources cannot be read: {error}") from error
     if not _units(sources):
-        raise _RefusedError("sources", f"{folder} holds no kernel sources")
+        raise _RefusedError("sources", f"{folder} does not hold the kernel sources")
     return sources
 
 
@@ -414,7 +416,7 @@ def _compile(order: _Order, directory: Path) -> tuple[Path, float]:
         run_jobs(compiles, at_once=order.num_cores, seconds=order.seconds, environ=environ)
         run_jobs([_linking(order, library)], at_once=1, seconds=order.seconds, environ=environ)
         if not library.is_file() or not library.stat().st_size:
-            raise JobFailedError("it ended well but wrote no library")
+            raise JobFailedError("it succeeded but wrote no library")
     except (JobFailedError, OSError) as error:
         raise _RefusedError("compiler", f"{order.compiler.label}: {error}") from error
     return library, time.monotonic() - began

@@ -86,7 +86,7 @@ def parse_kernels(text: str) -> KernelChoice:
     for word in words:
         if not word.startswith("-") or word[1:] not in KERNEL_NAMES:
             raise UsageError(
-                f"kernels is {text!r}: {word!r} switches nothing off.",
+                f"kernels is {text!r}: {word!r} does not switch anything off.",
                 remedy=f"Use auto, off, or any of {', '.join(f'-{name}' for name in KERNEL_NAMES)}.",
                 param="kernels",
             )
@@ -204,7 +204,7 @@ def self_test(library: ctypes.CDLL) -> str:
     rows = [[float((3 * i + k) % 7 - 3) for k in range(5)] for i in range(_PANEL + 1)]
     expected = [[sum(a * b for a, b in zip(token, row, strict=True)) for row in rows] for token in x]
     if not isa or any(_product(library, x, rows, dtype) != expected for dtype in (FLOAT32, BFLOAT16)):
-        raise LibraryError("the library fails its self-test: a known product comes out wrong")
+        raise LibraryError("the library fails its self-test: a known product is wrong")
     return str(isa.decode())
 
 
