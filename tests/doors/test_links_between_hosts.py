@@ -95,7 +95,7 @@ def test_the_faster_of_two_networks_is_chosen_and_is_not_left_idle_in_silence() 
     assert slow.speed.bytes_per_s * 8 < 6_500_000
     assert fast.speed.bytes_per_s * 8 < 130_000_000
     assert best_pair([slow, fast]) == fast
-    assert "stands idle: eth1 (10.77.1.1) to eth1 (10.77.1.2)" in idle_warning(slow, [slow, fast])
+    assert "is idle: eth1 (10.77.1.1) to eth1 (10.77.1.2)" in idle_warning(slow, [slow, fast])
     assert (slow.mtu, fast.mtu) == (1500, 1500)
 
 

@@ -239,7 +239,7 @@ def test_r15_a_reset_of_the_connection_to_a_worker_is_not_felt(
                 wait_until(lambda: desk.output.count("has joined") == num_joined, WAIT_S)  # noqa: B023
             assert answers == [expected[1]]
         assert (epoch_of(engine.llm), desk.stages) == (epoch, stages)
-        assert "what runs there goes on" in caplog.text
+        assert "its ranks kept running" in caplog.text
         assert "lost: the host" not in caplog.text
         stages[0].kill()  # it can still be asked for another one
         assert tokens(engine.llm) == expected[0]
@@ -287,7 +287,7 @@ def test_r15_a_head_that_is_killed_and_started_again_is_joined_by_its_workers(
             stage.send_signal(signal.SIGUSR1)  # has it print where its threads are
             wait_until(lambda: "desk stage 1: " in head.output, WAIT_S)
             head.process.kill()
-            wait_until(lambda: "the head is gone" in desk.output, WAIT_S)
+            wait_until(lambda: "the head is lost" in desk.output, WAIT_S)
             wait_until(lambda: not is_alive(stage), WAIT_S)
         head = programs.start_head(*arguments)
         with head:

@@ -91,7 +91,7 @@ def test_i2_the_engine_takes_over_from_a_dead_node_and_says_when_ray_itself_is_g
     with ray_nodes() as nodes:
         served = Served(nodes, tmp_path, checkpoint, "--rejoin-timeout", "2", "--kv-cache-bytes", "8000000")
         nodes.kill("gcs_server", 0)
-        served.head.await_line("control service (GCS) is gone: the engine goes on", limit_s=5.0)
+        served.head.await_line("control service (GCS) is lost; the engine keeps running", limit_s=5.0)
         assert served.complete() == expected["short"]
 
         assert served.long_answer(lambda: nodes.kill("raylet/raylet", 1)) == expected["long"]

@@ -52,4 +52,4 @@ def test_g1_the_commands_of_the_page_serve_one_model_over_two_hosts(tmp_path: Pa
         client = HostClient(network.hosts[0], 8000)
         assert client.complete(PROMPTS, NUM_TOKENS, model=MODEL) == expected
         head.stop()
-        worker.await_line("the head is gone")
+        worker.await_line("the head is lost")

@@ -125,14 +125,14 @@ def test_g1_the_faster_cable_is_used_and_left_when_it_is_pulled(two_hosts: TwoHo
     assert "eth1 (10.77.1.2) to eth1 (10.77.1.1)" in report
     assert "fail" not in report
     two_hosts.start_worker()  # with the same token
-    two_hosts.await_said("head", "links between desk and tower run over eth1 (10.77.1.2) to eth1 (10.77.1.1)")
+    two_hosts.await_said("head", "links between desk and tower use eth1 (10.77.1.2) to eth1 (10.77.1.1)")
     two_hosts.await_said("head", "ready in")
     assert two_hosts.ask() == 6
     (link,) = two_hosts.info()["links"]
     assert (link["hosts"], link["interfaces"]) == (["desk", "tower"], ["eth1", "eth1"])
     two_hosts.desk.links[1].pull()
-    two_hosts.await_said("head", "links between desk and tower run over eth0")
-    two_hosts.await_said("head", "The best way to the other host cannot be used (an interface has no")
+    two_hosts.await_said("head", "links between desk and tower use eth0")
+    two_hosts.await_said("head", "The best path to the other host fails (an interface has no")
     assert two_hosts.ask() == 6
     wait_until(lambda: two_hosts.info()["links"][0]["interfaces"] == ["eth0", "eth0"], WAIT_S)
     wait_until(lambda: len(two_hosts.info()["clocks"]) == 2, WAIT_S)
@@ -149,7 +149,7 @@ def test_g1_a_worker_behind_a_firewall_dials(two_hosts: TwoHosts) -> None:
     assert "of desk (10.77.0.2) are not reached: no answer" in report
     assert "desk opens all links itself" in report
     two_hosts.start_worker()
-    two_hosts.await_said("head", "desk cannot be reached on this way, so that it dials")
+    two_hosts.await_said("head", "desk cannot be reached on this path, so it opens the links itself")
     two_hosts.await_said("head", "ready in")
     assert two_hosts.ask() == 6
 
@@ -159,9 +159,7 @@ def test_g1_a_fixed_address_is_kept_and_the_faster_way_is_named(two_hosts: TwoHo
     two_hosts.listen_at, two_hosts.join_at = "[::]", f"[{two_hosts.head.link.address6}]"
     two_hosts.start_head()
     two_hosts.start_worker("--address", two_hosts.desk.link.address6)
-    two_hosts.await_said(
-        "head", "links between desk and tower run over eth0 (fd00:77::2) to eth0 (fd00:77::1)"
-    )
-    two_hosts.await_said("head", "stands idle: eth1")
+    two_hosts.await_said("head", "links between desk and tower use eth0 (fd00:77::2) to eth0 (fd00:77::1)")
+    two_hosts.await_said("head", "is idle: eth1")
     two_hosts.await_said("head", "ready in")
     assert two_hosts.ask() == 6

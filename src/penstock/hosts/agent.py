@@ -104,7 +104,7 @@ class AllowedNames:
     def issue(self, name: PeerName) -> Credentials:
         """Return the credentials of a process; raises `ProtocolError` if the head has sent none."""
         if name not in self._by_name:
-            raise ProtocolError(f"there are no credentials for {name.role} in epoch {name.epoch}.")
+            raise ProtocolError(f"this host has no credentials for {name.role} in epoch {name.epoch}.")
         return self._by_name[name]
 
 
@@ -155,7 +155,9 @@ class HeldEnds:
             ProtocolError: an end is none of these, or the head names descriptors of this host.
         """
         if descriptors_of(message):
-            raise ProtocolError("the head has named descriptors of this host, and not ends that it holds.")
+            raise ProtocolError(
+                "the head named descriptors of this host instead of connection ends that it holds."
+            )
         fields = {name: self._resolved_value(getattr(message, name)) for name in message.__struct_fields__}
         return type(message)(**fields)
 
@@ -172,7 +174,7 @@ class HeldEnds:
             raise error_from_info(error)
         end = self._ends.get(held.number)
         if end is None:
-            raise ProtocolError(f"end {held.number} of a connection was not made, or is closed.")
+            raise ProtocolError(f"end {held.number} of a connection does not exist or is closed.")
         return end
 
 
@@ -323,7 +325,7 @@ class Agent:
             self._say_alive(now)
         if self._wire.failure is None and now - self._times.heard_at > HEAD_LIMIT_S:
             silence_s = now - self._times.heard_at
-            self._wire.connection.give_up(f"the head has given no sign of life for {silence_s:.0f} s.")
+            self._wire.connection.give_up(f"the head has sent nothing for {silence_s:.0f} s.")
         if self._wire.failure is not None:
             self._bear_break(now)
 
@@ -528,4 +530,4 @@ class Agent:
 def _info(error: PenstockError | OSError) -> ErrorInfo:
     if isinstance(error, PenstockError):
         return error.info()
-    return PeerError(f"the host cannot do it: {error.strerror or error}.").info()
+    return PeerError(f"the host failed: {error.strerror or error}.").info()

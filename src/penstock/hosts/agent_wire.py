@@ -147,7 +147,7 @@ class AgentWire(Generic[Incoming]):
             size = int.from_bytes(self._arrived[place : place + _HEAD_BYTES], "big")
             end = place + _HEAD_BYTES + size
             if size > self.max_bytes:
-                self._refuse(f"a message of {size} bytes, where {self.max_bytes} are the most")
+                self._refuse(f"a message of {size} bytes, more than {self.max_bytes}")
                 break
             if len(self._arrived) < end:
                 break
@@ -164,7 +164,7 @@ class AgentWire(Generic[Incoming]):
         self._arrived.clear()
         self._fail(
             ProtocolError(
-                f"the other side has sent {what}.",
+                f"the other side sent {what}.",
                 remedy=SAME_VERSION,
             )
         )

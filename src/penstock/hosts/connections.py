@@ -111,7 +111,7 @@ def _common_kind(need: Need, accepting: RankHost, joining: Sequence[RankHost]) -
     if kind is None:
         said = "; ".join(f"{host.name} offers {', '.join(kinds) or 'none'}" for host, kinds in offers)
         raise PeerError(
-            f"there is no connection for a {type(need).__name__} between {accepting.name} and "
+            f"no connection for a {type(need).__name__} is possible between {accepting.name} and "
             f"{', '.join(host.name for host in joining)}: {said}.",
             remedy="Keep the ranks of a stage on one host, and run the same Penstock version on all hosts.",
         )

@@ -171,7 +171,7 @@ class GatheredHosts:
         self._starter.attend()
         for name in self._starter.take_lost():
             if name in self._workers and not self._workers[name].is_there:
-                self._workers[name].distrust(LinkClosedError("its launcher has lost it."))
+                self._workers[name].distrust(LinkClosedError("its launcher reports it lost."))
         self._admit(self._has_place)
         self._let_stand_by()
 
@@ -196,9 +196,9 @@ class GatheredHosts:
     def _admit(self, has_place: Callable[[str], bool]) -> None:
         self._search.attend()
         for address, error in self._gate.take_refused():
-            self._voices.tell(f"somebody at {address} was not let in: {shown_line(error.message)}")
+            self._voices.tell(f"a connection from {address} was refused: {shown_line(error.message)}")
         if num_left_out := self._gate.take_left_out():
-            self._voices.tell(f"not let in besides: {_counted(num_left_out, 'more connection')}")
+            self._voices.tell(f"also refused: {_counted(num_left_out, 'more connection')}")
         for worker in self._gate.take():
             if has_place(worker.host):
                 self._let_in(worker)
@@ -229,7 +229,7 @@ class GatheredHosts:
         while not condition():
             ready, _, _ = select.select([*self.sources, *lifelines], [], [], 1.0)
             if any(lifeline in ready for lifeline in lifelines):
-                raise UnavailableError("the program that has started the engine is gone.")
+                raise UnavailableError("the program that started the engine has ended.")
             self.admit()
             if self._starter.failure is not None:
                 raise self._starter.failure
@@ -296,9 +296,7 @@ class GatheredHosts:
         if known is None:
             known = self._workers[worker.host] = self._new_host(worker)
         elif known.attach(worker.wire, worker.hello):
-            self._voices.tell(
-                f"{worker.host} is back: its connection was broken, and what runs there goes on"
-            )
+            self._voices.tell(f"{worker.host} is back after a broken connection; its ranks kept running")
             return
         given = worker.hello.resources
         self._voices.tell(
@@ -316,8 +314,8 @@ class GatheredHosts:
         if worker.host not in self._not_needed:
             self._not_needed.add(worker.host)
             self._voices.tell(
-                f"the worker {worker.host} is not needed: --hosts counts no more. It may stand by when the "
-                "engine has begun."
+                f"the worker {worker.host} is not needed: --hosts is reached. It can stand by once the "
+                "engine runs."
             )
         worker.wire.send(NotNeeded())
         worker.wire.close()
@@ -353,8 +351,8 @@ def _allow_token(
         book.require_usable(token)
     except JoinTokenError as error:
         warn(
-            f"{error.message} So no worker can join with {settings.join_token_file}, and of "
-            f"{_counted(num_workers, 'worker')} {num_known} can come back with a certificate. {error.remedy}"
+            f"{error.message} No worker can join with {settings.join_token_file}; {num_known} of "
+            f"{_counted(num_workers, 'worker')} can return with a certificate. {error.remedy}"
         )
 
 

@@ -38,7 +38,7 @@ class JoinAttempts:
 
     def begin(self) -> None:
         """Begin an attempt; the one of before was taken."""
-        assert not self._results, "the attempt of before was not taken"
+        assert not self._results, "the previous attempt was not used"
         self._cancellation = Cancellation()
         self._thread = threading.Thread(target=self._run, name="join", daemon=True)
         self._thread.start()

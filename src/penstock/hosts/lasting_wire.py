@@ -81,7 +81,7 @@ class LastingWire(Generic[Incoming]):
         if self._is_open:
             self.connection.send(message)
         if len(self._kept) > MOST_KEPT:
-            self.connection.give_up(f"it has not said for {MOST_KEPT} messages that any has come.")
+            self.connection.give_up(f"it has not acknowledged {MOST_KEPT} messages.")
 
     def send_heartbeat(self, *messages: msgspec.Struct) -> None:
         """Say that this side is there, and what has come; before the talk goes on it means nothing.
@@ -167,7 +167,7 @@ class LastingWire(Generic[Incoming]):
         """Drop what the other side has received."""
         if not 0 <= num_received - self._num_dropped <= len(self._kept):
             if num_received > self._num_dropped:
-                self.connection.give_up("it says that more messages have come than were sent.")
+                self.connection.give_up("it acknowledges more messages than were sent.")
             return
         for _ in range(num_received - self._num_dropped):
             self._kept.popleft()

@@ -108,7 +108,7 @@ class ProvedStreams:
         if isinstance(need, MeetingNeed):
             raise _not_offered(kind)
         if not isinstance(invitation, StreamInvitation):
-            raise ProtocolError(f"a {type(invitation).__name__} does not say where to dial.")
+            raise ProtocolError(f"a {type(invitation).__name__} does not name an address.")
         place = StreamInvitation(host=parties.peer_address or invitation.host, port=invitation.port)
         return DiallingEnd(
             need,

@@ -35,7 +35,7 @@ class NoControl:
     """The control of a child that is told nothing after its start."""
 
     def send(self, message: ControlMessage) -> None:
-        raise AssertionError(f"nobody to hand {message} to")
+        raise AssertionError(f"no process takes {message}")
 
     def close(self) -> None:
         """Do nothing."""

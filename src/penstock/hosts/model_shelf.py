@@ -47,8 +47,8 @@ class ModelShelf:
                 return model
         places = self.places or "no directory (--models-dir)"
         raise ModelError(
-            f"this host does not have the model that the head serves; it has looked in {places}.",
-            remedy="Copy the model's files to this host, and name a directory above them with --models-dir.",
+            f"this host does not have the head's model; it searched {places}.",
+            remedy="Copy the model's files to this host, and give a directory above them with --models-dir.",
             code="model_not_here",
         )
 

@@ -159,7 +159,7 @@ class RemoteMember(Member):
         elif isinstance(message, Said):
             self.require_sense(message.event)
             if len(self._said) >= MOST_UNREAD:
-                raise ProtocolError(f"{self.name} has said more than {MOST_UNREAD} things at once.")
+                raise ProtocolError(f"{self.name} has more than {MOST_UNREAD} unread messages.")
             self._said.append(message.event)
         else:
             self.note_end(message.exit_code, message.error)
@@ -199,7 +199,7 @@ class RemoteRank(RemoteMember):
         """See `RemoteMember.require_sense`."""
         if isinstance(event, Ready) and event.rank is None:
             raise ProtocolError(
-                f"{self.name} is ready and does not say what it has loaded.", remedy=SAME_VERSION
+                f"{self.name} is ready but does not report what it has loaded.", remedy=SAME_VERSION
             )
 
 
@@ -293,7 +293,7 @@ class RemoteHost:
             Whether all that runs there goes on: the connection alone was away.
         """
         if self._is_lost or not self._wire.knows(hello):
-            self._lose(LinkClosedError("its worker has begun anew."))
+            self._lose(LinkClosedError("its worker has restarted."))
             self._begin(wire, hello)
             return False
         self._line.use(wire)
@@ -353,7 +353,7 @@ class RemoteHost:
         self._is_doubtful |= silence_s > DOUBT_S - HALF_BEAT_S
         if silence_s > SILENCE_LIMIT_S - (HALF_BEAT_S if self._wire.failure is None else 0.0):
             broken = "" if self._wire.failure is None else f"{self._wire.failure.message} Since then "
-            self._lose(LinkClosedError(f"{broken}it has given no sign of life for {silence_s:.1f} s."))
+            self._lose(LinkClosedError(f"{broken}it has sent nothing for {silence_s:.1f} s."))
         if self._wire.failure is None:
             self._wire.send_heartbeat(AskResources(), AskClock(asked_ns=self._now_ns()))
 
@@ -557,11 +557,11 @@ def _invitation_in(answer: Accepted | EndFailed, host: str) -> StreamInvitation:
     if isinstance(answer, EndFailed):
         raise error_from_info(answer.error)
     if answer.invitation is None:
-        raise ProtocolError(f"the host {host} does not say where it listens.")
+        raise ProtocolError(f"the host {host} does not report where it listens.")
     return answer.invitation
 
 
 def _of_nonsense(error: Exception) -> ProtocolError:
     """Return the error of a host whose message led to an error of another kind."""
     what = shown_line(describe(error).message).rstrip(".")
-    return ProtocolError(f"the head cannot use what it has said ({what}).", remedy=SAME_VERSION)
+    return ProtocolError(f"the head cannot use its message ({what}).", remedy=SAME_VERSION)

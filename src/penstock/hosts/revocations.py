@@ -75,7 +75,9 @@ class Revocations:
         for host, worker in workers.items():
             if self._serials[host] not in known.get(host, ()):
                 worker.shut_out(
-                    CertificateError("its certificate is revoked, or another worker has joined as it.")
+                    CertificateError(
+                        "its certificate is revoked, or another worker has joined under its name."
+                    )
                 )
                 self._weights.drop(host)
         for host in self._weights.hosts() - set(known):
@@ -86,7 +88,7 @@ class Revocations:
         try:
             known = self._book.certificates()
         except PenstockError as error:
-            complaint = f"{error.message} Until this is mended, workers that are revoked stay connected."
+            complaint = f"{error.message} Until this is fixed, revoked workers stay connected."
             if complaint != self._complaint:
                 self._warn(f"{complaint} {error.remedy}".rstrip())
             self._complaint = complaint

@@ -152,7 +152,7 @@ class Station:
 
     def _say_joined(self, head: JoinedHead) -> None:
         self._log.say(
-            f"{self._settings.name} has joined {head.name.host}; links from other hosts come to "
+            f"{self._settings.name} has joined {head.name.host}; links from other hosts use "
             f"{self._own_address}, ports {self._settings.ports}"
         )
 
@@ -160,18 +160,18 @@ class Station:
         """Tell why a connection to the head has ended, and what becomes of what runs here."""
         if agent.has_members:
             self._tell(
-                f"the connection to the head is broken: {why} What runs here goes on for {KEEP_RANKS_S:g} s, "
-                "in which this host can come back."
+                f"the connection to the head is broken: {why} Its ranks keep running for {KEEP_RANKS_S:g} s, "
+                "in which this host can reconnect."
             )
         elif agent.reception == "not_needed":
             if self._was_needed:
                 self._tell(
-                    f"{self._settings.name} is not needed yet: all hosts are there. This host tries again."
+                    f"{self._settings.name} is not needed yet: all hosts have joined. This host tries again."
                 )
             self._was_needed = False
         else:
             ranks = " The ranks of this host are ended." if had_members else ""
-            self._tell(f"the head is gone: {why}{ranks}")
+            self._tell(f"the head is lost: {why}{ranks}")
 
     def await_attempt(self) -> bool:
         """Wait for the end of an attempt to join, while what runs here goes on.
@@ -203,7 +203,7 @@ class Station:
         had_members = self._agent.has_members
         readable = self._agent.serve(timeout_s)
         if had_members and not self._agent.has_members:
-            self._tell("the head is gone, or does not let this host in. Its ranks are ended.")
+            self._tell("the head has ended or refuses this host. Its ranks are ended.")
         return readable
 
     def _join(self, head: JoinedHead) -> Agent:

@@ -83,7 +83,7 @@ class Worker:
             with contextlib.closing(attempts):
                 self._live(station, attempts, membership)
             ranks = " and ends its ranks" if station.has_members else ""
-            self._tell(f"{settings.name} was told to end{ranks}.")
+            self._tell(f"{settings.name} was asked to end{ranks}.")
 
     def _station(self, cache: WeightCache, attempts: JoinAttempts) -> Station:
         spare_path = self._path.with_name(f"{self._path.name}.spare")
@@ -110,7 +110,9 @@ class Worker:
                 if membership.is_final(error) and not (_may_only_start(error) and away_s < patience_s):
                     raise
                 if away_s > max(patience_s, self._settings.away_limit_s):
-                    self._tell(f"the head has been away for {away_s:.0f} s: it is taken to have ended.")
+                    self._tell(
+                        f"the head has been away for {away_s:.0f} s, so this worker takes it as ended."
+                    )
                     return
                 if error.message != said:
                     said = error.message
@@ -142,5 +144,5 @@ class _Pauses:
         if pause_s >= SAID_PAUSE_S and pause_s != self._said_s:
             self._said_s = pause_s
             following = ", and so on" if pause_s == MOST_PAUSE_S else ""
-            self._tell(f"the next try to join the head is in {pause_s:g} s{following}")
+            self._tell(f"this worker tries again to join the head in {pause_s:g} s{following}")
         return pause_s

@@ -91,7 +91,7 @@ class WorkerGate:
         self._joined: queue.SimpleQueue[JoinedWorker] = queue.SimpleQueue()
         self._arriving: list[_Arriving] = []
         self._is_over = threading.Event()
-        self._thread = threading.Thread(target=self._serve, name="door for workers", daemon=True)
+        self._thread = threading.Thread(target=self._serve, name="listener for workers", daemon=True)
         self._thread.start()
 
     def fileno(self) -> int:
@@ -198,7 +198,7 @@ class WorkerGate:
             self._bell.ring()
             return True
         if told or worker.wire.failure is not None or time.monotonic() > worker.deadline:
-            error = worker.wire.failure or PenstockError("it did not say what its host can give.")
+            error = worker.wire.failure or PenstockError("it did not report the resources of its host.")
             worker.wire.close()
             self.leave(worker.host)
             self._refuse(worker.address, error)

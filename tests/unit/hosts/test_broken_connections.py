@@ -142,7 +142,7 @@ def test_r15_a_host_that_does_not_come_back_in_time_is_lost_and_ends_its_ranks(p
         assert (pair.lost, member.exit_code) == ([], None)
     pair.tend(SILENCE_LIMIT_S + 1.0)
     (error,) = pair.lost
-    assert error.message == "it was reset. Since then it has given no sign of life for 4.0 s."
+    assert error.message == "it was reset. Since then it has sent nothing for 4.0 s."
     assert member.exit_code == 1
     assert pair.num_broken == 1
     pair.clock.advance(KEEP_RANKS_S - 1.0)
@@ -185,7 +185,7 @@ def test_r15_a_worker_that_begins_anew_has_lost_its_ranks_and_that_is_known_at_o
     other = Agent(StandInHost("desk"), wire, StandInModels(), AllowedNames(), pair.clock)
     assert not pair.attach(AgentWire(ends[0], ToHead))
     assert (len(pair.lost), pair.num_broken) == (1, 1)
-    assert "its worker has begun anew" in member.end().message
+    assert "its worker has restarted" in member.end().message
     assert pair.host.is_there
     other.close()
 

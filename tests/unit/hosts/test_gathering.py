@@ -53,7 +53,7 @@ def engine_of(directory: Path, port: int = 0, **changed: Any) -> EngineConfig:
 @pytest.mark.parametrize(
     ("changed", "told"),
     [
-        ({"parallel": ParallelConfig()}, "--hosts is 2, and the pipeline has 1 stage"),
+        ({"parallel": ParallelConfig()}, "--hosts is 2, but the pipeline has 1 stage"),
     ],
 )
 def test_g1_an_engine_over_hosts_refuses_what_it_cannot_do_there(
@@ -184,14 +184,14 @@ def test_g1_the_head_says_what_to_type_and_waits_until_all_are_there(joining: Jo
     assert joining.told == [
         "waiting for 1 worker; on the other host type:\n"
         f"  penstock worker --join {address} --join-token-file {joining._token}",
-        "links from other hosts come to the ports 7701-7732 of this host (--link-ports)",
+        "links from other hosts use the ports 7701-7732 of this host (--link-ports)",
     ]
     joining.start_worker()
     joining.gathered.gather([])
     assert list(joining.gathered.hosts) == ["tower", "desk"]
     assert [host.name for host in joining.gathered.hosts.resources()] == ["tower", "desk"]
     assert "desk has joined from 127.0.0.1:" in joining.told[-2]
-    assert "links between desk and tower run over lo (127.0.0.1) to lo (127.0.0.1): " in joining.told[-1]
+    assert "links between desk and tower use lo (127.0.0.1) to lo (127.0.0.1): " in joining.told[-1]
     (link,) = joining.gathered.hosts.routes.links()
     assert (link.hosts, link.interfaces) == (("desk", "tower"), ("lo", "lo"))
 
@@ -216,7 +216,7 @@ def test_r15_a_broken_connection_is_made_anew_and_the_host_is_not_lost(joining: 
     assert isinstance(host, RemoteHost)
     member = host._made(RemoteMember, "stage 1", 1, 1)  # something that runs there, as far as the head knows
     host._wire.connection.give_up("a test has broken it.")
-    joining.await_told("desk is back: its connection was broken, and what runs there goes on")
+    joining.await_told("desk is back after a broken connection; its ranks kept running")
     assert host.is_there
     assert member.exit_code is None
     assert not any("lost" in line for line in joining.told)
@@ -230,7 +230,7 @@ def test_r15_a_worker_survives_the_restart_of_its_head_and_comes_back_with_its_c
     joining.restart_head()
     joining.gathered.gather([])  # the token is used up
     assert list(joining.gathered.hosts) == ["tower", "desk"]
-    assert any("the head is gone" in line for line in joining.said)
+    assert any("the head is lost" in line for line in joining.said)
 
 
 def test_r15_another_worker_may_have_the_place_of_a_lost_one_which_may_come_back(joining: Joining) -> None:
@@ -274,7 +274,7 @@ def test_r15_ways_are_looked_for_again_after_a_connection_has_broken_meanwhile(
     at_first_search(joining, monkeypatch, break_connection)
     joining.start_worker()
     joining.gathered.gather([])
-    assert any("desk is back: its connection was broken" in line for line in joining.told)
+    assert any("desk is back after a broken connection" in line for line in joining.told)
     assert "the connection to the host desk is broken" in "".join(joining.told)
     assert joining.gathered.hosts.names_there == ["tower", "desk"]
     (link,) = joining.gathered.hosts.routes.links()
@@ -324,7 +324,7 @@ def test_r15_a_connection_that_breaks_before_the_engine_begins_is_made_anew(join
         assert words in "".join(joining.told)
     assert hosts.names_there == ["tower", first]
     other = {"desk": "shelf", "shelf": "desk"}[first]
-    joining.await_said(f"{other} is not needed yet: all hosts are there. This host tries again.")
+    joining.await_said(f"{other} is not needed yet: all hosts have joined. This host tries again.")
 
 
 def test_r15_what_a_worker_says_appears_at_the_head_with_its_name(joining: Joining) -> None:
@@ -338,7 +338,7 @@ def test_r15_what_a_worker_says_appears_at_the_head_with_its_name(joining: Joini
     host, process, line = joining.shown[0]
     assert (host, process) == ("desk", "")
     assert line in joining.said
-    assert "links from other hosts come to" in line
+    assert "links from other hosts use" in line
 
 
 def test_r15_a_host_that_is_revoked_while_it_is_connected_is_shut_out(
@@ -354,7 +354,8 @@ def test_r15_a_host_that_is_revoked_while_it_is_connected_is_shut_out(
     joining.gathered.tend(time.monotonic())
     assert not host.is_there
     assert (
-        "lost: the host desk: its certificate is revoked, or another worker has joined as it." in joining.told
+        "lost: the host desk: its certificate is revoked, or another worker has joined under its name."
+        in joining.told
     )
     joining.await_told("the certificate of the host desk is revoked")  # as it tries again
     joining.await_told("the join token is used up")
@@ -388,12 +389,12 @@ def test_r15_a_head_whose_token_lets_nobody_join_says_so_at_its_start(joining: J
     (warning,) = [
         line for line in joining.told if f"token {'was' * (why == 'revoked') or 'is'} {why}" in line
     ]
-    assert "of 1 worker 0 can come back" in warning
+    assert "0 of 1 worker can return" in warning
     assert "Delete the token file" in warning
 
 
 def test_g1_nobody_is_waited_for_when_whoever_wanted_the_engine_is_gone(joining: Joining) -> None:
     here, there = socket.socketpair()
     there.close()
-    with here, pytest.raises(UnavailableError, match="is gone"):
+    with here, pytest.raises(UnavailableError, match="has ended"):
         joining.gathered.gather([here])

@@ -116,6 +116,6 @@ def test_r15_a_worker_ends_when_it_is_to_while_it_joins(tmp_path: Path) -> None:
             os.write(ending, b"!")
             thread.join(WAIT_S)
             assert not thread.is_alive()
-    assert said == ["desk was told to end."]
+    assert said == ["desk was asked to end."]
     os.close(stop)
     os.close(ending)

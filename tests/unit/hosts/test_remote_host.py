@@ -131,7 +131,7 @@ def test_g1_a_worker_without_the_store_that_the_head_needs_says_so_at_the_start(
     assert (member.exit_code, pair.own.members) == (1, [])
     error = member.end()
     assert (error.kind, error.param) == ("UsageError", "kv_store")
-    assert "of the kind s3, and the worker desk has no --kv-store" in error.message
+    assert "of the kind s3, but the worker desk has no --kv-store" in error.message
     assert "Start that worker with --kv-store s3://" in error.remedy
 
 
@@ -322,7 +322,7 @@ def test_g1_a_member_whose_end_could_not_be_made_is_lost_with_the_reason(
     member.hand(RankEndpoints(epoch=3, plans=joined.endpoint, tokens=[]))
     pair.serve()
     member.read_status()
-    assert member.end().message == "the host cannot do it: Too many open files."
+    assert member.end().message == "the host failed: Too many open files."
     assert (own.handed, own.exit_code) == ([], -9)
 
 
@@ -337,7 +337,7 @@ def test_g1_a_reason_is_forgotten_with_its_end(pair: Pair, monkeypatch: pytest.M
     member.hand(RankEndpoints(epoch=3, plans=accepted.endpoint, tokens=[]))
     pair.serve()
     member.read_status()
-    assert "was not made, or is closed" in member.end().message
+    assert "does not exist or is closed" in member.end().message
 
 
 def test_g1_a_member_that_needs_an_end_which_was_not_made_is_lost(pair: Pair) -> None:
@@ -345,7 +345,7 @@ def test_g1_a_member_that_needs_an_end_which_was_not_made_is_lost(pair: Pair) ->
     member.hand(RankEndpoints(epoch=0, plans=HeldEnd(number=99), tokens=[]))
     pair.serve()
     member.read_status()
-    assert "end 99 of a connection was not made" in member.end().message
+    assert "end 99 of a connection does not exist" in member.end().message
     assert (own.handed, own.exit_code) == ([], -9)
 
 
@@ -356,7 +356,7 @@ def test_r15_a_head_that_names_descriptors_of_the_host_gets_none_of_them(pair: P
     member.hand(RankEndpoints(epoch=0, plans=SocketHandle(handle_fd=6), tokens=[], outgoing=[ring]))
     pair.serve()
     member.read_status()
-    assert "the head has named descriptors of this host" in member.end().message
+    assert "the head named descriptors of this host" in member.end().message
     assert (own.handed, own.exit_code) == ([], -9)
 
 
@@ -425,7 +425,7 @@ def test_g1_a_member_that_cannot_be_handed_what_it_needs_is_lost_alone(
     pair.serve()
     member.read_status()
     assert (member.exit_code, own.done) == (1, ["kill_now", "close"])
-    assert member.end().message == "the host cannot do it: Too many open files."
+    assert member.end().message == "the host failed: Too many open files."
     assert pair.agent.failure is None
 
 
@@ -461,7 +461,7 @@ def test_g1_a_silent_agent_is_lost_after_the_limit_and_not_by_a_supervisor_that_
         now += 1.0
         pair.tend(now)
     assert now - 100.0 == SILENCE_LIMIT_S
-    assert "has given no sign of life for 3.0 s" in member.end().message
+    assert "has sent nothing for 3.0 s" in member.end().message
 
 
 def test_r15_nothing_is_begun_with_a_host_that_does_not_answer_until_it_speaks(
@@ -574,7 +574,7 @@ def test_g1_a_silent_head_is_left_by_its_agent(pair: Pair) -> None:
     assert pair.agent.failure is None
     pair.serve()
     pair.serve()
-    assert "the head has given no sign of life" in str(pair.agent.failure)
+    assert "the head has sent nothing" in str(pair.agent.failure)
 
 
 def test_offers_within_the_host_are_its_own_and_to_others_what_its_agent_said(pair: Pair) -> None:
@@ -635,7 +635,7 @@ def test_r15_a_rank_that_is_ready_and_does_not_say_what_it_has_loaded_loses_its_
     assert not member.is_ready
     (failure,) = pair.lost
     assert isinstance(failure, ProtocolError)
-    assert "stage 1 is ready and does not say what it has loaded" in failure.message
+    assert "stage 1 is ready but does not report what it has loaded" in failure.message
     assert (member.exit_code, member.end().kind) == (1, StageLostError.__name__)
 
 

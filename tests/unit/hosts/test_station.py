@@ -96,20 +96,20 @@ def test_r15_a_worker_comes_back_to_its_head_with_the_talk_of_before(rig: Rig) -
     assert first.talk == again.talk != ""
     assert first.num_received == 0
     assert again.num_received <= 1
-    assert rig.said[0].startswith("desk has joined tower; links from other hosts come to 127.0.0.3")
-    assert rig.said[1].startswith("the head is gone: ")
+    assert rig.said[0].startswith("desk has joined tower; links from other hosts use 127.0.0.3")
+    assert rig.said[1].startswith("the head is lost: ")
     assert "ranks" not in rig.said[1], "there are none"
 
 
 def test_a_worker_that_is_one_too_many_says_so_once_and_that_it_is_in_when_it_is(rig: Rig) -> None:
     for _ in range(3):
         rig.serve_for_a_moment(first_word=NotNeeded())
-    assert rig.said == ["desk is not needed yet: all hosts are there. This host tries again."]
+    assert rig.said == ["desk is not needed yet: all hosts have joined. This host tries again."]
     rig.serve_for_a_moment()
     rig.serve_for_a_moment(first_word=NotNeeded())
     _, joined, gone, not_needed = rig.said
     assert joined.startswith("desk has joined tower")
-    assert gone.startswith("the head is gone: ")
+    assert gone.startswith("the head is lost: ")
     assert not_needed == rig.said[0]
 
 
@@ -146,7 +146,7 @@ def test_r15_ranks_are_kept_and_ended_in_time_while_the_worker_joins(
     monkeypatch.setattr(rig.station, "_agent", Agent())
     assert not rig.station.await_attempt()
     assert served == [LOOK_EVERY_S] * 3
-    assert rig.said == ["the head is gone, or does not let this host in. Its ranks are ended."]
+    assert rig.said == ["the head has ended or refuses this host. Its ranks are ended."]
 
 
 def test_a_worker_ends_when_it_is_to_while_it_joins(rig: Rig) -> None:

@@ -247,7 +247,7 @@ def test_r15_a_first_word_has_a_bounded_length(gate: Gate) -> None:
     gate.await_news()
     assert gate.gate.take() == []
     ((_, error),) = gate.gate.take_refused()
-    assert f"where {agent_wire.MAX_HELLO_BYTES} are the most" in error.message
+    assert f"more than {agent_wire.MAX_HELLO_BYTES}" in error.message
     wire.close()
 
 

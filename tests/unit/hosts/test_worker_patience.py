@@ -112,4 +112,4 @@ def test_i2_a_worker_of_a_launcher_ends_when_its_head_has_been_away_for_long(rig
     rig.settings = msgspec.structs.replace(rig.settings, patience_s=10.0, away_limit_s=5.0)
     made = rig.run(AWAY, None, AWAY, None)
     assert made.num_tries == 4 + 5
-    assert any("it is taken to have ended" in line for line in rig.said)
+    assert any("so this worker takes it as ended" in line for line in rig.said)

@@ -27,7 +27,7 @@ class Announced(TypedByUser):
     def start(self, wanted: WantedWorkers) -> None:
         addresses = join_hosts(wanted.host)
         self._announcement = self._announce(wanted.host_name, wanted.cluster, wanted.port, addresses)
-        self._invite(wanted, "this head can be found in the local network. On other hosts", "--discover")
+        self._invite(wanted, "this head is announced in the local network. On other hosts", "--discover")
 
     def close(self) -> None:
         """Withdraw the announcement; the workers are the user's."""

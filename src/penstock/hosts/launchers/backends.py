@@ -62,7 +62,8 @@ def _own_hosts(name: str, engine: EngineConfig, voices: Voices) -> EngineHosts:
     num_stages = engine.parallel.pipeline_parallel_size
     if num_stages > 1 and not getattr(make, "supports_pp", False):
         raise UsageError(
-            f"the executor backend {name!r} does not run pipelines (supports_pp), and --pp is {num_stages}.",
+            f"the executor backend {name!r} does not support pipelines (supports_pp), but --pp is "
+            f"{num_stages}.",
             remedy=f"Use --pp 1, or another backend: {', '.join(PROCESSES)}, or MODULE:CLASS.",
             param="distributed_executor_backend",
             code="unsupported",
@@ -73,7 +74,7 @@ def _own_hosts(name: str, engine: EngineConfig, voices: Voices) -> EngineHosts:
     if missing:
         raise UsageError(
             f"the executor backend {name!r} makes {type(hosts).__name__}, which has no {missing[0]!r}.",
-            remedy="Give it what `hosts.launchers.engine_hosts.EngineHosts` has; see docs/clusters.md.",
+            remedy="Implement `hosts.launchers.engine_hosts.EngineHosts`; see docs/clusters.md.",
             param="distributed_executor_backend",
         )
     return hosts
@@ -107,7 +108,7 @@ def _require_a_stage_for_each_host(engine: EngineConfig) -> None:
         stages = f"{num_stages} stage" + "s" * (num_stages != 1)
         pipelines = "the pipeline has" if num_replicas == 1 else f"each of {num_replicas} pipelines has"
         raise UsageError(
-            f"--hosts is {num_hosts}, and {pipelines} {stages}.",
-            remedy="Give --pp or --dp more, so that each host has a stage.",
+            f"--hosts is {num_hosts}, but {pipelines} {stages}.",
+            remedy="Raise --pp or --dp, so that each host has a stage.",
             param="hosts",
         )

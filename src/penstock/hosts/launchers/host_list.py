@@ -19,5 +19,5 @@ def first_host(hosts: str) -> str:
     """Return the first name of the list; raises `UsageError` if there is none."""
     match = _FIRST.match(hosts.strip())
     if match is None:
-        raise UsageError(f"SLURM names the hosts {hosts!r}, which is no list of hosts.")
+        raise UsageError(f"SLURM names the hosts {hosts!r}, which is not a list of hosts.")
     return _RANGE.sub(r"\1", match[0])

@@ -56,7 +56,7 @@ def place_of(launcher: Launcher, environment: Mapping[str, str]) -> Place:
     """
     place = _READERS[launcher](_Variables(launcher, environment))
     if not 0 <= place.number < place.num_hosts:
-        raise UsageError(f"{launcher} calls this process number {place.number} of {place.num_hosts}.")
+        raise UsageError(f"{launcher} gives this process the number {place.number} of {place.num_hosts}.")
     return place
 
 
@@ -73,7 +73,7 @@ class _Variables:
             if value := self._environment.get(name):
                 return value
         raise UsageError(
-            f"this process was not started by {self._launcher}: there is no {names[0]}.",
+            f"this process was not started by {self._launcher}: {names[0]} is not set.",
             remedy=f"Start `penstock worker --{self._launcher}` with it, on all hosts at once.",
             param=self._launcher,
         )
@@ -82,7 +82,7 @@ class _Variables:
         """Return the first of these variables that is set, as a number."""
         text = self.text(*names)
         if not text.isascii() or not text.isdigit():
-            raise UsageError(f"{self._launcher} has set {names[0]} to {text!r}, which is no number.")
+            raise UsageError(f"{self._launcher} has set {names[0]} to {text!r}, which is not a number.")
         return int(text)
 
     def has(self, name: str) -> bool:

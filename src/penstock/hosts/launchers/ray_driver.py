@@ -54,8 +54,8 @@ SAY_EVERY_S = 10.0  # that hosts are not placed yet
 MAX_SHORT_LIVES, SHORT_LIFE_S = 3, 20.0  # of a worker, one after the other: then it is given up
 
 GCS_IS_GONE = (
-    "Ray's control service (GCS) is gone: the engine goes on. If it does not come back, Ray ends its nodes "
-    "after a minute, and the workers with them"
+    "Ray's control service (GCS) is lost; the engine keeps running. If it does not return, Ray ends its "
+    "nodes and their workers after a minute"
 )
 
 Report = Callable[[DriverReport], None]
@@ -156,14 +156,14 @@ class Placed:
                 return
             except ActorDiedError as error:
                 if not self._is_over.is_set():
-                    self._report(Warned(f"Ray gives worker {number} up: {_one_line(error)}"))
+                    self._report(Warned(f"Ray has given up worker {number}: {_one_line(error)}"))
                 return
             except RayError as error:
                 if is_lost:
                     self._is_over.wait(LOOK_S)
                 elif not self._is_over.is_set():
                     is_lost = True
-                    told = f"Ray has lost worker {number}, and starts it again: {_one_line(error)}"
+                    told = f"Ray has lost worker {number} and restarts it: {_one_line(error)}"
                     self._report(LostWorker(host, told))
                 continue
             if self._is_over.is_set():
@@ -172,11 +172,9 @@ class Placed:
             num_short_lives = num_short_lives + 1 if is_short else 0
             ended = f"the worker {host} has ended with code {code}: {_last(lines)}"
             if num_short_lives >= MAX_SHORT_LIVES:
-                self._report(
-                    CannotPlace(ended, "Read what it has printed in Ray's log of the node, and start again.")
-                )
+                self._report(CannotPlace(ended, "Read its output in Ray's log of the node, and restart."))
                 return
-            self._report(Warned(f"{ended} Ray starts it again."))
+            self._report(Warned(f"{ended} Ray restarts it."))
             if is_short:
                 self._is_over.wait(LOOK_S)
 
@@ -193,7 +191,7 @@ def _one_line(error: BaseException) -> str:
 
 def _last(lines: str) -> str:
     printed = [line for line in lines.splitlines() if line.strip()]
-    return printed[-1].strip() if printed else "it has printed nothing."
+    return printed[-1].strip() if printed else "it printed nothing."
 
 
 def watch_gcs(address: str, report: Report) -> None:
@@ -267,7 +265,7 @@ def main() -> None:
             _node_ip_address=order.options.node_address or None,  # in the documentation of `ray.init`
         )
     except Exception as error:
-        remedy = "Start it with `ray start`, or name its address in RAY_ADDRESS."
+        remedy = "Start Ray with `ray start`, or set RAY_ADDRESS to its address."
         report(CannotPlace(f"Ray cannot be reached: {_one_line(error)}", remedy))
         return
     placed = Placed(order, report)

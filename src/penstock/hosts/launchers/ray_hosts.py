@@ -41,7 +41,7 @@ class RayHosts(GatheredHosts):
     def __init__(self, cluster: HostsConfig, voices: Voices) -> None:
         if importlib.util.find_spec("ray") is None:
             raise UsageError(
-                "--distributed-executor-backend is ray, and ray is not installed.",
+                "--distributed-executor-backend is ray, but ray is not installed.",
                 remedy="Run `pip install 'penstock[ray]'`, with the same versions on all nodes.",
                 param="distributed_executor_backend",
             )

@@ -33,7 +33,7 @@ _MAX_LINE = 64 << 10
 _READ_BYTES = 1 << 16
 
 RAY_IS_GONE = (
-    "Ray is gone, or its part on this node: the engine goes on, and hosts that are lost are not replaced"
+    "Ray or its process on this node is lost; the engine keeps running, but lost hosts are not replaced"
 )
 
 
@@ -136,7 +136,7 @@ class RayStarter:
         self._forget_driver()
         if self.failure is None:
             self.failure = UnavailableError(
-                "the process that speaks to Ray has ended.", remedy="See its output above."
+                "the process that connects to Ray has ended.", remedy="See its output above."
             )
             self._voices.warn(RAY_IS_GONE)
 

@@ -91,7 +91,7 @@ class TypedByUser:
         self._tell = tell
 
     def start(self, wanted: WantedWorkers) -> None:
-        where = "the other host" if wanted.number == 1 else "each of the other hosts"
+        where = "the other host" if wanted.number == 1 else "each other host"
         self._invite(wanted, f"on {where}", f"--join {join_address(wanted.host, wanted.port)}")
 
     def _invite(self, wanted: WantedWorkers, where: str, head: str) -> None:
@@ -105,9 +105,7 @@ class TypedByUser:
             f"waiting for {wanted.counted}; {where} type:\n"
             f"  penstock worker {head} --join-token-file {shlex.quote(wanted.token_file)}"
         )
-        self._tell(
-            f"links from other hosts come to the ports {wanted.link_ports} of this host (--link-ports)"
-        )
+        self._tell(f"links from other hosts use the ports {wanted.link_ports} of this host (--link-ports)")
 
     def attend(self) -> None:
         """Do nothing."""

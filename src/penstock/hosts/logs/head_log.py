@@ -38,4 +38,4 @@ class HeadLog:
         self._ration.note_dropped(message.num_dropped)
         num_dropped = self._ration.take_dropped()
         if num_dropped:
-            self._show(self._host, "", f"{num_dropped} more lines are to be read on that host only")
+            self._show(self._host, "", f"{num_dropped} more lines are only in the log of that host")

@@ -35,9 +35,9 @@ def found_head(
     token = tokens.at_hand()
     cluster = "" if token is None else token.cluster
     tell(
-        "looking for the head of this token in the local network"
+        "searching for this token's head in the local network"
         if cluster
-        else "looking for a head in the local network"
+        else "searching for a head in the local network"
     )
     with closing(search(cluster)) as heads:
         while (address := heads.take()) is None:

@@ -37,7 +37,7 @@ def listen_for_workers(host: str, port: int) -> socket.socket:
             return _listener(family, address)
         except OSError as error:
             failure = failure or error
-    assert failure is not None, "a name stands for one address at least"
+    assert failure is not None, "a name has at least one address"
     raise _not_listening(host, port, failure) from failure
 
 
@@ -61,7 +61,7 @@ def loopback_warning(host: str, port: int) -> str:
     if _is_address(host) or not all(map(_is_loopback, addresses)):
         return ""
     return (
-        f"{host} is {addresses[0]} on this host, which other hosts do not reach. Give --listen-workers an "
+        f"{host} is {addresses[0]} on this host, which other hosts cannot reach. Give --listen-workers an "
         "address of this host."
     )
 

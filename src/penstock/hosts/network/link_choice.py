@@ -62,16 +62,16 @@ def idle_warning(used: MeasuredPair, measured: Sequence[MeasuredPair]) -> str:
     if best.speed.bytes_per_s < _IDLE_FACTOR * used.speed.bytes_per_s:
         return ""
     return (
-        f"A faster way to the other host stands idle: {best}. In use is {used}. "
-        "To use the faster one, leave --address out, or give one of its addresses."
+        f"A faster path to the other host is idle: {best}. In use: {used}. To use the faster path, leave "
+        "--address out, or give one of its addresses."
     )
 
 
 def fallback_warning(wanted: MeasuredPair, used: MeasuredPair, reason: str) -> str:
     """Return what to say when the best way cannot be used and another one is."""
     return (
-        f"The best way to the other host cannot be used ({reason.rstrip('.')}): {wanted}. In use is {used}. "
-        f"Check cable, switch and firewall of {wanted.pair.own.interface}."
+        f"The best path to the other host fails ({reason.rstrip('.')}): {wanted}. In use: {used}. Check "
+        f"cable, switch and firewall of {wanted.pair.own.interface}."
     )
 
 
@@ -85,7 +85,7 @@ def degraded_warning(measured: MeasuredPair, bytes_per_s: float) -> str:
     if bytes_per_s >= DEGRADED_SHARE * before:
         return ""
     return (
-        f"The way from {measured.pair} carries {speed_text(bytes_per_s)}, and was measured with "
+        f"The path from {measured.pair} carries {speed_text(bytes_per_s)} instead of the measured "
         f"{speed_text(before)}. Look for other traffic, a damaged cable or a weak signal."
     )
 

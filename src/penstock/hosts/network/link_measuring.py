@@ -139,7 +139,7 @@ def answer_measuring(stream: Stream, clock: Clock = monotonic) -> None:
             return
         if not 0 < size <= (_MAX_ECHO if kind == _ECHO else _MAX_PIECE):
             raise ProtocolError(
-                f"The other host asks for {size} bytes at once while it measures the connection."
+                f"The other host requests {size} bytes at once to measure the connection, which is too much."
             )
         if kind == _ECHO:
             wire.send(wire.receive(size))
@@ -149,9 +149,7 @@ def answer_measuring(stream: Stream, clock: Clock = monotonic) -> None:
         elif kind == _GIVE:
             wire.send(wire.zeros[:size])
         else:
-            raise ProtocolError(
-                f"The other host sends {kind}, which is not a request that measures a connection."
-            )
+            raise ProtocolError(f"The other host sends {kind}, which is not a measuring request.")
 
 
 def flood(start: Start, finish: Finish, until: float, clock: Clock) -> float:
@@ -263,7 +261,7 @@ class _Wire:
         with self._waiting():
             count = self._stream.recv_into(self._buffer[: min(limit, _MAX_PIECE)])
         if not count:
-            raise LinkClosedError("The other host has closed the connection while it was measured.")
+            raise LinkClosedError("The other host closed the connection while it was measured.")
         return count
 
     @contextmanager
@@ -277,9 +275,9 @@ class _Wire:
             yield
         except TimeoutError as error:
             raise WaitTimeoutError(
-                f"Measuring the connection to the other host has not ended within {self._limit_s:g} s.",
-                remedy="The way between the two addresses is too slow or loses packets; "
-                "choose another with --address.",
+                f"Measuring the connection to the other host did not end within {self._limit_s:g} s.",
+                remedy="The path between the two addresses is too slow or loses packets; choose another "
+                "--address.",
             ) from error
         except OSError as error:
             raise LinkClosedError(f"The connection broke while it was measured: {error}.") from error

@@ -102,7 +102,7 @@ class MeasuringDoor:
 
     def _begin(self, connection: socket.socket) -> CertifiedPeer:
         if not isinstance(connection, ssl.SSLSocket):  # `_secure` makes no other
-            raise ProtocolError("a host has come to measure without TLS.", code="not_tls")
+            raise ProtocolError("a host connected for measuring without TLS.", code="not_tls")
         return CertifiedPeer(connection, [self._peer])
 
     def _serve(self) -> None:

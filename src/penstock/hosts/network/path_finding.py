@@ -122,7 +122,7 @@ class PathFinder:
             self._find(scouts, names)
         except (PenstockError, OSError) as error:
             why = error.message if isinstance(error, PenstockError) else f"{error.strerror or error}."
-            self._tell(f"the ways between {_both(scouts)} were not looked for: {why}")
+            self._tell(f"the paths between {_both(scouts)} were not searched: {why}")
 
     def review(self, names: Collection[str]) -> None:
         """Look anew at all ways between these hosts that were looked for."""
@@ -204,7 +204,7 @@ class PathFinder:
             (_measured(known[_wire(one.pair)], one.pair), one.why) for one in dead if _wire(one.pair) in known
         ]
         gone += [
-            (way.measured, "an interface has no address or no carrier any more")
+            (way.measured, "an interface has lost its address or carrier")
             for way in before
             if _wire(way.measured.pair) not in wires
         ]
@@ -258,8 +258,8 @@ def _one_way_warning(ends: _Ends, used: FoundWay) -> str:
     if not unreached:
         return ""
     return (
-        f"{unreached[0]} cannot be reached on this way, so that it dials. To let links come there too, open "
-        "its --link-ports in its firewall."
+        f"{unreached[0]} cannot be reached on this path, so it opens the links itself. To allow links to "
+        "it, open its --link-ports in its firewall."
     )
 
 
@@ -330,19 +330,21 @@ def _link(one: str, other: str, measured: MeasuredPair) -> HostLink:
 def _line(ends: _Ends, way: FoundWay) -> str:
     speed = way.measured.speed
     return (
-        f"links between {ends.names[0]} and {ends.names[1]} run over {way.measured.pair}: "
-        f"{speed_text(speed.bytes_per_s_out)} there, {speed_text(speed.bytes_per_s_in)} back, "
-        f"round trip {1e3 * speed.round_trip_s:.2f} ms"
+        f"links between {ends.names[0]} and {ends.names[1]} use {way.measured.pair}: "
+        f"{speed_text(speed.bytes_per_s_out)} there, {speed_text(speed.bytes_per_s_in)} back, round trip "
+        f"{1e3 * speed.round_trip_s:.2f} ms"
     )
 
 
 def _nothing(ends: _Ends, ways: Sequence[FoundWay], dead: Sequence[Dead]) -> str:
     """Return what to say when no way that is allowed leads from either host to the other."""
-    tried = "; ".join(f"{one.pair}: {one.why}" for one in dead) or "they have no addresses of one network"
-    what = f"no way for links between {ends.names[0]} and {ends.names[1]} was found ({tried})."
+    tried = "; ".join(f"{one.pair}: {one.why}" for one in dead) or (
+        "they have no addresses in a common network"
+    )
+    what = f"no path for links between {ends.names[0]} and {ends.names[1]} was found ({tried})."
     if ways:
         return f"{what} --address rules out {_best(ways).measured}. Leave it out, or give another address."
-    return f"{what} Let the --link-ports of at least one of them through its firewall."
+    return f"{what} Open the --link-ports of at least one of them in its firewall."
 
 
 def _both(scouts: Sequence[Scout]) -> str:

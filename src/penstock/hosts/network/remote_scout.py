@@ -93,6 +93,6 @@ class RemoteScout:
 
     def _misunderstood(self, answer: FromScout) -> ProtocolError:
         return ProtocolError(
-            f"the host {self._host.name} has answered a question about ways with {type(answer).__name__}.",
+            f"the host {self._host.name} sent an unexpected answer about paths: {type(answer).__name__}.",
             remedy=SAME_VERSION,
         )

@@ -223,7 +223,7 @@ class OwnScout:
 
     def _require_own_cluster(self, peer: PeerName) -> None:
         if peer.cluster != self._peer.cluster:
-            raise ProtocolError("ways are measured only between hosts of one cluster.")
+            raise ProtocolError("paths are measured only between hosts of one cluster.")
 
 
 def _dial(target: Target) -> Dial:

@@ -100,7 +100,7 @@ class ScoutingAgent:
         except PenstockError as error:
             return [ScoutFailed(number=question.number, error=error.info())]
         except OSError as error:  # no descriptors, or the kernel does not list its interfaces
-            failure = PeerError(f"the host cannot look for ways: {error.strerror or error}.")
+            failure = PeerError(f"the host cannot search for paths: {error.strerror or error}.")
             return [ScoutFailed(number=question.number, error=failure.info())]
 
 
@@ -116,7 +116,7 @@ class NoScout:
 
     def ask(self, question: ToScout) -> None:
         if not isinstance(question, RestScout):
-            error = PeerError("this host does not look for ways to others.").info()
+            error = PeerError("this host does not search for paths to others.").info()
             self._answers.append(ScoutFailed(number=question.number, error=error))
             self._bell.ring()
 

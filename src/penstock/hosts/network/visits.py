@@ -130,9 +130,9 @@ def require_own_addresses(visitor: VisitorListens, peer: str) -> None:
     listens = {place.address.address for place in visitor.listening.places}
     checked = visitor.ports.address.partition("%")[0]
     if visitor.ports.ports and checked != peer.partition("%")[0] and checked not in listens:
-        raise ProtocolError("the visitor names ports of an address at which it does not listen.")
+        raise ProtocolError("the visiting host names ports at an address where it does not listen.")
     if not _is_loopback(peer) and any(_is_loopback(address) for address in (*listens, checked)):
-        raise ProtocolError("the visitor names addresses of loopback, and comes from another machine.")
+        raise ProtocolError("the visiting host is on another machine but names loopback addresses.")
 
 
 def _is_loopback(address: str) -> bool:
@@ -144,7 +144,7 @@ def _is_loopback(address: str) -> bool:
 
 def _busy() -> PeerError:
     return PeerError(
-        f"the head has {MOST_VISITS} other visitors to answer.",
+        f"the head is checking {MOST_VISITS} other hosts.",
         remedy="Run the same command again in a minute.",
         code="too_many_visitors",
     )
@@ -183,5 +183,5 @@ def next_word(wire: AgentWire[Any], expected: type[Answer], deadline: float) -> 
     if isinstance(messages[0], VisitRefused):
         raise error_from_info(messages[0].error)
     if not isinstance(messages[0], expected):
-        raise ProtocolError(f"the other host has said {type(messages[0]).__name__}.")
+        raise ProtocolError(f"the other host sent an unexpected {type(messages[0]).__name__}.")
     return messages[0]

@@ -264,7 +264,7 @@ class WaySearch:
                 if not self.is_closed:
                     job()
             except Exception as error:  # connections wait for the end of the search, whatever it is
-                self._lines.put((self._tell, f"ways were not looked for: {describe(error).message}"))
+                self._lines.put((self._tell, f"paths were not searched: {describe(error).message}"))
             self._jobs.end(number)
             self._bell.ring()
 

@@ -198,9 +198,8 @@ class ModelFinder:
         if self._shelf.places and identity not in self._without_copy:
             self._without_copy.add(identity)
             notes.say(
-                f"there is no copy of the head's model below {self._shelf.places}: config.json and all "
-                "*.safetensors files of a copy, or all its GGUF files, must be the same as the head's, and "
-                "have the same names"
+                f"there is no copy of the head's model below {self._shelf.places}: its config.json and "
+                "*.safetensors files, or its GGUF files, must equal the head's in name and content"
             )
 
     def _fetched(

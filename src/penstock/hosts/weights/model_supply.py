@@ -133,10 +133,10 @@ class ModelSupply:
             except CancelledError:
                 continue
             except PenstockError as error:
-                self._put(job, f"{job.rank.name} cannot have its weights: {error}")
+                self._put(job, f"{job.rank.name} cannot get its weights: {error}")
                 self._put(job, Delivery(job.number, error))
             except Exception as error:  # of a disk, or ours: a rank that waits must not wait for ever
-                self._put(job, Delivery(job.number, PeerError(f"its weights cannot be had: {error}.")))
+                self._put(job, Delivery(job.number, PeerError(f"its weights cannot be fetched: {error}.")))
             else:
                 self._put(job, Delivery(job.number, UseModel(path=str(path), identity=job.identity)))
 
@@ -186,4 +186,4 @@ class _Progress:
             )
         elif now - self._told_at >= LINE_S:
             self._told_at = now
-            self._put(f"{name}: fetching, {self._percent} % of {megabytes:.1f} MB are here")
+            self._put(f"{name}: fetching, {self._percent} % of {megabytes:.1f} MB received")

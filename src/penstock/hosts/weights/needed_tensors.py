@@ -157,7 +157,7 @@ def _checked(tensors: Iterable[TensorShape]) -> dict[str, TensorShape]:
             or num_bytes(tensor) > _MAX_BYTES
         ):
             raise ProtocolError(
-                f"the head describes a tensor that cannot be: {tensor.name[:80]!r}.",
+                f"the head describes an impossible tensor: {tensor.name[:80]!r}.",
                 remedy=SAME_VERSION,
             )
         described[tensor.name] = tensor

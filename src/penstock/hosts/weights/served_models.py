@@ -86,7 +86,7 @@ class ServedModel:
         """
         content = self._small.content(name) if name in self._small.names else None
         if content is None:
-            raise ProtocolError("a worker has asked for a file that no rank reads.")
+            raise ProtocolError("a worker requested a file that no rank reads.")
         return content
 
 
@@ -139,7 +139,7 @@ class ServedModels:
             if str(path) not in error.message:
                 raise
             raise ModelError(  # no path of the head is for a worker
-                "the weights of the model are no longer where the head has found them.",
+                "the weights of the model are no longer where the head found them.",
                 code="model_not_served",
             ) from error
 

@@ -222,8 +222,8 @@ class WeightCache:
         with contextlib.suppress(OSError):
             free = f"{self._free_bytes() / 1e6:.1f} MB"
         return PeerError(
-            f"the disk of {self._directory} is full: {wanted / 1e6:.1f} MB of weights are to be kept there"
-            f"{spared} and {free} are free.",
+            f"the disk of {self._directory} is full: {wanted / 1e6:.1f} MB of weights need space "
+            f"there{spared} and {free} are free.",
             remedy="Free space, or give the worker a directory on another disk with --weights-cache.",
             code="disk_full",
         )

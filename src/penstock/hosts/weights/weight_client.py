@@ -135,7 +135,7 @@ class WeightClient:
             self._cancellation.check()
         sent = wire.receive_digest()
         if digest.digest() != sent:
-            raise LinkClosedError(f"{part.name} has not arrived as the head has sent it.")
+            raise LinkClosedError(f"{part.name} was changed on its way from the head.")
         return sent
 
     def _tried(self, action: Callable[[WeightWire], Result]) -> Result:
@@ -179,6 +179,7 @@ def _is_torn(error: PeerError) -> bool:
 def _given_up(error: PeerError) -> PeerError:
     """Return the error of a connection that tears again and again; of the same type."""
     return type(error)(
-        f"the weights could not be fetched from the head; tried {MAX_TEARS} times: {error.message}",
-        remedy="Check the network between this host and the head. What has come is kept for the next start.",
+        f"the weights could not be fetched from the head in {MAX_TEARS} attempts: {error.message}",
+        remedy="Check the network between this host and the head. The received part is kept for the next "
+        "start.",
     )

@@ -179,11 +179,11 @@ class _Conversation:
 def _checked(model: ServedModel, asked: AskDigests | AskParts) -> Iterator[TensorEntry]:
     """Yield the tensors that are asked for; raise where there is none of a name, before anything is sent."""
     if len(asked.tensors) > model.num_tensors:
-        raise ProtocolError(f"a worker has asked for more than the {model.num_tensors} tensors of the model.")
+        raise ProtocolError(f"a worker requested more than the {model.num_tensors} tensors of the model.")
     if isinstance(asked, AskParts):
         if len(asked.files) > model.num_small_files:
             raise ProtocolError(
-                f"a worker has asked for more than {model.num_small_files} files beside weights."
+                f"a worker requested more than {model.num_small_files} files besides weights."
             )
         for name in asked.files:
             model.small_file(name)

@@ -141,7 +141,7 @@ class WeightWire:
         """
         size = self._receive_length()
         if size > max_bytes:
-            raise _other_version(f"a message of {size} bytes, where {max_bytes} are the most")
+            raise _other_version(f"a message of {size} bytes, more than {max_bytes}")
         content = bytearray(size)
         self._fill(memoryview(content))
         try:
@@ -156,7 +156,7 @@ class WeightWire:
         if isinstance(answer, Refused):
             raise error_from_info(answer.error)
         if not isinstance(answer, kind):
-            raise _other_version(f"a {type(answer).__name__} where a {kind.__name__} belongs")
+            raise _other_version(f"a {type(answer).__name__} instead of a {kind.__name__}")
         return answer
 
     def send_piece(self, buffer: memoryview, size: int) -> None:
@@ -196,7 +196,7 @@ class WeightWire:
         if size == REFUSED:
             raise error_from_info(self.receive(Refused, MAX_TOLD_BYTES).error)
         if not 0 < size <= len(memory):
-            raise _other_version(f"a piece of {size} bytes, where {len(memory)} are the most")
+            raise _other_version(f"a piece of {size} bytes, more than {len(memory)}")
         self._fill(memory[:size])
         return size
 
@@ -235,7 +235,7 @@ class WeightWire:
             while filled < len(memory):
                 count = self._connection.recv_into(memory[filled:])
                 if not count:
-                    raise LinkClosedError("the other side has closed a connection for weights.")
+                    raise LinkClosedError("the other side closed a connection for weights.")
                 filled += count
         except OSError as error:
             raise _lost(error) from error
@@ -245,12 +245,12 @@ def _lost(error: OSError) -> PeerError:
     if isinstance(error, PeerError):
         return error
     if isinstance(error, TimeoutError):
-        return WaitTimeoutError("the other side of a connection for weights has stopped.")
-    return LinkClosedError(f"weights do not come any more: {refusal(error).message}")
+        return WaitTimeoutError("the other side of a connection for weights stopped sending.")
+    return LinkClosedError(f"the transfer of weights has stopped: {refusal(error).message}")
 
 
 def _other_version(what: str) -> ProtocolError:
     return ProtocolError(
-        f"the other side of a connection for weights has sent {what}.",
+        f"the other side of a connection for weights sent {what}.",
         remedy=SAME_VERSION,
     )

@@ -62,7 +62,7 @@ def test_i2_a_class_of_the_users_own_makes_the_hosts(own: str) -> None:
 def test_i2_a_class_that_runs_no_pipelines_serves_one_stage_alone(own: str) -> None:
     name = f"{own}:OneStage"
     open_hosts(engine_of(name, num_stages=1), Voices(print, print)).close()
-    with pytest.raises(UsageError, match=rf"'{name}' does not run pipelines .* --pp is 2") as caught:
+    with pytest.raises(UsageError, match=rf"'{name}' does not support pipelines .* --pp is 2") as caught:
         open_hosts(engine_of(name), Voices(print, print))
     assert "mp, ray, or MODULE:CLASS" in caught.value.remedy
 

@@ -65,7 +65,7 @@ def test_i2_two_processes_on_one_host_are_refused(
 
 @pytest.mark.parametrize("value", ["-1", "one", "٣", "3"])
 def test_i2_what_is_no_place_is_refused(value: str) -> None:
-    with pytest.raises(UsageError, match=r"no number|number 3 of 3"):
+    with pytest.raises(UsageError, match=r"not a number|number 3 of 3"):
         place_of("torchrun", TORCHRUN | {"RANK": value})
 
 
@@ -86,5 +86,5 @@ def test_i2_the_first_host_of_a_list(hosts: str, first: str) -> None:
 
 @pytest.mark.parametrize("hosts", ["", ",", "[", "]x"])
 def test_i2_what_is_no_list_of_hosts_is_refused(hosts: str) -> None:
-    with pytest.raises(UsageError, match="no list of hosts"):
+    with pytest.raises(UsageError, match="not a list of hosts"):
         first_host(hosts)

@@ -74,7 +74,7 @@ def test_r15_a_worker_does_not_flood_the_head_and_says_how_much_is_left_out(logs
     assert len(logs.at_head) == LINES_AT_ONCE
     logs.clock.advance(1.0)
     logs.carry()
-    assert logs.at_head[LINES_AT_ONCE:] == [("desk", "", "50 more lines are to be read on that host only")]
+    assert logs.at_head[LINES_AT_ONCE:] == [("desk", "", "50 more lines are only in the log of that host")]
     assert len(logs.here) == LINES_AT_ONCE + 50, "there all of them are shown"
 
 
@@ -88,4 +88,4 @@ def test_r15_the_head_keeps_to_bounds_of_its_own(logs: Logs) -> None:
     assert len(text) < MAX_LINE_CHARS + 50
     logs.clock.advance(1.0)
     logs.head.take(LogLines(lines=[], num_dropped=3))
-    assert logs.at_head[-1][2] == f"{8 * LINES_AT_ONCE + 3} more lines are to be read on that host only"
+    assert logs.at_head[-1][2] == f"{8 * LINES_AT_ONCE + 3} more lines are only in the log of that host"

@@ -133,7 +133,7 @@ def test_i2_a_worker_looks_for_the_head_of_its_token() -> None:
         assert found_head(Tokens(token), told.append, untold, search.begin) == ("fd00::1", 7700)
     assert search.clusters == [token.cluster]
     assert told == [
-        "looking for the head of this token in the local network",
+        "searching for this token's head in the local network",
         "found a head at [fd00::1]:7700",
     ]
 

@@ -57,9 +57,9 @@ def test_wireless_is_chosen_beside_a_cable_only_if_it_is_faster(mbit: float, cho
 def test_a_faster_pair_that_stands_idle_is_named() -> None:
     used, cable = wireless(87), measured("eth0", 940)
     assert idle_warning(used, [used, cable]) == (
-        "A faster way to the other host stands idle: eth0 (10.0.0.1) to eth9 (10.0.0.2), 940 Mbit/s. "
-        "In use is wlan0 (10.0.0.1) to eth9 (10.0.0.2), 87 Mbit/s. "
-        "To use the faster one, leave --address out, or give one of its addresses."
+        "A faster path to the other host is idle: eth0 (10.0.0.1) to eth9 (10.0.0.2), 940 Mbit/s. "
+        "In use: wlan0 (10.0.0.1) to eth9 (10.0.0.2), 87 Mbit/s. "
+        "To use the faster path, leave --address out, or give one of its addresses."
     )
     assert idle_warning(cable, [used, cable]) == ""
     assert idle_warning(cable, [measured("eth1", 1100)]) == ""
@@ -68,13 +68,13 @@ def test_a_faster_pair_that_stands_idle_is_named() -> None:
 def test_a_way_that_fell_back_is_named_with_the_reason() -> None:
     said = fallback_warning(measured("eth0", 940), wireless(87), "connection refused.")
     assert "(connection refused): eth0" in said
-    assert "In use is wlan0" in said
+    assert "In use: wlan0" in said
 
 
 def test_a_way_that_has_become_slow_is_named() -> None:
     pair = measured("eth0", 940)
     assert degraded_warning(pair, 470 * MBIT) == ""
-    assert "carries 94 Mbit/s, and was measured with 940 Mbit/s" in degraded_warning(pair, 94 * MBIT)
+    assert "carries 94 Mbit/s instead of the measured 940 Mbit/s" in degraded_warning(pair, 94 * MBIT)
 
 
 def test_speeds_are_told_as_networks_are_sold() -> None:

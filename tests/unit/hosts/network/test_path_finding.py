@@ -117,7 +117,7 @@ def hosts(tmp_path: Path) -> Hosts:
 
 def test_g1_the_fastest_way_is_used_and_one_line_says_which(hosts: Hosts) -> None:
     assert hosts.find() == [
-        "links between desk and tower run over eth0 (10.0.0.1) to enp3 (10.0.0.2): "
+        "links between desk and tower use eth0 (10.0.0.1) to enp3 (10.0.0.2): "
         "1.9 Gbit/s there, 940 Mbit/s back, round trip 0.20 ms"
     ]
     assert hosts.finder.between("tower", "desk") == Route(
@@ -153,7 +153,7 @@ def test_g1_a_way_that_cannot_be_measured_is_not_used(hosts: Hosts, monkeypatch:
 
     monkeypatch.setattr(hosts.tower, "survey", weak)
     (warning,) = hosts.find()
-    assert "no way for links" in warning
+    assert "no path for links" in warning
 
 
 def test_g1_what_was_measured_is_kept_and_ways_are_only_tried(hosts: Hosts) -> None:
@@ -168,7 +168,7 @@ def test_g1_a_new_address_of_an_interface_is_not_a_new_way(hosts: Hosts) -> None
     hosts.desk.addresses[0] = address("eth0", "10.0.0.7")
     hosts.world.mbit["10.0.0.7"] = 940
     hosts.restart()
-    assert "run over eth0 (10.0.0.7) to enp3 (10.0.0.2): 1.9 Gbit/s" in hosts.find()[0]
+    assert "use eth0 (10.0.0.7) to enp3 (10.0.0.2): 1.9 Gbit/s" in hosts.find()[0]
     assert set(hosts.world.seconds) == {0.0}
 
 
@@ -178,15 +178,15 @@ def test_g1_hosts_are_measured_anew_when_their_interfaces_change(hosts: Hosts) -
     hosts.tower.addresses.append(address("enp5", "10.0.2.2"))
     hosts.world.mbit |= {"10.0.2.1": 9400, "10.0.2.2": 9400}
     hosts.restart()
-    assert "run over eth1" in hosts.find()[0]
+    assert "use eth1" in hosts.find()[0]
     assert hosts.world.seconds == [0.0] * 6 + [MEASURING_S / 3] * 3
 
 
 def test_g1_a_way_that_leads_somewhere_again_is_measured(hosts: Hosts) -> None:
     hosts.set_speeds(0, 87)
-    assert "run over wlan0" in hosts.find()[0]
+    assert "use wlan0" in hosts.find()[0]
     hosts.set_speeds(940, 87)
-    assert "run over eth0" in hosts.find()[0]
+    assert "use eth0" in hosts.find()[0]
     assert MEASURING_S / 2 in hosts.world.seconds
 
 
@@ -194,9 +194,9 @@ def test_g1_the_path_falls_back_with_a_warning_once(hosts: Hosts) -> None:
     hosts.find()
     hosts.set_speeds(0, 87)
     line, warning = hosts.find()
-    assert "run over wlan0" in line
+    assert "use wlan0" in line
     assert "87 Mbit/s back" in line, "as it was measured before"
-    assert warning.startswith("warning: The best way to the other host cannot be used (no answer): eth0")
+    assert warning.startswith("warning: The best path to the other host fails (no answer): eth0")
     assert hosts.finder.between("tower", "desk").dial_address == "10.0.1.2"
     assert hosts.find() == []
     hosts.finder.review(["desk", "tower"])
@@ -205,29 +205,29 @@ def test_g1_the_path_falls_back_with_a_warning_once(hosts: Hosts) -> None:
     hosts.finder.review(["tower", "shelf"])
     assert hosts.told == [], "it is not one of these"
     hosts.finder.review(["desk", "tower", "shelf"])
-    assert "run over eth0" in hosts.told[0]
+    assert "use eth0" in hosts.told[0]
 
 
 def test_g1_a_way_whose_interface_has_gone_is_named(hosts: Hosts) -> None:
     hosts.find()
     del hosts.desk.addresses[0]
     line, warning = hosts.find()
-    assert "run over wlan0" in line
-    assert "cannot be used (an interface has no address or no carrier any more): eth0" in warning
+    assert "use wlan0" in line
+    assert "fails (an interface has lost its address or carrier): eth0" in warning
 
 
 def test_g1_a_host_that_has_no_port_leaves_the_other_one_at_rest(hosts: Hosts) -> None:
     hosts.tower.is_there = False
-    assert "were not looked for" in hosts.find()[0]
+    assert "were not searched" in hosts.find()[0]
     assert hosts.desk.happened == ["listens for tower", "rests"]
 
 
 def test_g1_a_host_that_cannot_be_reached_dials(hosts: Hosts) -> None:
     del hosts.world.mbit["10.0.0.1"], hosts.world.mbit["10.0.1.1"]
     line, warning = hosts.find()
-    assert "run over eth0" in line
+    assert "use eth0" in line
     assert warning == (
-        "warning: desk cannot be reached on this way, so that it dials. To let links come there too, open "
+        "warning: desk cannot be reached on this path, so it opens the links itself. To allow links to it, open "
         "its --link-ports in its firewall."
     )
     both = Route(listener="tower", listen_address="10.0.0.2", dial_address="10.0.0.2", dial_from="10.0.0.1")
@@ -238,18 +238,18 @@ def test_g1_a_way_that_leads_from_the_other_host_alone_is_measured_from_there(ho
     del hosts.world.mbit["10.0.0.1"], hosts.world.mbit["10.0.1.1"]
     hosts.desk.host, hosts.tower.host = "zebra", "tower"  # the order of names is the other one
     line, _ = hosts.find()
-    assert "between tower and zebra run over enp3 (10.0.0.2) to eth0 (10.0.0.1): 1.9 Gbit/s there" in line
+    assert "between tower and zebra use enp3 (10.0.0.2) to eth0 (10.0.0.1): 1.9 Gbit/s there" in line
     assert hosts.finder.between("zebra", "tower").listener == "tower"
 
 
 def test_g1_a_fixed_address_is_used_and_a_faster_way_does_not_stand_idle_in_silence(hosts: Hosts) -> None:
     hosts.desk.only = "10.0.1.1"
     line, warning = hosts.find()
-    assert "run over wlan0" in line
-    assert "A faster way to the other host stands idle: eth0 (10.0.0.1)" in warning
+    assert "use wlan0" in line
+    assert "A faster path to the other host is idle: eth0 (10.0.0.1)" in warning
     hosts.set_speeds(940, 0)
     (warning,) = hosts.find()
-    assert "no way for links between desk and tower was found" in warning
+    assert "no path for links between desk and tower was found" in warning
     assert "--address rules out eth0 (10.0.0.1) to enp3 (10.0.0.2), 940 Mbit/s" in warning
     assert hosts.finder.between("tower", "desk") == Route(listener="tower")
 
@@ -261,7 +261,7 @@ def test_g1_hosts_without_a_way_are_told_what_was_tried(hosts: Hosts) -> None:
     assert "--link-ports" in warning
     hosts.desk.addresses = [address("eth0", "fd00::1")]
     (warning,) = hosts.find()
-    assert "they have no addresses of one network" in warning
+    assert "they have no addresses in a common network" in warning
 
 
 def test_g1_a_way_that_has_become_slow_is_named_when_it_is_measured_anew(hosts: Hosts) -> None:
@@ -270,13 +270,13 @@ def test_g1_a_way_that_has_become_slow_is_named_when_it_is_measured_anew(hosts: 
     hosts.tower.addresses.append(address("enp5", "10.0.2.2"))
     hosts.set_speeds(94, 87)
     told = hosts.find()
-    assert any("carries 94 Mbit/s, and was measured with 940 Mbit/s" in line for line in told)
+    assert any("carries 94 Mbit/s instead of the measured 940 Mbit/s" in line for line in told)
 
 
 def test_g1_a_host_that_is_lost_meanwhile_is_said(hosts: Hosts) -> None:
     hosts.find()
     hosts.desk.is_there = False
-    assert hosts.find() == ["the ways between desk and tower were not looked for: the host desk is lost."]
+    assert hosts.find() == ["the paths between desk and tower were not searched: the host desk is lost."]
     assert hosts.finder.between("tower", "desk").dial_address == "10.0.0.2", "what is known stays"
 
 

@@ -137,7 +137,7 @@ def test_g1_a_host_that_looks_for_no_ways_says_so() -> None:
     agent = NoScout()
     remote = RemoteScout(Elsewhere(agent), DESK)
     remote.rest()
-    with pytest.raises(PeerError, match="does not look for ways"):
+    with pytest.raises(PeerError, match="does not search for paths"):
         remote.listen(HEAD)
     agent.close()
 
@@ -182,5 +182,5 @@ def test_g1_a_host_that_does_not_answer_is_named() -> None:
     with pytest.raises(LinkClosedError, match="the connection to the host desk is broken"):
         RemoteScout(Mute(is_there=False), DESK).survey(HEAD, [])
     listens = ListensForHost(number=1, listening=LISTENING)
-    with pytest.raises(ProtocolError, match="with ListensForHost"):
+    with pytest.raises(ProtocolError, match="paths: ListensForHost"):
         RemoteScout(Mute(listens), DESK).survey(HEAD, [])

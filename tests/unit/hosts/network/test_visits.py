@@ -147,7 +147,7 @@ def test_g1_the_other_side_of_a_visit_is_waited_for_and_checked() -> None:
     with pytest.raises(WaitTimeoutError):
         next_word(wire, Heartbeat, 0.0)
     other.send(Heartbeat())
-    with pytest.raises(ProtocolError, match="has said Heartbeat"):
+    with pytest.raises(ProtocolError, match="sent an unexpected Heartbeat"):
         next_word(wire, str, time.monotonic() + 60.0)
     other.close()
     with pytest.raises(LinkClosedError):
@@ -188,7 +188,7 @@ def test_r15_more_visits_than_there_are_places_are_refused_in_words(
         ours, theirs = connected_pair()
         visitor(theirs, visits)
         wires.append(AgentWire(ours, ToVisitor))
-    with pytest.raises(PeerError, match=f"{MOST_VISITS} other visitors") as caught:
+    with pytest.raises(PeerError, match=f"checking {MOST_VISITS} other hosts") as caught:
         next_word(wires[-1], HeadListens, time.monotonic() + 60.0)
     assert caught.value.code == "too_many_visitors"
     assert caught.value.remedy
@@ -205,7 +205,7 @@ def test_r15_a_visit_that_does_not_get_its_turn_in_time_is_refused(monkeypatch: 
         ours, theirs = connected_pair()
         visitor(theirs, visits)
         wire: AgentWire[ToVisitor] = AgentWire(ours, ToVisitor)
-        with pytest.raises(PeerError, match="other visitors"):
+        with pytest.raises(PeerError, match="other hosts"):
             next_word(wire, HeadListens, time.monotonic() + 60.0)
     wire.close()
 
@@ -216,7 +216,7 @@ def test_r15_a_visitor_that_says_nonsense_is_told_so(monkeypatch: pytest.MonkeyP
     visitor(theirs, visits)
     wire: AgentWire[ToVisitor] = AgentWire(ours, ToVisitor)
     wire.send(listens(checked="10.9.8.7"))
-    with pytest.raises(ProtocolError, match="at which it does not listen"):
+    with pytest.raises(ProtocolError, match="where it does not listen"):
         next_word(wire, HeadListens, time.monotonic() + 60.0)
     wire.close()
 
@@ -253,7 +253,7 @@ def test_r15_without_a_thread_for_it_a_visit_takes_no_place(monkeypatch: pytest.
 def test_r15_a_visitor_names_its_own_addresses_alone(
     said: VisitorListens, peer: str, is_let_in: bool
 ) -> None:
-    with contextlib.nullcontext() if is_let_in else pytest.raises(ProtocolError, match="the visitor"):
+    with contextlib.nullcontext() if is_let_in else pytest.raises(ProtocolError, match="the visiting host"):
         require_own_addresses(said, peer)
 
 

@@ -132,7 +132,7 @@ def test_r15_a_search_goes_on_beside_other_work(searching: Searching) -> None:
     desk.answer()
     searching.attend_until(lambda: search.is_idle)
     ((thread, line),) = searching.lines
-    assert "no way for links between desk and tower was found" in line
+    assert "no path for links between desk and tower was found" in line
     assert thread == here
     assert desk.tellers == {here}, "its wire belongs to one thread"
     assert here not in searching.own.threads
@@ -200,7 +200,7 @@ def test_r15_a_host_that_is_lost_meanwhile_holds_nobody_up(searching: Searching)
     searching.search.attend()
     searching.attend_until(lambda: searching.search.is_idle)
     assert [line for _, line in searching.lines] == [
-        "the ways between desk and tower were not looked for: the connection to the host desk is broken."
+        "the paths between desk and tower were not searched: the connection to the host desk is broken."
     ]
 
 

@@ -133,9 +133,8 @@ def test_g1_where_a_directory_has_no_copy_the_user_is_told_once_what_would_be_on
     worker, rank = new_worker(tmp_path / "models"), last_stage(model)
     worker.find(rank)
     assert worker.notes.lines == [
-        f"there is no copy of the head's model below {tmp_path / 'models'}: config.json and all "
-        "*.safetensors files of a copy, or all its GGUF files, must be the same as the head's, and have the "
-        "same names"
+        f"there is no copy of the head's model below {tmp_path / 'models'}: its config.json and "
+        "*.safetensors files, or its GGUF files, must equal the head's in name and content"
     ]
     worker.find(rank)
     assert worker.notes.lines == []
@@ -219,7 +218,7 @@ def test_r15_a_connection_that_tears_again_and_again_is_one_typed_error(
 ) -> None:
     worker = new_worker()
     head.tears = [3000, *([0] * 40)]
-    with pytest.raises(LinkClosedError, match="tried 4 times") as caught:
+    with pytest.raises(LinkClosedError, match="in 4 attempts") as caught:
         worker.find(last_stage(model))
     assert "Check the network" in caught.value.remedy
     assert worker.leftovers == []
@@ -293,7 +292,7 @@ def test_g1_a_disk_with_too_little_room_beside_the_weights_says_how_much_stays_f
     worker = new_worker()
     monkeypatch.setattr(WeightCache, "_free_bytes", lambda cache: 520_000_000)
     worker.cache.require_room(520_000_000 - SPARE_BYTES)
-    said = "494.0 MB of weights are to be kept there, 67.1 MB are to stay free beside them, and 520.0 MB are"
+    said = "494.0 MB of weights need space there, 67.1 MB are to stay free beside them, and 520.0 MB are"
     with pytest.raises(PeerError, match=said):
         worker.cache.require_room(494_000_000)
 

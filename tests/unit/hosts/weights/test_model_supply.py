@@ -85,7 +85,7 @@ def test_g1_progress_is_told_by_the_percent_and_to_the_user_now_and_then(supply:
     assert supply.told == [
         "stage 1: comparing 2.0 MB",
         "stage 1: fetching 1.0 MB from the head",
-        "stage 1: fetching, 60 % of 1.0 MB are here",
+        "stage 1: fetching, 60 % of 1.0 MB received",
         "stage 1: fetched 1.0 MB in 8.0 s (0 MB/s)",
     ]
 
@@ -104,7 +104,7 @@ def test_g1_an_error_is_delivered_and_told(supply: Supply) -> None:
     supply.supply.seek(8, b"", RANK)
     first, second = supply.deliveries(2)
     assert first == Delivery(7, error)
-    assert supply.told == ["stage 1 cannot have its weights: the disk is full. Free space."]
+    assert supply.told == ["stage 1 cannot get its weights: the disk is full. Free space."]
     assert isinstance(second.news, PeerError), "a rank that waits must not wait for ever"
 
 
