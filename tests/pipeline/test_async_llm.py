@@ -175,7 +175,7 @@ async def abort_by_id_ends_the_reader(llm: AsyncLLM, golden: Golden) -> None:
 
 async def refusals_are_typed(llm: AsyncLLM, golden: Golden) -> None:
     for prompt, sampling, told in (
-        (7, GREEDY, "a prompt is a text"),
+        (7, GREEDY, "a prompt must be a text"),
         ({"prompt_token_ids": []}, GREEDY, "empty"),
         ("x", SamplingParams(temperature=9.0), "temperature"),
         ("x", SamplingParams(max_tokens=10_000), "max_tokens is 10000"),

@@ -356,7 +356,7 @@ def test_deprecated_functions_are_refused_with_what_to_use(live: LiveServer) -> 
     ("syntax", "fields", "word"),
     [
         (ModelSyntax(), {}, "--tool-parser json"),
-        (ModelSyntax(tools=syntax_of("hermes").tools), {}, "knows no tools"),
+        (ModelSyntax(tools=syntax_of("hermes").tools), {}, "does not support tools"),
         (ModelSyntax(template_knows_tools=True), {}, "in which form"),
         (
             ModelSyntax(template_knows_tools=True, is_tool_parser_off=True),

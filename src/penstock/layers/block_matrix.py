@@ -132,7 +132,8 @@ class BlockMatrix(RoundingMatrix):
             elif self._table[index].type != block_format.number:
                 raise ModelError(
                     f"outputs {index * PANEL} to {(index + 1) * PANEL} of a weight of "
-                    f"{[self.out_size, self.in_size]} are stored as {block_format.name} and otherwise.",
+                    f"{[self.out_size, self.in_size]} are stored as {block_format.name} and in other "
+                    "formats.",
                     remedy="Use fewer ranks for a stage, or a file with one format for these tensors.",
                 )
         if not empty:
@@ -165,7 +166,7 @@ class RoundedBlocks(Matrix):
     ) -> None:
         super().__init__(out_size, in_size, dtype, gated=gated, activation=activation)
         self._group = min(forms.activation_group, in_size // 2)
-        said = f"a weight of {[out_size, in_size]}", "Use more stages, or a CPU that has our kernels."
+        said = f"a weight of {[out_size, in_size]}", "Use more stages, or a CPU that our kernels support."
         self._rows = shared_pages(out_size * in_size * 4, *said).view(torch.float32).view(out_size, in_size)
 
     @property

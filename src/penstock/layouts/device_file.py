@@ -71,7 +71,9 @@ def read_device_file(path: Path) -> DeviceSet:
     for link in read.link:
         if len(set(link.hosts)) < 2 or not set(link.hosts) <= set(names):
             raise _bad(
-                path, f"a link joins {' and '.join(link.hosts)}", f"Join two of {', '.join(sorted(names))}."
+                path,
+                f"a link joins {' and '.join(link.hosts)}, not two hosts of the file",
+                f"Join two of {', '.join(sorted(names))}.",
             )
         links[frozenset(link.hosts)] = Link(
             kind="network", bytes_per_s=bytes_per_s(link.rate), latency_s=seconds(link.latency)
@@ -81,7 +83,9 @@ def read_device_file(path: Path) -> DeviceSet:
 
 def _host(path: Path, host: _Host) -> DeviceHost:
     if "," in host.devices:
-        raise _bad(path, f"host {host.name} has a comma in its devices", "Join devices of a host with +.")
+        raise _bad(
+            path, f"host {host.name} has a comma in its devices", "Separate the devices of a host with +."
+        )
     hosts = hosts_of_item(host.devices.strip(), host.name)
     if len(hosts) > 1:
         raise _bad(path, f"host {host.name} is several hosts", "Write a [[host]] for each.")

@@ -75,11 +75,11 @@ def hosts_of_item(item: str, name: str = "host") -> list[DeviceHost]:
     if not item:
         raise bad_devices("a host between two commas is empty")
     if item.lower() in (HERE, JOINED):
-        raise bad_devices(f"{item.lower()!r} stands alone, and not among other devices")
+        raise bad_devices(f"{item.lower()!r} cannot be combined with other devices")
     groups = [_Notes.parse(part.strip()) for part in item.split("+")]
     num_hosts = {group.num_hosts for group in groups}
     if len(num_hosts) > 1:
-        raise bad_devices(f"the parts of {item!r} are in different numbers of hosts")
+        raise bad_devices(f"the parts of {item!r} have different numbers of hosts")
     devices = tuple(device for group in groups for device in [group.device()] * group.count)
     joins = [group.join for group in groups if group.join is not None]
     network = _with_notes(NETWORK, [group.rate for group in groups], [group.latency for group in groups])
@@ -140,7 +140,7 @@ class _Notes:
             self._say("number", note)
             self.count, self.num_hosts = int(match[1]), int(match[2] or 1)
             if self.count < 1 or self.num_hosts < 1:
-                raise bad_devices(f"{self.text!r} has no device")
+                raise bad_devices(f"{self.text!r} does not name a device")
         elif match := _CORES.fullmatch(note):
             self._say("cores", note)
             self.cores = int(match[1])
@@ -169,7 +169,7 @@ class _Notes:
             self._say("latency", note)
             self.latency = seconds(note)
         else:
-            raise bad_devices(f"{note!r} in {self.text!r} says nothing that is known")
+            raise bad_devices(f"{note!r} in {self.text!r} is not a known property")
 
     def _join(self, name: str, rate: float | None) -> Link:
         if self.kind == _CPU:

@@ -224,7 +224,7 @@ def _path_of(model: str) -> Path:
         if path.name != CONFIG_FILE:
             raise ModelConfigError(
                 f"{path} is not called {CONFIG_FILE}.",
-                remedy=f"Name the {CONFIG_FILE} of a model, or the directory that it is in.",
+                remedy=f"Give the {CONFIG_FILE} of a model, or its directory.",
                 param="model",
             )
         return path.resolve().parent

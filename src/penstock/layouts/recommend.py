@@ -97,12 +97,14 @@ def _choose(
         kind, free = best.ranks[0].device, best.ranks[0].free_bytes
         reason = (
             f"The model fits one device: {weights} leave {free / GIB:.1f} GiB of a {kind}. It is not cut, "
-            "for what is cut waits for links."
+            "because stages wait for links."
         )
         return best, [reason, *_of_replicas(best)]
     reasons = [f"No device holds the model, with {weights} and the KV cache of one request: it is cut."]
     if not devices.is_uniform:
-        reasons.append("The devices are unlike: each stage gets as many layers as its devices are fast.")
+        reasons.append(
+            "The devices differ: each stage gets layers in proportion to the speed of its devices."
+        )
         return estimates[0], [*reasons, *_by_prediction(estimates[0])]
     in_host = [each for each in estimates if _is_in_one_host(each)]
     best = _in_host(in_host, devices, sizes, reasons) if in_host else _over_hosts(estimates, devices, reasons)
@@ -120,12 +122,12 @@ def _in_host(
         rank = best.ranks[0]
         sums_s = rank.all_reduce_s + rank.all_reduce_latency_s
         reasons.append(
-            f"It fits one host, whose devices are joined by NVLink: tensor parallelism alone, "
-            f"TP {best.layout.tp}. Its sums take {1e3 * sums_s:.2f} ms of the "
-            f"{1e3 * best.predicted.time_per_token_s:.1f} ms of a token, and a stage waits for no other."
+            "It fits one host, whose devices are joined by NVLink: tensor parallelism alone, TP "
+            f"{best.layout.tp}. Its sums take {1e3 * sums_s:.2f} ms of the "
+            f"{1e3 * best.predicted.time_per_token_s:.1f} ms of a token, and no stage waits for another."
         )
         return best
-    reasons.append(f"It fits one host, whose devices are joined by {host.link.kind}, not by NVLink.")
+    reasons.append(f"It fits one host, but its devices are joined by {host.link.kind}, not by NVLink.")
     best = ranked(estimates)[0]
     reasons.extend(_by_prediction(best))
     return best
@@ -149,7 +151,7 @@ def _over_hosts(estimates: Sequence[Estimate], devices: DeviceSet, reasons: list
     inner = f"TP {tp} within each host, over NVLink" if tp > 1 else "each host has one device"
     reasons.append(
         f"No host holds it: {inner}; PP {fewest} over the hosts, which send each other hidden states only "
-        f"from stage to stage. Fewer stages, which wait less for each other, do not fit or leave hosts over."
+        "from stage to stage. Fewer stages would wait less, but do not fit or leave hosts unused."
     )
     return best
 
@@ -185,8 +187,8 @@ def _of_experts(best: Estimate, sizes: ModelSizes) -> list[str]:
     if sizes.spec.experts is None or not best.layout.expert_parallel:
         return []
     return [
-        f"It has {sizes.spec.experts.num_experts} experts a layer: they lie whole on the ranks (EP), "
-        f"over {best.layout.ep} ranks in all, and are read in longer runs than slices of each would be."
+        f"It has {sizes.spec.experts.num_experts} experts a layer: {best.layout.ep} ranks hold them whole "
+        "(EP), and read them in longer runs than slices of each."
     ]
 
 

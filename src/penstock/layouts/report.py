@@ -172,7 +172,9 @@ class LayoutReport:
                 f"{', '.join(map(str, _MICRO_BATCHES))} micro-batches"
             )
         if own.running < load.concurrency:
-            lines.append(f"KV cache or rows are short: {load.concurrency - own.running} requests wait")
+            lines.append(
+                f"KV cache or --max-num-seqs is short: {load.concurrency - own.running} requests wait"
+            )
         return lines
 
     def _recommended(self) -> list[str]:
@@ -210,7 +212,7 @@ class LayoutReport:
     def _would_help(self) -> list[str]:
         if not self.would_help:
             return []
-        lines = ["", "what would help most:"]
+        lines = ["", "largest gains:"]
         for each in self.would_help:
             parts = [
                 f"{100 * gain:+.0f} % {what}"

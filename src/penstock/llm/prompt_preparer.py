@@ -124,7 +124,7 @@ class PromptPreparer:
         if isinstance(text, str):
             return PreparedPrompt(text=text, token_ids=self.tokenizer.encode_trusted(text))
         raise InvalidRequestError(
-            f"a prompt is a text or a mapping with prompt_token_ids, got {type(prompt).__name__}.",
+            f"a prompt must be a text or a mapping with prompt_token_ids, got {type(prompt).__name__}.",
             remedy='Write {"prompt_token_ids": [...]} for token ids.',
             param="prompts",
         )
@@ -146,7 +146,7 @@ class PromptPreparer:
             _check_continued(messages)
         if options.get("tools") and "tools" not in self.chat_template.reads:
             raise InvalidRequestError(
-                "the chat template of this model knows no tools.",
+                "the chat template of this model does not support tools.",
                 remedy="Describe the tools in a message instead.",
                 param="tools",
                 code="unsupported_parameter",
@@ -197,7 +197,7 @@ def chat_options(
     """
     if add_generation_prompt and continue_final_message:
         raise InvalidRequestError(
-            "continue_final_message goes on with the last message; add_generation_prompt begins another one.",
+            "continue_final_message continues the last message, but add_generation_prompt begins a new one.",
             remedy="Set add_generation_prompt to False.",
             param="continue_final_message",
         )
@@ -240,7 +240,7 @@ def raw_pooling(given: G | None, pooling: Pooling | None) -> G | PoolingParams:
         return PoolingParams(pooling=pooling, normalize=False)
     if pooling is not None:
         raise InvalidRequestError(
-            "pooling and pooling_params say the same; give one of them.", param="pooling"
+            "pooling and pooling_params mean the same; give one of them.", param="pooling"
         )
     return given
 

@@ -109,7 +109,7 @@ class SupervisorProcess:
         poller.register(self._status_fd, select.POLLIN)
         while not events:
             if not poller.poll(max(0.0, deadline - time.monotonic()) * 1000):
-                raise WaitTimeoutError("the supervisor has said nothing in time.")
+                raise WaitTimeoutError("the supervisor did not answer in time.")
             chunk = os.read(self._status_fd, 65536)
             if not chunk:
                 break

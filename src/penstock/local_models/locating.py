@@ -141,8 +141,8 @@ def _ambiguous(name: ModelName, candidates: Sequence[LocatedModel]) -> ModelConf
     listed = "; ".join(f"{each.name} ({each.place}: {each.path})" for each in candidates[:_MAX_SHOWN])
     more = f"; and {len(candidates) - _MAX_SHOWN} more" if len(candidates) > _MAX_SHOWN else ""
     return ModelConfigError(
-        f"{name} may be {len(candidates)} models: {listed}{more}.",
-        remedy="Give the longer name of the one you mean, or its path.",
+        f"{name} matches {len(candidates)} models: {listed}{more}.",
+        remedy="Give the longer name of one of them, or its path.",
         param="model",
         code="model_ambiguous",
     )
@@ -152,7 +152,7 @@ def _incomplete(shown: str, directory: Path, model: GgufModel) -> ModelConfigErr
     total = len(model.parts) + model.num_missing
     return ModelConfigError(
         f"{shown} is not complete: {len(model.parts)} of its {total} parts are in {directory}.",
-        remedy="Fetch the others, for instance with `penstock pull`.",
+        remedy="Download the others, for instance with `penstock pull`.",
         param="model",
         code="model_incomplete",
     )

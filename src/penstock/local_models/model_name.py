@@ -51,7 +51,7 @@ class ModelName:
         if name is None or not name.is_of_hub:
             raise UsageError(
                 f"{text[:_MAX_PART]!r} is not the name of a model on the hub.",
-                remedy=f"Write it as {EXAMPLE}, or with a file or quantisation behind a colon.",
+                remedy=f"Write it as {EXAMPLE}, or add a colon and a file or quantisation.",
                 param="name",
             )
         return name

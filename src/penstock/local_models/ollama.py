@@ -94,15 +94,15 @@ def _opened(store: Path, manifest: Path) -> OllamaModel:
     of_weights = [layer for layer in layers if layer.mediaType == _MODEL_LAYER]
     if len(of_weights) != 1:
         raise ModelConfigError(
-            f"{name} of Ollama's store has {len(of_weights)} layers with a GGUF file; one is read.",
+            f"{name} of Ollama's store has {len(of_weights)} layers with a GGUF file; only one is supported.",
             remedy="Pull the model from the hub: `penstock pull ORG/NAME`.",
             param="model",
         )
     path = _blob(store, of_weights[0])
     if not _is_file(path):
         raise ModelConfigError(
-            f"{name} of Ollama's store lacks its file: {path} is not there.",
-            remedy=f"Let Ollama fetch it again: `ollama pull {name}`.",
+            f"{name} of Ollama's store lacks its file: {path} does not exist.",
+            remedy=f"Download it again: `ollama pull {name}`.",
             param="model",
         )
     beside = {
@@ -129,7 +129,7 @@ def _layers(manifest: Path, name: str) -> list[_Layer]:
 def _bad_manifest(manifest: Path, name: str, why: str) -> ModelConfigError:
     return ModelConfigError(
         f"{name} of Ollama's store cannot be read: {manifest}: {why}.",
-        remedy=f"Let Ollama fetch it again: `ollama pull {name}`.",
+        remedy=f"Download it again: `ollama pull {name}`.",
         param="model",
     )
 

@@ -68,7 +68,7 @@ def plan_removal(name: ModelName, processes: Path = _PROCESSES) -> Removal:
     if users:
         raise ModelError(
             f"{name} is in use: {'; '.join(users[:5])}.",
-            remedy="Stop what uses it first.",
+            remedy="Stop those programs first.",
             code="model_in_use",
         )
     return removal
@@ -91,12 +91,12 @@ def _of_file(name: ModelName, repository: CachedRepository) -> Removal:
         chosen = meant(models, name.file)
         if len(chosen) > 1:
             listed = ", ".join(f"{name.path}:{shortest_name(model, models)}" for model in chosen)
-            raise ModelConfigError(f"{name} may be several files: {listed}.", remedy="Name one of them.")
+            raise ModelConfigError(f"{name} matches several files: {listed}.", remedy="Name one of them.")
         links += [snapshot / part for model in chosen for part in model.parts]
     if not links:
         raise ModelConfigError(
             f"{name.path} in the hub's cache has no file {name.file}.",
-            remedy="`penstock ls` lists what is there.",
+            remedy="`penstock ls` lists the models and files.",
         )
     targets = {link.resolve() for link in links}
     kept = {path.resolve() for path in _walk(repository.directory / "snapshots") if path not in set(links)}
@@ -108,11 +108,13 @@ def _not_in_cache(name: ModelName) -> ModelConfigError:
         located = locate_model(str(name))
     except ModelConfigError:
         return ModelConfigError(
-            f"{name} is not in the hub's cache.", remedy="`penstock ls` lists what is there.", param="name"
+            f"{name} is not in the hub's cache.",
+            remedy="`penstock ls` lists the models and files.",
+            param="name",
         )
     remedy = f"`ollama rm {located.name}` removes it." if located.place == "Ollama" else "Remove it there."
     return ModelConfigError(
-        f"{name} is kept by {located.place}, not by Penstock: {located.path}.", remedy=remedy
+        f"{name} belongs to {located.place}, not to Penstock: {located.path}.", remedy=remedy
     )
 
 

@@ -100,9 +100,9 @@ def attend(
     """
     site = getattr(module, _SITE, None)
     if site is None:
-        raise refused(type(module).__name__, "it attends outside of the layers")
+        raise refused(type(module).__name__, "it uses attention outside the layers")
     if attention_mask is not None:
-        raise refused(type(module).__name__, "it brings a mask of its own")
+        raise refused(type(module).__name__, "it uses its own mask")
     if key.shape != value.shape or query.shape[-1] != key.shape[-1]:
         raise refused(
             type(module).__name__,
@@ -120,7 +120,7 @@ def read_sight(module: nn.Module, head_dim: int, kwargs: Mapping[str, Any]) -> S
         if name in _OF_NO_MATTER or name in _KNOWN or name == "is_causal":
             continue
         if value is not None and value is not False and not (name == "dropout" and value == 0):
-            raise refused(type(module).__name__, f"its attention takes {name}, which is not built")
+            raise refused(type(module).__name__, f"its attention uses {name}, which is not supported")
     scale = kwargs.get("scaling")
     return Sight(
         scale=float(head_dim**-0.5 if scale is None else scale),
@@ -134,6 +134,6 @@ def refused(architecture: str, why: str) -> UnsupportedModelError:
     text = " ".join(why.split())[:600]
     return UnsupportedModelError(
         f"{architecture} cannot run through transformers' layers: {text}.",
-        remedy="Use another model, or one of an architecture that Penstock has itself.",
+        remedy="Use another model, or an architecture that Penstock implements.",
         param="architectures",
     )

@@ -248,7 +248,7 @@ def _put_stand_ins(seen: Survey, spec: ModelSpec, layer_range: tuple[int, int], 
 def _head_alone(seen: Survey, spec: ModelSpec) -> nn.Module:
     """Return the model with only its head: what it does to hidden states after the layers' module."""
     if not seen.body_path:
-        raise refused(spec.architecture, "its layers are not in a module of their own")
+        raise refused(spec.architecture, "its layers are not in a separate module")
     head = node = _shell_of(seen.model)
     *parents, body = seen.body_path.split(".")
     for parent in parents:

@@ -104,13 +104,13 @@ def survey(directory: Path, spec: ModelSpec, dtype: torch.dtype, max_model_len: 
     except Exception as error:
         raise refused(
             spec.architecture,
-            "its code does not run layer by layer with another attention, as stages run it "
-            f"({type(error).__name__}: {error})",
+            f"its code does not run layer by layer with Penstock's attention ({type(error).__name__}: "
+            f"{error})",
         ) from error
     if model._can_set_experts_implementation():
         model.set_experts_implementation("eager")
     if logits.requires_grad:
-        seen.strange.append("its head takes more of what was before than the last layer's hidden states")
+        seen.strange.append("its head needs more than the last layer's hidden states")
     _check_numbers(spec, seen, logits)
     _check_windows(model.config, spec, seen)
     _check_all_called(spec, model, path, seen)
@@ -147,7 +147,7 @@ def build_on_meta(directory: Path, spec: ModelSpec, dtype: torch.dtype) -> Any:
             model.tie_weights()
         except Exception as error:
             raise refused(
-                spec.architecture, f"transformers does not take it: {type(error).__name__}: {error}"
+                spec.architecture, f"transformers does not accept it: {type(error).__name__}: {error}"
             ) from error
     if type(model).__name__ != spec.architecture:
         raise refused(spec.architecture, f"transformers makes {type(model).__name__} of its config.json")
@@ -176,7 +176,7 @@ def find_layers(model: nn.Module, num_layers: int) -> str:
         else "no list of layers"
     )
     raise UnsupportedModelError(
-        f"{type(model).__name__} has {which}, where a pipeline cuts one.",
+        f"{type(model).__name__} has {which}, but a pipeline needs a single list.",
         remedy="Use a model with one stack of layers.",
         param="architectures",
     )
@@ -212,7 +212,7 @@ class _Seen:
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, sight: Sight) -> Tensor:
         if layer in self.sights:
-            self.strange.append(f"layer {layer} attends twice")
+            self.strange.append(f"layer {layer} uses attention twice")
         self.sights[layer] = sight
         self.heads.append(
             HeadShape(num_heads=query.shape[1], num_kv_heads=key.shape[1], head_dim=query.shape[-1])
@@ -228,13 +228,13 @@ class _Seen:
     def enter(self, layer: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Note the call of a layer. Only what stages send may reach it from before."""
         if layer != self.next_layer:
-            self.strange.append(f"layer {layer} comes where {self.next_layer} is due")
+            self.strange.append(f"layer {layer} runs where {self.next_layer} is due")
         hidden_states = args[0] if args else kwargs.get("hidden_states")
         if layer and hidden_states is not self.between:
             self.strange.append(f"hidden states change between layers {layer - 1} and {layer}")
         others = [tensor for tensor in _tensors((args, dict(kwargs))) if tensor is not hidden_states]
         if any(tensor.requires_grad for tensor in others):
-            self.strange.append(f"layer {layer} takes more of what was before than hidden states")
+            self.strange.append(f"layer {layer} needs more than hidden states")
         self.is_within = True
 
     def leave(self, output: Any) -> Any:
@@ -242,7 +242,7 @@ class _Seen:
         self.gives_tuples = isinstance(output, tuple)
         hidden_states, *others = output if isinstance(output, tuple) else (output,)
         if any(other is not None for other in others):
-            self.strange.append("a layer gives more than hidden states")
+            self.strange.append("a layer returns more than hidden states")
         self.width = hidden_states.shape[-1]
         self.next_layer, self.is_within = self.next_layer + 1, False
         self.between = hidden_states.detach().requires_grad_(self.next_layer < self.num_layers)
@@ -253,12 +253,12 @@ class _Seen:
         if hasattr(output, "last_hidden_state"):
             self.output_width = output.last_hidden_state.shape[-1]
         else:
-            self.strange.append("its layers' module does not give hidden states by name")
+            self.strange.append("its layers' module does not return hidden states by name")
 
     def called(self, name: str, output: Any) -> None:
         """Note the call of a module outside of the layers."""
         if not isinstance(output, Tensor) or output.shape[:2] != (1, _NUM_TOKENS):
-            self.strange.append(f"{name} does not give one vector for each token")
+            self.strange.append(f"{name} does not return one vector for each token")
         elif self.is_within or 0 < self.next_layer < self.num_layers:
             self.strange.append(f"{name} is used by all layers")
         else:
@@ -322,7 +322,9 @@ def _check_config(config: Any, spec: ModelSpec, max_model_len: int) -> None:
     sections = [ropes, *(part for part in ropes.values() if isinstance(part, dict))]
     kinds = {str(part.get("rope_type")) for part in sections} & _MOVING_ROPES
     if kinds:
-        raise refused(spec.architecture, f"rope_type {', '.join(kinds)} turns keys anew as a sequence grows")
+        raise refused(
+            spec.architecture, f"rope_type {', '.join(kinds)} rotates keys again as a sequence grows"
+        )
     longest = getattr(config, "max_position_embeddings", None)
     if longest is not None and longest < max_model_len:
         raise ModelConfigError(
@@ -337,7 +339,7 @@ def _check_memoryless(model: Any, spec: ModelSpec) -> None:
     kinds = [type(module).__name__ for module in model.modules() if isinstance(module, _MEETINGS)]
     if kinds or getattr(model, "_is_stateful", False):
         what = f"by {kinds[0]}" if kinds else "by a state"
-        raise refused(spec.architecture, f"its tokens see others {what}, not by attention alone")
+        raise refused(spec.architecture, f"its tokens depend on others {what}, not by attention alone")
 
 
 def _check_numbers(spec: ModelSpec, seen: _Seen, logits: Tensor) -> None:
@@ -349,14 +351,14 @@ def _check_numbers(spec: ModelSpec, seen: _Seen, logits: Tensor) -> None:
             spec.architecture, f"{len(seen.sights)} of its {spec.num_layers} layers call the attention"
         )
     if len(set(seen.heads)) > 1:
-        raise refused(spec.architecture, "its layers have unlike numbers of heads")
+        raise refused(spec.architecture, "its layers have different numbers of heads")
     for name, own, built in (
         ("hidden_size", spec.hidden_size, seen.width),
         ("vocab_size", spec.vocab_size, logits.shape[-1]),
     ):
         if own != built:
             raise ModelConfigError(
-                f"config.json: {name} was read as {own}, and transformers builds {built}.", param=name
+                f"config.json: {name} was read as {own}, but transformers builds {built}.", param=name
             )
 
 
@@ -366,12 +368,10 @@ def _check_windows(config: Any, spec: ModelSpec, seen: _Seen) -> None:
     for layer, kind in enumerate(kinds):
         reported = "sliding_attention" if seen.sights[layer].window else "full_attention"
         if kind != reported:
-            raise refused(
-                spec.architecture, f"layer {layer} is of {kind}, and its attention is told {reported}"
-            )
+            raise refused(spec.architecture, f"layer {layer} is of {kind}, but its attention gets {reported}")
     is_windowed = getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)
     if is_windowed and not kinds and not all(sight.window for sight in seen.sights.values()):
-        raise refused(spec.architecture, "its attention is not told of the sliding window")
+        raise refused(spec.architecture, "its attention does not get the sliding window")
 
 
 def _check_all_called(spec: ModelSpec, model: nn.Module, path: str, seen: _Seen) -> None:
@@ -379,5 +379,5 @@ def _check_all_called(spec: ModelSpec, model: nn.Module, path: str, seen: _Seen)
     names: Iterable[str] = (name for name, _ in with_weights(model, path) if name not in called)
     for name in names:
         raise refused(
-            spec.architecture, f"the weights of {name or 'the model itself'} are used by others than itself"
+            spec.architecture, f"the weights of {name or 'the model itself'} are used by other modules"
         )

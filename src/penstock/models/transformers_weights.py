@@ -83,9 +83,7 @@ def compute_buffers(model: Any, modules: Iterable[nn.Module], device: torch.devi
         unknown = [name for name in empty if not _is_filled(module._buffers[name])]
         stray = [name for name, value in vars(module).items() if isinstance(value, Tensor) and value.is_meta]
         for name in (*unknown, *stray):
-            raise refused(
-                type(model).__name__, f"nothing says how {type(module).__name__}.{name} is worked out"
-            )
+            raise refused(type(model).__name__, f"the values of {type(module).__name__}.{name} are not known")
 
 
 def _is_filled(buffer: Tensor | None) -> bool:
@@ -150,9 +148,7 @@ def weight_tree(model: nn.Module, weights: Mapping[str, nn.Parameter]) -> nn.Mod
                 node.add_module(parent, nn.Module())
             node = node.get_submodule(parent)
         if not parents or not weight.dim():
-            raise refused(
-                type(model).__name__, f"{name} is a weight outside of any module, or a single number"
-            )
+            raise refused(type(model).__name__, f"{name} is a weight outside any module, or a single number")
         node.register_parameter(kind, weight)
     return root
 
@@ -214,5 +210,5 @@ def check_layers(layers_path: str, num_layers: int, sources: Mapping[str, Sequen
                 tensor=layer_sources[0].name,
                 expected=f"{num_layers} layers by config.json",
                 found=f"layer {number}",
-                remedy="config.json and the weights are not of the same model.",
+                remedy="config.json and the weights belong to different models.",
             )

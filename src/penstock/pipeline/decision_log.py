@@ -61,7 +61,7 @@ class DecisionLog:
         digest = plan_digest(plan, self.digest)
         if digest != plan.digest:
             raise ProtocolError(
-                f"the plan of step {plan.step_id} does not carry on the log of this stage: digest expected "
+                f"the plan of step {plan.step_id} does not continue the log of this stage: digest expected "
                 f"{digest:#010x}, found {plan.digest:#010x}.{concerned(names_of(plan))}"
             )
         self._carry_on(plan)

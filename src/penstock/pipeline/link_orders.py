@@ -84,6 +84,6 @@ NO_LINK_ORDERS = NoLinkOrders()
 
 def _no_such_link(order: LinkOrder) -> ProtocolError:
     return ProtocolError(
-        f"link {order.number} was to be exchanged at step {order.first_step}, between rank {order.sender} of "
-        f"stage {order.stage} and rank {order.receiver} of the next one, and no such link can be."
+        f"link {order.number} cannot be replaced at step {order.first_step}: there is no link from rank "
+        f"{order.sender} of stage {order.stage} to rank {order.receiver} of the next stage."
     )

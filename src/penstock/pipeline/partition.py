@@ -39,7 +39,7 @@ def partition_layers(
         counts = _remainder_on_last(num_layers, num_stages)
     elif policy == AUTO_POLICY:
         raise PartitionError(
-            f"partition is auto; to cut {num_layers} layers into {num_stages} stages, measure first.",
+            f"partition is auto, but the {num_layers} layers have not been measured for {num_stages} stages.",
             remedy="`penstock plan MODEL` measures now.",
             param="partition",
         )

@@ -176,7 +176,7 @@ def _receive(
         ):
             orders.take_call(message)
     except PeerError as error:
-        raise type(error)(f"{error.message} It was due to bring {due}.") from error
+        raise type(error)(f"{error.message} The expected message was {due}.") from error
     if isinstance(message, ScheduledBatch):
         return message
     if not isinstance(message, Shutdown):

@@ -142,8 +142,8 @@ class SampleReceiver(ABC):
                 self._write(pending, self._receive(pending))
             except ProtocolError as error:
                 raise ProtocolError(
-                    f"token return {self._name}, where {_samples_of(pending)} were due: {error.message}"
-                    f"{concerned(pending.rows.request_ids)}"
+                    f"token return {self._name}, due to deliver {_samples_of(pending)}: "
+                    f"{error.message}{concerned(pending.rows.request_ids)}"
                 ) from error
 
     @abstractmethod
@@ -157,9 +157,7 @@ class SampleReceiver(ABC):
                 return frame
         except LinkClosedError as error:
             raise LinkClosedError(f"token return {self._name} was closed before {what}.") from error
-        raise WaitTimeoutError(
-            f"token return {self._name}: waited {self._timeout_s:g} s for {what}, and they did not come."
-        )
+        raise WaitTimeoutError(f"token return {self._name}: waited {self._timeout_s:g} s for {what} in vain.")
 
 
 class TokenReceiver(SampleReceiver):
@@ -186,7 +184,7 @@ class TokenReceiver(SampleReceiver):
         _check(pending, tokens, len(tokens.token_ids))
         is_whole = all(tokens.token_ids) or pending.may_be_void
         if not is_whole or any(max(ids) >= self._vocab_size for ids in tokens.token_ids if ids):
-            raise ProtocolError(f"an id is beyond the vocabulary of {self._vocab_size}, or is missing.")
+            raise ProtocolError(f"an id is missing or outside the vocabulary of {self._vocab_size}.")
         self._rows.post_update(pending.step_id, pending.rows, tokens.token_ids, tokens.num_rejected)
 
 
@@ -206,7 +204,9 @@ def _check(pending: PendingReturn, samples: SampledTokens | SampledCounts, num_r
     if actual != expected:
         raise ProtocolError(f"expected (epoch, step, digest, rows) {expected}, found {actual}.")
     if len(samples.num_rejected) != num_rows:
-        raise ProtocolError(f"of {num_rows} rows {len(samples.num_rejected)} have rejected drafts.")
+        raise ProtocolError(
+            f"expected rejected drafts of {num_rows} rows, received {len(samples.num_rejected)}."
+        )
 
 
 def _samples_of(pending: PendingReturn) -> str:

@@ -21,7 +21,7 @@ class Mix:
         match = re.fullmatch(r"([0-9]{1,9}):([0-9]{1,9})", text.strip())
         if not match or int(match[2]) < 1:
             raise UsageError(
-                f'partition_mix is "{text}", which is no mix of prefill and decode.',
+                f'partition_mix is "{text}", which is not a mix of prefill and decode.',
                 remedy='Write PROMPT:OUTPUT, the tokens of a typical request, such as "512:128"; '
                 '"0:128" counts decodes only.',
                 param="partition_mix",

@@ -70,7 +70,7 @@ def choose(
     best = best_split(tables, num_layers)
     if best is None:
         raise NotEnoughMemoryError(
-            f"no split of {num_layers} layers over {len(ranks)} stages leaves every stage room for its "
+            f"no split of {num_layers} layers over {len(ranks)} stages leaves every stage memory for its "
             f"weights and the KV cache of a request of {ranks[0].max_model_len} tokens.",
             remedy="Lower --max-model-len, use more stages or --quantization, or free memory.",
         )

@@ -200,7 +200,7 @@ class ControlReader:
             if isinstance(message, AttachLink) and message.number == number:
                 return message
             self._kept.append(message)
-        raise LinkClosedError(f"the epoch was over before link {number} was handed over.")
+        raise LinkClosedError(f"the epoch ended before link {number} was handed over.")
 
     def receive(self) -> ControlMessage:
         """Wait for the next message; `Stop` when the supervisor is gone. The descriptors are the caller's.

@@ -198,8 +198,8 @@ def opener_of(
     if opener is None:
         known = ", ".join(sorted(map(_kind, openers)))
         raise ProtocolError(
-            f"{name} was given an endpoint of kind {_kind(type(endpoint))}, which nothing here can open: "
-            f"the kinds for it are {known}.",
+            f"{name} was given an endpoint of kind {_kind(type(endpoint))}, which cannot be opened; "
+            f"supported kinds: {known}.",
             remedy="Run the same Penstock version in all processes and on all hosts.",
         )
     return opener

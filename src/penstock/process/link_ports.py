@@ -34,7 +34,7 @@ class PortRange(msgspec.Struct, frozen=True):
         if not 1 <= first <= last <= 65535:
             raise UsageError(
                 f"--link-ports {text!r} is not a range of ports.",
-                remedy="Write the first and the last, such as 7701-7732.",
+                remedy="Write the first and the last port, such as 7701-7732.",
                 param="link_ports",
             )
         return cls(first, last)
@@ -71,8 +71,8 @@ def listen_in_range(host: str, ports: PortRange = DEFAULT_LINK_PORTS) -> socket.
             if error.errno not in (errno.EADDRINUSE, errno.EACCES):
                 raise _not_ours(host, os.strerror(error.errno or 0)) from error
     raise PortInUseError(
-        f"no port of {ports} at {host} is free for links.",
-        remedy="Give another range with --link-ports, one port for each link into this host.",
+        f"all ports {ports} at {host} are in use; links need one.",
+        remedy="Give another range with --link-ports: one port for each link into this host.",
         param="link_ports",
     )
 

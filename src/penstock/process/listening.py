@@ -83,12 +83,14 @@ def refuse_bad_keys(keys: Sequence[str], admin_keys: Sequence[str]) -> None:
         blank = next((index for index, key in enumerate(group) if not key.strip()), None)
         if blank is not None:
             raise UsageError(
-                f"{name}[{blank}] is empty.", remedy="Give a key with characters, or none.", param=name
+                f"{name}[{blank}] is empty.",
+                remedy="Give a key that is not empty, or leave it out.",
+                param=name,
             )
     if set(keys) & set(admin_keys):
         raise UsageError(
-            "an admin key is an API key too, so that every client would be an administrator.",
-            remedy="Make another key for administrators.",
+            "an admin key is also an API key, so every client would be an administrator.",
+            remedy="Use a separate key for administrators.",
             param="admin_keys",
         )
 
@@ -99,7 +101,7 @@ def refuse_bad_origins(origins: Sequence[str]) -> None:
         named, match = f"allowed_origins[{index}] is {origin[:128]!r}", _ORIGIN.fullmatch(origin)
         if match is None:
             raise UsageError(
-                f"{named}, which is no origin.",
+                f"{named}, which is not an origin.",
                 remedy="Write it as browsers send it, such as https://chat.example or http://localhost:3000: "
                 "lower case, no path, no pattern. For several, give --allowed-origins once for each.",
                 param="allowed_origins",
@@ -107,7 +109,7 @@ def refuse_bad_origins(origins: Sequence[str]) -> None:
         if (match["scheme"], match["port"]) in _IMPLIED_PORTS:
             raise UsageError(
                 f"{named}; browsers leave out port {match['port']} there.",
-                remedy="Leave it out as well.",
+                remedy="Leave the port out as well.",
                 param="allowed_origins",
             )
 
@@ -117,7 +119,7 @@ def refuse_bad_hosts(hosts: Sequence[str]) -> None:
     for index, host in enumerate(hosts):
         if re.fullmatch(_HOST, host.lower()) is None:
             raise UsageError(
-                f"allowed_hosts[{index}] is {host[:128]!r}, which is no host name.",
+                f"allowed_hosts[{index}] is {host[:128]!r}, which is not a host name.",
                 remedy="Write the name alone, such as host.docker.internal: no scheme, no port, no pattern. "
                 "For several, give --allowed-hosts once for each.",
                 param="allowed_hosts",
@@ -131,7 +133,7 @@ def _resolve(config: ServerConfig) -> tuple[int, tuple[str, int]]:
         )
     except (socket.gaierror, UnicodeError) as error:
         raise UsageError(
-            f"--host {config.host} is no address of this machine: {error}.",
+            f"--host {config.host} is not an address of this machine: {error}.",
             remedy="Use 127.0.0.1, or an address that `ip addr` shows.",
             param="host",
         ) from error
@@ -145,7 +147,7 @@ def _require_key_unless_loopback(config: ServerConfig, host: str) -> None:
         return
     raise UsageError(
         f"--host {config.host} is reachable from other machines, and no API key is set.",
-        remedy="Set --api-key (or --api-key-file), or say --insecure.",
+        remedy="Set --api-key (or --api-key-file), or add --insecure.",
         param="host",
         code="no_api_key",
     )
@@ -180,7 +182,7 @@ def _name_of(process: Path) -> str:
     try:
         return (process / "comm").read_text().strip()
     except OSError:
-        return "it has just ended"
+        return "it has already ended"
 
 
 def _listening_inodes(port: int) -> set[str]:

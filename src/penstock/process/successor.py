@@ -130,7 +130,7 @@ def take_over(path: Path, parent: NewParent) -> tuple[int, SpareSelf]:
         try:
             return pid, msgspec.json.decode(answer, type=SpareSelf)
         except msgspec.MsgspecError as error:
-            raise ConnectionAbortedError("the spare process has not said what it is") from error
+            raise ConnectionAbortedError("the spare process did not identify itself") from error
 
 
 def follow(parent: NewParent, status: StatusWriter) -> ControlReader:

@@ -8,7 +8,7 @@ from pathlib import Path
 from penstock.config.server import ServerConfig
 from penstock.errors import UsageError
 
-_REMEDY = "Give a file in PEM form; a certificate stands before those that signed it."
+_REMEDY = "Give a file in PEM form; each certificate comes before the one that signed it."
 
 
 def server_context(config: ServerConfig) -> ssl.SSLContext | None:
@@ -44,8 +44,8 @@ def _require_part(path: str, mark: bytes, what: str, param: str) -> None:
 
 def _refuse_encrypted_key() -> str:
     raise UsageError(
-        "the file of --ssl-keyfile is encrypted, and a server cannot be asked for its password.",
-        remedy="Write it without one: `openssl pkey -in KEY -out PLAIN`, and let nobody else read it.",
+        "the file of --ssl-keyfile is encrypted, and a server cannot ask for its password.",
+        remedy="Decrypt it: `openssl pkey -in KEY -out PLAIN`, and keep PLAIN unreadable for others.",
         param="ssl_keyfile",
     )
 
@@ -54,7 +54,8 @@ def _refusal(certfile: str, keyfile: str, error: ssl.SSLError) -> UsageError:
     if error.reason == "KEY_VALUES_MISMATCH":
         return UsageError(
             f"--ssl-keyfile {keyfile} is not the key of --ssl-certfile {certfile}.",
-            remedy="Give the key with which the certificate was made; a chain begins with the server's own.",
+            remedy="Give the key of the server's certificate; a chain begins with the server's own "
+            "certificate.",
             param="ssl_keyfile",
         )
     reason = (error.reason or str(error)).replace("_", " ").lower()

@@ -56,9 +56,9 @@ def load_kernels(config: RankConfig, *, is_quantized: bool) -> ChosenKernels:
     loaded = load(config.kernels, config.numeric_class)
     if loaded.library is None:
         _require_any_class(config, loaded)
-        lost = "plain torch, which is slower, and whose results depend on what is computed together"
+        lost = "plain torch, which is slower, and whose results depend on the other rows of a batch"
         if is_quantized:
-            lost += "; quantised weights are held as float32"
+            lost += "; quantised weights are converted to float32"
         return ChosenKernels(None, f"none: {loaded.reason}; {lost}. {loaded.remedy}".rstrip())
     enabled = parse_kernels(config.kernels).enabled
     which = "" if enabled == frozenset(KERNEL_NAMES) else f" for {'/'.join(sorted(enabled))}"
@@ -73,8 +73,8 @@ def _require_any_class(config: RankConfig, loaded: LoadedKernels) -> None:
     """Raise `UsageError` if a rank without kernels must compute as they do."""
     if config.numeric_class != AUTO:
         raise UsageError(
-            f"{config.name} is to compute in {config.numeric_class}, and has no such kernels on "
-            f"{config.host}: {loaded.reason}.",
+            f"{config.name} needs kernels for {config.numeric_class}, which {config.host} does not have: "
+            f"{loaded.reason}.",
             remedy=loaded.remedy,
             param="numeric_class",
         )

@@ -292,8 +292,8 @@ def device_of(config: RankConfig) -> torch.device:
         return device
     seen = f"only {num_gpus}" if num_gpus else "no GPU"
     raise UsageError(
-        f"stage {config.stage} is to run on {device}, but torch {torch.__version__} sees {seen}.",
-        remedy="Use --device cpu or a GPU that is there, or install a CUDA build of torch.",
+        f"stage {config.stage} needs {device}, but torch {torch.__version__} finds {seen}.",
+        remedy="Use --device cpu or an existing GPU, or install a CUDA build of torch.",
         param="device",
     )
 

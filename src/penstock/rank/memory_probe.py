@@ -298,7 +298,7 @@ class _Rehearsal:
                 return
             if context // 2 < max(counts):
                 raise NotEnoughMemoryError(
-                    f"{self._config.name} has no memory for a plan of {batch.num_tokens} tokens beside its "
+                    f"{self._config.name} lacks memory for a plan of {batch.num_tokens} tokens besides its "
                     "weights.",
                     remedy="Lower --max-num-batched-tokens or --max-num-seqs, or use more stages.",
                 )
@@ -317,7 +317,7 @@ class _Rehearsal:
         result = self._runner.sample(tensors, batch)
         if result.error is not None:
             raise NotEnoughMemoryError(
-                f"{self._config.name} has no memory to sample {num_rows} rows beside its weights.",
+                f"{self._config.name} lacks memory to sample {num_rows} rows besides its weights.",
                 remedy="Lower --max-num-seqs, or use more stages.",
             )
 

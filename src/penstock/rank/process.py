@@ -74,7 +74,7 @@ def _epochs(
     """Yield the connections of each epoch that the supervisor begins, until the supervisor ends."""
     while isinstance(ends := control.receive(), RankEndpoints):
         if control.has_news():  # that epoch is over before it has begun here
-            error = LinkClosedError(f"epoch {ends.epoch} was over before this stage came to it.")
+            error = LinkClosedError(f"epoch {ends.epoch} ended before this stage joined it.")
             report(Abandoned(epoch=ends.epoch, error=error.info()))
             close_descriptors(ends)
             continue

@@ -286,7 +286,9 @@ class Rank:
             self._transfer = kv_transfer(self._config, loaded, kv)
             self._num_blocks = num_blocks
         if num_blocks != self._num_blocks:
-            raise ProtocolError(f"the core wants {num_blocks} KV blocks where there are {self._num_blocks}.")
+            raise ProtocolError(
+                f"the core asks for {num_blocks} KV blocks, but this rank has {self._num_blocks}."
+            )
         self._runner.reset()
         return self._runner
 
@@ -406,7 +408,7 @@ def _await_start(connections: RankConnections) -> AllocateKV | None:
     """Return the core's decision on the KV blocks, or None when it shuts down instead."""
     while (frame := connections.plans.recv(START_POLL_S)) is None:  # others may load as long as they need
         if connections.is_over():
-            raise LinkClosedError(f"epoch {connections.epoch} was over before all stages had come.")
+            raise LinkClosedError(f"epoch {connections.epoch} ended before all stages had joined.")
     message = decode_to_rank(frame)
     if isinstance(message, Shutdown):
         return None

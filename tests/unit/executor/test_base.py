@@ -213,7 +213,7 @@ def test_a_rank_that_goes_without_a_word_is_lost(fixture: Fixture) -> None:
 
 
 def test_the_words_of_a_dying_rank_outweigh_its_silence() -> None:
-    lonely = ErrorInfo(kind="LinkClosedError", message="the other end has gone", stage=0)
+    lonely = ErrorInfo(kind="LinkClosedError", message="the other end is closed", stage=0)
     gone = ErrorInfo(kind="StageLostError", message="gone", code="rank_gone", stage=1)
     cause = ErrorInfo(kind="CheckpointError", message="bad", stage=2)
     assert first_cause([lonely, gone, cause]) is cause
@@ -223,7 +223,7 @@ def test_the_words_of_a_dying_rank_outweigh_its_silence() -> None:
 
 def test_who_waited_in_vain_explains_who_misses_it() -> None:
     stalled = WaitTimeoutError("step 7 has been in the stages for 5 s.").info()
-    missed = LinkClosedError("channel core - stage 0: the other end has gone.").info()
+    missed = LinkClosedError("channel core - stage 0: the other end is closed.").info()
     assert first_cause([missed, stalled]) is stalled
     assert first_cause([stalled, missed]) is stalled
 

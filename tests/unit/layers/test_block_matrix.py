@@ -101,7 +101,7 @@ def test_parts_of_several_formats_are_one_matrix(kernels: CpuKernels) -> None:
     filled(rounded, *parts)
     x = inputs(9, 512, torch.float32)
     assert_alike(matrix.multiply(x, None), rounded.multiply(x, None), torch.float32)
-    with pytest.raises(ModelError, match=r"outputs 64 to 96 .* are stored as Q4_K and otherwise"):
+    with pytest.raises(ModelError, match=r"outputs 64 to 96 .* are stored as Q4_K and in other formats"):
         matrix.put_blocks(64, rows_of(first, 32, 512), PLAIN)
 
 

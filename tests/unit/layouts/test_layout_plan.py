@@ -202,9 +202,9 @@ def test_the_table_fits_a_hundred_columns(
         (["--devices", "a100-80g:4", "--concurrency", "0"], 2, "concurrency is 0"),
         (["--devices", "a100-80g:4", "--tp", "3"], 2, "the recommended layout is --pp 1 --tp 4"),
         (["--devices", "a100-80g:4", "--pp", "5"], 2, "no layout with the given"),
-        (["--devices", "a100-80g:4", "--max-model-len", "9000"], 2, "this model takes 2 to 8192"),
+        (["--devices", "a100-80g:4", "--max-model-len", "9000"], 2, "this model allows 2 to 8192"),
         (["--devices", "rtx4090"], 4, "131.4 GiB of weights"),
-        (["--devices", "a100-80g:4", "--partition-mix", "x"], 2, "no mix of prefill and decode"),
+        (["--devices", "a100-80g:4", "--partition-mix", "x"], 2, "not a mix of prefill and decode"),
         (["--json"], 2, "--json is for a plan with --devices"),
     ],
 )

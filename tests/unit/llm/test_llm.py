@@ -162,7 +162,7 @@ def test_vectors_have_vllms_shape(stories: LLM) -> None:
     ("arguments", "told"),
     [
         ({"pooling": "max"}, "pooling_params"),
-        ({"pooling": "last", "pooling_params": PoolingParams()}, "say the same"),
+        ({"pooling": "last", "pooling_params": PoolingParams()}, "mean the same"),
         ({"pooling_params": [PoolingParams()]}, "1 pooling_params were given for 2 prompts"),
         (
             {"pooling_params": PoolingParams(dimensions=3)},
@@ -277,7 +277,7 @@ def test_a_chat_template_beside_the_model_is_used(tmp_path: Path) -> None:
             llm.chat(begun, GREEDY, continue_final_message=True)
         with pytest.raises(InvalidRequestError, match="last message of the assistant"):
             llm.chat(begun[:1], GREEDY, add_generation_prompt=False, continue_final_message=True)
-        with pytest.raises(InvalidRequestError, match="knows no tools") as raised:
+        with pytest.raises(InvalidRequestError, match="does not support tools") as raised:
             llm.chat(begun[:1], GREEDY, tools=[{"type": "function", "function": {"name": "look"}}])
         assert raised.value.param == "tools"
         with pytest.raises(
@@ -345,7 +345,7 @@ def test_after_shutdown_it_says_so(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_device_cuda_without_a_gpu_says_so() -> None:
-    with pytest.raises(UsageError, match=r"sees no GPU.*--device cpu"):
+    with pytest.raises(UsageError, match=r"finds no GPU.*--device cpu"):
         LLM("demo", device="cuda", distributed_executor_backend="inprocess")
 
 

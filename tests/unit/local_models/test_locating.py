@@ -223,7 +223,7 @@ def test_a_model_of_lm_studio_has_several_names(studio: Path, name: str) -> None
     located = locate_model(name)
     assert (located.path, located.place) == (studio / "pub/Repo-GGUF/r-Q4_0.gguf", "LM Studio")
     assert locate_model(located.name) == located
-    with pytest.raises(ModelConfigError, match="repo may be 2 models"):
+    with pytest.raises(ModelConfigError, match="repo matches 2 models"):
         locate_model("repo")
 
 

@@ -164,7 +164,7 @@ def test_s9_a_plan_says_which_of_two_lists_is_cut() -> None:
 
 DYNAMIC = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4, "partial_rotary_factor": 1.0}
 REFUSED = [
-    ("diffllama", "DiffLlamaForCausalLM", {}, "attends twice"),
+    ("diffllama", "DiffLlamaForCausalLM", {}, "uses attention twice"),
     ("bert", "BertLMHeadModel", {}, "both directions"),
     (
         "gpt_neox",
@@ -220,8 +220,8 @@ class OddModel(nn.Module):
     [
         ("vectors", "vectors or positions change"),
         ("between", "change between layers 0 and 1"),
-        ("argument", "takes more of what was before"),
-        ("head", "its head takes more"),
+        ("argument", "needs more than"),
+        ("head", "its head needs more"),
     ],
 )
 def test_ways_past_the_layers_are_seen(
@@ -321,7 +321,7 @@ def test_unknown_arguments_of_attention_are_refused(kwargs: dict[str, Any], mess
 
 def test_masks_and_calls_from_elsewhere_are_refused() -> None:
     module, heads = nn.Module(), torch.zeros(1, 2, 3, 4)
-    with pytest.raises(UnsupportedModelError, match="outside of the layers"):
+    with pytest.raises(UnsupportedModelError, match="outside the layers"):
         attend(module, heads, heads, heads, None)
     Site(0, Track()).bind(module)
     with pytest.raises(UnsupportedModelError, match="mask"):

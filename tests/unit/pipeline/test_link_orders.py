@@ -75,16 +75,18 @@ def test_g1_the_receiver_says_when_the_link_of_before_is_empty() -> None:
 
 def test_g1_a_link_that_a_rank_does_not_have_is_refused() -> None:
     pipe = Pipe()
-    with pytest.raises(ProtocolError, match=r"link 7 .* at step 5, between rank 4 of stage 1 and rank 0"):
+    with pytest.raises(
+        ProtocolError, match=r"link 7 .* at step 5: there is no link from rank 4 of stage 1 to rank 0"
+    ):
         pipe.orders.obey([order(7, 1, 4, 0)])
     first = LinkOrders(
         0, 0, incoming=None, outgoing={}, open_end=lambda order: _link(), released=lambda number: None
     )
-    with pytest.raises(ProtocolError, match="no such link"):
+    with pytest.raises(ProtocolError, match="there is no link"):
         first.obey([order(7, -1, 0, 0)])
 
 
 def test_g1_a_rank_whose_links_stay_refuses_every_order() -> None:
     NO_LINK_ORDERS.obey([])
-    with pytest.raises(ProtocolError, match="no such link"):
+    with pytest.raises(ProtocolError, match="there is no link"):
         NO_LINK_ORDERS.obey([order(7, 0, 0, 0)])

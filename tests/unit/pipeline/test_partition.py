@@ -171,7 +171,7 @@ def test_a1_no_stage_at_all_is_refused() -> None:
 
 def test_d5_auto_is_all_layers_on_one_stage_and_must_be_measured_for_more() -> None:
     assert partition_layers(5, 1, "auto") == [(0, 5)]
-    with pytest.raises(PartitionError, match="to cut 5 layers into 2 stages, measure first"):
+    with pytest.raises(PartitionError, match="the 5 layers have not been measured for 2 stages"):
         partition_layers(5, 2, overridden(2, "auto", "4,1"))
 
 

@@ -350,7 +350,7 @@ def test_dr1_a_lost_repeated_changed_or_foreign_message_is_refused() -> None:
     wrong = {
         "lost": ([encode(make_plan(1))], r"\(0, 0\), found \(0, 1\)"),
         "repeated": ([encode(plan), encode(plan)], r"\(0, 1\), found \(0, 0\)"),
-        "changed": ([encode(changed)], "step 0 does not carry on.*digest"),
+        "changed": ([encode(changed)], "step 0 does not continue.*digest"),
         "foreign": ([encode(AllocateKV(num_blocks=3))], "the plan of step 0, found AllocateKV"),
         "broken": ([encode(plan)[:-1]], "from the core cannot be read.*the plan of step 0"),
     }
@@ -378,7 +378,7 @@ def test_d4_a_stage_that_another_plan_reached_is_caught_in_that_very_step() -> N
     with pytest.raises(PeerError):
         pipe.crew.join()
     (found,) = [error for error in pipe.crew.errors if isinstance(error, ProtocolError)]
-    assert re.search(r"stage 0 -> stage 1 .*of step 1: digest.*Requests of the step: who", found.message)
+    assert re.search(r"stage 0 -> stage 1 .*for step 1: digest.*Requests of the step: who", found.message)
     assert found.stage == 1
 
 
@@ -389,7 +389,7 @@ def test_d4_a_stage_with_another_past_refuses_a_plan_that_all_others_take() -> N
     pipe.poll_results(20.0)
     pipe.log.seal(make_plan(0))
     pipe.submit_plan(make_plan(1, [Part(row=0, start=1, token_from=0)]))
-    with pytest.raises(ProtocolError, match=r"plan of step 1 does not carry on.*Requests of the step: who"):
+    with pytest.raises(ProtocolError, match=r"plan of step 1 does not continue.*Requests of the step: who"):
         pipe.crew.join()
 
 
@@ -397,7 +397,7 @@ def test_the_end_of_the_core_names_the_plan_that_was_due() -> None:
     core, rank = QueueChannel.pair("core - stage 3")
     core.send(encode(make_plan(0)))
     core.close()
-    with pytest.raises(LinkClosedError, match=r"core - stage 3.*has gone.*plan of step 1"):
+    with pytest.raises(LinkClosedError, match=r"core - stage 3.*is closed.*plan of step 1"):
         list(plans_from(rank))
 
 

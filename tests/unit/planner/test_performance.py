@@ -81,7 +81,7 @@ def test_d5_a_request_is_prefill_and_decode_in_the_stated_mix() -> None:
 
 @pytest.mark.parametrize("text", ["", "512", "512:", ":128", "512:0", "-1:5", "a:b", "1:2:3", "0x1:2", "1,5"])
 def test_a_bad_mix_is_refused_with_a_remedy(text: str) -> None:
-    with pytest.raises(UsageError, match="which is no mix of prefill and decode") as caught:
+    with pytest.raises(UsageError, match="which is not a mix of prefill and decode") as caught:
         Mix.parse(text)
     assert caught.value.param == "partition_mix"
     assert "512:128" in caught.value.remedy

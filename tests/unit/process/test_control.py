@@ -164,7 +164,7 @@ def test_g1_r6_ends_that_no_plan_has_named_are_dropped_with_their_epoch(pair: Pa
     link_end(pair, 4)
     link_end(pair, 5)
     pair.socket.send(Stop())
-    with pytest.raises(LinkClosedError, match="the epoch was over before link 6"):
+    with pytest.raises(LinkClosedError, match="the epoch ended before link 6"):
         pair.reader.await_link(6, 5.0)
     assert pair.reader.receive() == Stop()
     assert len(os.listdir("/proc/self/fd")) == before

@@ -31,12 +31,12 @@ def test_i13_a_rank_lives_where_it_was_put(rank: RankConfig, monkeypatch: pytest
     assert device_of(msgspec.structs.replace(rank, device="cuda:1")) == torch.device("cuda", 1)
 
 
-@pytest.mark.parametrize(("num_gpus", "seen"), [(0, "sees no GPU"), (1, "sees only 1")])
+@pytest.mark.parametrize(("num_gpus", "seen"), [(0, "finds no GPU"), (1, "finds only 1")])
 def test_i13_a_gpu_that_is_not_there_is_refused(
     num_gpus: int, seen: str, rank: RankConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
-    with pytest.raises(UsageError, match=f"stage 1 is to run on cuda:1, .* {seen}.*--device cpu"):
+    with pytest.raises(UsageError, match=f"stage 1 needs cuda:1, .* {seen}.*--device cpu"):
         device_of(msgspec.structs.replace(rank, device="cuda:1"))
 
 

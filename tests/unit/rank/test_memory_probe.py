@@ -179,7 +179,7 @@ def test_f9_a_plan_for_which_there_is_no_memory_is_refused_at_the_start(
         raise torch.OutOfMemoryError("CUDA out of memory.")
 
     monkeypatch.setattr(rank.model, "forward", forward)
-    with pytest.raises(NotEnoughMemoryError, match=r"no memory for a plan of .* --max-num-batched-tokens"):
+    with pytest.raises(NotEnoughMemoryError, match=r"lacks memory for a plan of .* --max-num-batched-tokens"):
         MemoryProbe(ScriptedMeter(0), never_late).peak_bytes(config, rank)
 
 

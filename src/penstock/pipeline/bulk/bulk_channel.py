@@ -31,7 +31,7 @@ from penstock.pipeline.links.ring_channel import RingChannel
 from penstock.pipeline.links.stream_channel import StreamChannel
 from penstock.process.endpoints import ChannelEndpoint, RingHandle, StreamChannelHandle, opener_of
 
-_AGAIN_REMEDY = "Send it again over another channel; the payloads before it have arrived."
+_AGAIN_REMEDY = "Send the payload again over another channel; the payloads before it have arrived."
 
 
 class ChunkChannel(MessageChannel, Protocol):
@@ -158,8 +158,8 @@ class BulkReceiver:
         if chunk.offset == 0:  # the sender has given the one before up, if that was not whole
             if chunk.payload_bytes > self._max_payload_bytes:
                 raise ProtocolError(
-                    f"{self._name} announced payload {chunk.name!r} of {chunk.payload_bytes} bytes, but at "
-                    f"most {self._max_payload_bytes} are taken."
+                    f"{self._name} announced payload {chunk.name!r} of {chunk.payload_bytes} bytes, but the "
+                    f"limit is {self._max_payload_bytes}."
                 )
             self._arriving = _Arriving(chunk.name, chunk.payload_bytes)
         if self._arriving is None:
@@ -198,7 +198,7 @@ class _Arriving:
         self._checksum.update(chunk.data)
         if self._checksum.intdigest() != chunk.checksum:
             raise ProtocolError(
-                f"payload {self.name!r} of {channel} has changed on the way: the checksum at byte "
+                f"payload {self.name!r} of {channel} was changed in transit: the checksum at byte "
                 f"{chunk.end} does not match.",
                 remedy=CHANGED_REMEDY,
             )

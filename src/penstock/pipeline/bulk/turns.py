@@ -106,7 +106,7 @@ class Turns:
             if self._clock() >= deadline:
                 raise WaitTimeoutError(
                     f"a chunk has waited {timeout_s:g} s for its turn.",
-                    remedy="Raise the byte rate, or give it another way than hidden states have.",
+                    remedy="Raise the byte rate, or use another path than that of the hidden states.",
                 )
             self._pause(min(wait_s, _LONGEST_PAUSE_S))
 

@@ -65,4 +65,4 @@ def send_of_step(channel: MessageChannel, frame: bytes, what: str, step_id: int)
     try:
         channel.send(frame)
     except (LinkClosedError, WaitTimeoutError) as error:
-        raise type(error)(f"{error.message} It was to take {what} of step {step_id}.") from error
+        raise type(error)(f"{error.message} The message was {what} of step {step_id}.") from error

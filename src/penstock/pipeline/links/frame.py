@@ -22,7 +22,7 @@ from penstock.errors import MEMORY_REMEDY, PlanMemoryError, ProtocolError, conce
 
 ALIGNMENT = 64  # of the payload and of every tensor in a frame: one cache line
 HEADER_BYTES = 56  # and then the checksum, up to the payload
-CHANGED_REMEDY = "The request is run again; if this happens more than once, test the memory of the host."
+CHANGED_REMEDY = "The request runs again; if the error repeats, test the memory of the host."
 NUM_CARRIED = 1  # hidden states, to which the stage has added the residual stream
 
 _MAGIC = b"PSTK"
@@ -147,7 +147,7 @@ def check_packed(
         why = error.message.rstrip(".")
         raise _not_of_this_step(expected, why, link, requests, error.remedy) from error
     check_header(expected, unpacked, link, requests)
-    raise _not_of_this_step(expected, "the bytes behind the header are not zeros", link, requests)
+    raise _not_of_this_step(expected, "the bytes after the header are not zeros", link, requests)
 
 
 def is_failed(received: bytes | memoryview) -> bool:
@@ -194,7 +194,7 @@ def check_payload(
     """
     if received != payload_checksum(parts):
         raise ProtocolError(
-            f"link {link} delivered {expected.purpose}, but its bytes have changed on the way: the checksum "
+            f"link {link} delivered {expected.purpose}, but its bytes were changed in transit: the checksum "
             f"does not match.{concerned(requests)}",
             remedy=CHANGED_REMEDY,
         )
@@ -204,8 +204,7 @@ def _not_of_this_step(
     expected: FrameHeader, why: str, link: str, requests: Sequence[str], remedy: str = ""
 ) -> ProtocolError:
     return ProtocolError(
-        f"link {link} delivered a frame that is not the one of step {expected.step_id}: "
-        f"{why}.{concerned(requests)}",
+        f"link {link} delivered a wrong frame for step {expected.step_id}: {why}.{concerned(requests)}",
         remedy=remedy,
     )
 

@@ -56,4 +56,4 @@ def open_meeting(endpoint: MeetingEndpoint, name: str) -> MeetingPlace:
     Raises:
         ProtocolError: this build has no carrier for endpoints of this kind.
     """
-    return opener_of(_MEETING_OPENERS, endpoint, f"the meeting of {name}")(endpoint)
+    return opener_of(_MEETING_OPENERS, endpoint, f"the opening of {name}")(endpoint)

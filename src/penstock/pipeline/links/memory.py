@@ -50,7 +50,7 @@ class MemoryLink(Carrier):
         """
         link = _links.get(handle.number)
         if link is None:
-            raise LinkClosedError(f"link {name}: its memory is gone, or another process has it.")
+            raise LinkClosedError(f"link {name}: its memory is closed or belongs to another process.")
         return link
 
     def send_frame(self, header: FrameHeader, tensors: Sequence[Tensor], clock: PhaseClock = NOBODYS) -> None:
@@ -91,9 +91,7 @@ class MemoryLink(Carrier):
 
     def _wait(self, ready: Callable[[], bool], purpose: str) -> None:
         if not self._changed.wait_for(ready, self._timeout_s):
-            raise WaitTimeoutError(
-                f"link {self._name}: waited {self._timeout_s:g} s for {purpose}, and it did not come."
-            )
+            raise WaitTimeoutError(f"link {self._name}: waited {self._timeout_s:g} s for {purpose} in vain.")
 
     def _raise_if(self, gone: bool, purpose: str) -> None:
         if gone:

@@ -116,12 +116,12 @@ class ZmqChannel:
         self._check_open()
         if not ready:
             raise WaitTimeoutError(
-                f"channel {self._name}: the other end took no message for {timeout_s:g} s."
+                f"channel {self._name}: the other end accepted no message for {timeout_s:g} s."
             )
 
     def _check_open(self) -> None:
         if self._peer_gone or self._socket.closed:
-            raise LinkClosedError(f"channel {self._name}: the other end has gone.")
+            raise LinkClosedError(f"channel {self._name}: the other end is closed.")
 
     def close(self) -> None:
         """See `MessageChannel.close`; blocks at most `_LINGER_MS` for what is still to be delivered."""
@@ -227,7 +227,7 @@ class _Inbox:
 
     def _check(self, goes_on: bool) -> None:
         if not goes_on:
-            raise LinkClosedError(f"channel {self._name}: the other end has gone.")
+            raise LinkClosedError(f"channel {self._name}: the other end is closed.")
 
 
 def bind_address(fd: int) -> str:

@@ -93,7 +93,7 @@ class RingChannel:
         self._parts.clear()
         if xxhash.xxh3_64_intdigest(message) != checksum:
             raise ProtocolError(
-                f"{self._purpose} has changed on the way: its checksum does not match.", remedy=CHANGED_REMEDY
+                f"{self._purpose} was changed in transit: its checksum does not match.", remedy=CHANGED_REMEDY
             )
         return message
 

@@ -205,9 +205,7 @@ class Ring:
             raise LinkClosedError(f"link {self.name} was closed by the other end before {purpose}.")
 
     def _timed_out(self, timeout_s: float, purpose: str) -> WaitTimeoutError:
-        return WaitTimeoutError(
-            f"link {self.name}: waited {timeout_s:g} s for {purpose}, and it did not come."
-        )
+        return WaitTimeoutError(f"link {self.name}: waited {timeout_s:g} s for {purpose} in vain.")
 
 
 class _Semaphore:
@@ -258,5 +256,5 @@ def _map(handle: RingHandle, name: str) -> mmap.mmap:
         raise ProtocolError(f"memory of link {name} has {size} bytes, expected {expected}.")
     memory = mmap.mmap(handle.memory_fd, expected)
     if int.from_bytes(memory[_WORD_MAGIC * 8 : _WORD_MAGIC * 8 + 8], "little") != _MAGIC:
-        raise ProtocolError(f"memory of link {name} is not a ring of frames.")
+        raise ProtocolError(f"memory of link {name} does not hold a ring of frames.")
     return memory

@@ -59,7 +59,7 @@ class StreamEndedError(LinkClosedError):
     """The stream is over at this end: its owner has closed it, or its host has ended the epoch."""
 
     def __init__(self) -> None:
-        super().__init__("the stream has ended at this end.")
+        super().__init__("the stream was closed at this end.")
 
 
 class Interruption:
@@ -270,7 +270,7 @@ def stream_error(name: str, error: Exception) -> PeerError:
         return error if is_named else type(error)(told, remedy=error.remedy, code=error.code)
     if isinstance(error, ssl.SSLError) and not isinstance(error, _TLS_ENDS):
         why = (error.reason or str(error)).replace("_", " ").lower()
-        return ProtocolError(f"{name}: TLS says {why}.", remedy=_WIRE_REMEDY)
+        return ProtocolError(f"{name}: TLS reports {why}.", remedy=_WIRE_REMEDY)
     if isinstance(error, TimeoutError):
-        return WaitTimeoutError(f"{name}: the other end did not come in time.")
+        return WaitTimeoutError(f"{name}: the other end did not connect in time.")
     return LinkClosedError(f"{name} was closed by the other end.")

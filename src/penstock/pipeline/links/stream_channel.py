@@ -109,7 +109,7 @@ class StreamChannel:
         if self._error is not None:
             raise _again(self._error)
         if not has_room:
-            raise WaitTimeoutError(f"{self._name}: the other end took no message for {timeout_s:g} s.")
+            raise WaitTimeoutError(f"{self._name}: the other end accepted no message for {timeout_s:g} s.")
 
     def _use(self, stream: Stream) -> None:
         """Read ahead, and write what was left, until the other end has gone."""
@@ -258,14 +258,16 @@ class _Incoming:
             while len(pending) - begin >= _HEAD.size:
                 length, again, checksum = _HEAD.unpack_from(pending, begin)
                 if again != length ^ _MARK or length > MAX_MESSAGE_BYTES:
-                    raise ProtocolError(f"{self._name} received what is not a message.", remedy=_REMEDY)
+                    raise ProtocolError(
+                        f"{self._name} received bytes that are not a message.", remedy=_REMEDY
+                    )
                 end = begin + _HEAD.size + length
                 if len(pending) < end:
                     break
                 message = bytes(pending[begin + _HEAD.size : end])
                 if xxhash.xxh3_64_intdigest(message) != checksum:
                     raise ProtocolError(
-                        f"a message of {self._name} has changed on the way: its checksum does not match.",
+                        f"a message of {self._name} was changed in transit: its checksum does not match.",
                         remedy=CHANGED_REMEDY,
                     )
                 self._inbox.put(message)

@@ -71,7 +71,7 @@ class _StreamLink(Carrier):
             index = queue.get(timeout=max(0.0, deadline - monotonic()))
         except Empty:
             raise WaitTimeoutError(
-                f"{self._name}: waited {self._timeout_s:g} s for {purpose}, and it did not come."
+                f"{self._name}: waited {self._timeout_s:g} s for {purpose} in vain."
             ) from None
         if index == _OVER:
             queue.put(_OVER)  # for the next call, too
@@ -82,7 +82,7 @@ class _StreamLink(Carrier):
         """Return the reason of the end, with what it came before."""
         error = self._error or LinkClosedError(f"{self._name} has ended.")
         return type(error)(
-            f"{error.message} That was before {purpose}.", remedy=error.remedy, code=error.code
+            f"{error.message} It ended before {purpose}.", remedy=error.remedy, code=error.code
         )
 
 

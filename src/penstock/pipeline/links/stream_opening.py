@@ -29,7 +29,7 @@ from penstock.trust.door import DEFAULT_LIMITS, Door
 CONNECT_TIMEOUT_S = 10.0  # for all addresses of a name together
 LIMITS = DEFAULT_LIMITS  # on what unknown peers may cost
 _LEAVE_S = 5.0  # far above what a thread that has been stopped takes
-_REACH_REMEDY = "Check that a firewall lets the link ports (--link-ports) of that host through."
+_REACH_REMEDY = "Check that the link ports (--link-ports) of that host are open in its firewall."
 
 
 class Opening(ABC):
@@ -114,12 +114,13 @@ class Accepting(Opening):
         self._door.close()
 
     def _note_refusal(self, address: str, error: PenstockError) -> None:
-        self._refused = f" The last one that was sent away, {address}: {error.message}"
+        self._refused = f" The last refused connection, from {address}: {error.message}"
 
     def _late(self, name: str, seconds: float) -> WaitTimeoutError:
         port = self._listener.getsockname()[1]
         return WaitTimeoutError(
-            f"{name}: nobody came to port {port} within {seconds:.3g} s.{self._refused}", remedy=_REACH_REMEDY
+            f"{name}: no connection came to port {port} within {seconds:.3g} s.{self._refused}",
+            remedy=_REACH_REMEDY,
         )
 
 
@@ -208,7 +209,7 @@ def _resolve(way: DialledStream, interruption: Interruption, name: str) -> list[
     if failures:
         raise LinkClosedError(
             f"{name}: the address of {way.host} cannot be found: {failures[0]}.",
-            remedy="Give the workers addresses, or names that every host knows.",
+            remedy="Give the workers addresses, or names that every host can resolve.",
         )
     return answers
 

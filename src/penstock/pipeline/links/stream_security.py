@@ -136,7 +136,7 @@ class ProvedByChallenge:
         self._own, self._peer = _name(security.own), _name(security.peer)
         if not self._key:
             raise CertificateError(
-                "the credentials for a link in plain text have no key of an epoch.",
+                "the credentials for a link in plain text lack the key of the epoch.",
                 remedy="Give --insecure-links on all hosts, or on none.",
             )
 

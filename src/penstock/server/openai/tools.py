@@ -129,7 +129,7 @@ def _check_model(kind: str, syntax: ModelSyntax) -> None:
     form = syntax.tools
     if not syntax.template_knows_tools and (form is None or form.name != "json"):
         raise _refused(
-            "The chat template of this model knows no tools.",
+            "The chat template of this model does not support tools.",
             "tools",
             "Use a model that was trained for them, or start the server with --tool-parser json.",
             code="unsupported_parameter",

@@ -238,7 +238,7 @@ def test_an_endpoint_that_no_carrier_opens_is_refused_with_a_remedy() -> None:
 
 
 def test_a_link_in_memory_that_nobody_holds_is_closed() -> None:
-    with pytest.raises(LinkClosedError, match="stage 0 -> stage 1: its memory is gone"):
+    with pytest.raises(LinkClosedError, match="stage 0 -> stage 1: its memory is closed"):
         open_link(MemoryHandle(number=-1), NAME, 1.0)
 
 

@@ -61,7 +61,7 @@ def test_d1_no_changed_bit_of_a_message_goes_unnoticed() -> None:
     for number, place in enumerate(range(8, 16 + len(message))):
         sender.send(message, LONG)
         memory.frames[number % memory.num_frames * memory.frame_bytes + place] ^= 1 << place % 8
-        with pytest.raises(ProtocolError, match=r"a message of samples has changed.*checksum"):
+        with pytest.raises(ProtocolError, match=r"a message of samples was changed.*checksum"):
             receiver.recv(LONG)
     sender.send(message, LONG)
     assert receiver.recv(LONG) == message

@@ -142,7 +142,7 @@ def test_memory_that_is_no_ring_is_refused(handle: RingHandle) -> None:
     with pytest.raises(ProtocolError, match="bytes, expected"):
         Ring(RingHandle(**{f: getattr(handle, f) for f in handle.__struct_fields__} | {"num_frames": 3}), "x")
     os.pwrite(handle.memory_fd, b"?", 0)
-    with pytest.raises(ProtocolError, match="not a ring"):
+    with pytest.raises(ProtocolError, match="not hold a ring"):
         Ring(handle, "x")
 
 

@@ -107,7 +107,7 @@ def test_d1_garbage_is_a_typed_error_behind_what_was_good(closing: ExitStack, se
     wire.sendall(bytes_of(closing, b"good") + random.Random(seed).randbytes(64))
     assert channel.recv(LONG_S) == b"good"
     for timeout_s in (None, 0, LONG_S):
-        with pytest.raises(ProtocolError, match="received what is not a message"):
+        with pytest.raises(ProtocolError, match="received bytes that are not a message"):
             channel.recv(timeout_s)
     with pytest.raises(ProtocolError):
         channel.send(b"x")
@@ -140,7 +140,7 @@ def test_a_reader_that_does_not_look_stops_its_sender_and_loses_nothing(
             sender.send(number.to_bytes(4, "little") * 10_000, 0.05)
             sent += 1
 
-    with pytest.raises(WaitTimeoutError, match="core - stage 1: the other end took no message"):
+    with pytest.raises(WaitTimeoutError, match="core - stage 1: the other end accepted no message"):
         send_many()
     with pytest.raises(WaitTimeoutError):
         sender.send(b"x", 0.0)

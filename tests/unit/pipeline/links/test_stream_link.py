@@ -409,5 +409,5 @@ def test_r15_a_byte_that_was_changed_under_tls_is_refused(closing: ExitStack) ->
             receiver.receive_frame(header(step, MAX_TOKENS), out).wait()
             assert torch.equal(out[0], tensors(step, MAX_TOKENS)[0])
 
-    with pytest.raises(ProtocolError, match=r"stage 0 -> stage 1: TLS says .*mac"):
+    with pytest.raises(ProtocolError, match=r"stage 0 -> stage 1: TLS reports .*mac"):
         pass_frames()

@@ -347,7 +347,7 @@ def test_r15_a_link_in_plain_text_needs_the_key_of_the_epoch(closing: ExitStack)
     bare = Credentials(key_pem=b"", certificate_pem=b"", authority_pem=b"").to_memory()
     closing.callback(os.close, bare)
     security = msgspec.structs.replace(peers.challenged(0), credentials_fd=bare)
-    with pytest.raises(CertificateError, match="no key of an epoch") as caught:
+    with pytest.raises(CertificateError, match="lack the key of the epoch") as caught:
         opened(closing, stream(PlanNeed(), closing, lambda _: (security, peers.challenged(1)))[0])
     assert "--insecure-links" in caught.value.remedy
 
@@ -372,7 +372,7 @@ def test_r15_who_was_sent_away_is_named_when_nobody_else_comes(closing: ExitStac
     stranger = closing.enter_context(socket.create_connection((way.host, way.port)))
     stranger.sendall(bytes(100))
     (channel,) = opened(closing, accepting)
-    told = r"The last one that was sent away, 127\.0\.0\.1:\d+: the other side does not speak TLS"
+    told = r"The last refused connection, from 127\.0\.0\.1:\d+: the other side does not speak TLS"
     assert re.search(told, failure_of(channel).message)
 
 
