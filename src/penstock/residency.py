@@ -195,7 +195,7 @@ class Residency:
         for order in orders:
             held = self.contents.get(order.block)
             if not order.is_load and not (held and self._is_whole(order.block, held.place)):
-                text = f"order {order.order} is to store block {order.block}, which is not whole."
+                text = f"order {order.order} stores block {order.block}, which is not complete."
                 complaint = complaint or text
             self.order(order)
         return complaint
@@ -215,14 +215,14 @@ class Residency:
         """
         resident, length = self.rows.get(rewound.row), rewound.num_tokens - 1
         if resident is None:
-            return f"row {rewound.row} is rewound and holds no request here."
+            return f"row {rewound.row} is rewound but holds no request here."
         before = resident.length
         least = before - resident.num_drafts
         self.reach(resident, length)
         resident.num_drafts = 0
         if least <= length < before:
             return ""
-        return _differ(rewound.row, resident, "is rewound to where it cannot be", length, before)
+        return _differ(rewound.row, resident, "is rewound to an impossible position", length, before)
 
     def _replay_rows(self, plan: ScheduledBatch, complaint: str) -> str:
         """Apply the rows of a plan; return what is wrong with the first that does not fit.
@@ -266,7 +266,7 @@ class Residency:
                 return _differ(row, resident, f"begins with block {block}", start, index * self._block_size)
         if len(blocks) < num_found or start % self._block_size:
             whole = min(len(blocks), num_found) * self._block_size
-            return _differ(row, resident, "begins behind blocks that it has not", start, whole)
+            return _differ(row, resident, "begins after blocks that it does not hold", start, whole)
         return ""
 
     def _is_whole(self, block: int, index: int) -> bool:
@@ -281,7 +281,7 @@ class Residency:
         held = [
             f"{self.rows[row].request_id} {self.rows[row].length}" for row in plan.rows if row in self.rows
         ]
-        text = "what the plans have told this stage is not what the core believes."
+        text = "this stage's view of the plans differs from the core's."
         return f"{text} Tokens by what they have told, after this step:{concerned(held)}"
 
 

@@ -99,7 +99,7 @@ def test_the_models_of_the_server_are_listed(client: Any) -> None:
 
 def test_errors_are_those_of_the_clients_own_kinds(live: LiveServer) -> None:
     with client_of(live) as client:
-        with pytest.raises(anthropic.NotFoundError, match="does not exist here"):
+        with pytest.raises(anthropic.NotFoundError, match="does not exist"):
             ask(client, model="other")
         with pytest.raises(anthropic.BadRequestError) as refused:
             ask(client, extra_body={"temperature": 3})

@@ -285,7 +285,7 @@ def test_a_layer_that_fails_is_switched_off_and_no_request_is_touched(
         assert told(llm).num_accepted > 0, "before it failed"
     lines = [record.message for record in caplog.records if "MTP layer" in record.message]
     why = "RuntimeError: no memory for the guess"
-    assert lines == [f"the MTP layer is switched off until the engine starts again: {why}."]
+    assert lines == [f"the MTP layer is switched off until the engine restarts: {why}."]
     assert num_calls == 40
 
 

@@ -80,8 +80,7 @@ def test_a_name_that_the_operator_allows_is_a_host_and_others_are_refused_with_w
             policy.check([(b"host", name.encode())])
         assert raised.value.code == "host_not_allowed"
         assert raised.value.remedy.endswith(
-            "Whoever runs the server can allow another name, such as host.docker.internal, "
-            "by --allowed-hosts."
+            "The operator can allow another name, such as host.docker.internal, with --allowed-hosts."
         )
 
 

@@ -115,7 +115,7 @@ def test_a_bad_word_is_refused_by_name(server: LiveServer, query: str, param: st
         ("POST", "/abort", "request_id=a&every=true", "every", "It takes request_id and all and timeout_s."),
         ("POST", "/resume", "mode=keep", "mode", "It takes timeout_s."),
         ("POST", "/flush_cache", "stores=true", "stores", "It takes store and timeout_s."),
-        ("GET", "/is_paused", "timeout_s=1", "timeout_s", "It takes none."),
+        ("GET", "/is_paused", "timeout_s=1", "timeout_s", "It takes no parameters."),
     ],
 )
 def test_a_name_that_a_route_does_not_have_is_refused_with_those_that_it_has(
@@ -125,7 +125,7 @@ def test_a_name_that_a_route_does_not_have_is_refused_with_those_that_it_has(
     assert response.status == 400
     error = json.loads(raw)["error"]
     assert (error["param"], error["code"]) == (name, "unknown_parameter")
-    assert error["message"] == f"{name!r} is no parameter of {path}. {known}"
+    assert error["message"] == f"{name!r} is not a parameter of {path}. {known}"
     assert server.engine.operations == []
 
 
@@ -134,8 +134,8 @@ def test_a_name_that_a_route_does_not_have_is_refused_with_those_that_it_has(
     [
         ("/pause?mode=keep&mode=wait", "mode", "invalid_value", "mode is given 2 times. Give it once."),
         ("/abort?all=true&all=false", "all", "invalid_value", "all is given 2 times. Give it once."),
-        ("/abort?request_id=a&all=true", "request_id", "invalid_combination", "give request_id"),
-        ("/abort", "request_id", "missing_required_parameter", "give request_id"),
+        ("/abort?request_id=a&all=true", "request_id", "invalid_combination", "give either request_id"),
+        ("/abort", "request_id", "missing_required_parameter", "give either request_id"),
         ("/slow_down", "interval_ms", "missing_required_parameter", "interval_ms is required."),
         ("/close_session", "session_id", "missing_required_parameter", "session_id is required."),
     ],
@@ -165,7 +165,7 @@ def test_a_body_is_refused_for_what_it_asks_is_not_read(server: LiveServer, path
     assert response.status == 400
     error = json.loads(raw)["error"]
     assert (error["param"], error["code"]) == ("body", "unexpected_body")
-    assert error["message"].startswith(f"{path} reads no body. Put parameters into the query")
+    assert error["message"].startswith(f"{path} takes no body. Put the parameters into the query")
     assert server.engine.operations == []
     for nothing in (b"", b"{}"):
         assert server.request("POST", "/resume", nothing, AS_ADMIN)[0].status == 200

@@ -186,7 +186,7 @@ def test_wrong_chat_fields_are_named(live: LiveServer, fields: dict[str, Any], p
             CHAT,
             {"tool_choice": {"type": "function", "function": {"name": "f"}}},
             "invalid_value",
-            "tool_choice names 'f', but there are no tools. Name some in tools.",
+            "tool_choice names 'f', but there are no tools. Give some in tools.",
         ),
         (
             CHAT,
@@ -204,7 +204,7 @@ def test_wrong_chat_fields_are_named(live: LiveServer, fields: dict[str, Any], p
         (TEXT, {"prompt": [1, 999]}, "token_id_out_of_range", "prompt: id 999 at position 1 is outside"),
         (CHAT, {"tool_choice": "any"}, "invalid_type", "'any'. Give one of: auto, none, required."),
         (CHAT, {"tools": [{"type": "f"}]}, "invalid_type", "tools[0].type: Invalid enum value 'f'. Give one"),
-        (TEXT, {"prompt": [[]]}, "empty_prompt", "prompt has no token. Give a text that is not empty, or"),
+        (TEXT, {"prompt": [[]]}, "empty_prompt", "prompt has no tokens. Give a text that is not empty, or"),
     ],
 )
 def test_an_error_says_what_is_wrong_with_what_was_sent(
@@ -296,7 +296,7 @@ def test_a_bound_on_reasoning_is_refused_by_name_and_with_what_there_is(
     error = _refused(live, path, prompt | {name: 64})
     assert (error["param"], error["code"]) == (name, "unsupported_parameter")
     bound = "max_output_tokens" if path == "/v1/responses" else "max_tokens"
-    assert f"Reasoning has no bound of its own here: {bound} bounds it" in error["message"]
+    assert f"Leave it out: {bound} limits reasoning" in error["message"]
     assert live.post(path, prompt | {name: None})[0] == 200
 
 
@@ -309,9 +309,7 @@ def test_fields_of_other_routes_and_stream_options_are_on_the_page() -> None:
 
 def test_best_of_says_what_to_do_instead(live: LiveServer) -> None:
     message = _refused(live, TEXT, {"prompt": "a", "best_of": 3})["message"]
-    assert message.endswith(
-        "One request could cost any number. Leave it out: ask for n with logprobs, and choose."
-    )
+    assert message.endswith("Leave it out, because it has no bound on cost; use n with logprobs, and choose.")
 
 
 def test_a_body_in_another_encoding_is_refused_by_its_name(live: LiveServer) -> None:
@@ -319,7 +317,7 @@ def test_a_body_in_another_encoding_is_refused_by_its_name(live: LiveServer) -> 
     response, raw = live.request("POST", TEXT, gzip.compress(body), {"Content-Encoding": "gzip"})
     error = json.loads(raw)["error"]
     assert (response.status, error["code"]) == (400, "unsupported_content_encoding")
-    assert "encoded as 'gzip'. Send it as it is" in error["message"]
+    assert "content-encoding is 'gzip', which is not supported" in error["message"]
     assert live.request("POST", TEXT, body, {"Content-Encoding": "identity"})[0].status == 200
 
 

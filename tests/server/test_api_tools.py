@@ -357,11 +357,11 @@ def test_deprecated_functions_are_refused_with_what_to_use(live: LiveServer) -> 
     [
         (ModelSyntax(), {}, "--tool-parser json"),
         (ModelSyntax(tools=syntax_of("hermes").tools), {}, "does not support tools"),
-        (ModelSyntax(template_knows_tools=True), {}, "in which form"),
+        (ModelSyntax(template_knows_tools=True), {}, "tool-call format"),
         (
             ModelSyntax(template_knows_tools=True, is_tool_parser_off=True),
             {"tool_choice": "required"},
-            "in which form",
+            "tool-call format",
         ),
     ],
 )

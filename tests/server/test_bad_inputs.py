@@ -167,7 +167,7 @@ def test_r8_a_key_given_twice_is_refused_by_name(live: LiveServer, path: str, bo
     before = len(live.engine.added)
     status, answer = live.post(path, body)
     assert (status, answer["error"]["code"]) == (400, "invalid_json")
-    assert f"the key {key!r} stands twice in one object." in answer["error"]["message"]
+    assert f"the key {key!r} appears twice in one object." in answer["error"]["message"]
     assert len(live.engine.added) == before
 
 

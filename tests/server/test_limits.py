@@ -78,7 +78,7 @@ SETTABLE = [
     (TEXT, "prompt", "é" * 50, "é" * 50 + "a", "100"),
     (TEXT, "logprobs", 4, 5, "allows 4"),
     (TEXT, "prompt_logprobs", 4, 5, "allows 4"),
-    (CHAT, "prompt_logprobs", 1, 2, "gives 20 in one answer"),
+    (CHAT, "prompt_logprobs", 1, 2, "the limit is 20"),
     (TEXT, "stop", ["a", "b"], ["a", "b", "c"], "allows 2"),
     (TEXT, "stop", "ééé", "éééa", "allows 6"),
     (TEXT, "stop_token_ids", [1, 2, 3], [1, 2, 3, 4], "allows 3"),

@@ -52,5 +52,5 @@ def test_r9_it_is_told_at_once_that_a_process_leaves_it_alone_and_that_none_does
         store_call_failures=10, store_switched_off=2
     )
     assert rig.look(store_call_failures=10, store_switched_off=1) == ""
-    assert rig.look(store_call_failures=10) == "INFO api KV store is used again\n"
+    assert rig.look(store_call_failures=10) == "INFO api KV store is in use again\n"
     assert rig.look(store_call_failures=10) == ""

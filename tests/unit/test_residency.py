@@ -113,27 +113,30 @@ REFUSALS = {
     ),
     "nobody": (msgspec.structs.replace(NEXT, rows=[3]), "row 3 holds no request here"),
     "no block": (msgspec.structs.replace(NEXT, num_tokens=[3]), "'a' has no KV block .* 9 tokens .* has 8"),
-    "not whole": (msgspec.structs.replace(ENTERS, new_blocks=[[8, 6]]), "'c' begins with block 8: .* 4 .* 0"),
+    "not complete": (
+        msgspec.structs.replace(ENTERS, new_blocks=[[8, 6]]),
+        "'c' begins with block 8: .* 4 .* 0",
+    ),
     "elsewhere": (msgspec.structs.replace(ENTERS, new_blocks=[[5, 6]]), "'c' begins with block 5: .* 4 .* 0"),
     "half a block": (
         ScheduledBatch(step_id=2, orders=[TierOrder(9, False, 5, b"\3" * 32)]),
-        "order 9 is to store block 5, which is not whole",
+        "order 9 stores block 5, which is not complete",
     ),
-    "alone, and not whole": (
+    "alone, and not complete": (
         msgspec.structs.replace(ALONE, new_rows=[msgspec.structs.replace(ALONE.new_rows[0], blocks=[8, 6])]),
         "'c' begins with block 8: .* 4 .* 0",
     ),
     "rewound without drafts": (
         ScheduledBatch(step_id=2, rewound=[RewoundRow(0, 1, 6, [1])]),
-        "'a' is rewound to where it cannot be: .* 5 .* has 6",
+        "'a' is rewound to an impossible position: .* 5 .* has 6",
     ),
     "nobody is rewound": (
         ScheduledBatch(step_id=2, rewound=[RewoundRow(3, 1, 6, [1])]),
-        "row 3 is rewound and holds no request here",
+        "row 3 is rewound but holds no request here",
     ),
     "no blocks": (
         msgspec.structs.replace(ENTERS, start_positions=[8], new_blocks=[[3]]),
-        "'c' begins behind .* 8 .* has 4",
+        "'c' begins after .* 8 .* has 4",
     ),
 }
 
@@ -162,7 +165,7 @@ def test_a_rewound_row_goes_back_by_no_more_than_its_drafts() -> None:
         table.replay(ahead)
         plan = ScheduledBatch(step_id=3, rewound=[RewoundRow(0, 1, num_tokens, [1])])
         if is_refused:
-            with pytest.raises(ProtocolError, match="'a' is rewound to where it cannot be"):
+            with pytest.raises(ProtocolError, match="'a' is rewound to an impossible position"):
                 table.replay(told(table, plan))
             continue
         table.replay(plan)

@@ -37,7 +37,7 @@ class PlanExplanation:
 
     def _head(self, plan: ScheduledBatch) -> Iterator[str]:
         if not plan.rows and not plan.new_rows:
-            yield f"step {plan.step_id} has no rows: it proves the stages alive, or tells what is free"
+            yield f"step {plan.step_id} has no rows: it checks the stages, or frees blocks and rows"
             return
         decodes = len(plan.rows) - plan.token_from.count(KNOWN)
         yield (
@@ -48,7 +48,7 @@ class PlanExplanation:
         yield f"micro-batches of the decoding requests: {number}"
         allocator, rows = self._parts.allocator, self._parts.rows
         blocks = f"{allocator.num_free_blocks} of {allocator.num_blocks}"
-        yield f"free behind it: KV blocks {blocks}, rows {rows.num_free} of {rows.num_rows}"
+        yield f"free after it: KV blocks {blocks}, rows {rows.num_free} of {rows.num_rows}"
 
     def _placed(self, plan: ScheduledBatch) -> Iterator[str]:
         holders = {request.row: request for request in self._parts.queues.running}
@@ -58,16 +58,18 @@ class PlanExplanation:
             name = f"row {row}" if request is None else request.request_id
             start, count, source = plan.start_positions[index], plan.num_tokens[index], plan.token_from[index]
             if source == GUESSED:
-                yield f"{name}: a window of {count} guesses, behind what is in flight, from position {start}"
+                yield f"{name}: a window of {count} drafts, after the tokens in flight, from position {start}"
             elif source != KNOWN:
-                drafts = f", and {count - 1} drafts behind it" if count > 1 else ""
+                drafts = f", and {count - 1} drafts after it" if count > 1 else ""
                 yield f"{name}: decodes position {start}, from the sample of step {source}{drafts}"
             else:
                 known = "" if request is None else f" of {request.prefill_len}"
                 begins = f" (it starts, with {start} tokens found in the cache)" if row in starting else ""
                 yield f"{name}: tokens {start} to {start + count - 1}{known} of its prompt{begins}"
         for row in starting.difference(plan.rows):
-            yield f"{holders[row].request_id if row in holders else row}: enters, and waits for its grammar"
+            yield (
+                f"{holders[row].request_id if row in holders else row}: gets a row, and waits for its grammar"
+            )
 
     def _running(self, plan: ScheduledBatch) -> Iterator[str]:
         placed = set(plan.rows).union(new.row for new in plan.new_rows)
@@ -80,27 +82,28 @@ class PlanExplanation:
         if self._parts.paused == "keep":
             return "an administrator has paused the engine"
         if request.num_unproven:
-            return "blocks of its beginning are still being loaded"
+            return "blocks of its prefix are still loading"
         if request.is_prefilling:
             if request.num_runnable <= 0:
                 return "its grammar is still being built"
-            return f"the plan had no more room for prompts; {request.num_runnable} of its tokens are left"
+            return f"the plan had no more tokens for prompts; {request.num_runnable} of its tokens are left"
         last = request.last_sampled_step
         if request.arrival not in decoding:
-            return f"all tokens that it may have are on their way, the last since step {last}"
+            return f"all tokens that it may have are in flight, the last since step {last}"
         if request.awaits_drafts:
-            return "it waits for guesses that are worth more than the time"
+            return "it waits for drafts that are worth the wait"
         returned = self._parts.issued.returned_step
         if last > returned and (request.awaits_result or request.num_windows_ahead):
-            return f"its token of step {last} is not back, and what follows will be worth guessing then"
+            return f"its token of step {last} has not returned, and drafts will be worth more then"
         soonest = last + self._parts.placement.lag
         if last > returned and soonest > plan.step_id:
-            return f"its token of step {last} is not back; it may go from step {soonest} on all the same"
+            return f"its token of step {last} has not returned; it may run from step {soonest} without it"
         num_decodes = len(plan.rows) - plan.token_from.count(KNOWN)
         if self._parts.allocator.num_free_blocks == 0:
-            return "no KV block was free for its next token, and nobody younger could give way"
+            return "no KV block was free for its next token, and no younger request could be preempted"
         return (
-            f"the plan took its share, {num_decodes} of {len(decoding)} decoding requests; it leads the next"
+            f"the plan took its share, {num_decodes} of {len(decoding)} decoding requests; it is first in "
+            "the next"
         )
 
     def _line(self) -> Iterator[str]:
@@ -127,10 +130,10 @@ class PlanExplanation:
     def _what_lacks(self, request: RequestState) -> str:
         """Return why the head of the line did not start."""
         if request.num_pending:
-            return "it gave way to older requests, and its last tokens are still on their way"
+            return "it was preempted for older requests, and its last tokens are still in flight"
         found = self._parts.prefixes.find(request)
         if self._parts.prefixes.must_wait(request):
-            return "more of its beginning is on its way from the store"
+            return "more of its prefix is loading from the store"
         if self._parts.prefixes.must_follow(request, len(found)):
             leader = request.leader
             name = "another request" if leader is None else leader.request_id
@@ -143,4 +146,4 @@ class PlanExplanation:
                 f"it needs {needed} KV blocks of the {allocator.num_free_blocks} that are free, beside "
                 f"{num_running} that the running requests may need next"
             )
-        return f"the plan had no more room for prompts; {request.num_to_prefill} tokens of it are to run"
+        return f"the plan had no more tokens for prompts; {request.num_to_prefill} of its tokens remain"

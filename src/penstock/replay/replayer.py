@@ -36,7 +36,7 @@ from penstock.scheduler.scheduler import Scheduler
 from penstock.speculation.grammar_guides import NO_GUIDES
 
 _TICKET = (b"", 0)
-_MEASUREMENT = "it is one of the measurements of the start: rows and tokens are made up"
+_MEASUREMENT = "it is a measurement at the start, with artificial rows and tokens"
 
 Stops = Mapping[str, set[int]]
 
@@ -147,8 +147,8 @@ class Replayer:
         self._is_whole = self._file.is_whole
         if not num_records:
             raise DecisionLogError(
-                f"{self._path} has no whole record.",
-                remedy="Record longer: what is decided is in the file a second later.",
+                f"{self._path} does not hold a complete record.",
+                remedy="Record longer: decisions reach the file within a second.",
                 code="no_record",
             )
         return stops
@@ -162,12 +162,12 @@ class Replayer:
         except PenstockError as error:
             if not record.is_refused:
                 raise _AdmissionDiffersError(
-                    f"was taken in when recorded, and is refused: {error}"
+                    f"was admitted when recorded, but is refused now: {error}"
                 ) from error
         else:
             if record.is_refused and isinstance(record.call, RequestAdded):
                 name = record.call.request_id
-                raise _AdmissionDiffersError(f"{name} was refused when recorded, and is taken in")
+                raise _AdmissionDiffersError(f"{name} was refused when recorded, but is admitted now")
         self._answers.end()
 
     def _call(self, call: records.Call, stops: Stops) -> None:
@@ -200,7 +200,7 @@ class Replayer:
     def _assemble(self, call: Assembled) -> None:
         if records.config_digest(call.config) != call.config_digest:
             raise DecisionLogError(
-                f"{self._path} was recorded with settings that this version does not know.",
+                f"{self._path} was recorded with settings unknown to this version.",
                 remedy="Replay it with the version that recorded it.",
                 code="other_config",
             )

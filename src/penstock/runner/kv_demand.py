@@ -94,9 +94,9 @@ class KVDemand:
         fitting = budget // block_bytes
         if fitting < per_sequence:
             raise NotEnoughMemoryError(
-                f"a request of {self.max_model_len} tokens needs {_mib(per_sequence * block_bytes)} "
-                f"of KV cache on this stage, which is given {_mib(budget)} ({_mib(available)} are free"
-                f"{_kept_text(self._kept(available, device))}).",
+                f"a request of {self.max_model_len} tokens needs {_mib(per_sequence * block_bytes)} of KV "
+                f"cache on this stage, which has {_mib(budget)} ({_mib(available)} are "
+                f"free{_kept_text(self._kept(available, device))}).",
                 remedy="Lower --max-model-len, raise --kv-cache-bytes, or use more stages.",
             )
         return fitting if most is None else min(fitting, most)
@@ -121,7 +121,7 @@ class KVDemand:
 
 
 def _kept_text(kept: int) -> str:
-    return f"; {_mib(kept)} are kept for plans" if kept else ""
+    return f"; {_mib(kept)} are reserved for plans" if kept else ""
 
 
 def _mib(num_bytes: int) -> str:

@@ -174,7 +174,7 @@ class MTPGuesser(NoGuesser):
                 raise
             self._has_failed = True
             why = f"{type(error).__name__}: {error}"
-            _logger.warning("the MTP layer is switched off until the engine starts again: %s.", why)
+            _logger.warning("the MTP layer is switched off until the engine restarts: %s.", why)
             return {}
 
     def _guessed(self, states: Tensor, batch: ForwardBatch, result: StepResult) -> dict[int, list[int]]:

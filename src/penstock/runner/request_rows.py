@@ -292,7 +292,7 @@ class RequestRows:
         for index, step in enumerate(plan.token_from):
             newest = self.sampled_step[plan.rows[index]]
             if step not in (KNOWN, GUESSED, newest):
-                raise self._refusal(plan, index, "needs the sample of another step", step, newest)
+                raise self._refusal(plan, index, "needs the sample of a different step", step, newest)
 
     def advance(self, plan: ScheduledBatch, ends: Sequence[int]) -> None:
         """Count the tokens of a plan as scheduled, up to these positions."""
@@ -406,7 +406,7 @@ class RequestRows:
                 raise self._refusal(plan, index, "starts at a wrong position", start, computed)
             known = self.total_len[row]
             if end > known and plan.token_from[index] == KNOWN:
-                raise self._refusal(plan, index, "has tokens that nobody knows yet", end, known)
+                raise self._refusal(plan, index, "has tokens that are not known yet", end, known)
 
     def _refusal(self, plan: ScheduledBatch, index: int, complaint: str, *pair: int) -> ProtocolError:
         row = plan.rows[index]

@@ -39,7 +39,7 @@ from penstock.request import StructuredOutputs
 if TYPE_CHECKING:  # else every rank of every stage would load the library
     from penstock.grammar.matcher import Matcher, Vocabulary
 
-NOTHING_LEFT = "its constraints leave none"
+NOTHING_LEFT = "its constraints allow no token"
 
 
 class NoGrammars:
@@ -148,7 +148,7 @@ class GrammarRows(NoGrammars):
         """Begin the grammar of a row that is the first to have it."""
         structured = new.sampling.structured
         if structured is None:
-            raise ProtocolError(f"row {new.row} has grammar {new.grammar}, and the plan does not say which.")
+            raise ProtocolError(f"row {new.row} has grammar {new.grammar}, which the plan does not define.")
         grammar = _Grammar(structured, due=self._clock() + self._timeout_s)
         self._grammars[new.grammar] = self._untold[new.grammar] = grammar
         grammar.built = self._building.submit(grammar.build, self._vocabulary.get)
@@ -185,7 +185,7 @@ class GrammarRows(NoGrammars):
             elif grammar.built.done():
                 (report.unable if grammar.may_be_good else report.failed)[number] = grammar.error
             elif now >= grammar.due:
-                report.unable[number] = f"it was not there after {self._timeout_s:g} s"
+                report.unable[number] = f"it was not ready within {self._timeout_s:g} s"
         for number in (*report.built, *report.failed, *report.unable):
             del self._untold[number]
         there = [self._grammars[number] for number in report.built]
@@ -206,9 +206,7 @@ class GrammarRows(NoGrammars):
         depths: Counter[int] = Counter()  # samples of each row so far
         for index, row in held:
             if row.pending is None:
-                raise ProtocolError(
-                    f"row {rows[index]} is to be sampled, and its grammar was not built here."
-                )
+                raise ProtocolError(f"row {rows[index]} is to be sampled, but its grammar is not built here.")
             _wait(row.pending, self._timeout_s)
             number = int(rows[index])
             depth, depths[number] = depths[number], depths[number] + 1
@@ -417,4 +415,4 @@ def _wait(pending: Future[None], timeout_s: float) -> None:
     try:
         pending.result(timeout_s)
     except TimeoutError as error:
-        raise WaitTimeoutError(f"the mask of a grammar was not there after {timeout_s:g} s.") from error
+        raise WaitTimeoutError(f"the mask of a grammar was not ready within {timeout_s:g} s.") from error

@@ -97,7 +97,7 @@ class Admission:
         most = self._config.max_num_seqs + self._config.max_waiting_requests
         if num_requests > most:
             raise InvalidRequestError(
-                f"n is {num_requests}; {most} sequences run and wait here at most.",
+                f"n is {num_requests}; the limit of running and waiting sequences is {most}.",
                 remedy="Ask for fewer, or raise --max-waiting-requests.",
                 param="n",
                 code="out_of_range",
@@ -116,8 +116,8 @@ class Admission:
         limit = self._config.max_waiting_tokens or POOLS_IN_QUEUE * self._allocator.capacity_tokens
         if waiting and waiting + num_tokens > limit:
             raise OverloadedError(
-                f"{waiting} tokens of other requests wait already; with the {num_tokens} of this one there "
-                f"would be more than the limit of {limit}.",
+                f"{waiting} tokens of other requests wait already; with the {num_tokens} of this one they "
+                f"exceed the limit of {limit}.",
                 remedy="Try again later, or raise --max-waiting-tokens.",
             )
 

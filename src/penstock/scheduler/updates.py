@@ -72,8 +72,8 @@ def failed(request: RequestState, error: ErrorInfo) -> RequestUpdate:
 
 def quarantined(request: RequestState) -> ErrorInfo:
     return QuarantinedError(
-        f"a stage was lost twice while request {request.request_id} was in it, at {_place(request)}; it is "
-        "not tried again."
+        f"a stage was lost twice while it ran request {request.request_id}, at {_place(request)}; the "
+        "request is not retried."
     ).info()
 
 

@@ -201,7 +201,7 @@ class ServedModel:
         if name not in self.names:
             known = " or ".join(repr(each) for each in self.names)
             raise NotFoundError(
-                f"The model {name[:128]!r} does not exist here; this server has {known}.",
+                f"The model {name[:128]!r} does not exist; this server has {known}.",
                 param="model",
                 code="model_not_found",
             )

@@ -129,13 +129,13 @@ _TEXT = (400, 404, 413, 429)
 _REASONS = {
     400: "A field, or the body, is wrong; `param` names the field.",
     401: "The API key is missing or wrong.",
-    403: "The Host or Origin is not one that this server answers to.",
-    404: "There is no such model, session or stream.",
-    410: "What is asked for is not kept any more.",
+    403: "The Host or Origin is not allowed.",
+    404: "The model, session or stream does not exist.",
+    410: "The requested events are no longer kept.",
     413: "The body is too large.",
-    429: "Too much work waits; try again after Retry-After seconds.",
-    500: "Failed by a fault of the server; the log has more under the request's id.",
-    503: "The pipe is not ready, or the server shuts down; try again after Retry-After seconds.",
+    429: "Too many requests wait; try again after Retry-After seconds.",
+    500: "The server failed; its log has more under the request id.",
+    503: "The pipe is not ready, or the server is shutting down; try again after Retry-After seconds.",
 }
 _SCHEME, _HEADER = "key", "key_header"
 _ANY_KEY: list[dict[str, list[str]]] = [{_SCHEME: []}, {_HEADER: []}]

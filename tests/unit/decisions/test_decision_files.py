@@ -49,7 +49,7 @@ def test_a_part_is_replayed_up_to_its_last_whole_record(log: Path, tmp_path: Pat
 def test_no_record_is_no_log(log: Path, tmp_path: Path) -> None:
     part = tmp_path / "part"
     part.write_bytes(log.read_bytes()[: HEAD_BYTES + 20])
-    with pytest.raises(DecisionLogError, match="no whole record"):
+    with pytest.raises(DecisionLogError, match="does not hold a complete record"):
         Replayer(part).run()
 
 
@@ -90,7 +90,7 @@ def test_settings_of_another_version_are_refused(log: Path, tmp_path: Path) -> N
     stream = RecordStream()
     file.write(stream.add(msgspec.structs.replace(first, call=call)) + stream.finish())
     file.close()
-    with pytest.raises(DecisionLogError, match="settings that this version does not know"):
+    with pytest.raises(DecisionLogError, match="settings unknown to this version"):
         Replayer(path).run()
 
 

@@ -241,7 +241,7 @@ def test_an_admission_that_decides_otherwise_is_found(
     monkeypatch.setattr("penstock.scheduler.admission.Admission.refuse_overload", refuse)
     difference = Replayer(tmp_path / "log").run().difference
     assert difference is not None
-    assert "is refused: too many" in difference.admission
+    assert "is refused now: too many" in difference.admission
 
 
 def test_it_ends_behind_the_step_that_is_asked_for(tmp_path: Path) -> None:

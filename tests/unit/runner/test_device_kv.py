@@ -61,7 +61,7 @@ def test_the_default_is_a_share_of_the_memory_but_no_more_than_can_be_used() -> 
     # 100 tokens are 7 blocks; 3 requests of full length use 21 at most.
     assert storage().max_blocks(demand(), available=10**9) == 21
     assert storage().max_blocks(demand(), available=8 * 10 * block) == 10  # a quarter, by two ranks
-    with pytest.raises(NotEnoughMemoryError, match=r"6400 tokens needs 1\.6 MiB .* given 1\.5 MiB"):
+    with pytest.raises(NotEnoughMemoryError, match=r"6400 tokens needs 1\.6 MiB .* has 1\.5 MiB"):
         storage().max_blocks(demand(max_model_len=6400), available=12 * MIB)
 
 
@@ -111,7 +111,7 @@ def test_f9_a_cpu_with_little_memory_gives_the_cache_less_than_a_quarter() -> No
     large = {"max_model_len": 1 << 20, "max_num_seqs": 1 << 10, "num_sharers": 2}
     wanted = demand(**large, reserved_bytes=40 * MIB)
     assert wanted.max_blocks(block_bytes=MIB, block_size=1 << 20, available=100 * MIB, device="cpu") == 10
-    with pytest.raises(NotEnoughMemoryError, match=r"given 0\.0 MiB \(60\.0 MiB .*; 40\.0 MiB are kept"):
+    with pytest.raises(NotEnoughMemoryError, match=r"has 0\.0 MiB \(60\.0 MiB .*; 40\.0 MiB are reserved"):
         demand(**large, reserved_bytes=40 * MIB).max_blocks(
             block_bytes=MIB, block_size=1 << 20, available=60 * MIB, device="cuda"
         )

@@ -186,7 +186,7 @@ def test_a_batch_whose_samples_have_not_come_cannot_be_completed() -> None:
         pool,
     )
     begun = begin_batch(make_plan(1, [Part(row=0, start=2, token_from=0)]), rows, pool.for_step(1))
-    with pytest.raises(ProtocolError, match="needs the sample of another step"):
+    with pytest.raises(ProtocolError, match="needs the sample of a different step"):
         complete_batch(begun, rows, pool.for_step(1))
 
 

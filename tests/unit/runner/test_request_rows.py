@@ -138,7 +138,7 @@ def test_d5_positions_subtract_rejections_and_a_withheld_update_is_refused() -> 
     rows.post_update(1, addressed(rows, 0), [[8, 5]], [1])
     following = make_plan(2, [Part(row=0, start=6, token_from=1)])
     assert schedule(rows, following) == [5]  # one of two drafts was rejected
-    complaint = r"step 2.*request-0-0.*sample of another step.*plan: 1.*table: 0"
+    complaint = r"step 2.*request-0-0.*sample of a different step.*plan: 1.*table: 0"
     with pytest.raises(ProtocolError, match=complaint):
         schedule(withheld, following)
 
@@ -199,8 +199,11 @@ REFUSALS = {
     "a free row": (Part(row=3, start=0, blocks=[1]), r"row 3 .* holds no request"),
     "a gap": (Part(row=0, start=4, token_from=0), r"wrong position \(plan: 4, row table: 3\)"),
     "a repetition": (Part(row=0, start=2, token_from=0), r"wrong position \(plan: 2, row table: 3\)"),
-    "an unknown token": (Part(row=0, start=3, num_tokens=2), r"nobody knows yet \(plan: 5, row table: 4\)"),
-    "another step's sample": (Part(row=0, start=3, token_from=1), r"another step \(plan: 1, row table: 0\)"),
+    "an unknown token": (Part(row=0, start=3, num_tokens=2), r"are not known yet \(plan: 5, row table: 4\)"),
+    "another step's sample": (
+        Part(row=0, start=3, token_from=1),
+        r"a different step \(plan: 1, row table: 0\)",
+    ),
     "a missing block": (Part(row=1, start=2, token_from=0), r"no KV block .* \(plan: 3, row table: 2\)"),
 }
 

@@ -325,7 +325,7 @@ def test_a_grammar_that_is_not_built_in_time_fails(vocabulary: Vocabulary) -> No
     now = 104.9
     assert grammars.collect() is None
     now = 105.0
-    late = {number_of(AB): "it was not there after 5 s"}
+    late = {number_of(AB): "it was not ready within 5 s"}
     assert grammars.collect() == GrammarsBuilt(built=[], failed={}, unable=late)
     assert not grammars.is_building
     hold.set()

@@ -140,7 +140,7 @@ def test_numbers_that_only_no_constraint_liked_are_found_again() -> None:
     one = rig()
     one.add("a", [1] * 9, max_tokens=8, ignore_eos=True)
     one.executor.fail_rows[2] = [0]
-    one.executor.unmet = "its constraints leave none"
+    one.executor.unmet = "its constraints allow no token"
     one.run_until_idle()
     assert one.updates["a"][-1].finish_reason == "error"
     assert run(one, "b", [1] * 9) == 8

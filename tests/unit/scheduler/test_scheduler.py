@@ -354,7 +354,7 @@ def test_r10_constraints_that_leave_no_token_are_named(
     rig.scheduler.add_request(request)
     (state,) = rig.scheduler._queues
     state.token_ids += [8, 8]
-    error = row_error(state, 4, "its constraints leave none")
+    error = row_error(state, 4, "its constraints allow no token")
     assert (error.remedy, error.param) == (f"Loosen {remedy}.", param)
 
 

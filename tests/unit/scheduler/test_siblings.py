@@ -261,7 +261,9 @@ def test_r8_all_may_wait_or_none() -> None:
         one.add("r", PROMPT, n=5, **SEEDED)
     assert one.core.stats().scheduler.num_waiting == 1
     one.add("r", PROMPT, n=4, **SEEDED)
-    with pytest.raises(InvalidRequestError, match="n is 6; 5 sequences run and wait here at most") as caught:
+    with pytest.raises(
+        InvalidRequestError, match="n is 6; the limit of running and waiting sequences is 5"
+    ) as caught:
         one.add("s", PROMPT, n=6, **SEEDED)
     assert (caught.value.param, caught.value.code) == ("n", "out_of_range")
     one.run_until_idle()

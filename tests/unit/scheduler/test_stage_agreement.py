@@ -282,7 +282,7 @@ def test_h15_a_core_whose_tables_change_behind_its_plans_is_found_out() -> None:
     rig.turn()
     (owner,) = rig.allocator.owners()
     assert rig.allocator.grow(owner, 4 * BLOCK)  # which no plan will say
-    says = r"not what the core believes.* a 1\d\. Residency of the core 0x"
+    says = r"differs from the core.* a 1\d\. Residency of the core 0x"
     with pytest.raises(PeerError, match=says) as caught:
         rig.turn_often(3)
     assert caught.value.code == "residency_mismatch"

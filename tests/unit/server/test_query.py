@@ -117,7 +117,7 @@ def test_a_name_that_the_type_does_not_have_is_refused(query: str) -> None:
     [[(b"content-length", b"3")], [(b"transfer-encoding", b"chunked")], [(b"content-length", b"9999")]],
 )
 def test_a_body_is_refused(headers: list[tuple[bytes, bytes]]) -> None:
-    with pytest.raises(InvalidRequestError, match=r"^/route reads no body") as raised:
+    with pytest.raises(InvalidRequestError, match=r"^/route takes no body") as raised:
         read("", headers=headers)
     assert raised.value.code == "unexpected_body"
     assert read("", headers=[(b"content-length", b"2")]) == Query(), "an empty object says nothing"

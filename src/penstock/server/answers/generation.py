@@ -179,7 +179,7 @@ class GenerationResponse(Response):
         if delta.token_ids:
             self._note_tokens()
         if delta.finish_reason in ("abort", "error"):
-            raise StageLostError("The engine gave this request up before it was complete.", code="aborted")
+            raise StageLostError("The engine aborted this request before it was complete.", code="aborted")
         return delta
 
     def _usage(self) -> Usage:

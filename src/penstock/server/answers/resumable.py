@@ -152,7 +152,7 @@ class KeptStream:
         first = self._last - len(self._events) + 1
         if last + 1 < first:
             raise EventsGoneError(
-                f"The events {last + 1} to {first - 1} of this answer are not kept any more.",
+                f"The events {last + 1} to {first - 1} of this answer are no longer kept.",
                 remedy="Send the request again.",
             )
         if last > self._last:
@@ -288,7 +288,7 @@ class ResumableStreams:
         stream = self._streams.get(name)
         if stream is None or not stream.has_begun:
             raise NotFoundError(
-                "There is no answer to a request of this id and key that could be resumed.",
+                "No answer with this request id and key can be resumed.",
                 remedy=f"Send `{RESUMABLE_HEADER}: true` with a request; its answer is kept for "
                 f"{KEPT_S:g} s after its end.",
                 code="stream_not_found",

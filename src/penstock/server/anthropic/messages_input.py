@@ -39,17 +39,17 @@ C = TypeVar("C", bound=ConversationRequest)
 # Fields of the OpenAI routes that would change the answer: the values that ask for nothing, and what to do in
 # place of others.
 _OF_CHATS: Mapping[str, tuple[tuple[object, ...], str]] = {
-    "stop": ((None,), "It is stop_sequences here."),
+    "stop": ((None,), "Use stop_sequences instead."),
     "n": ((None, 1), "Send several requests."),
     "input": ((None,), "Send it in messages."),
-    "instructions": ((None,), "It is system here."),
-    "max_completion_tokens": ((None,), "It is max_tokens here."),
-    "max_output_tokens": ((None,), "It is max_tokens here."),
-    "response_format": ((None,), "It is output_config.format here."),
-    "logprobs": ((None, False), "Ask for them by /v1/chat/completions."),
-    "top_logprobs": ((None, 0), "Ask for them by /v1/chat/completions."),
-    "prompt_logprobs": ((None,), "Ask for them by /v1/chat/completions."),
-    "return_token_ids": ((None, False), "Ask for them by /v1/chat/completions."),
+    "instructions": ((None,), "Use system instead."),
+    "max_completion_tokens": ((None,), "Use max_tokens instead."),
+    "max_output_tokens": ((None,), "Use max_tokens instead."),
+    "response_format": ((None,), "Use output_config.format instead."),
+    "logprobs": ((None, False), "Use /v1/chat/completions for them."),
+    "top_logprobs": ((None, 0), "Use /v1/chat/completions for them."),
+    "prompt_logprobs": ((None,), "Use /v1/chat/completions for them."),
+    "return_token_ids": ((None, False), "Use /v1/chat/completions for them."),
     "add_special_tokens": ((None, False), "The chat template writes the special tokens."),
 }
 _WORDS = OwnWords(
@@ -128,8 +128,8 @@ class ChatOfMessages:
         if messages and messages[-1].role == "assistant" and messages[-1].tool_calls:
             where = self.names.of(f"messages[{len(messages) - 1}].tool_calls")
             raise InvalidRequestError(
-                f"{where} is a tool_use block of the last message, whose result is missing.",
-                remedy="Send a tool_result for each in a message of the user.",
+                f"{where} is a tool_use block of the last message without a result.",
+                remedy="Send a tool_result for each tool_use block in a user message.",
                 param=where,
             )
 
@@ -184,8 +184,8 @@ class _Tools:
                 self.names.append(where)
             elif kind.startswith(_DESCRIBED):
                 raise InvalidRequestError(
-                    f"{where}.type is {kind[:64]!r}, a tool that this server has no description of.",
-                    remedy="Describe it as a tool with name, description and input_schema.",
+                    f"{where}.type is {kind[:64]!r}, a tool without a description on this server.",
+                    remedy="Define it as a tool with name, description and input_schema.",
                     param=f"{where}.type",
                     code="unsupported_parameter",
                 )

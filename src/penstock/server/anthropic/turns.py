@@ -54,7 +54,7 @@ def chat_messages(request: ConversationRequest, limits: Limits) -> list[Made]:
     if not 1 <= len(request.messages) <= limits.max_messages:
         raise InvalidRequestError(
             f"messages must hold 1 to {limits.max_messages} messages, got {len(request.messages)}.",
-            remedy="Leave out the oldest." if request.messages else "Give at least one.",
+            remedy="Leave out the oldest messages." if request.messages else "Give at least one message.",
             param="messages",
             code="out_of_range",
         )
@@ -161,8 +161,8 @@ def _result(block: ContentBlock, where: str) -> ChatMessage:
 def _text(block: ContentBlock | TextBlock, where: str) -> str:
     if block.type != "text":
         raise InvalidRequestError(
-            f"{where} is a block of type {block.type[:64]!r}, which this server does not take there.",
-            remedy="It takes text; of the user also tool_result, of the assistant thinking, "
+            f"{where} is a block of type {block.type[:64]!r}, which this server does not accept there.",
+            remedy="It accepts text; from the user also tool_result, from the assistant thinking, "
             "redacted_thinking and tool_use.",
             param=where,
             code="unsupported_content",

@@ -45,7 +45,7 @@ def refuse_odd_path(path: str) -> None:
     The router's patterns pass over a line feed at the end, which would make one route answer to two names.
     """
     if not path.isprintable():
-        raise NotFoundError("there is no such path.")
+        raise NotFoundError("this path does not exist.")
 
 
 class ApiKeys:
@@ -134,9 +134,9 @@ class HostPolicy:
         host = header_value(headers, b"host").decode("latin-1").lower()
         if self._is_loopback and host and not self._is_ours(_without_port(host)):
             raise ForbiddenError(
-                "This server listens on a loopback address and does not answer to that Host.",
-                remedy="Use http://127.0.0.1 or http://localhost. Whoever runs the server can allow another "
-                "name, such as host.docker.internal, by --allowed-hosts.",
+                "This server listens on a loopback address and does not accept that Host.",
+                remedy="Use http://127.0.0.1 or http://localhost. The operator can allow another name, "
+                "such as host.docker.internal, with --allowed-hosts.",
                 code="host_not_allowed",
             )
         sent = header_value(headers, b"origin")
@@ -144,7 +144,7 @@ class HostPolicy:
         if origin and sent not in self._allowed_origins and origin.partition("://")[2] != host:
             raise ForbiddenError(
                 "Requests from web pages of another origin are refused.",
-                remedy="Whoever runs the server can allow the origin by --allowed-origins.",
+                remedy="The operator can allow the origin with --allowed-origins.",
             )
 
     def _is_ours(self, name: str) -> bool:

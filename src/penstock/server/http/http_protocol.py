@@ -146,7 +146,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         """Extensions of chunks are swallowed by the parser, and no bound of bodies counts them."""
         around = self._received_bytes - self._body_bytes
         if around > self.limits.max_header_bytes + _BYTES_AROUND_ONE * self._body_bytes:
-            self.send_400_response("there are too many bytes around those of the body")
+            self.send_400_response("the body has too many framing bytes")
 
     def _check_unfinished_head(self) -> None:
         """The parser keeps an unfinished header to itself, so what has come is counted here."""

@@ -92,8 +92,8 @@ class Lifecycle:
         """Raise `UnavailableError` while draining."""
         if self.is_draining:
             raise UnavailableError(
-                "This server is shutting down and takes no new requests.",
-                remedy="Send it again to another instance or later.",
+                "This server is shutting down and accepts no new requests.",
+                remedy="Send the request again later or to another instance.",
                 code="draining",
             )
 

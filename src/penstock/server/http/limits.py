@@ -53,8 +53,8 @@ async def read_json(request: Request, max_bytes: int, max_depth: int, workers: T
     encoding = request.headers.get("content-encoding", "identity").lower()
     if encoding != "identity":
         raise InvalidRequestError(
-            f"the body is said to be encoded as {encoding[:64]!r}.",
-            remedy="Send it as it is, without content-encoding.",
+            f"content-encoding is {encoding[:64]!r}, which is not supported.",
+            remedy="Send the body without content-encoding.",
             code="unsupported_content_encoding",
         )
     body = await _read_body(request, max_bytes)
@@ -95,7 +95,7 @@ def parse_json(body: bytes, max_depth: int) -> Any:
     if not _within_depth(outside_strings, max_depth):
         raise _too_deep(max_depth)
     if not _has_keys(value, outside_strings.count(b":")):
-        raise _bad_json(f"the key {_doubled_key(body)!r} stands twice in one object")
+        raise _bad_json(f"the key {_doubled_key(body)!r} appears twice in one object")
     return value
 
 

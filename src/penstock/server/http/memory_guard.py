@@ -44,8 +44,8 @@ class MemoryGuard:
         """Raise `UnavailableError` while memory is short."""
         if self.shortage:
             raise UnavailableError(
-                f"This server takes no new requests: {self.shortage}.",
-                remedy="Try again when others are done.",
+                f"This server accepts no new requests: {self.shortage}.",
+                remedy="Try again when other requests have ended.",
                 code="low_memory",
             )
 

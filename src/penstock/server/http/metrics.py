@@ -166,7 +166,9 @@ class Metrics:
         info.add_metric([], {"version": __version__, "stages": str(self._num_stages)})
         yield info
         yield self._counter("request_success", "Finished requests.", "finished_reason", self._finished)
-        yield self._counter("requests_rejected", "Requests refused at the door.", "status", self._rejected)
+        yield self._counter(
+            "requests_rejected", "Requests refused before they reached the engine.", "status", self._rejected
+        )
         for histogram in (self.inter_token, *self._of_requests):
             yield histogram.family(self._label)
 
@@ -176,17 +178,17 @@ class Metrics:
         yield self._gauge("num_requests_waiting", "Requests in the queue.", stats.scheduler.num_waiting)
         yield self._gauge("kv_cache_blocks", "Blocks of the KV pool.", stats.cache.num_blocks)
         yield self._gauge(
-            "prefix_cache_blocks", "Blocks that a request could begin with.", stats.cache.cached_blocks
+            "prefix_cache_blocks", "Cached KV blocks that a request can reuse.", stats.cache.cached_blocks
         )
-        yield self._gauge("pipeline_inflight_batches", "Plans in the pipe.", stats.inflight)
+        yield self._gauge("pipeline_inflight_batches", "Plans in flight in the pipe.", stats.inflight)
         yield self._gauge(
             "pipeline_micro_batches",
-            "Parts that decoding requests are split into.",
+            "Micro-batches that decoding requests are split into.",
             stats.scheduler.micro_batches,
         )
         yield self._gauge(
             "pipeline_fill_batches",
-            "Plans that fill the pipe: one for each stage, and those on the wires between hosts.",
+            "Plans that fill the pipe: one per stage, and those on the wires between hosts.",
             stats.scheduler.fill_plans,
         )
         yield self._gauge(
@@ -202,24 +204,24 @@ class Metrics:
         )
         yield self._gauge(
             "operations_open",
-            "Administrators' operations that are accepted and that not all ranks have behind them.",
+            "Admin operations that are accepted but not yet applied by all ranks.",
             stats.open_operations,
         )
         yield self._gauge(
             "plan_interval_seconds",
-            "Time between plans that an administrator has asked for at least; 0: full speed.",
+            "Least time between plans, set by an administrator; 0: full speed.",
             stats.plan_interval_ms / 1000,
         )
         yield self._gauge(
-            "kv_host_bytes", "Host memory that keeps KV blocks, bytes.", stats.store.use.host_bytes_used
+            "kv_host_bytes", "Host memory for KV blocks, bytes.", stats.store.use.host_bytes_used
         )
         yield self._gauge(
             "kv_store_switched_off",
-            "Processes that leave the store alone for a while because it failed too often.",
+            "Processes that pause use of the store because it failed too often.",
             stats.store.use.switched_off,
         )
         yield self._gauge("sessions", "Open sessions.", stats.sessions.num_open)
-        yield self._gauge("session_blocks", "KV blocks that they keep.", stats.sessions.kept_blocks)
+        yield self._gauge("session_blocks", "KV blocks that sessions keep.", stats.sessions.kept_blocks)
         yield self._gauge("epoch", "Membership epoch of the pipe.", stats.epoch)
         usage = GaugeMetricFamily(
             PREFIX + "kv_cache_usage_perc",
@@ -234,14 +236,18 @@ class Metrics:
             ("prompt_tokens", "Prompt tokens processed.", stats.scheduler.prompt_tokens),
             ("generation_tokens", "Tokens generated.", stats.scheduler.generated_tokens),
             ("prefix_cache_queries", "Tokens of requests that started.", stats.cache.prefix_tokens),
-            ("prefix_cache_hits", "Of these, found in the prefix cache.", stats.cache.prefix_hit_tokens),
-            ("prefix_cache_evictions", "Cached blocks given up.", stats.cache.evicted_blocks),
+            (
+                "prefix_cache_hits",
+                "Tokens of these found in the prefix cache.",
+                stats.cache.prefix_hit_tokens,
+            ),
+            ("prefix_cache_evictions", "Cached blocks evicted.", stats.cache.evicted_blocks),
             ("kv_store_stored_blocks", "KV blocks put into the store.", stats.store.stored_blocks),
             ("kv_store_loaded_blocks", "KV blocks got from the store.", stats.store.loaded_blocks),
             ("kv_store_failed_blocks", "KV blocks not stored or not loaded.", stats.store.failed_blocks),
             (
                 "kv_store_verify_failures",
-                "Records of the store that were not what they should be.",
+                "Records of the store that failed verification.",
                 stats.store.use.verify_failures,
             ),
             ("kv_store_read_records", "Parts of KV blocks got from the store.", stats.store.use.records_read),
@@ -261,15 +267,19 @@ class Metrics:
                 stats.store.use.host_bytes_written,
             ),
             ("kv_store_call_failures", "Calls of the store that failed.", stats.store.use.call_failures),
-            ("sessions_reaped", "Sessions closed because nobody used them.", stats.sessions.num_reaped),
+            ("sessions_reaped", "Sessions closed because they were idle.", stats.sessions.num_reaped),
             ("num_preemptions", "Requests preempted.", stats.scheduler.num_preemptions),
             (
                 "recovered_requests",
-                "Requests that a lost stage has interrupted.",
+                "Requests interrupted by a lost stage.",
                 stats.scheduler.recovered_requests,
             ),
-            ("failed_steps", "Plans that a stage had no memory for.", stats.scheduler.failed_steps),
-            ("core_restarts", "Times that a lost engine core was started again.", stats.restarts.core),
+            (
+                "failed_steps",
+                "Plans that failed for lack of memory on a stage.",
+                stats.scheduler.failed_steps,
+            ),
+            ("core_restarts", "Restarts of a lost engine core.", stats.restarts.core),
             ("engine_steps", "Plans sent through the pipe.", stats.step_id),
         ):
             family = CounterMetricFamily(PREFIX + name, text, labels=["model_name"])
@@ -285,26 +295,26 @@ class Metrics:
             accepted = Counter({drafter: counts[1] for drafter, counts in told.items()})
             cancelled = Counter({drafts.drafter: drafts.num_cancelled})
             for name, text, counter in (
-                ("spec_drafted_tokens", "Tokens that were guessed ahead.", drafted),
-                ("spec_accepted_tokens", "Of these, those that were right.", accepted),
+                ("spec_drafted_tokens", "Draft tokens.", drafted),
+                ("spec_accepted_tokens", "Draft tokens that were accepted.", accepted),
                 (
                     "spec_cancelled_tokens",
-                    "Tokens that were guessed behind a wrong guess, and never decided on.",
+                    "Draft tokens after a rejected one, which were never checked.",
                     cancelled,
                 ),
             ):
                 yield self._counter(name, text, "drafter", counter)
-        yield self._counter("stage_restarts", "Times that a lost stage was started again.", "stage", restarts)
+        yield self._counter("stage_restarts", "Restarts of a lost stage.", "stage", restarts)
 
     def _stage_memory(self, stages: Sequence[StageMemory]) -> Iterator[Metric]:
         for name, text, of_bytes in (
             ("weight", "Memory of the stage's weights.", attrgetter("weight_bytes")),
             ("kv", "Memory of the stage's KV cache.", attrgetter("kv_bytes")),
-            ("peak", "Memory that its largest plan was measured to take.", attrgetter("peak_bytes")),
-            ("margin", "Memory that the stage leaves free besides.", attrgetter("margin_bytes")),
+            ("peak", "Measured memory of the stage's largest plan.", attrgetter("peak_bytes")),
+            ("margin", "Memory that the stage leaves free.", attrgetter("margin_bytes")),
             (
                 "stranded",
-                "Memory that could be KV cache too, did the tightest stage not set the number of blocks.",
+                "Memory unused because another stage limits the number of KV blocks.",
                 attrgetter("stranded_bytes"),
             ),
         ):
@@ -327,12 +337,12 @@ class Metrics:
         )
         steps = SummaryMetricFamily(
             PREFIX + "stage_step_seconds",
-            "Time of steps with tokens by what it went into; waiting for work is not among it.",
+            "Time of steps with tokens by activity, without waiting for work.",
             labels=[*_OF_STAGE, "phase"],
         )
         reduces = SummaryMetricFamily(
             PREFIX + "stage_exchange_seconds",
-            "Time in sums and gathers of the ranks that share the stage, which is among the rest.",
+            "Time of sums and gathers between the ranks of the stage, included in the other times.",
             labels=_OF_STAGE,
         )
         for stage in times:
@@ -355,18 +365,18 @@ class Metrics:
         labels = ["model_name", "host"]
         offsets = GaugeMetricFamily(
             PREFIX + "host_clock_offset_seconds",
-            "To add to the monotonic clock of a host to have it in the head's time.",
+            "Offset from the monotonic clock of a host to that of the head.",
             labels=labels,
         )
         errors = GaugeMetricFamily(
-            PREFIX + "host_clock_error_seconds", "By how much that may be wrong.", labels=labels
+            PREFIX + "host_clock_error_seconds", "Possible error of that offset.", labels=labels
         )
         for clock in hosts.clocks:
             offsets.add_metric([self._label, clock.host], clock.offset_ns / 1e9)
             errors.add_metric([self._label, clock.host], clock.error_ns / 1e9)
         slow = GaugeMetricFamily(
             PREFIX + "host_link_slow",
-            "1 while a link between two hosts carries less than half of what was measured.",
+            "1 while a link between two hosts carries less than half of its measured rate.",
             labels=["model_name", "hosts"],
         )
         for link in hosts.links:

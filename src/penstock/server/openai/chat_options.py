@@ -54,7 +54,7 @@ def _checked_kwargs(request: ChatRequest, limits: Limits) -> dict[str, Any]:
     if len(given) > limits.max_template_kwargs:
         raise InvalidRequestError(
             f"chat_template_kwargs has {len(given)} entries, more than {limits.max_template_kwargs}.",
-            remedy="Give fewer, or raise --max-template-kwargs.",
+            remedy="Give fewer entries, or raise --max-template-kwargs.",
             param="chat_template_kwargs",
             code="out_of_range",
         )
@@ -63,7 +63,7 @@ def _checked_kwargs(request: ChatRequest, limits: Limits) -> dict[str, Any]:
         if is_ours or not name.isidentifier() or len(name) > _MAX_NAME:
             raise InvalidRequestError(
                 f"chat_template_kwargs cannot set {name[:_MAX_NAME]!r}.",
-                remedy="It is for the template's own variables, such as enable_thinking.",
+                remedy="It sets only the template's own variables, such as enable_thinking.",
                 param="chat_template_kwargs",
             )
     return given
@@ -73,7 +73,7 @@ def _check_continued(request: ChatRequest) -> None:
     if request.add_generation_prompt:
         raise InvalidRequestError(
             "continue_final_message and add_generation_prompt cannot both be true.",
-            remedy="The first goes on with the last message, the second begins another.",
+            remedy="The first continues the last message, the second begins a new one.",
             param="continue_final_message",
         )
     if not request.messages or request.messages[-1].role != "assistant" or request.messages[-1].tool_calls:

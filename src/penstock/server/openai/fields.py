@@ -71,14 +71,13 @@ NEUTRAL_VALUES: Mapping[str, tuple[object, ...]] = {
 } | dict.fromkeys(REASONING_BUDGETS, ())
 
 _NO_BUDGET = (
-    "Reasoning has no bound of its own here: max_tokens bounds it and the answer together, and "
-    "reasoning_effort or chat_template_kwargs shorten it or switch it off where the model's template "
-    "reads them. Leave it out."
+    "Leave it out: max_tokens limits reasoning and answer together; reasoning_effort or "
+    "chat_template_kwargs shorten reasoning if the model's template supports them."
 )
 
 # What to use in place of fields that will not come, or have another name now.
 _IN_PLACE: Mapping[str, str] = {
-    "best_of": "One request could cost any number. Leave it out: ask for n with logprobs, and choose.",
+    "best_of": "Leave it out, because it has no bound on cost; use n with logprobs, and choose.",
     **dict.fromkeys(REASONING_BUDGETS, _NO_BUDGET),
     "functions": "Leave it out and use tools.",
     "session_params": "Leave it out and use session_id.",
@@ -90,17 +89,17 @@ _IN_PLACE: Mapping[str, str] = {
 
 # Fields of other routes that would change the answer of these: the values that ask for nothing, and what to
 # do in place of others. Those of the Responses API stand in `responses_input`.
-_ADDED = "Token ids in prompt, such as those of /tokenize, are taken as they are."
+_ADDED = "Send token ids in prompt, such as those of /tokenize; they are used unchanged."
 _WRITTEN = "The chat template writes the special tokens."
 OF_OTHER_ROUTES: Mapping[type[msgspec.Struct], Mapping[str, tuple[tuple[object, ...], str]]] = {
     ChatRequest: {
-        "max_output_tokens": ((), "It is max_completion_tokens here."),
+        "max_output_tokens": ((), "Use max_completion_tokens instead."),
         "add_special_tokens": ((False,), _WRITTEN),
     },
     CompletionRequest: {
-        "max_completion_tokens": ((), "It is max_tokens here."),
-        "max_output_tokens": ((), "It is max_tokens here."),
-        "top_logprobs": ((), "It is logprobs here, a number."),
+        "max_completion_tokens": ((), "Use max_tokens instead."),
+        "max_output_tokens": ((), "Use max_tokens instead."),
+        "top_logprobs": ((), "Use logprobs, a number, instead."),
         "add_special_tokens": ((True,), _ADDED),
     },
     EmbeddingRequest: {

@@ -58,7 +58,7 @@ class PromptReader:
         count, limit = sum(map(len, input_ids)), self._limits.max_embedding_tokens
         if count > limit:
             raise InvalidRequestError(
-                f"input has {count} tokens in all; this server takes {limit} in one request.",
+                f"input has {count} tokens in all; this server accepts {limit} in one request.",
                 remedy="Send the inputs in several requests.",
                 param="input",
                 code="out_of_range",
@@ -70,7 +70,7 @@ class PromptReader:
         if not 1 <= len(prompts) <= most:
             raise InvalidRequestError(
                 f"{param} must hold 1 to {most} prompts, got {len(prompts)}.",
-                remedy="Send them in several requests." if prompts else "Give a text or token ids.",
+                remedy="Send the prompts in several requests." if prompts else "Give a text or token ids.",
                 param=param,
                 code="out_of_range",
             )
@@ -115,7 +115,7 @@ class PromptReader:
         if len(tokens) > self._max_bytes:
             raise InvalidRequestError(
                 f"tokens holds {len(tokens)} ids; the limit is {self._max_bytes}.",
-                remedy="Send fewer, or raise --max-prompt-bytes.",
+                remedy="Send fewer ids, or raise --max-prompt-bytes.",
                 param="tokens",
                 code="out_of_range",
             )
@@ -160,7 +160,7 @@ class PromptReader:
         called = next((i for i, message in enumerate(plain) if message.get("tool_calls")), None)
         if called is not None and not syntax.template_knows_calls:
             raise InvalidRequestError(
-                f"messages[{called}] has tool_calls, and the chat template of this model knows no tools.",
+                f"messages[{called}] has tool_calls, but the model's chat template does not support tools.",
                 remedy="Leave them out, or start the server with --tool-parser json.",
                 param=f"messages[{called}].tool_calls",
                 code="unsupported_parameter",
@@ -180,7 +180,7 @@ class PromptReader:
     def _refuse_long(self, size: int, param: str) -> None:
         if size > self._max_bytes:
             raise InvalidRequestError(
-                f"{param} has {size} bytes of text, more than the {self._max_bytes} that are read for the "
+                f"{param} has {size} bytes of text, more than the limit of {self._max_bytes} for the "
                 f"model's {self._model.max_model_len} tokens of context.",
                 remedy="Shorten it, or raise --max-prompt-bytes.",
                 param=param,
@@ -223,7 +223,7 @@ def _plain_message(index: int, message: ChatMessage) -> dict[str, Any]:
         )
     for name, remedy, is_wrong in (
         ("function_call", "Use tool_calls.", True),
-        ("tool_calls", "Only messages of the assistant have calls.", message.role != "assistant"),
+        ("tool_calls", "Only assistant messages can have calls.", message.role != "assistant"),
     ):
         if getattr(message, name) and is_wrong:
             raise InvalidRequestError(
@@ -275,7 +275,7 @@ def joined_text(content: str | Sequence[Part] | None, where: str, part_text: Par
         if text is None:
             raise InvalidRequestError(
                 f"{where}[{index}] has no text; its type is {part.type[:64]!r}.",
-                remedy="This server takes text only.",
+                remedy="This server accepts text only.",
                 param=f"{where}[{index}]",
                 code="unsupported_content",
             )
@@ -294,7 +294,7 @@ def _num_bytes(text: str) -> int:
 def _not_empty(ids: list[int], param: str) -> list[int]:
     if not ids:
         raise InvalidRequestError(
-            f"{param} has no token.",
+            f"{param} has no tokens.",
             remedy="Give a text that is not empty, or at least one token id.",
             param=param,
             code="empty_prompt",

@@ -43,25 +43,25 @@ _TEXT_PARTS = frozenset({"input_text", "output_text", "text", "reasoning_text", 
 
 # Fields that ask for what a server does that keeps responses, or that we do not have: the values that ask for
 # nothing, and what to do in place of others.
-_KEEP = "This server keeps no responses: send the whole conversation in input."
+_KEEP = "This server does not store responses: send the whole conversation in input."
 _REFUSED: Mapping[str, tuple[tuple[object, ...], str]] = {
     "previous_response_id": ((None,), _KEEP),
     "conversation": ((None,), _KEEP),
-    "background": ((None, False), "Leave it out, and wait for the answer or stream it."),
+    "background": ((None, False), "Leave it out, and wait for the response or stream it."),
     "prompt": ((None,), "Send the text itself in input or instructions."),
-    "truncation": ((None, "disabled"), "Leave it out, and shorten the input where it is too long."),
+    "truncation": ((None, "disabled"), "Leave it out, and shorten the input if it is too long."),
 }
-_NO_BUDGET = "Reasoning has no bound of its own here: max_output_tokens bounds it and the answer together."
+_NO_BUDGET = "Leave it out: max_output_tokens limits reasoning and answer together."
 # Fields of chats that would change the answer, and bounds on reasoning.
 _OF_CHATS: Mapping[str, tuple[tuple[object, ...], str]] = {
     "messages": ((None,), "Send them in input."),
     "n": ((None, 1), "Send several requests."),
-    "max_tokens": ((None,), "It is max_output_tokens here."),
-    "max_completion_tokens": ((None,), "It is max_output_tokens here."),
-    "response_format": ((None,), "It is text.format here."),
-    "logprobs": ((None, False), "Ask for them by include and top_logprobs."),
-    "prompt_logprobs": ((None,), "Ask for them by /v1/chat/completions."),
-    "return_token_ids": ((None, False), "Ask for them by /v1/chat/completions."),
+    "max_tokens": ((None,), "Use max_output_tokens instead."),
+    "max_completion_tokens": ((None,), "Use max_output_tokens instead."),
+    "response_format": ((None,), "Use text.format instead."),
+    "logprobs": ((None, False), "Use include and top_logprobs."),
+    "prompt_logprobs": ((None,), "Use /v1/chat/completions for them."),
+    "return_token_ids": ((None, False), "Use /v1/chat/completions for them."),
     "add_special_tokens": ((None, False), "The chat template writes the special tokens."),
     **dict.fromkeys(REASONING_BUDGETS, ((None,), _NO_BUDGET)),
 }
@@ -182,7 +182,7 @@ def _check_notes(request: ResponsesRequest) -> None:
         ),
     ):
         if value > most:
-            raise _wrong(f"{what} is {value}; at most {most} are taken.", param, code="out_of_range")
+            raise _wrong(f"{what} is {value}; the limit is {most}.", param, code="out_of_range")
 
 
 def _unused(request: ResponsesRequest) -> list[str]:
@@ -220,7 +220,7 @@ def _items(given: str | list[InputItem], most: int) -> list[InputItem]:
         raise _wrong(
             f"input must hold 1 to {most} items, got {len(given)}.",
             "input",
-            remedy="Leave out the oldest." if given else "Give at least one, or a text.",
+            remedy="Leave out the oldest items." if given else "Give at least one item, or a text.",
             code="out_of_range",
         )
     return given
@@ -263,9 +263,9 @@ class _Turn:
             self._calls.append(_call(item, where))
         else:
             raise _wrong(
-                f"{where}.type is {item.kind[:64]!r}, which this server does not take.",
+                f"{where}.type is {item.kind[:64]!r}, which this server does not accept.",
                 f"{where}.type",
-                remedy="It takes message, reasoning, function_call, custom_tool_call, and outputs of calls.",
+                remedy="It accepts message, reasoning, function_call, custom_tool_call, and outputs of calls.",
                 code="unsupported_content",
             )
 

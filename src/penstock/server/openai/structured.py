@@ -33,8 +33,8 @@ def structured_outputs(request: GenerateRequest, *, open_objects: bool) -> Struc
     fields = request.structured_outputs or StructuredOutputFields()
     if of_format is not None and _says_what(fields):
         raise InvalidRequestError(
-            "response_format and structured_outputs both say what the text must be.",
-            remedy="Leave one of them out.",
+            "response_format and structured_outputs both constrain the text.",
+            remedy="Leave out one of them.",
             param="response_format",
         )
     if of_format is None and request.structured_outputs is None:
@@ -66,13 +66,13 @@ def in_place_of_calls(
     if text is None or use.choice != "auto":
         return None
     if syntax.tools is None:
-        why = "this server does not look for calls of tools, so that there would be none"
+        why = "this server does not detect tool calls, so there would be none"
     elif not has_rule(text):
-        why = "a regex or grammar is not combined with calls of tools"
+        why = "a regex or grammar cannot be combined with tool calls"
     else:
         return text
     raise InvalidRequestError(
-        f"{param} binds the whole answer, and {why}.",
+        f"{param} constrains the whole answer, but {why}.",
         remedy="Leave one of them out, or set tool_choice to none or required.",
         param=param,
     )
@@ -92,8 +92,8 @@ def behind_reasoning(
     grammar = reasoned_grammar(structured, reasoning, syntax.marker_ids, is_open=is_open)
     if grammar is None and is_open:
         raise InvalidRequestError(
-            f"{param} has a regex or grammar, and this model thinks before it answers.",
-            remedy="Use json, json_object or choice, or switch thinking off by chat_template_kwargs.",
+            f"{param} has a regex or grammar, but this model reasons before it answers.",
+            remedy="Use json, json_object or choice, or switch reasoning off with chat_template_kwargs.",
             param=param,
         )
     return grammar

@@ -70,7 +70,7 @@ def tool_use(request: ChatRequest, syntax: ModelSyntax, limits: Limits) -> ToolU
         if kind in ("required", "named"):
             asks = f"names {named[:64]!r}" if kind == "named" else "is required"
             raise _refused(
-                f"tool_choice {asks}, but there are no tools.", "tool_choice", "Name some in tools."
+                f"tool_choice {asks}, but there are no tools.", "tool_choice", "Give some in tools."
             )
         return NO_TOOLS
     _check_tools(tools, limits)
@@ -79,7 +79,7 @@ def tool_use(request: ChatRequest, syntax: ModelSyntax, limits: Limits) -> ToolU
     _check_model(kind, syntax)
     names = [tool.function.name for tool in tools]
     if named and named not in names:
-        raise _refused(f"tool_choice names {named[:64]!r}, which is none of the tools.", "tool_choice", "")
+        raise _refused(f"tool_choice names {named[:64]!r}, which is not in tools.", "tool_choice", "")
     return ToolUse(
         tools=[_shown(tool) for tool in tools],
         strict=frozenset(tool.function.name for tool in tools if tool.function.strict),
@@ -99,14 +99,14 @@ def _check_tools(tools: Sequence[Tool], limits: Limits) -> None:
             raise _refused(
                 f"{what} is {value}; this server allows {most}.",
                 "tools",
-                f"Name fewer, or raise {flag}.",
+                f"Give fewer tools, or raise {flag}.",
                 code="out_of_range",
             )
     for index, tool in enumerate(tools):
         _check_function(tool.function, f"tools[{index}].function")
     name, times = Counter(tool.function.name for tool in tools).most_common(1)[0]
     if times > 1:
-        raise _refused(f"{times} tools have the name {name!r}.", "tools", "Give each a name of its own.")
+        raise _refused(f"{times} tools have the name {name!r}.", "tools", "Give each tool a different name.")
 
 
 def _check_function(function: Function, where: str) -> None:
@@ -114,14 +114,14 @@ def _check_function(function: Function, where: str) -> None:
         raise _refused(
             f"{where}.name is {function.name[:80]!r}.",
             f"{where}.name",
-            "Use 1 to 64 letters, digits, _ and - of ASCII.",
+            "Use 1 to 64 ASCII letters, digits, _ and -.",
         )
     kind = (function.parameters or {}).get("type", "object")
     if kind != "object":
         raise _refused(
             f"{where}.parameters has the type {str(kind)[:32]!r}.",
             f"{where}.parameters",
-            "Arguments are an object: give a JSON schema of type object.",
+            "Give a JSON schema of type object.",
         )
 
 
@@ -137,7 +137,7 @@ def _check_model(kind: str, syntax: ModelSyntax) -> None:
     if form is None and not (syntax.is_tool_parser_off and kind == "auto"):
         param = "tools" if kind == "auto" else "tool_choice"
         raise _refused(
-            "This server does not know in which form the model calls tools.",
+            "This server does not know the model's tool-call format.",
             param,
             "Start it with a --tool-parser that fits the model.",
             code="unsupported_parameter",

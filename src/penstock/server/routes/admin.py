@@ -39,7 +39,7 @@ _ANSWER_PREFIXES = ("chatcmpl-", "cmpl-", "resp_")
 
 DEFAULT_TIMEOUT_S = 60.0
 
-Timeout = Annotated[float, msgspec.Meta(gt=0, le=3600, description="Seconds to wait until it is complete.")]
+Timeout = Annotated[float, msgspec.Meta(gt=0, le=3600, description="Seconds to wait for completion.")]
 Session = Annotated[str, msgspec.Meta(extra_json_schema={"pattern": f"^{SESSION_ID}$"})]
 
 
@@ -66,10 +66,10 @@ class FlushQuery(msgspec.Struct, frozen=True, kw_only=True):
 class AbortQuery(msgspec.Struct, frozen=True, kw_only=True):
     request_id: Annotated[
         Annotated[list[str], msgspec.Meta(max_length=MAX_ABORTED)] | None,
-        msgspec.Meta(description="Of a request: its x-request-id, or the id of its answer."),
+        msgspec.Meta(description="x-request-id of a request, or the id of its answer."),
     ] = None
-    every: Annotated[bool, msgspec.Meta(description="Every request that is there; in place of ids.")] = (
-        msgspec.field(default=False, name="all")
+    every: Annotated[bool, msgspec.Meta(description="Abort all requests, instead of ids.")] = msgspec.field(
+        default=False, name="all"
     )
     timeout_s: Timeout = DEFAULT_TIMEOUT_S
 
@@ -86,21 +86,21 @@ class SlowDownQuery(msgspec.Struct, frozen=True, kw_only=True):
 
 class OpenSessionQuery(msgspec.Struct, frozen=True, kw_only=True):
     session_id: Annotated[
-        Session | None, msgspec.Meta(description="Of the session; left out: one is made up.")
+        Session | None, msgspec.Meta(description="Id of the session; default: a new id.")
     ] = None
     capacity_tokens: Annotated[
         Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)] | None,
-        msgspec.Meta(description="Tokens kept at most; left out: what all sessions may have."),
+        msgspec.Meta(description="Most tokens kept; default: the limit of all sessions."),
     ] = None
     idle_s: Annotated[
         Annotated[float, msgspec.Meta(gt=0)] | None,
-        msgspec.Meta(description="Seconds without a request after which it is closed."),
+        msgspec.Meta(description="Idle seconds after which the session is closed."),
     ] = None
     timeout_s: Timeout = DEFAULT_TIMEOUT_S
 
 
 class CloseSessionQuery(msgspec.Struct, frozen=True, kw_only=True):
-    session_id: Annotated[Session, msgspec.Meta(description="Of the session.")]
+    session_id: Annotated[Session, msgspec.Meta(description="Id of the session.")]
     timeout_s: Timeout = DEFAULT_TIMEOUT_S
 
 
@@ -189,7 +189,7 @@ class AdminRoute:
         """End requests at once; clients get the error `aborted_by_administrator`."""
         if bool(query.request_id) == query.every:
             raise InvalidRequestError(
-                "give request_id, once or several times, or all=true, and not both.",
+                "give either request_id, once or several times, or all=true.",
                 param="request_id",
                 code="invalid_combination" if query.every else "missing_required_parameter",
             )
@@ -220,7 +220,7 @@ class AdminRoute:
         if idle_s > most_s:
             raise InvalidRequestError(
                 f"idle_s is {idle_s:g}; this server allows {most_s:g}.",
-                remedy="Ask for less, or raise --max-session-idle-seconds.",
+                remedy="Lower it, or raise --max-session-idle-seconds.",
                 param="idle_s",
                 code="out_of_range",
             )
@@ -235,7 +235,7 @@ class AdminRoute:
         except WaitTimeoutError as error:
             raise WaitTimeoutError(
                 f"session {operation.session_id}: {error.message}",
-                remedy="Ask for it once more, by its session_id, to wait longer.",
+                remedy="Repeat the request with its session_id to wait longer.",
             ) from error
         opened = SessionOpened(
             session_id=operation.session_id,

@@ -123,7 +123,7 @@ class EmbeddingsRoute:
             if len(prompt) > limit:
                 raise InvalidRequestError(
                     f"input {index} has {len(prompt)} tokens, more than the model's context of {limit}.",
-                    remedy="Cut it into pieces.",
+                    remedy="Split the input into pieces.",
                     param="input",
                     code="context_length_exceeded",
                 )

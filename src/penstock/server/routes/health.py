@@ -89,7 +89,7 @@ class HealthRoute:
             try:
                 await asyncio.wait_for(self._see_token(), limit_s)
             except TimeoutError:
-                readiness = Health(state="stuck", reason=f"no token has come in {limit_s:g} s")
+                readiness = Health(state="stuck", reason=f"no token arrived within {limit_s:g} s")
             except OverloadedError as error:
                 readiness = Health(state="overloaded", reason=str(error))
             except PenstockError as error:
@@ -138,7 +138,7 @@ class HealthRoute:
         if status.stats is not None and status.stats.scheduler.paused:
             return Health(state="paused", reason="an administrator has paused the engine")
         if status.is_full:
-            return Health(state="overloaded", reason="as many requests wait as may")
+            return Health(state="overloaded", reason="the queue is full")
         if shortage := self._context.memory.shortage:
             return Health(state="overloaded", reason=shortage)
         if status.stats is not None and (reason := status.stats.scheduler.held_back):

@@ -121,7 +121,7 @@ class Intake:
             )
         if fields.prompt_logprobs is not None and fields.stream:
             raise InvalidRequestError(
-                "prompt_logprobs are not told in a stream.",
+                "prompt_logprobs cannot be streamed.",
                 remedy="Leave out stream; a completion streams them with echo and logprobs.",
                 param="prompt_logprobs",
             )

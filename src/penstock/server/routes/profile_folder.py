@@ -42,7 +42,7 @@ class ProfileFolder:
         if count >= self._max_files:
             raise OverloadedError(
                 f"the profile directory holds {count} profiles, which is the limit.",
-                remedy="Take some away, or raise --max-profiles.",
+                remedy="Remove some, or raise --max-profiles.",
                 code="too_many_profiles",
             )
 
@@ -79,6 +79,6 @@ class ProfileFolder:
         except OSError as error:
             raise UnavailableError(
                 f"the profile directory cannot be used: {error.strerror}.",
-                remedy="Check --profile-dir: that it is there, may be written to and has room.",
+                remedy="Check that --profile-dir exists, is writable and has space.",
                 code="profile_not_written",
             ) from error

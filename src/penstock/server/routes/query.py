@@ -75,8 +75,8 @@ def _refuse_body(request: Request) -> None:
     has_body = int(request.headers.get("content-length", 0)) > _EMPTY_BODY_BYTES
     if has_body or "transfer-encoding" in request.headers:
         raise InvalidRequestError(
-            f"{request.url.path} reads no body.",
-            remedy="Put parameters into the query, as in /pause?mode=keep.",
+            f"{request.url.path} takes no body.",
+            remedy="Put the parameters into the query, as in /pause?mode=keep.",
             param="body",
             code="unexpected_body",
         )
@@ -90,8 +90,8 @@ def _refuse_unread_names(path: str, given: QueryParams, readers: Mapping[str, _R
     if unknown is not None:
         named = unknown[:MAX_NAME_CHARACTERS]
         raise InvalidRequestError(
-            f"{named!r} is no parameter of {path}.",
-            remedy=f"It takes {' and '.join(readers)}." if readers else "It takes none.",
+            f"{named!r} is not a parameter of {path}.",
+            remedy=f"It takes {' and '.join(readers)}." if readers else "It takes no parameters.",
             param=named,
             code="unknown_parameter",
         )

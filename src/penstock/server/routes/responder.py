@@ -89,8 +89,8 @@ def check_scores(sequences: list[Sequence], limits: Limits, param: str) -> None:
     )
     if wanted > limits.max_prompt_scores:
         raise InvalidRequestError(
-            f"{wanted} log-probabilities of prompts are asked for (tokens times 1 + {param}); this server "
-            f"gives {limits.max_prompt_scores} in one answer.",
+            f"the request needs {wanted} log-probabilities of prompts (tokens times 1 + {param}); the limit "
+            f"is {limits.max_prompt_scores}.",
             remedy="Send the prompts in several requests, or ask for fewer likeliest tokens.",
             param=param,
             code="out_of_range",

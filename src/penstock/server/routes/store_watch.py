@@ -46,7 +46,7 @@ class StoreWatch:
             )
             self._told, self._quiet_until = counts, now + QUIET_S
         elif num_off == 0 < self._num_off:
-            self._log.event("KV store is used again")
+            self._log.event("KV store is in use again")
         self._num_off = num_off
 
     async def run(self, engine: EngineLike) -> None:

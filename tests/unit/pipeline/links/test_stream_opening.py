@@ -215,7 +215,7 @@ def test_g1_a_dialler_that_never_comes_is_missed_at_the_deadline(closing: ExitSt
     ends = stream(PlanNeed(), closing, open_timeout_s=0.02)
     error = failure_of(*opened(closing, ends[1]))
     assert isinstance(error, WaitTimeoutError)
-    assert "nobody came to port" in error.message
+    assert "no connection came to port" in error.message
 
 
 def test_g1_who_dials_after_the_other_end_has_come_is_refused(closing: ExitStack) -> None:
