@@ -159,7 +159,7 @@ class CheckpointError(ModelError):
         self, *, file: str, tensor: str = "", key: str = "", expected: str, found: str, remedy: str = ""
     ) -> None:
         where = f"{file}: tensor {tensor}" if tensor else f"{file}: key {key}" if key else file
-        remedy = remedy or "Download the checkpoint again or convert it anew."
+        remedy = remedy or "Download the checkpoint again or convert it again."
         super().__init__(f"{where}: expected {expected}, found {found}.", remedy=remedy)
         self.file = file
         self.tensor = tensor

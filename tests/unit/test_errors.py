@@ -111,7 +111,7 @@ def test_errors_are_also_what_python_code_expects() -> None:
 )
 def test_a_checkpoint_error_names_file_tensor_expected_and_found(tensor: str, text: str) -> None:
     error = CheckpointError(file="m.safetensors", tensor=tensor, expected="F32", found="F16")
-    assert str(error) == text + "Download the checkpoint again or convert it anew."
+    assert str(error) == text + "Download the checkpoint again or convert it again."
     assert (error.file, error.tensor, error.expected, error.found) == ("m.safetensors", tensor, "F32", "F16")
     assert CheckpointError(file="m", expected="1", found="2", remedy="Other.").remedy == "Other."
 

@@ -25,7 +25,7 @@ from penstock.trust.join_token import JoinToken
 from penstock.trust.private_files import create_private
 
 StateDirectory = Annotated[
-    Path | None, flag("of the head, as given to penstock serve", "--state-dir", group="hosts")
+    Path | None, flag("state directory of the head, as for penstock serve", "--state-dir", group="hosts")
 ]
 _SHOWN_DIGITS = 12
 

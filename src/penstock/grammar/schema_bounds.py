@@ -172,7 +172,7 @@ def _check_num_fields(schema: dict[str, Any]) -> None:
     required = schema.get("required")
     surely = 1 + (len(required) if isinstance(required, list) else 0)
     if schema.get("minProperties", 0) > surely:
-        raise unsupported("minProperties", f"of fields with different names only {surely} can be guaranteed")
+        raise unsupported("minProperties", f"only {surely} fields with different names can be guaranteed")
 
 
 def _patterns(schema: dict[str, Any]) -> Iterator[str]:

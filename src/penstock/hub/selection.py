@@ -122,7 +122,7 @@ def _no_single_gguf(
             code="hub_choose_file",
         )
     return HubMissingError(
-        f"of the GGUF files of {name.path}, {asked}: {shown}.",
+        f"among the GGUF files of {name.path}, {asked}: {shown}.",
         remedy=f"Choose one: `penstock pull {name.path}:{shortest_name((fitting or models)[0], models)}`.",
         code="hub_choose_file",
     )

@@ -178,7 +178,7 @@ class Replayer:
         if core is None:
             raise DecisionLogError(
                 f"{self._path} does not begin with the settings of its engine.",
-                remedy="Record anew.",
+                remedy="Record again.",
                 code="damaged",
             )
         if isinstance(call, records.Turned):

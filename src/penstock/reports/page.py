@@ -116,8 +116,8 @@ def _effects(runs: Sequence[RunFigures]) -> list[Markup]:
         section(
             "Layouts side by side",
             paragraph(
-                "Latencies are medians. The largest stage is that with most weights and KV cache; what is "
-                "resident is of all stages together."
+                "Latencies are medians. The largest stage has the most weights and KV cache; resident "
+                "memory is the sum of all stages."
             ),
             table("Layouts side by side", headings, rows),
         )
@@ -215,9 +215,9 @@ def _times(runs: Sequence[RunFigures], shown: Sequence[RunFigures]) -> Markup:
     return section(
         "Where the stages' time went",
         paragraph(
-            "Busy is the time in which a stage computed. Bubbles are times in which it could have computed "
-            "and waited: for work, for a plan, for a sampled token, for the stage before, for copies, or for "
-            "room behind it. Overhead is the rest."
+            "Busy is the time in which a stage computed. Bubbles are times in which it waited instead: for "
+            "work, a plan, a sampled token, the stage before, copies, or room in the next link. Overhead "
+            "is the rest."
         ),
         bar_chart(
             "Busy share and bubbles by cause", "% of the time", bars[:_MOST_BARS], "bubbles", whole=100.0
@@ -248,8 +248,8 @@ def _last_stage(runs: Sequence[RunFigures]) -> Markup:
     return section(
         "The last stage",
         paragraph(
-            "The last stage has the head and the sampling besides its layers. The share is what they take of "
-            "its computing. Where its steps are longer than those of others, they wait for it."
+            "The last stage also runs the head and the sampling. The share is their part of its computing "
+            "time. If its steps are longer than those of other stages, they wait for it."
         ),
         table("Head and sampling on the last stage", headings, rows),
     )
@@ -288,8 +288,8 @@ def _memory(runs: Sequence[RunFigures], shown: Sequence[RunFigures]) -> Markup:
     return section(
         "Memory of the stages",
         paragraph(
-            "Stranded memory could hold more of the KV cache, did the tightest stage not set its size. What "
-            "is resident was counted at the end of the run, with its part of shared pages."
+            "Stranded memory is unused because the stage with the least memory sets the size of the KV "
+            "cache. Resident memory was counted at the end of the run, with its part of shared pages."
         ),
         bar_chart("Weights, KV cache and stranded memory", "MiB", bars[:_MOST_BARS], "memory"),
         table(
@@ -321,8 +321,8 @@ def _predicted(runs: Sequence[RunFigures]) -> list[Markup]:
             "Predicted beside measured",
             *map(paragraph, bases),
             paragraph(
-                "Predictions are of a steady pipe in which all requests decode, and of one prompt more. A "
-                "run has a beginning and an end besides, and in a closed loop prompts come together."
+                "Predictions are for a steady pipe in which all requests decode while one prompt runs. A "
+                "real run also has a start and an end, and in a closed loop prompts arrive together."
             ),
             *pictures,
             table("Predicted beside measured", headings, [_comparison(run) for run in both]),

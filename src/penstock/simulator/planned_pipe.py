@@ -51,7 +51,7 @@ def planned_pipe(
     if known is None:
         raise NotEnoughMemoryError(
             f"{layout.name} of this model does not fit these devices.",
-            remedy="Use more devices, or a quantised model; `penstock plan` says what each device holds.",
+            remedy="Use more devices, or a quantised model; `penstock plan` shows what each device holds.",
         )
     links = stage_links(layout, devices)
     wires = [_wire(link, sizes, jitter_s) for link in links[:-1]]

@@ -107,7 +107,7 @@ class GrammarGuides(NoGuides):
             if isinstance(error, KeyboardInterrupt | SystemExit):
                 raise
             guide.is_lost = True
-            _logger.info("the grammar of a request is not used for guesses: %r", error)
+            _logger.info("the grammar of a request is not used for drafts: %r", error)
             return NO_DRAFT
 
     def _better(self, guide: _Guide, token_ids: Sequence[int], draft: Draft, most: int) -> Draft:

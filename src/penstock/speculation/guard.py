@@ -45,7 +45,7 @@ class GuardedDrafter:
             return NO_DRAFT
         token_ids, most = draft.token_ids, question.most
         if token_ids and (min(token_ids) < 0 or max(token_ids) >= self._vocab_size):
-            return self._switch_off(f"it guessed {list(token_ids)[:8]}, which are not all tokens")
+            return self._switch_off(f"it guessed {list(token_ids)[:8]}, not all of which are token ids")
         if len(token_ids) > most or not 0.0 <= draft.chance <= 1.0:
             return self._switch_off(f"it guessed {len(token_ids)} of {most} tokens at {draft.chance}")
         if draft.more_s != math.inf:
@@ -61,7 +61,7 @@ class GuardedDrafter:
     def wants(self, question: Question, num_busy: int) -> int | None:
         wanted = self._call(lambda drafter: drafter.wants(question, num_busy))
         if wanted is not None and not 1 <= wanted <= question.most:
-            self._switch_off(f"it wanted {wanted} of {question.most} tokens")
+            self._switch_off(f"it asked for {wanted} of {question.most} tokens")
             return None
         return wanted
 
@@ -108,5 +108,5 @@ class GuardedDrafter:
 
     def _switch_off(self, why: str) -> Draft:
         self.close()
-        _logger.warning("the drafter %r is switched off until the engine starts again: %s.", self.name, why)
+        _logger.warning("the drafter %r is switched off until the engine restarts: %s.", self.name, why)
         return NO_DRAFT

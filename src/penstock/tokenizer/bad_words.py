@@ -52,7 +52,7 @@ def _forms(word: str, encode: Encode) -> list[list[int]]:
         raise _refused(f"bad_words: {error.message}") from error
     first, behind = forms
     if not first:
-        raise _refused("a bad word is nothing but space.")
+        raise _refused("a bad word consists only of whitespace.")
     num_tokens = max(map(len, forms))
     if num_tokens > MAX_BAD_WORD_TOKENS:
         named = repr(word[:_SHOWN] + "…" * (len(word) > _SHOWN))

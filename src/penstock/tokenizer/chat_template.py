@@ -122,7 +122,7 @@ class AbsentChatTemplate:
     def render(self, messages: Sequence[Message], **options: Any) -> str:
         raise InvalidRequestError(
             "this model has no chat template.",
-            remedy="Use completions, or put a chat_template.jinja beside its tokenizer.json.",
+            remedy="Use completions, or add a chat_template.jinja next to its tokenizer.json.",
             param="messages",
         )
 
@@ -167,7 +167,7 @@ class JinjaChatTemplate:
         except minijinja.TemplateError as error:
             raise ModelConfigError(
                 f"{name} cannot be parsed: {_first_line(error)}.",
-                remedy="Correct it, or give another file by --chat-template.",
+                remedy="Correct the template, or give another file with --chat-template.",
             ) from error
 
     def render(
@@ -295,7 +295,7 @@ class JinjaChatTemplate:
         rendered = self._run(whole, False, extra)
         before, separator, after = rendered.rpartition(end)
         if not separator:
-            raise _not_continued("is not shown by the chat template as it is")
+            raise _not_continued("is changed by the chat template")
         return before if after.startswith(" ") else before.rstrip()
 
     def _run(self, messages: list[dict[str, Any]], add_generation_prompt: bool, extra: dict[str, Any]) -> str:
@@ -493,7 +493,7 @@ def _unused_characters(values: list[Any]) -> tuple[str, str]:
             characters.append(chr(code))
             if len(characters) == 2:
                 return characters[0], characters[1]
-    raise InvalidRequestError("the messages use every private-use character.", param="messages")
+    raise InvalidRequestError("the messages use all private-use characters.", param="messages")
 
 
 def _first_line(error: Exception) -> str:

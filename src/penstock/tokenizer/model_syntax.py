@@ -108,9 +108,9 @@ def tool_form_caution(syntax: ModelSyntax) -> str:
         return ""
     names = ", ".join(form.name for form in TOOL_FORMATS)
     return (
-        "the chat template takes tools, but not in a form that is known here: chats with tools are answered "
-        f"400. If the model calls them in one of these forms, name it by --tool-parser: {names}. With "
-        "--tool-parser none, calls stay in the text."
+        "the chat template supports tools, but its call format is unknown: chats with tools get 400. If "
+        f"the model uses one of these formats, select it with --tool-parser: {names}. With --tool-parser "
+        "none, calls stay in the text."
     )
 
 

@@ -26,7 +26,7 @@ def vocabulary_difference(directory: Path, other: Path) -> str:
     for token_id in sorted(pieces.keys() | other_pieces.keys()):
         piece, other_piece = pieces.get(token_id), other_pieces.get(token_id)
         if piece != other_piece:
-            return f"token {token_id} is {_quoted(piece)} in the one and {_quoted(other_piece)} in the other"
+            return f"token {token_id} is {_quoted(piece)} in one and {_quoted(other_piece)} in the other"
     return ""
 
 

@@ -71,7 +71,7 @@ class DeviceClock(PhaseClock):
         self._began = self._mark()
 
     def _end_busy(self) -> None:
-        assert self._began is not None, "a busy phase ends that has not begun"
+        assert self._began is not None, "a busy phase ends before it began"
         self._unfinished.append((self._began, self._mark()))
 
     def _counted_busy_ns(self) -> int:

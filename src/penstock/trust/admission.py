@@ -31,7 +31,7 @@ MAX_TOKENS = 16  # remembered; the oldest is forgotten, and is then a wrong one
 _BACKWARDS_S = 300.0  # by which the clock of the head may be set back while a token lives
 _FILE, _LOCK = "admission.json", "admission.lock"
 CERTIFICATE_REVOKED = "certificate_revoked"  # code of the error
-_NEW_TOKEN = "Delete the token file of the head and start it again, which makes a new token."
+_NEW_TOKEN = "Delete the token file of the head and restart the head, which makes a new token."
 
 
 class _Token(msgspec.Struct, kw_only=True):
@@ -258,15 +258,15 @@ class AdmissionBook:
             return _Book()
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
             raise UsageError(
-                f"{self._path} is damaged, and with it the list of revoked certificates.",
-                remedy="Restore it from a copy; or delete the directory, and let all workers join anew.",
+                f"{self._path} is damaged, so the list of revoked certificates is lost.",
+                remedy="Restore it from a copy; or delete the directory, and let all workers join again.",
             ) from error
 
 
 def _require_known(book: _Book, host: str, serial: int) -> None:
     if f"{serial:x}" not in book.serials.get(host, ()):
         raise CertificateError(
-            f"the certificate of the host {host} is revoked, or another worker has joined as it.",
+            f"the certificate of the host {host} is revoked, or another worker has joined under its name.",
             remedy="Join again with a token.",
             code=CERTIFICATE_REVOKED,
         )

@@ -151,7 +151,7 @@ def check_signed(certificate: bytes, authority_key: bytes, now: float) -> PeerNa
     if not found.not_valid_before_utc.timestamp() <= now <= found.not_valid_after_utc.timestamp():
         raise CertificateError(
             f"the certificate of {name.role} of {name.host} is not valid at this host's time.",
-            remedy="Compare the clocks of both hosts; they may differ by two days.",
+            remedy="Check the clocks of both hosts; they may differ by at most two days.",
             code="certificate_expired",
         )
     return name

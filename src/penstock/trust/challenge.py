@@ -123,7 +123,7 @@ class AcceptedChallenge(_Challenge):
     def _take_head(self, message: bytes) -> None:
         if not message.startswith(OPENING):
             raise ProtocolError(
-                "the other side does not open a link in plain text.",
+                "the other side does not accept links in plain text.",
                 remedy="Give --insecure-links on all hosts, or on none.",
                 code="not_a_link",
             )
@@ -137,7 +137,7 @@ class AcceptedChallenge(_Challenge):
         dialler = self._expected.get(message)
         if dialler is None:
             raise CertificateError(
-                "a process that is not expected in this epoch wants to open a link.", code="unexpected_peer"
+                "an unexpected process tries to open a link in this epoch.", code="unexpected_peer"
             )
         self._dialler = dialler
         nonce = secrets.token_bytes(_NONCE_BYTES)

@@ -63,10 +63,10 @@ class Welcoming:
         return outgoing
 
     def receive(self, data: bytes) -> None:
-        raise AssertionError("nothing is wanted")
+        raise AssertionError("no bytes are expected")
 
     def end_of_stream(self) -> None:
-        raise AssertionError("nothing is wanted")
+        raise AssertionError("no bytes are expected")
 
     def abandon(self) -> None:
         """Do nothing: nothing is held."""
@@ -84,7 +84,7 @@ class Welcomed:
     def receive(self, data: bytes) -> None:
         if data != WELCOME:
             raise ProtocolError(
-                "the other side of a link does not welcome this one.",
+                "the other side of a link refused it.",
                 remedy="Run the same version of Penstock on all hosts.",
                 code="not_a_link",
             )

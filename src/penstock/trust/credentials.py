@@ -64,7 +64,7 @@ class Credentials(msgspec.Struct, frozen=True, kw_only=True):
             return msgspec.msgpack.decode(content, type=cls)
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
             raise UsageError(
-                f"{path} is damaged.", remedy="Delete it, and join again with a token."
+                f"{path} is damaged.", remedy="Delete the file, and join again with a token."
             ) from error
 
     def to_memory(self) -> int:
@@ -90,7 +90,7 @@ class Credentials(msgspec.Struct, frozen=True, kw_only=True):
             content = os.pread(handle, _MAX_BYTES, 0)  # the offset is shared with other processes
             return msgspec.msgpack.decode(content, type=cls)
         except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
-            raise ProtocolError("the credentials that this process was handed are damaged.") from error
+            raise ProtocolError("the credentials passed to this process are damaged.") from error
         finally:
             os.close(handle)
 

@@ -140,7 +140,7 @@ class _Visitor(Generic[Speaker]):
         (received,) = _RECEIVED.unpack_from(info, _RECEIVED_OFFSET)
         if received > max_bytes:
             raise ProtocolError(
-                f"a peer that had not proved itself sent {received} bytes, where {max_bytes} are the most.",
+                f"an unauthenticated peer sent {received} bytes; the limit is {max_bytes}.",
                 code="too_long",
             )
 
@@ -249,7 +249,7 @@ class Door(Generic[Speaker]):
         except OSError as error:
             self._refuse(visitor, refusal(error))
         except Exception as error:  # a bug that one peer has found must not end the door for all others
-            self._refuse(visitor, ProtocolError(f"a peer has sent bytes of no use: {type(error).__name__}."))
+            self._refuse(visitor, ProtocolError(f"a peer sent invalid bytes: {type(error).__name__}."))
         else:
             self._forget(visitor)
             entered.append(Entered(visitor.connection, visitor.conversations[0], visitor.address))
@@ -265,7 +265,7 @@ class Door(Generic[Speaker]):
         now = self._clock()
         for visitor in [visitor for visitor in self._visitors if visitor.deadline <= now]:
             limit = f"{self._limits.timeout_s:g} s"
-            self._refuse(visitor, WaitTimeoutError(f"a peer did not prove itself within {limit}."))
+            self._refuse(visitor, WaitTimeoutError(f"a peer did not authenticate within {limit}."))
 
     def _forget(self, visitor: _Visitor[Speaker]) -> None:
         self._visitors.discard(visitor)

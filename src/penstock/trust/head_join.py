@@ -79,8 +79,8 @@ class ConnectedHosts:
         with self._mutex:
             if host not in self._names:
                 raise JoinError(
-                    f"the host {host} asks for weights and has not joined.",
-                    remedy="It joins by itself when its worker runs.",
+                    f"the host {host} asks for weights but has not joined.",
+                    remedy="Start its worker; then it joins.",
                     code=NOT_JOINED,
                 )
 
@@ -143,7 +143,7 @@ class HeadJoin:
         return outgoing
 
     def receive(self, data: bytes) -> None:
-        assert self._await is not None, "all is said"
+        assert self._await is not None, "the conversation has ended"
         try:
             frame = self._reader.feed(data)
             if frame is not None:
@@ -158,8 +158,8 @@ class HeadJoin:
     def end_of_stream(self) -> None:
         self.abandon()
         raise JoinError(
-            "a worker has left before it had joined.",
-            remedy="Its own message says why; perhaps its token is for another cluster.",
+            "a worker disconnected before it had joined.",
+            remedy="The worker's own message gives the reason; its token may be for another cluster.",
         )
 
     def abandon(self) -> None:

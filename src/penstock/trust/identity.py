@@ -64,7 +64,8 @@ class ClusterIdentity:
         if not certificates.is_pair(key, mark + certificate):
             raise UsageError(
                 f"{path} does not hold the key and certificate of a cluster.",
-                remedy="Restore it from a copy; or delete it, and let the workers join with a new token.",
+                remedy="Restore the file from a copy; or delete it, and let the workers join with a new "
+                "token.",
             )
         return cls(key, mark + certificate, wall_clock)
 

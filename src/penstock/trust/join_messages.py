@@ -195,7 +195,8 @@ class MessageReader:
         self._bytes_left -= HEADER.size + length
         if self._bytes_left < 0:
             raise ProtocolError(
-                f"the other side sent a message of {length} bytes, which is too long while a worker joins.",
+                f"the other side sent a message of {length} bytes, which is too long before a worker has "
+                "joined.",
                 code="too_long",
             )
         return int(length)
@@ -205,7 +206,7 @@ def garbage() -> ProtocolError:
     """Return the error about a peer that says something else than the protocol has at this place."""
     return ProtocolError(
         "the other side does not speak the join protocol.",
-        remedy="Check that the address is the one that the head printed for its workers.",
+        remedy="Check that the address is the one printed by the head.",
         code="garbage",
     )
 
@@ -213,7 +214,7 @@ def garbage() -> ProtocolError:
 def other_protocol(protocol: int) -> OtherVersionError:
     """Return the error about a peer whose join protocol is another one."""
     return OtherVersionError(
-        f"the other side speaks version {protocol} of the join protocol, and this host version {PROTOCOL}.",
+        f"the other side speaks version {protocol} of the join protocol, but this host version {PROTOCOL}.",
         remedy="Install the same version of Penstock on all hosts.",
     )
 

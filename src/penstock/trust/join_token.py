@@ -67,10 +67,10 @@ class JoinToken:
         try:
             content = base64.b32decode(body)
         except (binascii.Error, ValueError):  # the latter: a letter that is not ASCII
-            raise _mistyped("it has a character that no token has") from None
+            raise _mistyped("it has a character that is not allowed in tokens") from None
         payload, checksum = content[:-_CHECKSUM_BYTES], content[-_CHECKSUM_BYTES:]
         if checksum != _checksum(payload):
-            raise _mistyped("a character of it is wrong, or two have changed places")
+            raise _mistyped("a character is wrong, or two are swapped")
         return cls(payload[:SECRET_BYTES], payload[SECRET_BYTES:])
 
     def text(self) -> str:
@@ -109,7 +109,7 @@ def head_token(path: Path, public_key: bytes) -> JoinToken:
     if not token.is_pin_of(public_key):
         raise WrongClusterError(
             f"the token in {path} is for another cluster than this head's.",
-            remedy="Delete the file, and a new one is written; or start with that cluster's state directory.",
+            remedy="Delete the file to get a new one, or start with that cluster's state directory.",
         )
     return token
 
@@ -135,6 +135,6 @@ def _checksum(payload: bytes) -> bytes:
 def _mistyped(reason: str) -> JoinTokenError:
     return JoinTokenError(
         f"the join token is mistyped or of another version: {reason}.",
-        remedy="Copy it again from the token file of the head.",
+        remedy="Copy the token again from the token file of the head.",
         code="mistyped_token",
     )

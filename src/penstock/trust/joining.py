@@ -189,7 +189,7 @@ def connect_for_weights(
         at_failure.callback(connection.close)
         if connection.selected_alpn_protocol() != WEIGHTS_PROTOCOL:
             raise ProtocolError(
-                "the head gives no weights to workers of this version.",
+                "the head does not serve weights to workers of this version.",
                 remedy=SAME_VERSION,
                 code="no_weights",
             )
@@ -351,11 +351,11 @@ def _explained(address: Address) -> Iterator[None]:
     except TimeoutError as error:
         raise WaitTimeoutError(
             f"the head at {shown} did not answer in time.",
-            remedy="Check the address, and that its firewall lets this port through.",
+            remedy="Check the address, and that the head's firewall has this port open.",
         ) from error
     except ConnectionRefusedError as error:
         raise LinkClosedError(
-            f"nothing listens at {shown}.", remedy="Start the head first, with --listen-workers."
+            f"no program listens at {shown}.", remedy="Start the head first, with --listen-workers."
         ) from error
     except ssl.SSLError as error:
         raise refusal(error) from error

@@ -108,7 +108,7 @@ class Membership:
     ) -> JoinToken:
         """Return the token to join with after this refusal; raises `JoinError` where there is to be none."""
         if needs_token(error):
-            self._tell(f"{error.message} A token is needed once more.")
+            self._tell(f"{error.message} A token is needed again.")
             try:
                 return self._tokens.ask(cancellation)
             except UsageError as missing:  # the file may come yet
@@ -122,9 +122,9 @@ class Membership:
 def _kept(error: CertificateError | WrongClusterError) -> JoinError:
     """Return the error for the user of a host that goes on trying with its certificate."""
     return type(error)(
-        f"{error.message} Anybody on the network can cause this, so this host keeps its certificate and "
+        f"{error.message} Any host on the network can cause this, so this host keeps its certificate and "
         "tries again.",
-        remedy="Check the address and the clocks of both hosts. If the head was set up anew, bring its new "
-        "token, in the file of --join-token-file, with which the worker can also be started again.",
+        remedy="Check the address and the clocks of both hosts. If the head was set up again, copy its new "
+        "token to the file of --join-token-file, or restart the worker with it.",
         code=error.code,
     )

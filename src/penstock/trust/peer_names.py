@@ -98,8 +98,8 @@ def require_host_name(name: str) -> None:
     """
     if HOST_NAME.fullmatch(name) is None:
         raise UsageError(
-            f"{name[:80]!r} cannot be the name of a host: it may have 1 to 64 letters, digits, dots, dashes "
-            "and underscores, and begins and ends with a letter or digit.",
+            f"{name[:80]!r} is not a valid host name: use 1 to 64 letters, digits, dots, dashes and "
+            "underscores, with a letter or digit at both ends.",
             remedy="Choose another name.",
             param="name",
         )

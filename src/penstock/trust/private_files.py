@@ -57,7 +57,7 @@ def read_private(path: Path) -> bytes:
     finally:
         os.close(handle)
     if len(content) > MAX_BYTES:
-        raise UsageError(f"{path} has more than {MAX_BYTES} bytes, which no file of this kind has.")
+        raise UsageError(f"{path} has more than {MAX_BYTES} bytes, too many for a file of this kind.")
     return content
 
 
@@ -141,7 +141,7 @@ def _require_own(path: Path, status: os.stat_result, remedy: str) -> None:
         raise UsageError(f"{path} belongs to another user.", remedy="Use a path of your own.")
     if status.st_mode & _OTHERS:
         raise UsageError(
-            f"other users have rights to {path} (mode {stat.S_IMODE(status.st_mode):04o}), so that they may "
-            "know its secrets.",
-            remedy=f"If they are trusted, run `{remedy}`; if not, delete it, and a new one is made.",
+            f"other users have access to {path} (mode {stat.S_IMODE(status.st_mode):04o}), so its secrets "
+            "may be known.",
+            remedy=f"If you trust them, run `{remedy}`; otherwise delete it, and a new one is made.",
         )

@@ -118,7 +118,7 @@ def peer_certificate(connection: ssl.SSLSocket) -> PeerCertificate:
         (found,) = msgspec.convert(fields.get("subjectAltName"), tuple[tuple[str, str]])  # exactly one
         return PeerCertificate(name=PeerName.parse(found[1]), serial=int(str(fields["serialNumber"]), 16))
     except (msgspec.ValidationError, ValueError, KeyError) as error:
-        raise CertificateError("the certificate of the peer carries no name of a cluster.") from error
+        raise CertificateError("the certificate of the peer does not name a cluster.") from error
 
 
 def peer_name(connection: ssl.SSLSocket) -> PeerName:
@@ -191,9 +191,9 @@ def own_certificate_der(credentials: Credentials) -> bytes:
 def refusal_of_certificate(error: ssl.SSLError) -> JoinError | None:
     """Return the peer's refusal of our certificate, if the error is one; it may follow the handshake."""
     if error.reason in _OTHER_AUTHORITY:
-        return WrongClusterError("the other side is of another cluster, and has refused our certificate.")
+        return WrongClusterError("the other side belongs to another cluster and refused our certificate.")
     if error.reason in _BAD_CERTIFICATE:
-        return CertificateError("the other side has refused our certificate.", remedy=_CLOCKS)
+        return CertificateError("the other side refused our certificate.", remedy=_CLOCKS)
     return None
 
 
@@ -209,7 +209,7 @@ def refusal(error: OSError) -> PeerError:
     if reason in _NOT_TLS:
         return ProtocolError(
             "the other side does not speak TLS.",
-            remedy="Check that the port is the one that the head printed, and that no proxy is in between.",
+            remedy="Check that the port is the one printed by the head, and that no proxy is in between.",
             code="not_tls",
         )
     return refusal_of_certificate(error) or ProtocolError(
@@ -219,7 +219,9 @@ def refusal(error: OSError) -> PeerError:
     )
 
 
-_CLOCKS = "Compare the clocks of both hosts, which may differ by two days; then join again with a token."
+_CLOCKS = (
+    "Check the clocks of both hosts, which may differ by at most two days; then join again with a token."
+)
 _NOT_TLS = frozenset(
     {
         *("WRONG_VERSION_NUMBER", "HTTP_REQUEST", "HTTPS_PROXY_REQUEST", "PACKET_LENGTH_TOO_LONG"),
@@ -277,7 +279,7 @@ def _distrust(error: ssl.SSLCertVerificationError) -> JoinError:
             code="certificate_expired",
         )
     return WrongClusterError(
-        f"the peer is not of this cluster: {error.verify_message}.",
+        f"the peer is not in this cluster: {error.verify_message}.",
         remedy="Check the address; if the head has lost its state directory, join again with its new token.",
     )
 

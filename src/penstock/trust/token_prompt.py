@@ -137,7 +137,7 @@ def ask_token(ask: Callable[[str], str] = getpass.getpass) -> JoinToken:
         try:
             return JoinToken.parse(_asked(ask, prompt))
         except JoinTokenError as error:
-            prompt = f"{error.message}\nJoin token, once more: "
+            prompt = f"{error.message}\nJoin token, again: "
     return JoinToken.parse(_asked(ask, prompt))
 
 
@@ -157,7 +157,7 @@ def given_token(path: Path | None, ask: Callable[[str], str] = getpass.getpass) 
         return worker_token(path)
     except FileNotFoundError as error:
         raise UsageError(
-            f"there is no file {str(path)!r}.",
+            f"the file {str(path)!r} does not exist.",
             remedy="Copy the token file of the head to this host, or leave --join-token-file out.",
             param="join_token_file",
         ) from error

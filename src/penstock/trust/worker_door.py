@@ -69,7 +69,7 @@ def worker_door(
 
     def begin(connection: socket.socket) -> HeadConversation:
         if not isinstance(connection, ssl.SSLSocket):  # `secure` makes no other
-            raise ProtocolError("a worker has come without TLS.", code="not_tls")
+            raise ProtocolError("a worker connected without TLS.", code="not_tls")
         if connection.selected_alpn_protocol() == WEIGHTS_PROTOCOL:
             return WeightsVisit(desk, peer_certificate(connection))
         return HeadJoin(desk, peer_certificate(connection))

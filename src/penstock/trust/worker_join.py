@@ -191,7 +191,7 @@ class WorkerJoin:
         return outgoing
 
     def receive(self, data: bytes) -> None:
-        assert self._await is not None, "all is said"
+        assert self._await is not None, "the conversation has ended"
         try:
             frame = self._reader.feed(data)
             if frame is not None:
@@ -204,7 +204,7 @@ class WorkerJoin:
         self.abandon()
         raise LinkClosedError(
             "the head closed the connection before the worker had joined.",
-            remedy="The log of the head says why; perhaps this worker is of another cluster.",
+            remedy="The log of the head gives the reason; this worker may be of another cluster.",
         )
 
     def abandon(self) -> None:
@@ -260,7 +260,7 @@ class WorkerJoin:
 
 def _wrong_cluster() -> WrongClusterError:
     return WrongClusterError(
-        "the head at this address is not of the cluster that the token or certificate is for, or somebody "
-        "sits in between; nothing was sent to it.",
+        "the head at this address does not belong to the cluster of the token or certificate, or a third "
+        "party intercepts; nothing was sent to it.",
         remedy="Check the address; if the head has lost its state directory, take the new token from it.",
     )

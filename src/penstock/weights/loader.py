@@ -246,7 +246,7 @@ def _check_surplus(slots: list[Slot], known: set[str], checkpoint: Checkpoint) -
             tensor=entry.name,
             expected="no such tensor by config.json",
             found=f"{entry.dtype} of {list(entry.shape)}",
-            remedy="config.json and the weights are not of the same model.",
+            remedy="config.json and the weights belong to different models.",
         )
 
 

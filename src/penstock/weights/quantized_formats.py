@@ -284,7 +284,7 @@ class QuantizedCheckpoint:
         if not part.scheme.symmetric:
             return zeros
         if not bool((zeros == part.scheme.middle).all()):
-            expected = f"zero points of {part.scheme.middle}, the scheme being symmetric"
+            expected = f"zero points of {part.scheme.middle}, because the scheme is symmetric"
             raise self._surprise(entry.name, expected, f"{zeros.min().item()} to {zeros.max().item()}")
         return None
 
@@ -353,7 +353,7 @@ class QuantizedCheckpoint:
             tensor=tensor,
             expected=expected,
             found=found,
-            remedy="config.json and the weights are not of the same model, or the file is damaged.",
+            remedy="config.json and the weights belong to different models, or the file is damaged.",
         )
 
 

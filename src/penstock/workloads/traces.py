@@ -69,7 +69,7 @@ def read_trace(
         UsageError: the file cannot be read, is not a trace of that kind, or has fewer rows than `limit`.
     """
     if limit is not None and limit < 1:
-        raise UsageError(f"{limit} requests of a trace were asked for; ask for at least 1.")
+        raise UsageError(f"{limit} requests of a trace were requested; it must be at least 1.")
     try:
         with path.open(encoding="utf-8", newline="") as file:
             kind = _kind_of(path, file) if kind == "auto" else kind
@@ -157,8 +157,8 @@ _READERS = {
     "custom": _custom_rows,
 }
 _NEEDS = {
-    "azure": "It needs the columns TIMESTAMP, ContextTokens and GeneratedTokens.",
+    "azure": "The file needs the columns TIMESTAMP, ContextTokens and GeneratedTokens.",
     "mooncake": "Each line needs timestamp (ms), input_length and output_length, and may have hash_ids.",
-    "sharegpt": "It needs a list of objects with conversations, each a list of from and value.",
+    "sharegpt": "The file needs a list of objects with conversations, each a list of from and value.",
     "custom": "Each line needs input_len or prompt, and output_len, and may have arrival_s.",
 }

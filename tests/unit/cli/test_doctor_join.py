@@ -125,7 +125,7 @@ def test_g1_a_head_that_no_way_leads_to_is_a_failure_unless_it_can_dial() -> Non
     [
         (OtherVersionError("the worker runs Penstock 1, and the head 2."), "version"),
         (JoinTokenError("the join token has expired."), "head"),
-        (LinkClosedError("nothing listens at 10.0.0.1:7700."), "head"),
+        (LinkClosedError("no program listens at 10.0.0.1:7700."), "head"),
     ],
 )
 def test_g1_a_head_that_does_not_let_this_host_in_is_one_failure(

@@ -180,7 +180,7 @@ def test_a_head_that_knows_nothing_of_weights_is_told_apart(
 ) -> None:
     wire = gate.join()
     monkeypatch.setattr(tls, "WEIGHTS_PROTOCOL", "penstock-weights/9")
-    with pytest.raises(ProtocolError, match="gives no weights") as caught:
+    with pytest.raises(ProtocolError, match="does not serve weights") as caught:
         gate.fetch()
     assert caught.value.code == "no_weights"
     wire.close()

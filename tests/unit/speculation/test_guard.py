@@ -41,8 +41,11 @@ def fails(most: int) -> Draft:
 
 BAD: dict[str, tuple[Callable[[int], Draft], str]] = {
     "fails": (fails, "ZeroDivisionError: by zero"),
-    "guesses beyond the vocabulary": (lambda most: Draft([3, 40], 0.5), "[3, 40], which are not all tokens"),
-    "guesses below it": (lambda most: Draft([-1], 0.5), "[-1], which are not all tokens"),
+    "guesses beyond the vocabulary": (
+        lambda most: Draft([3, 40], 0.5),
+        "[3, 40], not all of which are token ids",
+    ),
+    "guesses below it": (lambda most: Draft([-1], 0.5), "[-1], not all of which are token ids"),
     "guesses too many": (lambda most: Draft([1] * (most + 1), 0.5), "tokens at 0.5"),
     "is too sure": (lambda most: Draft([1], 1.5), "1 of 4 tokens at 1.5"),
 }

@@ -206,7 +206,7 @@ def test_special_tokens_of_a_last_message_stay_text_and_nothing_follows_it() -> 
     [
         ([], SIMPLE, "has no text"),
         ([{"role": "assistant", "content": None}], SIMPLE, "has no text"),
-        (BEGUN, "{{ messages[0].content }}", "is not shown by the chat template"),
+        (BEGUN, "{{ messages[0].content }}", "is changed by the chat template"),
     ],
 )
 def test_what_cannot_be_gone_on_with_is_refused(

@@ -119,7 +119,7 @@ def test_a_template_that_takes_tools_in_a_form_that_is_not_known_is_warned_of() 
     """Issue 25, point 13."""
     xml = "{{ '<calls><call name=' + name }}</calls>"
     caution = tool_form_caution(syntax(xml))
-    assert "answered 400" in caution
+    assert "get 400" in caution
     for form in TOOL_FORMATS:
         assert form.name in caution
     assert tool_form_caution(syntax(xml, tool_parser="none")) == ""

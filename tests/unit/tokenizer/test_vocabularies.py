@@ -37,12 +37,12 @@ def test_the_order_and_all_but_the_pieces_may_differ(write: Any) -> None:
 
 def test_the_first_id_that_differs_is_named(write: Any) -> None:
     one, other = write("one", PIECES), write("other", {"a": 0, "b": 2, "ab": 1})
-    assert vocabulary_difference(one, other) == "token 1 is 'b' in the one and 'ab' in the other"
+    assert vocabulary_difference(one, other) == "token 1 is 'b' in one and 'ab' in the other"
 
 
 def test_a_piece_that_only_one_has_is_a_difference(write: Any) -> None:
     one, other = write("one", PIECES), write("other", PIECES, [{"id": 3, "content": "<s>"}])
-    assert vocabulary_difference(one, other) == "token 3 is none in the one and '<s>' in the other"
+    assert vocabulary_difference(one, other) == "token 3 is none in one and '<s>' in the other"
 
 
 def test_a_list_of_scored_pieces_is_a_vocabulary_too(write: Any) -> None:
@@ -57,7 +57,7 @@ def test_without_both_files_nothing_is_said(write: Any, tmp_path: Path) -> None:
 @pytest.mark.parametrize("content", [b"{", b"[]", b'{"model": {"vocab": 3}}', b'{"added_tokens": [{}]}'])
 def test_what_cannot_be_read_is_another_vocabulary(write: Any, tmp_path: Path, content: bytes) -> None:
     (tmp_path / "tokenizer.json").write_bytes(content)
-    assert vocabulary_difference(write("one", PIECES), tmp_path).startswith("token 0 is 'a' in the one")
+    assert vocabulary_difference(write("one", PIECES), tmp_path).startswith("token 0 is 'a' in one")
 
 
 def test_another_form_of_the_file_is_no_difference(write: Any, tmp_path: Path) -> None:
@@ -69,8 +69,6 @@ def test_another_form_of_the_file_is_no_difference(write: Any, tmp_path: Path) -
     }
     file = write_gguf(tmp_path / "m.gguf", metadata, {})
     assert vocabulary_difference(write("one", PIECES), file) == ""
-    assert "token 1 is 'b' in the one" in vocabulary_difference(file, write("two", {"a": 0, "ab": 2}))
+    assert "token 1 is 'b' in one" in vocabulary_difference(file, write("two", {"a": 0, "ab": 2}))
     write_gguf(file, metadata | {"tokenizer.ggml.tokens": ["a", "a"]}, {})
-    assert "token 0 is none in the one" in vocabulary_difference(file, tmp_path / "one"), (
-        "as of another bad file"
-    )
+    assert "token 0 is none in one" in vocabulary_difference(file, tmp_path / "one"), "as of another bad file"

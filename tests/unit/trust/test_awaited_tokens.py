@@ -43,7 +43,7 @@ def test_i2_a_token_that_the_head_still_writes_is_waited_for(tmp_path: Path) -> 
 
 def test_i2_one_that_never_comes_is_an_error_that_names_the_file(tmp_path: Path) -> None:
     patience = Patience(tmp_path / "token", looks=-1)
-    with pytest.raises(UsageError, match="there is no file"):
+    with pytest.raises(UsageError, match="does not exist"):
         AwaitedTokens(tmp_path / "token", 2.0).ask(patience)
     assert patience.waited_s == pytest.approx(2.0)
 

@@ -63,7 +63,7 @@ def test_r15_an_accepter_without_the_key_is_refused() -> None:
 def test_r15_who_is_not_expected_is_refused() -> None:
     for own in (rank(2), rank(0, epoch=3)):
         accepter = accepted()
-        with pytest.raises(CertificateError, match="not expected"):
+        with pytest.raises(CertificateError, match="unexpected process"):
             talk(dialled(KEY, own), accepter)
         assert accepter.take_outgoing() == b""
 
@@ -98,7 +98,7 @@ def test_r15_a_side_cannot_be_answered_with_its_own_words() -> None:
 
 
 def test_plain_text_at_another_door_is_refused_by_name() -> None:
-    with pytest.raises(ProtocolError, match="does not open a link in plain text") as caught:
+    with pytest.raises(ProtocolError, match="does not accept links in plain text") as caught:
         feed(accepted(), b"\x16\x03\x01" + bytes(100))
     assert "--insecure-links" in caught.value.remedy
 

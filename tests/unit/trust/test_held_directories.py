@@ -73,7 +73,7 @@ def test_a_directory_that_another_deletes_before_it_is_held_is_made_again(
 
 def test_a_directory_that_others_may_enter_and_a_link_are_not_held(tmp_path: Path) -> None:
     (tmp_path / "open").mkdir(mode=0o755)
-    with pytest.raises(UsageError, match="other users have rights"):
+    with pytest.raises(UsageError, match="other users have access"):
         HeldDirectory(tmp_path / "open")
     (tmp_path / "own").mkdir(mode=0o700)
     (tmp_path / "link").symlink_to(tmp_path / "own")

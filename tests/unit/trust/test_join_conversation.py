@@ -242,7 +242,7 @@ def test_an_old_worker_is_refused_by_name(cluster: Cluster, monkeypatch: pytest.
     hand_over(head, worker)
     request = bytearray(worker.take_outgoing())
     request[:2] = (7).to_bytes(2, "big")
-    with pytest.raises(OtherVersionError, match="version 7 of the join protocol, and this host version 1"):
+    with pytest.raises(OtherVersionError, match="version 7 of the join protocol, but this host version 1"):
         head.receive(bytes(request[: HEADER.size])) or head.receive(bytes(request[HEADER.size :]))
     assert hand_refusal(head) == "OtherVersionError"
 
@@ -409,7 +409,7 @@ def test_an_end_of_the_stream_at_any_place_gives_everything_back(cluster: Cluste
     )
     for _ in range(num_turns):
         next(turns)()
-    with pytest.raises(JoinError, match="left before it had joined"):
+    with pytest.raises(JoinError, match="disconnected before it had joined"):
         head.end_of_stream()
     with pytest.raises(LinkClosedError, match="before the worker had joined"):
         worker.end_of_stream()

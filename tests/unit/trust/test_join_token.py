@@ -116,7 +116,7 @@ def test_a_token_file_that_others_may_read_is_refused(tmp_path: Path) -> None:
     head_token(path, KEY)
     path.chmod(0o644)
     for read in (lambda: head_token(path, KEY), lambda: worker_token(path)):
-        with pytest.raises(UsageError, match="other users have rights"):
+        with pytest.raises(UsageError, match="other users have access"):
             read()
 
 

@@ -156,7 +156,7 @@ def test_r15_an_expired_certificate_is_refused_on_both_sides(cluster: Cluster, d
     Credentials(key_pem=key, certificate_pem=certificate, authority_pem=authority).save(desk.path)
     cluster.wall_clock.seconds += 5 * HOST_LIFE_S
     with served(cluster) as door:
-        with pytest.raises(CertificateError, match="has refused our certificate") as caught:
+        with pytest.raises(CertificateError, match="refused our certificate") as caught:
             desk.rejoin(door.address)
         door.await_news(lambda: len(door.refused) == 1)
         assert door.refused[0].code == "certificate_expired"
@@ -229,7 +229,7 @@ def test_a_server_that_says_nothing_is_left_in_time(cluster: Cluster, desk: Desk
 def test_where_nobody_listens_the_head_is_missing(cluster: Cluster, desk: Desk) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         address = listener.getsockname()
-    with pytest.raises(LinkClosedError, match=r"nothing listens at 127\.0\.0\.1"):
+    with pytest.raises(LinkClosedError, match=r"no program listens at 127\.0\.0\.1"):
         desk.join(address, cluster.token)
 
 
@@ -274,7 +274,7 @@ def test_a_worker_that_cannot_keep_its_certificate_costs_no_use(cluster: Cluster
     bad = Desk(tmp_path, "desk")
     bad.path.parent.mkdir(mode=0o755)
     with served(cluster) as door:
-        with pytest.raises(UsageError, match="other users have rights"):
+        with pytest.raises(UsageError, match="other users have access"):
             bad.join(door.address, cluster.token)
         door.await_news(lambda: len(door.refused) == 1)
         bad.path.parent.chmod(0o700)

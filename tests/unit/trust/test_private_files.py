@@ -49,14 +49,14 @@ def test_r15_what_others_may_read_is_refused_with_the_remedy(tmp_path: Path) -> 
     create_private(path, b"secret")
     for bits in (0o640, 0o604, 0o620):
         path.chmod(bits)
-        with pytest.raises(UsageError, match="other users have rights") as caught:
+        with pytest.raises(UsageError, match="other users have access") as caught:
             read_private(path)
         assert f"chmod 600 {path}" in caught.value.remedy
 
 
 def test_a_directory_that_others_may_enter_is_refused(tmp_path: Path) -> None:
     (tmp_path / "state").mkdir(mode=0o755)
-    with pytest.raises(UsageError, match="other users have rights"):
+    with pytest.raises(UsageError, match="other users have access"):
         make_private_directory(tmp_path / "state")
 
 

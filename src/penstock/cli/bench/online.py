@@ -52,7 +52,7 @@ class TargetSettings:
     vocab_size: Annotated[
         int | None, flag("random prompts use token ids below this", "--vocab-size", group="target")
     ] = None
-    temperature: Annotated[float, flag("of sampling", "--temperature", group="target")] = 0.0
+    temperature: Annotated[float, flag("sampling temperature", "--temperature", group="target")] = 0.0
     ready_check_timeout_sec: Annotated[
         float, flag("time for the server to get ready", "--ready-check-timeout-sec", group="target")
     ] = 60.0

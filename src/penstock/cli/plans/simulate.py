@@ -46,7 +46,9 @@ class SimulatedLoad(LoadShape):
     ] = "auto"
     num_requests: Annotated[
         int | None,
-        flag("of the trace; default: all, or 100 random", "--num-requests", "--num-prompts", group="load"),
+        flag(
+            "requests to replay; default: all, or 100 random", "--num-requests", "--num-prompts", group="load"
+        ),
     ] = None
     request_rate: Annotated[
         float | None, flag("requests a second, in place of a trace's", "--request-rate", group="load")

@@ -28,7 +28,7 @@ def require_sound_charsmap(charsmap: bytes) -> None:
     seen = np.zeros(len(units), np.bool_)
     while len(bases):
         if (bases | 255).max() >= len(units):
-            raise ValueError("its trie leads out of its bounds")
+            raise ValueError("its trie leads outside its bounds")
         seen[bases] = True
         children = bases[:, None] ^ _BYTES
         found = units[children]
@@ -49,7 +49,7 @@ def _next(positions: np.ndarray, units: np.ndarray) -> np.ndarray:
 
 def _require_texts(units: np.ndarray, leaves: np.ndarray, texts: np.ndarray) -> None:
     if len(leaves) and leaves.max() >= len(units):
-        raise ValueError("its trie leads out of its bounds")
+        raise ValueError("its trie leads outside its bounds")
     values = units[leaves] & _VALUE
     if len(values) and (values.max() >= len(texts) or ((texts[values] & 0xC0) == 0x80).any() or texts[-1]):
         raise ValueError("its trie names a text that it does not have")

@@ -70,7 +70,8 @@ def gguf_tokenizer(file: GgufFile) -> bytes:
     kind = metadata.text(_MODEL)
     if kind not in _KINDS:
         raise UnsupportedModelError(
-            f"{metadata.file}: the vocabulary is of the kind {printable(kind)!r}; {_known(_KINDS)} are read.",
+            f"{metadata.file}: the vocabulary is of the kind {printable(kind)!r}; supported: "
+            f"{_known(_KINDS)}.",
             remedy="Use another conversion or another model.",
             param="model",
         )
@@ -226,7 +227,7 @@ def _unigram(metadata: GgufMetadata, vocabulary: _Vocabulary) -> bytes:
     try:
         require_sound_charsmap(charsmap)
     except ValueError as error:
-        _refuse(metadata, _CHARSMAP, "a sound table of characters", f"{error}")
+        _refuse(metadata, _CHARSMAP, "a valid table of characters", f"{error}")
     return pieces_document(
         _tokens(metadata, vocabulary, add_eos=True),
         Pieces(

@@ -70,7 +70,7 @@ def read_sentencepiece(content: bytes, name: str) -> SentencePieceFile:
         return _read_model(content)
     except (ValueError, IndexError, struct.error) as error:
         raise ModelConfigError(
-            f"{name} is not a SentencePiece model that can be read: {error}.",
+            f"{name} is not a readable SentencePiece model: {error}.",
             remedy="Download the model's tokenizer again.",
         ) from error
 
@@ -161,10 +161,10 @@ def _varint(content: bytes, position: int) -> tuple[int, int]:
         value |= (byte & 0x7F) << 7 * index
         if byte < 0x80:
             return value & (1 << 64) - 1, position + index + 1
-    raise ValueError(f"the number at byte {position} has no end")
+    raise ValueError(f"the number at byte {position} is not terminated")
 
 
 def _bytes(value: int | bytes) -> bytes:
     if isinstance(value, int):
-        raise ValueError("a number stands where text is expected")
+        raise ValueError("a number appears where text is expected")
     return value

@@ -43,15 +43,15 @@ def sentencepiece_tokenizer(content: bytes, name: str, settings: TokenizerSettin
     """
     file = read_sentencepiece(content, name)
     if file.algorithm not in (UNIGRAM, BPE) or file.space_behind:
-        kind = _ALGORITHMS.get(file.algorithm, "words with their space behind them")
+        kind = _ALGORITHMS.get(file.algorithm, "words with a space after them")
         raise UnsupportedModelError(
-            f"{name} is a SentencePiece model of {kind}, and unigram and BPE models are read.",
+            f"{name} is a SentencePiece model of {kind}, but only unigram and BPE models are supported.",
             remedy="Convert it into a tokenizer.json.",
             param="model",
         )
     if file.algorithm == UNIGRAM and not 0 <= file.unknown < len(file.pieces):
         raise ModelConfigError(
-            f"{name} has {len(file.pieces)} pieces, and its unknown one has the id {file.unknown}."
+            f"{name} has {len(file.pieces)} pieces, but its unknown piece has the id {file.unknown}."
         )
     vocabulary = _Vocabulary.of(file, name, settings)
     settings.require_room(name, len(vocabulary.pieces))
@@ -87,7 +87,7 @@ class _Vocabulary:
         pieces = list(file.pieces)
         last = max((token.id for token in settings.added), default=-1)
         if last - len(pieces) > _MAX_UNUSED:
-            raise ModelConfigError(f"{name} has {len(pieces)} pieces, and an added token has the id {last}.")
+            raise ModelConfigError(f"{name} has {len(pieces)} pieces, but an added token has the id {last}.")
         lowest = min(piece.score for piece in pieces)
         pieces += [Piece(f"[UNUSED_{token_id}]", lowest, UNUSED) for token_id in range(len(pieces), last + 1)]
         defined = {token_id for token_id, piece in enumerate(pieces) if piece.kind == USER_DEFINED}

@@ -114,7 +114,7 @@ def _special(file: _File) -> list[str]:
             raise ValueError(f"the special token {token.token_str!r} has rank {token.rank} of {count}")
         names[token.rank] = token.token_str
     if len(set(names)) != count:
-        raise ValueError("two special tokens have one name")
+        raise ValueError("two special tokens have the same name")
     return names
 
 
@@ -127,7 +127,7 @@ def _ranks(file: _File) -> dict[bytes, int]:
     for rank, token in enumerate(file.vocab[:count]):
         content = binascii.a2b_base64(token.token_bytes, strict_mode=True)
         if token.rank != rank or not content or content in ranks:
-            raise ValueError(f"token {rank} has another rank, no bytes or those of another token")
+            raise ValueError(f"token {rank} has a wrong rank, no bytes or the bytes of another token")
         ranks[content] = rank
     missing = next((byte for byte in range(256) if bytes([byte]) not in ranks), None)
     if missing is not None:

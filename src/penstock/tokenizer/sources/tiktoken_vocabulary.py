@@ -121,7 +121,7 @@ def _ranks(content: bytes, name: str) -> dict[bytes, int]:
     missing = [byte for byte in range(256) if bytes([byte]) not in ranks]
     if missing:
         raise ModelConfigError(
-            f"{name} has no token for the byte 0x{missing[0]:02x}, and {len(missing)} bytes have none.",
+            f"{name} has no token for the byte 0x{missing[0]:02x}, one of {len(missing)} missing bytes.",
             remedy="Download the model's tokenizer again.",
         )
     return ranks
@@ -129,7 +129,7 @@ def _ranks(content: bytes, name: str) -> dict[bytes, int]:
 
 def _bad_line(name: str, number: int, expected: str) -> ModelConfigError:
     return ModelConfigError(
-        f"{name} is not a tiktoken file that can be read: line {number} is not {expected}.",
+        f"{name} is not a readable tiktoken file: line {number} is not {expected}.",
         remedy="Download the model's tokenizer again.",
     )
 
@@ -140,9 +140,9 @@ def _family(name: str, num_ranks: int, settings: TokenizerSettings) -> _Family:
         return _LLAMA3
     if family is None:
         known = ", ".join(each.name for each in (_QWEN, _LLAMA3, _GLM4, _KIMI))
-        asked = settings.tokenizer_class or settings.model_type or "a class that no file names"
+        asked = settings.tokenizer_class or settings.model_type or "a class that is not named"
         raise UnsupportedModelError(
-            f"{name} is a tiktoken file for {asked}, and it is known for {known} alone how a text is cut.",
+            f"{name} is a tiktoken file for {asked}, but texts can be split only for {known}.",
             remedy="Convert it into a tokenizer.json.",
             param="model",
         )

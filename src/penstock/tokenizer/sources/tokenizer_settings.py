@@ -62,7 +62,7 @@ class TokenizerSettings:
         """Raise `ModelConfigError` where the vocabulary has more tokens than the model has rows for."""
         if self.vocab_size is not None and num_tokens > self.vocab_size:
             raise ModelConfigError(
-                f"{name} has {num_tokens} tokens, and config.json says vocab_size {self.vocab_size}.",
+                f"{name} has {num_tokens} tokens, but config.json has vocab_size {self.vocab_size}.",
                 remedy="Put the tokenizer of this model into its directory.",
                 param="vocab_size",
             )

@@ -563,7 +563,7 @@ def test_a14_ranks_know_the_sizes_of_all_stages_that_a_tied_head_goes_through(mo
 
 def test_quantised_groups_that_straddle_a_shard_are_refused(model: str) -> None:
     tp = ParallelConfig(tensor_parallel_size=2)
-    with pytest.raises(UsageError, match=r"mlp.down_proj is quantised in groups: 2 ranks get 24 of its 48"):
+    with pytest.raises(UsageError, match=r"mlp.down_proj is quantised in groups: 24 of 48 inputs"):
         plan_for(model, parallel=tp, quantization="int8")
     wide = {"hidden_size": 1024, "intermediate_size": 1024 + 64}
     (Path(model) / "config.json").write_text(json.dumps(FIELDS | wide))

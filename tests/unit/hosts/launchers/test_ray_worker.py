@@ -43,7 +43,7 @@ def test_i2_the_end_of_a_worker_comes_with_its_code_and_its_last_words(tmp_path:
     for _ in range(2):  # the second one starts when it is waited for
         code, said = worker.run()
         assert code != 0
-        assert "there is no file" in said
+        assert "does not exist" in said
         assert "no-token" in said
 
 

@@ -227,8 +227,8 @@ def test_g1_a_host_that_cannot_be_reached_dials(hosts: Hosts) -> None:
     line, warning = hosts.find()
     assert "use eth0" in line
     assert warning == (
-        "warning: desk cannot be reached on this path, so it opens the links itself. To allow links to it, open "
-        "its --link-ports in its firewall."
+        "warning: desk cannot be reached on this path, so it opens the links itself. To allow links to it, "
+        "open its --link-ports in its firewall."
     )
     both = Route(listener="tower", listen_address="10.0.0.2", dial_address="10.0.0.2", dial_from="10.0.0.1")
     assert hosts.finder.between("tower", "desk") == hosts.finder.between("desk", "tower") == both

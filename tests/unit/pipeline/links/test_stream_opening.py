@@ -302,7 +302,7 @@ def other_epoch_key(closing: ExitStack) -> Secured:
         ),
         (other_epoch, "where rank-1 of host-1 in epoch 4 was expected"),
         (other_host, "where rank-1 of host-2 in epoch 3 was expected"),
-        (other_authority, "the peer is not of this cluster"),
+        (other_authority, "the peer is not in this cluster"),
         (other_epoch_key, "does not have the key of this epoch"),
     ],
 )
@@ -382,7 +382,7 @@ def test_r15_credentials_that_cannot_be_used_are_refused_at_once(closing: ExitSt
     security = Certified(credentials_fd=empty, peer=closing.enter_context(LinkPeers()).named(1).uri)
     threads = threading.active_count()
     for side in (0, 1):
-        with pytest.raises(ProtocolError, match="credentials that this process was handed are damaged"):
+        with pytest.raises(ProtocolError, match="credentials passed to this process are damaged"):
             opened(closing, stream(PlanNeed(), closing, lambda _: (security, security))[side])
     assert threading.active_count() == threads
 

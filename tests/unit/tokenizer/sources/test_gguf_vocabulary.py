@@ -151,7 +151,7 @@ def test_harmonys_end_of_a_message_does_not_end_the_answer(tmp_path: Path) -> No
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "kind": (spm_metadata(model="bert"), "of the kind 'bert'; gpt2, llama and t5 are read"),
+    "kind": (spm_metadata(model="bert"), "of the kind 'bert'; supported: gpt2, llama and t5"),
     "rule": (
         bpe_metadata(pre="unheard-of"),
         "rule 'unheard-of', which is not one of those that are known: .*qwen2",

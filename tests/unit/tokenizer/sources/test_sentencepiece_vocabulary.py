@@ -144,17 +144,21 @@ REFUSED: dict[str, tuple[bytes, dict[str, Any], str]] = {
     "cut": (
         sentencepiece_bytes(PIECES)[:-3],
         {},
-        "is not a SentencePiece model that can be read: a field of",
+        "is not a readable SentencePiece model: a field of",
     ),
-    "other": (b"\x89PNG\r\n\x1a\n" * 9, {}, "is not a SentencePiece model"),
-    "endless": (b"\xff" * 30, {}, "the number at byte 0 has no end"),
+    "other": (b"\x89PNG\r\n\x1a\n" * 9, {}, "is not a readable SentencePiece model"),
+    "endless": (b"\xff" * 30, {}, "the number at byte 0 is not terminated"),
     "long": (
         number(1 << 3 | 2) + number(2**62),
         {},
         "a field of 4611686018427387904 bytes is cut off after 0",
     ),
-    "words": (sentencepiece_bytes(START, algorithm=3), {}, "of words, and unigram and BPE models are read"),
-    "behind": (sentencepiece_bytes(START, trainer=numbered(24, 1)), {}, "space behind them"),
+    "words": (
+        sentencepiece_bytes(START, algorithm=3),
+        {},
+        "of words, but only unigram and BPE models are supported",
+    ),
+    "behind": (sentencepiece_bytes(START, trainer=numbered(24, 1)), {}, "a space after them"),
     "twice": (sentencepiece_bytes([*START, START[1]]), {}, "has the token '<s>' twice"),
     "text": (message(1, message(1, b"\xff")), {}, "utf-8"),
     "size": (
@@ -162,7 +166,7 @@ REFUSED: dict[str, tuple[bytes, dict[str, Any], str]] = {
         {"config": {"vocab_size": 100}},
         "has 271 tokens, .*vocab_size 100",
     ),
-    "far": (sentencepiece_bytes(START), {"added_tokens": {"x": 2**40}}, "has 3 pieces, and an added token"),
+    "far": (sentencepiece_bytes(START), {"added_tokens": {"x": 2**40}}, "has 3 pieces, but an added token"),
     "added": (
         sentencepiece_bytes(START),
         {"tokenizer_config": {"added_tokens_decoder": {"x": {"content": "y"}}}},

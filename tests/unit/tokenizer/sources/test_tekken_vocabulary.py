@@ -66,9 +66,9 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "rank": (tekken(special_tokens=[{"rank": 99, "token_str": "x"}]), "'x' has rank 99 of 24"),
     "name": (
         tekken(special_tokens=[{"rank": 1, "token_str": "<SPECIAL_2>"}]),
-        "two special tokens have one name",
+        "two special tokens have the same name",
     ),
-    "order": (tekken(vocab=tekken()["vocab"][::-1]), "token 0 has another rank"),
+    "order": (tekken(vocab=tekken()["vocab"][::-1]), "token 0 has a wrong rank"),
 }
 
 
@@ -80,5 +80,5 @@ def test_what_is_not_sound_is_named(tmp_path: Path, case: str) -> None:
 
 
 def test_a_vocabulary_larger_than_the_models_says_both(tmp_path: Path) -> None:
-    with pytest.raises(ModelConfigError, match=r"has 283 tokens, and config\.json says vocab_size 200"):
+    with pytest.raises(ModelConfigError, match=r"has 283 tokens, but config\.json has vocab_size 200"):
         load_tokenizer(directory(tmp_path / "m", tekken(), vocab_size=200))

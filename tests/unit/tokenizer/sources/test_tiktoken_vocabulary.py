@@ -86,14 +86,14 @@ REFUSED: dict[str, tuple[bytes, dict[str, Any], str]] = {
     "family": (
         GOOD,
         {"config": {"model_type": "xverse"}},
-        "for xverse, and it is known for Qwen, Llama 3, GLM-4, Kimi",
+        "for xverse, but texts can be split only for Qwen, Llama 3, GLM-4, Kimi",
     ),
     "line": (GOOD + b"!!! 7\n", {}, "line 269 is not a token in base64, a space and a rank"),
     "half": (GOOD + b"YWJj\n", {}, "line 269 is not a token in base64"),
     "rank": (GOOD + b"eHh4 3\n", {}, "line 269 is not a token and a rank that no other line has"),
     "far": (GOOD + b"eHh4 99999999999\n", {}, "line 269 is not a token and a rank"),
-    "bytes": (tiktoken_bytes(TOKENS[:254]), {}, "has no token for the byte 0xfe, and 2 bytes have none"),
-    "size": (GOOD, {"config": {"vocab_size": 200}}, "tokens, and config.json says vocab_size 200"),
+    "bytes": (tiktoken_bytes(TOKENS[:254]), {}, "has no token for the byte 0xfe, one of 2 missing bytes"),
+    "size": (GOOD, {"config": {"vocab_size": 200}}, "tokens, but config.json has vocab_size 200"),
 }
 
 
