@@ -282,7 +282,7 @@ class Residency:
             f"{self.rows[row].request_id} {self.rows[row].length}" for row in plan.rows if row in self.rows
         ]
         text = "this stage's view of the plans differs from the core's."
-        return f"{text} Tokens by what they have told, after this step:{concerned(held)}"
+        return f"{text} Tokens in this stage's view, after this step:{concerned(held)}"
 
 
 def _differ(row: int, resident: Resident, complaint: str, planned: int, actual: int) -> str:

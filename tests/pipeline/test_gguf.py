@@ -109,7 +109,7 @@ def test_without_kernels_the_numbers_are_nearly_the_same(mixed: Path) -> None:
 def test_more_ranks_than_blocks_allow_are_refused_by_name(mixed: Path) -> None:
     spec = load_spec(mixed)
     require_whole_groups(spec, 2, None)
-    with pytest.raises(UsageError, match=r"mlp.down_proj is quantised in groups: 4 ranks get 128 of its 512"):
+    with pytest.raises(UsageError, match=r"mlp.down_proj is quantised in groups: 128 of 512 inputs"):
         require_whole_groups(spec, 4, None)
 
 

@@ -349,7 +349,7 @@ class RankReplica:
         source = plan.token_from[index]
         state.blocks += plan.new_blocks[index] if source == GUESSED else []
         if source == GUESSED:
-            assert len(plan.rows) == 1, "a guessed window is a plan of its own"
+            assert len(plan.rows) == 1, "a guessed window needs its own plan"
             return self._run_guessed(state, start, drafts)
         state.has_strayed = False
         if source != KNOWN:

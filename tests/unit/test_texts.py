@@ -29,6 +29,12 @@ RIDDLES = {
     r"\b(?:is|are) not built\b(?= *$|[.;,])": "is not supported",
     r"\bgoes on\b": "continues",
     r"\banew\b": "again",
+    r"\b(?:nobody|anybody|somebody)\b": "the noun: no client, no process",
+    r"\b(?:has|have) (?:said|told)\b": "reported",
+    r"\bis gone\b": "has ended, is lost",
+    r"\bknows? no\b": "does not support",
+    r"\bone of those\b": "the noun",
+    r"\bof (?:its|their) own\b": "its own",
 }
 
 # Texts that stay although a rule names them: `file: text` with the reason.
@@ -147,6 +153,7 @@ def _is_allowed(text: Text) -> bool:
         ('raise UsageError("x.", remedy="Say in a message of yours what to call.")', "of yours"),
         ('flag("of this host, among all", "--name")', "names the thing"),
         ('log.warning("the work goes on")', "continues"),
+        ('log.warning("nobody reads the answers")', "no client"),
         (f'raise UsageError("{" word" * 31}.")', "31 words"),
         ('raise UsageError("a." if y else "Those that wait end.")', "the noun"),
     ],

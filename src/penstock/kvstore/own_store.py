@@ -108,7 +108,7 @@ class OwnStore:
         if kind == DIRECTORY_KIND:
             remedy = "Leave --kv-store of that worker out, or give it a directory."
         else:
-            remedy = f"Start that worker with --kv-store {kind}://..., with credentials of its own."
+            remedy = f"Start that worker with --kv-store {kind}://..., with its own credentials."
         return UsageError(
             f"the head's KV store is of the kind {kind}, but the worker {self._host} has {own}.",
             remedy=remedy,

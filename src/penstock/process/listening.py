@@ -120,7 +120,7 @@ def refuse_bad_hosts(hosts: Sequence[str]) -> None:
         if re.fullmatch(_HOST, host.lower()) is None:
             raise UsageError(
                 f"allowed_hosts[{index}] is {host[:128]!r}, which is not a host name.",
-                remedy="Write the name alone, such as host.docker.internal: no scheme, no port, no pattern. "
+                remedy="Write only the name, such as host.docker.internal: no scheme, no port, no pattern. "
                 "For several, give --allowed-hosts once for each.",
                 param="allowed_hosts",
             )

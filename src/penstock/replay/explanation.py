@@ -3,7 +3,7 @@
     step 41: rows 1, decoding 1, tokens 1; plans in flight before: 1
     a: decodes position 70, from the sample of step 37
     b is not in it: its token of step 40 is not back; it may go from step 42 on all the same
-    c waits: it needs 5 KV blocks of the 4 that are free, beside 2 that the running requests may need next
+    c waits: it needs 5 KV blocks of the 4 that are free, besides 2 that the running requests may need next
 
 Asked right after a plan is made, when all tests that a request has failed still fail: within a plan blocks,
 rows and room for tokens only become fewer. Changes nothing, and is in no plan's way.
@@ -123,9 +123,9 @@ class PlanExplanation:
             elif first:
                 yield f"{name} waits behind {first}"
             else:
-                yield f"{name} waits: there is no room for its grammar beside those of the rows"
+                yield f"{name} waits: there is no memory for its grammar besides those of the rows"
         if len(line) > _MOST_TOLD:
-            yield f"{len(line) - _MOST_TOLD} more wait behind these"
+            yield f"{len(line) - _MOST_TOLD} more wait after these"
 
     def _what_lacks(self, request: RequestState) -> str:
         """Return why the head of the line did not start."""
@@ -143,7 +143,7 @@ class PlanExplanation:
             allocator = self._parts.allocator
             needed = allocator.blocks_for(request.num_to_prefill) - len(found)
             return (
-                f"it needs {needed} KV blocks of the {allocator.num_free_blocks} that are free, beside "
+                f"it needs {needed} KV blocks of the {allocator.num_free_blocks} that are free, besides "
                 f"{num_running} that the running requests may need next"
             )
         return f"the plan had no more tokens for prompts; {request.num_to_prefill} of its tokens remain"

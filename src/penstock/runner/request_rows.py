@@ -327,7 +327,11 @@ class RequestRows:
         if GUESSED not in plan.token_from:
             return False
         if len(plan.rows) > 1:
-            raise self._refusal(plan, plan.token_from.index(GUESSED), "has a guessed input beside other rows")
+            raise self._refusal(
+                plan,
+                plan.token_from.index(GUESSED),
+                "has a guessed input but shares the plan with other rows",
+            )
         row, start = plan.rows[0], starts[0]
         if start < self.total_len[row] and self._ids.is_other(row, start, plan.drafts[0][0]):
             self._strayed.add(row)

@@ -166,7 +166,7 @@ class GrammarBuilds:
     def check_invariants(self, running: Sequence[RequestState]) -> None:
         assert list(self._by_number.values()) == sorted(self._known.values(), key=lambda known: known.number)
         for grammar in self._known.values():
-            assert grammar.rows or grammar.is_built, "it is built for nobody"
+            assert grammar.rows or grammar.is_built, "no request needs this grammar"
             for request in grammar.rows:
                 assert (request.grammar, request.awaits_grammar) == (grammar.number, not grammar.is_built)
         held = [request.arrival for grammar in self._known.values() for request in grammar.rows]

@@ -94,7 +94,7 @@ class PlanBuilder:
         Its first id is guessed for the last draft in flight to yield. The window is the only row of the plan,
         so that stages can leave the plan out when a guess was wrong.
         """
-        assert not self.rows, "a guessed window is a plan of its own"
+        assert not self.rows, "a guessed window needs its own plan"
         self.token_from.append(GUESSED)
         self.drafts[0] = list(draft_ids)
         self._add(request, len(draft_ids), blocks, True)

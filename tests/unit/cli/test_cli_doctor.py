@@ -150,7 +150,7 @@ def test_a_partition_that_will_be_measured_is_not_refused() -> None:
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (("--tp", "3"), "tensor_parallel_size is 3, and"),
+        (("--tp", "3"), "tensor_parallel_size is 3, but"),
         (
             ("--pp", "2", "--quantization", "int8", "--tied-head", "transfer"),
             "a quantised head cannot be transferred",

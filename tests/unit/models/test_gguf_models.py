@@ -145,12 +145,12 @@ def test_factors_of_the_rotation_come_from_their_tensor(tmp_path: Path) -> None:
 def test_what_is_not_served_is_refused_by_name(tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "m.gguf", {"general.architecture": "mamba"}, {})
     with pytest.raises(
-        UnsupportedModelError, match=r"architecture 'mamba'; of GGUF files these are read: llama, mistral3, q"
+        UnsupportedModelError, match=r"architecture 'mamba'; supported in GGUF files: llama, mistral3, q"
     ):
         load_spec(path)
     blocks = Stored(shape=(1, 256), kind=19, content=bytes(50))
     path = write_gguf(tmp_path / "m.gguf", {"general.architecture": "llama"}, {"token_embd.weight": blocks})
-    with pytest.raises(UnsupportedModelError, match=r"not computed with: 1 of IQ1_S. Known: F32, .*Q4_K"):
+    with pytest.raises(UnsupportedModelError, match=r"unsupported types: 1 of IQ1_S. Supported: F32, .*Q4_K"):
         load_spec(path)
 
 

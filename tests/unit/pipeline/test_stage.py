@@ -518,5 +518,5 @@ def test_a_guessed_window_beside_another_row_is_refused() -> None:
     pipe.submit_plan(make_plan(0, parts, new_rows=enter))
     both = [Part(row=0, start=1, token_from=GUESSED, drafts=[3]), Part(row=1, start=1, token_from=0)]
     pipe.submit_plan(make_plan(1, both))
-    with pytest.raises(ProtocolError, match="has a guessed input beside other rows"):
+    with pytest.raises(ProtocolError, match="has a guessed input but shares the plan with other rows"):
         pipe.crew.join()

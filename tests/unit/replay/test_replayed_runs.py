@@ -275,7 +275,7 @@ def test_no_token_and_no_name_is_in_the_file(tmp_path: Path) -> None:
     ("num_blocks", "max_num_seqs", "said"),
     [
         (64, 2, "c waits: all 2 rows are taken"),
-        (8, 4, "b waits: it needs 4 KV blocks of the 4 that are free, beside 1 that"),
+        (8, 4, "b waits: it needs 4 KV blocks of the 4 that are free, besides 1 that"),
         (8, 4, "c waits behind b"),
     ],
 )

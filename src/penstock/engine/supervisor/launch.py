@@ -447,9 +447,7 @@ def _weight_form(
         raise _no_quantised_weights_on_cuda(parallel.device, model.quantization, spec)
     notes = [_quantization_note(quantization, spec)]
     if parallel.device == "auto" and any(home.num_gpus for home in homes):
-        notes.append(
-            "the stages run on the CPU, not on the GPU: quantised weights run on the CPU only, so far."
-        )
+        notes.append("the stages run on the CPU, not the GPU: quantised weights run only on the CPU so far.")
     dtype = _dtype(model.dtype, spec)
     if dtype == "float16":
         dtype = _instead_of_float16(model.dtype)

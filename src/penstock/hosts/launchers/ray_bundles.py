@@ -38,7 +38,7 @@ def bundles(
 def why_not_placed(num_hosts: int, placement: str, nodes: Sequence[Mapping[str, Any]]) -> str:
     """Return what a user wants to know while Ray has not placed the hosts: what there is."""
     alive = [node for node in nodes if node.get("Alive")]
-    how = "each on a node of its own" if placement == "spread" else "on as few nodes as possible"
+    how = "each on its own node" if placement == "spread" else "on as few nodes as possible"
     there = ", ".join(_shown(node) for node in alive)
     return f"waiting for Ray to place {num_hosts} hosts, {how}; live nodes: {there or 'none'}"
 

@@ -113,7 +113,7 @@ class WeightCache:
         """Raise `PeerError` if so many bytes do not fit beside what is there."""
         with self._explained(wanted):
             if self._free_bytes() < wanted + SPARE_BYTES:
-                raise self._full(wanted, f", {SPARE_BYTES / 1e6:.1f} MB are to stay free beside them,")
+                raise self._full(wanted, f", {SPARE_BYTES / 1e6:.1f} MB must stay free besides,")
 
     def writer(self, group: TensorGroup) -> GroupWriter:
         """Return what writes the file of a group; raises `PeerError` where the disk has no room for it."""

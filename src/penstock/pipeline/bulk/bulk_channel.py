@@ -212,6 +212,6 @@ class _Arriving:
 
 def _within(error: PeerError, name: str, num_bytes: int, payload_bytes: int) -> PeerError:
     """Return the same error, with the payload that was under way."""
-    where = f"That was within payload {name!r}, behind {num_bytes} of {payload_bytes} bytes."
+    where = f"It stopped within payload {name!r}, after {num_bytes} of {payload_bytes} bytes."
     remedy = error.remedy if isinstance(error, WaitTimeoutError) else _AGAIN_REMEDY
     return type(error)(f"{error.message} {where}", remedy=remedy, code=error.code)

@@ -161,8 +161,8 @@ def _byte_level(metadata: GgufMetadata, vocabulary: _Vocabulary) -> bytes:
     rule = SPLIT_RULES.get(name)
     if rule is None:
         raise UnsupportedModelError(
-            f"{metadata.file}: the vocabulary splits texts by the rule {printable(name)!r}, which is not one "
-            f"of those that are known: {_known(SPLIT_RULES)}.",
+            f"{metadata.file}: the vocabulary splits texts by the rule {printable(name)!r}, which is not "
+            f"supported; supported: {_known(SPLIT_RULES)}.",
             remedy="Use another conversion or another model.",
             param="model",
         )

@@ -202,8 +202,8 @@ def test_rm_of_one_file_leaves_the_others_and_what_they_share(cache: Path) -> No
         (["rm", "org/absent", "--yes"], 3, "is not in the hub's cache"),
         (["rm", "org/some:Q5_0", "--yes"], 3, "has no file Q5_0"),
         (["rm", "org/some", "org/absent", "--yes"], 3, "org/absent is not in the hub's cache"),
-        (["rm", "pub/repo", "--yes"], 3, "is kept by LM Studio"),
-        (["rm", "user/tiny", "--yes"], 3, "is kept by Ollama"),
+        (["rm", "pub/repo", "--yes"], 3, "belongs to LM Studio"),
+        (["rm", "user/tiny", "--yes"], 3, "belongs to Ollama"),
     ],
 )
 def test_rm_removes_nothing_that_was_not_named_exactly(

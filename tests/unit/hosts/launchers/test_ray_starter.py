@@ -155,7 +155,7 @@ def test_i2_a_bundle_for_each_host_and_the_heads_is_bound_to_its_node() -> None:
 
 def test_i2_while_hosts_are_not_placed_the_user_sees_which_nodes_there_are() -> None:
     told = why_not_placed(3, "spread", NODES)
-    assert "3 hosts, each on a node of its own" in told
+    assert "3 hosts, each on its own node" in told
     assert "10.0.0.1 with 8 CPU and 2 GPU, 10.0.0.2 with 4 CPU and 1 GPU" in told
     assert "10.0.0.3" not in told
     assert "none" in why_not_placed(2, "pack", [])

@@ -292,7 +292,7 @@ def test_g1_a_disk_with_too_little_room_beside_the_weights_says_how_much_stays_f
     worker = new_worker()
     monkeypatch.setattr(WeightCache, "_free_bytes", lambda cache: 520_000_000)
     worker.cache.require_room(520_000_000 - SPARE_BYTES)
-    said = "494.0 MB of weights need space there, 67.1 MB are to stay free beside them, and 520.0 MB are"
+    said = "494.0 MB of weights need space there, 67.1 MB must stay free besides, and 520.0 MB are"
     with pytest.raises(PeerError, match=said):
         worker.cache.require_room(494_000_000)
 

@@ -274,7 +274,7 @@ def test_g1_a_torn_channel_names_the_payload_at_the_receiver(closing: ExitStack,
     arrived = receiver.receive_payload(LONG_S)
     assert arrived is not None
     assert arrived.name == "kv/6", "what came whole before is delivered"
-    within = rf"within payload 'kv/7', behind {ROOM} of {2 * ROOM} bytes"
+    within = rf"within payload 'kv/7', after {ROOM} of {2 * ROOM} bytes"
     with pytest.raises(LinkClosedError, match=within) as caught:
         receiver.receive_payload(LONG_S)
     assert "again over another channel" in caught.value.remedy
@@ -286,7 +286,7 @@ def test_g1_a_torn_channel_names_the_payload_at_the_sender(closing: ExitStack, c
     sender, crew = sender_over(sending), Crew()
 
     def send() -> None:
-        with pytest.raises(LinkClosedError, match=r"within payload 'long', behind \d+ of"):
+        with pytest.raises(LinkClosedError, match=r"within payload 'long', after \d+ of"):
             sender.send_payload("long", bytes(1 << 26))  # more than all buffers
 
     crew.start(send)
@@ -298,7 +298,7 @@ def test_g1_a_torn_channel_names_the_payload_at_the_sender(closing: ExitStack, c
 def test_g1_a_receiver_that_takes_nothing_holds_some_chunks_and_no_more(closing: ExitStack) -> None:
     sending, _ = connect_bulk("ring", closing, NAME)
     sender = BulkSender(sending, Turns(), timeout_s=0.01)
-    with pytest.raises(WaitTimeoutError, match=rf"within payload 'kv/7', behind {8 * ROOM} of"):
+    with pytest.raises(WaitTimeoutError, match=rf"within payload 'kv/7', after {8 * ROOM} of"):
         sender.send_payload("kv/7", bytes(100 * ROOM))
 
 

@@ -154,7 +154,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "kind": (spm_metadata(model="bert"), "of the kind 'bert'; supported: gpt2, llama and t5"),
     "rule": (
         bpe_metadata(pre="unheard-of"),
-        "rule 'unheard-of', which is not one of those that are known: .*qwen2",
+        "rule 'unheard-of', which is not supported; supported: .*qwen2",
     ),
     "tokens": ({f"{KEY}model": "llama"}, r"key tokenizer\.ggml\.tokens: expected an array of strings"),
     "twice": (spm_metadata(tokens=["a", "b", "a"]), "expected each token once, found 'a' as 0 and 2"),
