@@ -265,7 +265,7 @@ class _Turn:
             raise _wrong(
                 f"{where}.type is {item.kind[:64]!r}, which this server does not accept.",
                 f"{where}.type",
-                remedy="It accepts message, reasoning, function_call, custom_tool_call, and outputs of calls.",
+                remedy="It accepts message, reasoning, function_call, custom_tool_call and call outputs.",
                 code="unsupported_content",
             )
 

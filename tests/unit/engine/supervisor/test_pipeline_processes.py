@@ -232,7 +232,8 @@ def test_r15_a_core_that_serves_is_told_of_its_hosts_and_tells_of_slow_links(rep
             "Look for other traffic, a damaged cable or a weak signal."
         ),
         Notice(
-            text="The link from attic to cellar has recovered: it carries at least half of the measured 940 Mbit/s."
+            text="The link from attic to cellar has recovered: it carries at least half of the "
+            "measured 940 Mbit/s."
         ),
     ]
 
