@@ -459,7 +459,7 @@ def test_an_error_about_calls_names_the_first_call_of_the_turn() -> None:
     with LiveServer(FakeEngine(), model=model) as live:
         status, answer = live.post(PATH, {"input": items, "instructions": "c"})
     assert (status, answer["error"]["param"]) == (400, "input[3]")
-    assert answer["error"]["message"].startswith("input[3] is a function_call, and the chat template")
+    assert answer["error"]["message"].startswith("input[3] is a function_call, but the model")
 
 
 def test_what_changes_nothing_is_named_in_a_header(live: LiveServer) -> None:
