@@ -28,6 +28,7 @@ class InflightQueue(Generic[T]):
     def __init__(self, depth: int, *, num_stages: int = 1, first_step: int = 0) -> None:
         assert depth >= num_stages >= 1, f"depth {depth} is below the {num_stages} stages"
         self.depth = depth
+        self.num_stages = num_stages
         self._slots: list[T | None] = [None] * depth
         self._oldest = first_step  # step id of the oldest entry, or of the next one when empty
         self._next = first_step  # step id that is pushed next
