@@ -20,7 +20,7 @@ _MAX_HEADER = 512  # characters
 
 @dataclass(frozen=True, slots=True)
 class Body:
-    """What a message is, and what is written around its text where it is a call."""
+    """The kind of a message, and the marks around its text where it is a call."""
 
     kind: PieceKind
     before: str = ""
@@ -32,7 +32,7 @@ _NO_BODY, _THOUGHT, _ANSWER = Body("content"), Body("reasoning"), Body("content"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dialect:
-    """How the messages of a family begin and end.
+    """The form in which the messages of a family begin and end.
 
     Attributes:
         header: of a message, from its beginning.

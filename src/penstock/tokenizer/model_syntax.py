@@ -17,15 +17,15 @@ from penstock.tokenizer.tool_formats import ReasoningFormat, ToolFormat
 
 
 class ModelSyntax(msgspec.Struct, frozen=True, kw_only=True):
-    """What the front knows of the way in which a model writes.
+    """The facts that the front knows of the way in which a model writes.
 
     Attributes:
-        tools: how it calls tools; None: nobody knows, or it is not looked for.
-        is_tool_parser_off: it is not looked for.
+        tools: form of its calls of tools; None: unknown, or not looked for.
+        is_tool_parser_off: calls are not looked for.
         template_knows_tools: the chat template shows the tools of a request to the model.
         template_knows_calls: it shows former calls to it.
         reads: variables that the chat template looks at.
-        marker_ids: those of the markers that are tokens.
+        marker_ids: ids of the markers that are tokens.
     """
 
     tools: ToolFormat | None = None
@@ -38,7 +38,7 @@ class ModelSyntax(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TemplateFacts(Protocol):
-    """What `model_syntax` must know of a chat template."""
+    """The facts that `model_syntax` must know of a chat template."""
 
     @property
     def source(self) -> str: ...
@@ -69,7 +69,7 @@ def model_syntax(
     tool_parser: ToolParser = "auto",
     reasoning_parser: ReasoningParser = "auto",
 ) -> ModelSyntax:
-    """The rows that the settings name; else those that read what the template shows, or whose signs it has.
+    """Return the rows that the settings name; else those that read what the template shows, or its signs.
 
     Args:
         token_ids: tokens that were added to the vocabulary, special or not.

@@ -96,7 +96,7 @@ def _given_sources(path: Path) -> tuple[str, str]:
         sources, expected = (data.decode(errors="replace"), ""), "a template"
     if not sources[0].strip():
         raise ModelConfigError(
-            f"{path} has no {expected}.",
+            f"{path} does not have {expected}.",
             remedy="Name a .jinja file, or a JSON file with chat_template.",
             param="--chat-template",
         )

@@ -1,4 +1,4 @@
-"""What a row of the table of call forms says: marks around a call, and how its arguments are written.
+"""The parts of a row of the table of call forms: marks around a call, and the form of its arguments.
 
 Three readers read all rows: `call_reader` reads calls that are JSON, `framed_calls` reads calls whose name
 and arguments stand between marks, and `reasoning` with `answer_messages` reads what a model thinks.
@@ -148,7 +148,7 @@ class ToolFormat(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def markers(self) -> tuple[str, ...]:
-        """What may be a special token."""
+        """The texts that may be a special token."""
         named = (NAME_END, CALL_ID) if self.opening == MISTRAL else ()
         return _tokens(self.opening, self.closing, *named, *_texts_of(self.frame), more=self.tokens)
 
@@ -159,7 +159,7 @@ class ReasoningFormat(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         opening, closing: around the reasoning, which is the beginning of an answer.
         is_open: an answer begins inside, even where neither the prompt nor the answer has the opening marker.
-        around: what some models write around what they say, and what is no part of it.
+        around: text that some models write around what they say, and that is not part of it.
         ending: the same behind the whole answer, its calls included.
         messages: the answer is a row of messages, in this dialect of `answer_messages`; "" where it is not.
         resumes: what stands between reasoning and answer.

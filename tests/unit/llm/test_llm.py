@@ -119,7 +119,7 @@ def test_r8_an_error_in_a_batch_names_the_prompt_and_nothing_runs(
 
 def test_a_length_that_was_asked_for_must_fit_and_a_default_is_shortened(stories: LLM) -> None:
     prompt = {"prompt_token_ids": [5] * 505}
-    with pytest.raises(InvalidRequestError, match=r"505 tokens and max_tokens is 16, together 521"):
+    with pytest.raises(InvalidRequestError, match=r"505 tokens and max_tokens is 16, 521 together"):
         stories.generate(prompt, SamplingParams(max_tokens=16, ignore_eos=True))
     (output,) = stories.generate(prompt)
     assert 1 <= len(output.outputs[0].token_ids) <= 7

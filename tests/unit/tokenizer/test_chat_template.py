@@ -264,8 +264,8 @@ def test_a_file_that_is_named_takes_the_place_of_the_models_template(tmp_path: P
         assert chat.render([]) == expected
     for name, content, what in (
         ("none.jinja", None, "none.jinja cannot be read: No such file"),
-        ("empty.jinja", " ", "expected to have a template"),
-        ("empty.json", "{}", "expected to have a chat_template"),
+        ("empty.jinja", " ", "does not have a template"),
+        ("empty.json", "{}", "does not have a chat_template"),
         ("bad.jinja", "{% if %}", "bad.jinja cannot be parsed"),
         ("bad.json", "{", "bad.json cannot be read"),
     ):
