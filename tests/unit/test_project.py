@@ -24,7 +24,7 @@ DOCUMENTS = [
     "CHANGELOG.md",
     "CONTRIBUTING.md",
     "SECURITY.md",
-    *(f"docs/{path.name}" for path in sorted((REPOSITORY / "docs").glob("*.md"))),
+    *(path.relative_to(REPOSITORY).as_posix() for path in sorted((REPOSITORY / "docs").rglob("*.md"))),
 ]
 
 # The distribution that brings a module, where the two names differ.
@@ -477,6 +477,19 @@ def test_links_between_documents_lead_somewhere(document: str) -> None:
         for target, anchor in targets
         if anchor and anchor not in anchors(target.read_text(encoding="utf-8"))
     ] == []
+
+
+def test_figures_of_a_topic_are_newest_first_and_the_front_page_leads_to_each_topic() -> None:
+    front = (REPOSITORY / "docs" / "perf-log.md").read_text(encoding="utf-8")
+    seen = []
+    for path in sorted((REPOSITORY / "docs" / "figures").glob("*.md")):
+        assert f"(figures/{path.name})" in front, shown(path)
+        headings = re.findall(r"^## (.*)$", path.read_text(encoding="utf-8"), re.MULTILINE)
+        dates = [heading[:10] for heading in headings]
+        assert dates == sorted(dates, reverse=True), shown(path)
+        seen += headings
+    assert len(seen) > 50
+    assert [heading for heading, count in Counter(seen).items() if count > 1] == []
 
 
 def test_readme_shows_what_a_newcomer_needs() -> None:
