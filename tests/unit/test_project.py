@@ -492,6 +492,14 @@ def test_figures_of_a_topic_are_newest_first_and_the_front_page_leads_to_each_to
     assert [heading for heading, count in Counter(seen).items() if count > 1] == []
 
 
+def test_every_page_of_the_docs_is_in_the_navigation_of_the_site() -> None:
+    """The site itself is built by tests/doors/test_docs_site.py."""
+    navigation = (REPOSITORY / "mkdocs.yml").read_text(encoding="utf-8").partition("\nnav:\n")[2]
+    docs = REPOSITORY / "docs"
+    pages = {path.relative_to(docs).as_posix() for path in docs.rglob("*.md")}
+    assert set(re.findall(r"(?<=[ :])[\w/-]+\.md$", navigation, re.MULTILINE)) == pages
+
+
 def test_readme_shows_what_a_newcomer_needs() -> None:
     readme = (REPOSITORY / "README.md").read_text(encoding="utf-8")
     for needed in (
