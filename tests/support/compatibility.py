@@ -314,18 +314,27 @@ def page() -> str:
 
 _HEAD = """# What goes with what
 
-Written by `tests/support/compatibility.py`, which runs each pair with small models; a test compares the two.
-`=`: the tokens are those of one rank, whatever they are, and the numbers of vectors within 1e-5. `~`: it
-runs; numbers are rounded so that sums over ranks, or over a token and its guesses, may end in another token
-where two are almost as likely. A number: refused before anything starts, with this text.
+This page says which feature works with which layout. `tests/support/compatibility.py` runs each pair with
+small models and writes the page; a test compares the two. A cell says what the run found:
 
-`pp`: stages, `tp`: ranks that share a stage, `depth`: plans issued ahead of the pipe (none where nothing is
-said), `dp`: pipelines side by side, `speculation`: by the text's own suffixes. Ranks are threads here, and of
-replicas both are run at the same time (one after the other where they share a store) and take the prompts in
-turn; one server before both is what `tests/pipeline/test_replicated.py` is about.
+- `=`: the tokens are those of one rank. The numbers of vectors are those of one rank within 1e-5.
+- `~`: it runs. Sums over ranks, or over a token and its guesses, are rounded. They may end in another token
+  where two are almost as likely.
+- A number: it is refused before anything starts, with the text that has this number below.
 
-What ranks do not see is left out, since it goes with every layout: streams, stop strings, tools and
-reasoning, `/v1/responses`, `echo`, sessions, priorities and the operations of administrators.
+The columns are layouts:
+
+- `pp`: stages
+- `tp`: ranks that share a stage
+- `depth`: plans issued ahead of the pipe; 0 where a column does not say
+- `dp`: pipelines side by side
+- `speculation`: guesses by the text's own suffixes
+
+Ranks are threads here. Two replicas run at the same time and take the prompts in turn. If they share a store,
+they run one after the other. `tests/pipeline/test_replicated.py` tests one server before both.
+
+Features that ranks do not see work with every layout, and are left out. These are streams, stop strings,
+tools and reasoning, `/v1/responses`, `echo`, sessions, priorities and the operations of administrators.
 """
 _REFUSED = "\nRefused:\n"
 

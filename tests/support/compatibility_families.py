@@ -39,9 +39,9 @@ GGUF_LAYOUTS: tuple[dict[str, Any], ...] = ({}, LAYOUTS["pp 2, tp 2"])
 TITLE = """
 ## Families
 
-Each family, text models within models of more than text among them, in float32 and in stages of the same
-size: `=` as above. The last column is its architecture in GGUF: such a file in floats gives the tokens of its
-checkpoint, on one rank and as `pp 2, tp 2`.
+Each family runs in float32 and in stages of the same size: `=` as above. Text models within models of more
+than text are included. The last column is the architecture in GGUF. Such a file in floats gives the tokens of
+its checkpoint, on one rank and as `pp 2, tp 2`.
 """
 
 
