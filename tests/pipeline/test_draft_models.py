@@ -187,7 +187,7 @@ def test_a_model_that_cannot_be_loaded_is_refused_at_the_start(tmp_path: Path) -
     shutil.copytree(model(), broken)
     (broken / "model.safetensors").chmod(0o600)
     write_raw_safetensors(broken / "model.safetensors", {}, b"")
-    with pytest.raises(PenstockError, match="the model that drafts"):
+    with pytest.raises(PenstockError, match="the draft model"):
         engine(speculative_config={"model": str(broken)})
 
 

@@ -298,7 +298,7 @@ def test_a_request_may_do_without(models: dict[bool, Path]) -> None:
 
 def test_a_model_without_the_layer_is_refused_by_name(tmp_path: Path) -> None:
     model = MODELS["v2"].make(tmp_path)
-    with pytest.raises(UsageError, match="DeepseekV2ForCausalLM has no layer that guesses") as caught:
+    with pytest.raises(UsageError, match="DeepseekV2ForCausalLM has no MTP layer") as caught:
         engine(model, speculative_method="mtp")
     assert caught.value.param == "speculative_method"
 

@@ -1,4 +1,4 @@
-"""What the configs declare of their settings, as a list, and configs from the settings that are given.
+"""The settings that the configs declare, as a list, and configs of the settings that a user gives.
 
 The command line, the settings file, the table in the docs and the arguments of `LLM` are derived from these
 lists. A struct lists its settings in the order in which `--help` shows them. A field without a `Setting`
@@ -53,7 +53,7 @@ class Declared:
 
     @property
     def flags(self) -> tuple[str, ...]:
-        """Every name of its flag; the first one without its dashes is its key in a settings file."""
+        """The names of its flag; the first one without its dashes is its key in a settings file."""
         return self.setting.names(self.name)
 
     @property
@@ -98,11 +98,11 @@ def flags_of_fields() -> Mapping[str, str]:
 
 
 def configured(config: type[AnyStruct], given: Mapping[str, Any], **parts: Any) -> AnyStruct:
-    """Return a config of the settings that are given; all others keep their defaults.
+    """Return a config with the given settings; all others keep their defaults.
 
     Args:
         given: what the command line has read, by the names of fields; of other configs too.
-        parts: fields that are no settings, or that are made of several.
+        parts: fields that are not settings, or that are made of several.
 
     Raises:
         UsageError: a setting is out of range.

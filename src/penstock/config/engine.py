@@ -87,7 +87,7 @@ def _require_known_class(name: str) -> None:
 
 
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Which model, and in which form.
+    """A model, and the form in which it is computed.
 
     Attributes:
         model: directory of a Hugging Face style checkpoint, GGUF file, `demo`, or name of a model here.
@@ -117,7 +117,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """How the model is cut, and where the parts run.
+    """The cut of the model into stages and ranks, and the place of each.
 
     Attributes:
         pipeline_parallel_size: number of stages P.
@@ -255,7 +255,7 @@ class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def max_async_depth(self) -> int:
-        """That there must be room for; `auto` takes 0 or 1."""
+        """The largest async depth that there must be room for; `auto` takes 0 or 1."""
         return 1 if self.async_depth == "auto" else self.async_depth
 
     @property
@@ -348,7 +348,7 @@ class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def depth(self) -> int:
-        """Plans in flight at most (rows D1, F2; S8); `auto` counts as on one host."""
+        """The most plans in flight (rows D1, F2; S8); `auto` counts as on one host."""
         return self.least_plans_in_flight if self.max_plans_in_flight == "auto" else self.max_plans_in_flight
 
 
@@ -437,7 +437,7 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Who runs, and how much at once.
+    """The limits of what runs and waits, and of the size of plans.
 
     Attributes:
         max_num_seqs: most requests that run at once.
@@ -515,7 +515,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything that an engine needs; the parts go to their owners.
+    """The whole configuration of an engine; each part goes to its owner.
 
     Attributes:
         cluster: the hosts that it runs on.
@@ -540,7 +540,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             self.cluster.require_joining()
 
     def with_partition(self, partition: str) -> EngineConfig:
-        """The same with other layers per stage."""
+        """Return this config with other layers per stage."""
         parallel = msgspec.structs.replace(self.parallel, partition=partition)
         return msgspec.structs.replace(self, parallel=parallel)
 

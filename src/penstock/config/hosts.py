@@ -22,7 +22,7 @@ _ADDRESS = re.compile(r"(?:\[(?P<six>[^\[\]]+)\]|(?P<name>[^\[\]:]+))(?::(?P<por
 
 
 class HostsConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Which hosts serve together, and how they know each other.
+    """The hosts that serve together, and the means by which they recognise each other.
 
     Attributes:
         hosts: number of hosts, including this one; all others run `penstock worker`.
@@ -120,5 +120,5 @@ def state_directory(given: str | os.PathLike[str] | None) -> Path:
 
 
 def head_directory(given: str | os.PathLike[str] | None) -> Path:
-    """Return where a head keeps its part of that: the identity of its cluster, and who may join it."""
+    """Return the directory in which a head keeps its cluster's identity, and the hosts that may join."""
     return state_directory(given) / "head"

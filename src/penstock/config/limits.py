@@ -159,7 +159,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GrammarLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """Bounds of structured output, of one request and of the work that all of them make before they run.
+    """The bounds of structured output: of one request, and of the work of all before they run.
 
     Attributes:
         max_schema_bytes: bytes of a JSON schema, regular expression or grammar, or of all choices together.
@@ -192,7 +192,7 @@ class GrammarLimits(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ConnectionLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """Bounds of connections, and of one of them; times in seconds.
+    """The bounds of all connections, and of each one; times in seconds.
 
     Attributes:
         max_connections: open connections; further connections get 503.

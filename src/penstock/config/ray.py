@@ -11,7 +11,7 @@ from penstock.errors import UsageError
 
 
 class RayOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How Ray places the workers of an engine.
+    """The options with which Ray places the workers of an engine.
 
     Attributes:
         placement: spread: each host on a node of its own; pack: on as few nodes as can be.

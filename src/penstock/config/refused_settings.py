@@ -29,7 +29,7 @@ def refuse_if_known(name: str) -> None:
 
 
 def refuse_replicas() -> NoReturn:
-    """An `LLM` has one pipeline."""
+    """Refuse several replicas: an `LLM` has one pipeline."""
     raise UsageError(
         "an LLM is one pipeline; data_parallel_size is for the server.",
         remedy="Use `penstock serve --dp`, or an LLM for each replica.",

@@ -226,5 +226,5 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def scheme(self) -> str:
-        """Of the server's URLs."""
+        """The scheme of the server's URLs."""
         return "https" if self.ssl_certfile else "http"

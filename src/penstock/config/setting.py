@@ -22,7 +22,7 @@ def as_given(value: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """How one field of a config is set from outside.
+    """The description of how one field of a config is set from outside.
 
     Attributes:
         group: page of `--help GROUP` that shows the flag.

@@ -1,4 +1,4 @@
-"""Speculation as it is configured: who guesses tokens, and how many at once."""
+"""The settings of speculation: what drafts tokens, and how many at once."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _EXAMPLE = """Give {"method": "suffix"}, for example."""
 
 
 class SpeculationConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Who guesses what requests say next, so that one step yields several tokens.
+    """The drafter of a request's next tokens, by which one step yields several.
 
     Attributes:
         speculative_method: draft with `suffix` (the text), `draft_model` or `mtp` (a layer); `off`; `auto`.
@@ -101,7 +101,7 @@ class SpeculationConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def method(self) -> SpeculativeMethod:
-        """Who guesses; a model that is named does. `auto`: the text itself, where that changes no token."""
+        """The drafter's method; a named model chooses it. `auto`: the text itself, where no token changes."""
         return "draft_model" if self.speculative_model is not None else self.speculative_method
 
     @property
@@ -110,20 +110,20 @@ class SpeculationConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def most_drafts(self) -> int:
-        """Guessed tokens of a row in one step at most."""
+        """The most draft tokens of a row in one step."""
         return self.num_speculative_tokens if self.is_on else 0
 
 
 def with_speculative_config(
     config: SpeculationConfig, given: str | Mapping[str, Any] | None
 ) -> SpeculationConfig:
-    """Return the config with what vLLM's object says of it.
+    """Return the config with the settings of vLLM's object.
 
     Args:
         given: the object, or JSON of it; None leaves the config as it is.
 
     Raises:
-        UsageError: it is no such object, or asks for what is not built; names the field.
+        UsageError: it is not such an object, or asks for an unsupported feature; names the field.
     """
     if given is None:
         return config

@@ -43,7 +43,7 @@ class _Topology(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def with_topology(parallel: ParallelConfig, path: str | os.PathLike[str]) -> ParallelConfig:
-    """The settings with the stages of a file.
+    """Return the settings with the stages of a file.
 
     Raises:
         UsageError: the file cannot be read, does not add up, or a setting that it stands for is given too.
