@@ -195,7 +195,7 @@ def test_r15_a_host_that_came_back_serves_again_from_the_next_epoch_on(
     wait_until(lambda: len(engine.own_stages) == 2, WAIT_S)
     assert tokens(engine.llm) == expected[0]
     desk = engine.start_worker("desk")
-    wait_until(lambda: "desk may take stages when the next epoch begins" in caplog.text, WAIT_S)
+    wait_until(lambda: "desk can take stages from the next epoch on" in caplog.text, WAIT_S)
     engine.own_stages[0].kill()
     wait_until(lambda: len(desk.stages) == 1, WAIT_S)
     assert tokens(engine.llm) == expected[0]
@@ -214,7 +214,7 @@ def test_r15_where_the_others_cannot_take_over_the_error_names_the_host_and_the_
         desk.kill()
     (error,) = came
     assert isinstance(error, HostMissingError)
-    assert error.message.startswith("the pipeline waits for the host desk (stage 1);  ")
+    assert error.message.startswith("the pipeline waits for the host desk (stage 1); ")
     assert "on desk again" in error.remedy
     with pytest.raises(UnavailableError, match=r"the pipeline waits for the host desk .* on desk again"):
         tokens(engine.llm)

@@ -91,7 +91,7 @@ def test_r15_a_pulled_cable_costs_a_pause_and_no_token_and_the_host_comes_back(t
         assert "without desk: stage 1 goes to" in served.log("head")
         wait_until(lambda: served.stage_hosts() == [served.stage_hosts()[0]] * 2, WAIT_S)
         other.link.plug()
-        wait_until(lambda: "desk may take stages" in served.log("head"), WAIT_S)
+        wait_until(lambda: "desk can take stages" in served.log("head"), WAIT_S)
         assert served.answer() == expected
 
 
@@ -104,5 +104,5 @@ def test_r15_packets_that_are_lost_one_way_cost_a_pause_and_no_token(tmp_path: P
         assert served.answer(lambda: other.link.set_loss(1.0, which)) == expected
         assert "without desk: stage 1 goes to" in served.log("head")
         other.link.set_loss(0.0, which)
-        wait_until(lambda: "desk may take stages" in served.log("head"), WAIT_S)
+        wait_until(lambda: "desk can take stages" in served.log("head"), WAIT_S)
         assert served.answer() == expected

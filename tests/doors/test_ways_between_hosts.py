@@ -132,7 +132,7 @@ def test_g1_the_faster_cable_is_used_and_left_when_it_is_pulled(two_hosts: TwoHo
     assert (link["hosts"], link["interfaces"]) == (["desk", "tower"], ["eth1", "eth1"])
     two_hosts.desk.links[1].pull()
     two_hosts.await_said("head", "links between desk and tower use eth0")
-    two_hosts.await_said("head", "The best path to the other host fails (an interface has no")
+    two_hosts.await_said("head", "The best path to the other host fails (an interface has lost")
     assert two_hosts.ask() == 6
     wait_until(lambda: two_hosts.info()["links"][0]["interfaces"] == ["eth0", "eth0"], WAIT_S)
     wait_until(lambda: len(two_hosts.info()["clocks"]) == 2, WAIT_S)

@@ -57,7 +57,7 @@ from penstock.scheduler.scheduler import Scheduler
 
 GUARD_S = 60.0  # against a hang; nothing takes nearly as long
 STEP_S = 0.02
-_SAYS_WHEN = r"step \d|\(epoch, step[^)]*\) \(\d|waited for a plan|epoch \d+ was over"
+_SAYS_WHEN = r"step \d|\(epoch, step[^)]*\) \(\d|waited for a plan|epoch \d+ ended before"
 TYPED = {"StageLostError", "WaitTimeoutError", "LinkClosedError", "ProtocolError"}
 Inbox = queue.SimpleQueue[RankConnections | None]
 Wrap = Callable[[int, int, RankConnections], RankConnections]  # epoch, stage, its connections
