@@ -38,7 +38,12 @@ class BlockRows:
         return len(self.q)
 
     def cut(self, rows: slice | Tensor, columns: Share | None) -> BlockRows:
-        """Return some rows, and some or all of their columns, which must be whole records."""
+        """Return some rows, and some or all of their columns, which must be whole records.
+
+        Args:
+            rows: a slice, or [num_rows] int64 indices.
+            columns: inputs, not records; None: all.
+        """
         inputs, group = self.format.inputs, self.format.group
         if columns is not None:
             assert columns.start % inputs == columns.end % inputs == 0, (columns, self.format.name)

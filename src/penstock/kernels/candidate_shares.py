@@ -44,7 +44,16 @@ def _bias_of_share(bias: SparseBias, ids: Share) -> SparseBias:
 
 
 def merged(own: HeadOutput, request: HeadRequest, ids: Share, group: TensorGroup) -> HeadOutput:
-    """Return the answer for all ids from this rank's answer for its own; all ranks get the same."""
+    """Return the answer for all ids from this rank's answer for its own; all ranks get the same.
+
+    Args:
+        own: candidates [num_rows, width], with ids from 0 on; logits [num_wanting, ids.size].
+        ids: those of this rank.
+
+    Returns:
+        Candidates [num_rows, most candidates of a row] with ids of the whole vocabulary; logits
+        [num_wanting, ids.whole].
+    """
     own_candidates = own.candidates
     all_values, all_ids, all_finite = [], [], []
     for part in group.all_gather(_packed(own_candidates, ids)):

@@ -34,7 +34,11 @@ class LogitCurve:
     soft_cap: float = 0.0
 
     def of(self, products: Tensor) -> Tensor:
-        """Return logits, float32; where products are not finite, they are not finite either."""
+        """Return logits, float32; where products are not finite, they are not finite either.
+
+        Args:
+            products: of any shape, which the logits have too.
+        """
         logits = products.float()
         if self.multiplier != 1.0:
             logits = logits * self.multiplier
@@ -128,7 +132,15 @@ def candidates_of(logits: Tensor, request: HeadRequest) -> Candidates:
 
 
 def rows_of(logits: Tensor, rows: NDArray[np.int64]) -> Tensor:
-    """Return some rows, given in rising order; `logits` itself if those are all."""
+    """Return some rows, given in rising order; `logits` itself if those are all.
+
+    Args:
+        logits: [num_rows, vocab].
+        rows: [num_selected].
+
+    Returns:
+        [num_selected, vocab].
+    """
     return logits if len(rows) == len(logits) else logits[torch.from_numpy(rows)]
 
 

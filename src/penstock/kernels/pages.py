@@ -48,7 +48,10 @@ def zero_pages(num_bytes: int, purpose: str, remedy: str) -> Tensor:
 
 
 def shared_pages(num_bytes: int, purpose: str, remedy: str) -> Tensor:
-    """Return `zero_pages`, but small ones share a mapping; it goes back to the system when all is free."""
+    """Return uint8 [num_bytes] as `zero_pages`, but small ones share a mapping.
+
+    The mapping goes back to the system when all of them are free.
+    """
     piece = _shared.take(num_bytes) if num_bytes <= _SHARED // 4 else None
     return zero_pages(num_bytes, purpose, remedy) if piece is None else piece
 

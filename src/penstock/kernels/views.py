@@ -42,5 +42,9 @@ class KeptViews(Generic[K, V]):
 
 
 def words_of(values: NDArray[np.int64]) -> memoryview[int]:
-    """Return the numbers of a contiguous array, one after the other, to be read and written without numpy."""
+    """Return the numbers of a contiguous array, one after the other, to be read and written without numpy.
+
+    Args:
+        values: of any shape.
+    """
     return values.reshape(-1).data.cast("B").cast("q")

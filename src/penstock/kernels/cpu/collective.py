@@ -68,6 +68,7 @@ class SharedGroup(Rehearsed):
         return self._state.spent_ns, self._state.waited_ns
 
     def all_reduce(self, x: Tensor) -> Tensor:
+        """Replace x [num_tokens, width], which must be contiguous, by the sum of all ranks' x; return it."""
         self._kernels.all_reduce(x, self._state)
         self.check()
         return x
@@ -83,6 +84,7 @@ class SharedGroup(Rehearsed):
             self._state.outcome = 0
 
     def all_gather(self, x: Tensor) -> list[Tensor]:
+        """Return all ranks' x, in their order: each of the shape of `x`, which may be any."""
         x = x.contiguous()
         if self.is_rehearsing:
             return [x.clone() for _ in range(self.size)]

@@ -209,8 +209,12 @@ class CpuKernels:
         """Return the result of `linear` with a quantised weight.
 
         Args:
+            x: [num_tokens, in_size], each row contiguous.
             product: everything about weight and bias; x, y and scratch are filled in here.
             token_bytes: bytes of scratch (`penstock_quantized_sizes`, `penstock_block_token_bytes`).
+
+        Returns:
+            [num_tokens, out_size], half as wide if gated.
         """
         assert _has_contiguous_rows(x)
         y = self._output(x, product.out_size // 2 if product.gated else product.out_size)
@@ -392,7 +396,13 @@ class CpuKernels:
         step: abi.Step,
         turning: Turning = HALVES,
     ) -> None:
-        """Rotate the queries of `qkv` in place; store keys, rotated, and values in their slots of `kv`."""
+        """Rotate the queries of `qkv` in place; store keys, rotated, and values in their slots of `kv`.
+
+        Args:
+            qkv: [num_tokens, (num_heads + 2 num_kv_heads) head_dim], not rotated.
+            angles: as `rope_angles` returns them.
+            kv: uint8 [num_blocks * block_bytes], the blocks of a layer.
+        """
         args = abi.RopeStoreArgs(
             qkv=qkv.data_ptr(),
             angles=angles.data_ptr(),
@@ -411,7 +421,12 @@ class CpuKernels:
     def attention(
         self, qkv: Tensor, kv: Tensor, shape: HeadShape, sight: Sight, block_size: int, step: abi.Step
     ) -> Tensor:
-        """Return the causal attention of the step's queries: [num_tokens, num_heads * head_dim]."""
+        """Return the causal attention of the step's queries: [num_tokens, num_heads * head_dim].
+
+        Args:
+            qkv: [num_tokens, (num_heads + 2 num_kv_heads) head_dim] of which the queries are rotated.
+            kv: uint8 [num_blocks * block_bytes], where `rope_store` has stored the step's keys and values.
+        """
         y = self._output(qkv, shape.query_size)
         args = _attention_args(qkv, kv, shape, sight, block_size)
         args.y = y.data_ptr()
@@ -431,6 +446,13 @@ class CpuKernels:
         """Return `attention` over some segments of the rows' contexts, unfinished and without sinks.
 
         Blocks of other segments are not read: their entries in the block tables may be anything.
+
+        Args:
+            qkv, kv: as for `attention`, behind `rope_store`.
+            segments: numbers of segments, counted from position 0 on.
+
+        Returns:
+            Parts whose values are [len(segments), num_tokens, num_heads, head_dim].
         """
         assert self._tape is None
         assert segments.step == 1
@@ -499,11 +521,21 @@ class CpuKernels:
         return y
 
     def gather_quantized(self, ids: Tensor, args: abi.QuantizedGatherArgs, dtype: torch.dtype) -> Tensor:
-        """Return rows `ids` of a quantised matrix, dequantised; `args` says everything but y."""
+        """Return rows `ids` of a quantised matrix, dequantised: [num_tokens, in_size] of `dtype`.
+
+        Args:
+            ids: [num_tokens] int64.
+            args: everything but y and its dtype.
+        """
         return self._gather_numbers("penstock_gather_quantized", ids, args, dtype)
 
     def gather_blocks(self, ids: Tensor, args: abi.QuantizedGatherArgs, dtype: torch.dtype) -> Tensor:
-        """Return rows `ids` of a matrix in block formats, dequantised; `args` says everything but y."""
+        """Return rows `ids` of a matrix in block formats, dequantised: [num_tokens, in_size] of `dtype`.
+
+        Args:
+            ids: [num_tokens] int64.
+            args: everything but y and its dtype.
+        """
         return self._gather_numbers("penstock_gather_blocks", ids, args, dtype)
 
     def _gather_numbers(
