@@ -14,7 +14,10 @@ def silu_and_multiply(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def gate_and_multiply(gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
-    """Return activation(gate) * up; gelu by its approximation with tanh (arXiv 1606.08415)."""
+    """Return activation(gate) * up: two [..., size] -> [..., size].
+
+    Gelu is approximated with tanh (arXiv 1606.08415).
+    """
     if activation == "silu":
         return silu_and_multiply(gate, up)
     return F.gelu(gate, approximate="tanh").mul_(up)

@@ -52,6 +52,7 @@ class Expert(nn.Module):
         return linear
 
     def forward(self, x: Tensor) -> Tensor:
+        """Run the expert: [num_tokens, hidden_size] -> the same, of this rank's columns alone."""
         return self.down.product(self.gate_up_proj(x))
 
 
@@ -158,7 +159,15 @@ class RoutedExperts(nn.Module):
         return self.sum_one_by_one(x, logits)
 
     def sum_one_by_one(self, x: Tensor, logits: Tensor) -> Tensor:
-        """Return the same as `sum`, computed in torch expert by expert."""
+        """Return the same as `sum`, computed in torch expert by expert.
+
+        Args:
+            x: [num_tokens, hidden_size].
+            logits: [num_tokens, num_experts], and one column more if the shared expert has a gate.
+
+        Returns:
+            [num_tokens, hidden_size], summed in float32 and rounded to the dtype of `x`.
+        """
         weights, chosen = self._choice(logits)
         total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
         for index in range(self._own.start, self._own.end):

@@ -43,6 +43,7 @@ class HeadMatrices(nn.Module):
         return self._to_latent.nbytes + self._to_value.nbytes
 
     def put(self, first_row: int, rows: Tensor, role: int) -> None:
+        """Put rows [first_row, first_row + n) of all heads: [n, rank]; `role` is `PLAIN`."""
         assert role == PLAIN
         assert self._rows is not None, "the matrices are finished"
         self._rows[first_row : first_row + len(rows)] = rows

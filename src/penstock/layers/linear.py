@@ -56,11 +56,19 @@ class Linear(nn.Module):
         self._group = compute.group
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return y: [num_tokens, inputs of this rank] -> [num_tokens, out_size], summed over the ranks."""
         y = self.product(x)
         return y if self._in_share.is_whole else self._group.all_reduce(y)
 
     def product(self, x: Tensor) -> Tensor:
-        """Return y for the inputs that this rank has, not summed over the ranks."""
+        """Return y for the inputs that this rank has, not summed over the ranks.
+
+        Args:
+            x: [num_tokens, inputs of this rank].
+
+        Returns:
+            [num_tokens, out_size]; half as wide if the weight is a gated `Matrix`.
+        """
         # Of ranks whose results are summed each holds the bias, and the first adds it.
         bias = self.bias if self._in_share.start == 0 else None
         if isinstance(self.weight, Matrix):
@@ -122,7 +130,7 @@ class FusedLinear(Linear):
         return PLAIN
 
     def split(self, output: Tensor) -> tuple[Tensor, ...]:
-        """Return views of the parts of a result of `forward`."""
+        """Return views of the parts of a result of `forward`: [..., sum of out_sizes] -> [..., size] each."""
         return torch.split(output, self.out_sizes, dim=-1)
 
     def shares(self, part: str, rows: int) -> tuple[Share, Share]:
@@ -166,6 +174,7 @@ class GatedLinear(FusedLinear):
         return GATE if part == self._gate_name else UP
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return activation(gate) * up: [num_tokens, in_size] -> [num_tokens, outputs of one projection]."""
         output = super().forward(x)
         if isinstance(self.weight, Matrix):
             return output

@@ -179,7 +179,11 @@ class RoundingMatrix(Matrix):
 
     @abstractmethod
     def product(self, bias: Tensor | None = None) -> abi.QuantizedLinearArgs:
-        """Return this weight for a kernel that brings the rest itself."""
+        """Return this weight for a kernel that brings the rest itself.
+
+        Args:
+            bias: [out_size], which the caller must keep alive; None: there is none.
+        """
 
     def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
         return self._kernels.quantized_linear(x, self.product(bias), self._token_bytes)
@@ -235,7 +239,12 @@ class QuantizedMatrix(RoundingMatrix):
         self.put_quantized(first_row, quantize_rows(rows, self._format.bits, self._format.group_size), role)
 
     def put_columns(self, first_row: int, rows: Tensor, columns: Share, role: int) -> None:
-        """Put some columns of rows that are quantised as a whole."""
+        """Put some columns of rows that are quantised as a whole.
+
+        Args:
+            rows: [n, columns.whole], not quantised.
+            columns: those of this matrix, in_size in number.
+        """
         quantized = quantize_rows(rows, self._format.bits, self._format.group_size)
         self.put_quantized(first_row, quantized.cut(slice(None), columns), role)
 
@@ -360,7 +369,12 @@ class RoundedMatrix(Matrix):
         self.put_quantized(first_row, quantize_rows(rows, self._format.bits, self._format.group_size), role)
 
     def put_columns(self, first_row: int, rows: Tensor, columns: Share, role: int) -> None:
-        """Put some columns of rows that are quantised as a whole."""
+        """Put some columns of rows that are quantised as a whole.
+
+        Args:
+            rows: [n, columns.whole], not quantised.
+            columns: those of this matrix, in_size in number.
+        """
         quantized = quantize_rows(rows, self._format.bits, self._format.group_size)
         self.put_quantized(first_row, quantized.cut(slice(None), columns), role)
 

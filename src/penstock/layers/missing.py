@@ -72,4 +72,5 @@ class NotHere(nn.Module):
         self._zero = torch.zeros((), dtype=compute.dtype, device=compute.device)
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Return zeros, [1, num_tokens, width] in one number's memory, whatever the arguments."""
         return self._zero.expand(1, self._track.running.num_tokens, self._width)

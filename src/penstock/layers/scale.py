@@ -25,10 +25,10 @@ class Scale:
 
 
 def unchanged(x: Tensor) -> Tensor:
-    """Return x as it is."""
+    """Return x as it is, of any shape."""
     return x
 
 
 def scale_by(factor: float, compute: Compute) -> Callable[[Tensor], Tensor]:
-    """Return `Scale`, or `unchanged` for a factor of 1."""
+    """Return `Scale`, or `unchanged` for a factor of 1: [num_tokens, size] -> the same."""
     return unchanged if factor == 1.0 else Scale(factor, compute=compute)
