@@ -70,7 +70,11 @@ AnyKV = LayerKV | BlockKV | LatentKV
 
 
 def kv_tensors(kv: AnyKV) -> list[Tensor]:
-    """Return the memory of one layer's storage; each tensor has all blocks, one behind the other."""
+    """Return the memory of one layer's storage; each tensor has all blocks, one behind the other.
+
+    They have the shapes of `LayerKV`, `BlockKV` or `LatentKV`: [num_slots, ...], or uint8
+    [num_blocks * block_bytes].
+    """
     return [getattr(kv, field.name) for field in fields(kv)]
 
 
@@ -94,7 +98,7 @@ class PrefillRow:
     visible: Tensor | None  # [end - start, context] bool; None: the row starts here, plainly causal
 
     def sight(self) -> Tensor:
-        """Return `visible`, or what it stands for where it is None."""
+        """Return `visible`, or what it stands for where it is None: [end - start, context] bool."""
         if self.visible is not None:
             return self.visible
         size = len(self.slots)
