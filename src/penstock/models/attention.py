@@ -62,6 +62,12 @@ class Attention(nn.Module):
     def forward(
         self, hidden_states: Tensor, angles: Angles, kv: AnyKV, metadata: AttentionMetadata
     ) -> Tensor:
+        """Attend: [num_tokens, hidden_size] -> the same, summed over the ranks.
+
+        Args:
+            angles: from `Rotation.angles`, at the step's positions.
+            kv: this layer's storage; the step's keys and values are written to it.
+        """
         qkv = self._norm_heads(self.qkv_proj(hidden_states))
         attended = self.backend.attend(qkv, angles[self._rope], kv, metadata, self._sight)
         output: Tensor = self.o_proj(attended)

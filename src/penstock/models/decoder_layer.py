@@ -56,6 +56,7 @@ class GatedMLP(nn.Module):
         )
 
     def forward(self, hidden_states: Tensor) -> Tensor:
+        """Run the MLP: [num_tokens, hidden_size] -> the same, summed over the ranks."""
         output: Tensor = self.down_proj(self.gate_up_proj(hidden_states))
         return output
 
@@ -93,6 +94,17 @@ class DecoderLayer(nn.Module):
         kv: AnyKV,
         metadata: AttentionMetadata,
     ) -> tuple[Tensor, Tensor]:
+        """Run the layer; return its branch, which is not added yet, and the residual stream.
+
+        Args:
+            hidden_states: [num_tokens, hidden_size], the branch of the layer before.
+            residual: [num_tokens, hidden_size], the stream to which it is added; may be overwritten.
+            angles: from `Rotation.angles`, at the step's positions.
+            kv: this layer's storage.
+
+        Returns:
+            Two [num_tokens, hidden_size].
+        """
         before_attention, before_mlp = self._before
         after_attention, after_mlp = self._after
         hidden_states, residual = before_attention(hidden_states, residual)

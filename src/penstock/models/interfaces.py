@@ -30,7 +30,9 @@ class SupportsPP(Protocol):
     supports_pp: ClassVar[Literal[True]]
     make_empty_intermediate_tensors: Callable[[int], IntermediateTensors]
 
-    def embed(self, input_ids: Tensor) -> IntermediateTensors: ...
+    def embed(self, input_ids: Tensor) -> IntermediateTensors:
+        """Return the input of the first layer for `input_ids`, [num_tokens] int64."""
+        ...
 
     def forward(
         self,
@@ -40,7 +42,13 @@ class SupportsPP(Protocol):
         metadata: AttentionMetadata,
         before_layer: BeforeLayer | None = None,
     ) -> IntermediateTensors:
-        """Run the own layers. `before_layer` is called before each, if it is there."""
+        """Run the own layers. `before_layer` is called before each, if it is there.
+
+        Args:
+            tensors: [num_tokens, hidden] each, from `embed` or from the stage before.
+            positions: [num_tokens] int64.
+            kv: storage of the own layers, in order.
+        """
         ...
 
     def final_states(self, tensors: IntermediateTensors, indices: Tensor) -> Tensor:
@@ -51,11 +59,15 @@ class SupportsPP(Protocol):
         """
         ...
 
-    def compute_logits(self, tensors: IntermediateTensors, indices: Tensor) -> Tensor: ...
+    def compute_logits(self, tensors: IntermediateTensors, indices: Tensor) -> Tensor:
+        """Return logits [n, vocab] float32 after the tokens `indices` ([n] int64, rising)."""
+        ...
 
     def compute_candidates(
         self, tensors: IntermediateTensors, indices: Tensor, request: HeadRequest
-    ) -> HeadOutput: ...
+    ) -> HeadOutput:
+        """Return what sampling asks of the logits after the tokens `indices` ([n] int64, rising)."""
+        ...
 
 
 def supports_pp(model_class: type) -> bool:

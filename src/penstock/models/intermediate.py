@@ -49,10 +49,14 @@ class IntermediateTensors:
         return f"IntermediateTensors({shapes})"
 
     def items(self) -> ItemsView[str, Tensor]:
+        """Return the names, each with its tensor, [num_tokens, hidden]."""
         return self.tensors.items()
 
     def empty_like(self) -> IntermediateTensors:
-        """Return tensors of the same names, shapes, dtypes and devices, uninitialised."""
+        """Return new tensors of the same names, shapes ([num_tokens, hidden]), dtypes and devices.
+
+        Their contents are not initialised.
+        """
         return IntermediateTensors({name: torch.empty_like(t) for name, t in self.tensors.items()})
 
 
@@ -75,7 +79,10 @@ class StreamStart:
 def make_empty_intermediate_tensors_factory(
     hidden_size: int, *, dtype: torch.dtype, device: torch.device
 ) -> Callable[[int], IntermediateTensors]:
-    """Return a function from a number of tokens to zeroed tensors such as a stage receives (row A9)."""
+    """Return a function from a number of tokens to zeroed tensors such as a stage receives (row A9).
+
+    Each of them is [num_tokens, hidden_size].
+    """
 
     def make_empty(num_tokens: int) -> IntermediateTensors:
         shape = (num_tokens, hidden_size)

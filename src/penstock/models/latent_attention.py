@@ -98,6 +98,12 @@ class LatentAttention(nn.Module):
     def forward(
         self, hidden_states: Tensor, angles: Angles, kv: AnyKV, metadata: AttentionMetadata
     ) -> Tensor:
+        """Attend: [num_tokens, hidden_size] -> the same, summed over the ranks.
+
+        Args:
+            angles: from `Rotation.angles`, at the step's positions.
+            kv: this layer's storage; the step's latent keys are written to it.
+        """
         queries_and_key = torch.cat((self._queries(hidden_states), self._key(hidden_states)), dim=-1)
         attended = self.backend.attend(queries_and_key, angles[0], kv, metadata, self._sight)
         output: Tensor = self.o_proj(self.kv_b_proj.values(attended))

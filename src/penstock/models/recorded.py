@@ -138,7 +138,7 @@ class RecordedForward:
         return output
 
     def is_newest(self, hidden_states: Tensor) -> bool:
-        """Return whether these are the hidden states that `forward` has returned last."""
+        """Return whether these are the hidden states, [num_tokens, hidden], that `forward` returned last."""
         return hidden_states is self._newest
 
     def normed(self, indices: Tensor) -> Tensor:
@@ -167,7 +167,7 @@ class StepMemory:
         self._views: KeptViews[int, list[Tensor]] = KeptViews(self._first)
 
     def of(self, num_rows: int) -> list[Tensor]:
-        """Return the first `num_rows` rows of each."""
+        """Return the first `num_rows` rows of each: [num_rows, ...], the same views for the same number."""
         return self._views.of(num_rows)
 
     def _first(self, num_rows: int) -> list[Tensor]:

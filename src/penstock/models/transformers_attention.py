@@ -95,6 +95,13 @@ def attend(
 ) -> tuple[Tensor, None]:
     """Attend as transformers calls it: return the result of `Passage.attend`, and no weights.
 
+    Args:
+        query: [1, num_heads, num_tokens, head_dim], rotated.
+        key, value: [1, num_kv_heads, num_tokens, head_dim], the key rotated.
+
+    Returns:
+        [1, num_tokens, num_heads, head_dim], and None.
+
     Raises:
         UnsupportedModelError: it is to look at keys in a way that is not built.
     """

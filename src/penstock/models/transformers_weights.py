@@ -159,7 +159,8 @@ def checkpoint_weights(
     """Yield names in the checkpoint, and the memory that each is to fill.
 
     Args:
-        weights: by their names in the model. Several names may have the same weight, if it is tied.
+        weights: by their names in the model, of any shape. Several names may have the same weight, if it is
+            tied.
         sources: from `sources_of`.
 
     Raises:
