@@ -75,12 +75,18 @@ class NoGrammars:
         It waits for masks that are being made.
 
         Args:
-            rows: rows of the samples: one that brings drafts once for itself and once for each of them.
+            rows: [len(request)] rows of the samples: one that brings drafts once for itself and once for each
+                of them.
         """
         return request
 
     def reach(self, rows: NDArray[np.int64], num_drafts: Sequence[int]) -> Sequence[int]:
-        """Return how many drafts of each row may be accepted: no mask could be made behind the others."""
+        """Return how many drafts of each row may be accepted: no mask could be made behind the others.
+
+        Args:
+            rows: [num_rows].
+            num_drafts: [num_rows] drafts that each brings; the result is of the same length.
+        """
         return num_drafts
 
     def accept(self, rows: NDArray[np.int64], token_ids: Sequence[Sequence[int]]) -> None:

@@ -117,7 +117,11 @@ class SamplingRows:
         return replace(batch, head=replace(batch.head, bias=bias, allowed=allowed))
 
     def bare(self, rows: NDArray[np.int64]) -> SamplingBatch:
-        """Return the parameters of `rows` without log-probabilities and what depends on their texts."""
+        """Return the parameters of `rows` without log-probabilities and what depends on their texts.
+
+        Args:
+            rows: [num_rows] int64.
+        """
         batch = self._gather(rows)
         head = replace(batch.head, wants_logits=batch.head.num_candidates == 0)
         return replace(batch, head=head, num_logprobs=np.full(len(rows), -1, dtype=np.int64))

@@ -27,7 +27,7 @@ class Limits:
     min_p: NDArray[np.float64]  # [num_rows]
 
     def of(self, rows: NDArray[np.int64]) -> Limits:
-        """Return the limits of some of the rows."""
+        """Return the limits of some of the rows, whose numbers are [num_selected] int64."""
         return Limits(top_k=self.top_k[rows], top_p=self.top_p[rows], min_p=self.min_p[rows])
 
 
