@@ -80,7 +80,10 @@ class RowSink(Protocol):
     dtype: torch.dtype
     nbytes: int
 
-    def put(self, first_row: int, rows: Tensor, role: int) -> None: ...
+    def put(self, first_row: int, rows: Tensor, role: int) -> None:
+        """Put rows [first_row, first_row + n) of the plain, gate or up part: [n, in_size] of `dtype`."""
+        ...
+
     def finish(self) -> None: ...
 
 
@@ -88,8 +91,13 @@ class RowSink(Protocol):
 class QuantizedSink(RowSink, Protocol):
     """A weight that takes rows which are quantised already, or quantises them."""
 
-    def put_quantized(self, first_row: int, rows: QuantizedRows, role: int) -> None: ...
-    def put_columns(self, first_row: int, rows: Tensor, columns: Share, role: int) -> None: ...
+    def put_quantized(self, first_row: int, rows: QuantizedRows, role: int) -> None:
+        """Put rows [first_row, first_row + n) of the plain, gate or up part, with q of [n, in_size]."""
+        ...
+
+    def put_columns(self, first_row: int, rows: Tensor, columns: Share, role: int) -> None:
+        """Put some columns of rows that are quantised here as a whole: [n, columns.whole]."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,7 +127,11 @@ class TensorSlot:
         return self.columns
 
     def put(self, first_row: int, rows: Tensor) -> None:
-        """Put rows of a weight, converted to its dtype."""
+        """Put rows [first_row, first_row + n) of a weight, converted to its dtype.
+
+        Args:
+            rows: [n, ...], with the other dimensions of `target`.
+        """
         self.target[first_row : first_row + len(rows)] = rows
 
 
@@ -153,7 +165,11 @@ class RowSlot:
         return None if isinstance(self.sink, QuantizedSink) else self.columns
 
     def put(self, first_row: int, rows: Tensor) -> None:
-        """Put rows from `first_row` of the tensor on, of the sink's dtype."""
+        """Put rows from `first_row` of the tensor on, of the sink's dtype.
+
+        Args:
+            rows: [n, columns], where the columns are those of `read_columns`, or all.
+        """
         if self.columns is not None and isinstance(self.sink, QuantizedSink):
             self.sink.put_columns(self.first_row + first_row, rows, self.columns, self.role)
         else:

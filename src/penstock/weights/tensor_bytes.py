@@ -31,7 +31,7 @@ TORCH_DTYPES = {
 
 
 def read_tensor(entry: TensorEntry, digests: ReadDigests) -> Tensor:
-    """Read a tensor in its own dtype and shape, and digest its bytes.
+    """Read a tensor in its own dtype and shape, which may be any, and digest its bytes.
 
     Raises `CheckpointError` if the file ends too early, `ModelChangedError` as `ReadDigests` says.
     """
