@@ -42,7 +42,7 @@ class InputBuffer:
         """Copy values that come in parts, one behind the other, to the device; return a view.
 
         Args:
-            shape: of the view; as many values as all parts together have.
+            shape: of the view, int64; as many values as all parts together have.
         """
         at, size = 0, math.prod(shape)
         assert size <= len(self._words), "the plan is larger than the buffers of the rank"

@@ -106,17 +106,21 @@ class ModelRunner:
         return batch
 
     def embed(self, batch: ForwardBatch) -> IntermediateTensors:
-        """Return the input of the first layer. First stage only."""
+        """Return the input of the first layer, [num_tokens, hidden]. First stage only."""
         return self._model.embed(input_ids(batch, self.rows, self._buffers.for_step(batch.plan.step_id)))
 
     def forward(
         self, tensors: IntermediateTensors, batch: ForwardBatch, before_layer: BeforeLayer | None = None
     ) -> IntermediateTensors:
-        """Run the own layers over the step's tokens and store their keys and values."""
+        """Run the own layers over the step's tokens and store their keys and values.
+
+        Args:
+            tensors: [num_tokens, hidden] each; the result has as many.
+        """
         return self._model.forward(tensors, batch.positions, self._kv, batch.metadata, before_layer)
 
     def skip(self, tensors: IntermediateTensors, batch: ForwardBatch) -> IntermediateTensors:
-        """Pass on what need not be computed, once it has come."""
+        """Pass on what need not be computed, [num_tokens, hidden], once it has come."""
         tensors["hidden_states"]  # what is under way has come when it is read
         return tensors
 
@@ -124,6 +128,9 @@ class ModelRunner:
         """Sample the plan's need-sampled rows, write the ids to the row table, and gather the pooled rows.
 
         Last stage only.
+
+        Args:
+            tensors: the result of `forward` for this step, [num_tokens, hidden].
         """
         plan = batch.plan
         if batch.is_void:
@@ -182,6 +189,9 @@ class ModelRunner:
         """Return the result with the scores of the prompt tokens that the plan names. Last stage only.
 
         No token is scored twice: a row is sampled behind the last token of its prompt, which scores none.
+
+        Args:
+            tensors: those that were sampled from, [num_tokens, hidden].
         """
 
         def head(indices: Tensor, request: HeadRequest) -> HeadOutput:
@@ -193,7 +203,11 @@ class ModelRunner:
     def with_guesses(
         self, result: StepResult, tensors: IntermediateTensors, batch: ForwardBatch
     ) -> StepResult:
-        """Return the result with the MTP layer's guesses (`ScheduledBatch.mtp`). Last stage only."""
+        """Return the result with the MTP layer's guesses (`ScheduledBatch.mtp`). Last stage only.
+
+        Args:
+            tensors: those that were sampled from, [num_tokens, hidden].
+        """
         if batch.is_void:
             return result
         return msgspec.structs.replace(result, guesses=self.guesser.guesses(tensors, batch, result))

@@ -40,11 +40,21 @@ from penstock.sample.sampling_rows import SamplingRows
 class GuessingModel(SupportsPP, Protocol):
     """A model with an MTP layer (`models.decoder.Decoder`)."""
 
-    def candidates(self, states: Tensor, request: HeadRequest) -> HeadOutput: ...
+    def candidates(self, states: Tensor, request: HeadRequest) -> HeadOutput:
+        """Return what sampling asks of the logits of normed states, [num_rows, hidden]."""
+        ...
 
     def guess(
         self, states: Tensor, next_ids: Tensor, positions: Tensor, kv: AnyKV, metadata: AttentionMetadata
-    ) -> Tensor: ...
+    ) -> Tensor:
+        """Return states from which the head guesses the token behind the next one: [num_tokens, hidden].
+
+        Args:
+            states: [num_tokens, hidden], behind the final norm, or the result of this; used up.
+            next_ids: [num_tokens] int64, the token that follows each.
+            positions: [num_tokens] int64.
+        """
+        ...
 
 
 class NoGuesser:
@@ -60,16 +70,23 @@ class NoGuesser:
         """Note a step that is about to run."""
 
     def prepare(self, plan: ScheduledBatch, tensors: IntermediateTensors) -> None:
-        """Add what `states_of` returns, once the layers have run and before their states are read."""
+        """Add what `states_of` returns, [num_tokens, hidden].
+
+        It is called once the layers have run, and before their states are read.
+        """
 
     def candidates(self, states: Tensor, request: HeadRequest) -> HeadOutput:
-        """Return what `request` asks of the logits behind some of these states."""
+        """Return what `request` asks of the logits behind some of these states, [num_rows, hidden]."""
         raise AssertionError("nothing was prepared")
 
     def guesses(
         self, tensors: IntermediateTensors, batch: ForwardBatch, result: StepResult
     ) -> dict[int, list[int]]:
-        """Read the rows that the plan names, and return as `StepResult.guesses`."""
+        """Read the rows that the plan names, and return as `StepResult.guesses`.
+
+        Args:
+            tensors: of the step, [num_tokens, hidden], as `prepare` has left them.
+        """
         return {}
 
 
