@@ -41,7 +41,7 @@ class TensorGroup(Protocol):
         ...
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """Return the sum of all ranks' `x`, which must have one shape.
+        """Return the sum of all ranks' `x`: [num_tokens, width], contiguous, of one shape on all ranks.
 
         The result may be `x` itself, overwritten.
 
@@ -52,7 +52,10 @@ class TensorGroup(Protocol):
         ...
 
     def all_gather(self, x: Tensor) -> list[Tensor]:
-        """Return all ranks' `x`, in their order; errors as for `all_reduce`."""
+        """Return all ranks' `x`, in their order, a list of [size]; errors as for `all_reduce`.
+
+        `x` may have any shape, which must be the same on all ranks.
+        """
         ...
 
     def check(self) -> None:
@@ -111,7 +114,7 @@ SOLO = SoloGroup()
 def meet(group: TensorGroup) -> None:
     """Wait until all ranks are here, where there is nothing to exchange; errors as for `all_gather`.
 
-    It exchanges an element, since a call with tensors that have none may not wait for anything.
+    It exchanges an element, [1], since a call with tensors that have none may not wait for anything.
     """
     if group.size > 1:
         group.all_gather(torch.zeros(1))
@@ -141,7 +144,11 @@ class MeetingPlace:
 
 
 def ordered_sum(parts: Sequence[Tensor]) -> Tensor:
-    """Return the sum of all ranks' parts in their order, in float32, rounded once."""
+    """Return the sum of all ranks' parts in their order, in float32, rounded once.
+
+    Args:
+        parts: of any shape, which all of them have.
+    """
     first, *others = parts
     total = first.float()
     for part in others:
@@ -200,7 +207,12 @@ class Table:
     def exchange(
         self, own: tuple[int, int], x: Tensor, size: int, name: str, timeout_s: float
     ) -> list[Tensor]:
-        """Return all ranks' `x` of a call; `own`: this rank, and the number of its call."""
+        """Return all ranks' `x` of a call, in the order of the ranks: a list of [size].
+
+        Args:
+            own: this rank, and the number of its call.
+            x: of any shape.
+        """
         rank, call = own
         with self._changed:
             parts = self._brought.setdefault(call, {})
