@@ -113,6 +113,8 @@ class LinkSource:
         header = _header(batch, received)
         handle = self._link.receive_frame(header, [received], batch.addressed.request_ids, self._clock)
         tensors = {"hidden_states": whole, "residual": self._start.of(batch.num_tokens)}
+        # The gather runs when the tensors are read. It needs all ranks of the stage: each of them must read
+        # its tensors in every step, in one that it skips, too.
         gather = [] if self._share.is_whole else [lambda: self._gather(whole, received)]
         return AsyncIntermediateTensors(tensors, handle, gather)
 
@@ -150,6 +152,7 @@ class ForwardSink:
                 carried = carried[:, columns.start : columns.end]
             header = _header(batch, carried)
             link.send_frame(header if tensors.failure is None else header.as_failed, [carried], self._clock)
+        # Noted step by step, in order: `consume_samples` takes what is pending from the front.
         self._tokens.expect_samples(batch.plan, batch.sampled)
 
 
@@ -184,6 +187,7 @@ class SampleSink:
         before = self._clock.begin(Phase.SAMPLE)
         result = self._runner.sample(tensors, batch)
         self._clock.begin(before)
+        # Samples leave before anything below is computed: earlier stages may be waiting for them.
         if self._results is not None:
             self._tokens.send_samples(batch.plan, result)
         if batch.plan.scored:

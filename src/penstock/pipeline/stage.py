@@ -93,6 +93,8 @@ class Stage:
         self._orders.send_answers()
         self._orders.take_orders(plan.orders, plan.given_up)
         self._runner.admit(plan)
+        # `begin` reads the rows that `admit` has entered. Samples that come below for rows which this plan
+        # frees or rewinds find them changed, and are dropped.
         batch = self._runner.begin(plan)
         self._sink.consume_samples(plan)
         return self._runner.complete(batch)
@@ -102,6 +104,7 @@ class Stage:
 
         A void step passes through: the next stage waits for its frame, and nothing reads it.
         """
+        # All ranks of a stage must decide alike here: the others would wait in vain for one that skips alone.
         if batch.is_void or self._void_steps.has(batch.plan.step_id):
             return self._runner.skip(hidden, batch)
         self._times.clock.begin(Phase.FORWARD)
@@ -150,6 +153,7 @@ def plans_from(
     log = log or DecisionLog()
     clock.begin(Phase.WAIT_PLAN)
     while (message := _receive(channel, log.next_step, orders, void_steps)) is not None:
+        # The log comes first: nothing may act on a plan that is not its next one.
         log.append(message, names_of)
         check(message)
         void_steps.look_ahead(message, lambda: _polled(channel))

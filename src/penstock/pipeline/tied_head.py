@@ -132,6 +132,7 @@ def send_head(route: HeadRoute, weight: Tensor, group: TensorGroup, links: Seque
         sender = route.rank_of(0, block)
         held = route.share(sender)
         rows = None
+        # All ranks of the stage must gather here, whichever of them sends: each waits for all.
         if block.start < held.start or block.end > held.end:
             rows = _gathered(route, weight, group, block)
         elif sender == route.tp_rank:
@@ -152,6 +153,7 @@ def pass_head_on(route: HeadRoute, buffer: Tensor, incoming: Link, links: Sequen
         rows = buffer[: block.end - block.start]
         header = route.header(block, rows)
         incoming.receive_frame(header, [rows]).wait()
+        # The link has a copy when this returns; only then may the next block overwrite the buffer.
         route.next_link(block, links).send_frame(header, [rows])
 
 

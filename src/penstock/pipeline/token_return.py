@@ -137,6 +137,7 @@ class SampleReceiver(ABC):
             LinkClosedError: the last stage has gone.
         """
         while self._pending and self._pending[0].step_id <= through_step:
+            # Samples come in the order of the steps, so that the oldest pending step is the only one due.
             pending = self._pending.popleft()
             try:
                 self._write(pending, self._receive(pending))

@@ -83,6 +83,7 @@ class FrameMemory:
             for slot, tensor in zip(payload.tensors, tensors, strict=True):
                 slot.copy_(tensor)
         begin = index * self._frame_bytes
+        # After the payload is in its place: its checksum stands behind the header.
         self._frames[begin : begin + ALIGNMENT] = header.pack() + payload_checksum(payload.parts)
 
     def check_header(self, index: int, header: FrameHeader, requests: Sequence[str]) -> None:
@@ -100,6 +101,7 @@ class FrameMemory:
         payload = self._payload_of(index, header, out)
         begin = index * self._frame_bytes
         checksum = self._frames[begin + HEADER_BYTES : begin + ALIGNMENT]
+        # All checks before the first copy: an error must leave `out` as it was.
         check_payload(header, checksum, payload.parts, self._name, requests)
         if is_failed(self._frames[begin : begin + HEADER_BYTES]):
             raise failed_step(header, stage_in(payload.tensors[0]))

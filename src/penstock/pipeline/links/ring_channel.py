@@ -84,6 +84,7 @@ class RingChannel:
             index = self._ring.take_if_any(_LONG_S if timeout_s is None else timeout_s, self._purpose)
             if index is not None:
                 begin = index * self._ring.frame_bytes
+                # Copied before the release: from then on the writer may fill the frame again.
                 self._parts += self._frames[begin : begin + FRAME_BYTES]
                 self._ring.release()
             elif timeout_s is not None:

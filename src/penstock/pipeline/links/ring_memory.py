@@ -79,6 +79,7 @@ def end_ring(handle: RingHandle) -> None:
 
     Only the maker of the ring, which still has its descriptors, may call it.
     """
+    # The word before the wake-up, as in `Ring.close`.
     os.pwrite(handle.memory_fd, (1).to_bytes(8, "little"), _WORD_CLOSED * 8)
     for fd in (handle.data_fd, handle.space_fd):
         with contextlib.suppress(BlockingIOError):
@@ -144,6 +145,8 @@ class Ring:
     def publish(self) -> None:
         """Give the reserved frame to the reader."""
         self._num_passed += 1
+        # The count before the semaphore: a reader that finds the ring closed knows by this count whether a
+        # frame is left. Woken before it is written, it would leave this frame unread.
         self._words[_WORD_WRITTEN] = self._num_passed
         self._data.give()
 
@@ -180,6 +183,7 @@ class Ring:
     def read(self, timeout_s: float, purpose: str) -> bytes:
         """Return a copy of the next frame, all `frame_bytes` of it."""
         begin = self.take(timeout_s, purpose) * self.frame_bytes
+        # Copied before the release: from then on the writer may fill the frame again.
         data = bytes(self.frames[begin : begin + self.frame_bytes])
         self.release()
         return data
@@ -188,6 +192,8 @@ class Ring:
         """Tell both ends that no frame follows, and wake any that waits. May be called twice."""
         if self._data.is_closed:
             return
+        # The word before the wake-up: an end that is woken, and does not see the word, takes the wake-up for
+        # a frame.
         self._words[_WORD_CLOSED] = 1
         for semaphore in (self._data, self._space):
             semaphore.give()

@@ -166,10 +166,13 @@ class StreamSender(_StreamLink):
         self._stream = stream
         while (index := self._filled.get()) != _OVER:
             stream.write(self._unsent[index])
+            # Counted only once the whole frame is written: from then on the stage may use the stream itself.
+            # The frame is free only after that, so that the stage does not fill it while it is read.
             self._num_written += 1
             self._free.put(index)
 
     def _end(self, error: PeerError) -> None:
+        # The reason before the wake-up: the stage reads it as soon as it is woken.
         self._error = error
         self._free.put(_OVER)
 
@@ -210,6 +213,8 @@ class StreamReceiver(_StreamLink):
             raise self._ended(header.purpose)
         index = self._take(self._announced, deadline, header.purpose)
         self._memory.check_header(index, header, requests)
+        # The queues are taken from in pairs: each frame is announced once, and is whole once, in the same
+        # order.
         self._take(self._whole, deadline, header.purpose)
         clock.await_device()  # as for a send; a last stage that has sampled nothing has not waited yet
         clock.begin(Phase.COMM)
@@ -245,6 +250,7 @@ class StreamReceiver(_StreamLink):
         return end
 
     def _end(self, error: PeerError) -> None:
+        # The reason before the wake-up: the stage reads it as soon as it is woken.
         self._error = error
         self._whole.put(_OVER)
         self._announced.put(_OVER)

@@ -285,6 +285,8 @@ class StreamThread:
         self._interruption.stop()
         self._thread.join(_LEAVE_S)
         assert not self._thread.is_alive(), f"the thread of {self._name} does not end"
+        # Only when the thread has ended: the number of a descriptor that is closed under it may go to another
+        # file.
         if self._stream is not None:
             self._stream.close()
         self._opening.close()

@@ -82,6 +82,7 @@ class SwitchedLink:
             first_step, link, released = self._coming.popleft()
             self._left.append((first_step + self._keep_steps, self._present, released))
             self._present = link
+        # After the change-over: a receiver, which keeps no link, so closes the one that it has just left.
         while self._left and self._left[0][0] <= step_id:
             _, link, released = self._left.popleft()
             link.close()
