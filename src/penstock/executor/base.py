@@ -317,10 +317,12 @@ class RankChannels:
 
     def submit_plan(self, plan: ScheduledBatch) -> int:
         """Encode once, send to every rank. `poll_results` raises the cause if a rank has gone."""
+        # Before the seal: the digest stands for the orders in the plan, too.
         if self._link_orders:
             plan = self._with_link_orders(plan)
         sealed = self._log.seal(plan)
         frame = encode(sealed)
+        # A rank that has gone must not keep the plan from the others, whose logs would miss it.
         for channel in self._channels:
             with contextlib.suppress(LinkClosedError):
                 send_of_step(channel, frame, "the plan", plan.step_id)
@@ -340,12 +342,14 @@ class RankChannels:
         while not self._has_news(messages) and (left_s := deadline - self._clock()) > 0:
             self._wait(left_s)
             messages = self._drain()
+        # What came before a failure still counts: it is returned first, and the failure at the next call.
         if not messages and self._failures:
             raise _as_stage_lost(self._first_cause())
         return [_expect(StepResult, message) for message in messages]
 
     def shutdown(self) -> None:
         """Send `Shutdown` and close all channels."""
+        # Without waiting for room: a rank that reads nothing any more must not hold up the others' end.
         for channel in self._channels:
             with contextlib.suppress(PenstockError):  # that rank may have gone, or never have come
                 channel.send(encode(Shutdown()), timeout_s=0.0)
@@ -360,6 +364,7 @@ class RankChannels:
 
     def _with_link_orders(self, plan: ScheduledBatch) -> ScheduledBatch:
         """Return the plan with the waiting orders; their steps leave both ends time to meet."""
+        # Not sooner: both ends read of the new link in this plan, and have to meet before the first frame.
         soonest = plan.step_id + LINK_LEAD_STEPS
         orders = [
             msgspec.structs.replace(order, first_step=max(order.first_step, soonest))
@@ -392,6 +397,7 @@ class RankChannels:
                     self.reports.keep(message)
                 else:
                     messages.append(message)
+        # The results last: their path is another one, and a failure read above must not overtake them.
         return messages + self._drain_results()
 
     def _drain_results(self) -> list[RankToCore]:
