@@ -201,6 +201,7 @@ class EngineCore:
         if self.has_pipe:
             self._executor.abandon()
             self._executor = NO_EXECUTOR
+            # Before the steps are forgotten: it depends on how large they are.
             self.leave_s = self._steps.leave_s()
             self._steps.give_up()
             updates += self._scheduler.requeue()
@@ -301,6 +302,7 @@ class EngineCore:
         self._scheduler.prefixes.meet_stores(store_sites(ranks), self._executor)
 
     def _turn(self, executor: Executor, updates: list[RequestUpdate]) -> None:
+        # Results before the look at the clock: a step whose result has come is not late.
         self._take(executor, 0.0, updates)
         self._steps.check_progress()
         updates += self._scheduler.expire_requests()

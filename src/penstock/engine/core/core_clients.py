@@ -47,6 +47,7 @@ class CoreClients:
 
     def welcome(self, client: bytes, messages: Sequence[CoreToClient]) -> None:
         """Send a client that has said hello what it must know, and from now on what all get."""
+        # Known before it is sent anything: if it has gone already, `send` takes it out again.
         self._known.add(client)
         for message in messages:
             self.send(client, message)

@@ -101,6 +101,8 @@ class CoreServer:
             for client, request in self._socket.drain():
                 self._take(client, request)
             self._join_ranks()
+            # In every turn, whatever has ended the wait: the ranks' descriptors are edge-triggered, so that
+            # what is not taken now causes no other event.
             self._advance()
             self._tell_done()
             self._tell_supervisor()
@@ -136,6 +138,8 @@ class CoreServer:
         if not self._core.has_pipe:
             self._executor.abandon()  # not all ranks had come
         updates = self._core.lose_epoch(lost.error, ends=lost.ends)
+        # This very object: `_tell_supervisor` compares identities, and would report the loss back to where it
+        # came from.
         self._told_loss = lost.error
         self._use(NO_EXECUTOR)
         self._clients.send_updates(updates)
@@ -143,6 +147,7 @@ class CoreServer:
 
     def _begin_epoch(self, ends: CoreEndpoints) -> None:
         """Connect to the ends of a new epoch; `_join_ranks` waits for the ranks there."""
+        # Steps are not counted anew: the ranks' logs of the new epoch begin with this step.
         _, first_step = self._core.steps_in_flight
         start = AllocateKV(num_blocks=self._welcome.num_blocks, epoch=ends.epoch, first_step=first_step)
         self._epoch = _Epoch(ends.epoch, ends.restarts)

@@ -65,6 +65,7 @@ class PlanFeed:
         if self._wire.wants_look and not self._look(executor, epoch):
             return
         while len(self._steps) < self._scheduler.useful_depth + self._calibration.async_depth:
+            # Asked before there is a plan: one that is made has changed the scheduler, and must be issued.
             if not self._pace.allows_plan:
                 self._meta = NO_META  # ranks wait for a plan
                 return
@@ -99,5 +100,6 @@ class PlanFeed:
             meta = msgspec.structs.replace(meta, wants_times=True)
         plan = msgspec.structs.replace(plan, epoch=epoch, meta=meta)
         self._calibration.costs.submitted(plan, alone=self._scheduler.is_one_alone)
+        # In flight before it is sent: the time to send it counts as time in the stages.
         step = self._steps.push(plan)
         step.digest = executor.submit_plan(plan)

@@ -111,6 +111,7 @@ class StepsInFlight:
             ProtocolError: it is not the result of that step.
         """
         result = self._results.popleft()
+        # Checked while the step is still in the ring: errors name the requests of the oldest step there.
         _check_result(result, self._inflight, epoch, self._concerned)
         require_sense(result, self._vocab_size, self._inflight.num_stages - 1)
         step, now = self._inflight.pop(), self._clock()
