@@ -186,6 +186,7 @@ class PipelineProcesses:
             if (end := exchange.ends.get((rank.stage, rank.tp_rank))) is not None:
                 self._members[index].hand(end)
         exchange.connection.delivered()
+        # The core last: both ranks must have been handed their ends when it orders the exchange.
         self._members[CORE].hand(ExchangeLink(exchange.order))
 
     def kill_hung(self) -> None:
@@ -326,6 +327,7 @@ class PipelineProcesses:
                 retry_s=pause_s,
             )
         )
+        # Before the connections end, from which the core could only see that they did.
         if CORE not in lost:
             self._members[CORE].hand(EpochLost(cause, "started" if losses.is_repeated else "none"))
         self._wiring.end()

@@ -128,6 +128,7 @@ class Standbys:
         standby = self._of(rank)
         if standby is None:
             return None
+        # Heard first: it may have loaded, or ended, since the last look.
         standby.member.read_status()
         if not standby.member.has_loaded or standby.member.exit_code is not None:
             return None  # its end is seen to by `tend`

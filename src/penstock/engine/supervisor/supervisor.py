@@ -344,6 +344,7 @@ class _RunningEngine:
                 for child in self._serve_on(fronts):
                     fronts.discard(child)
                     self._watch.reap(child)
+            # Only when the fronts have ended, or their time is up: until then requests need core and stages.
             for replica in self._replicas:
                 replica.stop_all()
             self._await_end(self._members, STOP_GRACE_S)
