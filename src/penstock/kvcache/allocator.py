@@ -106,6 +106,7 @@ class BlockAllocator:
 
     def release_reserved(self, blocks: Sequence[int], first: int, hashes: Sequence[bytes]) -> None:
         """Name as many blocks of a chain, from its `first` on, as there are hashes; unpin all blocks."""
+        # Named while they are still pinned: a block without a name would go back to the free list.
         for depth, (block, content) in enumerate(zip(blocks, hashes, strict=False), first):
             self.pool.name(block, depth, content)
         self.unpin(blocks)

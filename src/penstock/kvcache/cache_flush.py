@@ -39,6 +39,7 @@ class CacheFlush:
         if self._tier.has_open(self._orders):
             return False
         self._orders = frozenset()
+        # Not before: a copy that was still under way would stay in the store that was emptied.
         if self._to_empty is not None and self._emptying is None:
             self._emptying = self._to_empty.empty_store()
         return self._emptying is None or self._emptying.is_done

@@ -84,6 +84,7 @@ class HostsCatalogue:
         """See `Catalogue.meet`."""
         if sites == self._sites == ONE_STORE:
             return False
+        # Before the sites are exchanged: it goes by the sites that were asked.
         self.lose_all()
         self._sites, self._calls = sites, calls if sites.others else NO_STORE_CALLS
         return True

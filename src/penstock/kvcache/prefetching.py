@@ -249,6 +249,7 @@ class Prefetching:
     def _reserve(self, prefetch: Prefetch, count: int, num_spare: int) -> None:
         """Reserve blocks for the load, and pin those before them, so that none of these is evicted."""
         prefetch.held = self._allocator.find(prefetch.before)
+        # Pinned before room is counted and blocks are taken: both count idle blocks, and these may be idle.
         self._allocator.pin(prefetch.held)
         room = max(0, self._allocator.num_free_blocks - num_spare)
         prefetch.blocks = self._allocator.reserve(min(count, room))

@@ -187,6 +187,7 @@ class PrefixCache:
 
     def evict(self) -> int:
         """Return the idle block to give up, which loses its name."""
+        # Out of the order before it loses its name, which is part of its worth.
         block = self._order.pop(self._worth)
         self._unname(block)
         self.num_evicted += 1

@@ -167,6 +167,7 @@ class StorageTier:
                 continue
             self.totals.num_failed += status != "done"
         self._stored.enter(entered)
+        # Only when all answers are taken: how many more begin depends on the orders that are still open.
         self._write_back.order_more()
         return loaded
 

@@ -116,11 +116,13 @@ class WriteBack:
         most = min(MAX_OPEN_STORES, max(1, self._allocator.num_blocks // 4))
         while self._to_store and len(self._stores) < most:
             block, name = self._to_store[0]
+            # Looked up anew: since it was queued the block may have been evicted, and hold something else.
             is_there = self._allocator.find([name]) == [block]
             if is_there and not self._memory.make_room(name):
                 return  # until an order is answered
             self._to_store.popleft()
             if is_there:
+                # Pinned before it is ordered, until all ranks have answered: they read it beside their steps.
                 self._allocator.pin([block])
                 self._stores[self._orders.order_copy(False, block, name)] = block, name
             else:  # it was given up meanwhile
