@@ -184,6 +184,7 @@ class MemoryGroup(Rehearsed):
         assert self._table is not None, "the group was not joined"
         self._num_calls += 1
         own = (self.rank, self._num_calls)
+        # A copy: another thread may still read it when this rank writes over its `x`.
         parts = self._table.exchange(own, x.clone(), self.size, self._name, self._timeout_s)
         return [part.to(x.device) for part in parts]
 
@@ -223,6 +224,7 @@ class Table:
                 absent = [index for index in range(size) if index not in parts]
                 raise missed(name, absent, None if came else timeout_s)
             self._num_taken[call] = self._num_taken.get(call, 0) + 1
+            # Only the last rank clears a call: until then a slower one still looks for the parts.
             if self._num_taken[call] == size:
                 del self._brought[call], self._num_taken[call]
             return [parts[index] for index in range(size)]

@@ -34,6 +34,7 @@ class TorchGroup(Rehearsed):
         self._group: Any = None
 
     def join(self, place: MeetingPlace) -> None:
+        # The group of the epoch before goes first: it must not outlive its store's descriptor (`close`).
         self.close()
         self._group = self._meet(place.store_path)
         if self._group is None:
