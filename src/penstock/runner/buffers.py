@@ -52,6 +52,8 @@ class InputBuffer:
             at = end
         assert at == size, f"{at} values do not have the shape {shape}"
         if self._device is not self._host:
+            # Not waited for: the host's side is written again only by a step that is as many steps later as
+            # plans may be in flight (`BufferPool`).
             self._device[:size].copy_(self._host[:size], non_blocking=True)
         return self._views.of(shape)
 

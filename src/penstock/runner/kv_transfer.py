@@ -186,6 +186,7 @@ class KVTransfer:
 
     def reset(self) -> None:
         """Drop all orders and answers. When it returns no block is being copied, nor will be."""
+        # Copies into blocks and out of them hold this lock throughout, so that none is under way here.
         with self._lock:
             for waiting in (self._open, self._answers, self._waiting):
                 waiting.clear()
@@ -199,6 +200,7 @@ class KVTransfer:
             self._is_closed = True
             self._lock.notify_all()
         self._thread.join(LEAVE_S)
+        # Only then: the thread may still be in a store that does not answer.
         if not self._thread.is_alive():
             self._store.close()
 
@@ -211,6 +213,7 @@ class KVTransfer:
         """Return what to do now, or None if the thread is to end."""
         with self._lock:
             while not self._is_closed:
+                # Before any order: one that was submitted behind these names may store one of them anew.
                 if self._given_up:
                     names, self._given_up = self._given_up, []
                     return functools.partial(self._forget, names)
@@ -233,6 +236,8 @@ class KVTransfer:
                 )
                 fetched = {order: list(itertools.islice(records, self._codec.num_records)) for order in some}
                 with self._lock:
+                    # Under the lock, and only what is still open: the block of an answered order is the
+                    # core's again.
                     self._put_in(layer, {order: fetched[order] for order in self._still_open(some)})
                     self._lock.notify_all()
         loaded = self._still_open(orders)
@@ -262,6 +267,7 @@ class KVTransfer:
         records: dict[bytes, bytes] = {}
         for order in orders:
             with self._lock:
+                # Under the lock until it is exported: the block of an answered order is the core's again.
                 if self._is_open(order):
                     layer_blocks = [(kv, order.block) for kv in self._kv]
                     exported = self._codec.export_blocks(layer_blocks)

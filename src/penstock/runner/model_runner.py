@@ -85,6 +85,7 @@ class ModelRunner:
         """Apply the plan's freed and new rows."""
         self.rows.apply(plan)
         self.grammars.drop(plan.dropped_grammars)
+        # Rows are freed before they are given anew, as in `RequestRows.apply`.
         for row in plan.freed_rows:
             self.grammars.free(row)
         self._pooling.apply(plan)
@@ -135,6 +136,8 @@ class ModelRunner:
         plan = batch.plan
         if batch.is_void:
             return self._void(batch)
+        # First: the final norm may write over the states, so that no token may be asked for twice. What is
+        # pooled and sampled below is read from what this keeps, where it keeps something.
         self.guesser.prepare(plan, tensors)
         pooled = self._pooling.step(plan, lambda indices: self._final_states(tensors, indices))
         if not len(batch.sampled):
@@ -147,6 +150,7 @@ class ModelRunner:
         indices = self._buffers.for_step(plan.step_id).sample_indices.publish(samples.indices)
         head_output = self._candidates(tensors, indices, head)
         drawn = self._sampler.sample(head_output, params, samples.output_index)
+        # Before `accept`, which drops the masks behind the drafts.
         reach = self.grammars.reach(rows, list(map(len, samples.drafts)))
         accepted = accept_drafts(drawn, samples.drafts, reach)
         self.grammars.accept(rows, accepted.token_ids)
