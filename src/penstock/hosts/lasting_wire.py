@@ -77,6 +77,7 @@ class LastingWire(Generic[Incoming]):
         """Send a message of the talk, as soon as there is a connection. Never fails."""
         if self.is_over:
             return
+        # Kept before it is sent: what breaks with the connection is sent again over the next one.
         self._kept.append(message)
         if self._is_open:
             self.connection.send(message)
@@ -104,6 +105,7 @@ class LastingWire(Generic[Incoming]):
 
     def begin(self) -> None:
         """Tell the other side that the talk begins: for the head, over a connection that has said hello."""
+        # Before anything that is kept: the agent counts messages from here on.
         self.connection.send(TalkBegins())
         self._open(0)
 
@@ -174,6 +176,7 @@ class LastingWire(Generic[Incoming]):
         self._num_dropped = num_received
 
     def _replace(self, connection: AgentWire[Incoming]) -> None:
+        # Nothing may wait at the old connection any more: its number may go to another file at once.
         self.connection.close()
         self.connection = connection
         self.reception = "awaited"

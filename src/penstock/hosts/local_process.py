@@ -222,6 +222,8 @@ def spawn(
             process.wait()
             raise
         ours.pop_all()
+    # Only now that the child reads: a config may be longer than what a pipe holds. The reading end is the
+    # child's alone, so that its death breaks the pipe, and does not block this write.
     with os.fdopen(config_write, "wb") as writer, contextlib.suppress(BrokenPipeError):
         writer.write(config)
     return child

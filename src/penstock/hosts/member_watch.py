@@ -91,6 +91,7 @@ class MemberWatch:
 
     def reap(self, member: Member) -> None:
         """Remove a member that has ended."""
+        # Left before it is closed: the numbers of its descriptors may go to other files at once.
         self._listen(member, ())
         member.close()
         del self._sources[member]
@@ -100,6 +101,7 @@ class MemberWatch:
         for member in self.members:
             member.kill_now()
         for member in self.members:
+            # Read before it is reaped: what is not read by then is lost.
             member.read_status()
             self.reap(member)
 
