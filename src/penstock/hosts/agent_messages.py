@@ -264,11 +264,11 @@ class SpareKept(msgspec.Struct, frozen=True, kw_only=True, tag="spare_kept"):
 
 
 class LogLines(msgspec.Struct, frozen=True, kw_only=True, tag="log_lines"):
-    """The lines that were printed on the host.
+    """The lines that the processes of a worker's host have printed, for the head to show.
 
     Attributes:
-        lines: each behind the name of its process; "" is the worker itself.
-        num_dropped: lines that were left out since that was last said.
+        lines: pairs of the name of a process and a line; the name "" is the worker itself.
+        num_dropped: lines that were left out since the last of these messages.
     """
 
     lines: Annotated[list[tuple[str, str]], msgspec.Meta(max_length=MOST_LINES)]

@@ -202,10 +202,11 @@ class HeadHost(RankHost, Protocol):
     """The host of the supervisor, where the core runs too."""
 
     def start_core(self, core: CoreConfig, clients: LocalSocket, name: str, member_index: int) -> Member:
-        """Start the process of the core, as `start_rank`.
+        """Start the process of the core, as `start_rank` does for a rank.
 
         Args:
-            clients: where the core meets them.
+            clients: socket on which the core accepts its clients.
+            member_index: position of the core among the members of the launch.
         """
         ...
 

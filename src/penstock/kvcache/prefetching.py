@@ -292,7 +292,7 @@ class Prefetching:
         self._loads.clear()
 
     def flush_orders(self) -> None:
-        """Make sure that no request finds blocks that are still being loaded."""
+        """Mark the prefetches with open load orders, so that no request finds the blocks that they fill."""
         self._prefetches = {
             arrival: prefetch for arrival, prefetch in self._prefetches.items() if prefetch.open_orders
         }

@@ -53,7 +53,7 @@ class MTPContext:
         self._read.clear()
 
     def enter(self, row: int) -> None:
-        """Forget what was read of a row that another request gets."""
+        """Forget how far a row was read, because another request gets it."""
         self._read.pop(row, None)
 
     def overwrite(self, block: int) -> None:

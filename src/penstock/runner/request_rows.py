@@ -232,7 +232,7 @@ class RequestRows:
         return self._ids.read(row, start, end)
 
     def snapshot(self, rows: Sequence[int]) -> RowSnapshot:
-        """Return a snapshot of these rows as they are held now; kept while no row changes hands."""
+        """Return which requests hold these rows now; it is reused until a row gets another request."""
         return self._snapshots.of(tuple(rows))
 
     def _snapshot(self, places: tuple[int, ...]) -> RowSnapshot:

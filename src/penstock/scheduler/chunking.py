@@ -43,7 +43,10 @@ class TokenBudget:
 
     @classmethod
     def from_config(cls, config: SchedulerConfig, num_stages: int) -> TokenBudget:
-        """Return a budget that keeps room for one chunk, and for all decode rows or half of the plan."""
+        """Return a budget that keeps room beside a chunk of a prompt.
+
+        The room is for all decode rows, or for half of the plan where that is less.
+        """
         max_tokens = config.max_num_batched_tokens
         kept_for_decodes = min(config.max_num_seqs, max_tokens // 2)
         chunk = min(config.prefill_chunk, max_tokens - kept_for_decodes)

@@ -156,7 +156,7 @@ class PrefixReuse:
         self._tier.distrust(request.block_hashes)
 
     def flush(self, *, with_store: bool) -> CacheFlush:
-        """Hide all that was computed before from requests that start from now on.
+        """Hide all computed blocks on the ranks from requests that start from now on.
 
         Blocks in the store stay findable, unless `with_store` is set; then these go too.
         Running requests go on with the blocks that they have. What they compute depends on what was computed

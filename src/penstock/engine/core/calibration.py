@@ -35,7 +35,7 @@ _AHEAD_GAIN = 0.02  # of the time between results, for which a plan is issued ah
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Calibration:
-    """The measured values that the engine core starts with."""
+    """The result of the calibration at start: the learnt costs of stages and the depth of the pipe."""
 
     next_step: int = 0
     async_depth: int = 0

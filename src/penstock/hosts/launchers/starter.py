@@ -65,7 +65,7 @@ class WorkerStarter(Protocol):
         ...
 
     def attend(self) -> None:
-        """Take what is new, and tell the user."""
+        """Take in what has become of the workers since the last call, and report it to the user."""
         ...
 
     def take_lost(self) -> Sequence[str]:

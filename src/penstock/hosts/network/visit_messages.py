@@ -42,7 +42,7 @@ class HeadListens(msgspec.Struct, frozen=True, kw_only=True, tag="head_listens")
 
 
 class LookedBack(msgspec.Struct, frozen=True, kw_only=True, tag="looked_back"):
-    """The findings of the head.
+    """A message with the head's own findings about the network between it and a visiting host.
 
     Attributes:
         unreached: ports of the visitor that cannot be dialled, and why.
