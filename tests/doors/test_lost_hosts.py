@@ -287,7 +287,7 @@ def test_r15_a_head_that_is_killed_and_started_again_is_joined_by_its_workers(
             stage.send_signal(signal.SIGUSR1)  # has it print where its threads are
             wait_until(lambda: "desk stage 1: " in head.output, WAIT_S)
             head.process.kill()
-            wait_until(lambda: "the head is lost" in desk.output, WAIT_S)
+            wait_until(lambda: "the head has ended or refuses" in desk.output, WAIT_S)
             wait_until(lambda: not is_alive(stage), WAIT_S)
         head = programs.start_head(*arguments)
         with head:
