@@ -184,12 +184,12 @@ class _Growth:
 
     count: int
     num_bytes: int
-    few: int = 0
-    bytes_of_few: int = 0
+    few: int
+    bytes_of_few: int
 
     def at(self, count: int) -> int:
         """Return the growth for so many."""
-        if self.count == self.few or not self.few:
+        if self.count == self.few:
             return self.num_bytes * count // self.count
         of_each = (self.num_bytes - self.bytes_of_few) / (self.count - self.few)
         return self.num_bytes + round(of_each * (count - self.count))
@@ -258,7 +258,7 @@ class _Rehearsal:
         run(few)
         by_few = self._meter.growth()
         if few == most:
-            return _Growth(few, by_few)
+            return _Growth(few, by_few, few, by_few)
         started = self._clock()
         run(few)  # once more: the first run loads code, and says little of the time
         spent = max(1e-9, self._clock() - started)

@@ -44,8 +44,7 @@ def written_calls(form: ToolFormat, calls: Sequence[tuple[str, Mapping[str, Any]
         opening = "" if form.is_bare else form.opening
         return f"{opening}[{', '.join(objects)}]{form.closing}"
     if form.is_lines:
-        lines = form.padding.join([form.opening, *objects, form.closing])
-        return lines
+        return form.padding.join([form.opening, *objects, form.closing])
     opening, padding = ("", "") if form.is_bare else (form.opening, form.padding)
     return padding.join(f"{opening}{padding}{one}{padding}{form.closing}" for one in objects)
 
@@ -88,9 +87,8 @@ def _body(frame: Frame, arguments: Mapping[str, Any]) -> str:
 def _tagged(frame: Frame, key: str, value: Any) -> str:
     tags = frame.tags
     assert tags is not None
-    text = _tagged_text(tags, value)
-    end = tags.value_end.replace("{key}", key)
-    return f"{tags.key_open}{key}{tags.key_end_of({json_type(value)})}{tags.padding}{text}{tags.padding}{end}"
+    begin = f"{tags.key_open}{key}{tags.key_end_of({json_type(value)})}"
+    return f"{begin}{tags.padding}{_tagged_text(tags, value)}{tags.padding}{tags.end_of(key)}"
 
 
 def _tagged_text(tags: Tags, value: Any) -> str:

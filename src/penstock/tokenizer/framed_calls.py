@@ -276,7 +276,7 @@ class FramedCallReader(_MarkReader):
 
     def _value_text(self, tags: Tags, key: str, take: Callable[[str], None]) -> Reading:
         """Read text up to the mark that ends it, without padding and quotes beside the marks."""
-        end, padding, (quote, unquote) = tags.end_of(key), tags.padding, tags.quotes
+        end, padding, (quote, unquote) = tags.end_of(key).strip(SPACES), tags.padding, tags.quotes
         if padding and self._char == padding:
             yield
         held = ""  # may be the beginning of the end

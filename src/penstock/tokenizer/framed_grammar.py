@@ -67,9 +67,10 @@ def framed_calls(form: ToolFormat, frame: Frame, ids: Ids, *, is_single: bool) -
 def framed_call(frame: Frame, ids: Ids, name: str, index: int) -> str:
     """Return the expression for a call of this tool; `arguments_rules` has the rule of its arguments."""
     call_open = frame.call_written.replace("{name}", name) or frame.call_open
-    head = written(f"{call_open}{frame.prefix}{name}", ids)
     if frame.id_end:
-        head = joined(written(frame.call_open, ids), _ID, written(f"{frame.id_end}{frame.prefix}{name}", ids))
+        head = joined(written(call_open, ids), _ID, written(f"{frame.id_end}{frame.prefix}{name}", ids))
+    else:
+        head = written(f"{call_open}{frame.prefix}{name}", ids)
     number = f'":" {_NUMBER}' if frame.has_index else ""
     name_end = written(frame.name_end_written or frame.name_end, ids)
     if frame.number_attribute:
@@ -144,11 +145,11 @@ class _Arguments:
         head = f"{written(tags.key_open, self._ids)} {name} {written(key_end, self._ids)}"
         if key:
             head = written(f"{tags.key_open}{key}{key_end}", self._ids)
-        value_end = tags.value_end.replace("{key}", key) if key else tags.value_end.partition("{key}")[0]
-        padding, end = text_of(tags.padding), written(value_end, self._ids)
-        behind = ""
+        value_end, behind = tags.end_of(key), ""
         if not key and "{key}" in tags.value_end:
-            behind = joined(_KEY, written(tags.value_end.partition("{key}")[2], self._ids))
+            value_end, _, rest = tags.value_end.partition("{key}")
+            behind = joined(_KEY, written(rest, self._ids))
+        padding, end = text_of(tags.padding), written(value_end, self._ids)
         listed = _listed_texts(schema)
         if listed:
             yield f"{rule}: {joined(head, padding, f'({listed})', padding, end)}"

@@ -51,10 +51,14 @@ def nested_argument(text: str, tags: Tags, schema: Any, root: Schema, depth: int
 
 
 def _children(text: str, tags: Tags) -> Sequence[tuple[str, str]] | None:
-    """Return the name and the text of each outermost tag; None where there is more than tags."""
+    """Return the name and the text of each outermost tag; None where there is more than tags.
+
+    Args:
+        text: without white space at its ends.
+    """
     opening = re.compile(rf"\s*{re.escape(tags.key_open)}([^<>/\s]+){re.escape(tags.key_end)}")
     found, pos = [], 0
-    while text[pos:].strip():
+    while pos < len(text):
         match = opening.match(text, pos)
         if match is None:
             return None

@@ -42,7 +42,7 @@ class Tags(msgspec.Struct, frozen=True, kw_only=True):
 
     def end_of(self, key: str) -> str:
         """Return the mark behind the value of an argument."""
-        return self.value_end.replace("{key}", key).strip("\n")
+        return self.value_end.replace("{key}", key)
 
     def key_end_of(self, types: Set[str]) -> str:
         """Return the mark between a name and a value of these types; of none: a string."""
