@@ -11,6 +11,8 @@ of the calibration. At each point so many requests decode; the time per token an
 window in which all of them do, and the first token is that of one more request, sent while all others
 decode, the median of several. Predictions are those of `layouts.prediction`, which `penstock plan` uses.
 
+Engines do not speculate: how many guesses are right depends on the text, which no prediction knows.
+
 Prints a row for each point, and for each model the mean absolute errors: of the time per token and of the
 first token in per cent of what was measured, of the bubble in points. Run it on a quiet machine.
 """
@@ -27,6 +29,7 @@ import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import msgspec
 from peers.checkpoint import FULL_SHAPE, make_checkpoint
@@ -51,10 +54,13 @@ CALIBRATION = (
 MAX_CONCURRENCY, MAX_PROMPT, MIN_PROMPT = 64, 1024, 16
 MAX_LEN = 2048
 SETTLE_TOKENS = 4  # of each request, before a window begins
+NEAR_THE_END = 64  # tokens: of a request that ends soon
 REPORT_S = 1.6  # a stage reports about once a second
-FIRST_TOKENS = 5  # requests whose first token is timed at a point
+FIRST_TOKENS = 15  # requests whose first token is timed at a point
 NO_WAY = Link(kind="memory", bytes_per_s=1e18, latency_s=0.0)  # links are part of what stages report
 COUNTED = (*BUSY, *OVERHEAD)
+
+Errors = tuple[float, float, float]  # of the time per token, the first token, the bubble
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,18 +103,20 @@ class Engine:
         self._window_s = window_s
         self._random = random.Random(7)
         self._vocab_size = vocab_size
-        self._num_tokens: dict[int, int] = {}  # that each running request has generated
+        self._num_tokens: dict[int, int] = {}  # by running request: generated, by those before it too
+        self._lengths: dict[int, int] = {}  # by running request: tokens so far, its prompt's too
 
     async def measure(self, point: Point) -> Measured:
         """Measure one point."""
         self._num_tokens = dict.fromkeys(range(point.concurrency), 0)
+        self._lengths = dict.fromkeys(range(point.concurrency), point.prompt)
         tasks = [asyncio.create_task(self._decode(i, point.prompt)) for i in range(point.concurrency)]
         try:
             while min(self._num_tokens.values()) < SETTLE_TOKENS:
                 await asyncio.sleep(0.01)
                 self._check(tasks)
             tokens_before, began_ns = sum(self._num_tokens.values()), time.monotonic_ns()
-            await asyncio.sleep(self._window_s)
+            context = await self._pass_window()
             tokens, ended_ns = sum(self._num_tokens.values()), time.monotonic_ns()
             self._check(tasks)
             await asyncio.sleep(REPORT_S)
@@ -120,8 +128,6 @@ class Engine:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-        mean = (tokens_before + tokens) / 2 / point.concurrency
-        context = point.prompt + round(mean)
         return Measured(
             point=point,
             time_per_token_s=(ended_ns - began_ns) / 1e9 * point.concurrency / (tokens - tokens_before),
@@ -137,13 +143,24 @@ class Engine:
             ],
         )
 
+    async def _pass_window(self) -> int:
+        """Wait for the end of the window, and return the mean length of the requests in it.
+
+        It ends early where a request is about to end, for the prompt of the next would be part of it.
+        """
+        lengths, ends_at = [], time.monotonic() + self._window_s
+        while time.monotonic() < ends_at and max(self._lengths.values()) < MAX_LEN - NEAR_THE_END:
+            lengths.append(statistics.mean(self._lengths.values()))
+            await asyncio.sleep(0.02)
+        return round(statistics.mean(lengths))
+
     async def _first_tokens(
         self, tasks: list[asyncio.Task[None]], point: Point
     ) -> tuple[float, list[tuple[int, int]]]:
         """Seconds to the first token of one more request beside all others but one; and where nobody else
         runs, when each of these requests ran."""
         tasks.pop().cancel()
-        del self._num_tokens[point.concurrency - 1]
+        del self._num_tokens[point.concurrency - 1], self._lengths[point.concurrency - 1]
         await asyncio.sleep(0.1)
         seconds, ran_ns = [], []
         for _ in range(FIRST_TOKENS):
@@ -162,11 +179,14 @@ class Engine:
         """Decode until it is cancelled, again if need be."""
         while True:
             prompt = self._prompt(num_prompt)
+            self._lengths[index] = num_prompt
             stream = self._llm.generate({"prompt_token_ids": prompt}, _sampling(MAX_LEN - num_prompt - 1))
             before = self._num_tokens[index]
             async with contextlib.aclosing(stream):
                 async for output in stream:
-                    self._num_tokens[index] = before + len(output.outputs[0].token_ids)
+                    num_generated = len(output.outputs[0].token_ids)
+                    self._num_tokens[index] = before + num_generated
+                    self._lengths[index] = num_prompt + num_generated
 
     def _prompt(self, num_tokens: int) -> list[int]:
         return [self._random.randrange(3, self._vocab_size) for _ in range(num_tokens)]
@@ -240,7 +260,11 @@ def _chunks(spans: Sequence[StageSpans], ran_ns: Sequence[tuple[int, int]], prom
 
 
 def typical(samples: Sequence[StepSample]) -> list[StepSample]:
-    """Of steps of as many tokens and samples, and about as much attention, one with the median times."""
+    """Of steps of as many tokens and samples, and about as much attention, return one with the mean times.
+
+    Means, because a cycle is as long as its steps take together: where programs share the cores, some steps
+    take twice the median.
+    """
     alike: dict[tuple[int, int, int], list[StepSample]] = {}
     for sample in samples:
         shape = sample.shape
@@ -248,9 +272,9 @@ def typical(samples: Sequence[StepSample]) -> list[StepSample]:
     return [
         StepSample(
             shape=own[len(own) // 2].shape,
-            forward_s=statistics.median(sample.forward_s for sample in own),
-            sample_s=statistics.median(sample.sample_s or 0.0 for sample in own),
-            overhead_s=statistics.median(sample.overhead_s for sample in own),
+            forward_s=statistics.mean(sample.forward_s for sample in own),
+            sample_s=statistics.mean(sample.sample_s or 0.0 for sample in own),
+            overhead_s=statistics.mean(sample.overhead_s for sample in own),
         )
         for own in alike.values()
     ]
@@ -303,7 +327,7 @@ class Calibrated:
             predicted = self.predict(each.point, each.context, sizes)
             rows = -(-each.point.concurrency // predicted.micro_batches)
             rests.append((rows, each.time_per_token_s - predicted.time_per_token_s))
-        row_s = max(0.0, _slope(rests))
+        row_s = max(0.0, _slope([rests]) or 0.0)
         step_s = max(0.0, statistics.mean(rest - row_s * rows for rows, rest in rests))
         firsts = [
             each.ttft_s - self.predict(each.point, each.context, sizes).ttft_s
@@ -317,8 +341,8 @@ class Calibrated:
             abs(self.predict(each.point, each.context, sizes).ttft_s / each.ttft_s - 1) for each in measured
         )
 
-    def predict(self, point: Point, context: int, sizes: ModelSizes) -> Prediction:
-        """Return what is predicted of a point."""
+    def predict(self, point: Point, context: int, sizes: ModelSizes, link: Link = NO_WAY) -> Prediction:
+        """Return what is predicted of a point, with the same link after each stage."""
         load = Load(
             concurrency=point.concurrency,
             mix=Mix(point.prompt, max(1, 2 * (context - point.prompt))),
@@ -328,27 +352,41 @@ class Calibrated:
             turns=self.turns,
             plans_ahead=self.plans_ahead,
         )
-        links = [NO_WAY] * len(self.shared)
+        links = [link] * len(self.shared)
         return predict(self.shared, links, 1 << 40, load, sizes, alone=self.alone)
 
 
 def observed(cost: StageCost, samples: Sequence[StepSample]) -> StageTimes:
-    """The times of a stage: its learnt cost, and of decodes the medians by rows, without attention."""
-    by_rows: dict[int, list[float]] = {}
+    """Return the times of a stage: its learnt cost, and of decodes the means by rows, without attention.
+
+    What attention takes in decodes is learnt from those of as many rows with other contexts. Without such it
+    counts as in prompts, though a decode reads keys and values for a single token.
+    """
+    by_rows: dict[int, list[tuple[int, float]]] = {}
     for sample in samples:
-        shape = sample.shape
         seconds = sample.forward_s + (sample.sample_s or 0.0) + sample.overhead_s
-        by_rows.setdefault(shape.tokens, []).append(seconds - cost.per_attended * shape.attended)
-    decodes = sorted((rows, statistics.mean(own)) for rows, own in by_rows.items())
-    return ObservedTimes(cost=cost, decodes=tuple(decodes))
+        by_rows.setdefault(sample.shape.tokens, []).append((sample.shape.attended, seconds))
+    slope = _slope(list(by_rows.values()))
+    per_attended = cost.per_attended if slope is None else max(0.0, slope)
+    decodes = (
+        (rows, statistics.mean(max(0.0, seconds - per_attended * attended) for attended, seconds in own))
+        for rows, own in by_rows.items()
+    )
+    return ObservedTimes(cost=cost, per_attended=per_attended, decodes=tuple(sorted(decodes)))
 
 
-def _slope(points: Sequence[tuple[int, float]]) -> float:
-    """Of the line that is nearest to the points; 0 where they have one abscissa."""
-    middle = statistics.mean(x for x, _ in points)
-    height = statistics.mean(y for _, y in points)
-    spread = sum((x - middle) ** 2 for x, _ in points)
-    return sum((x - middle) * (y - height) for x, y in points) / spread if spread else 0.0
+def _slope(groups: Sequence[Sequence[tuple[float, float]]]) -> float | None:
+    """Return the slope of parallel lines, one through each group of points.
+
+    None where no group has points with two abscissas.
+    """
+    spread = product = 0.0
+    for points in groups:
+        middle = statistics.mean(x for x, _ in points)
+        height = statistics.mean(y for _, y in points)
+        spread += sum((x - middle) ** 2 for x, _ in points)
+        product += sum((x - middle) * (y - height) for x, y in points)
+    return product / spread if spread else None
 
 
 def scheduler_config() -> SchedulerConfig:
@@ -371,21 +409,21 @@ def draw(seed: int, label: str, count: int, max_tokens: int) -> list[Point]:
 
 
 @contextlib.asynccontextmanager
-async def running(model: str, pp: int, tp: int) -> AsyncIterator[AsyncLLM]:
-    settings = {
+async def running(model: str, pp: int, tp: int, **more: object) -> AsyncIterator[AsyncLLM]:
+    settings: dict[str, Any] = {
         "pipeline_parallel_size": pp,
         "tensor_parallel_size": tp,
         "max_model_len": MAX_LEN,
         "max_num_seqs": MAX_CONCURRENCY,
         "enable_prefix_caching": False,
+        "speculative_method": "off",
+        **more,
     }
     async with AsyncLLM(model, **settings) as llm:
         yield llm
 
 
-async def run_layout(
-    label: str, model: str, pp: int, tp: int, options: argparse.Namespace
-) -> list[tuple[float, float, float]]:
+async def run_layout(label: str, model: str, pp: int, tp: int, options: argparse.Namespace) -> list[Errors]:
     """Print a row for each point; returns their errors."""
     sizes = read_sizes(ModelConfig(model=model))
     errors = []
@@ -396,26 +434,34 @@ async def run_layout(
         for point in draw(options.seed, f"{label} {pp}x{tp}", options.points, options.max_tokens):
             measured = await engine.measure(point)
             predicted = calibrated.predict(point, measured.context, sizes)
-            error = (
-                predicted.time_per_token_s / measured.time_per_token_s - 1,
-                predicted.ttft_s / measured.ttft_s - 1,
-                predicted.bubble - measured.bubble,
-            )
-            errors.append(error)
-            cells = (
-                label,
-                f"{pp}x{tp}",
-                f"{point.concurrency}",
-                f"{point.prompt}",
-                f"{1e3 * measured.time_per_token_s:.3f} / {1e3 * predicted.time_per_token_s:.3f}",
-                f"{1e3 * measured.ttft_s:.2f} / {1e3 * predicted.ttft_s:.2f}",
-                f"{100 * measured.bubble:.1f} / {100 * predicted.bubble:.1f}",
-            )
-            print(f"| {' | '.join(cells)} |", flush=True)
+            errors.append(errors_of(measured, predicted))
+            print(row([label, f"{pp}x{tp}"], measured, predicted), flush=True)
     return errors
 
 
-def mean_errors(errors: Sequence[tuple[float, float, float]]) -> str:
+def errors_of(measured: Measured, predicted: Prediction) -> Errors:
+    """Return the relative errors of the time per token and of the first token, and that of the bubble."""
+    return (
+        predicted.time_per_token_s / measured.time_per_token_s - 1,
+        predicted.ttft_s / measured.ttft_s - 1,
+        predicted.bubble - measured.bubble,
+    )
+
+
+def row(labels: Sequence[str], measured: Measured, predicted: Prediction) -> str:
+    """Return a row of the table; each cell has what was measured, and then what was predicted."""
+    cells = (
+        *labels,
+        f"{measured.point.concurrency}",
+        f"{measured.point.prompt}",
+        f"{1e3 * measured.time_per_token_s:.3f} / {1e3 * predicted.time_per_token_s:.3f}",
+        f"{1e3 * measured.ttft_s:.2f} / {1e3 * predicted.ttft_s:.2f}",
+        f"{100 * measured.bubble:.1f} / {100 * predicted.bubble:.1f}",
+    )
+    return f"| {' | '.join(cells)} |"
+
+
+def mean_errors(errors: Sequence[Errors]) -> str:
     """The mean absolute errors, in words."""
     token, first, bubble = (100 * statistics.mean(map(abs, column)) for column in zip(*errors, strict=True))
     return f"time per token {token:.1f} %, first token {first:.1f} %, bubble {bubble:.1f} points"
@@ -424,7 +470,7 @@ def mean_errors(errors: Sequence[tuple[float, float, float]]) -> str:
 async def run(options: argparse.Namespace, half_b: Path) -> None:
     print("| model | layout | at once | prompt | ms per token | first token, ms | bubble, % |")
     print("|---|---|---|---|---|---|---|")
-    of_models: dict[str, list[tuple[float, float, float]]] = {}
+    of_models: dict[str, list[Errors]] = {}
     for label in options.models.split(","):
         model = label if label == "demo" else str(half_b)
         for layout in options.layouts.split(","):

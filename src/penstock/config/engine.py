@@ -43,6 +43,7 @@ PARTITION_VARIABLE = "PENSTOCK_PP_LAYER_PARTITION"
 
 MAX_THREADS = 1024  # of a rank; threads beyond the cores only wait for each other
 MAX_PLANS_IN_FLIGHT = 1024  # a channel to a rank has room for four times as many
+PLANS_ON_WIRES = 30  # between hosts: 150 ms there and back, and 5 ms for the slowest stage
 
 
 def _whole_numbers(name: str, given: int | str | list[int], of_what: str) -> list[int]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from penstock.config.engine import CacheConfig, SchedulerConfig
+from penstock.config.engine import PLANS_ON_WIRES, CacheConfig, SchedulerConfig
 from penstock.layouts.devices import Link
 from penstock.layouts.model_sizes import ModelSizes
 from penstock.layouts.recurrence import SteadyState, pass_plans, steady_state
@@ -193,7 +193,7 @@ class _Pipe:
         As many as fill the pipe, or fewer if their cycle is clearly shorter; a link between hosts holds more.
         """
         stages = len(self.times)
-        most = min(running, 4 * stages) if self._has_wire else min(running, stages)
+        most = min(running, stages + (PLANS_ON_WIRES if self._has_wire else 0))
         numbers = sorted({min(running, stages), *(n for n in range(1, most + 1) if n <= _FEW or n % 4 == 0)})
         cycles_s = {number: self._cycle_s(running, number) for number in numbers}
         best = min(cycles_s, key=lambda number: (round(cycles_s[number], 9), number))
@@ -234,14 +234,18 @@ class _Pipe:
 
     def _return_s(self, num_rows: int) -> float:
         """Return the seconds from the last stage's result to the first stage's next step of the same rows."""
-        way_s = self.links[-1].seconds(_TOKEN_BYTES) if len(self.times) > 1 else 0.0
-        return way_s + self.load.turns.seconds(num_rows)
+        return self._way_back_s + self.load.turns.seconds(num_rows)
+
+    @property
+    def _way_back_s(self) -> float:
+        """The seconds from the last stage to the core, and to the first stage."""
+        return self.links[-1].seconds(_TOKEN_BYTES) if len(self.times) > 1 else 0.0
 
     def prefill_s(self, num_decoding: int) -> float:
         """Return the seconds from a prompt to its first token, while others decode.
 
         On average the prompt waits for half of the plan that runs, and for those that are issued ahead; then
-        its chunks follow one another, each with a micro-batch of decodes.
+        its chunks follow one another, each with a micro-batch of decodes. The token has to come back.
         """
         decodes, wait_s = NO_STEP, 0.0
         if num_decoding:
@@ -264,7 +268,7 @@ class _Pipe:
             lambda plan, stage: self._hop_s(stage, shapes[plan].tokens),
             len(self.times),
         )
-        return wait_s + passage.ends[-1] + self.load.turns.request_s
+        return wait_s + passage.ends[-1] + self._way_back_s + self.load.turns.request_s
 
     def _chunks(self, decodes: StepShape) -> list[tuple[int, int]]:
         """Return (start, tokens) of the chunks of a typical prompt, as the scheduler cuts it."""

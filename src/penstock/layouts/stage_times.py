@@ -151,16 +151,18 @@ class ObservedTimes:
     between two numbers of rows a straight line is nearer than a roofline.
 
     Attributes:
+        per_attended: seconds for each position that a decode attends to.
         decodes: rows, rising, and seconds of a step of so many decodes without what they attend to.
     """
 
     cost: StageCost
+    per_attended: float
     decodes: tuple[tuple[int, float], ...]
 
     def seconds(self, shape: StepShape) -> float:
         if shape.samples < shape.tokens or not self.decodes:
             return self.cost.seconds(shape)
-        return interpolate(self.decodes, shape.tokens) + self.cost.per_attended * shape.attended
+        return interpolate(self.decodes, shape.tokens) + self.per_attended * shape.attended
 
 
 def learnt_cost(times: StageTimes) -> StageCost | None:

@@ -12,11 +12,10 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from penstock.batch import ScheduledBatch
-from penstock.config.engine import CacheConfig, ParallelConfig, SchedulerConfig
+from penstock.config.engine import PLANS_ON_WIRES, CacheConfig, ParallelConfig, SchedulerConfig
 from penstock.engine.core.calibration import Calibration
 from penstock.engine.core.core import EngineCore
 from penstock.engine.core.core_assembly import depth_and_wire
-from penstock.engine.supervisor.flight_room import PLANS_ON_WIRES
 from penstock.errors import StageLostError
 from penstock.kvcache.allocator import BlockAllocator
 from penstock.kvcache.block_pool import BlockPool

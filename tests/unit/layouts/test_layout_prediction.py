@@ -58,6 +58,16 @@ def test_requests_that_find_no_memory_wait() -> None:
     assert crowded.running == 200 // LOAD.context
 
 
+def test_a_wire_between_hosts_holds_plans_and_the_first_token_comes_back_over_it() -> None:
+    wire = Link(kind="network", bytes_per_s=1e18, latency_s=0.05)
+    load = replace(LOAD, concurrency=60)
+    quick = StageCost(read=ROW_S, per_token=ROW_S)
+    far, near = of([quick] * 2, load, wire), of([quick] * 2, load)
+    assert (far.micro_batches, near.micro_batches) == (32, 2)
+    assert far.time_per_token_s == pytest.approx(0.1 + 2 * 2 * ROW_S)
+    assert far.ttft_s - near.ttft_s == pytest.approx(2 * 0.05)
+
+
 def test_turns_between_steps_lengthen_them_and_are_bubbles() -> None:
     load = replace(LOAD, concurrency=4, turns=Turns(step_s=0.001, row_s=0.0005, request_s=0.1))
     predicted, plain = of([COST], load), of([COST], replace(LOAD, concurrency=4))
@@ -73,7 +83,7 @@ def test_the_first_token_waits_for_plans_that_are_ahead() -> None:
 
 
 def test_observed_decodes_are_interpolated_and_prompts_go_by_the_cost() -> None:
-    times = ObservedTimes(cost=replace(COST, per_attended=1e-6), decodes=((1, 0.010), (4, 0.013)))
+    times = ObservedTimes(cost=COST, per_attended=1e-6, decodes=((1, 0.010), (4, 0.013)))
     assert times.seconds(StepShape(2, 100, 2)) == pytest.approx(0.011 + 1e-4)
     assert times.seconds(StepShape(32, 0, 1)) == pytest.approx(32 * ROW_S)
     assert of([times]).time_per_token_s == pytest.approx(0.010 + 65e-6)

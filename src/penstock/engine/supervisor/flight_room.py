@@ -11,11 +11,10 @@ from collections.abc import Sequence
 
 import msgspec
 
-from penstock.config.engine import ParallelConfig
+from penstock.config.engine import PLANS_ON_WIRES, ParallelConfig
 from penstock.hosts.resources import HostResources
 from penstock.process.config import RankConfig
 
-PLANS_ON_WIRES = 30  # 150 ms there and back, and 5 ms for the slowest stage
 LINK_BYTES = 256 << 20  # of the frames at each end of a link between hosts
 
 

@@ -1,0 +1,170 @@
+"""How far predictions of a layout over two hosts are from what the engine does: as `plan_accuracy.py` does.
+
+    python benchmarks/plan_accuracy_hosts.py [--model demo|0.5B|DIR] [--points 8] [--seed 0] [--window-s 4]
+                                             [--rates 1000,100] [--delays-ms 1:50] [--max-tokens 8192]
+
+Two hosts are network namespaces of this machine, each with one stage. The engine is calibrated over a link
+without delay. Then links are drawn from the seed: a rate of the given ones, and a delay, each way, evenly on
+a scale of powers. So are the loads. A prediction gets the calibrated stages, and the link as a user writes it
+down: its rate and its latency. docs/test-bed.md names what the machine needs; the program that delays packets
+shares the cores with the stages.
+
+Prints a row for each point and the mean absolute errors. Run it on a quiet machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from peers.checkpoint import FULL_SHAPE, make_checkpoint
+from plan_accuracy import (
+    CALIBRATION,
+    Calibrated,
+    Engine,
+    Errors,
+    Point,
+    draw,
+    errors_of,
+    mean_errors,
+    row,
+    running,
+)
+
+from penstock.config.engine import ModelConfig
+from penstock.layouts.devices import Link
+from penstock.layouts.model_sizes import read_sizes
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "support"))
+from network import Host, ShapedLink, shaped_network
+
+NUM_STAGES = 2
+PORT = 7700
+JUMBO = 9000  # bytes of a packet, where a program carries them
+START_LIMIT_S = 120.0
+SETTLE_S = 3.0  # after a change of the link, until the engine has measured it
+
+
+def main() -> int:
+    options = parse_options()
+    if options.head:
+        return asyncio.run(be_head(json.loads(options.head)))
+    with tempfile.TemporaryDirectory(prefix="plan-accuracy-hosts-") as scratch:
+        model = options.model
+        if model == "0.5B":
+            model = str(Path(scratch, "0.5B"))
+            make_checkpoint(Path(model), FULL_SHAPE)
+        with shaped_network(seed=options.seed, mtu=JUMBO) as network:
+            return measure(model, Path(scratch), network.hosts, options)
+
+
+def parse_options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--model", default="demo")
+    parser.add_argument("--points", type=int, default=8)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--window-s", type=float, default=4.0)
+    parser.add_argument("--rates", default="1000,100", help="Mbit/s of the links")
+    parser.add_argument("--delays-ms", default="1:50", help="least and longest delay of a link, each way")
+    parser.add_argument("--max-tokens", type=int, default=8192, help="of all prompts of a point together")
+    parser.add_argument("--head", default="", help="used by the benchmark itself")
+    return parser.parse_args()
+
+
+def measure(model: str, scratch: Path, hosts: Sequence[Host[ShapedLink]], options: argparse.Namespace) -> int:
+    """Start the head and the worker, and set the links that the head asks for."""
+    head_host, worker_host = hosts
+    token = scratch / "token"
+    told = {name: value for name, value in vars(options).items() if name != "head"}
+    told |= {
+        "model": model,
+        "settings": {
+            "hosts": 2,
+            "listen_workers": f"{head_host.address}:{PORT}",
+            "join_token_file": str(token),
+            "state_dir": str(scratch / "tower"),
+        },
+    }
+    command = [sys.executable, __file__, "--head", json.dumps(told)]
+    head = head_host.popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    worker = None
+    try:
+        deadline = time.monotonic() + START_LIMIT_S
+        while not token.exists():
+            if head.poll() is not None or time.monotonic() > deadline:
+                raise SystemExit("the head did not start; its output says why")
+            time.sleep(0.05)
+        words = ["worker", "--join", f"{head_host.address}:{PORT}", "--join-token-file", str(token)]
+        words += ["--name", "desk", "--models-dir", model, "--state-dir", str(scratch / "desk")]
+        worker = worker_host.popen([sys.executable, "-m", "penstock", *words], stdout=subprocess.DEVNULL)
+        serve_head(head, hosts)
+        return head.wait()
+    finally:
+        for program in filter(None, (head, worker)):
+            program.terminate()
+            program.wait()
+
+
+def serve_head(head: subprocess.Popen[str], hosts: Sequence[Host[ShapedLink]]) -> None:
+    """Print what the head prints, and set the links when it asks for that."""
+    assert head.stdout is not None
+    assert head.stdin is not None
+    for line in head.stdout:
+        if not line.startswith("{"):
+            print(line, end="", flush=True)
+            continue
+        asked = json.loads(line)
+        hosts[1].link.set_delay(asked["delay_s"])
+        for host in hosts:
+            host.link.set_rate(asked["bits_per_s"])
+        head.stdin.write("set\n")
+        head.stdin.flush()
+
+
+async def be_head(told: dict[str, Any]) -> int:
+    """Be the head: calibrate, and measure each point over its link."""
+    model = told["model"]
+    sizes = read_sizes(ModelConfig(model=model))
+    rates, delays_ms = (
+        [*map(float, told[name].split(mark))] for name, mark in (("rates", ","), ("delays_ms", ":"))
+    )
+    source = random.Random(f"links {told['seed']}")
+    errors: list[Errors] = []
+    async with running(model, NUM_STAGES, 1, **told["settings"]) as llm:
+        engine = Engine(llm, NUM_STAGES, sizes.spec.vocab_size, told["window_s"])
+        fixed = [Point(*each) for each in CALIBRATION if each[0] * each[1] <= told["max_tokens"]]
+        calibrated = Calibrated.of([await engine.measure(point) for point in fixed], NUM_STAGES, sizes)
+        print("| Mbit/s | delay, ms | at once | prompt | ms per token | first token, ms | bubble, % |")
+        print("|---|---|---|---|---|---|---|", flush=True)
+        for point in draw(told["seed"], "hosts", told["points"], told["max_tokens"]):
+            mbits = source.choice(rates)
+            delay_s = source.uniform(0, 1)
+            delay_s = delays_ms[0] * (delays_ms[1] / delays_ms[0]) ** delay_s / 1e3
+            await ask_for_link(mbits * 1e6, delay_s)
+            measured = await engine.measure(point)
+            link = Link(kind="network", bytes_per_s=mbits * 1e6 / 8, latency_s=delay_s)
+            predicted = calibrated.predict(point, measured.context, sizes, link)
+            errors.append(errors_of(measured, predicted))
+            print(row([f"{mbits:g}", f"{1e3 * delay_s:.1f}"], measured, predicted), flush=True)
+    print(f"\nmean absolute errors over {len(errors)} points: {mean_errors(errors)}", flush=True)
+    return 0
+
+
+async def ask_for_link(bits_per_s: float, delay_s: float) -> None:
+    """Have the links set, and wait until the engine has measured them."""
+    print(json.dumps({"bits_per_s": int(bits_per_s), "delay_s": delay_s}), flush=True)
+    await asyncio.to_thread(sys.stdin.readline)
+    await asyncio.sleep(SETTLE_S)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
