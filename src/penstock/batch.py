@@ -295,7 +295,7 @@ class RankLoaded(msgspec.Struct, frozen=True, tag="loaded", kw_only=True):
 
 
 class AllocateKV(msgspec.Struct, frozen=True, tag="allocate", kw_only=True):
-    """The core's answer once all ranks have loaded: the minimum over the stages (row D9).
+    """The core's answer once all ranks have loaded: the minimum over the stages [D9].
 
     Plans then begin at `first_step` of `epoch`. A rank that has its KV cache from an epoch before keeps it.
     """

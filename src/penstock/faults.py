@@ -1,4 +1,4 @@
-"""Named places at which a test may break a stage; nothing of them is left where none is armed.
+"""Fault points: named places at which a test can make a stage fail. Unused, they cost nothing.
 
     PENSTOCK_FAULTS="stage.forward@1:17=kill,rank.load@0:1=raise" penstock serve ...
 

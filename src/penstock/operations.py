@@ -1,7 +1,7 @@
 """The operations that an administrator may ask of a running engine, and their results. Plain data.
 
 The core takes an operation between two plans, and these are the same two for every rank, because ranks do
-nothing but replay plans in order (rows G4, d18):
+nothing but replay plans in order [G4] [d18]:
 
     accepted      the first plan that is made under it is step n
     completed     a plan from n on has crossed all stages: every rank has everything before n behind it

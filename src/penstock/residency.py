@@ -1,4 +1,4 @@
-"""The residency table: which KV blocks hold what, as far as one party has been told.
+"""The residency table: what each KV block holds, as the core or a rank records it; a digest compares them.
 
     rows       3 ──▶ request "a", written up to position 70, blocks 4 1 6
     contents   4 ──▶ block 0 of what "a" has written      1 ──▶ what order 17 has loaded
@@ -7,7 +7,7 @@
 Every rank keeps one by replaying plans, and nothing else (`replay`). The core keeps one from its own rows,
 block tables and orders (`scheduler.residency_ledger`), and puts its digest into each plan: so a plan that
 does not say what the core believes, or a rank that believes something else, is found out in that step, before
-a tensor is touched, and by name (rows H12, H15).
+a tensor is touched, and by name [H12] [H15].
 
 The digest is a sum modulo 2^64 of one term for each fact about requests that hold a row, and for each name;
 so it does not depend on the order in which facts came, and a step costs one multiplication for each row:

@@ -1,4 +1,4 @@
-"""Makes the text in a message of another host or process fit for the terminal and the log of this one.
+"""Makes text from another process or host safe to print on the terminal and to write to the log.
 
 Names, errors and descriptions of a worker are shown at the head in many places. All of them pass here once:
 when `hosts.remote_host` takes a message of its agent, and `executor.rank_sense` one of its ranks. Log lines

@@ -1,4 +1,4 @@
-"""Blocks of the KV cache in canonical order: bytes that do not depend on kernels, stages or ranks (row d15).
+"""Blocks of the KV cache in canonical order: bytes that do not depend on kernels, stages or ranks [d15].
 
 The bytes of one block of one layer are *records*, one for each KV head of the rank, in order:
 

@@ -1,4 +1,4 @@
-"""The role of `penstock worker` where a launcher has started it on all hosts at once: head or worker.
+"""Decides whether a `penstock worker` that a launcher has started becomes the head or a worker.
 
 The first process becomes the head: it runs `penstock serve` with the words that its user has put behind `--`,
 and with those that follow from the launcher. The others join it as workers, wait for it as long as it takes

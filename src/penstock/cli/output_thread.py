@@ -1,4 +1,4 @@
-"""Writes to standard output and error from a thread: a stopped terminal or a full disk holds up nobody (R16).
+"""Writes to standard output and error from a thread: a stopped terminal or a full disk holds up nobody [R16].
 
     say ──▶ [ what waits, bounded ] ──one after the other──▶ thread ──▶ descriptor
                    │ full, or the write fails

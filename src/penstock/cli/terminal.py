@@ -1,4 +1,4 @@
-"""The invocation of one run of the command line, and its voice: streams, environment, colours, errors.
+"""The surroundings of one run of the command line: streams, environment, colours and error output.
 
 `cli` makes the one `Invocation` of a run and hands it to the command; tests make their own with string
 streams. Does not parse flags (`cli`, `cli.sources`) and does not print help (`cli.help`).

@@ -349,7 +349,7 @@ class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def depth(self) -> int:
-        """The most plans in flight (rows D1, F2; S8); `auto` counts as on one host."""
+        """The most plans in flight [D1] [F2] [S8]; `auto` counts as on one host."""
         return self.least_plans_in_flight if self.max_plans_in_flight == "auto" else self.max_plans_in_flight
 
 

@@ -1,4 +1,4 @@
-"""Settings that users of other engines know, and that are not built here: refused by name (I2, I3, I5).
+"""Settings that users of other engines know, and that are not built here: refused by name [I2] [I3] [I5].
 
 Asked by `llm` for unknown arguments and by the command line for unknown flags.
 """

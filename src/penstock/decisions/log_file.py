@@ -1,4 +1,4 @@
-r"""The file of a decision log: a line with its version, and behind it records in one compressed stream.
+r"""The file of recorded decisions: a line with its version, then all records in one compressed stream.
 
     penstock decisions 1 0.1.0\n
     zlib( length, checksum, record │ length, checksum, record │ … )

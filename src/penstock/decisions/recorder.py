@@ -1,4 +1,4 @@
-"""The seam of the decision log: a recorder notes what the core reads; without a recorder nothing is noted.
+"""The interface that records decisions: a recorder notes what the core reads; the default notes nothing.
 
     clock, executor, drafter, guides ──▶ recorder ──▶ the core's own scheduler
                                             └──calls──▶ `decisions.log_writer`

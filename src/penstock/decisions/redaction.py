@@ -1,4 +1,4 @@
-"""The way from calls of the core to records: what the scheduler reads of a request stays, its text does not.
+"""Turns calls of the core into records: they keep what the scheduler reads of a request, but not its text.
 
     tokens                          aliases (`decisions.token_chain`)
     salts, names of sessions        aliases

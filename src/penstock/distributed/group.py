@@ -1,6 +1,6 @@
 """The ranks of one stage, which hold shares of the same layers, and their exchanges.
 
-    all_reduce    every rank gets the sum      after the row-parallel projections: two a layer (row B5), and
+    all_reduce    every rank gets the sum      after the row-parallel projections: two a layer [B5], and
                                                one more where queries and keys are normalised over all heads
     all_gather    every rank gets all parts    hidden states that came by shares, candidates of a vocabulary
 

@@ -53,7 +53,7 @@ def near_share(whole: int, rank: int, size: int) -> Share:
 def vocab_share(num_ids: int, rank: int, size: int) -> Share:
     """Return the ids of a rank, in blocks of `IDS`; the first ranks may have a block more.
 
-    Nothing is padded, so an id that does not exist can never be sampled (rows B6, B7).
+    Nothing is padded, so an id that does not exist can never be sampled [B6] [B7].
 
     Args:
         num_ids: at least `size` blocks, the last of which may be cut short.
@@ -67,7 +67,7 @@ def vocab_share(num_ids: int, rank: int, size: int) -> Share:
 def head_share(num_heads: int, rank: int, size: int) -> Share:
     """Return the KV heads of a rank: an equal part, or a single one where there are fewer heads than ranks.
 
-    Several ranks have the same head then (row B3).
+    Several ranks have the same head then [B3].
 
     Args:
         num_heads: a multiple of `size`, or a divisor.

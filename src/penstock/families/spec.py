@@ -178,7 +178,7 @@ class ModelSpec:
     def parameter_counts(self, start_layer: int, end_layer: int) -> dict[str, int]:
         """Return the parameters of the stage with layers `[start_layer, end_layer)`, by component.
 
-        A tied head counts as an embedding: it is stored once on a rank (rows A6, A14).
+        A tied head counts as an embedding: it is stored once on a rank [A6] [A14].
         """
         ends = self.end_parameter_counts(start_layer, end_layer)
         layers = sum(map(self.layer_parameters, range(start_layer, end_layer)))
@@ -232,7 +232,7 @@ class ModelSpec:
         return num_layers * numbers * itemsize
 
     def hidden_state_bytes(self, num_tokens: int, itemsize: int) -> int:
-        """Return the bytes of hidden states and residual stream of a step (rows S1, I8).
+        """Return the bytes of hidden states and residual stream of a step [S1] [I8].
 
         A link carries their sum, which is half of it.
         """

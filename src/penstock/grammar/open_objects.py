@@ -1,4 +1,4 @@
-"""The treatment of objects of a JSON schema that say nothing of undeclared fields: closed, or bounded.
+"""Decides what undeclared fields an object may have, if its JSON schema does not say: none, or a few.
 
 By JSON Schema such an object is open, and a weak model goes on with fields of its own until its text is cut
 short. So an object that declares its fields is closed where that only takes texts away, and every text that

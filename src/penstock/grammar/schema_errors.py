@@ -1,4 +1,4 @@
-"""The refusals of a JSON schema, or of what stands in its place, before anything is built of it."""
+"""The errors of unusable JSON schemas, which are refused before anything is built of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`penstock pull` without its words: from the name of a model on the hub to a complete snapshot in the cache.
+"""The download behind `penstock pull`, without its output: from a model's name to a complete snapshot.
 
 The files of a snapshot appear, and the branch moves, when all of them are here: a pull that is interrupted
 leaves nothing that looks like a model. Called by the command line alone.

@@ -1,4 +1,4 @@
-"""The large memory of a rank: zero pages of the kernel's own, in huge pages where it gives them.
+"""Allocates a rank's large memory: zeroed pages of the system, huge pages if there are any.
 
 Weights and keys and values are read in long streams or in far-apart pieces; with huge pages the processor
 does not look up every fourth kilobyte's address. A huge page must lie whole in its mapping, so pieces that

@@ -1,4 +1,4 @@
-"""The views of persistent memory, kept from step to step: with a cold cache, making one is not cheap."""
+"""Keeps views of persistent memory from step to step, because making them again takes long."""
 
 from __future__ import annotations
 

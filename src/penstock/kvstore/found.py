@@ -1,4 +1,4 @@
-"""The facts that a store tells of a record without reading it, and iteration over a few at a time."""
+"""The metadata of a stored record: its key and size; and iteration over a few records at a time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A store that cannot hurt its callers: it may only miss (row R9).
+"""A store that cannot hurt its callers: it may only miss [R9].
 
 Around any `KVStore`. Seals what goes in and verifies what comes out, so that a wrong byte is never believed,
 and turns every exception into "not there". A store that keeps failing is switched off for a while:

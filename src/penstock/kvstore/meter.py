@@ -1,4 +1,4 @@
-"""The meter of what a rank has done with its store since it was read last.
+"""Counts what a rank has done with its KV store since its last report.
 
 Differences: the core, which adds them up for all ranks, need not know which has begun again from nothing.
 """

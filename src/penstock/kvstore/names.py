@@ -5,8 +5,8 @@
     └────────────────┴────────────────────────────────┴───────┴──────┘
 
 So records of one block, and of one layer within it, follow each other in byte order. Two stages never meet,
-as they hold other layers (row H17), yet no stage, rank or epoch is in a name: what was written with two
-stages of one rank is found with three, or by two ranks (row d15). Called to move blocks to a store
+as they hold other layers [H17], yet no stage, rank or epoch is in a name: what was written with two
+stages of one rank is found with three, or by two ranks [d15]. Called to move blocks to a store
 and back, and to know whether a model is still the same. Reads files of the model for
 `model_identity` and `file_identities`; nothing else here touches anything.
 """

@@ -1,4 +1,4 @@
-"""A store that is opened when it is first asked, and again when that has failed (row R9).
+"""A store that is opened when it is first asked, and again when that has failed [R9].
 
 Core and ranks must live without their store, also while they start: so whether it can be opened is one more
 thing that a guarded store may get wrong. Where they are threads of one process they share it, since an LMDB

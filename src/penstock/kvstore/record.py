@@ -6,7 +6,7 @@
     └───────┴─────────┴────────────┴────────────────┴─────────────────┴──────┴─────────┘
     little-endian; the checksum is over key and payload
 
-The key is in it so that a record which lies under another's name is found out (row R9). The checksum finds
+The key is in it so that a record which lies under another's name is found out [R9]. The checksum finds
 accidents, not an enemy: writers of a store are trusted (security rule 9). It is chosen for speed: every
 byte that comes from a store goes through it before the first token. Pure.
 """

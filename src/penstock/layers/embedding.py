@@ -1,6 +1,6 @@
 """The two ends of the vocabulary: token ids to vectors, vectors to logits.
 
-A rank may have a share of the ids (rows B6, B7). An embedding then gives zeros for the ids of others, and the
+A rank may have a share of the ids [B6] [B7]. An embedding then gives zeros for the ids of others, and the
 sum over the ranks is the whole; a head answers for its own ids, and the answers are merged, so that no rank
 ever holds the logits of the whole vocabulary unless a request asks for them.
 """
@@ -64,7 +64,7 @@ class VocabEmbedding(Vocabulary):
     The same weight serves as the output head of a tied model.
 
     Args:
-        ids: rows that this rank has; for others it gives zeros (row S4), and the ranks' sum is the embedding.
+        ids: rows that this rank has; for others it gives zeros [S4], and the ranks' sum is the embedding.
         is_head: it is used as the head too.
         multiplier: factor of the vectors; not of the weight as a head.
         curve: curve of the head's logits.

@@ -2,7 +2,7 @@
 
 A rank may have a share of a projection: of its outputs (column parallel: what follows works on the share), or
 of its inputs (row parallel: the ranks' results are summed). An attention or an MLP is a column-parallel
-projection and a row-parallel one, and costs one all-reduce (rows B1, B5).
+projection and a row-parallel one, and costs one all-reduce [B1] [B5].
 
 The weights start empty, in the form that `layers.compute` chose: `weights.loader` fills them.
 """
@@ -81,7 +81,7 @@ class Linear(nn.Module):
 
 
 class FusedLinear(Linear):
-    """A group of projections of the same input, stacked by output rows (row A13).
+    """A group of projections of the same input, stacked by output rows [A13].
 
     Args:
         out_shares: name of each projection -> outputs that this rank has.

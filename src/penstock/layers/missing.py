@@ -1,4 +1,4 @@
-"""The stand-ins for parts of the model that live on another stage (row A5). They hold no parameters.
+"""The stand-ins for parts of the model that live on another stage [A5]. They hold no parameters.
 
 `MissingLayer` serves models of our own, which know what is not there; the other two serve models that run all
 their layers, wherever those are (`models.transformers_backend`).

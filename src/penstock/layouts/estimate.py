@@ -71,7 +71,7 @@ class HopEstimate:
         link: kind of the link.
         bytes_per_step: bytes that cross: the sum of hidden states and residual.
         seconds: time for the hidden states of one micro-batch, with latency.
-        hidden_and_residual_bytes: bytes of both apart, as engines send them that do not add them (row I8).
+        hidden_and_residual_bytes: bytes of both apart, as engines send them that do not add them [I8].
         hidden_and_residual_s: seconds of these at the rate of the link.
     """
 

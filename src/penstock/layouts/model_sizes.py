@@ -103,14 +103,14 @@ class ModelSizes:
         return table.sizes(start, end)
 
     def hop_bytes(self, num_tokens: int) -> int:
-        """Return the bytes of hidden states and residual between two stages (row I8).
+        """Return the bytes of hidden states and residual between two stages [I8].
 
         A link carries their sum, which is half.
         """
         return self.spec.hidden_state_bytes(num_tokens, self.item_bytes)
 
     def all_reduce_bytes(self, num_layers: int, num_tokens: int) -> int:
-        """Return the bytes that ranks of a stage sum in a step: hidden states, twice a layer (row I9)."""
+        """Return the bytes that ranks of a stage sum in a step: hidden states, twice a layer [I9]."""
         return 2 * num_layers * num_tokens * self.spec.hidden_size * self.item_bytes
 
 

@@ -1,11 +1,11 @@
-"""The times at which micro-batches pass the stages of a pipe: maxima and sums, without a clock.
+"""Computes when micro-batches pass the stages of a pipe: a recurrence of maxima and sums, without a clock.
 
     start(k, s) = max( end(k, s-1) + hop(s-1),  end(k-1, s) )          k: plans in their order; s: stages
     start(k, 0) >= token(k)                                            of the micro-batch's step before
 
 `token(k)` is when the token of the same micro-batch's step before is back on the first stage; a plan that
 waits for none starts as soon as the stage is free. Closed forms follow where stages are equal: one
-micro-batch leaves P - 1 of P stages idle, M that pass once leave (P - 1) / (M + P - 1) (row I10).
+micro-batch leaves P - 1 of P stages idle, M that pass once leave (P - 1) / (M + P - 1) [I10].
 """
 
 from __future__ import annotations

@@ -84,7 +84,7 @@ class DeviceTimes:
         return seconds + self.all_reduce_s(tokens) + self.all_reduce_latency_s
 
     def all_reduce_s(self, num_tokens: int) -> float:
-        """Return the seconds of the sums over the ranks: their bytes at the rate of the link (row I9)."""
+        """Return the seconds of the sums over the ranks: their bytes at the rate of the link [I9]."""
         if self.num_ranks == 1:
             return 0.0
         return 2 * self.sizes.num_layers * num_tokens * self.hidden_bytes / self.link.bytes_per_s

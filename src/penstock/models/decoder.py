@@ -1,4 +1,4 @@
-"""The decoder: a for-loop over its own range of layers.
+"""The layers of one stage, run one after the other, with embedding and head where they belong.
 
 Built by `rank.rank` from a `ModelSpec` and a layer range, filled by `weights.loader`. Parts outside
 the range are `MissingLayer`s, so that names of parameters are those of the checkpoint on every stage. Knows
@@ -94,7 +94,7 @@ class Backbone(nn.Module):
 
 
 class Decoder(nn.Module):
-    """The layers `[start, end)` of a model, with the embedding and the head where they belong (rows A4, A6).
+    """The layers `[start, end)` of a model, with the embedding and the head where they belong [A4] [A6].
 
     A stage calls `embed` (first stage only), `forward`, and `compute_candidates` (last stage only).
 

@@ -64,7 +64,7 @@ class GatedMLP(nn.Module):
 class DecoderLayer(nn.Module):
     """A layer: attention and MLP or experts, with norms before, after or around each.
 
-    The residual stream travels beside the branch, which is added to it by whatever comes next (row A11).
+    The residual stream travels beside the branch, which is added to it by whatever comes next [A11].
     """
 
     def __init__(self, spec: ModelSpec, backend: AttentionBackend, compute: Compute, site: LayerSite) -> None:

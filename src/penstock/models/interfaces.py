@@ -1,4 +1,4 @@
-"""The interface of a model class that says that it can be cut into stages (row A7).
+"""The interface of model classes that can be cut into the stages of a pipeline [A7].
 
 `runner.model_runner` runs any such model; `rank.rank` asks before it loads one.
 """

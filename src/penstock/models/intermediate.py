@@ -16,7 +16,7 @@ from penstock.errors import PlanMemoryError
 
 
 class IntermediateTensors:
-    """The named tensors over the same tokens (row A8): `hidden_states`, `residual`: [num_tokens, hidden].
+    """The named tensors over the same tokens [A8]: `hidden_states`, `residual`: [num_tokens, hidden].
 
     A string selects a tensor, a slice selects tokens of all of them. A subclass may make `tensors` lazy.
 
@@ -79,7 +79,7 @@ class StreamStart:
 def make_empty_intermediate_tensors_factory(
     hidden_size: int, *, dtype: torch.dtype, device: torch.device
 ) -> Callable[[int], IntermediateTensors]:
-    """Return a function from a number of tokens to zeroed tensors such as a stage receives (row A9).
+    """Return a function from a number of tokens to zeroed tensors such as a stage receives [A9].
 
     Each of them is [num_tokens, hidden_size].
     """

@@ -1,4 +1,4 @@
-"""A stage of any causal model of transformers: its layers, with our KV cache and pipeline (row A16).
+"""A stage of any causal model of transformers: its layers, with our KV cache and pipeline [A16].
 
 `TransformersModel` does what `models.decoder.Decoder` does, with transformers' own modules: it is built by
 `rank.loading` where `ModelSpec.implementation` says so. transformers' loop over the layers runs as it is,

@@ -158,7 +158,7 @@ def find_layers(model: nn.Module, num_layers: int) -> str:
     """Return the name of the list of layers: from the model's pipeline plan, or the only list of that length.
 
     Raises:
-        UnsupportedModelError: the model has no such list, or several (row S9).
+        UnsupportedModelError: the model has no such list, or several [S9].
     """
     base = getattr(model, "base_model", model)
     prefix = f"{getattr(model, 'base_model_prefix', '')}." if base is not model else ""

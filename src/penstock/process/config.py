@@ -186,7 +186,7 @@ class RankConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_output(self) -> bool:
-        """Whether this rank tells what was sampled: the first of the last stage (row D8)."""
+        """Whether this rank tells what was sampled: the first of the last stage [D8]."""
         return self.is_last and self.tp_rank == 0
 
     @property

@@ -1,4 +1,4 @@
-"""The common rhythm of all that the processes of a host do each second, so that an idle engine hardly wakes.
+"""Puts the work that a host's processes do each second at the same moment, so that an idle host rarely wakes.
 
 The monotonic clock is the same for all processes of a host. Work that is done each second is done at its
 whole seconds, and not a second after it was done last: heartbeats, looks and ticks of all threads and

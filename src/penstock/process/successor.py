@@ -1,4 +1,4 @@
-"""The take-over of a spare process that outlives its worker, by the next worker.
+"""Lets the next worker on a host take over the spare process that a killed worker has left behind.
 
     spare                                              the next worker
     listens at a path, in a directory of its user

@@ -1,4 +1,4 @@
-"""The windows of rows that bring drafts behind the token that they consume, and are sampled behind each.
+"""Accepts or rejects drafts: each is compared with the token that was sampled in its place.
 
     row brings      known  d1     d2     d3
     sampled         s1     s2     s3     s4        each as if all before it were certain

@@ -1,4 +1,4 @@
-"""The number of guesses that a request should wait for, where a drafter needs time for each.
+"""Computes how many guesses a request should wait for, if its drafter takes time for each.
 
 With n guesses that are right with chance c, each if all before it were, a step yields 1 + c + ... + c^n
 tokens. It takes C(rows (n + 1)) seconds where all rows of its plan bring as many. A request that has none in

@@ -1,4 +1,4 @@
-"""The way from token ids to text, piece by piece, without losing or doubling a byte.
+"""Turns token ids into text, piece by piece, without losing or doubling a byte.
 
 A token is a run of *bytes*, not of characters: one character may be spread over several tokens. A
 `Detokenizer` therefore joins bytes, gives out whole characters and keeps an unfinished one until its last

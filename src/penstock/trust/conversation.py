@@ -1,4 +1,4 @@
-"""The seam between the first words on a connection and the socket that carries them.
+"""The interface between a handshake on a connection and the socket that carries its bytes.
 
 A conversation knows no socket and no clock, so that every order of bytes can be tested. Its driver
 sends what it has to say, hands it what arrives, never more than it wants, and reports the end.

@@ -1,4 +1,4 @@
-"""Accepts connections, and lets those through that prove themselves in time.
+"""Accepts connections, and hands on those whose peers authenticate themselves in time.
 
 Until then a peer costs a socket, `max_bytes` and `timeout_s`, and at most `max_peers` are at the door at
 once: more of them wait in the queue of the kernel. One thread serves a door, and no peer can hold it up,

@@ -1,4 +1,4 @@
-"""The way of a worker into its cluster: with its certificate, and with a token where it has none.
+"""The way in which a worker joins its cluster: by its certificate, or by a join token if it has none.
 
 A worker that has a certificate believes nobody but its head that the certificate is of no use. Anybody on the
 network can answer at the head's address with another certificate, or break a handshake with an alert in plain

@@ -1,4 +1,4 @@
-"""The sources of a worker's join token: a file, or its user, through the terminal.
+"""Reads a worker's join token from a file, or asks for it on the terminal.
 
 What is typed is unseen, and asked for again after a slip. A worker asks in a thread, beside its signals, so
 that what is typed must not be waited for when it is to end (`typed_line`). Used by `penstock worker` and

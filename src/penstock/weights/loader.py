@@ -1,7 +1,7 @@
 """Reads a model's weights from safetensors straight into the memory of its parameters.
 
-Called by a rank once, before it serves. Reads only the byte ranges of tensors that the model holds (row A12,
-d8), keeps no mapping and no copy: beside the weights themselves it needs one small buffer, and that only
+Called by a rank once, before it serves. Reads only the byte ranges of tensors that the model holds [A12]
+[d8], keeps no mapping and no copy: beside the weights themselves it needs one small buffer, and that only
 where bytes must be converted, packed, quantised or moved to a GPU. Refuses NaN and infinity. Projections that
 the checkpoint holds quantised come from `weights.quantized_formats`.
 """

@@ -1,4 +1,4 @@
-"""The mapping of checkpoint tensors to the memory of a model (rows A12-A14).
+"""The mapping of checkpoint tensors to the memory of a model [A12] [A13] [A14].
 
 A parameter keeps its checkpoint name; a module with `parts` (`layers.linear.FusedLinear`) takes several
 checkpoint tensors, one below the other. The model asks for what it holds, so a stage never looks at another

@@ -1,4 +1,4 @@
-"""The events of a supervisor or the hosts while `penstock plan` waits for them, as lines."""
+"""Shows events of the supervisor and of hosts as lines, while `penstock plan` waits for them."""
 
 from __future__ import annotations
 

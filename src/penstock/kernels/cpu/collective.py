@@ -1,4 +1,4 @@
-"""A tensor group over shared memory: the sum is a kernel, and so can be taken down on a tape.
+"""A tensor group over shared memory: its sum is a kernel, and so can be recorded on a tape.
 
     memory    a line for the group, a line for each rank; two buffers for each rank     (csrc/collective.cpp)
 

@@ -1,4 +1,4 @@
-"""The tape of kernel calls, which are written down once and run again for every step.
+"""A tape is a recorded list of kernel calls, which is replayed for every step.
 
 A forward pass of a stage is some eight kernel calls a layer, always with the same arguments: memory stays
 where it is, and all that changes is in `Step`. So the layers run once in front of a `Tape`, which takes down

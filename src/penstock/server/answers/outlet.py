@@ -1,4 +1,4 @@
-"""The outlet for the bytes of a streamed answer: to its connection, or (`resumable`) to its readers."""
+"""The destination of a streamed answer's bytes: its connection, or the readers of `resumable`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The end of the chunks of a stream, behind their choices: the usage, where the client wants it there.
+"""The end of each chunk of a stream: after its choices the `usage`, if the client has asked for it.
 
 Of a stream without usage, nothing; with `include_usage`, null, since the usage has a chunk of its own; with
 `continuous_usage_stats` as well, the numbers of the chunk's choice so far, in vLLM's form: the tokens of its

@@ -1,4 +1,4 @@
-"""The way from the messages of a Messages request to those of a chat.
+"""Translates the messages of a Messages request into those of a chat.
 
 Neighbours of one role are one turn. A turn of the user with results of tools becomes several messages, one
 for each result and one for the text between them; a turn of the assistant becomes one. Called by

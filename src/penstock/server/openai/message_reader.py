@@ -1,4 +1,4 @@
-"""The way from the text of an answer to the message that it is: reasoning, content and calls of tools.
+"""Splits the text of an answer into the parts of its message: reasoning, content and calls of tools.
 
 A `Reading` says how the answers of one request are read; it makes a `MessageReader` for each. Pieces come
 out as the text comes in, for `message_stream` and `responses_output`; `whole_message` is for a chat's answers

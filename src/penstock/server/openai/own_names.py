@@ -1,4 +1,4 @@
-"""The names of a request's own fields, in place of those of the chat that it comes to.
+"""Translates names of fields in errors: from a chat request's back to those that the client has sent.
 
 What several APIs have in common is checked once, as a chat's fields. Used by those whose requests become chat
 requests (`responses_input`, and Anthropic's), for errors and warnings.

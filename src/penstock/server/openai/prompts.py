@@ -1,4 +1,4 @@
-"""The way from the prompt or the messages of a request to token ids, checked against the model.
+"""Turns the prompt or the messages of a request into token ids, and checks them against the model.
 
 Text that cannot fit is refused by its length in bytes, before the tokenizer sees it. A request whose prompts
 are long together is tokenised off the event loop, as one piece of work. Ids that the client gave are checked

@@ -1,4 +1,4 @@
-"""The grammars in Lark's notation, written anew for texts that stand in a string of JSON.
+"""Rewrites grammars in Lark's notation for text that stands inside a string of JSON.
 
 A model writes the free text of a tool into its call as a string, so that a quotation mark is two characters
 there. Terminals are written anew for that. What comes out is the body of a `%lark { }` of the library of

@@ -1,4 +1,4 @@
-"""The way from a request to `/v1/responses` to the chat request that asks for the same.
+"""Turns a request to `/v1/responses` into the chat request that asks for the same.
 
 What the two APIs have in common is checked once, as a chat's fields; `own_names` turns the names of those in
 an error back into the ones that the client has sent. Called by `responses`.

@@ -1,4 +1,4 @@
-"""The way from the fields of a request to `SamplingParams` that fit the model."""
+"""Turns the fields of a request into `SamplingParams`, and checks them against the model."""
 
 from __future__ import annotations
 

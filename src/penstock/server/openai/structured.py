@@ -1,4 +1,4 @@
-"""The way from `response_format` and `structured_outputs` of a request to `StructuredOutputs`."""
+"""Turns `response_format` and `structured_outputs` of a request into `StructuredOutputs`."""
 
 from __future__ import annotations
 

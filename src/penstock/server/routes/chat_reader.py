@@ -1,4 +1,4 @@
-"""The way from a chat request to the sequence that answers it, and to the reading of its answers.
+"""Turns a chat request into the sequence that answers it, and the reader of its answers.
 
 Called by the routes that take conversations: `chat`, and `responses` and `messages`, which make chat requests
 of their own.

@@ -98,8 +98,7 @@ class HealthRoute:
         return readiness
 
     async def _see_token(self) -> None:
-        """Somebody else's proves as much: a busy engine is asked for none, unless it seems to yield none
-        (row G6)."""
+        """Wait for a token of any request; ask a busy engine for one only if it seems to yield none [G6]."""
         stats = self._context.engine.status().stats
         num_tokens = 0 if stats is None else stats.scheduler.generated_tokens
         for _ in range(NUM_LOOKS):

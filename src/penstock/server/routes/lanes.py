@@ -1,4 +1,4 @@
-"""The spans of each rank of late, for readers of the pipeline's feed that draw it as lanes.
+"""The recent spans of each rank's time, for pages that draw the pipeline as lanes.
 
     event: lanes
     data: {"now_ns", "reports": [{"replica", "stage", "rank", "age_ns", "phases", "durations_ns", "steps"}]}

@@ -1,4 +1,4 @@
-"""Lines of the log that tell how the KV store is: requests only miss when it fails, so nobody else would.
+"""Writes to the log when the KV store fails and when it works again: requests only see cache misses.
 
 Reads the numbers of the engine once a second; see `kvstore.guard` for what counts as a failure.
 """

@@ -1,4 +1,4 @@
-"""The merges of a vocabulary that says the order of its tokens, and not what they were made of.
+"""Computes the merges of a vocabulary that gives the order of its tokens, and not what they were made of.
 
 Both SentencePiece's BPE and tiktoken join, again and again, the two neighbours whose union ranks best among
 the tokens; the leftmost of equals. A list of merges in the order of what they make says the same.
