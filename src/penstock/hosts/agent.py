@@ -1,15 +1,15 @@
 """The agent of a host other than the head's: starts, watches and reaps the ranks there, and decides nothing.
 
-It has a host of its own (`hosts.local`) and does there what the head asks for over a wire
-(`hosts.agent_messages`), as the supervisor does on the head. It is torch-free.
+The head is the host of the supervisor. It sends requests over a wire (`hosts.agent_messages`), and the agent
+carries them out on its own host (`hosts.local`), as the supervisor does on the head. It is torch-free.
 
-It takes only numbers and names from the head. A model is looked up by its identity (`hosts.weights`),
-faults are not taken at all, KV blocks are kept where its own command line says (`kvstore.own_store`), and
-links are proved as that says, not as the head likes (`hosts.link_streams`).
+The agent takes only numbers and names from the head. It looks a model up by its identity (`hosts.weights`),
+and ignores the faults that tests arm. Its own command line, not the head, says where KV blocks are kept
+(`kvstore.own_store`) and how links are protected (`hosts.link_streams`).
 
-When the connection to the head breaks, what runs here goes on for a while: the worker joins again, and the
-head goes on where it was (`hosts.lasting_wire`). If the head does not know of it any more, or none comes in
-that time, all ranks are ended. A spare process stays in any case.
+When the connection to the head breaks, the processes here keep running for `KEEP_RANKS_S`. In that time the
+worker joins again, and the head continues where it was (`hosts.lasting_wire`). If the head does not come
+back, or does not know this agent any more, the agent ends all ranks. A spare process stays in any case.
 """
 
 from __future__ import annotations
@@ -81,10 +81,12 @@ NO_OWN_STORE = NoOwnStore()
 
 
 class AllowedNames:
-    """The credentials that the head has sent for processes of this host. `issue` is for `ProvedStreams`.
+    """The credentials that the head, which directs this host, has sent for processes here, by their names.
+
+    A process proves itself with them on links to other hosts (`ProvedStreams`, which calls `issue`).
 
     Attributes:
-        run_of_head: in which the head counts its epochs, as it has said last; "" before.
+        run_of_head: name of the head's run, from its start to its end, as last received; "" before.
     """
 
     def __init__(self) -> None:
@@ -92,24 +94,28 @@ class AllowedNames:
         self._by_name: dict[PeerName, Credentials] = {}
 
     def allow(self, name: PeerName, credentials: Credentials) -> None:
-        """Keep the credentials of a process; those of older epochs are forgotten."""
+        """Keep the credentials of the process `name`, and forget those of older epochs."""
         self._by_name = {each: kept for each, kept in self._by_name.items() if each.epoch >= name.epoch}
         self._by_name[name] = credentials
         self.run_of_head = name.run
 
     def forget(self) -> None:
-        """Allow no name any more: the head begins anew, with epochs that had names before."""
+        """Forget all credentials, because the head begins anew and may use numbers of epochs again."""
         self._by_name.clear()
 
     def issue(self, name: PeerName) -> Credentials:
-        """Return the credentials of a process; raises `ProtocolError` if the head has sent none."""
+        """Return the credentials that the head has sent for the process `name`.
+
+        Raises:
+            ProtocolError: it has sent none.
+        """
         if name not in self._by_name:
             raise ProtocolError(f"this host has no credentials for {name.role} in epoch {name.epoch}.")
         return self._by_name[name]
 
 
 class HeldEnds:
-    """The ends of connections that an agent holds for its processes, by the numbers that the head gives."""
+    """The ends of connections that an agent holds for processes of its host, by their numbers at the head."""
 
     def __init__(self) -> None:
         self._ends: dict[int, HostEnd] = {}
@@ -119,18 +125,24 @@ class HeldEnds:
         self._ends[number] = end
 
     def note_failure(self, number: int, error: ErrorInfo) -> None:
-        """Remember why an end could not be made, for the member that needs it."""
+        """Remember why the end `number` could not be made.
+
+        The error is raised where a process is to get that end. The next `touch` of the end forgets it.
+        """
         self._errors[number] = error
 
     def end_all(self) -> None:
-        """End all ends, and hold none."""
+        """End the connections of all ends that are held, so that waits at them stop, and forget the ends."""
         for end in self._ends.values():
             end.end()
         self._ends.clear()
         self._errors.clear()
 
     def touch(self, message: TouchEnd) -> None:
-        """Do to an end what the head says, if it is held."""
+        """Record the delivery of an end, end its connection or close it, as the message says.
+
+        Do nothing if the end is not held. An end that was ended or closed is not held any more.
+        """
         self._errors.pop(message.number, None)
         end = self._ends.get(message.number)
         if end is None:
@@ -145,14 +157,24 @@ class HeldEnds:
             end.close()
 
     def resolved_invitation(self, invitation: Any) -> Any:
-        """Return an invitation; for an end that was accepted here it is that end's own."""
+        """Return the facts by which a new end of a connection can join an accepted end: its invitation.
+
+        A `HeldEnd` names an end that was accepted on this host: the result is the invitation of that end.
+        Any other invitation is returned as it is.
+
+        Raises:
+            PenstockError: the end that a `HeldEnd` names could not be made, or does not exist.
+        """
         return self._end(invitation).invitation if isinstance(invitation, HeldEnd) else invitation
 
     def resolved(self, message: ControlMessage) -> ControlMessage:
-        """Return the message with the endpoints of ends that are held here.
+        """Return a copy of a message to a process, with a real endpoint in place of each `HeldEnd`.
+
+        A `HeldEnd` names an end of a connection by the number under which it is held here.
 
         Raises:
-            ProtocolError: an end is none of these, or the head names descriptors of this host.
+            ProtocolError: such an end does not exist here, or the message has descriptors of this host.
+            PenstockError: such an end could not be made.
         """
         if descriptors_of(message):
             raise ProtocolError(
@@ -227,17 +249,17 @@ class _Times:
 
 
 class Agent:
-    """The agent of a host: it carries out there what the head asks.
+    """The agent of a host: it starts processes and makes ends of connections there, as the head requests.
 
     Args:
-        host: the own host.
-        wire: the first wire to the head. Belongs to the agent, as the members do.
-        models: gets ranks their weights; belongs to the agent.
-        allowed: takes the credentials that the head sends.
-        clock: monotonic seconds.
-        log: what is printed here, for the head.
-        make_scout: makes what answers questions about ways to other hosts, for each talk anew.
-        store: where this host keeps KV blocks.
+        host: this machine, which starts the processes (members) and makes the ends; closed by the agent.
+        wire: the first connection to the head. The agent closes it, and all later ones.
+        models: finds or fetches the weights of ranks; closed by the agent.
+        allowed: keeps the credentials that the head sends.
+        clock: returns monotonic seconds.
+        log: the lines that are printed on this host; the agent sends them to the head.
+        make_scout: makes what answers the head's questions about network routes; anew for each new talk.
+        store: says where ranks of this host keep KV blocks beyond their KV cache.
     """
 
     def __init__(
@@ -269,34 +291,34 @@ class Agent:
 
     @property
     def failure(self) -> PeerError | None:
-        """The reason why the head can ask for nothing now; None while it is connected."""
+        """The error that broke the connection to the head; None while the head is connected."""
         return self._wire.failure
 
     @property
     def reception(self) -> Reception:
-        """The way in which the head has received this host over the present connection, or the last one."""
+        """The head's answer to the last hello of this host: "welcome", "not_needed", or still "awaited"."""
         return self._wire.reception
 
     @property
     def has_members(self) -> bool:
-        """Whether processes run here that the head has asked for."""
+        """Whether processes run here that the head has requested."""
         return bool(self._members)
 
     def watch(self, source: Waitable) -> None:
-        """Let `serve` return too when this source is readable, and say so."""
+        """Let `serve` also return when `source` is readable, and name it in its result."""
         self._watch.watch(source)
 
     def reconnect(self, wire: AgentWire[ToAgent]) -> None:
-        """Use another connection to the head; the one of before is broken."""
+        """Use another connection to the head, and send the hello over it; the one before is broken."""
         assert self._wire.failure is not None, "the head is connected"
         self._wire.reconnect(wire)
         self._begin_connection()
 
     def serve(self, timeout_s: float = HEARTBEAT_S) -> set[Waitable]:
-        """Wait for something to do, for about a heartbeat at most, and do it.
+        """Wait until there is work or a heartbeat is due, for `timeout_s` at most, and do all that is due.
 
         Returns:
-            The watched sources that are readable.
+            The objects given to `watch` that are readable.
         """
         if self._wire.failure is None:
             timeout_s = min(timeout_s, max(0.0, self._times.said_at + HEARTBEAT_S - self._clock()))
@@ -376,7 +398,7 @@ class Agent:
         self._watch.kill()
 
     def close(self) -> None:
-        """End all members, and close all ends."""
+        """Send the head a farewell, kill all processes that it requested, and close all that belongs here."""
         self._wire.connection.send(Leaving())
         self._end_all()
         self._watch.close()

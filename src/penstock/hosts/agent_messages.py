@@ -1,7 +1,8 @@
 """The messages between the head and the agent of another host, once the agent has been let in.
 
-The head asks; the agent carries it out and tells what happens. Members and ends of connections have numbers
-that the head gives, so that it need not wait for an answer, except for where a stream can be dialled.
+The head sends requests; the agent carries them out and reports what happens. A member is a process that the
+agent has started. Members and ends of connections have numbers that the head gives, so that the head need not
+wait for an answer. It waits only for the address where a stream can be dialled.
 
     head                                             agent
                                                      AgentHello(what the host can give)
@@ -18,7 +19,7 @@ that the head gives, so that it need not wait for an answer, except for where a 
     questions about ways to other hosts      ──▶     answers (`hosts.network.scout_messages`)
 
 Nothing here is a path, an address to fetch from, an environment variable or a program: an agent takes none.
-Of tiers of KV blocks only what they are is said: where its store is a host knows by itself.
+For KV blocks the head sends only the kind of the store; each host knows by itself where its store is.
 
 What the agent sends has bounds (`penstock.bounds`), so that no value of it harms the head: a message that is
 beyond them is refused, and loses the host.
@@ -52,42 +53,63 @@ AtEnd = Literal["delivered", "end", "close"]
 
 
 class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat"):
-    """A sign of life; both sides send one each second.
+    """A sign of life; head and agent send one to each other about each second.
 
     Attributes:
-        num_received: messages of the talk that have come.
+        num_received: how many messages the sender has received in all, without heartbeats and the like; the
+            other side need not keep these any longer.
     """
 
     num_received: Count = 0
 
 
 class TalkBegins(msgspec.Struct, frozen=True, tag="talk_begins"):
-    """A message that the head does not know this agent's talk: nothing said or started before holds."""
+    """The head's answer to an `AgentHello` whose talk it does not know: a new talk begins.
+
+    A talk is all that a head and an agent send to each other, over any number of connections. At this answer
+    the agent ends all processes and connections that it has made before.
+    """
 
 
 class TalkGoesOn(msgspec.Struct, frozen=True, kw_only=True, tag="talk_goes_on"):
-    """A message that the head goes on where the connection broke, with `num_received` messages received."""
+    """The head's answer to an `AgentHello` whose talk it knows: it continues where the connection broke.
+
+    A talk is all that a head and an agent send to each other, over any number of connections.
+
+    Attributes:
+        num_received: how many messages of the talk the head has received; the agent sends the others again.
+    """
 
     num_received: int
 
 
 class NotNeeded(msgspec.Struct, frozen=True, tag="not_needed"):
-    """A message that the head has all the hosts it waits for. It hangs up; the worker may try again."""
+    """The head's answer to an `AgentHello` when it has all the hosts that it waits for.
+
+    The head then closes the connection. The worker may try to join again later.
+    """
 
 
 class AllowEpoch(msgspec.Struct, frozen=True, kw_only=True, tag="allow_epoch"):
-    """The credentials of a process of the agent's host, for one epoch."""
+    """The credentials with which a process of the agent's host proves itself on links, for one epoch.
+
+    Attributes:
+        name: name of that process, which contains the epoch.
+    """
 
     name: PeerName
     credentials: Credentials
 
 
 class StartRank(msgspec.Struct, frozen=True, kw_only=True, tag="start_rank"):
-    """A request to start the process of a rank as this member.
+    """A request to start the process of a rank.
 
     Attributes:
-        model: identity of its model (`kvstore.names.model_identity`), in place of a path.
-        tier: where blocks are kept beyond its KV cache, in place of `RankConfig.store`; None: nowhere.
+        number: the head's number for the process, by which later messages name it.
+        rank: its config, without the path of the model and without the store.
+        name: name of the process in texts, such as "stage 1".
+        model: identity of its model, a hash (`kvstore.names.model_identity`), in place of the path.
+        tier: what keeps KV blocks beyond its KV cache, such as the kind of a store; None: nothing does.
     """
 
     number: int
@@ -98,7 +120,10 @@ class StartRank(msgspec.Struct, frozen=True, kw_only=True, tag="start_rank"):
 
 
 class StartMeasuring(msgspec.Struct, frozen=True, kw_only=True, tag="start_measuring"):
-    """A request to start, as this member, a process that times a rank's steps; `model` as in `StartRank`."""
+    """A request to start a process that times the steps of a rank and reports their costs.
+
+    `number`, `name` and `model` are as in `StartRank`.
+    """
 
     number: int
     config: MeasureConfig
@@ -107,27 +132,46 @@ class StartMeasuring(msgspec.Struct, frozen=True, kw_only=True, tag="start_measu
 
 
 class KeepSpare(msgspec.Struct, frozen=True, kw_only=True, tag="keep_spare"):
-    """A request to keep a process ready for a rank that is lost."""
+    """A request to keep a spare process ready, in which a lost rank can start again sooner.
+
+    Attributes:
+        threads: the most threads that a rank of this host has.
+    """
 
     threads: int
 
 
 class Hand(msgspec.Struct, frozen=True, kw_only=True, tag="hand"):
-    """A request to hand a message to a member; `HeldEnd` stands for an end."""
+    """A request to hand a message to the process `number` of the agent's host.
+
+    Each `HeldEnd` in it names an end of a connection by its number; the agent puts the endpoint in its place.
+    """
 
     number: int
     message: Stop | EpochLost | BeginMeasuring | AttachLink | RankEndpoints
 
 
 class TouchMember(msgspec.Struct, frozen=True, kw_only=True, tag="touch_member"):
-    """A request to do something to a member."""
+    """A request to make the process `number` print its threads or end.
+
+    Attributes:
+        what: `show_threads`, `ask_to_leave`, `kill_now`, or `forget`, which kills and reaps the process.
+    """
 
     number: int
     what: AtMember
 
 
 class Accept(msgspec.Struct, frozen=True, kw_only=True, tag="accept"):
-    """A request to make the end that others join."""
+    """A request to make an end of a connection, which the end of another process then joins.
+
+    `Accepted` or `EndFailed` answers it.
+
+    Attributes:
+        number: the head's number for the end, by which later messages name it.
+        kind: kind of the connection, such as "tls" or "ring", which the host has offered.
+        need, parties: what the connection is for, and between which processes it runs.
+    """
 
     number: int
     kind: str
@@ -136,7 +180,14 @@ class Accept(msgspec.Struct, frozen=True, kw_only=True, tag="accept"):
 
 
 class Join(msgspec.Struct, frozen=True, kw_only=True, tag="join"):
-    """A request to make an end that joins an accepted one, here by number or elsewhere where it listens."""
+    """A request to make an end of a connection that joins an accepted end.
+
+    Only a failure is answered, with `EndFailed`.
+
+    Attributes:
+        number, kind, need, parties: as in `Accept`.
+        invitation: the number of the accepted end, if it is on the same host; else where its host listens.
+    """
 
     number: int
     kind: str
@@ -146,18 +197,26 @@ class Join(msgspec.Struct, frozen=True, kw_only=True, tag="join"):
 
 
 class TouchEnd(msgspec.Struct, frozen=True, kw_only=True, tag="touch_end"):
-    """A request to do something to an end."""
+    """A request about the end `number` of a connection, which the agent holds.
+
+    Attributes:
+        what: `delivered`, `end` or `close`, the methods of `HostEnd` that the agent is to call.
+    """
 
     number: int
     what: AtEnd
 
 
 class AskResources(msgspec.Struct, frozen=True, tag="ask_resources"):
-    """A question about what the host can give now."""
+    """A question about the cores, memory and GPUs that the host can give now; `Resources` answers it."""
 
 
 class AskClock(msgspec.Struct, frozen=True, kw_only=True, tag="ask_clock"):
-    """A question about the host's monotonic clock. `asked_ns`: what the head's shows; it comes back."""
+    """A question about the host's monotonic clock; `ToldClock` answers it.
+
+    Attributes:
+        asked_ns: nanoseconds on the head's own clock; the answer repeats them.
+    """
 
     asked_ns: int
 
@@ -183,14 +242,14 @@ ToAgent = (
 
 
 class AgentHello(msgspec.Struct, frozen=True, kw_only=True, tag="agent_hello"):
-    """The first message of an agent over each connection.
+    """The first message of an agent over each connection: what its host can give, and how far the talk is.
 
-    It says what its host can give, and where their talk is.
+    A talk is all that a head and an agent send to each other, over this connection and earlier ones.
 
     Attributes:
-        kinds: of connections to other hosts, best first.
-        talk: name of what head and agent say to each other, over this connection and earlier ones.
-        num_received: messages of it that have come.
+        kinds: kinds of connections to other hosts that the host offers, best first.
+        talk: name of the talk.
+        num_received: how many messages of the talk the agent has received.
     """
 
     resources: HostResources
@@ -200,17 +259,23 @@ class AgentHello(msgspec.Struct, frozen=True, kw_only=True, tag="agent_hello"):
 
 
 class Leaving(msgspec.Struct, frozen=True, tag="leaving"):
-    """A message that the worker ends, because a user has ended it; it does not come back by itself."""
+    """The last message of an agent: its worker ends on purpose, and does not come back by itself."""
 
 
 class Resources(msgspec.Struct, frozen=True, kw_only=True, tag="resources"):
-    """An answer with what the host can give now."""
+    """The answer to `AskResources`: the cores, memory and GPUs that the host can give now."""
 
     resources: HostResources
 
 
 class ToldClock(msgspec.Struct, frozen=True, kw_only=True, tag="told_clock"):
-    """An answer with the host's monotonic clock when it read an `AskClock`, and when it answered."""
+    """The answer to `AskClock`, in nanoseconds.
+
+    Attributes:
+        asked_ns: as in the question.
+        heard_ns: what the host's monotonic clock showed when the agent read the question.
+        replied_ns: what it showed when the agent answered.
+    """
 
     asked_ns: Nanoseconds
     heard_ns: Nanoseconds
@@ -218,24 +283,29 @@ class ToldClock(msgspec.Struct, frozen=True, kw_only=True, tag="told_clock"):
 
 
 class Started(msgspec.Struct, frozen=True, kw_only=True, tag="started"):
-    """A message that the process of a member runs; `identity` as in `Member`."""
+    """A message that the process `number` has been started.
+
+    Attributes:
+        identity: words by which people find the process, such as "pid 4711".
+    """
 
     number: Small
     identity: Word
 
 
 class Said(msgspec.Struct, frozen=True, kw_only=True, tag="said"):
-    """A status event of a member."""
+    """A message that the process `number` has reported a status event, such as that it is ready."""
 
     number: Small
     event: StatusEvent
 
 
 class Ended(msgspec.Struct, frozen=True, kw_only=True, tag="ended"):
-    """A message that a member has ended; all that it said has been sent.
+    """A message that the process `number` has ended; all that it has reported was sent before.
 
     Attributes:
-        error: why it was never started, where it was not.
+        exit_code: as `subprocess` gives it; 1 where there is an `error`.
+        error: why the agent could not start the process, or had to kill it; None in all other cases.
     """
 
     number: Small
@@ -244,21 +314,29 @@ class Ended(msgspec.Struct, frozen=True, kw_only=True, tag="ended"):
 
 
 class Accepted(msgspec.Struct, frozen=True, kw_only=True, tag="accepted"):
-    """A message that an end waits to be joined; `invitation` is for another host."""
+    """The answer to `Accept`: the end `number` of a connection is made and waits to be joined.
+
+    Attributes:
+        invitation: where the host listens, for the host that joins; None if this same host joins.
+    """
 
     number: Small
     invitation: StreamInvitation | None = None
 
 
 class EndFailed(msgspec.Struct, frozen=True, kw_only=True, tag="end_failed"):
-    """A message that an end could not be made."""
+    """The answer to `Accept` or `Join` where the end `number` of a connection could not be made."""
 
     number: Small
     error: ErrorInfo
 
 
 class SpareKept(msgspec.Struct, frozen=True, kw_only=True, tag="spare_kept"):
-    """The memory of the process that waits; 0: there is none."""
+    """A report about the spare process, which waits to become a rank; sent when `own_bytes` changes.
+
+    Attributes:
+        own_bytes: bytes of memory that it holds; 0: no spare process is ready.
+    """
 
     own_bytes: Count
 
@@ -268,7 +346,7 @@ class LogLines(msgspec.Struct, frozen=True, kw_only=True, tag="log_lines"):
 
     Attributes:
         lines: pairs of the name of a process and a line; the name "" is the worker itself.
-        num_dropped: lines that were left out since the last of these messages.
+        num_dropped: how many lines were left out since the message before.
     """
 
     lines: Annotated[list[tuple[str, str]], msgspec.Meta(max_length=MOST_LINES)]

@@ -31,15 +31,15 @@ Incoming = TypeVar("Incoming")
 
 
 class AgentWire(Generic[Incoming]):
-    """One end of a wire between the head and an agent.
+    """One end of a connection that carries messages between the head and an agent. It never waits.
 
     Args:
-        connection: authenticated, as `trust` has let it in. Belongs to the wire from now on.
-        incoming: type of the messages that come.
-        max_bytes: of one message that comes.
+        connection: connected socket whose peer has proved itself (`trust`). The wire closes it.
+        incoming: type of the messages that arrive; anything else ends the connection.
+        max_bytes: most bytes of one message that arrives; a longer one ends the connection.
 
     Attributes:
-        failure: why nothing follows; None while the connection stands.
+        failure: the error that ended the connection; None while it stands.
         max_bytes: may be raised once the other side has identified itself.
     """
 
@@ -55,11 +55,14 @@ class AgentWire(Generic[Incoming]):
         self._is_held = False
 
     def fileno(self) -> int:
-        """Return a descriptor, readable for news or when the peer has gone; negative after `close`."""
+        """Return the socket's descriptor: readable when data came or the peer closed; -1 after `close`."""
         return self._connection.fileno()
 
     def send(self, message: msgspec.Struct) -> None:
-        """Send a message. Never fails: that the other side is gone is seen in `failure`."""
+        """Queue a message, and send what the connection takes without waiting. Never fails.
+
+        In a `together` block it is sent at the end of the block. Once `failure` is set it is dropped.
+        """
         if self.failure is not None:
             return  # nothing is kept for a host that may be away for days
         encoded = self._encoder.encode(message)
@@ -70,9 +73,9 @@ class AgentWire(Generic[Incoming]):
 
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
-        """Let what is sent in the body leave at its end, all at once. May be nested.
+        """Hold messages back that are sent in the body of a `with`; send them all at its end. May be nested.
 
-        Each record of TLS, and each packet, costs both sides more than what is in it.
+        Each record of TLS, and each packet, costs both sides more than the messages in it.
         """
         was_held, self._is_held = self._is_held, True
         try:
@@ -83,7 +86,7 @@ class AgentWire(Generic[Incoming]):
                 self.flush()
 
     def flush(self) -> bool:
-        """Send what the other side takes now, and return whether nothing is left."""
+        """Send as much of the queue as the connection takes now; return whether the queue is empty."""
         while self._unsent and self.failure is None:
             try:
                 num_sent = self._connection.send(self._unsent)
@@ -96,9 +99,10 @@ class AgentWire(Generic[Incoming]):
         return not self._unsent
 
     def receive(self) -> list[Incoming]:
-        """Return what has come, up to about `RECEIVE_BYTES`: it stays readable while there is more.
+        """Return the messages that have arrived, without waiting; also send what is queued.
 
-        After the last message `failure` says why there is no more.
+        A call reads about `RECEIVE_BYTES`. If there is more, the descriptor stays readable. Once the
+        connection has ended, `failure` says why.
         """
         self.flush()
         messages: list[Incoming] = []
@@ -119,11 +123,11 @@ class AgentWire(Generic[Incoming]):
         return messages
 
     def give_up(self, why: str) -> None:
-        """Take the other side as gone."""
+        """Take the other side as gone: set `failure`, with `why` as its text, unless it is set already."""
         self._fail(LinkClosedError(why))
 
     def hang_up(self) -> None:
-        """Let the other side see that the connection is broken; the descriptor stays until `close`."""
+        """Shut the connection down, so that the other side notices; the descriptor stays until `close`."""
         with contextlib.suppress(OSError):
             self._connection.shutdown(socket.SHUT_RDWR)
 

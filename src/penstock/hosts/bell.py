@@ -1,4 +1,4 @@
-"""The sources of news whose descriptors stay the same: a bell, and a connection that may be replaced."""
+"""The objects to poll whose descriptors stay the same: a bell, and a connection that may be replaced."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Protocol
 
 
 class Bell:
-    """A source that is readable while it rings. Any thread may ring it."""
+    """A bell by which any thread wakes one that polls it: readable from `ring` until `hush`."""
 
     def __init__(self) -> None:
         self._event = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
@@ -32,16 +32,16 @@ class Bell:
 
 
 class Connection(Protocol):
-    """A connection that a `LastingSource` stands for, one at a time."""
+    """The interface of a connection as `LastingSource` needs it: an object with a file descriptor."""
 
     def fileno(self) -> int: ...
 
 
 class LastingSource:
-    """A source that is readable when the present connection is, however often that is replaced.
+    """An object to poll in place of a connection that may be replaced: readable when the present one is.
 
-    Selectors hold a descriptor by its number. A waiter at a connection itself must leave it before it is
-    closed: the freed number may be given to another file at once. At this source all may wait for ever.
+    Selectors hold a descriptor by its number. A selector that polls a connection itself must drop it before
+    it is closed, since its number may go to another file at once. This object keeps its number.
     """
 
     def __init__(self) -> None:
@@ -52,13 +52,13 @@ class LastingSource:
         return self._epoll.fileno()
 
     def use(self, connection: Connection) -> None:
-        """Use this connection from now on."""
+        """Use this connection from now on, in place of the one before: its news wakes the waiter."""
         self.leave()
         self._epoll.register(connection.fileno(), select.EPOLLIN)
         self._present = connection
 
     def leave(self) -> None:
-        """Use no connection; to be called before the present one is closed."""
+        """Use no connection, so that this object is not readable; call it before the connection is closed."""
         if self._present is not None:
             self._epoll.unregister(self._present.fileno())
         self._present = None

@@ -13,7 +13,10 @@ from penstock.hosts.rank_host import HostEnd, Need, Parties, RankHost
 
 
 class Connection:
-    """A connection of processes for one epoch: an end that was accepted, and those that have joined it."""
+    """A connection of two or more processes for one epoch, as the supervisor holds it.
+
+    Each process has an end at its host (`HostEnd`): one end was accepted, and the others have joined it.
+    """
 
     def __init__(self, accepted: HostEnd, joined: Sequence[HostEnd]) -> None:
         self._accepted = accepted
@@ -21,32 +24,32 @@ class Connection:
 
     @property
     def accepting(self) -> Any:
-        """The endpoint of the process whose host has accepted."""
+        """The endpoint for the accepting process: a value by which it opens its end (`process.endpoints`)."""
         return self._accepted.endpoint
 
     @property
     def joining(self) -> list[Any]:
-        """The endpoints of the others, in the order of their hosts."""
+        """The endpoints for the joining processes, in the order in which `connect` was given them."""
         return [end.endpoint for end in self._joined]
 
     def delivered(self) -> None:
-        """Record that all processes have been given their endpoints."""
+        """Record that all processes have been given their endpoints; hosts then stop listening for them."""
         for end in (self._accepted, *self._joined):
             end.delivered()
 
     def end(self) -> None:
-        """End the connection with its epoch, so that all waits at it stop; then close it."""
+        """End the connection, so that all processes that wait at it stop waiting; then close it."""
         for end in (*self._joined, self._accepted):
             end.end()
 
     def close(self) -> None:
-        """Close the hosts' ends; a process that has its endpoint goes on."""
+        """Close what the hosts hold of the connection; processes that have their endpoints can go on."""
         for end in (*self._joined, self._accepted):
             end.close()
 
 
 class Place(NamedTuple):
-    """The host of a process, and its role there (`trust.peer_names`)."""
+    """A process that is to be connected: its host, and its role, such as "rank-3" (`trust.peer_names`)."""
 
     host: RankHost
     role: str
@@ -57,12 +60,14 @@ def connect(
 ) -> Connection:
     """Make a connection between a process that accepts and others that join it, for one epoch.
 
-    Between two hosts it takes the way that `routes` names. If the accepting host cannot be reached on it, the
-    other one accepts, and what is carried goes the other way.
+    Args:
+        need: what the connection is for, with its sizes.
+        routes: say between which addresses of two hosts it runs, and which host listens. Where that is the
+            joining host, because the accepting one cannot be reached, the data still go the same way.
 
     Raises:
-        PeerError: the hosts offer no kind in common, or one of them is gone.
-        OSError: no descriptors or no memory, perhaps for now; nothing is left of it.
+        PeerError: the hosts have no kind of connection in common, or one of them is lost.
+        OSError: descriptors or memory are short, perhaps only now; nothing is left of the connection.
     """
     kind = _common_kind(need, accepting.host, [place.host for place in joining])
     route = routes.between(accepting.host.name, joining[0].host.name)

@@ -1,11 +1,10 @@
 """Gathers the hosts of an engine that workers join: this one and theirs.
 
-The head listens, and a starter (`hosts.launchers.starter`) gets the workers started: it says what a user is
-to type on the other hosts, or has a launcher do it.
+The head listens, and a starter (`hosts.launchers.starter`) gets the workers started: it shows the command
+that a user is to type on the other hosts, or has a launcher do it.
 
-There are as many places for workers as `--hosts` says. Workers that come when all are taken are let in too,
-once the engine has begun, and stand by: when a worker is lost, one of them has its place at once. The lost
-one may come back all the same.
+`--hosts` says how many hosts the engine has, this one counted. Once the engine has begun, more workers are
+let in and stand by: when a worker is lost, one of them takes its place at once. The lost one may come back.
 
 Made by `hosts.launchers.backends`.
 """
@@ -55,13 +54,17 @@ from penstock.trust.worker_door import worker_door
 class GatheredHosts:
     """The hosts of an engine: this one and the workers that join it. Implements `EngineHosts`.
 
+    It listens for workers from the start; `gather` waits for them.
+
     Args:
-        voices: of the engine.
-        starter: has the workers started; None: a user starts them.
-        max_joins: of a token; 0: one for each worker. Where lost workers are replaced, more are needed.
+        settings: the number of hosts, the address to listen at, the file of the join token, and more.
+        voices: functions that show lines and warnings to the user.
+        starter: has the workers started; None: a user starts them with a command that is shown.
+        max_joins: how often the join token may be used; 0: once for each worker. Where lost workers are
+            replaced, more are needed.
 
     Raises:
-        UsageError: the token file or the state directory cannot be used, or the library is missing.
+        UsageError: the token file or the state directory cannot be used, or `cryptography` is missing.
         PortInUseError: the address cannot be listened at.
     """
 
@@ -137,20 +140,21 @@ class GatheredHosts:
 
     @property
     def sources(self) -> Sequence[Waitable]:
-        """The sources that become readable when `admit` has something to do."""
+        """The objects to poll: one is readable when `admit` has something to do."""
         return self._gate, self._search, *self._starter.sources
 
     def gather(self, lifelines: Sequence[Waitable]) -> None:
-        """Wait until all workers are there, and the ways between all hosts are known.
+        """Wait until all workers have joined and the network routes between all hosts are known.
 
-        Meanwhile a connection may break, and a worker may be lost and another one take its place. Then the
-        ways are looked for again: those that are known are only tried.
+        If a connection breaks or another worker takes the place of a lost one meanwhile, routes are looked
+        for again; known ones are only tried. Afterwards `hosts` has all hosts.
 
         Args:
-            lifelines: what becomes readable when nobody waits for the engine any more.
+            lifelines: objects to poll; one is readable when the program that started the engine has ended.
 
         Raises:
-            UnavailableError: that is so.
+            UnavailableError: a lifeline is readable.
+            PenstockError: the starter reports that no more workers will come.
         """
         is_known = False
         while not is_known:
@@ -164,9 +168,9 @@ class GatheredHosts:
         self.hosts = Hosts(self._head, *workers, routes=self._search, readmit=self._readmit)
 
     def admit(self) -> None:
-        """Take in the workers that have joined, expected ones and those that are back.
+        """Take in the workers that have joined since the last call, new ones and those that are back.
 
-        Go on looking for the ways to them.
+        Also begin to look for the network routes to them, and turn away workers that are not needed yet.
         """
         self._starter.attend()
         for name in self._starter.take_lost():
@@ -176,7 +180,11 @@ class GatheredHosts:
         self._let_stand_by()
 
     def tend(self, now: float) -> None:
-        """Tell each worker that the head is there, and check that it is there and still allowed."""
+        """Send each worker a sign of life, and give up workers that are silent or whose access is revoked.
+
+        Args:
+            now: monotonic seconds.
+        """
         self._revocations.apply(now, self._workers)
         for host in self._workers.values():
             host.tend(now)
@@ -184,7 +192,7 @@ class GatheredHosts:
         self._let_stand_by()
 
     def close(self) -> None:
-        """Close the gate and all hosts."""
+        """Let no more workers in, close all hosts, and end the workers that the starter has started."""
         self._gate.close()
         self._weights.close()
         self._search.close()

@@ -20,10 +20,12 @@ CLOSE_S = 1.0  # for a thread that is cancelled
 
 
 class JoinAttempts:
-    """The attempts to join, one after the other. Readable when one has ended.
+    """A worker's attempts to join the head, one at a time, each in a thread of its own.
+
+    It can be polled (`fileno`): it is readable when an attempt has ended and was not taken yet.
 
     Args:
-        join: joins the head, or raises; called in a thread.
+        join: joins and returns the head, or raises; called in the thread, with what cancels it.
     """
 
     def __init__(self, join: Callable[[Cancellation], JoinedHead]) -> None:
@@ -37,14 +39,14 @@ class JoinAttempts:
         return self._bell.fileno()
 
     def begin(self) -> None:
-        """Begin an attempt; the one of before was taken."""
+        """Begin an attempt in a thread, and return at once; the result of the one before must be taken."""
         assert not self._results, "the previous attempt was not used"
         self._cancellation = Cancellation()
         self._thread = threading.Thread(target=self._run, name="join", daemon=True)
         self._thread.start()
 
     def take(self) -> JoinedHead:
-        """Return the head that was joined; raises what the attempt has raised. It must have ended."""
+        """Return the head that the ended attempt has joined; raise the error with which it has failed."""
         self._thread.join()
         self._bell.hush()
         result = self._results.pop()
@@ -54,7 +56,7 @@ class JoinAttempts:
         return result
 
     def close(self) -> None:
-        """End the attempt, and hang up if it has succeeded and was not taken."""
+        """End a running attempt, and close the connection of one that has succeeded and was not taken."""
         self._cancellation.cancel()
         if self._thread.ident is not None:
             self._thread.join(CLOSE_S)

@@ -1,8 +1,8 @@
 """A wire between head and agent that outlasts its connection.
 
-Each side keeps what it sends until the other one says that it has it, and counts what it receives. When the
-connection breaks and the worker has joined again, both send once more what the other one lacks: whatever runs
-on the worker's host goes on as if nothing had happened.
+Each side keeps a message until the other side acknowledges it, and counts the messages that it receives. When
+the connection breaks and the worker has joined again, both sides send what the other one lacks: the processes
+on the worker's host run on as if nothing had happened.
 
     AgentHello(talk, num_received)          ──▶
                                             ◀──     TalkGoesOn(num_received)   if the head knows the talk
@@ -44,17 +44,19 @@ Reception = Literal["awaited", "welcome", "not_needed"]
 
 
 class LastingWire(Generic[Incoming]):
-    """One end of a wire that outlasts its connection.
+    """One end of a wire between head and agent that outlasts its connection.
+
+    It keeps each message until the other side acknowledges it, to send it again over the next connection.
 
     Args:
-        connection: the first one. Belongs to the wire, as all later ones do.
-        talk: name of the talk.
+        connection: the first connection. The wire closes it, and all later ones.
+        talk: name of the talk: of all that both sides send each other, over any number of connections.
 
     Attributes:
-        connection: the present one; where it is broken, still that one.
-        num_received: messages of the talk that have come.
-        reception: what the head has said to the agent over the connection.
-        is_over: the talk has ended (`forget`), and nothing is sent before there is another connection.
+        connection: the present connection, or the last one where that is broken.
+        num_received: how many messages of the talk have arrived here.
+        reception: at the agent, the head's answer to its hello: "welcome", "not_needed", or still "awaited".
+        is_over: the talk was ended here (`forget`); messages are dropped until there is another connection.
     """
 
     def __init__(self, connection: AgentWire[Incoming], talk: str) -> None:
@@ -70,11 +72,14 @@ class LastingWire(Generic[Incoming]):
 
     @property
     def failure(self) -> PeerError | None:
-        """The reason why nothing crosses now; None while the connection stands."""
+        """The error that broke the present connection; None while it stands."""
         return self.connection.failure
 
     def send(self, message: msgspec.Struct) -> None:
-        """Send a message of the talk, as soon as there is a connection. Never fails."""
+        """Send a message of the talk now, or over the next connection. Never fails.
+
+        It is dropped if the talk was ended here.
+        """
         if self.is_over:
             return
         # Kept before it is sent: what breaks with the connection is sent again over the next one.
@@ -85,10 +90,12 @@ class LastingWire(Generic[Incoming]):
             self.connection.give_up(f"it has not acknowledged {MOST_KEPT} messages.")
 
     def send_heartbeat(self, *messages: msgspec.Struct) -> None:
-        """Say that this side is there, and what has come; before the talk goes on it means nothing.
+        """Send a sign of life, which also acknowledges the messages that have arrived.
+
+        Until both sides have agreed how far the talk is, it acknowledges nothing.
 
         Args:
-            messages: of the talk, sent along with it.
+            messages: messages of the talk, to be sent together with it.
         """
         with self.together():
             self.connection.send(Heartbeat(num_received=self.num_received if self._is_open else 0))
@@ -96,40 +103,50 @@ class LastingWire(Generic[Incoming]):
                 self.send(message)
 
     def together(self) -> AbstractContextManager[None]:
-        """Let what is sent in the body of a `with` leave at its end."""
+        """Hold messages back that are sent in the body of a `with`, and send them all at its end."""
         return self.connection.together()
 
     def receive(self) -> list[Incoming]:
-        """Return what has come, those messages too that belong to the connection alone."""
+        """Return all messages that have arrived, without waiting, and act on those about the talk itself.
+
+        The latter, such as a `Heartbeat` or `TalkGoesOn`, are returned too.
+        """
         return list(self._received())
 
     def begin(self) -> None:
-        """Tell the other side that the talk begins: for the head, over a connection that has said hello."""
+        """Begin the talk; called at the head, once the agent has said hello over the present connection."""
         # Before anything that is kept: the agent counts messages from here on.
         self.connection.send(TalkBegins())
         self._open(0)
 
     def knows(self, hello: AgentHello) -> bool:
-        """Return whether an agent that says hello can go on where this end is."""
+        """Return whether the talk can go on with the agent that says hello.
+
+        It can if the hello names this talk, and all messages that the agent lacks are still kept here.
+        """
         num_sent = self._num_dropped + len(self._kept)
         return self.talk == hello.talk and self._num_dropped <= hello.num_received <= num_sent
 
     def go_on(self, connection: AgentWire[Incoming], num_received: int) -> None:
-        """Go on over another connection: for the head, whose agent has received so many messages."""
+        """Continue the talk over another connection, and send what the agent lacks; called at the head.
+
+        Args:
+            num_received: how many messages of the talk the agent has received, as its hello says.
+        """
         self._replace(connection)
         connection.send(TalkGoesOn(num_received=self.num_received))
         self._open(num_received)
 
     def reconnect(self, connection: AgentWire[Incoming]) -> None:
-        """Use another connection: for the agent, which says hello over it and hears whether the talk goes on.
+        """Use another connection; called at the agent, which sends its hello over it next.
 
-        What is sent meanwhile waits.
+        Other messages wait until the head has answered whether the talk goes on.
         """
         self._replace(connection)
         self.is_over = False
 
     def forget(self) -> None:
-        """End the talk: what the other side may lack is not sent any more. The next one has another name."""
+        """End the talk, and drop all messages that the other side may lack; the next talk gets a new name."""
         self._begin_anew()
         self.talk = new_talk()
         self._is_open, self.is_over = False, True
@@ -189,5 +206,5 @@ class LastingWire(Generic[Incoming]):
 
 
 def new_talk() -> str:
-    """Return a name for a talk that no other one has."""
+    """Return a random name for a new talk, which no other talk has."""
     return secrets.token_hex(16)

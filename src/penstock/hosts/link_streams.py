@@ -24,27 +24,42 @@ Issue = Callable[[PeerName], Credentials]  # of a process of this host; raises P
 
 
 class LinkStreams(Protocol):
-    """The interface of what a host can do for connections to other hosts."""
+    """The interface by which a host makes its ends of streams, the connections to other hosts."""
 
     def offers(self, need: Need) -> Sequence[str]:
-        """Return the kinds of connections, best first."""
+        """Return the kinds of streams that this host offers for a need, best first, such as "tls"."""
         ...
 
     def accept(self, kind: str, need: Need, parties: Parties) -> HostEnd:
-        """See `RankHost.accept`."""
+        """Listen for a stream from another host, and return the end for a process of this host.
+
+        The process itself accepts the stream later. `RankHost.accept` calls this.
+
+        Raises:
+            PeerError: this host does not offer this kind, or cannot listen.
+        """
         ...
 
     def join(self, kind: str, need: Need, parties: Parties, invitation: object) -> HostEnd:
-        """See `RankHost.join`."""
+        """Return the end from which a process of this host will dial another host.
+
+        `RankHost.join` calls this.
+
+        Args:
+            invitation: a `StreamInvitation`, which says where the other host listens.
+
+        Raises:
+            PeerError: this host does not offer this kind, or the invitation is of another type.
+        """
         ...
 
     def close(self) -> None:
-        """Forget all credentials."""
+        """Forget the credentials of all processes of this host."""
         ...
 
 
 class NoStreams:
-    """The streams of a host that is alone: it offers none."""
+    """The streams of a host that is alone: it offers no kind, and refuses to make an end."""
 
     def offers(self, need: Need) -> Sequence[str]:
         return []
@@ -60,15 +75,16 @@ class NoStreams:
 
 
 class ProvedStreams:
-    """The streams whose ends prove that they are processes of the cluster and of the epoch.
+    """The streams whose two ends prove that they are processes of one cluster and one epoch.
 
     Args:
-        host, cluster: names that stand in the credentials of its processes.
-        run_of_head: returns the run of the head, which stands in the credentials too (`trust.peer_names`).
-        address_for: of this host, as another one reaches it, where the head names none.
-        issue: makes or looks up the credentials of a process of this host.
-        is_plain: links are in plain text (`--insecure-links`).
-        fixed_address: where it listens, whatever the head would like; empty: none.
+        host, cluster: names of this host and its cluster, as in the credentials of its processes.
+        run_of_head: returns the name of the head's run, which is in the credentials too (`trust.peer_names`).
+        address_for: returns the address at which a given host reaches this one, where the head names none.
+        ports: ports at which this host may listen.
+        issue: returns the credentials of a process of this host.
+        is_plain: after the proof, streams are in plain text (`--insecure-links`).
+        fixed_address: address at which this host listens whatever the head names; empty: there is none.
     """
 
     def __init__(

@@ -47,11 +47,12 @@ class LocalHost:
     """The machine on which the supervisor, or an agent, runs. Implements `HeadHost` and `WorkerHost`.
 
     Args:
-        detect: asks the machine what it can give.
-        name: among several hosts.
-        streams: what connections to other hosts are made of.
-        outputs: where processes print to.
-        successor_path: where a spare waits for the next worker when this one is killed; empty: it ends.
+        detect: returns what the machine can give now: cores, memory and GPUs.
+        name: name of this host among several.
+        streams: makes the ends of connections to other hosts; None: there are no other hosts.
+        outputs: says where the processes that it starts print to; None: where this process does.
+        successor_path: path of a socket where a spare process waits for the next worker if this one is
+            killed; empty: the spare process ends with this one.
     """
 
     def __init__(
@@ -72,13 +73,13 @@ class LocalHost:
         self.is_there = True
 
     def tend(self, now: float) -> None:
-        """Do nothing: the caller runs on this host, so that it is there."""
+        """Do nothing: the caller itself runs on this host, which therefore cannot be lost."""
 
     def resources(self) -> HostResources:
         return msgspec.structs.replace(self._detect(), name=self.name)
 
     def clocks(self) -> Sequence[HostClock]:
-        """See `RankHost.clocks`. It is the head's own."""
+        """Return one clock with offset 0: this host's is the head's own. Implements `RankHost.clocks`."""
         return [HostClock(host=self.name, offset_ns=0, error_ns=0)]
 
     def start_rank(self, rank: RankConfig, name: str, member_index: int) -> Member:
@@ -91,14 +92,16 @@ class LocalHost:
         return self._spare.keep(threads)
 
     def start_ahead(self, threads: int) -> None:
-        """Start or adopt a process for the next rank before it is known which one that is.
+        """Start a spare process, so that the next rank can start in it; which rank that is comes later.
 
-        It is the spare that a worker before this one has left, or one that starts now.
+        If an earlier worker on this machine has left its spare process, adopt that one instead. Do nothing
+        where memory is short.
 
         Args:
-            threads: the most that it may have.
+            threads: the most threads that the rank may have.
 
-        Raises OSError where the host cannot.
+        Raises:
+            OSError: the process cannot be started, perhaps only now.
         """
         try:
             self._spare.adopt(*self._take_over_spare())
@@ -128,7 +131,7 @@ class LocalHost:
         return self._streams.join(kind, need, parties, invitation)
 
     def use_streams(self, streams: LinkStreams) -> None:
-        """Make connections to other hosts of these from now on."""
+        """Make connections to other hosts by these streams from now on; close those of before."""
         self._streams.close()
         self._streams = streams
 

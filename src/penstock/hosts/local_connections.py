@@ -1,4 +1,4 @@
-"""The ends of connections between processes of one machine: rings, sockets and memory, nothing with a name.
+"""The ends of connections between processes of one machine: rings, sockets and memory without file names.
 
 The end that accepts owns what both use; one that joins gets the same descriptors, or the other side of them.
 """
@@ -18,13 +18,16 @@ from penstock.process.endpoints import RingHandle, SocketHandle, SocketListener
 
 
 class RingEnd:
-    """The end of a ring, kept open so that the ring can be ended from outside."""
+    """A ring, a queue of frames in shared memory between two processes, as their host holds it; a `HostEnd`.
+
+    The host keeps the ring open, so that it can end the ring from outside.
+    """
 
     def __init__(self, ring: RingHandle) -> None:
         self.endpoint = self.invitation = ring
 
     def delivered(self) -> None:
-        """Do nothing, since the ring is kept."""
+        """Do nothing: the host keeps the ring open."""
 
     def end(self) -> None:
         end_ring(self.endpoint)
@@ -35,13 +38,16 @@ class RingEnd:
 
 
 class MeetingEnd:
-    """The shared memory in which a stage's ranks meet, kept open so that it can be ended from outside."""
+    """The shared memory in which the ranks of a stage add up results, as their host holds it; a `HostEnd`.
+
+    The host keeps the memory open, so that it can end the meeting from outside.
+    """
 
     def __init__(self, num_ranks: int) -> None:
         self.endpoint = self.invitation = create_meeting(num_ranks)
 
     def delivered(self) -> None:
-        """Do nothing, since the memory is kept."""
+        """Do nothing: the host keeps the memory open."""
 
     def end(self) -> None:
         end_meeting(self.endpoint)
@@ -52,7 +58,7 @@ class MeetingEnd:
 
 
 class SocketEnd:
-    """A listening socket without a path, for one process to listen at and others to connect to."""
+    """A listening local socket without a path: one process accepts at it, others connect; a `HostEnd`."""
 
     def __init__(self) -> None:
         self._socket = LocalSocket()
@@ -70,19 +76,19 @@ class SocketEnd:
 
 
 class JoinedEnd:
-    """An end whose descriptors belong to the end that it has joined."""
+    """An end that joins another one on the same host, which owns the descriptors of both; a `HostEnd`."""
 
     def __init__(self, invitation: msgspec.Struct) -> None:
         self.endpoint = self.invitation = invitation
 
     def delivered(self) -> None:
-        """Do nothing; the other end does it."""
+        """Do nothing: the end that it has joined does what is needed once processes have their endpoints."""
 
     def end(self) -> None:
-        """Do nothing; the other end does it."""
+        """Do nothing: the end that it has joined ends the connection."""
 
     def close(self) -> None:
-        """Do nothing; the other end does it."""
+        """Do nothing: the end that it has joined closes the descriptors."""
 
 
 def _link(need: LinkNeed) -> RingEnd:

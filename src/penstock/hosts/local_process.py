@@ -1,8 +1,8 @@
 """Starts, hears and ends the processes of this machine.
 
-A child is `python -m penstock...` with its config on an inherited pipe and a status pipe that it writes JSON
-lines to; what it is told later comes over a control socket. Its end is seen on a pidfd, so nothing depends on
-what a dying process says. Children are in process groups of their own: a terminal's Ctrl-C reaches the
+A child is `python -m penstock...` with its config on an inherited pipe and a status pipe to which it writes
+JSON lines; later orders reach it over a control socket. A pidfd shows when it has ended, so nothing depends
+on what a dying process reports. Children are in process groups of their own: a terminal's Ctrl-C reaches the
 supervisor alone, which then ends them in order.
 """
 
@@ -24,7 +24,7 @@ from penstock.process.control import ControlMessage
 
 
 class Control(Protocol):
-    """The supervisor's end of what a child is told while it lives (`process.control.ControlSocket`)."""
+    """The parent's end of the socket over which a running child gets orders (`process.control`)."""
 
     def send(self, message: ControlMessage) -> None: ...
 
@@ -32,7 +32,7 @@ class Control(Protocol):
 
 
 class NoControl:
-    """The control of a child that is told nothing after its start."""
+    """The control of a child that gets no orders after its start; to send it one is a bug."""
 
     def send(self, message: ControlMessage) -> None:
         raise AssertionError(f"no process takes {message}")
@@ -42,7 +42,7 @@ class NoControl:
 
 
 class Descriptor(NamedTuple):
-    """A file descriptor as something to wait for."""
+    """A file descriptor as an object with `fileno`, so that a selector can wait for it."""
 
     number: int
 
@@ -51,7 +51,7 @@ class Descriptor(NamedTuple):
 
 
 class Process(Protocol):
-    """The interface of a member's process, as `subprocess.Popen` of a child has it."""
+    """The part of `subprocess.Popen` that `LocalMember` needs of its process."""
 
     @property
     def pid(self) -> int: ...
@@ -62,12 +62,12 @@ class Process(Protocol):
 
 
 class TakenProcess:
-    """A process that another one has started, which is gone.
+    """A process that this one has not started, such as the spare process of an earlier worker; a `Process`.
 
-    Of its end nothing is known but that it came.
+    Its exit code cannot be read: once it has ended it counts as killed.
 
     Attributes:
-        pid: of the process.
+        pid: number of the process.
     """
 
     def __init__(self, pid: int) -> None:
@@ -91,12 +91,12 @@ class TakenProcess:
 
 
 class LocalMember(Member):
-    """A child process of the supervisor, or of an agent. Made by `spawn`.
+    """A process on this machine that the supervisor or an agent has started. Mostly made by `spawn`.
 
     Args:
-        process: that it is.
-        status_fd: the end of its status pipe that is read here.
-        control: closed with the member.
+        process: the process itself.
+        status_fd: reading end of the pipe to which the process writes its status; closed with the member.
+        control: sends orders to the process; closed with the member.
     """
 
     def __init__(
@@ -185,14 +185,15 @@ def spawn(
     control: Control | None = None,
     output_fd: int | None = None,
 ) -> LocalMember:
-    """Start `python -m module` as a child of the calling thread.
+    """Start `python -m module` as a child of the calling thread, and return it as a member.
 
     Args:
-        config: what it reads from its config pipe, to the end.
-        inherit: further descriptors that it keeps, under the same numbers.
-        arguments: beside `--config-fd` and `--status-fd`.
-        control: how it is told what comes later; by default nothing does.
-        output_fd: its standard output and error; None: those of this process.
+        config: bytes that the child reads from its config pipe, to the end.
+        name, stage, member_index: as for `Member`.
+        inherit: further descriptors that the child inherits, under the same numbers.
+        arguments: further arguments of its command line, beside `--config-fd` and `--status-fd`.
+        control: sends later orders to the child, and is closed with the member; None: there are no orders.
+        output_fd: descriptor for its standard output and error; None: those of this process.
     """
     with ExitStack() as theirs, ExitStack() as ours:  # where descriptors run out, none of them is left
         config_read, config_write = pipe(theirs, ours)
@@ -230,7 +231,7 @@ def spawn(
 
 
 def pipe(reading: ExitStack, writing: ExitStack) -> tuple[int, int]:
-    """Return a pipe, each end of which is closed with its stack."""
+    """Create a pipe; return its reading and its writing descriptor, each to be closed by its stack."""
     reader, writer = os.pipe()
     reading.callback(os.close, reader)
     writing.callback(os.close, writer)

@@ -42,7 +42,7 @@ def _passing_directory() -> Iterator[str]:
 
 
 class LocalSocket:
-    """A listening socket that has no path any more."""
+    """A listening Unix socket whose path is removed; others connect through a descriptor of its file."""
 
     def __init__(self) -> None:
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -54,12 +54,12 @@ class LocalSocket:
 
     @property
     def listen_fd(self) -> int:
-        """The descriptor that the binding child inherits."""
+        """The descriptor of the listening socket, for the child that accepts connections at it."""
         return self._listener.fileno()
 
     @property
     def handle_fd(self) -> int:
-        """The descriptor that each connecting child inherits."""
+        """The descriptor of the socket's file, for each child that connects."""
         return self._handle
 
     @property
@@ -68,18 +68,21 @@ class LocalSocket:
 
     @property
     def connect_address(self) -> str:
-        """The address for a process that has inherited `handle_fd`."""
+        """The address to which a process connects that has inherited `handle_fd`."""
         return connect_address(self._handle)
 
     def connect_address_from_outside(self) -> str:
-        """Return the address for another process of the same user.
+        """Return the address to which another process of the same user connects, without `handle_fd`.
 
-        It holds while this process lives and has not called `close`.
+        It is valid while this process lives and has not called `close`.
         """
         return f"ipc:///proc/{os.getpid()}/fd/{self._handle}"
 
     def close_listener(self) -> None:
-        """Close the listener once the child has it: a dead binder must refuse, not queue."""
+        """Close the listening socket here, once the child has it.
+
+        If the child then dies, its clients are refused, and do not wait in a queue.
+        """
         self._listener.close()
 
     def close(self) -> None:

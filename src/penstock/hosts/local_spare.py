@@ -1,4 +1,4 @@
-"""Keeps the process of a host that waits to become a rank (`rank.spare`).
+"""Keeps a spare process on a host, which waits to become a rank (`rank.spare`).
 
     none ──keep, memory is free──▶ starting ──Warm──▶ waiting ──take──▶ a member like any other
       ▲                               │                  │                 ▲
@@ -26,17 +26,19 @@ LEAST_NICE = 19  # so that the steps of others lose next to nothing to the impor
 
 
 class StartSpare(Protocol):
-    """A function that starts the process of a spare; it raises OSError where there is no room for it."""
+    """A function that starts and returns a spare process; it raises OSError where the host cannot."""
 
     def __call__(self, config: SpareProcessConfig) -> Member: ...
 
 
 class SpareProcess:
-    """The spare process of a host, at most one.
+    """The spare process of a host, at most one: it has its imports done, and waits to become a rank.
+
+    A rank starts sooner in it than in a new process.
 
     Args:
-        start: starts it.
-        free_bytes: returns the bytes of memory that are free on this host now.
+        start: starts a spare process.
+        free_bytes: returns the bytes of host memory that are free now; with too few, there is no spare.
     """
 
     def __init__(self, start: StartSpare, free_bytes: Callable[[], int]) -> None:
@@ -48,13 +50,13 @@ class SpareProcess:
         self._is_hasty = False
 
     def keep(self, threads: int) -> int:
-        """Keep a spare process, as far as memory allows; to be called every few seconds.
+        """Start a spare process if there is none, or end it if memory is short; call it every few seconds.
 
         Args:
-            threads: the most that a rank of this host has.
+            threads: the most threads that a rank of this host has.
 
         Returns:
-            Bytes of memory that the waiting process holds; 0 while there is none.
+            Bytes of memory that the process holds once it waits; 0 while none waits.
         """
         self._hear()
         free = self._free_bytes()
@@ -65,21 +67,30 @@ class SpareProcess:
         return self._own_bytes
 
     def start_ahead(self, threads: int) -> None:
-        """Start a spare without regard to other processes, because a rank is about to need it.
+        """Start a spare process at normal priority, because a rank is about to need it.
+
+        Do nothing if there is one already, or if memory is short.
 
         Args:
-            threads: the most that the rank may have.
+            threads: the most threads that the rank may have.
         """
         if self._member is None and self._free_bytes() >= START_FREE_BYTES:
             self._begin(threads, 0)
 
     def adopt(self, member: Member, own: SpareSelf) -> None:
-        """Adopt a process that waits already, and that a worker before this one has started."""
+        """Keep a spare process that an earlier worker on this machine has started, and that waits already.
+
+        Args:
+            own: what the process has reported of itself.
+        """
         self._member, self._threads, self._own_bytes = member, own.threads, own.own_bytes
         self._is_hasty = False
 
     def take(self, rank: RankConfig, name: str, member_index: int) -> Member | None:
-        """Let the waiting process become this rank; return None if there is none for such a rank."""
+        """Let the spare process become this rank, and return it; return None if none is fit for the rank.
+
+        It is fit if it waits or was started ahead, and was started for at least as many threads.
+        """
         self._hear()
         member = self._member
         is_soon_warm = self._own_bytes or self._is_hasty
@@ -97,7 +108,7 @@ class SpareProcess:
         return member
 
     def close(self) -> None:
-        """End the spare process."""
+        """Kill the spare process, if there is one."""
         if self._member is not None:
             self._member.kill_now()
             self._member.close()

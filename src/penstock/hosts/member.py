@@ -19,25 +19,26 @@ from penstock.process.control import ControlMessage
 
 
 class Waitable(Protocol):
-    """A source to wait for: readable when something has happened."""
+    """An object with a file descriptor that a selector can poll: readable when something has happened."""
 
     def fileno(self) -> int: ...
 
 
 class Member(ABC):
-    """A process of the engine on one of its hosts.
+    """A process of the engine, such as a rank or the core, on one of the engine's hosts.
 
     Args:
-        name: for messages, such as "stage 1".
-        stage: its stage, or None.
-        member_index: place at which its parent finds it among the members of an epoch; the parent chooses it.
+        name: name in texts for users, such as "stage 1".
+        stage: number of its pipeline stage; None: it has none.
+        member_index: number by which its parent finds it among its other processes; the parent chooses it.
 
     Attributes:
-        failure: the error that it reported before its end, if it did; `trace` is the end of its stack trace.
-        has_spoken: it has set itself up.
-        has_loaded: a stage, its weights; a core, the model that drafts.
-        is_ready: it has served.
-        started_at, heard_at: monotonic seconds of its start and of its last word.
+        failure: the error that it has reported, or for which it was killed or lost; None: none so far.
+        trace: end of the stack trace of a reported error.
+        has_spoken: it has reported something, and so has set itself up.
+        has_loaded: it has loaded its model: a rank its weights, a core the model that drafts.
+        is_ready: it has reported that it serves.
+        started_at, heard_at: monotonic seconds of its start and of its last report.
     """
 
     def __init__(self, name: str, stage: int | None, member_index: int) -> None:
@@ -52,7 +53,10 @@ class Member(ABC):
         self.started_at = self.heard_at = time.monotonic()
 
     def begin_as(self, name: str, stage: int | None, member_index: int) -> None:
-        """Begin anew as this member, as if the process had been started now."""
+        """Give the process the name, stage and index of another member, as if it had been started now.
+
+        Called when a process that has waited becomes a rank.
+        """
         self.name, self.stage, self.member_index = name, stage, member_index
         self.started_at = self.heard_at = time.monotonic()
 
@@ -60,7 +64,7 @@ class Member(ABC):
 
     @property
     def is_away(self) -> bool:
-        """Whether its host is not there: the process may be well, and cannot be heard."""
+        """Whether its host cannot be reached now, so that the process cannot be heard but may be well."""
         return False
 
     @property
@@ -76,26 +80,26 @@ class Member(ABC):
     @property
     @abstractmethod
     def sources(self) -> Collection[Waitable]:
-        """The sources that become readable when there is news of the process.
+        """The objects to poll: one is readable when the process has reported something or has ended.
 
-        They may be shared with others of its host, and may be fewer after `read_status`.
+        Processes of one host may share them. After `read_status` there may be fewer of them.
         """
 
     @abstractmethod
     def hand(self, message: ControlMessage) -> None:
-        """Send the process a message, with its endpoints. Never fails: a lost process is seen elsewhere."""
+        """Send the process an order, with the endpoints in it. Never fails, even if the process is lost."""
 
     @abstractmethod
     def show_threads(self) -> None:
-        """Make the process print where its threads are."""
+        """Make the process print the stacks of all its threads; does not wait for that."""
 
     @abstractmethod
     def ask_to_leave(self) -> None:
-        """Let the process end in its own time."""
+        """Ask the process to end by itself, in its own time; does not wait for its end."""
 
     @abstractmethod
     def kill_now(self) -> None:
-        """End the process at once, if it is still there."""
+        """Kill the process at once, if it still runs; does not wait for its end."""
 
     @abstractmethod
     def await_end(self) -> int:
@@ -106,9 +110,9 @@ class Member(ABC):
         """Reap the process and release all that belongs to it; it must have ended."""
 
     def disown(self, error: Exception) -> None:
-        """Raise the error that something which the process has said led to here.
+        """Raise `error`, to which a report of the process has led here.
 
-        For a process of this host that is a bug; on another host the host is lost.
+        For a process of this host that is a bug. One of another host overrides this: its host is lost.
         """
         raise error
 
@@ -117,7 +121,10 @@ class Member(ABC):
         """Return what has come since the last call, without waiting."""
 
     def read_status(self) -> list[StatusEvent]:
-        """Return what the process has said since the last call."""
+        """Return the events that the process has reported since the last call, without waiting.
+
+        The attributes of this object then follow from them.
+        """
         events = self._receive()
         self.heard_at = time.monotonic() if events else self.heard_at
         for event in events:
@@ -129,13 +136,20 @@ class Member(ABC):
         return events
 
     def kill(self, reason: str) -> None:
-        """End the process for this reason, as it cannot be asked to."""
+        """Kill the process at once, and note the reason as its failure if it has none yet.
+
+        Args:
+            reason: what the process did or did not do, as it stands behind its name in a sentence.
+        """
         if self.failure is None:
             self.failure = self._lost(f"{reason}, and was killed")
         self.kill_now()
 
     def end(self) -> ErrorInfo:
-        """Return why the process has ended: its own words, or how."""
+        """Return the error that explains the end of the process: its failure, or else its code or signal.
+
+        Without a failure, this waits for the end.
+        """
         if self.failure is not None:
             return self.failure
         code = self.await_end()
@@ -145,12 +159,15 @@ class Member(ABC):
 
     @property
     def has_failed(self) -> bool:
-        """Whether the process has failed, and not merely left."""
+        """Whether the process has a failure, or has ended by a signal or with an exit code other than 0."""
         return self.failure is not None or bool(self.exit_code)
 
     @property
     def is_cause(self) -> bool:
-        """Whether the process has failed by itself, and not because another one has."""
+        """Whether the process has failed by itself, and not only because another one has.
+
+        Its failure shows that; if it has none, only an end by a signal counts.
+        """
         if self.failure is not None:
             some_failure = ErrorInfo(kind="PenstockError", message="")  # goes before what is a consequence
             return first_cause([self.failure, some_failure]) is self.failure

@@ -1,4 +1,4 @@
-"""Watches all members of an engine, on all hosts: one place to wait for anything that happens to them."""
+"""Watches all members of an engine, its processes on all hosts: one place to wait for news of any of them."""
 
 from __future__ import annotations
 
@@ -16,10 +16,12 @@ POLL_S = 0.01
 
 
 class MemberWatch:
-    """A watch that waits for members and for other sources of news, hears members and ends them.
+    """A watch that waits for news of members, the processes of an engine, reads their reports and ends them.
+
+    It also waits for other objects that can be polled.
 
     Args:
-        take: is given each event of a member, when it is heard.
+        take: is given each event that a member has reported, when the member is heard (`hear`).
     """
 
     def __init__(self, take: Callable[[Member, StatusEvent], None]) -> None:
@@ -30,7 +32,7 @@ class MemberWatch:
 
     @property
     def members(self) -> list[Member]:
-        """The members that have not been reaped."""
+        """The members that were added and have not been reaped."""
         return list(self._sources)
 
     def add(self, member: Member) -> Member:
@@ -39,7 +41,7 @@ class MemberWatch:
         return member
 
     def watch(self, source: Waitable) -> None:
-        """Let `wait` return too when this source is readable."""
+        """Let `wait` also return when `source`, an object with a descriptor, is readable."""
         self._watched.add(source)
         self._selector.register(source, selectors.EVENT_READ)
 
@@ -48,16 +50,20 @@ class MemberWatch:
         self._selector.unregister(source)
 
     def wait(self, timeout_s: float | None) -> tuple[set[Member], set[Waitable]]:
-        """Wait for at most `timeout_s`; return members with news, and watched sources that are readable."""
+        """Wait for news, for `timeout_s` at most; None: without a limit.
+
+        Returns:
+            The members with news, and the objects given to `watch` that are readable.
+        """
         readable = {key.fileobj for key, _ in self._selector.select(timeout_s)}
         members = {member for member, sources in self._sources.items() if not readable.isdisjoint(sources)}
         return members, {source for source in self._watched if source in readable}
 
     def hear(self, member: Member) -> None:
-        """Take what a member has said.
+        """Read the events that a member has reported, and give each one to `take`.
 
-        An error on the way loses the host of the member, where that is another one; its events behind that
-        mean nothing.
+        If `take` fails, the remaining events are dropped. If the member runs on this host, the error is
+        raised; if it runs on another one, that host is given up as lost.
         """
         events = member.read_status()
         self._listen(member, member.sources)
@@ -69,7 +75,7 @@ class MemberWatch:
             self._listen(member, member.sources)
 
     def hear_until(self, condition: Callable[[], object], timeout_s: float) -> None:
-        """Listen to all members until the condition holds, for `timeout_s` at most."""
+        """Read the events of all members repeatedly until the condition holds, for `timeout_s` at most."""
         deadline = time.monotonic() + timeout_s
         while not condition() and time.monotonic() < deadline:
             time.sleep(POLL_S)
@@ -77,7 +83,9 @@ class MemberWatch:
                 self.hear(member)
 
     def first_cause(self, ended: Member, suspects: Sequence[Member]) -> ErrorInfo:
-        """Return what explains the end of this member: its own words, or those of a stage before it.
+        """Return the error that explains the end of a member: its own, or that of a stage that is the cause.
+
+        If the member may not be the cause itself, wait a moment for a stage that reports a failure.
 
         Args:
             suspects: members that can have brought it down, itself among them.
@@ -90,14 +98,14 @@ class MemberWatch:
         return first_cause([member.end() for member in guilty or [ended]])
 
     def reap(self, member: Member) -> None:
-        """Remove a member that has ended."""
+        """Stop watching a member that has ended, and close it."""
         # Left before it is closed: the numbers of its descriptors may go to other files at once.
         self._listen(member, ())
         member.close()
         del self._sources[member]
 
     def kill(self) -> None:
-        """End all members at once and reap them."""
+        """Kill all members at once and reap them; `take` does not get their last events."""
         for member in self.members:
             member.kill_now()
         for member in self.members:

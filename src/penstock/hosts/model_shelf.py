@@ -1,4 +1,4 @@
-"""Finds the models of a worker: by their identity below its own directories, by no path of the head."""
+"""Finds models on a worker by their identity, below its own directories, and never by a path of the head."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _MAX_DEPTH = 6  # as deep as a cache of a hub keeps its snapshots
 
 
 class ModelShelf:
-    """The models of this host.
+    """The models on the disks of this host, to be found by their identity.
 
     Args:
-        directories: with models in them, or below.
+        directories: directories that are searched for models, with all below them.
     """
 
     def __init__(self, directories: Sequence[Path]) -> None:
@@ -29,14 +29,19 @@ class ModelShelf:
 
     @property
     def places(self) -> str:
-        """The directories that are searched, for messages; empty where none was given."""
+        """The directories that are searched, with commas between, for texts; empty where none was given."""
         return ", ".join(map(str, self._directories))
 
     def locate(self, identity: bytes) -> Path:
-        """Return the directory of a model, or its GGUF file. It is looked up anew each time: files change.
+        """Return the directory of a model, or its GGUF file.
+
+        Each call reads the disk again, since files change.
+
+        Args:
+            identity: as `kvstore.names.model_identity` returns it.
 
         Raises:
-            ModelError: this host does not have it.
+            ModelError: this host does not have the model.
         """
         known = self._found.get(identity)
         if known is not None and _identity_of(known) == identity:

@@ -28,18 +28,24 @@ from penstock.process.pipe_hosts import HostClock
 
 
 class LinkNeed(msgspec.Struct, frozen=True, kw_only=True, tag="link"):
-    """A link that carries hidden states from the joining end to the accepting one."""
+    """The need for a link, a one-way connection that carries hidden states from one stage to the next.
+
+    They go from the joining end to the accepting one.
+
+    Attributes:
+        frame_bytes: size of a frame, the buffer that holds the hidden states of one step.
+    """
 
     frame_bytes: int
     num_frames: int  # under way at once
 
 
 class ChannelNeed(msgspec.Struct, frozen=True, kw_only=True, tag="channel"):
-    """A one-way channel of messages, from the joining end to the accepting one.
+    """The need for a one-way channel of messages with samples, from the joining end to the accepting one.
 
     Attributes:
         num_messages: most messages under way while none is read.
-        num_rows: sampled rows of a message.
+        num_rows: most sampled rows in a message.
     """
 
     num_messages: int
@@ -47,7 +53,9 @@ class ChannelNeed(msgspec.Struct, frozen=True, kw_only=True, tag="channel"):
 
 
 class BulkNeed(msgspec.Struct, frozen=True, kw_only=True, tag="bulk"):
-    """A bulk channel, from the joining end to the accepting one (`pipeline.bulk`).
+    """The need for a bulk channel, which carries large payloads that may wait (`pipeline.bulk`).
+
+    They go one way, in chunks, from the joining end to the accepting one.
 
     Attributes:
         num_chunks: most chunks under way while none is read.
@@ -57,11 +65,18 @@ class BulkNeed(msgspec.Struct, frozen=True, kw_only=True, tag="bulk"):
 
 
 class PlanNeed(msgspec.Struct, frozen=True, tag="plan"):
-    """A two-way channel of messages between the core, which accepts, and a rank."""
+    """The need for a two-way channel of messages between the core, which accepts, and a rank.
+
+    The core sends its plans over it: what each step computes.
+    """
 
 
 class MeetingNeed(msgspec.Struct, frozen=True, kw_only=True, tag="meeting"):
-    """A place at which the ranks of one stage meet; the first of them accepts."""
+    """The need for shared memory in which the ranks of one stage add up results; the first rank accepts.
+
+    Attributes:
+        num_ranks: number of ranks of the stage.
+    """
 
     num_ranks: int
 
@@ -70,15 +85,16 @@ Need = LinkNeed | ChannelNeed | BulkNeed | PlanNeed | MeetingNeed
 
 
 class Parties(msgspec.Struct, frozen=True, kw_only=True):
-    """The parties of a connection, seen from one of its ends: what links between hosts are proved by.
+    """The two parties of a connection, seen from one of its ends. Between hosts they prove their roles.
 
     Attributes:
-        own, peer: roles of the processes at this end and at the other (`trust.peer_names`).
-        peer_host: where the other one is.
-        address: of this end's host, on the way to the other one; empty: as the host likes.
-        peer_address: of the other host, as this one dials it; empty: as its invitation says.
-        is_swapped: what is carried goes from the end that is accepted here to the one that joins it, because
-            the host that should accept cannot be reached.
+        epoch: epoch for which the connection is made.
+        own, peer: roles of the processes at this end and at the other, such as "rank-3" (`trust.peer_names`).
+        peer_host: name of the host of the other process.
+        address: address of this end's host at which it listens or from which it dials; empty: it chooses.
+        peer_address: address of the other host that this one dials; empty: as its invitation says.
+        is_swapped: the host that should accept cannot be reached, so that the other one accepts in its place;
+            data then go from the accepted end to the joining one.
     """
 
     epoch: int
@@ -91,46 +107,49 @@ class Parties(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class HostEnd(Protocol):
-    """One end of a connection at a host, for as long as an epoch lasts."""
+    """One end of a connection, as the host of the process at this end holds it for an epoch."""
 
     @property
     def endpoint(self) -> Any:
-        """The endpoint that the process at this end is given (`process.endpoints`)."""
+        """The endpoint for the process at this end: the value by which it opens it (`process.endpoints`)."""
         ...
 
     @property
     def invitation(self) -> Any:
-        """The facts that the host of a joining end needs of an accepting one; opaque to all others."""
+        """The facts about an accepted end that the host of a joining end needs; opaque to all others."""
         ...
 
     def delivered(self) -> None:
-        """Record that all processes have been given their endpoints."""
+        """Record that all processes of the connection have been given their endpoints."""
         ...
 
     def end(self) -> None:
-        """End the connection with its epoch, so that all waits at it stop; then close it."""
+        """End the connection, so that all processes that wait at it stop waiting; then close this end."""
         ...
 
     def close(self) -> None:
-        """Close the host's end; a process that has its endpoint goes on."""
+        """Close what the host holds of this end; a process that has its endpoint can go on."""
         ...
 
 
 class RankHost(Protocol):
-    """A machine that ranks run on. All calls come from one thread, which must outlive the members."""
+    """The interface of a machine that ranks run on.
+
+    All calls come from one thread, which must outlive the processes that were started (`Member`).
+    """
 
     @property
     def name(self) -> str:
-        """The name that `HostResources.name` and `RankConfig.host` have."""
+        """The name of the host, as in `HostResources.name` and `RankConfig.host`."""
         ...
 
     @property
     def is_there(self) -> bool:
-        """Whether anything can be asked of the host; a host elsewhere may be lost, and come back."""
+        """Whether the host can take requests now; another machine may be lost, and may come back."""
         ...
 
     def tend(self, now: float) -> None:
-        """Tell the host that the supervisor is there, and check whether it is; to be called each second.
+        """Send the host a sign of life, and give it up if it is silent for too long; call it each second.
 
         Args:
             now: monotonic seconds.
@@ -138,86 +157,99 @@ class RankHost(Protocol):
         ...
 
     def resources(self) -> HostResources:
-        """Return what the host can give now."""
+        """Return the cores, memory and GPUs that the host can give now, or could when it last said so."""
         ...
 
     def clocks(self) -> Sequence[HostClock]:
-        """Return what is known of the host's clock: one entry, or none yet."""
+        """Return one entry with the offset of the host's clock from the head's; none before it is known."""
         ...
 
     def start_rank(self, rank: RankConfig, name: str, member_index: int) -> Member:
-        """Start the process of a rank.
+        """Start the process of a rank and return it, without waiting until it has loaded.
 
         Args:
-            name: for messages, such as "replica 1 stage 0".
+            name: name in texts for users, such as "replica 1 stage 0".
             member_index: as in `Member`.
 
-        Raises OSError where the host cannot, perhaps for now.
+        Raises:
+            OSError: the host cannot start it, perhaps only now.
         """
         ...
 
     def keep_spare(self, threads: int) -> int:
-        """Keep a process ready that the next rank is started in: without weights, its imports done.
+        """Keep a spare process ready, in which the next rank starts sooner: its imports are done.
 
-        To be called every second or so; the first calls start it. Not where memory is short.
+        To be called every second or so; the first call starts the process. Where memory is short there is
+        none.
 
         Args:
-            threads: the most that a rank of this host has.
+            threads: the most threads that a rank of this host has.
 
         Returns:
-            Bytes of memory that it holds, once it is ready; 0 while there is none.
+            Bytes of memory that the process holds, once it is ready; 0 while none is ready.
         """
         ...
 
     def start_measuring(self, config: MeasureConfig, name: str) -> Member:
-        """Start a process that times the steps of a rank, as `start_rank`."""
+        """Start a process that times the steps of a rank, and return it; `name`, errors as `start_rank`."""
         ...
 
     def offers(self, need: Need, peer: str) -> Sequence[str]:
-        """Return the kinds of connections for this need between here and the host `peer`, best first.
+        """Return the kinds of connections for this need that this host offers to the host `peer`.
 
-        The best comes first.
+        The best comes first, such as "ring" within a host and "tls" between hosts.
         """
         ...
 
     def accept(self, kind: str, need: Need, parties: Parties) -> HostEnd:
-        """Make the end that others join.
+        """Make and return the end of a connection that one or more other ends join.
 
         Args:
-            kind: one that it has offered.
-            parties: where several join, the first of them.
+            kind: kind of connection, one that `offers` has returned.
+            need: what the connection is for.
+            parties: the processes of both ends; where several join, the first of them.
+
+        Raises:
+            PeerError: the end cannot be made, or the host does not answer.
+            OSError: descriptors or memory are short, perhaps only now.
         """
         ...
 
     def join(self, kind: str, need: Need, parties: Parties, invitation: Any) -> HostEnd:
-        """Make an end that joins one that was accepted, here or at another host."""
+        """Make and return an end that joins an accepted end of this host or of another one.
+
+        Args:
+            invitation: `HostEnd.invitation` of the accepted end. Other arguments and errors: as for `accept`.
+        """
         ...
 
     def close(self) -> None:
-        """Close the host: a process that waits there ends. The owner of members ends them before."""
+        """Release the host, and end its spare process if it is this machine.
+
+        All ranks must have ended before.
+        """
         ...
 
 
 class HeadHost(RankHost, Protocol):
-    """The host of the supervisor, where the core runs too."""
+    """The interface of the supervisor's own host, where the core runs too: the process that schedules."""
 
     def start_core(self, core: CoreConfig, clients: LocalSocket, name: str, member_index: int) -> Member:
-        """Start the process of the core, as `start_rank` does for a rank.
+        """Start the process of the core and return it; `name`, `member_index` and errors as `start_rank`.
 
         Args:
-            clients: socket on which the core accepts its clients.
-            member_index: position of the core among the members of the launch.
+            clients: listening socket at which the core accepts its clients.
         """
         ...
 
 
 class WorkerHost(RankHost, Protocol):
-    """The host of an agent, which may serve one head after the other."""
+    """The interface of an agent's own host, which may serve one head after the other."""
 
     def forget_credentials(self) -> None:
-        """Forget what links have been proved by.
+        """Forget the credentials with which processes of this host prove themselves on links.
 
-        Epochs of the next head have names that were used before.
+        The next head may use the same numbers of epochs again.
         """
         ...
 
@@ -226,10 +258,10 @@ class Hosts(Mapping[str, RankHost]):
     """All hosts of an engine, by name, in the order in which stages are given to them.
 
     Args:
-        head: the first one.
-        routes: what is known of the ways between them.
-        readmit: called at each `tend` with its time: takes in those again whose connection was broken, and
-            shuts out those that may not be there any more.
+        head: the supervisor's own host, which comes first.
+        routes: says which network route connections between two hosts take.
+        readmit: called with the time at each `tend`: takes back hosts whose connection was broken, and shuts
+            out hosts that are no longer allowed.
     """
 
     def __init__(
@@ -255,11 +287,11 @@ class Hosts(Mapping[str, RankHost]):
 
     @property
     def names_there(self) -> list[str]:
-        """The names of the hosts of which anything can be asked, in order."""
+        """The names of the hosts that can take requests now (`RankHost.is_there`), in order."""
         return [host.name for host in self._by_name.values() if host.is_there]
 
     def add(self, host: RankHost) -> None:
-        """Add a host that has come later, behind the others; one that is known keeps its place."""
+        """Add a host that has come later, behind the others; one of a known name takes that one's place."""
         self._by_name[host.name] = host
 
     def close(self) -> None:
@@ -268,15 +300,19 @@ class Hosts(Mapping[str, RankHost]):
             host.close()
 
     def tend(self, now: float) -> None:
-        """Call `RankHost.tend` for all hosts; before an engine runs, take in those that are back."""
+        """Take back hosts whose connection was broken, and call `RankHost.tend` for all hosts.
+
+        Args:
+            now: monotonic seconds.
+        """
         self._readmit(now)
         for host in self._by_name.values():
             host.tend(now)
 
     def resources(self) -> list[HostResources]:
-        """Return what each host can give now."""
+        """Return the cores, memory and GPUs that each host can give now, in order."""
         return [host.resources() for host in self._by_name.values()]
 
     def clocks(self) -> list[HostClock]:
-        """Return what is known of the hosts' clocks, in order."""
+        """Return the clock offsets of all hosts of which one is known, in order."""
         return [clock for host in self._by_name.values() for clock in host.clocks()]

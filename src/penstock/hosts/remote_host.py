@@ -1,14 +1,15 @@
-"""A machine elsewhere as a host: what the supervisor asks of it goes to the agent there.
+"""A machine elsewhere as a host: the supervisor's requests go to the agent there.
 
-The agent decides nothing (`hosts.agent`). Members and ends have numbers here and are held there; the
-supervisor waits for the agent only where a stream is to be dialled at its host, one round trip each.
+The agent decides nothing (`hosts.agent`). Processes (members) and ends of connections have numbers here and
+are held there. The supervisor waits for the agent only where its host is to listen for a stream: one round
+trip each.
 
     connected ──the connection breaks──▶ away ──the worker joins again──▶ connected, and all goes on
         │                                  │
         └──silent for too long────────────▶└──not back in that time, or another worker came──▶ lost
 
-What is asked of a host that is away is asked when it is back (`hosts.lasting_wire`). When it is lost all its
-members count as lost, since nothing can be asked of them any more; the agent ends them.
+Requests to a host that is away are sent when it is back (`hosts.lasting_wire`). When the host is lost, all
+its members count as lost, since no request reaches them any more; the agent ends them.
 """
 
 from __future__ import annotations
@@ -93,7 +94,7 @@ MOST_UNREAD = 10_000  # events of a member: far beyond what a rank says while it
 
 
 class RemoteMember(Member):
-    """A process at another host. Made by `RemoteHost`."""
+    """A process on another host, which the agent there has started and watches. Made by `RemoteHost`."""
 
     is_elsewhere = True
 
@@ -125,7 +126,7 @@ class RemoteMember(Member):
 
     @property
     def has_news(self) -> bool:
-        """Whether it has said something that was not read yet."""
+        """Whether the process has reported an event that was not read yet."""
         return bool(self._said)
 
     def hand(self, message: ControlMessage) -> None:
@@ -141,7 +142,11 @@ class RemoteMember(Member):
         self._touch("kill_now")
 
     def await_end(self) -> int:
-        """See `Member.await_end`. If the agent does not answer the process is taken as killed."""
+        """Wait until the agent reports the end of the process, and return its exit code.
+
+        If the agent does not report it within `LEAVE_S`, the process counts as killed. Implements
+        `Member.await_end`.
+        """
         if not self._host.pump_until(lambda: self._exit_code is not None, LEAVE_S):
             self._exit_code = -9
         assert self._exit_code is not None
@@ -153,7 +158,11 @@ class RemoteMember(Member):
         self._host.forget(self)
 
     def note(self, message: Started | Said | Ended) -> None:
-        """Take a message of the agent about it."""
+        """Take in a message of the agent about this process: its start, an event that it reports, or its end.
+
+        Raises:
+            ProtocolError: too many events are unread, or such a process cannot report this one.
+        """
         if isinstance(message, Started):
             self._identity = message.identity
         elif isinstance(message, Said):
@@ -165,20 +174,20 @@ class RemoteMember(Member):
             self.note_end(message.exit_code, message.error)
 
     def disown(self, error: Exception) -> None:
-        """See `Member.disown`."""
+        """Give the whole host up as lost, for an error to which a report of the process has led."""
         self._host.distrust(error)
 
     def require_sense(self, event: StatusEvent) -> None:
-        """Raise `ProtocolError` where no process of this kind says such a thing."""
+        """Do nothing; a subclass raises `ProtocolError` for an event that its process cannot report."""
 
     def note_end(self, exit_code: int, error: ErrorInfo | None) -> None:
-        """Record its end, seen or assumed."""
+        """Record that the process has ended, with its failure if there is one; only the first end counts."""
         if self._exit_code is None:
             self._exit_code = exit_code
             self.failure = self.failure or error
 
     def lose(self, why: str) -> None:
-        """Take it as ended, as nothing more will be heard of it."""
+        """Take the process as ended with code 1, since its host is lost; `why` is its failure."""
         self.note_end(1, StageLostError(why, stage=self.stage).info())
 
     def _receive(self) -> list[StatusEvent]:
@@ -193,10 +202,10 @@ class RemoteMember(Member):
 
 
 class RemoteRank(RemoteMember):
-    """A rank at another host: when it is ready, it says what it has loaded."""
+    """A process of a rank on another host: when it is ready, it must report what it has loaded."""
 
     def require_sense(self, event: StatusEvent) -> None:
-        """See `RemoteMember.require_sense`."""
+        """Raise `ProtocolError` if the rank reports that it is ready, but not what it has loaded."""
         if isinstance(event, Ready) and event.rank is None:
             raise ProtocolError(
                 f"{self.name} is ready but does not report what it has loaded.", remedy=SAME_VERSION
@@ -204,7 +213,7 @@ class RemoteRank(RemoteMember):
 
 
 class RemoteEnd:
-    """An end that the agent holds; a `HostEnd`."""
+    """An end of a connection that the agent of another host holds; calls go to the agent. A `HostEnd`."""
 
     def __init__(self, host: RemoteHost, number: int, invitation: StreamInvitation | HeldEnd) -> None:
         self.endpoint: Any = HeldEnd(number=number)
@@ -225,13 +234,13 @@ class RemoteEnd:
 
 
 class Cluster(msgspec.Struct, frozen=True, kw_only=True):
-    """The cluster, as far as the head shares it with the processes of its workers.
+    """The facts about the cluster that the head needs to start processes of workers.
 
     Attributes:
-        name: of the cluster.
-        run: of the head (`trust.peer_names`).
-        issue: makes the credentials of a process, for one epoch.
-        identify: identity of the model in a directory of the head.
+        name: name of the cluster.
+        run: name of the head's run, from its start to its end (`trust.peer_names`).
+        issue: makes the credentials with which a process proves itself in one epoch.
+        identify: returns the identity of the model in a directory of the head (`kvstore.names`).
     """
 
     name: str
@@ -240,24 +249,25 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True):
     identify: Callable[[str], bytes]
 
     def name_of(self, host: str, role: str, epoch: int) -> PeerName:
-        """Return the name of a process of a host, in this run of the head."""
+        """Return the name that the credentials of a process on a host have, in this run of the head."""
         return PeerName(cluster=self.name, host=host, role=role, run=self.run, epoch=epoch)
 
 
 class RemoteHost:
-    """A machine elsewhere. Implements `RankHost`.
+    """A machine elsewhere, whose agent carries out what is requested here. Implements `RankHost`.
 
     Args:
-        name: of the host, as its certificate has it.
-        on_lost: called when it is lost.
-        on_log: is given what was printed there.
-        clock: monotonic seconds, as `tend` is told.
-        on_broken: called when a connection to its agent is broken: another one may come.
+        wire: the connection to its agent, which has sent `hello` over it; belongs to this object.
+        name: name of the host, as in its certificate.
+        on_lost: called with the reason when the host is lost.
+        on_log: called with lines that were printed there.
+        clock: returns monotonic seconds, as `tend` is given.
+        on_broken: called when the connection to the agent breaks; the agent may join again over another one.
 
     Attributes:
-        bell: readable when a member has news for which no message comes.
-        numbers: of its members, of ends and of questions, none of which is given twice.
-        scout_answers: of its agent to questions about ways, by their numbers (`hosts.network.remote_scout`).
+        bell: readable when a process (member) has news, though no message waits at the connection.
+        numbers: counts up; gives each process, end of a connection and question a number of its own.
+        scout_answers: answers of the agent to questions about network routes, by number of the question.
     """
 
     def __init__(
@@ -284,13 +294,10 @@ class RemoteHost:
         self._begin(wire, hello)
 
     def attach(self, wire: AgentWire[ToHead], hello: AgentHello) -> bool:
-        """Use this wire to the agent from now on, as the host is back.
-
-        Args:
-            hello: what its agent has said first.
+        """Use this wire to the agent from now on, as the host is back and has sent `hello` over it.
 
         Returns:
-            Whether all that runs there goes on: the connection alone was away.
+            Whether its processes run on, as only the connection was broken. Otherwise they count as lost.
         """
         if self._is_lost or not self._wire.knows(hello):
             self._lose(LinkClosedError("its worker has restarted."))
@@ -321,28 +328,31 @@ class RemoteHost:
 
     @property
     def is_there(self) -> bool:
-        """See `RankHost.is_there`."""
+        """Whether the host is connected and not silent, and so can take requests (`RankHost.is_there`)."""
         # A silent host may be lost: if a cable is pulled, the links break first. Begin nothing on it then.
         return self._wire.failure is None and not self._is_doubtful
 
     @property
     def sources(self) -> Collection[Waitable]:
-        """The sources that become readable when a member has news."""
+        """The objects to poll: one is readable when a process of the host may have news."""
         return [self.bell, self._line]
 
     @property
     def wires(self) -> Collection[Waitable]:
-        """The sources that become readable when its agent has said something."""
+        """The connection to poll for messages of the agent; empty while it is broken."""
         return [] if self._wire.failure else [self._wire.connection]
 
     def attend(self) -> None:
-        """Take what has come, and wake the waiters for a member that has news."""
+        """Take in the messages of the agent that have come; ring `bell` if a process has unread events."""
         self.pump()
         if any(member.has_news for member in self._members.values()):
             self.bell.ring()
 
     def tend(self, now: float) -> None:
-        """See `RankHost.tend`. A host that is silent or away for too long is lost, with its members."""
+        """Send the agent a sign of life, at most once a second; implements `RankHost.tend`.
+
+        A host that is silent or away for too long is lost, with its processes.
+        """
         if now < next_beat(self._tended_at, TEND_EVERY_S) or self._is_lost:
             return
         if now - self._tended_at > LONG_LOOK_S:
@@ -358,14 +368,14 @@ class RemoteHost:
             self._wire.send_heartbeat(AskResources(), AskClock(asked_ns=self._now_ns()))
 
     def clocks(self) -> Sequence[HostClock]:
-        """See `RankHost.clocks`. The agent is asked each second (`tend`)."""
+        """Return the offset of the host's clock as estimated from the agent's answers (`RankHost.clocks`)."""
         best, now_ns = self._clock_estimate.best(), self._now_ns()
         if best is None:
             return []
         return [HostClock(host=self.name, offset_ns=best.offset_ns, error_ns=best.error_at_ns(now_ns))]
 
     def resources(self) -> HostResources:
-        """Return the agent's last answer: it is asked each second (`tend`), and now."""
+        """Return the agent's last answer about what its host can give, and ask again, without waiting."""
         self.pump()
         self.tell(AskResources())
         return self._resources
@@ -416,7 +426,7 @@ class RemoteHost:
         self.bell.close()
 
     def tell(self, message: msgspec.Struct) -> None:
-        """Send a message to the agent, once it is back; it is dropped if the host is lost."""
+        """Send a message to the agent now, or when it has joined again; drop it if the host is lost."""
         if self._is_lost:
             return
         if isinstance(message, ListenForHost | SurveyHost):
@@ -424,7 +434,7 @@ class RemoteHost:
         self._wire.send(message)
 
     def pump(self) -> None:
-        """Take what has come from the agent, without waiting."""
+        """Take in the messages of the agent that have come, without waiting."""
         for message in self._wire.receive():
             self._heard_at = self._clock()
             self._is_doubtful = False
@@ -437,7 +447,10 @@ class RemoteHost:
             self._break_off()
 
     def pump_until(self, condition: Callable[[], bool], timeout_s: float) -> bool:
-        """Take what comes until the condition holds or the connection breaks; return whether it holds."""
+        """Take in messages until the condition holds, the connection breaks or `timeout_s` has passed.
+
+        Return whether the condition holds.
+        """
         deadline = time.monotonic() + timeout_s
         self.pump()
         while not condition() and self._wire.failure is None:
@@ -450,16 +463,16 @@ class RemoteHost:
         return condition()
 
     def distrust(self, error: Exception) -> None:
-        """Lose the host for an error, such as one that its words have led to here."""
+        """Give the host up as lost, for an error such as one to which its messages have led here."""
         self._lose(error if isinstance(error, PeerError) else _of_nonsense(error))
 
     def hush(self) -> None:
-        """Stop the bell, once all members have been heard."""
+        """Stop `bell`, which wakes the supervisor, if all events of the host's processes have been read."""
         if not any(member.has_news for member in self._members.values()):
             self.bell.hush()
 
     def forget(self, member: RemoteMember) -> None:
-        """Forget a member that has been reaped."""
+        """Forget a process that has been reaped: further messages about it are dropped."""
         self._members.pop(member.number, None)
 
     def _made(self, kind: type[RemoteMember], name: str, stage: int | None, index: int) -> RemoteMember:
@@ -479,11 +492,7 @@ class RemoteHost:
         return next(self.numbers)
 
     def _invitation(self, number: int) -> StreamInvitation:
-        """Wait for where the end can be dialled.
-
-        Raises:
-            PeerError: the agent is gone, does not answer or has no port.
-        """
+        """Wait for where the end can be dialled; raise `PeerError` if the agent does not answer or listen."""
         self._awaited = number
         self._answers.clear()
         if not self.pump_until(lambda: bool(self._answers), ANSWER_S):
@@ -517,7 +526,7 @@ class RemoteHost:
             self._lose(LinkClosedError("its worker has ended."))
 
     def shut_out(self, error: PeerError) -> None:
-        """Lose the host, if its connection stands."""
+        """Give the host up as lost for this error, if it is connected now; else do nothing."""
         if self._wire.failure is None:
             self._lose(error)
 

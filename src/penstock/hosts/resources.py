@@ -22,12 +22,15 @@ _Cpu = Annotated[int, msgspec.Meta(ge=0, lt=_MOST_CPUS)]
 
 
 class HostResources(msgspec.Struct, frozen=True, kw_only=True):
-    """The resources that a host can give.
+    """The resources that a host can give to the processes of an engine.
 
     Attributes:
-        name: as ranks name it (`RankConfig.host`).
-        cpus: numbers of the cores that we may run on; empty where threads cannot be bound to cores.
-        numeric_classes: that its CPU can compute in (`config.engine.NUMERIC_CLASSES`), the least first.
+        num_cpus: number of cores that they may run on.
+        free_bytes: bytes of host memory that they may still take; that of GPUs does not count.
+        name: name of the host, as in `RankConfig.host`.
+        cpus: numbers of these cores; empty where threads cannot be bound to cores.
+        numeric_classes: instruction sets that its CPU has, of those in `config.engine.NUMERIC_CLASSES`; the
+            least first.
         cpu_model: name of its CPU, or the numbers of maker and model; empty where the kernel says neither.
         gpu_models: names of its GPUs, in order of their addresses.
     """
@@ -43,9 +46,9 @@ class HostResources(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def detect(cls) -> HostResources:
-        """Ask the kernel of this machine.
+        """Return the resources of this machine, as its kernel reports them now.
 
-        CPUs are those that we may run on; of memory, the control group's limit counts.
+        Only cores on which this process may run count. A container's limit bounds the free memory.
         """
         cpus = tuple(sorted(os.sched_getaffinity(0)))
         return cls(
@@ -60,7 +63,10 @@ class HostResources(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def hardware(self) -> tuple[object, ...]:
-        """The properties that decide how long a step takes here; equal for like hosts."""
+        """The numbers and models of CPU and GPUs, which decide how long a step takes here.
+
+        Two hosts with equal values take equally long.
+        """
         return self.num_cpus, self.cpu_model, self.numeric_classes, self.num_gpus, self.gpu_models
 
 

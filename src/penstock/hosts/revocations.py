@@ -1,4 +1,4 @@
-"""Ends what a worker has open at the head when its certificate is not in the book of hosts any more.
+"""Ends the connections of a worker at the head when its certificate is not in the book of hosts any more.
 
 `penstock hosts revoke` takes a certificate out of the book while the head runs. So the head reads the book
 each second, a file of some hundred bytes, and compares it with the certificates of the workers that are
@@ -20,30 +20,35 @@ LOOK_EVERY_S = 1.0
 
 
 class OpenWeights(Protocol):
-    """The connections over which workers fetch weights."""
+    """The interface of the connections over which workers fetch weights from the head."""
 
     def hosts(self) -> set[str]:
-        """Return the hosts that have such a connection."""
+        """Return the names of the hosts that have a connection for weights open now."""
         ...
 
     def drop(self, host: str) -> None:
-        """End all connections of a host."""
+        """End all connections over which a host fetches weights."""
         ...
 
 
 class ConnectedWorker(Protocol):
-    """A worker that may be connected."""
+    """The interface of a worker that has joined before, and that can be shut out if it is connected now."""
 
     def shut_out(self, error: PeerError) -> None:
-        """Lose the worker, if its connection stands."""
+        """End the worker's connection and give the worker up as lost, if it is connected; else do nothing.
+
+        Args:
+            error: the reason.
+        """
         ...
 
 
 class Revocations:
-    """The certificates of the workers that have come, and what follows when one of them is revoked.
+    """The certificates of the workers that have joined; it shuts out workers whose certificate is revoked.
 
     Args:
-        book: of the hosts that may be there.
+        book: the certificates of the hosts that may join.
+        weights: the connections over which workers fetch weights; those of such workers are ended too.
         warn: takes warnings for the user.
     """
 
@@ -56,15 +61,15 @@ class Revocations:
         self._complaint = ""
 
     def note(self, host: str, serial: int) -> None:
-        """Remember the certificate with which a worker has come."""
+        """Remember the serial number of the certificate with which the worker of a host has just joined."""
         self._serials[host] = serial
 
     def apply(self, now: float, workers: Mapping[str, ConnectedWorker]) -> None:
-        """Shut out the workers whose certificates are revoked. Looks once a second.
+        """Shut out the workers whose certificates are revoked. Reads the book at most once a second.
 
         Args:
             now: monotonic seconds.
-            workers: by host, all that have come.
+            workers: all workers that have joined so far, by name of their host.
         """
         if now < next_beat(self._looked_at, LOOK_EVERY_S):
             return

@@ -46,17 +46,20 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
     """The settings on a worker's own command line.
 
     Attributes:
-        name: of this host.
-        address: under which other hosts reach it; "": the best one that is found, and until then that of its
-            connection to the head.
-        models: directories with models.
-        weights: where fetched weights are kept; None: below `state`.
-        state: where its credentials are kept.
+        head: address and port at which the head listens.
+        name: name of this host.
+        state: directory in which its credentials are kept.
+        address: address at which other hosts reach it; "": the best one that is found, and until then that of
+            its connection to the head.
+        ports: ports at which it may listen for links.
+        models: directories that are searched for models.
+        weights: directory in which fetched weights are kept; None: one below `state`.
         store: address of the store of KV blocks; None: if the head's is a directory, one below `state`.
-        patience_s: for which the head is waited for before this host has joined it for the first time.
-        away_limit_s: for which the head may be away afterwards; then the worker ends.
-        threads_ahead: of a process that is started ahead, for the first rank that the head asks for; 0: there
-            is none.
+        is_plain: links are not encrypted.
+        patience_s: seconds to wait for the head before this host has joined it for the first time.
+        away_limit_s: seconds for which the head may be away afterwards; then the worker ends.
+        threads_ahead: threads of the spare process that is started ahead, for the first rank that the head
+            requests; 0: none is started.
     """
 
     head: Address
@@ -93,15 +96,15 @@ class _NoAgent:
 
 
 class Station:
-    """The lasting parts of a worker, in use from its start to its end.
+    """The lasting parts of a worker, its host, log and agent: in use from its start to its end.
 
     Args:
-        spare_path: where a spare process waits for the next worker, in a directory of the user's own.
-        cache: of weights.
+        spare_path: path of a socket where a spare process waits for the next worker if this one is killed.
+        cache: fetched weights on the disk of this host.
         tell: takes lines for the user.
-        stop: readable when the worker is to end.
-        attempts: to join; readable when one has ended.
-        clock: monotonic seconds.
+        stop: object to poll: readable when the worker is to end.
+        attempts: object to poll: readable when an attempt to join the head has ended.
+        clock: returns monotonic seconds.
     """
 
     def __init__(
@@ -132,7 +135,7 @@ class Station:
 
     @property
     def has_members(self) -> bool:
-        """Whether ranks run here."""
+        """Whether ranks, or other processes that the head has requested, run on this host."""
         return self._agent.has_members
 
     def serve(self, head: JoinedHead) -> bool:
@@ -174,7 +177,9 @@ class Station:
             self._tell(f"the head is lost: {why}{ranks}")
 
     def await_attempt(self) -> bool:
-        """Wait for the end of an attempt to join, while what runs here goes on.
+        """Wait until the attempt to join the head has ended, or the worker is to stop.
+
+        Ranks of this host are served meanwhile.
 
         Returns:
             Whether the worker is to stop.
@@ -185,7 +190,11 @@ class Station:
         return self._stop in readable
 
     def wait(self, seconds: float) -> bool:
-        """Wait for the next try to join, while what runs here goes on; return whether to stop."""
+        """Wait before the next attempt to join, while ranks of this host are served.
+
+        Returns:
+            Whether the worker is to stop: then the wait ends at once.
+        """
         deadline = self._clock() + seconds
         while (left_s := deadline - self._clock()) > 0:
             if self._stop in self._serve_without_head(min(left_s, LOOK_EVERY_S)):
@@ -193,7 +202,7 @@ class Station:
         return False
 
     def close(self) -> None:
-        """End all that runs here."""
+        """End all processes of this host that the worker has started, and close its log."""
         self._agent.close()
         self._host.close()
         self._log.close()

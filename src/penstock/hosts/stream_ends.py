@@ -33,23 +33,26 @@ OPEN_TIMEOUT_S = 3600.0  # the other rank may have to load its weights first
 
 
 class StreamInvitation(msgspec.Struct, frozen=True, kw_only=True, tag="listens"):
-    """The place where a stream is accepted, for the host of the other end."""
+    """The address and port at which one end of a stream listens, for the host that is to dial it."""
 
     host: Word
     port: Port
 
 
 class StreamEnd:
-    """One end of a stream between hosts; a `HostEnd`.
+    """One end of a stream, a TCP connection between two hosts, as the host of this end holds it; a `HostEnd`.
 
     Args:
-        need: what the stream is for.
-        is_joining: of the connection that was asked for: hidden states and samples go from the joining end to
-            the accepting one.
-        security: of the endpoint; its descriptors stay the caller's.
+        need: what the stream carries.
+        way: how the process at this end opens the stream: it dials, or accepts at a listening socket.
+        is_joining: this is the joining end of the connection, from which hidden states and samples go to the
+            accepting one; which end dials does not matter for that.
+        security: how the ends prove themselves; its descriptors stay the caller's.
+        open_timeout_s: seconds for which the process waits for the other end.
 
     Attributes:
-        invitation: of an end that listens; None: it dials.
+        endpoint: the value by which the process opens the stream.
+        invitation: where this end listens; None if it dials.
     """
 
     def __init__(
@@ -73,27 +76,27 @@ class StreamEnd:
         self.endpoint: Any = _endpoint(need, path, is_joining)
 
     def delivered(self) -> None:
-        """Do nothing: the process has what it needs, and the host keeps what ends the stream."""
+        """Do nothing: the host keeps only the eventfd by which it can end the stream."""
 
     def end(self) -> None:
-        """See `HostEnd.end`."""
+        """End the stream at this end, so that the process stops waiting at it; then close this end."""
         if self._end_fd >= 0:
             os.eventfd_write(self._end_fd, 1)
         self.close()
 
     def close(self) -> None:
-        """See `HostEnd.close`."""
+        """Close what the host holds of this end; a process that has its endpoint can go on."""
         if self._end_fd >= 0:
             os.close(self._end_fd)
             self._end_fd = -1
 
 
 class ListeningEnd(StreamEnd):
-    """The end that is dialled.
+    """The end of a stream that listens, to be dialled by the other host.
 
     Args:
-        listener: of `process.link_ports.listen_in_range`; belongs to the end from now on.
-        host: under which the other host reaches it.
+        listener: listening socket (`process.link_ports.listen_in_range`); belongs to the end from now on.
+        host: address at which the other host reaches the listener.
         others: as for `StreamEnd`.
     """
 
@@ -113,7 +116,10 @@ class ListeningEnd(StreamEnd):
         self.invitation = StreamInvitation(host=host, port=listener.getsockname()[1])
 
     def delivered(self) -> None:
-        """Stop listening: where the process has died a dialler must be refused, and not queued."""
+        """Close the host's copy of the listening socket, since the process has its own.
+
+        If the process then dies, the other end is refused, and does not wait in a queue.
+        """
         self._listener.close()
 
     def close(self) -> None:
@@ -122,10 +128,12 @@ class ListeningEnd(StreamEnd):
 
 
 class DiallingEnd(StreamEnd):
-    """The end that dials where it was invited to; arguments as for `StreamEnd`.
+    """The end of a stream that dials the other host.
 
     Args:
-        own_address: from which it dials; empty: any.
+        invitation: where the other end listens.
+        own_address: address of this host from which it dials; empty: any.
+        others: as for `StreamEnd`.
     """
 
     def __init__(

@@ -1,11 +1,12 @@
-"""The life of a worker: it joins the head, serves it as an agent, and comes back when the head is gone.
+"""The life of a worker: it joins the head, serves it as an agent, and joins again after a lost connection.
 
     joining ──▶ serving ──the connection breaks──▶ its ranks go on for a while
        ▲                                                  │
        └────────────── after a pause ◀────────────────────┘
 
-What it has meanwhile is `hosts.station`, which goes on while `hosts.join_attempts` joins. Called by `penstock
-worker`. Ends when it is told to, at once; or when the head will never let it in.
+What it keeps between connections is `hosts.station`, which goes on while `hosts.join_attempts` joins. Called
+by `penstock worker`. Ends at once when it is told to. Also ends when the head will never let it in, or has
+been away for too long.
 """
 
 from __future__ import annotations
@@ -32,20 +33,24 @@ Tell = Callable[[str], None]
 
 
 def credentials_path(state: Path, head: Address, name: str) -> Path:
-    """Return the file in which the host `name` keeps its certificate for a head."""
+    """Return the path of the file in which the host `name` keeps its certificate for a head.
+
+    Args:
+        state: directory of the worker's state.
+    """
     host, port = head
     return state / "worker" / f"{host.replace('/', '_')}_{port}_{name}"
 
 
 class Worker:
-    """The life of a worker on this host.
+    """The life of a worker on this host: it joins the head, serves it, and joins again when it is cut off.
 
     Args:
-        settings: of this host.
-        tokens: where the join token comes from; asked where this host has no certificate of the head yet.
+        settings: the worker's command line.
+        tokens: source of the join token; used where this host has no certificate of the head yet.
         tell: takes lines for the user.
-        stop: readable when the worker is to end.
-        clock: monotonic seconds.
+        stop: object to poll: readable when the worker is to end.
+        clock: returns monotonic seconds.
     """
 
     def __init__(
@@ -65,11 +70,13 @@ class Worker:
         self._weights = settings.weights or settings.state / "weights"
 
     def run(self) -> None:
-        """Serve until told to stop.
+        """Join the head and serve it, again and again, until `stop` is readable.
+
+        Also return when the head has been away for longer than the settings allow.
 
         Raises:
             JoinError: the head does not let this host in, and never will.
-            PeerError: it cannot be reached for the first join.
+            PeerError: the head cannot be reached for the first join.
             UsageError: the token, the state directory or that of the weights cannot be used.
         """
         settings = self._settings

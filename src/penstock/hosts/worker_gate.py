@@ -1,6 +1,6 @@
 """The gate where workers come in: a thread that serves the door, and hands over those that have joined.
 
-The door (`trust.worker_door`) lets in hosts with a certificate of the cluster. The first word of a worker
+The door (`trust.worker_door`) lets in hosts with a certificate of the cluster. The first message of a worker
 says what its host can give; then its wire is the supervisor's.
 """
 
@@ -29,13 +29,15 @@ REFUSED_AT_ONCE, REFUSED_PER_S = 10, 1.0  # that are reported one by one; of the
 
 
 class JoinedWorker(NamedTuple):
-    """A worker that is in.
+    """A worker that has joined the head.
 
     Attributes:
-        host: its name.
-        serial: number of its certificate.
-        address: it comes from.
-        local_address: of this host, where the worker has reached it.
+        host: name of its host.
+        serial: serial number of its certificate.
+        wire: the connection to its agent.
+        hello: the agent's first message, which says what its host can give.
+        address: address from which it has connected.
+        local_address: address of this host at which the worker has reached it.
     """
 
     host: str
@@ -60,16 +62,18 @@ def _send_away(connection: socket.socket, visitor: PeerName) -> None:
 
 
 class WorkerGate:
-    """A gate for workers. Readable when a worker has joined.
+    """The gate of the head: its thread accepts the connections of workers and hands over those that join.
+
+    It can be polled (`fileno`): it is readable when a worker has joined, or a peer was refused.
 
     Args:
-        door: served by the thread of the gate from now on.
-        make_door: makes the door, given a function that takes the address of each refused peer, and why.
-        connected: names in use, as the door knows them.
+        make_door: makes the door, which checks each peer; the thread of the gate serves it. Is given a
+            function to be called with the address of each refused peer, and the error.
+        connected: names of the hosts that are connected, as the door knows them.
         give_weights: takes the connections over which workers fetch weights, and the names of their hosts; it
             is called in the thread of the gate, and must not wait.
-        receive_visitor: takes the connection of a host that only looks whether it could join.
-        clock: monotonic seconds.
+        receive_visitor: takes the connection and the name of a host that only looks whether it could join.
+        clock: returns monotonic seconds.
     """
 
     def __init__(
@@ -106,25 +110,28 @@ class WorkerGate:
         return joined
 
     def take_refused(self) -> list[tuple[str, PenstockError]]:
-        """Return the addresses of the peers that were not let in since the last call, and why."""
+        """Return the peers that were refused since the last call: the address of each, and the error.
+
+        They are bounded in number; `take_left_out` counts the others.
+        """
         refused = []
         while not self._refused.empty():
             refused.append(self._refused.get())
         return refused
 
     def take_left_out(self) -> int:
-        """Return how many more were not let in, of which nothing is reported but their number."""
+        """Return how many peers were refused since the last call beside those of `take_refused`."""
         num_left_out = 0
         while not self._left_out.empty():
             num_left_out += self._left_out.get()
         return num_left_out
 
     def leave(self, host: str) -> None:
-        """Free the name of a host whose connection is gone: it may come back."""
+        """Free the name of a host whose connection has ended, so that the host can join again."""
         self._connected.leave(host)
 
     def close(self) -> None:
-        """Close the gate, so that no worker comes in any more."""
+        """Stop the thread and the door, so that no worker joins any more; close connections not yet taken."""
         self._is_over.set()
         self._thread.join()
         self._door.close()
