@@ -1,8 +1,8 @@
-"""The seam between the engine core and the ranks, and what all executors share of it.
+"""The interface between the engine core, which schedules, and the ranks, which compute.
 
-`engine.core.core` holds an `Executor`. `RankChannels` is the core's end of the channels to all ranks: the
-start-up handshake (row D9), one encoding of a plan for all of them, and results back from the last stage.
-Torch-free.
+`engine.core.core` holds an `Executor`. `RankChannels` is what all executors share: the core's ends of the
+message channels to all ranks. It does the handshake at start (row D9), encodes each plan once for all ranks,
+and receives the results of the last stage. Torch-free.
 """
 
 from __future__ import annotations
@@ -64,123 +64,154 @@ _CONSEQUENCES = ("WaitTimeoutError", "LinkClosedError")
 
 
 class KVPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """The number of KV blocks that the ranks agreed on at start, with what they said."""
+    """The number of KV cache blocks that every rank allocates, and each rank's report that it has loaded."""
 
     num_blocks: int  # the minimum over the ranks, allocated on each of them
     ranks: list[RankLoaded]  # stage by stage
 
     @property
     def stranded_bytes(self) -> list[int]:
-        """The memory that each rank could have used for KV, had the tightest one not set the limit."""
+        """The bytes on each rank left unused for KV cache, as the smallest rank sets the number of blocks."""
         return [stranded_bytes(rank.max_blocks, self.num_blocks, rank.block_bytes) for rank in self.ranks]
 
 
 class Reports(Protocol):
-    """The reports of the ranks beside results."""
+    """The reports of all ranks other than the results of steps: times, outcomes of orders, built grammars."""
 
     def stage_times(self) -> list[StageTimes]:
-        """Return the newest report of each stage that has sent one, by stage."""
+        """Return each stage's newest report of its use of time since its start, in stage order.
+
+        A stage that has sent none is left out.
+        """
         ...
 
     def spans(self) -> list[StageSpans]:
-        """Return what each stage's first rank did in the last `TRACE_S` seconds, by stage and time."""
+        """Return the timed work of each stage's first rank in the last `TRACE_S` seconds.
+
+        Each report has the phases of a rank's time, such as to compute or to wait, with their durations. The
+        reports are ordered by stage and time.
+        """
         ...
 
     def rank_spans(self, seen: Container[SpansKey]) -> list[StageSpans]:
-        """Return what each rank did in that time, by stage, rank and time.
+        """Return the timed work of every rank in the last `TRACE_S` seconds, by stage, rank and time.
 
-        Of a rank of which a report is in `seen`, only what came behind that report.
+        Args:
+            seen: keys of reports that the caller has. Of a rank with a report among them, only later ones
+                return.
         """
         ...
 
     def finished_orders(self) -> list[OrderResult]:
-        """Return the orders that all ranks have answered since the last call, with their outcomes."""
+        """Return the results of orders to copy KV blocks that all ranks have answered since the last call.
+
+        The result of an order is the worst answer of any rank.
+        """
         ...
 
     def store_use(self) -> StoreUse:
-        """Return how the ranks have used the store since the last call; `NO_STORE_USE` itself if not at all.
+        """Return the ranks' summed use of the KV store since the last call.
 
-        Its `switched_off` says how many more have it switched off now.
+        If there was none it is `NO_STORE_USE` itself. Its `switched_off` is by how many the number of ranks
+        has changed that have switched their store off.
         """
         ...
 
     def entry_answers(self) -> list[EntryAnswers]:
-        """Return what ranks have answered to `Executor.call_store` since the last call."""
+        """Return the answers of ranks to `Executor.call_store` that have come since the last call."""
         ...
 
     def built_grammars(self) -> list[BuiltGrammar]:
-        """Return the grammars that all ranks of the last stage have reported since the last call."""
+        """Return the outcomes of grammars on which all ranks of the last stage have reported, each once.
+
+        A grammar says which texts a request may generate. If one rank cannot build it, that is the outcome.
+        """
         ...
 
 
 class Executor(Protocol):
-    """Runs plans on all ranks, in the order in which they are submitted."""
+    """Runs plans on all ranks, in the order in which they are submitted.
+
+    A plan is the work of one step; a rank is a process or thread that computes a part of the model.
+    """
 
     @property
     def reports(self) -> Reports:
-        """The reports of the ranks so far; kept by `poll_results`."""
+        """The ranks' reports other than results; `poll_start` and `poll_results` receive and keep them."""
         ...
 
     def start(self) -> KVPlan:
-        """Wait until all ranks have loaded, agree on the KV blocks, and wait until all are ready.
+        """Wait until all ranks have loaded, set the number of KV blocks, and wait until all have allocated.
 
-        Raises the error of the first rank that failed, or `WaitTimeoutError` naming the silent ones.
+        Raises the first cause if a rank has failed, or `WaitTimeoutError` naming the ranks that are silent.
         """
         ...
 
     def poll_start(self) -> KVPlan | None:
-        """Do what `start` does, without waiting: return None while it is not done. Call it until it is."""
+        """Do as much of `start` as is possible without waiting, and return None until all ranks are ready.
+
+        Call it again until it returns the `KVPlan`.
+        """
         ...
 
     def submit_plan(self, plan: ScheduledBatch) -> int:
-        """Seal a plan as the next of the decision log, and send it to every rank. Does not wait for it.
+        """Seal a plan with a digest and send it to every rank, without waiting for its result.
 
         Returns:
-            Its digest, which its result must bear too.
+            The digest, a checksum of all plans of the epoch so far. The result of the plan must bear it too.
         """
         ...
 
     def call_store(self, rank: int, call: EntryCall) -> bool:
-        """Send a call to one rank, by its number, in front of the plans that are submitted later.
+        """Send one rank a call to the KV store of its host, ahead of all plans that are submitted later.
+
+        Args:
+            rank: its number, counted over all stages.
 
         Returns:
-            Whether it was sent; without waiting. If not, or when the rank is lost, no answer comes.
+            Whether it was sent; sending does not wait. Answers come in `Reports.entry_answers`, but none
+            comes if it was not sent or the rank is lost.
         """
         ...
 
     def exchange_link(self, order: LinkOrder) -> None:
-        """Let the next plan order that a link is exchanged, at the step of the order or later.
+        """Put into the next plan the order to replace a link, which carries hidden states to the next stage.
 
-        Both ends of the new link have been handed to their ranks.
+        Both ends of the new link must have been handed to their ranks. It is used from `order.first_step` on,
+        or from a later step.
         """
         ...
 
     def poll_results(self, timeout_s: float) -> list[StepResult]:
-        """Return results that have come, in step order; wait at most `timeout_s` for the first.
+        """Return the results of steps that have come, in order; wait at most `timeout_s` seconds for news.
 
-        Raises `StageLostError` with the first cause when a rank has failed or gone.
+        The list is empty if none came, or if only an answer for `reports` came. Raises `StageLostError` with
+        the first cause when a rank has failed or gone, once the results that came before are returned.
         """
         ...
 
     def shutdown(self) -> None:
-        """Let the ranks finish the submitted plans and leave. May be called twice."""
+        """Send all ranks the order to leave after the submitted plans, and disconnect.
+
+        May be called twice.
+        """
         ...
 
     def abandon(self) -> None:
-        """Close the connections without a word: ranks that live wait for another epoch."""
+        """Close the connections without a message: living ranks then wait for those of another epoch."""
         ...
 
     def wait_sources(self) -> list[int]:
-        """Return descriptors that become readable when `poll_results` may have something.
+        """Return file descriptors that become readable when `poll_results` may have something.
 
-        There are none if only `poll_results` can wait. They are edge-triggered: call `poll_results(0)` after
-        each event and after each `submit_plan`, before waiting for them.
+        The list is empty if only `poll_results` can wait. They are edge-triggered: call `poll_results(0)`
+        after each event and after each `submit_plan`, before waiting for them.
         """
         ...
 
 
 class NoExecutor:
-    """The executor between two epochs: it has no rank, takes no plan and gives no result."""
+    """The null executor while no ranks are connected: it takes no plan and gives no result."""
 
     reports = RankReports(0)
 
@@ -197,16 +228,16 @@ class NoExecutor:
         return False
 
     def exchange_link(self, order: LinkOrder) -> None:
-        """Do nothing, since the links of the epoch that is over are gone."""
+        """Do nothing, since no ranks are connected and there is no link to replace."""
 
     def poll_results(self, timeout_s: float) -> list[StepResult]:
         return []
 
     def shutdown(self) -> None:
-        """Do nothing."""
+        """Do nothing, since no ranks are connected."""
 
     def abandon(self) -> None:
-        """Do nothing."""
+        """Do nothing, since no ranks are connected."""
 
     def wait_sources(self) -> list[int]:
         return []
@@ -216,18 +247,19 @@ NO_EXECUTOR: Executor = NoExecutor()
 
 
 class RankChannels:
-    """The core's ends of the plan channels.
+    """The core's ends of the message channels to all ranks: plans go out, results and reports come back.
 
     Args:
         channels: one per rank.
-        wait: returns when any of them has a message, or after the given seconds.
-        results: from the last stage, if its results come on a path of their own.
+        wait: returns when any channel has a message, or after the given seconds; None sets no limit.
+        results: a channel of its own for the results; None: they come over the last stage's channel.
         clock: monotonic seconds.
-        start: what the ranks are told once they have loaded; 0 blocks: what the tightest stage can hold.
-        stages: stage of each rank; empty: each rank is a stage.
+        start: the message that ranks get once all have loaded; if its `num_blocks` is 0, that of the rank
+            with the least room is taken.
+        stages: the stage of each rank; empty: each rank is a stage.
 
     Attributes:
-        reports: reports of the ranks beside results.
+        reports: reports of the ranks other than results.
     """
 
     def __init__(
@@ -257,10 +289,16 @@ class RankChannels:
         self._link_orders: list[LinkOrder] = []  # for the next plan
 
     def handshake(self, timeout_s: float, is_over: Callable[[], bool] = lambda: False) -> KVPlan:
-        """Call `poll_start` until it is done; each half, to load and to allocate, has `timeout_s`.
+        """Wait until all ranks have loaded and then allocated, at most `timeout_s` seconds for each.
+
+        Args:
+            is_over: called about ten times a second; returns True if it is known that not all ranks will
+                come.
 
         Raises:
-            LinkClosedError: `is_over`, which is called now and then, says that not all ranks will come.
+            LinkClosedError: `is_over` has returned True.
+            WaitTimeoutError: names the ranks that were not done in time.
+            PenstockError: the first cause, if a rank has failed.
         """
         deadline, were_loaded = self._clock() + timeout_s, False
         while (plan := self.poll_start()) is None:
@@ -272,7 +310,10 @@ class RankChannels:
         return plan
 
     def poll_start(self) -> KVPlan | None:
-        """See `Executor.poll_start`."""
+        """Do what the handshake can do now without waiting, and return None until all ranks are ready.
+
+        Raises the first cause if a rank has failed. Implements `Executor.poll_start`.
+        """
         for message in self._drain():
             _expect(RankReady if self._has_allocated else RankLoaded, message)
         if self._all_loaded and not self._has_allocated:
@@ -312,11 +353,14 @@ class RankChannels:
                 )
 
     def exchange_link(self, order: LinkOrder) -> None:
-        """See `Executor.exchange_link`."""
+        """Put into the next plan the order to replace a link. Implements `Executor.exchange_link`."""
         self._link_orders.append(order)
 
     def submit_plan(self, plan: ScheduledBatch) -> int:
-        """Encode once, send to every rank. `poll_results` raises the cause if a rank has gone."""
+        """Seal a plan, encode it once, send it to every rank, and return its digest.
+
+        A rank that has gone is left out; `poll_results` raises the cause. Implements `Executor.submit_plan`.
+        """
         # Before the seal: the digest stands for the orders in the plan, too.
         if self._link_orders:
             plan = self._with_link_orders(plan)
@@ -329,7 +373,10 @@ class RankChannels:
         return sealed.digest
 
     def call_store(self, rank: int, call: EntryCall) -> bool:
-        """See `Executor.call_store`."""
+        """Send one rank a call to the KV store of its host, and return whether it was sent, without waiting.
+
+        Implements `Executor.call_store`.
+        """
         try:
             self._channels[rank].send(encode(call), timeout_s=0.0)
         except PeerError:  # that the rank has gone is told by `poll_results`
@@ -337,7 +384,11 @@ class RankChannels:
         return True
 
     def poll_results(self, timeout_s: float) -> list[StepResult]:
-        """Return results that have come, those before a failure first; see `Executor.poll_results`."""
+        """Return the results of steps that have come; wait at most `timeout_s` seconds for news.
+
+        Once the results that came before a failure are returned, the next call raises it as a
+        `StageLostError`. Implements `Executor.poll_results`.
+        """
         messages, deadline = self._drain(), self._clock() + timeout_s
         while not self._has_news(messages) and (left_s := deadline - self._clock()) > 0:
             self._wait(left_s)
@@ -348,7 +399,7 @@ class RankChannels:
         return [_expect(StepResult, message) for message in messages]
 
     def shutdown(self) -> None:
-        """Send `Shutdown` and close all channels."""
+        """Send every rank `Shutdown`, without waiting for one that takes nothing, and close all channels."""
         # Without waiting for room: a rank that reads nothing any more must not hold up the others' end.
         for channel in self._channels:
             with contextlib.suppress(PenstockError):  # that rank may have gone, or never have come
@@ -356,7 +407,7 @@ class RankChannels:
         self.close()
 
     def close(self) -> None:
-        """Close all channels."""
+        """Close all channels, without a message to the ranks."""
         for channel in self._channels:
             channel.close()
         if self._results is not None:
@@ -438,7 +489,11 @@ class RankChannels:
 
 
 def first_cause(failures: Sequence[ErrorInfo]) -> ErrorInfo:
-    """Return the failure that explains the others: words before silence, a missed neighbour last."""
+    """Return the failure that explains the others.
+
+    An error that somebody reported comes first, then a connection that closed without one. Last come timeouts
+    and closed links, the signs of a lost neighbour.
+    """
 
     def remoteness(failure: ErrorInfo) -> tuple[int, bool]:
         steps = 1 + _CONSEQUENCES.index(failure.kind) if _is_consequence(failure) else 0

@@ -1,7 +1,7 @@
 """Runs ranks as threads of this process: for tests, notebooks and debuggers.
 
-The same `run_rank` as in a process of its own, joined by in-memory links and channels. `llm` and tests make
-one.
+Each thread runs the same `run_rank` as a rank process does; links and channels between them are in memory.
+`llm` and tests make one.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ _LOAD_TIMEOUT_S = 3600.0
 
 
 class InprocessExecutor:
-    """An executor that runs all ranks as threads.
+    """An executor that runs each rank as a thread of this process.
 
     Args:
-        rank_configs: stage by stage, the ranks of one stage side by side.
+        rank_configs: of all ranks, stage by stage, the ranks of one stage side by side.
     """
 
     def __init__(self, rank_configs: Sequence[RankConfig]) -> None:
@@ -93,10 +93,13 @@ class InprocessExecutor:
 
 
 def connect_ranks(configs: Sequence[RankConfig], plan_ends: Sequence[QueueChannel]) -> list[RankConnections]:
-    """Return in-memory links between neighbours, meetings within stages, and token paths.
+    """Make the in-memory connections between ranks; return those of each rank, in the order of `configs`.
+
+    They are links to the next stage, meetings of the ranks of one stage, and channels for sampled tokens.
 
     Args:
-        configs: stage by stage, the ranks of one stage side by side.
+        configs: of all ranks, stage by stage, the ranks of one stage side by side.
+        plan_ends: each rank's end of its channel to the core.
     """
     names = [config.name for config in configs]
     places = {(config.stage, config.tp_rank): index for index, config in enumerate(configs)}

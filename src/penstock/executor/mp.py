@@ -1,7 +1,8 @@
-"""Runs one process per rank: the core's side.
+"""The core's side of ranks that are processes of their own.
 
-The engine core makes a `MpExecutor` over the ends that the supervisor gave it. It does not start the rank
-processes (`python -m penstock.rank.process`), the supervisor does; it only talks to them. Torch-free.
+The engine core makes an `MpExecutor` over the ends of connections that the supervisor gave it. It does not
+start the rank processes (`python -m penstock.rank.process`), the supervisor does; it only talks to them.
+Torch-free.
 """
 
 from __future__ import annotations
@@ -25,13 +26,13 @@ from penstock.process.endpoints import CoreEndpoints
 
 
 class MpExecutor:
-    """An executor over rank processes, for one epoch.
+    """An executor over rank processes for one epoch, the time in which they stay connected.
 
     Args:
-        ends: where the ranks are met, and where the output rank's results come. Their descriptors are closed
-            once the channels are open.
-        start: what the ranks are told once they have loaded, as for `RankChannels`.
-        load_timeout_s: deadline of each half of the handshake, in `start`.
+        ends: the core's ends of the connections to the ranks, and of the one that brings results. Their
+            descriptors are closed once the channels are open.
+        start: the message that ranks get once all have loaded, as for `RankChannels`.
+        load_timeout_s: seconds that `start` gives ranks to load, and again to allocate.
     """
 
     def __init__(

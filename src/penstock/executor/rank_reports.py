@@ -1,6 +1,6 @@
-"""Keeps what ranks report beside results: times, outcomes of orders, and built grammars.
+"""Keeps what ranks report besides results: times, outcomes of orders, and built grammars.
 
-Answers to calls about the stores of their hosts are kept, too.
+Answers to calls about the KV stores of hosts are kept, too. Held by `executor.base`.
 """
 
 from __future__ import annotations
@@ -27,10 +27,12 @@ _SEVERITY: tuple[OrderStatus, ...] = ("done", "late", "failed")
 
 
 class RankReports:
-    """The reports of all ranks of an epoch that have not been taken.
+    """The reports of all ranks in one epoch, kept until the core takes them.
+
+    Implements `executor.base.Reports`.
 
     Args:
-        num_ranks: number of ranks that answer each order.
+        num_ranks: number of ranks, each of which answers every order.
         num_last: number of ranks on the last stage, which build grammars.
     """
 
@@ -45,11 +47,11 @@ class RankReports:
 
     @property
     def has_answers(self) -> bool:
-        """Whether any rank's answer, or a grammar that all have reported, is not taken."""
+        """Whether an answer of a rank, or a grammar on which the whole last stage reported, is not taken."""
         return bool(self._answers or self._entries) or any(map(self._is_told, self._grammars.values()))
 
     def keep(self, report: StageTimes | StageSpans | OrdersDone | EntryAnswers | GrammarsBuilt) -> None:
-        """Keep a report: the newest times of a stage, its spans of the last seconds, every answer."""
+        """Keep a report: answers until they are taken, the newest times, timed work for `TRACE_S` seconds."""
         if isinstance(report, StageTimes):
             self._times[report.stage] = report
         elif isinstance(report, StageSpans):
@@ -78,24 +80,36 @@ class RankReports:
             kept.popleft()
 
     def stage_times(self) -> list[StageTimes]:
-        """See `Reports.stage_times`."""
+        """Return each stage's newest report of its use of time. Implements `Reports.stage_times`."""
         return [self._times[stage] for stage in sorted(self._times)]
 
     def spans(self) -> list[StageSpans]:
-        """See `Reports.spans`."""
+        """Return the timed work of each stage's first rank in the last `TRACE_S` seconds.
+
+        Implements `Reports.spans`.
+        """
         return [spans for rank in sorted(self._spans) if rank[1] == 0 for spans in self._spans[rank]]
 
     def rank_spans(self, seen: Container[SpansKey]) -> list[StageSpans]:
-        """See `Reports.rank_spans`."""
+        """Return the timed work of every rank, of each only what is newer than its reports in `seen`.
+
+        Implements `Reports.rank_spans`.
+        """
         return [spans for rank in sorted(self._spans) for spans in _behind(self._spans[rank], seen)]
 
     def store_use(self) -> StoreUse:
-        """See `Reports.store_use`."""
+        """Return the ranks' summed use of the KV store since the last call.
+
+        Implements `Reports.store_use`.
+        """
         use, self._use = self._use, NO_STORE_USE
         return use
 
     def finished_orders(self) -> list[OrderResult]:
-        """See `Reports.finished_orders`."""
+        """Return and forget the results of orders that all ranks have answered.
+
+        Implements `Reports.finished_orders`.
+        """
         finished = [
             OrderResult(order, max(answers, key=_SEVERITY.index))
             for order, answers in self._answers.items()
@@ -106,12 +120,15 @@ class RankReports:
         return finished
 
     def entry_answers(self) -> list[EntryAnswers]:
-        """See `Reports.entry_answers`."""
+        """Return and forget the ranks' answers to store calls. Implements `Reports.entry_answers`."""
         answers, self._entries = self._entries, []
         return answers
 
     def built_grammars(self) -> list[BuiltGrammar]:
-        """See `Reports.built_grammars`."""
+        """Return and forget the outcomes of grammars on which all ranks of the last stage have reported.
+
+        Implements `Reports.built_grammars`.
+        """
         built = [
             max(reports, key=_gravity)
             for _, reports in sorted(self._grammars.items())

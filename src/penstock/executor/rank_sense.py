@@ -1,9 +1,9 @@
-"""Checks that what a rank says can be used: a rank may run on a host that is broken or hostile.
+"""Checks that messages of ranks make sense: a rank may run on a host that is broken or hostile.
 
-Decoding has checked the types and bounds of a message (`penstock.bounds`). Here is what no type says, so that
-the users of the message need not look. A message without sense loses its rank, as if that had gone; the core
-and all other ranks go on. Results of steps are compared with their plans, in `engine.core.steps_in_flight`.
-Used by `executor.base`.
+Decoding has checked the types and bounds of a message (`penstock.bounds`). Here is checked what no type says,
+such as lists that must fit together, so that the users of a message need not look. A message without sense
+ends the epoch, as the loss of its rank does. Results of steps are compared with their plans, in
+`engine.core.steps_in_flight`. Used by `executor.base`.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ _WITH_STAGE = RankFailed | RankLoaded | RankReady | StageTimes | StageSpans
 
 
 def sensible(message: RankToCore, stage: int) -> RankToCore:
-    """Return a message of a rank with its text fit to be shown.
+    """Check a message of a rank, and return it with its texts cleaned, so that they can be shown to users.
 
     Args:
-        stage: stage of the rank.
+        stage: the stage to which the rank belongs.
 
     Raises:
-        ProtocolError: it makes no sense.
+        ProtocolError: the message contradicts itself, or names another stage.
     """
     if isinstance(message, _WITH_STAGE) and message.stage != stage:
         raise _nonsense(stage, f"reports as stage {message.stage}")
