@@ -32,19 +32,25 @@ AWAY_S = 60.0  # as long as a client waits for another core when one has gone
 
 
 def silence_limit_s(heartbeat_limit_s: float) -> float:
-    """Return how long a core may be silent until a client with requests under way gives it up.
+    """Return the seconds of silence after which a client with running requests gives the core up.
 
-    The supervisor must have had the time to notice the silence and to end the core, so that another comes.
+    They are more than `heartbeat_limit_s`, after which the supervisor kills a silent core: another core may
+    then come in time.
     """
     return max(SILENCE_S, heartbeat_limit_s + SILENCE_S / 2)
 
 
 class Hello(msgspec.Struct, frozen=True, tag="hello"):
-    """The first message of a client; answered by `Welcome` once the pipeline stands."""
+    """A client's first message to the core, which answers with `Welcome` once all stages work."""
 
 
 class AddRequest(msgspec.Struct, frozen=True, tag="add"):
-    """A request; one that a lost core had begun brings what that core has generated for it."""
+    """A client's message to run a request, which may have been begun by a core that was lost.
+
+    Attributes:
+        output_ids: tokens that the lost core had generated for it, if any.
+        num_scores: log-probabilities of prompt tokens that the lost core had returned.
+    """
 
     request: GenerationRequest
     output_ids: list[int] | None = None
@@ -52,31 +58,44 @@ class AddRequest(msgspec.Struct, frozen=True, tag="add"):
 
 
 class AbortRequests(msgspec.Struct, frozen=True, tag="abort"):
-    """A message that ends these requests; unknown ids are ignored. No update of them follows."""
+    """A client's message to end these requests.
+
+    Unknown ids are ignored; no update of the requests follows.
+    """
 
     request_ids: list[str]
 
 
 class GetTrace(msgspec.Struct, frozen=True, tag="get_trace", omit_defaults=True):
-    """A question answered by a `Trace`; with `seen`, by one of all ranks with what came behind that."""
+    """A client's question for the timed work of the stages, which the core answers with a `Trace`.
+
+    Attributes:
+        seen: None asks for the work of the last seconds, of the first rank of each stage. A list has keys of
+            reports, and asks for the work of all ranks: of each what came after its report in the list.
+    """
 
     seen: list[SpansKey] | None = None  # the newest of each rank
 
 
 class Operate(msgspec.Struct, frozen=True, tag="operate"):
-    """A request for an operation; an `Operated` of the same number answers it when it is complete."""
+    """A client's message to carry out an administrator's operation, such as a pause.
+
+    An `Operated` of the same number answers it when the operation is complete.
+    """
 
     number: int
     operation: Operation
 
 
 class Welcome(msgspec.Struct, frozen=True, tag="welcome", kw_only=True):
-    """A message that the pipeline is ready, with what clients need to know of it.
+    """The core's answer to `Hello`: the pipeline is ready, with what clients need to know of it.
 
     Attributes:
-        max_model_len: longest prompt + output served: the model's, or what the KV pool holds.
-        seed: of the engine, for sequences that bring none.
-        num_sequences: that this core was asked for so far.
+        num_blocks: KV blocks on each rank, of `block_size` tokens.
+        max_model_len: most tokens of prompt and output together: the model's, or what the KV cache holds.
+        stages: what each rank reported when it had loaded.
+        seed: the engine's own, from which the seeds of sequences without one are derived.
+        num_sequences: sequences that this core was asked for so far, by all clients.
     """
 
     num_blocks: int
@@ -88,29 +107,33 @@ class Welcome(msgspec.Struct, frozen=True, tag="welcome", kw_only=True):
 
 
 class StepUpdates(msgspec.Struct, frozen=True, tag="updates"):
-    """The updates of this client's requests from the last step; empty once a second, as heartbeat."""
+    """The core's message with the newest updates of one client's requests, and the core's statistics.
+
+    Once a second it comes without updates too, as a heartbeat.
+    """
 
     updates: list[RequestUpdate]
     stats: CoreStats
 
 
 class Trace(msgspec.Struct, frozen=True, tag="trace"):
-    """A record of what each stage did in the last seconds, by stage and time."""
+    """The core's answer to `GetTrace`: the timed work of stages or ranks, ordered by stage and time."""
 
     spans: list[StageSpans]
 
 
 class Operated(msgspec.Struct, frozen=True, tag="operated"):
-    """A message that an operation which this client has asked for has come to its end."""
+    """The core's answer to `Operate`: the operation of this number is complete, or has failed."""
 
     number: int
     done: OperationDone
 
 
 class SessionsChanged(msgspec.Struct, frozen=True, tag="sessions"):
-    """A message to every client about sessions opened, given other bounds, or closed.
+    """The core's message to every client about cache sessions that were opened, changed or closed.
 
-    It has the changes since the last such message; after a `Welcome`, all open sessions, if there are any.
+    A session keeps the KV blocks that its requests have computed. The message has the changes since the last
+    one; the first after a `Welcome` has all open sessions, and is not sent if there are none.
     """
 
     opened: list[OpenSession]
@@ -122,7 +145,10 @@ CoreToClient = Welcome | StepUpdates | Trace | Operated | SessionsChanged | Pipe
 
 
 class CoreGone:
-    """A value in place of a message: the core has ended. Another may come to the same address."""
+    """A value that `ClientSocket.drain` returns in place of a message: the connection to the core is lost.
+
+    Another core may come to the same address.
+    """
 
 
 _encoder = msgspec.msgpack.Encoder()
@@ -154,7 +180,10 @@ class _Endpoint:
 
 
 class CoreSocket(_Endpoint):
-    """The core's end: many clients, each known by an opaque id. Its last messages get half a second."""
+    """The core's end of the wire, with many clients, each known by an opaque id.
+
+    When it is closed, messages that are still to be sent get half a second.
+    """
 
     def __init__(self, address: str) -> None:
         super().__init__(zmq.ROUTER)
@@ -165,10 +194,13 @@ class CoreSocket(_Endpoint):
         self._polled: tuple[int, ...] | None = None  # descriptors that are waited for beside the socket
 
     def wait(self, others: Sequence[int], timeout_s: float) -> set[int]:
-        """Wait until a client's message or one of the `others` (descriptors) is there, or for `timeout_s`.
+        """Wait until a client's message has come or one of `others` is readable, at most `timeout_s` seconds.
+
+        Args:
+            others: file descriptors.
 
         Returns:
-            The descriptors of `others` that are readable.
+            Those of `others` that are readable.
         """
         if self._polled != tuple(others):
             self._polled = tuple(others)
@@ -179,7 +211,7 @@ class CoreSocket(_Endpoint):
         return {source for source, _ in ready if isinstance(source, int)}
 
     def drain(self) -> list[tuple[bytes, ClientToCore]]:
-        """Return all messages that have come, with their senders."""
+        """Return all messages that have come, each with the id of its client, without waiting."""
         received: list[tuple[bytes, ClientToCore]] = []
         while has_message(self._socket):
             client, frame = self._socket.recv_multipart(zmq.NOBLOCK)
@@ -187,7 +219,7 @@ class CoreSocket(_Endpoint):
         return received
 
     def send(self, client: bytes, message: CoreToClient) -> bool:
-        """Send a message, and return whether the client is still there to get it."""
+        """Send a client a message without waiting, and return whether the client is still connected."""
         try:
             self._socket.send_multipart((client, _encoder.encode(message)))
         except zmq.ZMQError as error:
@@ -198,9 +230,10 @@ class CoreSocket(_Endpoint):
 
 
 class ClientSocket(_Endpoint):
-    """A client's end. When the core goes away a `CoreGone` is received; `reconnect` waits for another.
+    """A client's end of the wire, connected to one core.
 
-    What the core said last may be lost with it.
+    When the core goes away, `drain` returns a `CoreGone`, and `reconnect` connects to the core that comes
+    next. The last messages of a core that has gone may be lost.
     """
 
     def __init__(self, address: str) -> None:
@@ -216,15 +249,18 @@ class ClientSocket(_Endpoint):
         self._has_no_peer = False
 
     def reconnect(self) -> None:
-        """Connect to the next core at the same address.
+        """Connect anew, to the core that listens at the same address now or later, without waiting for it.
 
-        What was sent and not read is lost, and so is what the core before has sent; descriptors change.
+        Messages of the old connection that were not read are lost, in both directions; `filenos` changes.
         """
         self.close()
         self._connect()
 
     def filenos(self) -> list[int]:
-        """Return edge-triggered descriptors: drain after each event on them, and after each send."""
+        """Return file descriptors that become readable when `drain` may have something.
+
+        They are edge-triggered: call `drain` after each event on them, and after each `send`.
+        """
         return [_descriptor(self._socket), _descriptor(self._monitor)]
 
     def __enter__(self) -> ClientSocket:
@@ -236,7 +272,11 @@ class ClientSocket(_Endpoint):
         self.close()
 
     def send(self, message: ClientToCore) -> None:
-        """Send without waiting. What cannot be sent is lost with the core: a `CoreGone` follows."""
+        """Send the core a message without waiting.
+
+        Without a connection it is lost, and `drain` returns a `CoreGone`. Raises `LinkClosedError` if this
+        socket was closed.
+        """
         if self._socket.closed:
             raise LinkClosedError("the engine client is closed.")
         try:
@@ -245,7 +285,7 @@ class ClientSocket(_Endpoint):
             self._has_no_peer = True
 
     def drain(self) -> list[CoreToClient | CoreGone]:
-        """Return all messages that have come."""
+        """Return all messages that have come, without waiting, and last a `CoreGone` if the core is lost."""
         received: list[CoreToClient | CoreGone] = []
         if self._socket.closed:
             return received
@@ -255,7 +295,7 @@ class ClientSocket(_Endpoint):
         return [*received, CoreGone()] if lost else received
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait for at most `timeout_s`, and return whether something has come."""
+        """Wait for at most `timeout_s` seconds, and return whether `drain` may have something."""
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
         poller.register(self._monitor, zmq.POLLIN)

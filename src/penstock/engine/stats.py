@@ -1,4 +1,4 @@
-"""The engine core's numbers for clients, metrics and the readiness check, as plain data, and sums of them."""
+"""The engine core's statistics for clients, metrics and the readiness check: plain data, and sums of them."""
 
 from __future__ import annotations
 
@@ -45,14 +45,14 @@ _USE_TOTALS = (
 
 
 class StageMemory(msgspec.Struct, frozen=True, kw_only=True):
-    """The uses of a stage's memory, over its ranks.
+    """The memory of a stage in bytes, summed over its ranks, by its use.
 
     Attributes:
-        weight_bytes: of the weights as they are held.
-        kv_bytes: of the KV cache.
-        peak_bytes: that the largest plan was measured to take besides.
-        margin_bytes: that is left free besides.
-        stranded_bytes: that could be KV cache, did the tightest rank not set the number of blocks.
+        weight_bytes: weights, as they are held.
+        kv_bytes: KV cache.
+        peak_bytes: what the largest plan was measured to take in addition.
+        margin_bytes: left free on purpose.
+        stranded_bytes: unused; it could be KV cache, did the smallest rank not set the number of blocks.
     """
 
     stage: int
@@ -65,7 +65,11 @@ class StageMemory(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def stage_memory(ranks: Sequence[RankLoaded], num_blocks: int) -> list[StageMemory]:
-    """Return what each stage's memory is used for, with so many blocks on every rank."""
+    """Return the use of each stage's memory, with `num_blocks` KV blocks on every rank.
+
+    Args:
+        ranks: what each rank reported when it had loaded.
+    """
     of_stages: dict[int, StageMemory] = {}
     for rank in ranks:
         before = of_stages.get(rank.stage, StageMemory(stage=rank.stage, kv_bytes=0, stranded_bytes=0))
@@ -82,9 +86,9 @@ def stage_memory(ranks: Sequence[RankLoaded], num_blocks: int) -> list[StageMemo
 
 
 def with_peaks_of(ranks: Sequence[RankLoaded], before: Sequence[RankLoaded]) -> list[RankLoaded]:
-    """Return what ranks say of themselves, with the peaks that were measured in their places before.
+    """Return the ranks' reports, with memory peaks from `before` where a rank has not measured its own.
 
-    A rank that takes the place of another measures nothing itself.
+    A rank that replaces another measures nothing, and gets the peak of the rank of the same stage and number.
     """
     known = {(rank.stage, rank.tp_rank): rank.peak_bytes for rank in before}
     return [
@@ -96,7 +100,10 @@ def with_peaks_of(ranks: Sequence[RankLoaded], before: Sequence[RankLoaded]) -> 
 
 
 class CoreStats(msgspec.Struct, frozen=True, kw_only=True):
-    """The core's gauges of now, and totals since the start. Rates and histograms are made where shown."""
+    """The statistics of one engine core: gauges as of now, and totals since its start.
+
+    Rates and histograms are made where they are shown.
+    """
 
     scheduler: SchedulerStats = SchedulerStats()
     cache: CacheStats = CacheStats()
@@ -121,7 +128,10 @@ class CoreStats(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def without_requests(stats: CoreStats) -> CoreStats:
-    """Return the last numbers of a core that has gone: its totals stay, without running requests."""
+    """Return the last statistics of a core that has gone, without what went with it.
+
+    Totals stay; no request runs or waits, no plan is in flight, and all KV blocks are free.
+    """
     return msgspec.structs.replace(
         stats,
         scheduler=msgspec.structs.replace(stats.scheduler, num_running=0, num_waiting=0),
@@ -133,7 +143,7 @@ def without_requests(stats: CoreStats) -> CoreStats:
 
 
 def with_totals_of(stats: CoreStats, before: CoreStats) -> CoreStats:
-    """Return the numbers of a core, with the totals of the one before it added."""
+    """Return a core's statistics, with the totals of the core before it added."""
     scheduler = _added(stats.scheduler, before.scheduler, _SCHEDULER_TOTALS)
     speculation = _added(scheduler.speculation, before.scheduler.speculation, _SPECULATION_TOTALS)
     use = _added(stats.store.use, before.store.use, _USE_TOTALS)
@@ -149,10 +159,10 @@ def with_totals_of(stats: CoreStats, before: CoreStats) -> CoreStats:
 
 
 class SteadyStats:
-    """The numbers of an engine, whose totals never fall.
+    """The statistics of an engine whose core may be replaced: their totals never fall.
 
-    While its core is away they are those of the core's last message, and a core that takes its place goes on
-    from them.
+    While there is no core, they are those of the last core's last message; a new core's totals are added to
+    those of all cores before it.
     """
 
     def __init__(self) -> None:
@@ -160,14 +170,18 @@ class SteadyStats:
         self._before: CoreStats | None = None  # with the totals of all cores before this one
 
     def note(self, stats: CoreStats) -> None:
-        """Record what a core says, the first one or another that was started in its place."""
+        """Record the newest statistics of the core, which may be another core than the last time."""
         last = self._last
         if last is not None and stats.restarts.core != last.restarts.core:
             self._before = last if self._before is None else with_totals_of(last, self._before)
         self._last = stats
 
     def shown(self, *, is_away: bool) -> CoreStats | None:
-        """Return the numbers to show; None before the first message of a core."""
+        """Return the statistics to show; None before the first message of a core.
+
+        Args:
+            is_away: there is no core now, so that nothing runs.
+        """
         if self._last is None:
             return None
         stats = without_requests(self._last) if is_away else self._last
@@ -175,7 +189,7 @@ class SteadyStats:
 
 
 def summed(parts: Sequence[Part], **others: Any) -> Part:
-    """Return one part of several cores' numbers: the sums of all fields but `others`, which are given."""
+    """Return one struct for several of the same type: fields are summed, except `others`, which are given."""
     names = (name for name in parts[0].__struct_fields__ if name not in others)
     sums = {name: sum(getattr(part, name) for part in parts) for name in names}
     return type(parts[0])(**sums, **others)

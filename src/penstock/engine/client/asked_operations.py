@@ -1,8 +1,8 @@
-"""The operations of one client that have not ended: enough to request them of the next core.
+"""Keeps a client's operations that are not complete, so that the next core can be asked for them again.
 
-A pause, a slower pace and open sessions outlive the core that was told of them: the next core begins with
-them.
-Kept by `engine.client.async_engine`, which keeps requests in `engine.client.live_requests`.
+An operation is what an administrator asks of a running engine. A pause, a slower pace and open sessions
+outlive the core that was asked for them: the next core begins with them. Kept by
+`engine.client.async_engine`, which keeps requests in `engine.client.live_requests`.
 """
 
 from __future__ import annotations
@@ -20,10 +20,12 @@ from penstock.operations import CloseSession, OpenSession, Operation, OperationD
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """An operation under way. Its caller may give the answer up.
+    """An operation that the core was asked for, or will be, and that is not answered.
 
     Attributes:
-        num_requests: sequences that this client had sent before (`LiveRequests.num_asked`).
+        answer: gets the result. The caller may cancel it.
+        num_requests: sequences that this client had asked for before the operation
+            (`LiveRequests.num_asked`).
     """
 
     message: Operate
@@ -32,11 +34,11 @@ class Asked:
 
 
 class AskedOperations:
-    """The operations under way, in the order of their requests, and the state that outlives a core.
+    """The operations without an answer, in the order of asking, and the state that outlives a core.
 
     Attributes:
-        sessions: by id, the sessions that are open as far as the core has said, also while it is away.
-        knows_sessions: whether any core has said which sessions are open.
+        sessions: the open sessions by id, as a core has reported them; kept while there is no core.
+        knows_sessions: whether any core has reported which sessions are open.
     """
 
     def __init__(self) -> None:
@@ -50,7 +52,13 @@ class AskedOperations:
         self.knows_sessions = False
 
     def ask(self, operation: Operation, num_requests: int) -> Asked:
-        """Return an operation for the caller to send, if there is a core. `num_requests`: see `Asked`."""
+        """Record a new operation and return it.
+
+        If there is a core, the caller sends it the operation's `message`.
+
+        Args:
+            num_requests: as in `Asked`.
+        """
         number = next(self._numbers)
         answer: asyncio.Future[OperationDone] = asyncio.get_running_loop().create_future()
         self._open[number] = pending = Asked(Operate(number, operation), answer, num_requests)
@@ -66,10 +74,10 @@ class AskedOperations:
         }
 
     def note(self, stats: CoreStats) -> None:
-        """Note the core's numbers, as far as the core knows of all that it was asked for.
+        """Take from the core's statistics whether it is paused, and its pace.
 
-        A change that it has been asked for it may not know of yet, and a new core not of the state that it is
-        to begin in. The core says which sessions are open before its first numbers.
+        Both are left as they are while an operation that changes them is not answered: the statistics may be
+        older than the operation. From the first statistics on, the core's sessions count as known.
         """
         self.knows_sessions = True
         if not self._is_open(Pause, Resume):
@@ -78,7 +86,7 @@ class AskedOperations:
             self._interval_ms = stats.plan_interval_ms
 
     def note_sessions(self, changed: SessionsChanged) -> None:
-        """Note which sessions the core has opened and closed."""
+        """Bring `sessions` up to date by a core's report of sessions that were opened, changed or closed."""
         asked_to_close = {
             asked.message.operation.session_id
             for asked in self._open.values()
@@ -91,7 +99,10 @@ class AskedOperations:
         self.sessions |= {session.session_id: session for session in changed.opened}
 
     def close(self, message: Operated) -> None:
-        """Note that an operation is complete, and resolve its answer."""
+        """Give an operation its answer, the result from the core, and remember the state that it has changed.
+
+        A result of an operation that is not waited for is ignored.
+        """
         self._first.pop(message.number, None)
         pending = self._open.pop(message.number, None)
         if pending is None:
@@ -107,9 +118,10 @@ class AskedOperations:
             pending.answer.set_result(message.done)
 
     def first(self) -> list[Operate]:
-        """Return the operations that make a new core begin as the last one was, before any request.
+        """Return the messages that bring a new core to the state of the last one, to be sent before others.
 
-        A session that it will be asked again to close is opened first.
+        They pause it, slow it down and open its sessions. A session that is being closed is opened too, since
+        the new core will be asked again to close it.
         """
         wanted: list[Operation] = [Pause("keep")] if self._is_paused else []
         if self._interval_ms:
@@ -119,9 +131,9 @@ class AskedOperations:
         return [Operate(number, operation) for number, operation in self._first.items()]
 
     def again(self, requests: Iterable[tuple[int, AddRequest]]) -> list[Operate | AddRequest]:
-        """Return the messages for a new core: the operations and requests that have not ended, in order.
+        """Return the messages that ask a new core for all unfinished operations and requests, in old order.
 
-        So an operation finds the requests that preceded it, and ends none that came after.
+        An operation thus applies to the requests that preceded it, and to none that came after it.
 
         Args:
             requests: as `LiveRequests.again` returns them.

@@ -1,4 +1,7 @@
-"""The traces that a client has asked its core for. Kept by `engine.client.async_engine`."""
+"""The traces (timed work of the stages) that a client has asked its core for and not received.
+
+Kept by `engine.client.async_engine`.
+"""
 
 from __future__ import annotations
 
@@ -10,25 +13,28 @@ from penstock.errors import ErrorInfo, error_from_info
 
 
 class AskedTraces:
-    """The futures of traces that have not come yet, oldest first. The core answers in this order."""
+    """The futures of the traces that have not come yet, oldest first. The core sends traces in this order."""
 
     def __init__(self) -> None:
         self._answers: deque[asyncio.Future[list[StageSpans]]] = deque()
 
     def ask(self) -> asyncio.Future[list[StageSpans]]:
-        """Return the future of one more trace. Its reader may give it up."""
+        """Return the future of one more trace, which the caller asks the core for.
+
+        The caller may cancel it.
+        """
         answer: asyncio.Future[list[StageSpans]] = asyncio.get_running_loop().create_future()
         self._answers.append(answer)
         return answer
 
     def answer(self, spans: list[StageSpans]) -> None:
-        """Resolve the oldest future; it may have failed or been given up meanwhile."""
+        """Resolve the oldest future with these spans of work, unless it was cancelled meanwhile."""
         answer = self._answers.popleft() if self._answers else None
         if answer is not None and not answer.done():
             answer.set_result(spans)
 
     def fail_all(self, error: ErrorInfo) -> None:
-        """Fail all futures: the core that was asked has gone."""
+        """Fail all futures with this error, because the core that was asked has gone."""
         answers, self._answers = self._answers, deque()
         for answer in answers:
             if not answer.done():

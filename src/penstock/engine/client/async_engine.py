@@ -1,9 +1,9 @@
 """The client of one engine core, on an event loop: requests go in, streams of text come out.
 
-The API process of the server, `AsyncLLM` and `LLM` (`llm.process_client`) all speak to their core through it.
-Each step's message is decoded once, and its updates go to the streams they belong to. When the core is lost,
-streams pause; the next core is asked for the rest of each. Text and stop strings are the matter of
-`engine.client.outputs`; HTTP is the server's.
+The API process of the server, `AsyncLLM` and `LLM` (`llm.process_client`) all speak through it to their core,
+the process that schedules. Each step's message is decoded once, and its updates go to the streams of their
+requests. When the core is lost, streams pause; the next core is asked for the rest of each. Text and stop
+strings are made in `engine.client.outputs`; HTTP is the server's.
 """
 
 from __future__ import annotations
@@ -66,8 +66,9 @@ class AsyncEngine:
     """The client of one engine core, on the running event loop.
 
     Args:
-        client_address: where the core listens.
+        client_address: address of the socket on which the core listens.
         tokenizer: makes the text of streams.
+        info: facts about the engine that must be known before the core answers.
         clock, wall_clock: monotonic seconds, Unix time.
     """
 
@@ -98,18 +99,20 @@ class AsyncEngine:
         self._timer: asyncio.TimerHandle | None = None
 
     async def start(self, timeout_s: float | None = None) -> None:
-        """Wait until the pipeline stands. Raises what `wait_for_core` does."""
+        """Connect to the core, and wait until the pipeline is ready. Raises what `wait_for_core` does."""
         loop = asyncio.get_running_loop()
         self._link.open()
         self._timer = self._watch_later(loop)
         await self.wait_for_core(timeout_s)
 
     async def wait_for_core(self, timeout_s: float | None = None) -> None:
-        """Return as soon as there is a core: until the caller waits for something else, it takes requests.
+        """Wait until there is a core that takes requests; return at once if there is.
+
+        Only until the caller next waits for something else is the core certain to be there.
 
         Raises:
             WaitTimeoutError: no core has come within `timeout_s`.
-            PenstockError: none will come.
+            PenstockError: no core will come any more.
         """
         while not self._health.has_core:
             arrival: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -121,43 +124,46 @@ class AsyncEngine:
 
     @property
     def max_model_len(self) -> int:
-        """The longest prompt + output; from `start` on, what the KV pool holds if that is less."""
+        """The most tokens of prompt and output together that the model, or a smaller KV cache, allows."""
         return self._limits.max_model_len
 
     @property
     def tokens_ahead(self) -> int:
-        """The estimated tokens that this client asked for before a new request (`engine.client.routing`)."""
+        """The estimated tokens that the core computes for this client before it comes to a new request."""
         return self._streams.tokens_ahead
 
     @property
     def stats(self) -> CoreStats | None:
-        """The core's numbers as of its last message; None while there is no core. For any thread."""
+        """The core's statistics as of its last message, for any thread; None while there is no core."""
         return self._health.stats
 
     @property
     def sessions(self) -> Collection[str] | None:
-        """The ids of the sessions that the core has said are open; None before its first message."""
+        """The ids of the open cache sessions, as the core has reported them; None before its first report."""
         return self._operations.sessions if self._operations.knows_sessions else None
 
     @property
     def sessions_asked(self) -> Collection[str]:
-        """The ids of the sessions whose opening or closing is under way, perhaps for the next core."""
+        """The ids of the sessions whose opening or closing was asked for and is not answered by a core."""
         return self._operations.sessions_asked
 
     def add(self, request_id: str, prompt_token_ids: list[int], sampling: SamplingParams) -> RequestStream:
-        """Start one sequence; as `add_all`."""
+        """Start one sequence, and return its stream; `sampling.n` must be 1. Otherwise as `add_all`."""
         (stream,) = self.add_all(request_id, prompt_token_ids, sampling)
         return stream
 
     def add_all(
         self, request_id: str, prompt_token_ids: list[int], sampling: SamplingParams
     ) -> list[RequestStream]:
-        """Start `sampling.n` sequences of a prompt, all or none; the first counts the prompt's tokens.
+        """Start `sampling.n` sequences of a prompt, all or none, and return the stream of each one's output.
+
+        Only the first stream counts the prompt's tokens. If the core is being replaced, the next one gets
+        them.
 
         Raises:
-            InvalidRequestError: the request is out of bounds; names the field.
+            InvalidRequestError: the request is out of bounds, or its id is in use; names the field.
             OverloadedError: too many requests are alive.
-            UnavailableError: the core is not there yet, or another one is to come.
+            UnavailableError: no core has come yet, or the engine has been broken for long.
         """
         request = with_siblings(request_id, prompt_token_ids, sampling)
         self._require_room(request)
@@ -168,7 +174,10 @@ class AsyncEngine:
         )
 
     def embed(self, request_id: str, prompt_token_ids: list[int], params: PoolingParams) -> RequestStream:
-        """Pool a prompt; the stream has one delta, with the vector. Raises what `add_all` does."""
+        """Start to pool a prompt into a vector, and return its stream, whose only delta has the vector.
+
+        Raises what `add_all` does.
+        """
         request = GenerationRequest(
             request_id=request_id,
             prompt_token_ids=prompt_token_ids,
@@ -181,6 +190,8 @@ class AsyncEngine:
 
     def submit(self, request: GenerationRequest, make: MakeAssembler) -> list[RequestStream]:
         """Start the sequences of a request whose values the caller has checked, all or none.
+
+        Returns their streams.
 
         Args:
             make: returns what makes the text or the vector of one sequence.
@@ -214,20 +225,20 @@ class AsyncEngine:
         return streams
 
     def status(self) -> EngineStatus:
-        """Return whether tokens come through the pipe, and numbers whose totals outlive a core."""
+        """Return whether the engine is ready, and statistics whose totals outlive a core that is replaced."""
         status = self._health.status()
         return msgspec.structs.replace(status, stats=self._steady.shown(is_away=status.stats is None))
 
     def statuses(self) -> list[EngineStatus]:
-        """Return its own status, for it is the only replica; without numbers while the core is away."""
+        """Return this engine's status as a list of one; without statistics while there is no core."""
         return [self._health.status()]
 
     async def trace(self) -> list[StageSpans]:
-        """Return what each stage did in the last seconds. Raises `PenstockError` without a core."""
+        """Return the timed work of each stage in the last seconds. Raises `PenstockError` without a core."""
         return await self._trace(GetTrace())
 
     async def news(self, seen: Collection[StageSpans]) -> list[StageSpans]:
-        """Return what each rank did since the last of its reports in `seen`. Raises as `trace` does."""
+        """Return each rank's timed work since its last report in `seen`. Asks and raises as `trace` does."""
         return await self._trace(GetTrace(seen=[report.key for report in seen]))
 
     async def _trace(self, question: GetTrace) -> list[StageSpans]:
@@ -240,10 +251,12 @@ class AsyncEngine:
             raise WaitTimeoutError(f"the engine core sent no trace in {SILENCE_S:g} s.") from error
 
     async def operate(self, operation: Operation, timeout_s: float) -> list[OperationDone]:
-        """Let the core carry out an operation; if the core is lost meanwhile, let the next one.
+        """Ask the core to carry out an administrator's operation, and wait for its result.
+
+        If there is no core, or it is lost meanwhile, the next one is asked. Returns a list of one.
 
         Raises:
-            WaitTimeoutError: the operation is not complete after `timeout_s`; it stays in force, or will be.
+            WaitTimeoutError: the operation is not complete after `timeout_s`; it is not withdrawn.
             PenstockError: the operation failed.
         """
         pending = self._operations.ask(operation, self._live.num_asked)
@@ -261,9 +274,9 @@ class AsyncEngine:
         return [done]
 
     def check_core(self) -> None:
-        """End the streams of a core that has been silent or away for too long; it may come back for new ones.
+        """End all streams with an error if the core has been silent or away for too long.
 
-        Called every second by the event loop.
+        If it comes back, it serves new requests. A timer of the event loop calls this every second.
         """
         self._link.read()  # it may be this process that was stopped: what came meanwhile counts
         if not self._health.has_core:
@@ -274,7 +287,7 @@ class AsyncEngine:
             self._end_all(error)
 
     def lose(self, error: PenstockError) -> None:
-        """End what is open with this error, since no other core will be started."""
+        """End all streams, traces and waits for a core with this error, as no other core will be started."""
         self._end_all(error)
         arrivals, self._arrivals = self._arrivals, []
         for arrival in arrivals:
@@ -282,7 +295,7 @@ class AsyncEngine:
                 arrival.set_exception(error_from_info(error.info()))
 
     def close(self) -> None:
-        """Leave the core; streams that are open end with an error."""
+        """Close the connection to the core; streams that are open end with an error."""
         if self._timer is not None:
             self._timer.cancel()
         self._link.close()

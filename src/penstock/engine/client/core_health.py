@@ -18,14 +18,14 @@ CORE_AWAY = UnavailableError("the engine core ended; another one starts.", remed
 
 
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """The facts that a client must know of the engine before the core says anything.
+    """The facts that a client must know of the engine before its core answers.
 
     Attributes:
-        vector: what vectors the model gives.
+        vector: lengths of the vectors that the model gives.
         pooling: token states that a vector is made of, where a request does not say.
         max_num_seqs, max_waiting_requests: together, how many requests may be alive at once.
-        stale_after_s: without a word from the core for this long (heartbeats included) it is not ready.
-        silence_limit_s: after so long without a word its streams end.
+        stale_after_s: seconds without a message from the core, heartbeats included, until it is not ready.
+        silence_limit_s: seconds without a message until streams end.
     """
 
     max_model_len: int
@@ -39,7 +39,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def from_config(cls, config: ApiProcessConfig, vector: VectorShape) -> EngineInfo:
-        """Return what an API process knows by its configuration."""
+        """Return the facts that the configuration of an API process has, with the lengths of vectors."""
         return cls(
             max_model_len=config.max_model_len,
             vocab_size=config.vocab_size,
@@ -52,16 +52,17 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """The state of the engine: whether tokens come through the pipe.
+    """The state of the engine: whether its stages return tokens now, and if not, why.
 
     Attributes:
+        ready: its stages return tokens, or would if there were requests.
         stage: the stage at fault, when one is known.
         reason: why it is not ready; "" when it is.
         since: Unix time of the last change of `ready`.
-        stats: the core's numbers as of its last message; None where there is none to show.
+        stats: the core's statistics as of its last message; None where there are none to show.
         is_full: as many requests wait as may: one more would be refused.
-        is_recovering: it is not ready, but a request that comes now waits for what is being started again.
-        hosts: that the pipe runs over, as far as the core has said.
+        is_recovering: it is not ready, but accepts requests, which wait for what is being started again.
+        hosts: hosts that the stages run on, as far as the core has reported them.
     """
 
     ready: bool
@@ -75,14 +76,15 @@ class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CoreHealth:
-    """The health of the core, from what it says and from how long it has said nothing.
+    """The health of the core, judged by its messages and by how long it has been silent.
 
-    The core says how long its stages have owed it a result, and how long is too long for what they compute.
-    It probes every stage once a second when idle, so a stage that does not answer shows at once.
+    The core's statistics say how long its stages have owed it a result, and how long is too long for what
+    they compute. When idle it probes every stage once a second, so a stage that does not answer shows at
+    once.
 
     Attributes:
-        stats: the core's numbers as of its last message; None while there is no core.
-        hosts: that the pipe runs over, as the core has said last; they outlive it.
+        stats: the core's statistics as of its last message; None while there is no core.
+        hosts: hosts that the stages run on, as the core has reported last; kept when the core goes.
     """
 
     def __init__(self, info: EngineInfo, clock: Callable[[], float], wall_clock: Callable[[], float]) -> None:
@@ -99,22 +101,22 @@ class CoreHealth:
         self._since = wall_clock()
 
     def heard_from_core(self) -> None:
-        """Note that a core has welcomed this client."""
+        """Record that a core has answered this client's greeting, so that there is a core."""
         self._heard_at, self._gone_at = self._clock(), None
 
     def beat(self, stats: CoreStats) -> None:
-        """Note that the core has said how it is."""
+        """Record the core's newest statistics, and that it was heard just now."""
         self._heard_at = self._clock()
         self.stats = stats
 
     def core_gone(self) -> None:
-        """Note that the core has gone; another one may come."""
+        """Record that the connection to the core is lost: there is no core until another one answers."""
         if self._gone_at is None and self._heard_at is not None:
             self._gone_at, self.stats, self._has_lost_core = self._clock(), None, True
 
     @property
     def has_core(self) -> bool:
-        """Whether a core has welcomed this client, and has not gone since."""
+        """Whether a core has answered this client, and is connected still."""
         return self._heard_at is not None and self._gone_at is None
 
     def silence_s(self) -> float:
@@ -122,7 +124,11 @@ class CoreHealth:
         return 0.0 if self._heard_at is None else self._clock() - self._heard_at
 
     def gave_up(self) -> PenstockError | None:
-        """Return why no stream should wait for the core any longer, if so. Called once a second."""
+        """Return the error with which all streams should end now; None while they should wait for the core.
+
+        It is an error if the core has been away or silent for too long. To be called once a second: after a
+        longer pause, in which this process itself was stopped, the answer is None.
+        """
         unchecked_s, self._checked_at = self._clock() - self._checked_at, self._clock()
         if unchecked_s >= SILENCE_S:
             return None  # this process was stopped: what the core said meanwhile may still be in the kernel
@@ -136,13 +142,16 @@ class CoreHealth:
         return WaitTimeoutError(f"the engine core has sent nothing for {self.silence_s():.0f} s.")
 
     def require_core(self) -> None:
-        """Raise the error that a question for the core must get, if any."""
+        """Raise an error if the core cannot be asked anything now. The error says why."""
         if self._gone_at is not None:
             raise error_from_info(CORE_AWAY.info())
         self.require_prospects()
 
     def require_prospects(self) -> None:
-        """Raise the error that a new request must get, if any; it may wait for what is started again."""
+        """Raise an error if a new request must be refused now. The error says why.
+
+        While a core or a stage is being started again, requests are not refused: they wait.
+        """
         refusal = self._refusal()
         if refusal is not None:
             raise refusal
@@ -158,7 +167,7 @@ class CoreHealth:
         return None
 
     def status(self) -> EngineStatus:
-        """Return whether tokens come through the pipe, and the core's numbers."""
+        """Return whether the engine is ready, and if not, why, with the core's statistics."""
         reason = self._reason()
         ready = not reason
         if ready != self._was_ready:

@@ -9,11 +9,11 @@ from penstock.engine.ipc import ClientSocket, ClientToCore, CoreGone, CoreToClie
 
 
 class CoreLink:
-    """A `ClientSocket` whose messages are taken as soon as the event loop finds them.
+    """A client's connection to its core, which the event loop reads.
 
     Args:
         address: where the core listens.
-        take: is called with each message, on the event loop.
+        take: called with each message, on the event loop, as soon as it has come.
     """
 
     def __init__(self, address: str, take: Callable[[CoreToClient | CoreGone], None]) -> None:
@@ -23,20 +23,20 @@ class CoreLink:
         self._is_read_due = False
 
     def open(self) -> None:
-        """Read the socket on the running event loop from now on, and greet the core."""
+        """Let the running event loop read the socket from now on, and send the core a `Hello`."""
         self._loop = asyncio.get_running_loop()
         for fd in self._socket.filenos():
             self._loop.add_reader(fd, self.read)
         self.send(Hello())
 
     def reopen(self) -> None:
-        """Connect to the next core at the same address, and greet it."""
+        """Connect anew, to the next core at the same address, and send it a `Hello`."""
         self._unwatch()
         self._socket.reconnect()
         self.open()
 
     def send(self, message: ClientToCore) -> None:
-        """Send a message. It is lost when there is no core: a `CoreGone` follows."""
+        """Send a message without waiting. If there is no core it is lost, and `take` gets a `CoreGone`."""
         self._socket.send(message)
         # The descriptor is edge-triggered and sending may use up the edge: look once more, once for a burst.
         if not self._is_read_due:
@@ -44,7 +44,7 @@ class CoreLink:
             asyncio.get_running_loop().call_soon(self.read)
 
     def read(self) -> None:
-        """Take all messages that have come."""
+        """Give `take` all messages that have come, without waiting."""
         self._is_read_due = False
         for message in self._socket.drain():
             self._take(message)

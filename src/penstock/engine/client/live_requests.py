@@ -1,7 +1,8 @@
-"""The requests of one client that have not ended: enough for another core to go on with them.
+"""Keeps a client's requests that have not ended, so that another core can go on with them.
 
-The core alone knows where a request is. What another core needs to go on stands here too: the request, and
-the tokens and scores that have come. Kept by `engine.client.async_engine`.
+Only the core knows how far the scheduler is with a request. What another core needs to go on is kept here:
+the request, the tokens that have come, and how many *scores*, the log-probabilities of its prompt's tokens.
+Kept by `engine.client.async_engine`.
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ class _Live:
 
 
 class LiveRequests:
-    """The live sequences by their ids, in the order in which they were sent, that of their numbers.
+    """The sequences of one client that have not ended, by id, in the order in which they were added.
+
+    Each has a number, counted from 0. A request for several outputs of a prompt is as many sequences.
 
     Attributes:
         num_asked: sequences that were ever added; the number of the next one.
@@ -47,11 +50,14 @@ class LiveRequests:
         return list(self._live)
 
     def add(self, request: GenerationRequest) -> None:
-        """Add a request that is sent to the core. A later core is sent each of its sequences alone."""
+        """Add the sequences of a request that is sent to the core now.
+
+        A later core is sent each of them as a request of its own.
+        """
         self._add(request, is_sent=True)
 
     def hold(self, request: GenerationRequest) -> None:
-        """Add a request while there is no core; the next one is sent it."""
+        """Add the sequences of a request while there is no core; `again` returns them for the next one."""
         self._add(request, is_sent=False)
 
     def _add(self, request: GenerationRequest, *, is_sent: bool) -> None:
@@ -60,7 +66,7 @@ class LiveRequests:
             self.num_asked += 1
 
     def note(self, update: RequestUpdate) -> None:
-        """Note the tokens and scores of an update, or the end of its sequence."""
+        """Add the tokens and scores of an update to its sequence, or remove the sequence if it has ended."""
         live = self._live.get(update.request_id)
         if live is None:
             return
@@ -70,19 +76,21 @@ class LiveRequests:
             del self._live[update.request_id]
 
     def forget(self, request_id: str) -> bool:
-        """Remove a sequence that was aborted. Returns whether it was live."""
+        """Remove a sequence that was aborted, and return whether it was there."""
         return self._live.pop(request_id, None) is not None
 
     def forget_all(self) -> None:
-        """Remove all sequences: they have ended."""
+        """Remove all sequences, because they have ended."""
         self._live.clear()
 
     def core_lost(self) -> list[RequestUpdate]:
-        """Note that the core is gone.
+        """Record that the core is lost, so that its sequences are sent to the next one.
+
+        A sequence is given up if a core was lost with it before, and it has got no token or score since: it
+        may be the reason for both losses.
 
         Returns:
-            The ends of sequences that another core was lost with before, and that have gained nothing since:
-            they may be the reason.
+            The last update, with an error, of each sequence that is given up.
         """
         given_up = []
         for request_id, live in list(self._live.items()):
@@ -100,7 +108,10 @@ class LiveRequests:
         return given_up
 
     def again(self) -> list[tuple[int, AddRequest]]:
-        """Return requests that the present core has not been sent, with their numbers; they count as sent."""
+        """Return the sequences that the present core has not been sent, with their numbers.
+
+        They count as sent now.
+        """
         unsent = [live for live in self._live.values() if not live.is_sent]
         for live in unsent:
             live.is_sent = True

@@ -24,17 +24,18 @@ StopReason = int | str | None
 
 
 class TextDelta(msgspec.Struct, frozen=True, gc=False):
-    """The output of a request since the last delta.
+    """The output of a request since the previous delta.
 
     Attributes:
         text: characters to append; may be empty although tokens came (text is held back while it may still
             become a stop string or an unfinished character).
         token_ids: tokens that came.
-        logprobs: one per token id, when they were asked for.
+        logprobs: one entry per token id, when they were asked for.
         finish_reason: set on the last delta.
         stop_reason: the stop string or stop id that ended the request; None for an end-of-sequence id.
-        prompt_logprobs: of the next tokens of the prompt, from its second on; they come before all else.
-        vector: of a pooled request, float32, finished (`engine.client.vectors`).
+        prompt_logprobs: entries of the next prompt tokens, from the second on; they come before all else.
+        vector: float32 bytes of the finished vector of a pooled request (`engine.client.vectors`); else
+            empty.
     """
 
     text: str
@@ -47,7 +48,7 @@ class TextDelta(msgspec.Struct, frozen=True, gc=False):
 
 
 def merge_deltas(deltas: Sequence[TextDelta]) -> TextDelta:
-    """Return consecutive deltas of one request as one."""
+    """Return consecutive deltas of one request, merged into one."""
     if len(deltas) == 1:
         return deltas[0]
     last = deltas[-1]
@@ -66,7 +67,10 @@ MAX_NUMBERS_AT_ONCE = 4096  # of a delta for a stream, some 6 ms of work to writ
 
 
 def num_at_once(deltas: Sequence[TextDelta]) -> int:
-    """Return how many deltas, from the first on, a stream writes at once: one, or as many as are small."""
+    """Return how many deltas, from the first on, a reader gets at once, so that writing them is soon done.
+
+    They are at least one, and as many as have `MAX_NUMBERS_AT_ONCE` token ids and log-probabilities together.
+    """
     if len(deltas) == 1:
         return 1
     num_numbers = 0
@@ -78,7 +82,7 @@ def num_at_once(deltas: Sequence[TextDelta]) -> int:
 
 
 def small_deltas(delta: TextDelta) -> list[TextDelta]:
-    """Return a delta as several, if it has more log-probabilities of a prompt than are written at once."""
+    """Return a delta, cut into several if it has more prompt log-probabilities than are given at once."""
     scores = delta.prompt_logprobs
     if not scores or _num_numbers(delta) <= MAX_NUMBERS_AT_ONCE:
         return [delta]
@@ -95,28 +99,28 @@ def _num_numbers(delta: TextDelta) -> int:
 
 
 class Assembler(Protocol):
-    """Makes a client's output of what the core says.
+    """Turns the core's updates of one sequence into output for the client.
 
     It is text (`OutputAssembler`) or a vector (`engine.client.vectors`).
     """
 
     @property
     def num_tokens(self) -> int:
-        """The number of tokens generated, up to the stop."""
+        """The number of tokens generated so far, without any after a stop string."""
         ...
 
     def append(self, update: RequestUpdate) -> TextDelta:
-        """Return the delta of an update that is not an error."""
+        """Take an update of the core that is not an error, and return its output as a delta."""
         ...
 
 
 class OutputAssembler:
-    """Makes the text of one request.
+    """Makes the text of one sequence from its tokens, and ends it at a stop string.
 
     Args:
         sampling: stop strings, `min_tokens` (no stop string is looked for in the text of that many first
             tokens), and what to show.
-        detokenizer: of this sequence, at the end of its prompt.
+        detokenizer: turns this sequence's tokens into text, from the end of its prompt on.
     """
 
     def __init__(self, sampling: SamplingParams, detokenizer: Detokenizer) -> None:
@@ -129,7 +133,11 @@ class OutputAssembler:
         self.num_tokens = 0  # generated, up to the stop
 
     def append(self, update: RequestUpdate) -> TextDelta:
-        """Return the delta of an update that is not an error. The core does not know of a stop string."""
+        """Take an update of the core that is not an error, and return its text and tokens as a delta.
+
+        A delta that ends at a stop string is the last one; the caller then aborts the request in the core,
+        which does not know of stop strings.
+        """
         if update.prompt_logprobs:
             return TextDelta("", [], prompt_logprobs=update.prompt_logprobs)
         shown = self._shown_ids(update)
@@ -187,7 +195,7 @@ class OutputAssembler:
 def output_assembler(
     tokenizer: Tokenizer, prompt_token_ids: list[int], sampling: SamplingParams
 ) -> OutputAssembler:
-    """Return the assembler of a request that follows this prompt."""
+    """Return the assembler for the text behind this prompt; it makes no text if `detokenize` is False."""
     detokenizer: Detokenizer = NoText()
     if sampling.detokenize:
         detokenizer = tokenizer.detokenizer(
@@ -200,7 +208,12 @@ def output_assembler(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Logprob:
-    """The log-probability of one token at one position (vLLM's shape)."""
+    """The log-probability of one token at one position (fields as in vLLM).
+
+    Attributes:
+        rank: 1 for the likeliest token there.
+        decoded_token: the token's text.
+    """
 
     logprob: float
     rank: int
@@ -209,11 +222,13 @@ class Logprob:
 
 @dataclass(slots=True, kw_only=True)
 class CompletionOutput:
-    """A generated sequence (vLLM's shape).
+    """A generated sequence (fields as in vLLM).
 
     Attributes:
+        index: number of this sequence among those of its prompt.
         token_ids: generated ids, the one that ended the request included.
         logprobs: per token, log-probabilities by token id: the chosen one and the likeliest.
+        cumulative_logprob: sum over the chosen tokens.
         finish_reason: "stop" or "length".
         stop_reason: the stop string or stop id that ended it; None for an end-of-sequence id or a length.
     """
@@ -231,13 +246,13 @@ class CompletionOutput:
 
 
 class DraftCounts(NamedTuple):
-    """The fate of the tokens that were guessed ahead for a request (OpenAI's names)."""
+    """The numbers of accepted and rejected tokens that were guessed ahead for a request (OpenAI's names)."""
 
     accepted_prediction_tokens: int = 0
     rejected_prediction_tokens: int = 0
 
     def plus(self, accepted: int, rejected: int) -> DraftCounts:
-        """Return these counts with others added."""
+        """Return new counts: these, with further accepted and rejected guesses added."""
         if not accepted and not rejected:
             return self
         return DraftCounts(
@@ -249,7 +264,7 @@ NO_DRAFTS = DraftCounts()
 
 
 def total_drafts(counts: Iterable[DraftCounts]) -> DraftCounts:
-    """Return the counts of several sequences together."""
+    """Return the sums of the counts of several sequences."""
     total = NO_DRAFTS
     for count in counts:
         total = total.plus(*count)
@@ -258,14 +273,15 @@ def total_drafts(counts: Iterable[DraftCounts]) -> DraftCounts:
 
 @dataclass(slots=True, kw_only=True)
 class RequestOutput:
-    """The result of one prompt (vLLM's shape).
+    """The result of one prompt (fields as in vLLM).
 
     Attributes:
         prompt: its text; None when it was given as token ids.
+        outputs: the sequences that were generated for it.
         num_cached_tokens: prompt tokens whose KV was found in the cache.
-        metrics: what became of tokens that were guessed ahead.
-        prompt_logprobs: of each token of the prompt, as of an output's, if requested; None for the first
-            token, which nothing precedes.
+        metrics: how many tokens that were guessed ahead were accepted and rejected.
+        prompt_logprobs: for each token of the prompt, log-probabilities by token id, if requested; None for
+            the first token, which nothing precedes.
     """
 
     request_id: str
@@ -279,7 +295,11 @@ class RequestOutput:
 
 
 def completion_output(deltas: Sequence[TextDelta], tokenizer: Tokenizer, index: int = 0) -> CompletionOutput:
-    """Return the whole sequence of a finished request, which is choice `index` of its prompt."""
+    """Return the generated sequence that all deltas of a request make up.
+
+    Args:
+        index: number of the sequence among those of its prompt.
+    """
     whole = merge_deltas(deltas)
     logprobs, cumulative = None, None
     if whole.logprobs is not None:
@@ -311,7 +331,7 @@ def request_output(
     """Return the result of a prompt, as far as it has come.
 
     Args:
-        sequences: the output so far of each of its choices.
+        sequences: for each sequence of the prompt, its output so far as one delta.
         scored: whether log-probabilities of the prompt are wanted. They are None as long as some are missing.
     """
     scores = sequences[0].prompt_logprobs
@@ -333,13 +353,17 @@ def request_output(
 def prompt_logprobs(
     prompt_token_ids: Sequence[int], entries: Sequence[TokenLogprobs], tokenizer: Tokenizer
 ) -> list[dict[int, Logprob] | None]:
-    """Return the log-probabilities of each token of a prompt; `entries` has those of all but the first."""
+    """Return the log-probabilities of each token of a prompt, by token id; None for the first token.
+
+    Args:
+        entries: as they have come, for all tokens but the first.
+    """
     pairs = zip(prompt_token_ids[1:], entries, strict=True)
     return [None, *(position_logprobs(token_id, entry, tokenizer) for token_id, entry in pairs)]
 
 
 def position_logprobs(token_id: int, entry: TokenLogprobs, tokenizer: Tokenizer) -> dict[int, Logprob]:
-    """Return log-probabilities by token id: the chosen token first, then the likeliest others."""
+    """Return the log-probabilities at one position by token id: the chosen token, then the likeliest."""
     logprobs = {token_id: _logprob(token_id, entry.logprob, entry.rank, tokenizer)}
     for index, (top_id, value) in enumerate(zip(entry.top_ids, entry.top_logprobs, strict=True)):
         if top_id != token_id:

@@ -1,6 +1,6 @@
 """Makes several pipelines look like one engine: each request goes to one of them and stays there (row I4).
 
-The whole is ready as long as one pipeline is. Its numbers are those of all pipelines together.
+The whole is ready as long as one pipeline is. Its statistics are those of all pipelines together.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Started = TypeVar("Started")
 
 
 class Replicas:
-    """An engine of several replicas, in the place of a single `AsyncEngine`.
+    """An engine of several replicas (whole pipelines), used like a single `AsyncEngine`.
 
     Args:
         engines: the client of each replica, at least one.
@@ -41,7 +41,10 @@ class Replicas:
         self._router = Router[int](has_cache=has_prefix_cache)  # numbers of engines
 
     async def start(self, timeout_s: float | None = None) -> None:
-        """Wait until a pipeline stands; the others may come later. Raises what one raised if none does."""
+        """Connect to all replicas and wait until one is ready; the others may come later.
+
+        Raises the first error if all have failed.
+        """
         self._starts = [asyncio.create_task(engine.start(timeout_s)) for engine in self._engines]
         failed: list[BaseException] = []
         for start in asyncio.as_completed(self._starts):
@@ -53,24 +56,27 @@ class Replicas:
 
     @property
     def max_model_len(self) -> int:
-        """The longest prompt + output that every replica takes."""
+        """The most tokens of prompt and output together that every replica takes."""
         return min(engine.max_model_len for engine in self._engines)
 
     def add(self, request_id: str, prompt_token_ids: list[int], sampling: SamplingParams) -> RequestStream:
-        """Start one sequence; as `add_all`."""
+        """Start one sequence, and return its stream; `sampling.n` must be 1. Otherwise as `add_all`."""
         (stream,) = self.add_all(request_id, prompt_token_ids, sampling)
         return stream
 
     def add_all(
         self, request_id: str, prompt_token_ids: list[int], sampling: SamplingParams
     ) -> list[RequestStream]:
-        """Start `sampling.n` sequences in the replica that will come to them first.
+        """Start `sampling.n` sequences in the replica with the least to compute before them.
+
+        Returns their streams.
 
         Where that replica is full or away, the next best one takes them. A refusal by a core is final: its
-        queue has filled meanwhile. Sequences of a session go to the replica that has the session; another
-        replica takes them like any others.
+        queue has filled meanwhile. Sequences of a session go to the replica that has the session; if it is
+        not ready or full, another replica takes them without the session.
 
-        Raises what `AsyncEngine.add_all` and `_home` do.
+        Raises what `AsyncEngine.add_all` does. For a session that no replica has: `NotFoundError`, or
+        `UnavailableError` while a replica has not reported its sessions.
         """
         home = self._home(sampling.session_id)
         away = msgspec.structs.replace(sampling, session_id="")
@@ -82,7 +88,10 @@ class Replicas:
         return self._start(prompt_token_ids, start, home)
 
     def embed(self, request_id: str, prompt_token_ids: list[int], params: PoolingParams) -> RequestStream:
-        """Pool a prompt in the replica that will reach it first; otherwise as `add_all`."""
+        """Start to pool a prompt into a vector, in the replica with the least to compute before it.
+
+        Returns its stream, and raises what `AsyncEngine.embed` does.
+        """
         return self._start(
             prompt_token_ids, lambda replica: replica.embed(request_id, prompt_token_ids, params)
         )
@@ -137,7 +146,7 @@ class Replicas:
         raise unknown_session(session_id)
 
     def status(self) -> EngineStatus:
-        """Return one status: ready if any replica is ready, full if all ready replicas are full.
+        """Return one status for all: ready if any replica is ready, full if all ready replicas are full.
 
         The reason names the replicas that are not ready.
         """
@@ -156,15 +165,21 @@ class Replicas:
         )
 
     def statuses(self) -> list[EngineStatus]:
-        """Return the status of each replica; one whose core is away has no numbers."""
+        """Return the status of each replica; it has no statistics if the replica has no core now."""
         return [status for engine in self._engines for status in engine.statuses()]
 
     async def trace(self) -> list[StageSpans]:
-        """Return what each stage of each replica that is there did in the last seconds."""
+        """Return the timed work of each stage in the last seconds, of every replica that answers.
+
+        Raises the first error if none answers.
+        """
         return await self._traces(engine.trace() for engine in self._engines)
 
     async def news(self, seen: Collection[StageSpans]) -> list[StageSpans]:
-        """Return what each rank of them did since the last of its reports that was seen."""
+        """Return each rank's timed work since its last report in `seen`, of every replica that answers.
+
+        Raises the first error if none answers.
+        """
         return await self._traces(
             engine.news([report for report in seen if report.replica == replica])
             for replica, engine in enumerate(self._engines)
@@ -183,10 +198,11 @@ class Replicas:
         ]
 
     async def operate(self, operation: Operation, timeout_s: float) -> list[OperationDone]:
-        """Let every replica carry out an operation, one that is away as soon as it is back.
+        """Ask every replica to carry out an administrator's operation; wait, and return the result of each.
 
-        An operation on a session goes to one replica: the one that has it, or is to have it, or else the one
-        that has fewest. Raises what `AsyncEngine.operate` does; the other replicas have done it all the same.
+        A replica that is away does it when it is back. An operation on a session goes to one replica: the one
+        that has the session, or was asked to open it, or else the one with the fewest sessions. Raises what
+        `AsyncEngine.operate` does; the other replicas have done it all the same.
         """
         if isinstance(operation, OpenSession | CloseSession):
             index = self._replica_for(operation)
@@ -230,7 +246,7 @@ class Replicas:
         return min(range(len(counts)), key=lambda index: (not is_ready[index], counts[index]))
 
     def close(self) -> None:
-        """Leave all replicas; streams that are open end with an error."""
+        """Close the connections to all replicas; streams that are open end with an error."""
         for start in self._starts:
             start.cancel()
         for engine in self._engines:
@@ -238,7 +254,10 @@ class Replicas:
 
 
 def merged_stats(replica_stats: Sequence[CoreStats | None]) -> CoreStats | None:
-    """Return the statistics of all replicas as of one engine: sums, and the worst of what cannot be added."""
+    """Return the statistics of all replicas as of one engine: sums, and the worst of what cannot be added.
+
+    A None in the list is a replica without statistics. Returns None if all are.
+    """
     known = [(replica, stats) for replica, stats in enumerate(replica_stats) if stats is not None]
     if not known:
         return None

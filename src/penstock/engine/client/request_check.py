@@ -12,12 +12,12 @@ from penstock.request import PoolingParams, SamplingParams, VectorShape
 
 
 class RequestLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """The bounds of the model that is served.
+    """The bounds that the served model sets for requests.
 
     Attributes:
-        max_model_len: longest prompt + output in tokens.
-        vocab_size: ids are below this.
-        vector: what vectors it gives.
+        max_model_len: most tokens of prompt and output together.
+        vocab_size: token ids are below this.
+        vector: lengths of the vectors that the model gives.
     """
 
     max_model_len: int
@@ -25,19 +25,25 @@ class RequestLimits(msgspec.Struct, frozen=True, kw_only=True):
     vector: VectorShape = VectorShape(size=0)
 
     def check(self, prompt_token_ids: list[int], sampling: SamplingParams) -> None:
-        """Raise `InvalidRequestError` for a value out of bounds, naming field, value and bound."""
+        """Raise `InvalidRequestError`, with field and bound, if prompt or parameters are out of bounds."""
         sampling.validate(self.vocab_size)
         self._check_ids(prompt_token_ids)
         self._check_prompt_length(len(prompt_token_ids), room=0 if sampling.max_tokens == 0 else 1)
 
     def check_pooled(self, prompt_token_ids: list[int], params: PoolingParams) -> None:
-        """Check a prompt that is to become a vector: nothing needs to follow it. Raises what `check` does."""
+        """Raise `InvalidRequestError` if the prompt, or the wanted length of its vector, is out of bounds.
+
+        Unlike before a generation, the prompt may fill the model's context: no token follows it.
+        """
         self.vector.check(params.dimensions)
         self._check_ids(prompt_token_ids)
         self._check_prompt_length(len(prompt_token_ids), room=0)
 
     def check_length(self, prompt_token_ids: list[int], sampling: SamplingParams) -> None:
-        """Refuse a request that could not generate all of its `max_tokens`, or else of its `min_tokens`."""
+        """Raise `InvalidRequestError` if the model's context has no room for prompt and `max_tokens`.
+
+        Without `max_tokens` there must be room for `min_tokens`.
+        """
         name, wanted = "max_tokens", sampling.max_tokens
         if wanted is None:
             name, wanted = "min_tokens", sampling.min_tokens
@@ -52,7 +58,7 @@ class RequestLimits(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def shortened(self, sampling: SamplingParams, num_prompt_tokens: int) -> SamplingParams:
-        """Return the default sampling with a `max_tokens` that fits behind the prompt."""
+        """Return `sampling` with `max_tokens` lowered, if need be, to what fits behind the prompt."""
         room = self.max_model_len - num_prompt_tokens
         if sampling.max_tokens is None or sampling.max_tokens <= room:
             return sampling

@@ -1,5 +1,7 @@
 """Chooses the replica of a request: the one that has least to compute before its first token.
 
+What a replica has to compute are these tokens:
+
     tokens ahead of it in the replica  +  its own that the replica has not cached
 
 A replica is taken to have cached the beginnings of prompts that were sent to it, in whole chunks. Does no
@@ -22,10 +24,10 @@ Replica = TypeVar("Replica", bound=Hashable)
 
 
 class Load(NamedTuple):
-    """The work that a replica has.
+    """The load of one replica, as the router needs it for one request.
 
     Attributes:
-        ahead: tokens that it has to compute before it comes to another request.
+        ahead: tokens that the replica has to compute before it comes to another request.
         has_room: whether it takes requests; replicas that are away or full come last.
     """
 
@@ -46,7 +48,11 @@ class Router(Generic[Replica]):
         self._seen: defaultdict[Replica, OrderedDict[int, None]] = defaultdict(OrderedDict)
 
     def order(self, prompt: Sequence[int], loads: Mapping[Replica, Load]) -> list[Replica]:
-        """Return the replicas to try, the best first."""
+        """Return the replicas in the order in which a request should try them, the best first.
+
+        Those with room come first; among them the one with the fewest tokens to compute until the request has
+        its first token.
+        """
         hashes = list(_beginnings(prompt)) if self._has_cache else []
         costs = {
             replica: (
@@ -59,7 +65,7 @@ class Router(Generic[Replica]):
         return sorted(costs, key=costs.__getitem__)
 
     def routed(self, prompt: Sequence[int], replica: Replica) -> None:
-        """Note that the request with this prompt went to the replica."""
+        """Record that the request with this prompt was sent to the replica, which may now have it cached."""
         self._num_routed[replica] += 1
         if not self._has_cache:
             return
@@ -71,7 +77,7 @@ class Router(Generic[Replica]):
             seen.popitem(last=False)
 
     def forget_others(self, replicas: Collection[Replica]) -> None:
-        """Forget all replicas but these: they have ended, and their caches with them."""
+        """Forget all replicas that are not among these: they have ended, and their caches with them."""
         for replica in self._num_routed.keys() - replicas:
             del self._num_routed[replica]
             self._seen.pop(replica, None)

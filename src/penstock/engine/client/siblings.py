@@ -1,7 +1,7 @@
-"""Makes one request of several sequences of a prompt (`n`), in which others follow the first.
+"""Makes one request for several sequences (`n`) of a prompt: a first one, and others that follow it.
 
 Called by `engine.client.async_engine` and `llm.offline_requests`. The core takes all sequences or none. The
-others wait until the first has computed the prompt, whose blocks they then find (`scheduler.prefix_reuse`).
+others wait until the first has computed the prompt, and then reuse its KV blocks (`scheduler.prefix_reuse`).
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ _SIBLINGS = 0x5DEECE66D  # sets these seeds apart from those of requests that br
 
 
 def sibling_seed(seed: int | None, index: int) -> int | None:
-    """Return the seed of choice `index` of a request with this seed: for choice 0 the seed itself.
+    """Return the seed of sequence `index` among those of a request with this seed: for 0 the seed itself.
 
-    None stays None: each sequence then gets a seed of the engine's, by its place in the order of arrival.
+    None stays None: each sequence then gets a seed derived from the engine's, by its place in the order of
+    arrival.
     """
     if seed is None or index == 0:
         return seed
@@ -27,7 +28,10 @@ def sibling_seed(seed: int | None, index: int) -> int | None:
 def with_siblings(
     request_id: str, prompt_token_ids: list[int], sampling: SamplingParams
 ) -> GenerationRequest:
-    """Return the request for `sampling.n` sequences; choice i > 0 is named after the first, and `/i`."""
+    """Return one request for `sampling.n` sequences of the prompt.
+
+    The first has the id `request_id`; sequence i > 0 has that id with `/i` behind it.
+    """
     assert not sampling.bad_words, "bad words must be ids here: the core has no tokenizer"
     return GenerationRequest(
         request_id=request_id,

@@ -1,8 +1,8 @@
 """The output of a sequence in the core: a stream of text, or one vector, for one reader.
 
 What came between two reads is merged, so a stream never holds more than the output of its own request. A
-reader that comes late gets much of it in pieces, between which the event loop serves others.
-`OpenStreams` hands each update of the core to the stream that it belongs to, for every kind of client.
+reader that comes late gets large output in pieces, between which the event loop serves others. `OpenStreams`
+hands each update of the core to the stream that it belongs to, for every kind of client.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ MakeAssembler = Callable[[GenerationRequest], Assembler]
 
 
 class RequestStream:
-    """The output of one sequence in the engine, or its vector. One reader at a time.
+    """The output of one sequence, text or a vector, as it comes from the core. One reader at a time.
 
     Args:
-        prompt_tokens: tokens of its prompt; 0 where the prompt is counted with an earlier sequence.
+        prompt_tokens: number of tokens of its prompt; 0 where the prompt is counted with an earlier sequence.
         assembler: makes the text or the vector.
-        abort: ends the sequence in the core, by its id.
+        abort: called with the sequence's id to end it in the core.
 
     Attributes:
-        cached_tokens: those of `prompt_tokens` that were found in a cache.
-        drafts: tokens that were guessed ahead: those that were right, and those that were wrong.
+        cached_tokens: how many of `prompt_tokens` were found in a cache.
+        drafts: how many tokens that were guessed ahead were accepted and rejected.
         queue_seconds: time that the request waited in the core; None before its first update.
-        error: what the sequence ended with, other than its output.
+        error: the error that the sequence has ended with; None if it has not ended, or with its output.
         has_ended: no update will come any more.
     """
 
@@ -60,14 +60,15 @@ class RequestStream:
 
     @property
     def completion_tokens(self) -> int:
-        """The number of tokens generated so far, up to the stop."""
+        """The number of tokens generated so far, up to a stop string."""
         return self._assembler.num_tokens
 
     async def next(self) -> TextDelta:
-        """Wait for news, and return what came since the last call as one delta, or the first part of much.
+        """Wait until there is unread output, and return it as one delta, or the first part if it is large.
 
         Raises:
-            PenstockError: the request failed, or was cancelled. Deltas that came before are given first.
+            PenstockError: the sequence has failed, was cancelled, or was read to its end. Output that came
+                before is returned first.
         """
         if self._is_behind:
             await asyncio.sleep(0)  # the part before has taken long enough
@@ -82,14 +83,17 @@ class RequestStream:
         return self._unread(count)
 
     async def whole(self) -> TextDelta:
-        """Wait for the end, without waking at each update before it, and return what `result` does."""
+        """Wait until the sequence has ended, and return all its unread output as one delta.
+
+        Raises what `result` does. The reader is not woken at each update before the end.
+        """
         if not self.has_ended:
             self._end = asyncio.get_running_loop().create_future()
             await self._end
         return self.result()
 
     def result(self) -> TextDelta:
-        """Return everything that came to a sequence that has ended, as one delta.
+        """Return all unread output of a sequence that has ended, as one delta.
 
         Raises:
             PenstockError: the sequence failed, or was cancelled.
@@ -99,13 +103,19 @@ class RequestStream:
         return self._unread(len(self._deltas))
 
     def cancel(self) -> None:
-        """Abort the sequence in the core at once. Harmless after the end and when called twice."""
+        """Abort the sequence in the core at once, and end this stream with an `AbortedError`.
+
+        Harmless after the end and when called twice.
+        """
         if not self.has_ended:
             self._abort(self.request_id)
             self.fail(AbortedError(f"request {self.request_id} has ended."))
 
     def receive(self, update: RequestUpdate) -> bool:
-        """Take an update of the core; return whether the sequence has ended. For `OpenStreams`."""
+        """Take an update of the core, wake the reader, and return whether the sequence has ended.
+
+        If the text has come to a stop string, the sequence is aborted in the core. Called by `OpenStreams`.
+        """
         if update.error is not None:
             self.fail(error_from_info(update.error))
             return True
@@ -124,7 +134,7 @@ class RequestStream:
         return self.has_ended
 
     def fail(self, error: PenstockError) -> None:
-        """End the stream with this error. For `OpenStreams`."""
+        """End the stream with this error, which its reader then gets. Called by `OpenStreams`."""
         self.error = error
         self._finish()
 
@@ -145,7 +155,7 @@ class OpenStreams:
     """The streams of one client whose sequences have not ended, by their ids.
 
     Args:
-        abort: ends a sequence in the core, by its id.
+        abort: called with the id of a sequence to end it in the core.
     """
 
     def __init__(self, abort: Callable[[str], None]) -> None:
@@ -157,19 +167,25 @@ class OpenStreams:
 
     @property
     def tokens_ahead(self) -> int:
-        """Estimate the tokens that the core computes before a new request (`engine.client.routing`)."""
+        """The estimated tokens that the core computes for these streams before it comes to a new request."""
         prompts = sum(
             stream.prompt_tokens for stream in self._streams.values() if not stream.completion_tokens
         )
         return prompts + DECODE_TOKENS * len(self._streams)
 
     def ids_in_use(self, request: GenerationRequest) -> set[str]:
-        """Return those ids of the request's sequences that open streams have."""
+        """Return the ids of the request's sequences that open streams have already."""
         ids = {request.request_id, *(follower.request_id for follower in request.followers)}
         return ids & self._streams.keys()
 
     def open(self, request: GenerationRequest, make: MakeAssembler) -> list[RequestStream]:
-        """Return a new stream for each sequence of the request; the first counts the prompt's tokens."""
+        """Create and return a stream for each sequence of the request.
+
+        Only the first counts the prompt's tokens.
+
+        Args:
+            make: returns what makes the text or the vector of one sequence.
+        """
         streams = []
         for sequence in request.alone():
             num_counted = 0 if sequence.follows else len(sequence.prompt_token_ids)
@@ -178,7 +194,7 @@ class OpenStreams:
         return streams
 
     def deliver(self, updates: Iterable[RequestUpdate]) -> list[RequestStream]:
-        """Give each update to its stream. Returns the streams that have ended by it."""
+        """Give each update to the stream of its sequence, and return the streams that have ended by it."""
         ended = []
         for update in updates:
             stream = self._streams.get(update.request_id)
@@ -188,13 +204,13 @@ class OpenStreams:
         return ended
 
     def fail_all(self, error: ErrorInfo) -> None:
-        """End all streams with this error."""
+        """End all streams with this error, which their readers then get."""
         streams, self._streams = self._streams, {}
         for stream in streams.values():
             stream.fail(error_from_info(error))
 
     def cancel_all(self) -> None:
-        """Abort all sequences in the core."""
+        """Abort all sequences in the core, and end their streams with an `AbortedError`."""
         for stream in list(self._streams.values()):
             stream.cancel()
 

@@ -1,7 +1,7 @@
-"""Turns the pooled states of a request into the vector that its client gets: the cut, then the length.
+"""Turns the pooled states of a request into the client's vector: cut, then scaled to length 1 if wanted.
 
-Used where outputs are made (`engine.client.async_engine`, `llm`). Pooling itself is the last stage's
-(`sample.pooling`).
+Used where outputs are made (`engine.client.async_engine`, `llm`). The last stage does the pooling itself: it
+makes one vector of the hidden states of a prompt (`sample.pooling`).
 """
 
 from __future__ import annotations
@@ -20,9 +20,11 @@ Output = TypeVar("Output")
 
 
 def finished_vector(pooled: bytes, params: PoolingParams) -> Vector:
-    """Return the first `dimensions` of `RequestUpdate.vector`, of Euclidean length 1 if wanted.
+    """Return the first `dimensions` numbers of a pooled vector, scaled to Euclidean length 1 if wanted.
 
-    A vector of zeros has no direction and stays as it is.
+    Args:
+        pooled: float32 bytes, as in `RequestUpdate.vector`. A vector of zeros stays as it is.
+        params: `dimensions` (None: all numbers) and whether to `normalize`.
     """
     wide = np.frombuffer(pooled, dtype="<f4").astype(np.float64)[: params.dimensions]
     length = float(np.sqrt(wide @ wide))
@@ -32,7 +34,7 @@ def finished_vector(pooled: bytes, params: PoolingParams) -> Vector:
 
 
 class VectorAssembler:
-    """Makes the vector of one request, in the place of an `outputs.OutputAssembler`."""
+    """Makes the output of a request for a vector: one delta. Implements `outputs.Assembler`."""
 
     num_tokens = 0  # generated
 
@@ -40,21 +42,21 @@ class VectorAssembler:
         self._params = params
 
     def append(self, update: RequestUpdate) -> TextDelta:
-        """Return the only delta of a request that has not failed."""
+        """Return the only delta of a request that has not failed, with its finished vector."""
         vector = finished_vector(update.vector, self._params)
         return TextDelta("", [], None, update.finish_reason, vector=vector.tobytes())
 
 
 @dataclass(slots=True, kw_only=True)
 class PoolingOutput:
-    """A vector as numbers to go on with (vLLM's shape, in numpy)."""
+    """A vector as a numpy array of float32, the field `data` (vLLM has a torch tensor there)."""
 
     data: Vector
 
 
 @dataclass(slots=True, kw_only=True)
 class EmbeddingOutput:
-    """A vector as a list (vLLM's shape)."""
+    """A vector as a list of numbers (fields as in vLLM)."""
 
     embedding: list[float]
 
@@ -66,9 +68,10 @@ class EmbeddingOutput:
 
 @dataclass(slots=True, kw_only=True)
 class PoolingRequestOutput(Generic[Output]):
-    """The result of one prompt (vLLM's shape).
+    """The result of pooling one prompt into a vector (fields as in vLLM).
 
     Attributes:
+        outputs: the vector, as `PoolingOutput` or `EmbeddingOutput`.
         num_cached_tokens: always 0: all hidden states of the prompt are computed.
     """
 
@@ -81,13 +84,17 @@ class PoolingRequestOutput(Generic[Output]):
 
 @dataclass(slots=True, kw_only=True)
 class EmbeddingRequestOutput(PoolingRequestOutput[EmbeddingOutput]):
-    """The result of one prompt of `embed` (vLLM's shape)."""
+    """The result of one prompt of `LLM.embed` (fields as in vLLM)."""
 
 
 def pooling_output(
     request_id: str, prompt_token_ids: list[int], vector: bytes
 ) -> PoolingRequestOutput[PoolingOutput]:
-    """Return the result of `encode`, given a finished vector (`TextDelta.vector`)."""
+    """Return the result of `LLM.encode` for one prompt.
+
+    Args:
+        vector: float32 bytes of the finished vector (`TextDelta.vector`).
+    """
     data = np.frombuffer(vector, dtype=np.float32).copy()
     return PoolingRequestOutput(
         request_id=request_id, outputs=PoolingOutput(data=data), prompt_token_ids=prompt_token_ids
@@ -95,7 +102,11 @@ def pooling_output(
 
 
 def embedding_output(request_id: str, prompt_token_ids: list[int], vector: bytes) -> EmbeddingRequestOutput:
-    """Return the result of `embed`, given a finished vector (`TextDelta.vector`)."""
+    """Return the result of `LLM.embed` for one prompt.
+
+    Args:
+        vector: float32 bytes of the finished vector (`TextDelta.vector`).
+    """
     numbers = np.frombuffer(vector, dtype=np.float32).tolist()
     return EmbeddingRequestOutput(
         request_id=request_id, outputs=EmbeddingOutput(embedding=numbers), prompt_token_ids=prompt_token_ids

@@ -1,12 +1,14 @@
 """Measures, before the first request, what the stages cost and how many plans to issue ahead.
 
-Sends plans of made-up rows through the real pipe: decodes and prompt chunks of several sizes, each with one
-plan in flight (*alone*) and with a full pipe (*shared*). The stages' own reports teach the cost model; how
-soon results follow one another decides `async_depth` where that is `auto`. This also touches all memory and
-runs all code once, so that the first request does not pay for it.
+Sends plans of made-up requests through the real pipe: decodes and prompt chunks of several sizes, each with
+one plan in flight (*alone*) and with a full pipe (*shared*). The stages' own reports teach the cost model;
+how soon results follow one another decides `async_depth`, the plans beyond those that fill the pipe, where
+that is `auto`. This also touches all memory and runs all code once, so that the first request does not pay
+for it.
 
-The rows are freed and the steps counted: the engine core goes on from `next_step`. Called by the maker of
-the core. No trial begins once `BUDGET_S` have passed, but for the first two, without which nothing is known.
+The made-up requests are removed and the steps counted: the engine core goes on from `next_step`. Called by
+`engine.core.core_assembly`. No trial begins once `BUDGET_S` seconds have passed, but for the first two,
+without which nothing is known.
 """
 
 from __future__ import annotations
@@ -35,7 +37,13 @@ _AHEAD_GAIN = 0.02  # of the time between results, for which a plan is issued ah
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Calibration:
-    """The result of the calibration at start: the learnt costs of stages and the depth of the pipe."""
+    """The result of the calibration at start, with which the engine core begins.
+
+    Attributes:
+        next_step: step id of the core's first plan.
+        async_depth: plans to issue beyond those that fill the pipe.
+        costs: what learns the costs of plans; `NO_COSTS` where plans are not sized by time.
+    """
 
     next_step: int = 0
     async_depth: int = 0
@@ -43,7 +51,7 @@ class Calibration:
 
     @classmethod
     def none(cls, parallel: ParallelConfig) -> Calibration:
-        """Return the values without a measurement; settings left to `auto` are as simple as can be."""
+        """Return the result without a measurement: no costs, and an `async_depth` of 0 where it is `auto`."""
         return cls(async_depth=0 if parallel.async_depth == "auto" else parallel.async_depth)
 
 
@@ -59,10 +67,14 @@ class _Case:
 def calibrate(
     executor: Executor, config: CoreConfig, kv_plan: KVPlan, clock: Callable[[], float], *, epoch: int = 0
 ) -> Calibration:
-    """Measure steps if plans may be sized by time: if no rank's numbers depend on the size of a plan.
+    """Measure the stages with made-up plans, and return the result.
+
+    Nothing is measured if the numbers that some rank computes depend on the size of a plan. Sizing plans by
+    time would then change tokens.
 
     Args:
         executor: a started executor; no plan has been submitted yet.
+        kv_plan: what the ranks reported at start, and the number of KV blocks.
         clock: monotonic seconds.
         epoch: the epoch that the executor was started for.
 

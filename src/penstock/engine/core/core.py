@@ -1,9 +1,10 @@
-"""The engine core: keeps the pipe full, and turns results into updates.
+"""The engine core: keeps the stages busy with plans, and turns their results into updates for clients.
 
-One object between a `Scheduler` and an `Executor`. A process loop (`engine.core.core_process`), a thread or a
-test calls `step` after any event (a result came, a request came, `next_wakeup` passed); every call first
-settles the results that have come and then submits plans until the pipe is full or no request may run. Never
-sleeps on its own, starts nothing, and reads only the injected clock.
+One object between a `Scheduler`, which makes plans, and an `Executor`, which runs them on the ranks. A
+process loop (`engine.core.core_process`), a thread or a test calls `step` after any event (a result came, a
+request came, `next_wakeup` passed); every call first settles the results that have come and then submits
+plans until the pipe is full or no request may run. Never sleeps on its own, starts nothing, and reads only
+the injected clock.
 """
 
 from __future__ import annotations
@@ -36,23 +37,23 @@ _DRAFT_POLL_S = 0.002  # where only results can be waited for
 
 
 class EngineCore:
-    """The core of one pipeline, which drives it from call to call.
+    """The core of one pipeline, which submits plans and settles results whenever `step` is called.
 
     Args:
-        scheduler: decides; this core is its only caller.
+        scheduler: makes the plans; this core is its only caller.
         executor: has been started; runs plans in order and returns one result per plan, in order.
-        parallel: gives the largest depth (rows D1, S8).
+        parallel: gives the largest number of plans in flight (rows D1, S8).
         clock: monotonic seconds.
-        calibration: where steps begin, how many plans are issued ahead, and what goes on learning.
-        recovers: whether a broken pipe will be joined again (`enter_epoch`); else its loss is the end.
-        stall_limit: how long a plan may be in the stages until the pipeline is lost.
-        wire: measures what is between the stages.
-        epoch: epoch that the executor was started for.
-        restarts: restarts of all processes before that epoch.
-        ranks: what the ranks have said of themselves, stage by stage.
+        calibration: step id of the first plan, how many plans are issued ahead, and what learns their costs.
+        recovers: whether a broken pipe will be connected anew (`enter_epoch`); else its loss is the end.
+        stall_limit: how long a plan may be in the stages until the pipeline counts as lost.
+        wire: measures the time of plans between the stages.
+        epoch, restarts: the executor's epoch (one set of connections), and process restarts before it.
+        ranks: what each rank reported when it had loaded, stage by stage.
+        vocab_size: token ids in results are below this.
 
     Attributes:
-        leave_s: how long stages may have needed for what was in them when the epoch was lost.
+        leave_s: seconds that stages may have needed for what was in them when the epoch was lost.
     """
 
     def __init__(
@@ -99,32 +100,32 @@ class EngineCore:
 
     @property
     def failure(self) -> ErrorInfo | None:
-        """The first cause, once the pipeline is lost; nothing is accepted or submitted from then on."""
+        """The error that ended the pipeline for good, or None; after it nothing is accepted or submitted."""
         return self._failure
 
     @property
     def loss(self) -> ErrorInfo | None:
-        """The reason why the pipe is broken, until a step has crossed it again. Requests wait meanwhile."""
+        """The reason why the pipe is broken, or None; requests wait until a step has crossed it again."""
         return self._loss
 
     @property
     def epoch(self) -> int:
-        """The present epoch, or between two epochs the one that is over."""
+        """The number of the present epoch, or between two epochs that of the one that is over."""
         return self._epoch
 
     @property
     def numeric_classes(self) -> list[str]:
-        """The numeric class of each rank, stage by stage, in the newest epoch that was entered."""
+        """The numeric class of each rank, stage by stage; ranks of one class compute the same bits."""
         return [rank.numeric_class for rank in self._ranks]
 
     @property
     def has_pipe(self) -> bool:
-        """Whether there is an epoch to submit plans in."""
+        """Whether ranks are connected, so that plans can be submitted; not so between two epochs."""
         return self._executor is not NO_EXECUTOR
 
     @property
     def is_idle(self) -> bool:
-        """Whether no request is alive and every slot is empty (row F8), so that checks are possible."""
+        """Whether there are no requests and no plans in flight (row F8); invariants can then be checked."""
         return not self._scheduler.has_requests and len(self._steps) == 0
 
     @property
@@ -133,35 +134,35 @@ class EngineCore:
 
     @property
     def steps_in_flight(self) -> tuple[int, int]:
-        """The half-open range of the steps in flight; it changes when one is settled or submitted.
+        """The ids of the oldest step in flight and of the next one to submit.
 
-        A loop over edge-triggered descriptors calls `step` until this stays the same.
+        A loop over edge-triggered descriptors calls `step` until this pair stays the same.
         """
         return self._steps.oldest_step, self._steps.next_step
 
     def add_request(
         self, request: GenerationRequest, output_ids: Sequence[int] | None = None, num_scores: int = 0
     ) -> None:
-        """Queue a request; the next `step` may run it, on from what a lost core has given it.
+        """Queue a request; the next `step` may run it.
 
-        Raises:
-            InvalidRequestError, OverloadedError: it is refused, as `Scheduler.add_request` says.
-            PenstockError: the pipeline is lost; the error is its first cause.
+        `output_ids` and `num_scores` are tokens, and a number of prompt log-probabilities, that a lost core
+        returned for it. Raises `InvalidRequestError` or `OverloadedError` to refuse it, or the cause if the
+        pipeline is lost.
         """
         if self._failure is not None:
             raise error_from_info(self._failure)
         self._scheduler.add_request(request, output_ids, num_scores)
 
     def abort(self, request_id: str) -> bool:
-        """End a request in any state; no update of it follows (row D13). Return False if there is none."""
+        """End a request in any state; no update of it follows (row D13). Returns False if there is none."""
         return self._scheduler.abort_request(request_id)
 
     def operate(self, ticket: Ticket, operation: Operation) -> list[RequestUpdate]:
-        """Put an operation into force; see `OperationsInForce.accept`."""
+        """Put an admin operation into force, and return the last update of each request that it ends."""
         return self.operations.accept(ticket, operation, self._steps.next_step)
 
     def step(self, timeout_s: float = 0.0) -> list[RequestUpdate]:
-        """Settle the results that have come, then fill the pipe (row D2).
+        """Settle the results that have come, then submit plans until the pipe is full (row D2).
 
         Args:
             timeout_s: when nothing has come and plans are in flight, wait this long for a result at most.
@@ -188,10 +189,10 @@ class EngineCore:
         return updates
 
     def lose_epoch(self, error: ErrorInfo, *, ends: EndedRequests = "none") -> list[RequestUpdate]:
-        """Give up the steps in flight, `error` being the cause; requests keep their tokens and wait.
+        """Give up connections and steps in flight for this error; requests keep their tokens and wait.
 
         Args:
-            ends: requests that end with the error; if any do, it may be long until there is a pipe again.
+            ends: which requests (none, started or all) end with the error instead of waiting.
 
         Returns:
             The last update of each request that ends.
@@ -218,12 +219,12 @@ class EngineCore:
         restarts: Restarts = NO_RESTARTS,
         ranks: Sequence[RankLoaded] = (),
     ) -> None:
-        """Go on over a pipe that was joined again; the probe that proves it is due at once.
+        """Go on over ranks that are connected anew; a probe (a plan without requests) is due at once.
 
         Args:
             executor: has been started, for plans from `steps_in_flight[1]` of this epoch.
-            restarts: up to this epoch.
-            ranks: of this epoch.
+            restarts: how often processes were started again up to this epoch.
+            ranks: what each rank has reported in this epoch, stage by stage.
         """
         assert not self.has_pipe, "the previous epoch has not ended"
         self._epoch, self._executor, self._restarts = epoch, executor, restarts
@@ -231,18 +232,18 @@ class EngineCore:
         self._steps.expect_probe()
 
     def fail(self, error: ErrorInfo) -> list[RequestUpdate]:
-        """Give the pipeline up, with `error` as the first cause; return one last update for each request."""
+        """End the pipeline for good with this error, and return one last update for each request."""
         self._failure = error
         self._steps.give_up()
         return self._scheduler.fail_all(error)
 
     def close(self) -> None:
-        """Close the store and the drafters; the executor belongs to the caller."""
+        """Close the KV store and the drafters, which guess tokens ahead. The caller closes the executor."""
         self._scheduler.prefixes.close()
         self._scheduler.windows.close()
 
     def wait_sources(self) -> Sequence[int]:
-        """Return descriptors beside the executor's that become readable when `step` has work."""
+        """Return the file descriptors beside the executor's that become readable when `step` has work."""
         return self._scheduler.windows.wait_sources() if self._failure is None else ()
 
     def next_wakeup(self) -> float:
@@ -279,19 +280,19 @@ class EngineCore:
         )
 
     def stage_times(self) -> list[StageTimes]:
-        """Return the newest report of each stage; none between two epochs."""
+        """Return the newest report of each stage's use of time; empty between two epochs."""
         return self._executor.reports.stage_times()
 
     def spans(self) -> list[StageSpans]:
-        """Return what each stage did lately, for a trace."""
+        """Return the timed work of each stage's first rank in the last seconds, for a trace."""
         return self._executor.reports.spans()
 
     def rank_spans(self, seen: Container[SpansKey]) -> list[StageSpans]:
-        """Return what each rank did since the reports in `seen`, for a live view."""
+        """Return the timed work of each rank since its report whose key is in `seen`, for a live view."""
         return self._executor.reports.rank_spans(seen)
 
     def check_invariants(self) -> None:
-        """Assert that the parts agree. For tests, and when idle."""
+        """Assert that scheduler and steps in flight are consistent. For tests, and when idle."""
         self._steps.check_invariants()
         self._scheduler.check_invariants()
 

@@ -1,4 +1,4 @@
-"""Makes scheduler and core over ranks that have come, and proves that a step crosses all of them.
+"""Builds scheduler and core once ranks are connected, and proves that a step crosses all stages.
 
 Called by the core's process and by callers that run a core in a thread. Torch-free.
 """
@@ -73,13 +73,15 @@ def build_core(
     guides: NoGuides | None = None,
     recorder: NoRecorder = NO_RECORDER,
 ) -> tuple[EngineCore, Scheduler]:
-    """Return scheduler and core over an executor that has been started; the stages are measured first.
+    """Return core and scheduler over an executor that has been started; the stages are measured first.
 
     Args:
-        recorder: all that scheduler and core read passes there. It is the core's.
+        kv_plan: what the ranks reported at start, and the number of KV blocks.
+        recovers: whether a broken pipe will be connected anew; else its loss is the end.
         drafting: the process of the draft model where its owner has started it before; it need not be ready.
-            Otherwise it is started here, and is the core's.
-        guides: of requests with a grammar; None: they are opened here (`open_guides`).
+            Otherwise it is started here if the config has one, and belongs to the core.
+        guides: keep guesses for requests within their grammars; None: they are opened here (`open_guides`).
+        recorder: records what scheduler and core read, for a replay; belongs to the core.
     """
     with ExitStack() as undone:
         if drafting is None and (drafting := start_drafting(config)) is not None:
@@ -148,19 +150,23 @@ def _drafter(config: CoreConfig, drafting: DrafterChild | None, clock: Callable[
 
 
 def start_drafting(config: CoreConfig) -> DrafterChild | None:
-    """Start the process of the draft model, if there is one: it loads while the ranks do."""
+    """Start the process of the draft model and return it without waiting.
+
+    Returns None if no draft model is configured.
+    """
     return None if config.drafter is None else DrafterChild(config.drafter)
 
 
 def depth_and_wire(
     parallel: ParallelConfig, costs: CostModel | None, *, num_links: int
 ) -> tuple[PlanDepth, AnyWireTimes]:
-    """Return the depth that decides how many plans fill the pipe, and what measures the wires for it.
+    """Return what decides how many plans fill the pipe, and what measures the links between hosts for it.
 
-    Where no more plans may be in flight than stages need, nothing is measured.
+    Where no more plans may be in flight than there are stages, the number is fixed and nothing is measured.
 
     Args:
-        num_links: between hosts, on the way through the stages.
+        costs: learnt costs of the stages; None: they are not known.
+        num_links: links between hosts that a plan crosses on its way through the stages.
     """
     num_stages = parallel.pipeline_parallel_size
     largest = parallel.depth - parallel.max_async_depth
@@ -171,11 +177,13 @@ def depth_and_wire(
 
 
 def open_guides(config: CoreConfig, *, at_once: bool = True) -> NoGuides:
-    """Return what guides the guesses of requests with a grammar.
+    """Return the guides, which keep tokens that are guessed ahead within the grammar of their request.
+
+    Where nothing is guessed, they do nothing.
 
     Args:
-        at_once: open the vocabulary, which holds up everything in this process, maybe for seconds; else the
-            first request with a grammar does.
+        at_once: read the vocabulary now, which holds up everything in this process, maybe for seconds; else
+            the first request with a grammar does.
     """
     if not (config.speculation.is_on and config.model_path):
         return NO_GUIDES
@@ -269,7 +277,7 @@ def _tier(config: CoreConfig, allocator: BlockAllocator, clock: Callable[[], flo
 
 
 def prove_stages(core: EngineCore) -> None:
-    """Send the first probe and wait until it has crossed every stage; raise the cause if it does not."""
+    """Send an empty plan and wait until it has crossed every stage; raise the cause if it does not."""
     while math.isinf(core.stats().last_result_age_s):
         core.step(timeout_s=HEARTBEAT_S)
         cause = core.failure or core.loss

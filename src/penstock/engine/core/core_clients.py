@@ -14,7 +14,7 @@ from penstock.request import GenerationRequest, RequestUpdate
 
 
 def refusals(request: GenerationRequest, error: PenstockError) -> list[RequestUpdate]:
-    """Return the only update of each sequence of a request that the core has not taken."""
+    """Return the updates that end a request which the core refuses: one for each sequence, with the error."""
     info = error.info()
     return [
         RequestUpdate(request_id=sequence.request_id, finish_reason="error", error=info)
@@ -23,12 +23,12 @@ def refusals(request: GenerationRequest, error: PenstockError) -> list[RequestUp
 
 
 class CoreClients:
-    """Sends each client its updates.
+    """Knows the clients of a core and their requests, and sends each client its updates.
 
     Args:
-        socket: to all of them.
-        abort: ends a request whose client has gone.
-        stats: the core's numbers now, which ride on all updates.
+        socket: the core's end of the wire to all of them.
+        abort: called with the id of a request whose client has gone.
+        stats: returns the core's present statistics, which are sent with all updates.
     """
 
     def __init__(
@@ -46,7 +46,10 @@ class CoreClients:
         return list(self._owners)
 
     def welcome(self, client: bytes, messages: Sequence[CoreToClient]) -> None:
-        """Send a client that has said hello what it must know, and from now on what all get."""
+        """Send these messages to a client that has said hello.
+
+        From now on it also gets what is sent to all.
+        """
         # Known before it is sent anything: if it has gone already, `send` takes it out again.
         self._known.add(client)
         for message in messages:
@@ -54,19 +57,22 @@ class CoreClients:
         self.send(client, StepUpdates([], self._stats()))
 
     def own(self, client: bytes, request: GenerationRequest) -> None:
-        """Note that the sequences of a request belong to `client`."""
+        """Record that `client` gets the updates of all sequences of this request."""
         self._owners |= {sequence.request_id: client for sequence in request.alone()}
 
     def disown(self, request_id: str) -> None:
-        """Forget a request that no client waits for any more."""
+        """Forget which client a request belongs to, so that its updates are sent to none."""
         self._owners.pop(request_id, None)
 
     def refuse(self, client: bytes, request: GenerationRequest, error: PenstockError) -> None:
-        """Send the only updates of a request that the core has not taken."""
+        """Send a client the error with which the core refuses its request, for each of its sequences."""
         self.send(client, StepUpdates(refusals(request, error), self._stats()))
 
     def send_updates(self, updates: list[RequestUpdate]) -> None:
-        """Send each update to the client of its request."""
+        """Send each update to the client of its request.
+
+        Updates of a request without a client are dropped.
+        """
         by_client: dict[bytes, list[RequestUpdate]] = {}
         owners = self._owners
         for update in updates:
@@ -80,7 +86,7 @@ class CoreClients:
             self.send(client, StepUpdates(own_updates, stats))
 
     def beat(self) -> None:
-        """Send all clients the core's numbers."""
+        """Send all clients the core's statistics, which is also a sign of life."""
         self.send_all(StepUpdates([], self._stats()))
 
     def send_all(self, message: CoreToClient) -> None:
@@ -89,7 +95,10 @@ class CoreClients:
             self.send(client, message)
 
     def send(self, client: bytes, message: CoreToClient) -> None:
-        """Send a message; if the client has gone, abort its requests, which it cannot do itself (row R13)."""
+        """Send a client a message.
+
+        If it has gone, abort its requests, which it cannot do itself (row R13).
+        """
         if self._socket.send(client, message):
             return
         self._known.discard(client)

@@ -1,7 +1,7 @@
 """The engine core as a process: `python -m penstock.engine.core.core_process`.
 
-Joins the first epoch to which all ranks come, proves the stages and serves clients until it is told to stop.
-Started by the supervisor. Torch-free.
+It connects to the ranks, in the first epoch to which all of them come, proves that a step crosses all stages,
+and serves clients until the supervisor tells it to stop. Started by the supervisor. Torch-free.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ def _start(
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the core, and return the exit code."""
+    """Run the engine core in this process until it is told to stop, and return the exit code."""
     with ExitStack() as closing:  # closed after a failure is reported: the ranks' end must not be seen first
         return run_child(
             entry_points.CORE,

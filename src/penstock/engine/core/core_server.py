@@ -52,16 +52,18 @@ class _Epoch(NamedTuple):
 
 
 class CoreServer:
-    """The server of the clients of one core, which recovers, until the supervisor says stop.
+    """Serves the clients of one core and steps it, also over losses of ranks, until the supervisor says stop.
 
     Args:
         core: in the epoch of its executor.
         executor: executor of the core.
+        socket: the core's end of the wire to its clients.
         welcome: message to a client that says hello.
         control: messages from the supervisor.
         join: makes the executor of another epoch, which is then started.
-        beat: called whenever the loop turns.
-        report: called when the core leaves an epoch by itself, and when it has come through another one.
+        beat: called whenever the loop turns, as a sign of life.
+        report: called with an event for the supervisor: the core leaves an epoch by itself, has come through
+            another one, or has found a link to be slow or well again.
     """
 
     def __init__(
@@ -93,7 +95,7 @@ class CoreServer:
         self._last_beat = clock()
 
     def run(self) -> None:
-        """Serve until the supervisor says stop."""
+        """Serve clients in this thread until the supervisor says stop."""
         while True:
             ready = self._socket.wait([*self._sources, *self._core.wait_sources()], self._patience())
             if self._control.fileno() in ready and not self._obey(self._control.receive()):
@@ -108,7 +110,7 @@ class CoreServer:
             self._tell_supervisor()
 
     def shutdown(self) -> None:
-        """End the ranks, and close the core."""
+        """Let the ranks leave, and close the core."""
         self._executor.shutdown()
         self._core.close()
 

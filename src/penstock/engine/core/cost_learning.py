@@ -1,6 +1,6 @@
-"""Learns the costs of plans from the reports of the stages.
+"""Learns the costs of plans, the seconds that stages take for them, from the reports of the stages.
 
-`engine.core.calibration` and `engine.core.core` tell which plans they submit, and hand over what the stages
+`engine.core.calibration` and `engine.core.core` report which plans they submit, and hand over what the stages
 report; `scheduler.cost_model` learns. Knows no executor.
 """
 
@@ -22,7 +22,13 @@ _MAX_SAMPLES = 128  # of one report: a tiny model makes thousands of steps a sec
 
 
 class StepTimes(NamedTuple):
-    """The time that one stage spent on one step, in seconds, without waiting."""
+    """The time that one stage spent on one step, in seconds, without waiting.
+
+    Attributes:
+        forward_s: in the layers.
+        sample_s: in the vocabulary head and sampling, on the last stage.
+        overhead_s: taking inputs, copying hidden states, and sending results.
+    """
 
     step: int
     forward_s: float
@@ -31,7 +37,7 @@ class StepTimes(NamedTuple):
 
     @property
     def seconds(self) -> float:
-        """The sum of all parts."""
+        """The sum of the three times."""
         return self.forward_s + self.sample_s + self.overhead_s
 
 
@@ -49,25 +55,25 @@ class _Told(NamedTuple):
 
 
 class NoCosts:
-    """A learner that learns nothing, where plans are not sized by time."""
+    """The null `CostLearner`, where plans are not sized by time: it learns nothing."""
 
     model = None
 
     def submitted(self, plan: ScheduledBatch, *, alone: bool) -> None:
-        """Do nothing."""
+        """Do nothing, since no costs are learnt."""
 
     def follow(self, now: float, spans: Callable[[], Sequence[StageSpans]]) -> None:
-        """Do nothing."""
+        """Do nothing, since no costs are learnt."""
 
 
 NO_COSTS = NoCosts()
 
 
 class CostLearner:
-    """Teaches a cost model.
+    """Teaches a cost model how long stages take for plans, from the plans submitted and the stages' reports.
 
-    In the sampling phase, rows with a grammar or a pooling wait for masks and add up states, which is not a
-    cost of the head: of steps with such a row only the rest is learnt.
+    In the sampling phase, requests with a grammar wait for masks, and those to be pooled add up states, which
+    is not a cost of the head. Of steps with such a request the sampling time is not learnt.
 
     Args:
         model: the cost model to teach.
@@ -81,7 +87,11 @@ class CostLearner:
         self._seen_ns: dict[int, int] = {}  # by stage: when the newest report that was learnt from had begun
 
     def submitted(self, plan: ScheduledBatch, *, alone: bool) -> None:
-        """Record a plan that is on its way. `alone`: only one stage at a time computes for it."""
+        """Record a plan that is submitted now, so that its times can be learnt from when stages report them.
+
+        Args:
+            alone: only one stage at a time computes, since no other plan with work is in flight.
+        """
         self._special_rows.difference_update(plan.freed_rows, [new.row for new in plan.new_rows])
         self._special_rows |= {new.row for new in plan.new_rows if _is_special(new)}
         # What waits for the store, or scores prompts, says nothing of other plans.
@@ -93,7 +103,14 @@ class CostLearner:
             del self._steps[next(iter(self._steps))]
 
     def follow(self, now: float, reports: Callable[[], Sequence[StageSpans]]) -> None:
-        """Learn from what is reported, about as often as stages do; `now`: clock seconds."""
+        """Learn from the stages' reports if `LEARN_INTERVAL_S` has passed since the last time.
+
+        Else do nothing.
+
+        Args:
+            now: clock seconds.
+            reports: returns what the stages have reported.
+        """
         if now >= self._next_at:
             self._next_at = now + LEARN_INTERVAL_S
             self.learn(reports())
@@ -120,7 +137,11 @@ def _is_special(new: NewRow) -> bool:
 
 
 def step_times(report: StageSpans, wanted: Container[int] | None = None) -> Iterator[StepTimes]:
-    """Yield the steps with tokens of one report; of these only the wanted ones, if some are named."""
+    """Yield the times of each step with tokens in one report.
+
+    Args:
+        wanted: ids of the only steps to yield; None: all.
+    """
     ends = [index for index, _, _ in report.steps[1:]] + [len(report.phases)]
     for (begin, step, num_tokens), end in zip(report.steps, ends, strict=True):
         if num_tokens == 0 or (wanted is not None and step not in wanted):

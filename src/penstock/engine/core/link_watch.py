@@ -4,18 +4,18 @@
     receiver         waits ...............................|copies frame 7 out of it|
                                     ▲ latency ▲ carrying ▲
 
-No clock is read on the way: the reports that make traces say when a frame was handed to the link and when
-the next stage had it (`engine.core.pipe_watch` puts both on one clock). Plans without tokens, the probes,
-tell the latency of the way. What a frame with tokens takes beyond that its bytes take; a frame that was sent
-while the one before was still on its way begins when that one has come. Frames that follow each other so are
-a run, and a run is compared with what it would take at the measured speed:
+No clock is read on the way: the reports that make traces say when a frame, the hidden states of one plan, was
+handed to the link and when the next stage had it (`engine.core.pipe_watch` puts both on one clock). Plans
+without tokens, the probes, tell the latency of the link. What a frame with tokens takes beyond that is the
+time of its bytes; it begins when the frame before has come, if that was still on its way. Frames that follow
+each other so are a run, and a run is compared with what it would take at the measured speed:
 
-- slow: more than twice as long at least;
-- well: not more than twice as long at most;
+- slow: it took more than twice as long, even if all doubts are in its favour;
+- well: it took not more than twice as long, even if all doubts are against it;
 - neither: too few bytes to tell. An idle link is not judged.
 
 Only frames count that the receiver has waited for: when a frame came that a busy receiver took late cannot be
-knows.
+known.
 
 A link becomes slow when all runs were slow in some windows of time in a row, and is well again likewise, so
 that a stall, or other traffic for some seconds, changes nothing.
@@ -65,7 +65,7 @@ class _Passage(NamedTuple):
 
 
 def passages_of(report: StageSpans) -> Iterator[_Passage]:
-    """Yield the steps of a report that copied something from a link or to one."""
+    """Yield when each step of a report that crossed a link came to the stage, and when it was sent on."""
     ends = [index for index, _, _ in report.steps[1:]] + [len(report.phases)]
     starts_ns = list(accumulate(report.durations_ns, initial=report.start_ns))
     for (begin, step, num_tokens), end in zip(report.steps, ends, strict=True):
@@ -206,7 +206,7 @@ class _Hop:
 
 
 class LinkWatch:
-    """The links of one pipe that lead to another host, under watch."""
+    """Watches the links of one pipe that lead to another host, and judges whether they are slow."""
 
     def __init__(self) -> None:
         self._layout: object = None
@@ -215,7 +215,10 @@ class LinkWatch:
         self._newest: dict[int, int] = {}  # by stage: the last step that was looked at
 
     def lay(self, hosts: PipeHosts) -> None:
-        """Take over the hosts that the pipe runs over; links that are as before go on."""
+        """Set the hosts that the stages run on.
+
+        If stages and links are as before, what is known of them stays.
+        """
         self._hosts = hosts
         layout = hosts.stages, hosts.links, hosts.token_bytes
         if layout != self._layout:
@@ -231,7 +234,11 @@ class LinkWatch:
             hop.spare_ns = SPARE_NS + hop.fuzz_ns + round(SPARE_TRIPS * 1e9 * link.round_trip_s)
 
     def follow(self, reports: Sequence[StageSpans]) -> list[LinkJudged]:
-        """Learn from the stages' reports, on one clock; return the links whose state has changed."""
+        """Learn from the stages' reports, and return the links that have become slow, or are well again.
+
+        Args:
+            reports: with times of one clock; those that were seen before are skipped.
+        """
         passages = self._new_passages(reports)
         judged = []
         for stage, (hop, link) in self._hops.items():

@@ -7,7 +7,7 @@
 
 Waiting requests are not refused: they start when memory is back, or wait until the queue's limits end them.
 Asked by `scheduler.scheduler` for every plan; looks once a second at most, at the memory of the core's host
-and at what the stages on CPUs have told of theirs.
+and at what the stages on CPUs have reported of theirs.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ _logger = logging.getLogger(__name__)
 
 
 class MemoryGate(StartGate):
-    """A gate that shuts while a host has less memory left than a limit.
+    """A gate that lets no waiting request start while a host has less free memory than a limit.
 
-    It opens again when the host has a quarter more than that.
+    It opens again when every host has a quarter more than that.
 
     Args:
         min_bytes: the limit.
@@ -35,7 +35,8 @@ class MemoryGate(StartGate):
         available: returns the bytes that the core's host can still give.
 
     Attributes:
-        told: returns the newest reports of the stages; their owner sets it.
+        reason: why it is shut; empty while it is open.
+        told: returns the newest reports of the stages; set by the gate's owner.
     """
 
     def __init__(self, min_bytes: int, clock: Callable[[], float], available: Callable[[], int]) -> None:
@@ -87,5 +88,5 @@ class MemoryGate(StartGate):
 def memory_gate(
     min_bytes: int, clock: Callable[[], float], available: Callable[[], int] = host_available_bytes
 ) -> MemoryGate | None:
-    """Return the gate of a core, or None if the limit is 0 and no request is held back."""
+    """Return the gate that holds requests back while memory is short, or None if the limit is 0."""
     return MemoryGate(min_bytes, clock, available) if min_bytes else None

@@ -4,7 +4,7 @@
                                     no copy is under way that was        has crossed all stages
                                     when the cache was flushed
 
-When no plan is in flight, one without rows is sent for that purpose. A stage that is lost in between delays
+When no plan is in flight, an empty one is sent for that purpose. A stage that is lost in between delays
 the end: the first plan of the next epoch serves as well. Belongs to `engine.core.core`; knows no clock.
 """
 
@@ -49,11 +49,11 @@ class _Open:
 
 
 class OperationsInForce:
-    """The operations that are in force, and those that have come to their end.
+    """The administrator's operations that a core has accepted, until their results are taken.
 
     Args:
         scheduler: carries them out.
-        pace: pace of the plans.
+        pace: limits how fast plans follow one another; `SlowDown` sets it.
     """
 
     def __init__(self, scheduler: Scheduler, pace: Pace) -> None:
@@ -67,7 +67,7 @@ class OperationsInForce:
         self._done: list[tuple[Ticket, OperationDone]] = []
 
     def accept(self, ticket: Ticket, operation: Operation, next_step: int) -> list[RequestUpdate]:
-        """Put an operation into force.
+        """Put an operation into force at once.
 
         Args:
             ticket: identifies the operation when it is done.
@@ -105,7 +105,7 @@ class OperationsInForce:
 
     @property
     def sessions(self) -> Sessions:
-        """The open sessions."""
+        """The open cache sessions, each of which keeps the KV blocks of its requests."""
         return self._scheduler.prefixes.sessions
 
     @property
@@ -115,7 +115,7 @@ class OperationsInForce:
 
     @property
     def wants_plan(self) -> bool:
-        """Whether a plan should go out, even without rows, when none is in flight."""
+        """Whether an operation waits only for a plan to cross all stages; an empty one will do."""
         self._note_quiet()
         return len(self._open) > len(self._unquiet)
 
@@ -125,7 +125,13 @@ class OperationsInForce:
         return any(isinstance(entry.operation, StartProfile | StopProfile) for entry in self._open)
 
     def settled(self, step_id: int, next_step: int) -> None:
-        """Note that the plan of this step has crossed all stages, and that its result is known."""
+        """Record that the plan of this step has crossed all stages.
+
+        Operations that waited for it are complete.
+
+        Args:
+            next_step: id of the next step to be planned.
+        """
         for entry in [*self._open]:
             if entry.proving_step is not None and entry.proving_step <= step_id:
                 self._finish(
@@ -135,7 +141,7 @@ class OperationsInForce:
         self._note_quiet()
 
     def take_done(self) -> list[tuple[Ticket, OperationDone]]:
-        """Return what has come to its end since the last call, with its tickets."""
+        """Return the results of the operations that have ended since the last call, each with its ticket."""
         done, self._done = self._done, []
         return done
 

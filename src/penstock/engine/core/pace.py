@@ -14,10 +14,13 @@ from collections.abc import Callable
 
 
 class Pace:
-    """The least interval between two plans with work.
+    """The least interval between two plans with work. Probes, which have none, are not held up.
 
     Args:
         clock: monotonic seconds.
+
+    Attributes:
+        interval_ms: the interval; 0 sets no limit.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:

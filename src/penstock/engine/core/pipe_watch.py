@@ -1,8 +1,8 @@
-"""Keeps the hosts of the stages, and puts what all stages report on one clock.
+"""Knows the hosts that the stages run on, and puts what all stages report on one clock.
 
-A stage reports instants of its own host's clock. The supervisor tells by how much that of each host differs
-from the head's (`process.pipe_hosts`), and here the reports are shifted by it, so that a trace shows what
-followed what, and the links between the hosts can be watched (`engine.core.link_watch`). Used by
+A stage reports instants of its own host's clock. The supervisor tells by how much the clock of each host
+differs from the head's (`process.pipe_hosts`), and here the reports are shifted by it. A trace then shows
+what followed what, and the links between the hosts can be watched (`engine.core.link_watch`). Used by
 `engine.core.core_server`.
 """
 
@@ -20,7 +20,7 @@ from penstock.process.pipe_hosts import NO_PIPE_HOSTS, PipeHosts
 
 
 class PipeWatch:
-    """The known facts about the hosts of the pipe."""
+    """Knows the hosts of the stages as reported by the supervisor, and which links between them are slow."""
 
     def __init__(self) -> None:
         self._told = NO_PIPE_HOSTS
@@ -28,20 +28,29 @@ class PipeWatch:
         self._slow: dict[tuple[str, str], float] = {}  # bytes per second, by sender and receiver
 
     def note(self, hosts: PipeHosts) -> None:
-        """Take what the supervisor says. If links have changed, nothing is known yet of the new ones."""
+        """Take the supervisor's newest report of the hosts.
+
+        If their links have changed, none counts as slow.
+        """
         if hosts.links != self._told.links:
             self._slow.clear()
         self._told = hosts
         self._links.lay(hosts)
 
     def shown(self) -> list[PipeHosts]:
-        """Return what a client must know; nothing on one host."""
+        """Return the hosts for clients to show, with the reduced speeds of slow links.
+
+        It is a list of one; it is empty as long as nothing was reported, as on a single host.
+        """
         if not self._told.stages:
             return []
         return [msgspec.structs.replace(self._told, links=list(map(self._as_found, self._told.links)))]
 
     def follow(self, reports: Callable[[], Sequence[StageSpans]]) -> list[LinkJudged]:
-        """Return the links that have become slow, or are well again; to be called each second or so."""
+        """Learn from the stages' reports, and return the links that have become slow, or are well again.
+
+        To be called each second or so; `reports` returns the reports.
+        """
         if not self._told.links:
             return []
         judged = self._links.follow(self.aligned(reports()))
@@ -52,7 +61,7 @@ class PipeWatch:
         return judged
 
     def aligned(self, reports: Sequence[StageSpans]) -> list[StageSpans]:
-        """Return the reports of all stages in the head's time."""
+        """Return the reports with the shifts that put their times on the clock of the core's host."""
         if not self._told.stages:
             return list(reports)
         return [

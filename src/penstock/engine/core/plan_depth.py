@@ -1,7 +1,7 @@
 """Finds how many plans in flight keep every stage busy: one for each stage, and more for wires between.
 
-A plan is on its way for as long as all stages and all wires take for it, the way back included. Meanwhile the
-slowest of them could take other plans, so that the pipe is full with
+A plan is on its way for as long as all stages and all wires (links between hosts) take for it, the way back
+included. Meanwhile the slowest of them could take other plans, so that the pipe is full with
 
     (sum of stages + wires) / slowest        plans, rounded up: two stages of 10 ms and 30 ms of wire take 5
 
@@ -28,15 +28,17 @@ _MARGIN = 0.05  # of the number: the share of the slowest stage's time that anot
 
 
 class WireDepth:
-    """A depth of as many plans as stages and wires can hold.
+    """The number of plans in flight that fills all stages and the wires (links between hosts) between them.
+
+    It implements `scheduler.pacing.PlanDepth`.
 
     Args:
         num_stages: P, the least number.
-        largest: see `PlanDepth`.
+        largest: the most plans that may be in flight.
         costs: of the stages; None: they are not known, and what stages report counts.
 
     Attributes:
-        wire: written by what measures it.
+        wire: times of the wires; written by what measures them.
         reported: seconds of each stage for a plan, on average; written by what gets the reports.
         trip_s: seconds from a plan to its result, without queues; an average over the last plans.
     """
@@ -52,7 +54,10 @@ class WireDepth:
         self._costs = costs
 
     def planned(self, draft: PlanBuilder) -> None:
-        """See `PlanDepth`."""
+        """Choose the number anew, by the size of a plan that is issued now.
+
+        Implements `PlanDepth.planned`.
+        """
         num_tokens = sum(draft.num_tokens)
         stages = self._stage_seconds(draft, num_tokens) if num_tokens else []
         if not stages:

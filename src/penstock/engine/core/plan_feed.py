@@ -24,14 +24,14 @@ _HELD = PlanMeta(held=True)
 
 
 class PlanFeed:
-    """Submits plans to an executor.
+    """Gets plans from the scheduler and submits them to an executor, while the pipe has room.
 
     Args:
         steps: steps in flight; what is submitted joins them.
         pace: how fast plans may follow one another.
-        operations: say what ranks are asked for besides.
+        operations: say whether ranks report their times after the next plan.
         calibration: how many plans are issued ahead, and what learns from them.
-        wire: measures what is between the stages, and for that wants the pipe empty now and then.
+        wire: measures the time between the stages, and for that wants the pipe empty now and then.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class PlanFeed:
 
     @property
     def interval_ms(self) -> int:
-        """The least time between two plans with work; 0: an administrator has not slowed the engine."""
+        """The least time between two plans with work, which an administrator may set; 0 sets no limit."""
         return self._pace.interval_ms
 
     def next_wakeup(self) -> float:
@@ -61,7 +61,7 @@ class PlanFeed:
         return self._pace.next_wakeup()
 
     def fill(self, executor: Executor, epoch: int) -> None:
-        """Submit plans until the pipe is full or no request may run."""
+        """Submit plans until the pipe is full, no request may run, or the pace allows no more."""
         if self._wire.wants_look and not self._look(executor, epoch):
             return
         while len(self._steps) < self._scheduler.useful_depth + self._calibration.async_depth:
@@ -78,11 +78,14 @@ class PlanFeed:
         self._meta = _HELD
 
     def probe(self, executor: Executor, epoch: int) -> None:
-        """Submit a plan without rows, which proves the stages alive."""
+        """Submit a probe, a plan without requests; its result proves that all stages work."""
         self._submit(self._scheduler.plan_probe(self._steps.next_step), executor, epoch)
 
     def learn(self, now: float, executor: Executor) -> None:
-        """Learn what plans and wires cost from the stages' reports; `now`: clock seconds."""
+        """Learn what plans and wires (links between hosts) cost from the stages' reports.
+
+        `now`: clock seconds.
+        """
         self._calibration.costs.follow(now, executor.reports.spans)
         self._wire.follow(now, executor.reports)
 

@@ -33,12 +33,12 @@ Result = TypeVar("Result")
 
 
 class RecordedCore(EngineCore):
-    """A core that reports each call to a recorder.
+    """An `EngineCore` that reports each call, and the updates that it returns, to a recorder.
 
     Args:
-        recorder: takes the calls; all that this core reads has passed there, and the call in which it is made
-            ends with its making.
-        parts: of the core, as `EngineCore` takes them.
+        recorder: takes the calls. The core's clock and executor report to it too. The record of the core's
+            making, which was begun before, ends here.
+        parts, settings: arguments of `EngineCore`.
     """
 
     def __init__(self, recorder: DecisionRecorder, *parts: Any, **settings: Any) -> None:

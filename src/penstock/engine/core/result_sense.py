@@ -1,8 +1,8 @@
-"""Checks that the result of a step can be used, whatever the last stage computes it on.
+"""Checks that the result of a step makes sense, whatever machine the last stage runs on.
 
 Whether it is the right one, and complete, is checked with its plan (`engine.core.steps_in_flight`). Here is
-what holds for each result: ids of the vocabulary for rows that have not failed, and lists that fit together.
-What the scheduler and the clients do with it then needs no checks.
+checked what holds for each result: ids of the vocabulary for rows that have not failed, and lists that fit
+together. The scheduler and the clients then need no checks.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _FLOAT_BYTES = 4
 
 
 def require_sense(result: StepResult, vocab_size: int, stage: int) -> None:
-    """Raise `ProtocolError` if the result cannot be used.
+    """Raise `ProtocolError` if the result has ids that no token has, or lists that do not fit together.
 
     Args:
         vocab_size: of the model.

@@ -4,7 +4,7 @@ Without `--step-timeout` the limit follows what plans have taken: twenty times t
 least five seconds. A plan larger than all that were seen is taken to cost as much a token as the largest of
 them; until one with tokens has crossed, the limit is that of a slow machine. Time in which the core itself
 stood still does not count: the machine may have been suspended, and the stages with it. Decides by numbers
-that `engine.core.steps_in_flight` tells; no clock here.
+that `engine.core.steps_in_flight` passes in; no clock here.
 """
 
 from __future__ import annotations
@@ -22,32 +22,36 @@ AFTER_LOSS = 4.0  # a plan that was too slow once may take so many times as long
 
 
 class StallLimit(Protocol):
-    """The limit on how long a plan may take; sizes are tokens, times are clock seconds."""
+    """The limit on how long a plan may take in the stages. Sizes are tokens, times are clock seconds."""
 
     def seconds(self, num_tokens: int) -> float:
-        """Return how long a plan of this size may take."""
+        """Return how many seconds a plan of this size may take until the pipeline counts as lost."""
 
     def leave_s(self, num_tokens: int) -> float:
-        """Return how long stages may go on that have a plan of this size when it is given up."""
+        """Return how many seconds stages may take to stop after a plan of this size was given up."""
 
     def look(self, now: float) -> float:
-        """Return since when waiting counts. Called at each look of the core."""
+        """Record that the core is awake now, and return the time before which waiting does not count.
+
+        That time is later than usual if the core itself has stood still. Called whenever the core looks at
+        its steps.
+        """
 
     def next_look(self, now: float) -> float:
-        """Return when the core should look again, even if nothing happens."""
+        """Return the time at which the core should look at its steps again, even if nothing happens."""
 
     def crossed(self, num_tokens: int, submitted_at: float, now: float) -> None:
-        """Note that a plan has crossed all stages."""
+        """Record that a plan of this size, submitted at that time, has crossed all stages now."""
 
     def exceeded(self, num_tokens: int) -> None:
-        """Note that a plan of this size has taken too long."""
+        """Record that a plan of this size has taken too long; it may get more time when it comes again."""
 
 
 class FixedLimit:
-    """A limit that is the same for every plan, as the user has asked.
+    """A limit that is the same for every plan, as where the user has set one.
 
     Args:
-        limit_s: of silence with plans in flight.
+        limit_s: seconds without a result while plans are in flight.
     """
 
     def __init__(self, limit_s: float) -> None:
@@ -66,20 +70,20 @@ class FixedLimit:
         return math.inf
 
     def crossed(self, num_tokens: int, submitted_at: float, now: float) -> None:
-        """Do nothing."""
+        """Do nothing, since the limit never changes."""
 
     def exceeded(self, num_tokens: int) -> None:
-        """Do nothing."""
+        """Do nothing, since the limit never changes."""
 
 
 NO_LIMIT = FixedLimit(math.inf)
 
 
 class MeasuredLimit:
-    """A limit that follows what plans have taken.
+    """A limit that follows what earlier plans of the same size have taken: `SLOWNESS` times the slowest.
 
     Args:
-        unmeasured_s: the limit while no plan with tokens has crossed.
+        unmeasured_s: the limit in seconds while no plan with tokens has crossed.
     """
 
     def __init__(self, unmeasured_s: float) -> None:

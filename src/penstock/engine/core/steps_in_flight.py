@@ -29,7 +29,12 @@ STALL_PER_TOKEN_S = 0.05
 
 @dataclass(slots=True)
 class StepInFlight:
-    """A plan on its way through the stages."""
+    """A plan on its way through the stages.
+
+    Attributes:
+        num_sampled: requests of which a token is sampled in this step.
+        digest: the plan's checksum, which its result must bear.
+    """
 
     plan: ScheduledBatch
     num_sampled: int
@@ -38,16 +43,16 @@ class StepInFlight:
 
 
 class StepsInFlight:
-    """The steps that were submitted and are not settled.
+    """The steps that were submitted and are not settled: their results have not come, or are not handled yet.
 
     Args:
         parallel: gives the largest depth (rows D1, S8).
         first_step: step id of the first plan.
         clock: monotonic seconds.
-        stall_limit: how long a plan may take until the pipeline is lost.
+        stall_limit: how long a plan may take until the pipeline counts as lost.
         wire: is told of all plans, and when their results come.
-        concerned_by: returns the requests of a step, for messages.
-        vocab_size: of the model: no token has a number beyond it.
+        concerned_by: returns a text on the requests of a step, for messages.
+        vocab_size: token ids in results are below this.
     """
 
     def __init__(
@@ -85,30 +90,30 @@ class StepsInFlight:
 
     @property
     def awaited(self) -> list[int]:
-        """The orders that must be answered before the oldest step is settled."""
+        """The numbers of orders to load KV blocks that must be answered before the oldest step can settle."""
         return self._inflight.oldest().plan.awaited if len(self._inflight) else []
 
     def push(self, plan: ScheduledBatch) -> StepInFlight:
-        """Note a plan that is submitted now; the caller fills in its digest."""
+        """Add the step of a plan that is submitted now, and return it; the caller fills in its digest."""
         step = StepInFlight(plan, plan.need_sampled.count(True), self._clock())
         self._inflight.push(step)
         self._wire.submitted(plan)
         return step
 
     def add_results(self, results: Iterable[StepResult]) -> None:
-        """Keep results that have come until they are settled."""
+        """Keep results that have come, in step order, until `settle` takes them."""
         self._results += results
 
     @property
     def has_results(self) -> bool:
-        """Whether there is something to settle."""
+        """Whether results have come that are not settled."""
         return bool(self._results)
 
     def settle(self, epoch: int) -> tuple[ScheduledBatch, StepResult]:
-        """Remove the oldest step, and return its plan and its result.
+        """Remove the oldest step, and return its plan and its result, which must have come.
 
         Raises:
-            ProtocolError: it is not the result of that step.
+            ProtocolError: the result is not that of this step, or makes no sense.
         """
         result = self._results.popleft()
         # Checked while the step is still in the ring: errors name the requests of the oldest step there.
@@ -125,13 +130,13 @@ class StepsInFlight:
         self._last_result_at = self._clock()
 
     def give_up(self) -> None:
-        """Forget all steps: none of them will return. Step ids go on."""
+        """Forget all steps and results: no others will return. Step ids go on from where they were."""
         self._inflight.clear()
         self._results.clear()
         self._wire.forget()
 
     def expect_probe(self) -> None:
-        """Make a probe due at once."""
+        """Make a probe, an empty plan that tests the stages, due at once."""
         self._last_result_at = self._clock() - PROBE_INTERVAL_S
 
     def last_result_age_s(self) -> float:
@@ -139,18 +144,21 @@ class StepsInFlight:
         return self._clock() - self._last_result_at
 
     def stalled_s(self) -> float:
-        """Return the seconds since a result came or the oldest step was submitted; 0 if there is none."""
+        """Return the seconds for which a result has been owed; 0 if no step is in flight.
+
+        They count from the last settled result, or from when the oldest step was submitted if that is later.
+        """
         return self._clock() - self._waiting_since() if len(self._inflight) else 0.0
 
     def stall_limit_s(self) -> float:
-        """Return how long a healthy pipe may be silent now, in seconds.
+        """Return the seconds without a result after which the engine is shown as not ready.
 
-        An empty plan crosses at once, a large one does not.
+        They grow with the tokens of the oldest step: an empty plan crosses at once, a large one does not.
         """
         return STALL_BASE_S + STALL_PER_TOKEN_S * self._oldest_tokens()
 
     def check_progress(self) -> None:
-        """Raise `WaitTimeoutError` when the pipeline counts as lost."""
+        """Raise `WaitTimeoutError` if the oldest step has taken so long that the pipeline counts as lost."""
         counts_from = self._stall_limit.look(self._clock())
         if self._has_lost(counts_from):
             stalled_s = self.stalled_s()
@@ -162,17 +170,20 @@ class StepsInFlight:
             )
 
     def due(self) -> float:
-        """Return when the pipe counts as lost, or, if it is empty, when it is to be probed."""
+        """Return the clock time for the next look: whether the steps are stalled, or a probe is due."""
         if len(self._inflight) == 0:
             return next_beat(self._last_result_at, PROBE_INTERVAL_S)
         return min(self._waiting_since() + self.loss_limit_s(), self._stall_limit.next_look(self._clock()))
 
     def loss_limit_s(self) -> float:
-        """Return how long the oldest step, or an empty one, may take until the pipe counts as lost."""
+        """Return how many seconds the oldest step may take until the pipe counts as lost.
+
+        Without a step in flight, it is the limit of an empty plan.
+        """
         return self._stall_limit.seconds(self._oldest_tokens())
 
     def leave_s(self) -> float:
-        """Return how long stages may go on with what is in them, once it is given up.
+        """Return how many seconds stages may go on with the steps in flight, if these are given up now.
 
         It is the limit of the slowest plan: a stage may have begun with a chunk behind the oldest step.
         """

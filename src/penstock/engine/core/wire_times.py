@@ -2,15 +2,15 @@
 
     round trip of a plan = what its stages took + what the wires took + queues
 
-No clocks of two hosts are compared. A plan that is sent while no plan with tokens is in flight meets no
-queue: its round trip, less what the stages report that they took for it, is the time of the wires. Plans
-without tokens tell the latency, since they take the stages next to nothing; the others how much comes to it
-for each token. An idle engine sends one without tokens each second, its probe. A busy one lets the pipe run
-empty now and then, for about a hundredth of its time, and sends one first: a queue of its own making would
-look like a longer wire, more plans would make the queue longer, and a wire that has become faster would not
-be noticed.
+Wires are the links between hosts. No clocks of two hosts are compared. A plan that is sent while no plan with
+tokens is in flight meets no queue: its round trip, less what the stages report that they took for it, is the
+time of the wires. Plans without tokens tell the latency, since they take the stages next to nothing; the
+others tell how much comes to it for each token. An idle engine sends one without tokens each second, its
+probe. A busy one lets the pipe run empty now and then, for about a hundredth of its time, and sends one
+first: a queue of its own making would look like a longer wire, more plans would make the queue longer, and a
+wire that has become faster would not be noticed.
 
-The engine core tells of its plans, and `engine.core.plan_depth` is told what was measured.
+The engine core reports its plans here, and `engine.core.plan_depth` gets what was measured.
 """
 
 from __future__ import annotations
@@ -34,37 +34,37 @@ _MAX_UNREPORTED = 16  # plans that stages have not reported of yet
 
 
 class NoWireTimes:
-    """The times of a pipe without a wire between its stages: nothing is measured.
+    """The null `WireTimes`, where the number of plans in flight is fixed: nothing is measured.
 
     Attributes:
-        wants_look: as of `WireTimes`.
+        wants_look: always False.
     """
 
     wants_look = False
 
     def submitted(self, plan: ScheduledBatch) -> None:
-        """Do nothing."""
+        """Do nothing, since nothing is measured."""
 
     def crossed(self, plan: ScheduledBatch, seconds: float) -> None:
-        """Do nothing."""
+        """Do nothing, since nothing is measured."""
 
     def forget(self) -> None:
-        """Do nothing."""
+        """Do nothing, since nothing is measured."""
 
     def follow(self, now: float, reports: Reports) -> None:
-        """Do nothing."""
+        """Do nothing, since nothing is measured."""
 
 
 NO_WIRE_TIMES = NoWireTimes()
 
 
 class WireTimes:
-    """The measured times of the wires of one pipeline.
+    """Measures the latency and the time per token of the wires (links between hosts) of one pipeline.
 
     Args:
         depth: gets what is measured.
-        num_stages: P; each of them must have reported of a plan.
-        num_links: between hosts, each way through the stages.
+        num_stages: P; a plan tells something once each of them has reported on it.
+        num_links: links between hosts that a plan crosses on its way through the stages.
 
     Attributes:
         wants_look: no plan may be issued until the pipe is empty, and then one without tokens first.
@@ -87,7 +87,10 @@ class WireTimes:
         self._next_at = -math.inf  # clock seconds at which `follow` looks again
 
     def submitted(self, plan: ScheduledBatch) -> None:
-        """Note a plan that is sent now."""
+        """Record a plan that is sent now.
+
+        Its round trip will be measured if no plan with tokens is in flight.
+        """
         num_tokens = plan.total_tokens
         if self._num_working == 0:
             self._unqueued.add(plan.step_id)
@@ -95,7 +98,7 @@ class WireTimes:
         self._num_working += num_tokens > 0
 
     def crossed(self, plan: ScheduledBatch, seconds: float) -> None:
-        """Note a plan whose result has come, so many seconds after it was sent."""
+        """Record that the result of a plan has come, so many seconds after the plan was sent."""
         num_tokens = plan.total_tokens
         self._num_working -= num_tokens > 0
         if plan.step_id not in self._unqueued:
@@ -113,9 +116,9 @@ class WireTimes:
             del self._unreported[next(iter(self._unreported))]
 
     def forget(self) -> None:
-        """Forget the plans in flight, which will not return, and all samples: the wire may be another one.
+        """Forget the plans in flight, which will not return, and all samples, as the wires may be others now.
 
-        What they have told stands until there is a new one, which the first plan afterwards tells.
+        The times that were last passed on stay in force until the first plan afterwards gives new ones.
         """
         self.wants_look = True  # it costs nothing: the pipe is empty
         self._num_working = 0
@@ -126,7 +129,11 @@ class WireTimes:
         self._busy.clear()
 
     def follow(self, now: float, reports: Reports) -> None:
-        """Learn from what the stages report, about as often as they do; `now`: clock seconds."""
+        """Learn from the stages' reports if `FOLLOW_S` has passed since the last time; else do nothing.
+
+        Args:
+            now: clock seconds.
+        """
         if now < self._next_at:
             return
         self._next_at = now + FOLLOW_S

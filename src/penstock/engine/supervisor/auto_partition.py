@@ -1,4 +1,4 @@
-"""Implements `--partition auto`: ranks are measured, and the best split, in numbers, replaces `auto`.
+"""Implements `--partition auto`: ranks are measured, and the best split of the layers replaces `auto`.
 
 Called before `launch.resolve` by the supervisor and by `llm`, and by the command `plan`. Starts one measuring
 process per rank (`planner.measure`) unless the cache knows the costs; all have ended when it returns.
@@ -35,7 +35,10 @@ _QUANTIZED_ITEM_SIZES = {"int8": 1.0, "int4": 0.5}
 
 
 def settle_partition(config: EngineConfig, hosts: Hosts, reporter: Reporter) -> EngineConfig:
-    """Return the configuration with layers per stage in place of `auto`; any other as it is.
+    """Return the config with the number of layers of each stage in place of `--partition auto`.
+
+    A config without `auto`, or with one stage, is returned as it is. Otherwise ranks are measured, unless
+    their costs are known from an earlier start.
 
     Raises:
         UsageError: the mix cannot be read, or what `launch.resolve` raises.
@@ -53,7 +56,13 @@ def settle_partition(config: EngineConfig, hosts: Hosts, reporter: Reporter) -> 
 
 
 def choose_partition(config: EngineConfig, mix: Mix, hosts: Hosts, reporter: Reporter) -> PartitionChoice:
-    """Choose the split of several stages, from measured or remembered costs of the ranks."""
+    """Choose how many layers each of several stages gets, from the costs of the ranks.
+
+    The costs are measured now, or remembered from an earlier start.
+
+    Args:
+        mix: numbers of prompt and output tokens of a typical request, for which the split is to be good.
+    """
     resources = hosts.resources()
     plan = _plan_of_any_split(config, resources)
     configs = measure_configs(plan, config.scheduler.prefill_chunk, mix, resources)
@@ -99,7 +108,7 @@ def _with_free_memory(costs: StageCosts, rank: RankConfig, hosts: Sequence[HostR
 def measure_configs(
     plan: LaunchPlan, prefill_chunk: int, mix: Mix, hosts: Sequence[HostResources]
 ) -> list[MeasureConfig]:
-    """Return what each rank is to time."""
+    """Return for each rank the config of the process that measures it: which steps it is to time."""
     first = plan.ranks[0]
     context = mix.mean_length(first.max_model_len)
     longest = min(prefill_chunk, first.max_num_batched_tokens, first.max_model_len, _MAX_PREFILL_TOKENS)

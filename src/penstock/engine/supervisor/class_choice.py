@@ -1,7 +1,8 @@
 """Implements `--numeric-class`: checks that all ranks can compute in the class that was chosen.
 
-Called by `engine.supervisor.launch`, before a process starts. If the kernels of a host can be built for the
-class is only known there, by its ranks (`rank.compute_choice`).
+Ranks of one numeric class compute the same bits. Called by `engine.supervisor.launch`, before a process
+starts. Whether the kernels of a host can be built for the class is only known there, to its ranks
+(`rank.compute_choice`).
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ def require_class(
     """Raise `UsageError` if a class was chosen and a host cannot compute in it, or our kernels do not run.
 
     Args:
-        dtype: of the numbers.
-        devices: of each rank.
+        dtype: type of the numbers of weights and hidden states.
+        devices: device of each rank.
     """
     wanted = parallel.numeric_class
     if wanted == AUTO:

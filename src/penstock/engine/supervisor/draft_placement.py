@@ -1,7 +1,7 @@
-"""Decides where and how the draft model runs, once all of the served model is decided.
+"""Decides where and how the draft model, which guesses tokens ahead, runs beside the served model.
 
-It runs beside the core, in a process of its own, as a pipeline of one stage would: so
-`engine.supervisor.launch` decides it as it decides that. Called from there. Starts nothing.
+It runs next to the core in a process of its own, like a pipeline of one stage: so the code of
+`engine.supervisor.launch` decides its settings too. Called from there. Starts nothing.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ def drafter_config(
         spec, directory: of the served model.
         ranks: ranks that serve it, of all replicas.
         head: host of the core, with the memory that the weights of its ranks leave.
-        decide: decides everything about the only rank of an engine.
+        decide: returns the config of the only rank of an engine with one stage, on a host.
 
     Raises:
-        UsageError: it has another vocabulary, or a setting cannot be met.
+        UsageError: the draft model has another vocabulary, or a setting cannot be met.
         ModelError: it cannot be read.
         NotEnoughMemoryError: it does not fit beside the ranks.
     """
@@ -72,7 +72,7 @@ def drafter_config(
 
 
 def require_mtp(config: EngineConfig, spec: ModelSpec, directory: Path) -> None:
-    """Raise `UsageError` if the MTP layer of the served model is to guess, and it has none."""
+    """Raise `UsageError` if the model's own MTP layer is to guess tokens ahead, and it has none."""
     if config.speculation.method != "mtp":
         return
     own = "" if spec.implementation == "penstock" else ", with the layers of transformers"
@@ -90,7 +90,7 @@ def require_mtp(config: EngineConfig, spec: ModelSpec, directory: Path) -> None:
 
 
 def notes_on_drafter(drafter: DrafterConfig | None, ranks: Sequence[RankConfig]) -> list[str]:
-    """Return a sentence on the model, or the layer, that drafts, if one does."""
+    """Return a sentence for the user on the model or MTP layer that guesses tokens ahead, if one does."""
     if ranks[-1].has_mtp:
         return [f"layer {ranks[-1].end_layer} drafts, on the last stage (--speculative-method mtp)."]
     if drafter is None:

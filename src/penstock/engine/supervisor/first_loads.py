@@ -1,6 +1,6 @@
-"""Keeps what the ranks of a pipeline read when it was loaded first, for the ranks that replace them.
+"""Keeps digests of the weights that a pipeline's ranks read at first, for the ranks that replace them.
 
-One table serves all ranks of a pipeline, so that what several of them have read is kept once.
+One table of digests (checksums) serves all ranks, so that what several of them have read is kept once.
 """
 
 from __future__ import annotations
@@ -10,22 +10,29 @@ from penstock.weights.read_digests import parse_table
 
 
 class FirstLoads:
-    """The digests of the first load of one pipeline. What was heard first stays."""
+    """The digests of the weights that the ranks of one pipeline have read at the first load.
+
+    What was reported first of a tensor or a rank stays, whatever is added later.
+    """
 
     def __init__(self) -> None:
         self._digests: dict[bytes, bytes] = {}
         self._identities: dict[int, bytes] = {}  # of the model as each rank has sampled it, by member index
 
     def add(self, digests: bytes) -> None:
-        """Add records of a table of `weights.read_digests`."""
+        """Add the digests that a rank reports, a table of `weights.read_digests`."""
         for key, digest in parse_table(digests).items():
             self._digests.setdefault(key, digest)
 
     def identify(self, member_index: int, identity: bytes) -> None:
-        """Note which model a rank has loaded."""
+        """Record the identity of the model that a rank has loaded, a hash over samples of its files.
+
+        Args:
+            member_index: number of the rank.
+        """
         self._identities.setdefault(member_index, identity)
 
     def of(self, member_index: int) -> FirstLoad:
-        """Return what the replacement of a rank must find on its disk."""
+        """Return the model identity and digests that a replacement of this rank must find on its disk."""
         table = b"".join(key + digest for key, digest in self._digests.items())
         return FirstLoad(identity=self._identities.get(member_index, b""), digests=table)

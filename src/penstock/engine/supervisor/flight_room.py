@@ -1,8 +1,8 @@
 """Decides how many plans may be in flight at most, and how many frames the links between stages hold.
 
-On one host there is room for a plan in each stage and for those issued ahead. A wire between hosts holds
-plans too; how many is measured later (`engine.core.plan_depth`), and here is room for as many as that may be.
-Called by `engine.supervisor.launch`.
+A frame has the hidden states of one plan. On one host there is room for a plan in each stage and for those
+issued ahead. A wire between hosts holds plans too; how many is measured later (`engine.core.plan_depth`), and
+here is room for as many as that may be. Called by `engine.supervisor.launch`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ LINK_BYTES = 256 << 20  # of the frames at each end of a link between hosts
 
 
 def with_plans_in_flight(parallel: ParallelConfig, homes: Sequence[HostResources]) -> ParallelConfig:
-    """Return the config with the largest number of plans in flight decided.
+    """Return the config with a number for `max_plans_in_flight` in place of `auto`.
+
+    It is larger where stages run on several hosts, since the wires between them hold plans too.
 
     Args:
         homes: the host of each rank.
@@ -34,13 +36,15 @@ def with_plans_in_flight(parallel: ParallelConfig, homes: Sequence[HostResources
 def with_link_frames(
     ranks: Sequence[RankConfig], parallel: ParallelConfig, frame_bytes: int
 ) -> list[RankConfig]:
-    """Return the ranks of one replica with the frames of their links to the next stage.
+    """Return the ranks of one replica with `link_frames`: how many frames each link to the next stage holds.
 
-    On one host the next stage takes a frame as soon as it can, so that there are as many as plans issued
-    ahead, and one. Between hosts all plans that are not in a stage may be in the link, if memory allows.
+    A frame has the hidden states of one plan. On one host the next stage takes a frame as soon as it can, so
+    that there are as many as plans issued ahead, and one. Between hosts all plans that are not in a stage may
+    be in the link, if memory allows.
 
     Args:
         parallel: has the largest number of plans in flight.
+        frame_bytes: size of a frame.
     """
     near = parallel.max_async_depth + 1
     wanted = parallel.depth - parallel.pipeline_parallel_size + 1
@@ -58,7 +62,11 @@ def num_links_between_hosts(ranks: Sequence[RankConfig]) -> int:
 
 
 def notes_on_frames(ranks: Sequence[RankConfig], given: ParallelConfig, frame_bytes: int) -> list[str]:
-    """Return a sentence for the user if links between hosts have less room than was asked for."""
+    """Return a sentence for the user if links between hosts hold fewer frames than the plans in flight need.
+
+    Args:
+        given: the settings as the user gave them. For a number of plans that was `auto` nothing is said.
+    """
     frames = max(rank.link_frames for rank in ranks)
     wanted = given.depth - given.pipeline_parallel_size + 1
     if given.max_plans_in_flight == "auto" or not num_links_between_hosts(ranks) or frames >= wanted:

@@ -1,6 +1,6 @@
 """The users of an engine: an API process, or the program that started the supervisor.
 
-The supervisor is given one and treats both alike.
+The supervisor is given one of them, its front, and treats both alike.
 """
 
 from __future__ import annotations
@@ -28,35 +28,43 @@ HOLD_S = 5.0  # for a connection that comes while another API process starts
 
 
 class EngineUser(Protocol):
-    """The interface of both kinds of users to the supervisor."""
+    """The interface of an engine's user to the supervisor: an API process, or a program that uses `LLM`."""
 
     def open(self) -> None:
-        """Claim what can be refused, before anything is loaded."""
+        """Claim what may be refused, such as a port, before anything is loaded."""
         ...
 
     def start(self, watch: MemberWatch, plan: LaunchPlan, clients: Sequence[LocalSocket]) -> None:
-        """Start its process, if any; again when it was lost."""
+        """Start the user's process, if it has one to start; called again when that process was lost.
+
+        Args:
+            watch: gets the process, to watch it.
+            clients: sockets at which the cores of all replicas meet their clients.
+        """
         ...
 
     def address(self, client: LocalSocket) -> str:
-        """Return where users connect, once all is ready."""
+        """Return the address at which users connect once all is ready: a URL, or that of a core's socket."""
         ...
 
     @property
     def lifelines(self) -> Sequence[Waitable]:
-        """The sources that become readable when the user is gone."""
+        """The objects to poll (with a `fileno`) that become readable when the user's program has gone."""
         ...
 
     @property
     def drain_s(self) -> float:
-        """The seconds that running requests may go on after a signal."""
+        """The seconds for which running requests may go on after a signal to stop."""
         ...
 
     def close(self) -> None: ...
 
 
 class ApiProcessFront:
-    """The API process. Its listening socket is bound here and inherited, by the next one too."""
+    """The user of a server's engine: an API process, which speaks HTTP.
+
+    Its listening socket is bound here and inherited, by the process that replaces a lost one too.
+    """
 
     lifelines: Sequence[Waitable] = ()
 
@@ -114,7 +122,7 @@ class ApiProcessFront:
 
 
 class CallingProgram:
-    """The program that started the supervisor and connects its own client.
+    """The program that started the supervisor, and that connects a client of its own to the core.
 
     Args:
         lifeline_fd: a pipe that the caller holds open as long as it lives.
@@ -136,7 +144,7 @@ class CallingProgram:
         self._caller_fd = os.pidfd_open(self._caller_pid)
 
     def start(self, watch: MemberWatch, plan: LaunchPlan, clients: Sequence[LocalSocket]) -> None:
-        """Do nothing, since the clients are the caller's and there already."""
+        """Do nothing, since the program runs already."""
 
     def address(self, client: LocalSocket) -> str:
         return client.connect_address_from_outside()

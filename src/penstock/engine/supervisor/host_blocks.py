@@ -1,10 +1,10 @@
-"""Computes how many KV blocks host memory has room for on each rank.
+"""Computes how many KV blocks each rank may keep in host memory.
 
-It is the host's bytes, divided by what a block takes over its ranks.
-Ranks have unequal parts of a block: other numbers of layers and heads. With equal bytes for each, the rank
-with the largest part would keep the fewest blocks, and the others' rest would be of no use: so every rank
-gets room for the same number of blocks. Each host has as many bytes, and the one whose ranks have the largest
-part of a block decides. Torch-free; called by `engine.supervisor.launch`.
+The number is the bytes of a host, divided by what one block takes over all ranks there. Ranks have unequal
+parts of a block: other numbers of layers and heads. With equal bytes for each, the rank with the largest part
+would keep the fewest blocks, and the others' rest would be of no use: so every rank gets room for the same
+number of blocks. Each host has as many bytes, and the one whose ranks have the largest part of a block
+decides. Torch-free; called by `engine.supervisor.launch`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from penstock.process.config import RankConfig
 
 
 def rank_block_bytes(spec: ModelSpec, rank: RankConfig, itemsize: int) -> int:
-    """Return the bytes that a rank's part of a block takes in host memory.
+    """Return the bytes that a rank's part of a KV block takes in host memory.
 
     Args:
         itemsize: bytes of a number of the KV cache.
@@ -31,13 +31,15 @@ def rank_block_bytes(spec: ModelSpec, rank: RankConfig, itemsize: int) -> int:
 
 
 def host_blocks(host_bytes: int, spec: ModelSpec, ranks: Sequence[RankConfig], itemsize: int) -> int:
-    """Return how many blocks each rank can keep.
+    """Return how many KV blocks each rank can keep in host memory; the number is the same for all ranks.
 
     Args:
-        host_bytes: of each host, for the ranks of all replicas there.
+        host_bytes: bytes of memory for blocks on each host, for all ranks there.
+        ranks: of all replicas.
+        itemsize: bytes of a number of the KV cache.
 
     Raises:
-        UsageError: on some host there is not even room for one.
+        UsageError: it is not 0, and on some host there is not even room for one block.
     """
     each_bytes: Counter[str] = Counter()
     for rank in ranks:
@@ -56,6 +58,6 @@ def host_blocks(host_bytes: int, spec: ModelSpec, ranks: Sequence[RankConfig], i
 
 
 def host_tier_bytes(spec: ModelSpec, rank: RankConfig, itemsize: int) -> int:
-    """Return the bytes of host memory that a rank fills with KV blocks."""
+    """Return the bytes of host memory that a rank may fill with KV blocks."""
     num_blocks = 0 if rank.store is None else rank.store.host_blocks
     return num_blocks * rank_block_bytes(spec, rank, itemsize)

@@ -1,4 +1,4 @@
-"""Decides which hosts the next epoch of a pipeline is laid over, and which are still waited for.
+"""Decides on which hosts the next epoch of a pipeline runs, and which lost hosts are still waited for.
 
     all are there ──a host is lost──▶ it is waited for ──it is back──▶ over the hosts of before
                                         │        └──another host can take its place──▶ over that one too
@@ -16,11 +16,11 @@ RETURN_S = 1.0  # in which a host is back whose connection broke, sooner than an
 
 
 class HostChoice:
-    """The hosts of one pipeline, from epoch to epoch.
+    """Chooses the hosts of one pipeline for each epoch, the time until a process of it is lost.
 
     Args:
-        names: of the hosts that the first epoch is laid over; so many are to serve together.
-        rejoin_timeout_s: how long each of them is waited for when it is lost.
+        names: names of the hosts that the first epoch runs on; so many are to serve together.
+        rejoin_timeout_s: seconds for which each of them is waited for when it is lost.
         of_others: names of the hosts of other replicas, which take over only where no other host is left.
 
     Attributes:
@@ -38,23 +38,28 @@ class HostChoice:
 
     @property
     def missing(self) -> tuple[str, ...]:
-        """The hosts of the pipeline that were not there at the last look."""
+        """The names of the pipeline's hosts that were not connected at the last look."""
         return tuple(self._missing_since)
 
     def look(self, there: Collection[str], now: float) -> None:
-        """Note which hosts are there.
+        """Record which of the pipeline's hosts are missing now.
 
         Args:
+            there: names of the hosts that are connected.
             now: monotonic seconds.
         """
         since = self._missing_since
         self._missing_since = {name: since.get(name, now) for name in self.laid_over if name not in there}
 
     def next_hosts(self, there: Sequence[str], now: float) -> tuple[str, ...]:
-        """Return the hosts that the next epoch is to be laid over; none while a host is waited for.
+        """Return the names of the hosts that the next epoch is to run on; none while a host is waited for.
 
-        Hosts that come back while the pipeline serves without them are among them. Where more are there than
-        serve together, those of the present pipeline go before the others.
+        Hosts that come back while the pipeline serves without them are among them. Where more are connected
+        than serve together, those of the present pipeline go before the others.
+
+        Args:
+            there: names of the hosts that are connected.
+            now: monotonic seconds.
         """
         self.look(there, now)
         missing_s = [now - at for at in self._missing_since.values()]
@@ -68,6 +73,6 @@ class HostChoice:
         return tuple(name for name in there if name in preferred)
 
     def lay_over(self, names: Sequence[str]) -> None:
-        """Record that the next epoch begins over these hosts."""
+        """Record that the next epoch begins on these hosts."""
         self.laid_over = tuple(names)
         self._missing_since.clear()

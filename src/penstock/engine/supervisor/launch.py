@@ -1,4 +1,4 @@
-"""Decides from an `EngineConfig` what each process is told: pure, and the same for every backend.
+"""Decides from an `EngineConfig` the configuration of each process, the same for every backend.
 
 `resolve` replaces every "auto" by a value (model directory, layer ranges, dtype, device, threads and their
 cores) and refuses settings that do not go together; `--partition auto` has become numbers before
@@ -85,7 +85,7 @@ class LaunchPlan(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         ranks: of one replica, stage by stage, those of one stage side by side.
         notes: sentences for the user, about what was decided for them.
-        host_links: the ways between hosts that are in use, as measured.
+        host_links: the links between hosts that are in use, with their measured speeds.
     """
 
     model_path: str
@@ -115,7 +115,7 @@ class LaunchPlan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def resolve(config: EngineConfig, hosts: Sequence[HostResources]) -> LaunchPlan:
-    """Return the plan of the only replica, or of the first; raises what `resolve_replicas` does."""
+    """Return the launch plan of the only replica, or of the first; raises what `resolve_replicas` does."""
     return resolve_replicas(config, hosts)[0]
 
 
@@ -129,7 +129,7 @@ def resolve_replicas(
     hosts: Sequence[HostResources],
     of_stages: Sequence[HostResources] | None = None,
 ) -> list[LaunchPlan]:
-    """Decide everything that does not need a tensor, for each replica.
+    """Return the launch plan of each replica, with everything decided that does not need a tensor.
 
     Args:
         hosts: in the order in which stages are given to them; the first is the head, where the core runs.
@@ -207,7 +207,7 @@ def resolve_replicas(
 
 
 def replica_seed(seed: int, replica: int) -> int:
-    """Return the engine's own seed in a replica, so that k-th sequences differ; the first has `seed`."""
+    """Return a replica's own seed, so that replicas do not sample alike; the first has `seed` itself."""
     return derive_seed(seed ^ _REPLICAS, replica) if replica else seed
 
 
@@ -304,7 +304,7 @@ def _threads_and_cpus(
 
 
 def with_faults(plan: LaunchPlan, faults: Sequence[Fault]) -> LaunchPlan:
-    """Return the plan with the faults that a test has armed."""
+    """Return the plan, each of whose ranks has those faults that a test has armed for it."""
     ranks = [
         msgspec.structs.replace(
             rank,
@@ -513,7 +513,7 @@ def _dtype(requested_dtype: str, spec: ModelSpec) -> FloatType:
 
 
 def longest_request(requested_len: int | None, spec: ModelSpec) -> int:
-    """Return the tokens of the longest request: as asked for, or the model's own. Raises `UsageError`."""
+    """Return the most tokens of prompt and output, as requested or the model's. Raises `UsageError`."""
     own = spec.max_position_embeddings
     if requested_len is None:
         return own

@@ -1,6 +1,7 @@
 """Tracks the present epoch, the members that have left it or are lost, and when the next one begins.
 
-The supervisor and its `PipelineProcesses` report what they see, in member indices and seconds, and do what
+Members are the processes of core and ranks; an epoch is the time in which the same members are connected. The
+supervisor and its `PipelineProcesses` report what they see, in member indices and seconds, and do what
 follows; no process and no clock here.
 """
 
@@ -24,7 +25,7 @@ Key = TypeVar("Key")
 
 
 class BackOff:
-    """The times to try again what has failed: at once at first, then after pauses that double."""
+    """Says when to try again what has failed: at once at first, then after pauses that double."""
 
     def __init__(self) -> None:
         self._num = 0  # losses since it went well
@@ -33,12 +34,12 @@ class BackOff:
 
     @property
     def is_repeated(self) -> bool:
-        """Whether it has been tried so often that no request should be kept waiting."""
+        """Whether it has failed so often without a success that no request should be kept waiting."""
         return self._num > MAX_LOSSES
 
     @property
     def is_pending(self) -> bool:
-        """Whether it has not gone well since the last loss."""
+        """Whether there was a loss, and no success since."""
         return self._num > 0
 
     def lose(self, now: float) -> float:
@@ -54,7 +55,7 @@ class BackOff:
         return max(0.0, self._retry_at - now)
 
     def is_due(self, now: float) -> bool:
-        """Return whether to try again; True until `begin`."""
+        """Return whether it is time to try again; it is so from then on until `begin` is called."""
         return now >= self._retry_at
 
     def begin(self) -> None:
@@ -67,10 +68,10 @@ class BackOff:
 
 
 class Heartbeats(Generic[Key]):
-    """Finds children that have been silent for too long. All say each second that they are alive.
+    """Finds child processes that have been silent for too long. Each says every second that it is alive.
 
     Args:
-        limit_s: of silence.
+        limit_s: seconds of silence; children that load or run on other hosts may have more.
     """
 
     def __init__(self, limit_s: float) -> None:
@@ -81,7 +82,7 @@ class Heartbeats(Generic[Key]):
         self._due_at = math.inf  # when the next silence is too long, if it lasts
 
     def due_in(self, now: float) -> float:
-        """Return the seconds after which the next silence is too long, if nothing is heard meanwhile."""
+        """Return in how many seconds the next child is silent for too long, if none is heard meanwhile."""
         return max(0.0, self._due_at - now) + _JUST_AFTER_S
 
     def silent(
@@ -93,13 +94,16 @@ class Heartbeats(Generic[Key]):
         elsewhere: Collection[Key] = (),
         away: Collection[Key] = (),
     ) -> dict[Key, float]:
-        """Return the seconds of silence of each child that has been silent for too long.
+        """Return the children that have been silent for too long, with the seconds of their silence.
+
+        Silence does not count while the caller itself has stood still.
 
         Args:
-            heard_at: when each was heard last.
+            heard_at: when each child was heard last, in monotonic seconds.
+            now: monotonic seconds.
             loading: those that are not ready yet.
             elsewhere: those on other hosts.
-            away: those whose host is not there; their silence begins when it is back.
+            away: those whose host is not connected; their silence begins when it is back.
         """
         if now - self._looked_at > LONG_LOOK_S:
             self._heard_from = now  # all may have stood still, and have had no time to speak since
@@ -119,15 +123,15 @@ class Heartbeats(Generic[Key]):
 
 
 class Losses:
-    """The epochs of core and stages, which are known by their member indices.
+    """The epochs of one pipeline, and which of its members (core and ranks, known by index) are lost.
 
     Args:
-        leave_s: a stage that has not left an epoch which is over for this long is lost.
+        leave_s: seconds that members have to leave an epoch that is over; then they count as hung.
 
     Attributes:
-        epoch: the present one, or between two the one that is over.
+        epoch: number of the present epoch, or between two of the one that is over.
         missing: members to start again; None within an epoch.
-        causes: why members have left the present epoch by themselves.
+        causes: errors because of which members have left the present epoch by themselves.
     """
 
     def __init__(self, *, leave_s: float) -> None:
@@ -144,19 +148,23 @@ class Losses:
 
     @property
     def is_repeated(self) -> bool:
-        """Whether it has been tried so often that no request should be kept waiting."""
+        """Whether the pipe was lost so often without a success that no request should be kept waiting."""
         return self._back_off.is_repeated
 
     @property
     def is_whole(self) -> bool:
-        """Whether nothing is lost, and a step has crossed the pipe since something was."""
+        """Whether no member is lost, and a step has crossed all stages since the last loss."""
         return self.missing is None and not self._back_off.is_pending
 
     def leave(self, epoch: int, cause: ErrorInfo, member: int, *, leave_s: float | None = None) -> None:
-        """Record that a member has left an epoch by itself; the present one is then over for all.
+        """Record that a member has left an epoch by itself.
+
+        If it is the present epoch, the caller is to `end` it for all members.
 
         Args:
-            leave_s: how long the others may take, where the member knows better than the configuration.
+            epoch: number of the epoch.
+            cause: why the member has left it.
+            leave_s: seconds that the others may take, where the member knows better than the configuration.
         """
         self._left[member] = epoch
         if epoch == self.epoch and self.missing is None:
@@ -167,8 +175,8 @@ class Losses:
     def end(self, lost: Set[int], now: float) -> float:
         """End the epoch with these members lost; return the seconds until the next one should begin.
 
-        Members that are lost before it has begun belong to the same loss: with a host that is gone, links
-        break at once, and its members count as lost once it has not come back.
+        Members that are lost before the next one has begun belong to the same loss: with a host that is gone,
+        links break at once, and its members count as lost once it has not come back.
         """
         self.causes.clear()
         is_further = self.missing is not None
@@ -180,16 +188,16 @@ class Losses:
         return self._back_off.lose(now)
 
     def give_up(self, members: Set[int]) -> None:
-        """Add members that were ended between two epochs, to be started again too."""
+        """Add members that the caller has ended between two epochs to those that are started again."""
         assert self.missing is not None, "the epoch has not ended"
         self.missing |= members
 
     def is_due(self, now: float) -> bool:
-        """Return whether the next epoch should begin."""
+        """Return whether the next epoch should begin now."""
         return self.missing is not None and self._back_off.is_due(now)
 
     def begin(self) -> list[int]:
-        """Begin the next epoch, and return the members to start for it."""
+        """Begin the next epoch, and return the indices of the members to start for it."""
         started = sorted(self.missing or ())
         self._left |= dict.fromkeys(started, self.epoch)  # they were never there
         self.epoch, self.missing = self.epoch + 1, None
@@ -198,16 +206,23 @@ class Losses:
         return started
 
     def recovered(self, now: float) -> float:
-        """Record that a step has crossed this epoch; return the seconds since the first loss before it."""
+        """Record that a step has crossed all stages in this epoch.
+
+        Returns the seconds since the first loss before it.
+        """
         self._leave_by = math.inf
         return self._back_off.succeed(now)
 
     def hung(self, members: set[int], now: float, away: Collection[int] = ()) -> set[int]:
-        """Return which of these have not left an epoch that has been over for long; each is returned once.
+        """Return which of these members have not left the epoch that is over, though their time is up.
+
+        Each is returned once.
 
         Args:
-            away: members whose host is not there, so that they can say nothing. Once it is back they have as
-                long again.
+            members: indices of members that are ready.
+            now: monotonic seconds.
+            away: members whose host is not connected, so that they can say nothing. Once it is back they have
+                as long again.
         """
         self._away_at |= dict.fromkeys(away, now)
         over = self.epoch if self.missing is not None else self.epoch - 1

@@ -34,10 +34,12 @@ def measure(
     load_timeout_s: float,
     clock: Callable[[], float] = time.monotonic,
 ) -> list[StageCosts]:
-    """Return the costs of each rank, in order.
+    """Measure how long steps take on each rank, and return the costs of the ranks, in order.
+
+    A process for each rank is started on its host; all have ended when this returns or raises.
 
     Args:
-        load_timeout_s: for the ranks to get their weights and to load them.
+        load_timeout_s: seconds for the ranks to get their weights and to load them.
         clock: monotonic seconds.
 
     Raises:

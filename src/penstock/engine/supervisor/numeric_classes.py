@@ -17,22 +17,24 @@ from penstock.process.config import THIS_HOST, RankConfig
 
 
 class NumericClasses:
-    """The numeric classes of the ranks of one pipeline."""
+    """The numeric classes of the ranks of one pipeline. Ranks of one class compute the same bits."""
 
     def __init__(self) -> None:
         self._classes: list[str] = []
 
     @property
     def present(self) -> list[str]:
-        """The class of each rank; empty before the first epoch."""
+        """The class of each rank, stage by stage; empty before the first epoch."""
         return self._classes
 
     def settle(self, ranks: Sequence[RankConfig], classes: Sequence[str]) -> list[str]:
-        """Take the classes of all ranks in the epoch that has begun, and return sentences about them.
+        """Take the classes of all ranks in the epoch that has begun, and return sentences for the user.
+
+        They name ranks whose class has changed, and say when ranks are of several classes.
 
         Args:
             ranks: of the pipeline, stage by stage, with the hosts that they run on in this epoch.
-            classes: of each of them.
+            classes: class of each of them.
         """
         before, self._classes = self._classes, list(classes)
         notes = [
@@ -62,7 +64,7 @@ class NumericClasses:
 
 
 def unlike_replicas(replicas: Sequence[NumericClasses]) -> list[str]:
-    """Return a sentence if pipelines that serve side by side, each of one class, are of several."""
+    """Return a sentence for the user if each replica is of one class, but not all of the same."""
     own = [set(replica.present) for replica in replicas]
     if any(len(classes) != 1 for classes in own) or len(set().union(*own)) == 1:
         return []

@@ -1,4 +1,4 @@
-"""Decides where the ranks of a pipeline run, from epoch to epoch: on the hosts of before, or over others.
+"""Decides where the ranks of a pipeline run, from epoch to epoch: on the same hosts as before, or on others.
 
 A lost host is waited for (`host_choice`). If it does not come back, its stages are placed again over the
 hosts that are there, if memory allows (`stage_spread`), and `launch` plans for these hosts as at a start: a
@@ -31,12 +31,13 @@ from penstock.process.config import RankConfig
 
 
 class Settlement(NamedTuple):
-    """The answer to the question over which hosts the next epoch is laid.
+    """The decision on which hosts the next epoch of a pipeline runs, or that none is possible yet.
 
     Attributes:
-        is_settled: the epoch can begin, by `PipeLayout.plan`.
+        is_settled: the epoch can begin, as `PipeLayout.plan` says.
         notes: sentences for the user.
-        refusal: why the pipeline cannot be laid over the hosts that are there, as of now.
+        refusal: why the pipeline cannot run on the hosts that are there, as of now; None if it can, or if a
+            host is waited for.
     """
 
     is_settled: bool
@@ -45,16 +46,16 @@ class Settlement(NamedTuple):
 
 
 class PipeLayout:
-    """The layout of one pipeline.
+    """The layout of one pipeline: on which host, device and threads each rank runs, from epoch to epoch.
 
     Args:
-        plan: of the first epoch.
-        hosts: on which it runs; others may join them.
+        plan: launch plan of the first epoch.
+        hosts: all hosts; others may join them.
         config: what the plan was made of.
         clock: monotonic seconds.
 
     Attributes:
-        plan: of the present epoch, or of the next one once that is settled.
+        plan: launch plan of the present epoch, or of the next one once that is settled.
     """
 
     def __init__(
@@ -79,7 +80,10 @@ class PipeLayout:
         self._told = ToldHosts(hosts, clock)
 
     def look(self) -> list[str]:
-        """Note which hosts are there, and return what is new about them; to be called each second."""
+        """Record which hosts are connected.
+
+        Returns a sentence for the user on those that can newly take stages. To be called each second.
+        """
         there = self._hosts.names_there
         self._choice.look(there, self._clock())
         spare = set(there) - set(self._choice.laid_over)
@@ -88,14 +92,16 @@ class PipeLayout:
         return [f"{_listed(new)} can take stages from the next epoch on."] if new else []
 
     def tell(self, core: Member) -> None:
-        """Tell the core where its stages are now; to be called each second while it serves."""
+        """Send the core what is new of its stages' hosts; to be called each second while it serves."""
         self._told.tell(core, self.plan)
 
     def settle(self, loaded: Mapping[int, RankLoaded], living: Set[int]) -> Settlement:
-        """Decide over which hosts the next epoch is laid; called again until that is settled.
+        """Decide on which hosts the next epoch runs; called again until that is settled.
+
+        If they are others than before, `plan` is replaced.
 
         Args:
-            loaded: what ranks have said of themselves, by number.
+            loaded: what ranks have reported when they had loaded, by number.
             living: numbers of the ranks that hold their weights.
         """
         names = self._choice.next_hosts(self._hosts.names_there, self._clock())

@@ -4,11 +4,12 @@
                                                      ▲                      │
                                                      └──────lost again──────┘
 
-The loss of a member ends the epoch: connections are closed, and all get new ones. Only what was lost is
-started again; the other stages keep their weights, and a core that lives keeps its requests. Where that fails
-again and again it is tried with growing pauses, and running requests end. Of its end a member need not say
-anything. Where the next epoch runs is decided by `engine.supervisor.pipe_layout`: a member whose place has
-changed is ended and started anew. Used by `engine.supervisor.supervisor`, in its thread.
+A member is the process of the core or of a rank. The loss of one ends the epoch: connections are closed, and
+all get new ones. Only what was lost is started again; the other stages keep their weights, and a core that
+lives keeps its requests. Where that fails again and again it is tried with growing pauses, and running
+requests end. A member need not report its own end. Where the next epoch runs is decided by
+`engine.supervisor.pipe_layout`: a member whose place has changed is ended and started anew. Used by
+`engine.supervisor.supervisor`, in its thread.
 """
 
 from __future__ import annotations
@@ -57,16 +58,16 @@ DUMP_S = 0.05  # for a member to print where its threads are
 
 
 class PipelineProcesses:
-    """The processes of one replica: its core and its stages.
+    """Starts, connects and replaces the processes of one replica, its *members*: its core and its ranks.
 
     Args:
         layout: where each of them runs, from epoch to epoch.
         hosts: all hosts.
-        watch: gets them as members; its events about them come back by `take`.
-        standbys: ranks beside the pipe; belong to this replica.
+        watch: gets the processes as members; its events about them come back by `take`.
+        standbys: ranks that wait beside the pipe to replace a lost one; belong to this replica.
 
     Attributes:
-        client: where the core meets its clients.
+        client: the socket where the core meets its clients.
         classes: numeric classes of the ranks.
     """
 
@@ -97,7 +98,7 @@ class PipelineProcesses:
 
     @property
     def members(self) -> list[Member]:
-        """The members that have not been buried."""
+        """The members, also those that have ended and are not reaped yet."""
         return list(self._members.values())
 
     @property
@@ -107,25 +108,25 @@ class PipelineProcesses:
 
     @property
     def have_loaded(self) -> bool:
-        """Whether all stages have loaded, and the core's draft model."""
+        """Whether all ranks have loaded their weights, and the core the draft model, if there is one."""
         return all(self._members[index].has_loaded for index in _loading(self._plan, self._members))
 
     @property
     def is_whole(self) -> bool:
-        """Whether nothing is lost, and a step has crossed the pipe since something was."""
+        """Whether no member is lost, and a step has crossed all stages since the last loss."""
         return self._losses.is_whole
 
     def start(self) -> None:
-        """Start all members; stages first, because they take longest."""
+        """Start the processes of all members, without waiting; ranks first, because they take longest."""
         for index in (*self._rank_indices, CORE):
             self._fill(index)
 
     def begin(self) -> None:
-        """Begin the first epoch."""
+        """Begin the first epoch: hand all members the ends of their connections."""
         self._hand_endpoints()
 
     def take(self, member: Member, event: child_process.StatusEvent) -> None:
-        """Handle a status event of a process."""
+        """Handle a status event of a member, such as that it has loaded or why it has left the epoch."""
         if isinstance(event, child_process.Ready):
             if event.rank is not None:
                 self._ranks[member.member_index] = event.rank
@@ -154,7 +155,7 @@ class PipelineProcesses:
         self._reporter.report(Recovered(replica=replica, epoch=event.epoch, seconds=seconds, notes=notes))
 
     def recover(self) -> None:
-        """End the epoch if it is broken, and begin the next one when it is due."""
+        """End the epoch if a member is lost or has left it; begin the next one when it is due."""
         losses, has_ended = self._losses, self._has_ended()
         if losses.causes and not has_ended:
             self._await_culprit()
@@ -174,12 +175,12 @@ class PipelineProcesses:
             self._layout.tell(core)
 
     def keep_standbys(self, now: float) -> None:
-        """See to the ranks beside the pipe; to be called at least every second, by `time.monotonic`."""
+        """Start, check and end standby ranks; call it at least every second (`now`: `time.monotonic`)."""
         ranks = self._plan.ranks if self.is_whole else []
         self._standbys.tend(now, ranks, self._ranks, self._replacement)
 
     def exchange_link(self, sender: RankAddress, receiver: RankAddress, first_step: int = 0) -> None:
-        """Replace a link in the epoch that goes on; as `Wiring.exchange_link`."""
+        """Replace the link between two ranks within the present epoch, from `first_step` on or later."""
         assert self.is_whole, "lost ranks rejoin in another epoch"
         exchange = self._wiring.exchange_link(sender, receiver, first_step)
         for index, rank in enumerate(self._plan.ranks):
@@ -190,21 +191,21 @@ class PipelineProcesses:
         self._members[CORE].hand(ExchangeLink(exchange.order))
 
     def kill_hung(self) -> None:
-        """Kill stages that do not leave an epoch which is over: they are then lost as any other."""
+        """Kill ranks that have not left an epoch which has been over for long; they count as lost."""
         ready = {index for index, member in self._members.items() if index != CORE and member.is_ready}
         away = {index for index in ready if self._members[index].is_away}
         for index in self._losses.hung(ready, time.monotonic(), away):
             self.kill(self._members[index], f"has not left epoch {self._losses.epoch - 1}")
 
     def kill_slow_loaders(self) -> None:
-        """Kill stages that have not loaded for too long: a disk, or another machine's, may never answer."""
+        """Kill ranks that have not loaded for too long: a disk, or another machine's, may never answer."""
         limit_s, now = self._plan.core.parallel.load_timeout_s, time.monotonic()
         for index, member in self._members.items():
             if index != CORE and not member.has_loaded and now - member.started_at > limit_s:
                 self.kill(member, f"had not loaded after {limit_s:g} s")
 
     def kill(self, member: Member, reason: str) -> None:
-        """End a member that cannot be asked to; before, it and all members print where their threads are."""
+        """Kill a process that does not react; before, it and all members print where their threads are."""
         for each in {*self.members, member}:
             if each.has_spoken:  # and so has set itself up to be asked
                 each.show_threads()
@@ -212,20 +213,20 @@ class PipelineProcesses:
         member.kill(reason)
 
     def stop_all(self) -> None:
-        """Tell all members to leave."""
+        """Tell all members to leave, without waiting for it; those that are not ready yet are killed."""
         for member in self._members.values():
             member.hand(Stop())
             if not member.is_ready:
                 member.kill_now()  # it loads, and looks at nothing until it has
 
     def close(self) -> None:
-        """Close all connections; the members belong to `MemberWatch`."""
+        """Close all connections and end the standbys; the members are ended by `MemberWatch`."""
         self._wiring.close()
         self.client.close()
         self._standbys.close()
 
     def startup_notices(self) -> Iterator[Notice | StageReady]:
-        """Yield what was decided, and a line for each stage, once all stages are ready."""
+        """Yield notes on what was decided for the user, and an event for each rank, once all are ready."""
         return _startup_notices(self._plan, self._ranks, self._members, self.classes)
 
     def _fill(self, index: int) -> None:
@@ -358,7 +359,7 @@ class PipelineProcesses:
 
 
 def begin_together(replicas: Sequence[PipelineProcesses]) -> bool:
-    """Begin the first epoch of all replicas once every weight is in memory; return whether it was time.
+    """Begin the first epoch of all replicas if all have loaded their weights, and return whether they had.
 
     Only then is known how much memory is free for KV caches.
     """

@@ -1,6 +1,6 @@
-"""Decides the host of each rank, and gives the rank device, threads and cores there.
+"""Decides the host of each rank, and the rank's device, threads and CPU cores there.
 
-Asked by `engine.supervisor.launch`. Ranks come stage by stage, those of one stage side by side.
+Called by `engine.supervisor.launch`. Ranks come stage by stage, those of one stage side by side.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def hosts_of_replica(replica: int, num_replicas: int, hosts: Sequence[Named]) ->
 
 
 def replicas_beside(replica: int, num_replicas: int, num_hosts: int) -> list[int]:
-    """Return the replicas that share their hosts with this one, which is among them."""
+    """Return the numbers of the replicas that run on the same hosts as this one, itself included."""
     own = _group_of(replica, num_replicas, num_hosts)
     return [other for other in range(num_replicas) if _group_of(other, num_replicas, num_hosts) == own]
 
@@ -54,11 +54,11 @@ def _group_of(replica: int, num_replicas: int, num_hosts: int) -> tuple[int, int
 def on_each_host(
     of_ranks: Sequence[HostResources], decide: Callable[[HostResources, list[int]], Sequence[Decided]]
 ) -> list[Decided]:
-    """Decide host by host, and return what was decided in the order of the ranks.
+    """Call `decide` for each host, and return what it has decided for each rank, in the order of the ranks.
 
     Args:
         of_ranks: the host of each rank.
-        decide: (host, numbers of its ranks) -> of each of them.
+        decide: takes a host and the numbers of its ranks, and returns a value for each of them.
     """
     decided: dict[int, Decided] = {}
     for host in {host.name: host for host in of_ranks}.values():
@@ -81,9 +81,10 @@ def devices_of_ranks(requested_devices: list[str], host: HostResources) -> list[
 
 
 def shared_threads(devices: list[str], num_cpus: int) -> list[int]:
-    """Return the threads of each rank of a host.
+    """Return the number of threads of each rank of a host, which share its CPU cores.
 
-    The cores go to the ranks on the CPU, but for one to drive each GPU.
+    Ranks on the CPU share them evenly, but for one core to drive each GPU; the rank on that GPU gets one
+    thread. Where all ranks are on GPUs, they share the cores evenly.
     """
     num_on_cpu = devices.count("cpu")
     if not num_on_cpu:
@@ -95,10 +96,13 @@ def shared_threads(devices: list[str], num_cpus: int) -> list[int]:
 def cpus_of_ranks(
     parallel: ParallelConfig, threads: list[int], devices: list[str], host: HostResources
 ) -> list[tuple[int, ...]]:
-    """Return the cores of the threads of each rank of a host, in the order of the cores.
+    """Return the CPU cores to which the threads of each rank of a host are bound, rank by rank.
 
     All are empty where ranks are not pinned. A rank on a GPU is never bound; but the cores that its threads
     need are left to it.
+
+    Raises:
+        UsageError: ranks are to be pinned (`--pin-threads on`) and cannot be.
     """
     ends = list(itertools.accumulate(threads))
     reason = _why_not_pinned(parallel, ends[-1], devices, host)
@@ -119,14 +123,15 @@ def cpus_of_ranks(
 
 
 def cpus_of_core(ranks: list[RankConfig], head: HostResources) -> tuple[int, ...]:
-    """Return the core's own cores: any but those that output ranks are bound to.
+    """Return the CPU cores for the engine core's process: any but those that output ranks are bound to.
 
-    A result wakes the core up where it was sent, and there it would push the sender aside, which has the next
-    micro-batch to run. A pipe of one stage has none.
+    A result wakes the engine core up on the CPU core where it was sent, and there it would push the sender
+    aside, which has the next micro-batch to run. The engine core is bound to none where output ranks are not
+    bound, or in a pipe of one stage.
 
     Args:
         ranks: of all replicas.
-        head: where the core runs.
+        head: where the engine core runs.
     """
     outputs = [rank for rank in ranks if rank.is_output and rank.host == head.name]
     theirs = {cpu for rank in outputs for cpu in rank.cpus}

@@ -1,6 +1,6 @@
 """The events that a supervisor reports while it works, and a plain way to print them.
 
-A `Reporter` is a port with one method; the command line may give one with bars and colours. Events are
+A `Reporter` is an interface with one method; the command line may give one with bars and colours. Events are
 values, also sent as JSON lines over the status pipe of a supervisor that an `LLM` started.
 """
 
@@ -43,7 +43,7 @@ class _OfRank(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LoadProgress(_OfRank, frozen=True, kw_only=True, tag_field="event", tag="progress"):
-    """An event while a rank reads its weights, or its host fetches them."""
+    """An event on how far a rank is with reading its weights, or its host with fetching them."""
 
     done_bytes: int
     total_bytes: int
@@ -51,7 +51,11 @@ class LoadProgress(_OfRank, frozen=True, kw_only=True, tag_field="event", tag="p
 
 
 class StageLoaded(_OfRank, frozen=True, kw_only=True, tag_field="event", tag="stage_loaded"):
-    """An event when a rank has its weights."""
+    """An event when a rank has loaded its weights.
+
+    Attributes:
+        bytes_read: tensor data that it has read from files.
+    """
 
     process: str  # how people find it, such as "pid 4711"
     bytes_read: int
@@ -59,10 +63,10 @@ class StageLoaded(_OfRank, frozen=True, kw_only=True, tag_field="event", tag="st
 
 
 class ModelFound(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag="model_found"):
-    """An event when the model is there and the settings go together; its processes start.
+    """An event when the model is found and the settings go together; processes are started next.
 
     Attributes:
-        directory: of its files.
+        directory: where the model's files are.
     """
 
     directory: str
@@ -81,11 +85,11 @@ class Caution(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag=
 
 
 class PartitionChosen(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag="partition_chosen"):
-    """An event when `--partition auto` has cut the model.
+    """An event when `--partition auto` has divided the model's layers among the stages.
 
     Attributes:
-        layers: of each stage.
-        table: what it was chosen from, as lines.
+        layers: number of layers of each stage.
+        table: lines of text with the chosen split and those it was compared with.
     """
 
     layers: list[int]
@@ -93,14 +97,15 @@ class PartitionChosen(msgspec.Struct, frozen=True, kw_only=True, tag_field="even
 
 
 class StageReady(_OfRank, frozen=True, kw_only=True, tag_field="event", tag="stage_ready"):
-    """An event when a rank serves.
+    """An event when a rank is ready to serve, with the use of its memory.
 
     Attributes:
         parts: what it holds, such as "embed, layers 0-3".
-        kv_bytes: of its KV cache.
-        peak_bytes: that its largest plan was measured to take besides; 0: nothing was measured.
-        margin_bytes: that it leaves free besides.
-        stranded_bytes: KV memory that it could have had, were the smallest rank not the measure.
+        tensor_bytes: its weights.
+        kv_bytes: its KV cache.
+        peak_bytes: what its largest plan was measured to take in addition; 0: nothing was measured.
+        margin_bytes: what it leaves free on purpose.
+        stranded_bytes: unused; it could be KV cache, did the smallest rank not set the number of blocks.
     """
 
     process: str  # how people find it, such as "pid 4711"
@@ -114,10 +119,11 @@ class StageReady(_OfRank, frozen=True, kw_only=True, tag_field="event", tag="sta
 
 
 class EngineReady(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag="engine_ready"):
-    """An event when all stages serve, and the front too.
+    """An event when all stages are ready, and the API process too, if there is one.
 
     Attributes:
         address: URL of the server; for a caller's own engine, where its client connects.
+        seconds: time since the start.
         prompt_form: richest form of prompt that the model takes.
     """
 
@@ -127,15 +133,18 @@ class EngineReady(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", 
 
 
 class StageLost(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag="stage_lost"):
-    """An event when the pipe is broken; running requests wait until it is joined again.
+    """An event when the pipe is broken, as a rank or the core is lost.
+
+    Running requests wait for its recovery.
 
     Attributes:
-        epoch: that has ended.
+        error: the first cause.
+        epoch: number of the epoch that has ended.
         restarts: names of ranks that are started again.
-        restarts_core: so is the engine core.
-        retry_s: after this time.
-        others: what else was said of those that have ended.
-        trace: of those that had no words for it.
+        restarts_core: the engine core is started again too.
+        retry_s: seconds until then.
+        others: errors of further processes that have ended.
+        trace: stack traces of processes that have ended with an internal error.
     """
 
     error: ErrorInfo
@@ -149,9 +158,10 @@ class StageLost(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", ta
 
 
 class Recovered(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag="recovered"):
-    """An event when a step has crossed the new pipe; `seconds` since the loss was noticed.
+    """An event when a step has crossed all stages again; `seconds` have passed since the loss was noticed.
 
     Attributes:
+        epoch: number of the new epoch.
         notes: what is not as it was, or not as it should be.
     """
 
@@ -162,12 +172,16 @@ class Recovered(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", ta
 
     @property
     def name(self) -> str:
-        """The name of the epoch, for messages."""
+        """The name of the epoch, with that of its replica where there are several, for messages."""
         return of_replica(self.replica, f"epoch {self.epoch}")
 
 
 class SpareReady(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag="spare_ready"):
-    """An event when a process waits on this host for a rank that is lost, with `own_bytes` of memory."""
+    """An event when a host has a process ready in which a lost rank can start again quickly.
+
+    Attributes:
+        own_bytes: memory that this process holds.
+    """
 
     host: str
     own_bytes: int
@@ -179,10 +193,10 @@ class SpareReady(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", t
 
 
 class HostSaid(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag="host_said"):
-    """A line that was printed on another host.
+    """An event for a line of text that was printed on another host.
 
     Attributes:
-        process: that has printed it, such as "stage 1"; "" is the worker.
+        process: the process that has printed it, such as "stage 1"; "" is the worker, the host's own program.
     """
 
     host: str
@@ -196,27 +210,33 @@ class HostSaid(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag
 
 
 class FrontLost(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag="front_lost"):
-    """An event when the API process has ended; it starts again after `retry_s`, connections are reset."""
+    """An event when the API process has ended.
+
+    Its connections are reset, and it starts again after `retry_s`.
+    """
 
     error: ErrorInfo
     retry_s: float = 0.0
 
 
 class FrontRecovered(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag="front_recovered"):
-    """An event when the API process answers again; `seconds` since the loss was noticed."""
+    """An event when the API process answers again; `seconds` have passed since the loss was noticed."""
 
     seconds: float
     name: ClassVar[str] = "API process"
 
 
 class Draining(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag="draining"):
-    """An event when a signal has come; running requests may finish."""
+    """An event when a signal to stop has come; running requests may finish within `seconds`."""
 
     seconds: float
 
 
 class EngineFailed(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag="engine_failed"):
-    """An event when the engine has failed; `error` is the first cause, `trace` the details."""
+    """An event when the engine cannot start or go on.
+
+    `error` is the first cause, `trace` has stack traces.
+    """
 
     error: ErrorInfo
     trace: str = ""
@@ -249,7 +269,10 @@ class Reporter(Protocol):
 
 
 class SteadyReporter:
-    """Gives events to another reporter; a full disk or a closed terminal must not stop the service (R16)."""
+    """Gives events to another reporter, and ignores its I/O errors.
+
+    A full disk or a closed terminal must not stop the service (R16).
+    """
 
     def __init__(self, reporter: Reporter) -> None:
         self._reporter = reporter
@@ -260,7 +283,7 @@ class SteadyReporter:
 
 
 class LogReporter:
-    """A reporter for programs that hold the engine as a library: it logs each event as INFO."""
+    """A reporter for programs that hold the engine as a library: it logs each event but progress as INFO."""
 
     def report(self, event: Event) -> None:
         if not isinstance(event, LoadProgress) and (line := event_line(event)):
@@ -361,7 +384,7 @@ def _stranded(count: int) -> str:
 
 
 def rank_parts(config: RankConfig) -> str:
-    """Return what a rank holds, in words."""
+    """Return what a rank holds of the model, as text such as "1/2 of embed, layers 0-3"."""
     start, last = config.start_layer, config.end_layer - 1
     layers = f"layers {start}-{last}" if last > start else f"layer {start}"
     parts = ["embed"] * config.is_first + [layers] + ["norm", "head"] * config.is_last

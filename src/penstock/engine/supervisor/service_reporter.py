@@ -1,4 +1,4 @@
-"""Reports the course of the server to the service manager that started it, beside what is shown to people.
+"""Reports the server's state to the service manager that started it, besides what is shown to people.
 
 `cli.serve` puts it around its own reporter, so that a unit of systemd with `Type=notify` counts as started
 when all stages serve, and as stopping when the server drains.
@@ -24,11 +24,11 @@ _SHOWN = (EngineReady, StageLost, Recovered, FrontLost, FrontRecovered, Draining
 
 
 class ServiceReporter:
-    """Gives events to another reporter, after the service manager has had what concerns it.
+    """Gives each event to another reporter, and tells the service manager first of those that concern it.
 
     Args:
-        reporter: what people see.
-        manager: what has started this process.
+        reporter: shows events to people.
+        manager: sends messages to the service manager that has started this process.
     """
 
     def __init__(self, reporter: Reporter, manager: ServiceNotifier) -> None:

@@ -1,10 +1,10 @@
-"""Decides when each host keeps a process ready for a rank that is lost: while the engine is whole.
+"""Decides when each host keeps a spare process for a rank that is lost: while the engine is whole.
 
 A rank that takes over such a process is back sooner by the start of an interpreter and its imports. Engines
-that live for a moment only never start one. After a loss the next one is started soon after a step has
-crossed the pipe: another loss may follow, and the imports give way to all steps. Hosts that stand by keep one
-too. Decides when; what a spare is, and whether there is memory for one, is the business of the host
-(`RankHost.keep_spare`). Used by `engine.supervisor.supervisor`.
+that live only for a moment never start one. After a loss the next one is started soon after a step has
+crossed the pipe: another loss may follow, and the imports give way to all steps. Hosts that stand by to take
+stages keep one too. Decides when; what a spare is, and whether there is memory for one, is the business of
+the host (`RankHost.keep_spare`). Used by `engine.supervisor.supervisor`.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ LOOK_READY_S = 5.0  # at a host whose spare waits: it may have died, or memory m
 
 
 class Spares:
-    """The spare processes, one on each host that has ranks or stands by to have some.
+    """Keeps the spare processes, one on each host that has ranks or stands by to get some.
 
     Args:
         hosts: by name; others may come.
-        ranks: of all replicas; empty: there is no spare.
+        ranks: of all replicas; empty: no spares are kept.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class Spares:
 
         Args:
             now: monotonic seconds.
-            is_whole: all ranks serve.
+            is_whole: all ranks serve; while they do not, nothing is done.
         """
         if not is_whole:
             self._whole_since = None

@@ -28,13 +28,13 @@ class StageDemand:
     Bytes are of host memory; GPUs have their own.
 
     Attributes:
-        host: where the stage was, if that host is there; else "".
+        host: name of the host where the stage was, if that host is there; else "".
         num_bytes: weights and KV cache.
         held_bytes: weights in memory at `host`, free again when the stage goes elsewhere.
-        missing_bytes: that it takes at `host` in addition, where a rank of it is lost.
-        growth_bytes: that its living ranks may yet fill at `host`, or have filled: their host tiers. Counted
-            where the host gets another stage.
-        num_gpus: ranks on a GPU.
+        missing_bytes: what its lost ranks take at `host` in addition.
+        growth_bytes: what its living ranks may fill at `host` with KV blocks in host memory, or have filled.
+            Counted where the host gets another stage.
+        num_gpus: number of its ranks on a GPU.
     """
 
     host: str
@@ -50,7 +50,7 @@ class HostRoom:
     """The room that a host has for stages.
 
     Attributes:
-        free_bytes: of memory, beside what its stages hold.
+        free_bytes: free memory, beside what its stages hold.
     """
 
     name: str
@@ -59,13 +59,14 @@ class HostRoom:
 
 
 def spread(stages: Sequence[StageDemand], rooms: Sequence[HostRoom]) -> list[str]:
-    """Return the host of each stage: one block of neighbours a host, as even as memory allows.
+    """Return the name of the host of each stage: neighbouring stages share one, as evenly as memory allows.
 
-    Of blocks that are equally even those win that leave most stages where they are. The first host, which is
-    the head, keeps the first stage at least; others may get none.
+    Each host gets one run of neighbours. Of solutions that are equally even that one wins that leaves most
+    stages where they are. The first host, which is the head, keeps the first stage at least; others may get
+    none.
 
     Raises:
-        NotEnoughMemoryError: no blocks fit.
+        NotEnoughMemoryError: the stages do not fit on the hosts.
     """
     chosen = [(blocks, order) for order in _orders(rooms) if (blocks := _best_blocks(stages, order))]
     if not chosen:

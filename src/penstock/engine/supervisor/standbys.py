@@ -28,7 +28,7 @@ KEEP_FREE_BYTES = 2 << 30  # of the host's memory, beyond the weights of the sta
 
 
 class StandbyRanks(Protocol):
-    """The ranks beside the pipe of one replica."""
+    """The standbys of one replica: ranks that have loaded their weights and wait beside the pipe."""
 
     def tend(
         self,
@@ -42,22 +42,22 @@ class StandbyRanks(Protocol):
         Args:
             now: monotonic seconds.
             ranks: of the pipe; none while it is not whole.
-            loaded: what they have said when they had loaded, by number.
+            loaded: what they have reported when they had loaded, by number.
             config_of: makes the config of the process that may replace a rank, by number.
         """
         ...
 
     def take(self, rank: RankConfig, member_index: int) -> Member | None:
-        """Return the standby of this rank, which has loaded, as this member; None if there is none."""
+        """Return the standby of this rank, if it has loaded, as the member with this index; else None."""
         ...
 
     def close(self) -> None:
-        """End all standbys."""
+        """End the processes of all standbys."""
         ...
 
 
 class NoStandbys:
-    """The standbys of no rank: a rank that replaces a lost one reads its weights again."""
+    """The null `StandbyRanks`: a rank that replaces a lost one reads its weights again."""
 
     def tend(
         self,
@@ -66,13 +66,13 @@ class NoStandbys:
         loaded: Mapping[int, RankLoaded],
         config_of: Callable[[int], RankConfig],
     ) -> None:
-        """Do nothing."""
+        """Do nothing, since no standbys are kept."""
 
     def take(self, rank: RankConfig, member_index: int) -> Member | None:
         return None
 
     def close(self) -> None:
-        """Do nothing."""
+        """Do nothing, since no standbys are kept."""
 
 
 NO_STANDBYS = NoStandbys()
@@ -86,11 +86,11 @@ class _Standby:
 
 
 class Standbys:
-    """The standbys of some stages, one for each rank.
+    """Keeps a standby for each rank of some stages.
 
     Args:
         hosts: by name.
-        stages: stages whose ranks have one.
+        stages: numbers of the stages whose ranks have one.
     """
 
     def __init__(self, hosts: Mapping[str, RankHost], stages: Collection[int], reporter: Reporter) -> None:
@@ -107,7 +107,11 @@ class Standbys:
         loaded: Mapping[int, RankLoaded],
         config_of: Callable[[int], RankConfig],
     ) -> None:
-        """See `StandbyRanks.tend`."""
+        """Start, check and end the standbys; to be called at least every second.
+
+        Implements `StandbyRanks.tend`. They are started once the pipe has been whole for `WHOLE_S`, where the
+        host has memory to spare.
+        """
         for standby in [*self._standbys]:
             self._hear(standby, now)
         if not ranks:
@@ -124,7 +128,10 @@ class Standbys:
                 self._start(rank, config_of(index), now)
 
     def take(self, rank: RankConfig, member_index: int) -> Member | None:
-        """See `StandbyRanks.take`."""
+        """Return the standby of this rank, if it has loaded, as the member with this index; else None.
+
+        Implements `StandbyRanks.take`.
+        """
         standby = self._of(rank)
         if standby is None:
             return None
@@ -138,7 +145,7 @@ class Standbys:
         return standby.member
 
     def close(self) -> None:
-        """See `StandbyRanks.close`."""
+        """End the processes of all standbys."""
         for standby in [*self._standbys]:
             self._end(standby)
 
@@ -181,7 +188,7 @@ class Standbys:
 
 
 def standbys_of(stages: Collection[int], hosts: Mapping[str, RankHost], reporter: Reporter) -> StandbyRanks:
-    """Return what keeps standbys of these stages for one replica; for no stages, it keeps none."""
+    """Return what keeps standbys for the ranks of these stages; without stages, what keeps none."""
     return Standbys(hosts, stages, reporter) if stages else NO_STANDBYS
 
 

@@ -85,7 +85,7 @@ class Supervisor:
 
     Args:
         engine: what to serve.
-        front: the user of the engine.
+        front: the user of the engine: an API process, or a calling program.
         reporter: gets every event; by default a line each on standard error.
         standby_stages: stages whose ranks have standbys with their weights (`engine.supervisor.standbys`).
     """
@@ -107,11 +107,14 @@ class Supervisor:
     def for_server(
         cls, engine: EngineConfig, server: ServerConfig, reporter: Reporter | None = None
     ) -> Supervisor:
-        """Return the supervisor of `penstock serve`."""
+        """Return a supervisor whose engine serves an API process, as `penstock serve` runs it."""
         return cls(engine, ApiProcessFront(engine, server), reporter)
 
     def run(self) -> int:
-        """Serve until told to stop, in the main thread; return the exit code. Raises nothing of ours."""
+        """Start the engine, serve until told to stop, in the main thread, and return the exit code.
+
+        No error of ours is raised: it is reported, and has an exit code of its own.
+        """
         started = time.monotonic()
         gathered: EngineHosts | None = None
         try:
@@ -382,7 +385,10 @@ def _once(events: Iterable[Notice | StageReady]) -> Iterator[Notice | StageReady
 
 
 class StatusReporter:
-    """A reporter that sends events as JSON lines to the program that started this process."""
+    """A reporter that sends events as JSON lines to the program that started this process.
+
+    It never waits: events that the program has no room for are dropped.
+    """
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
@@ -394,14 +400,18 @@ class StatusReporter:
 
 
 class CallerConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """The line of JSON that `LLM` writes to the config pipe, which then stays open as its lifeline."""
+    """The config that `LLM` writes as a line of JSON to a pipe, which then stays open as its lifeline.
+
+    Attributes:
+        caller_pid: process number of the program that uses `LLM`.
+    """
 
     engine: EngineConfig
     caller_pid: int
 
 
 def read_caller_config(fd: int) -> CallerConfig:
-    """Return the config in the first line of the pipe, which stays open."""
+    """Read and return the config in the first line of the pipe `fd`, which stays open."""
     line = b""
     while not line.endswith(b"\n"):
         chunk = os.read(fd, 65536)

@@ -1,8 +1,8 @@
-"""Tells a core over which hosts its pipe runs, and what is known of the ways and clocks between them.
+"""Tells a core on which hosts its stages run, and what is known of the links and clocks between them.
 
-A core needs it to put the times of all stages on one clock, and its clients to show it. Stages and ways are
-told as soon as they change, clocks every few seconds. What the core then finds out about the ways is for
-the user. Used by `engine.supervisor.pipe_layout` and `engine.supervisor.pipeline_processes`.
+A core needs this to put the times of all stages on one clock, and its clients show it. Stages and links are
+sent as soon as they change, clocks every few seconds. What the core then finds out about the links is
+reported to the user. Used by `engine.supervisor.pipe_layout` and `engine.supervisor.pipeline_processes`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ MOVED_NS = 1_000_000  # of a clock that began anew with its host: no drift
 
 
 class ToldHosts:
-    """The facts about hosts that one core has been told.
+    """Sends one core the facts about its stages' hosts, and remembers what it was sent.
 
     Args:
         hosts: all hosts.
@@ -41,7 +41,10 @@ class ToldHosts:
         self._told_at = -math.inf
 
     def tell(self, core: Member, plan: LaunchPlan) -> None:
-        """Tell a core that serves what is new; nothing where there is one host."""
+        """Send a core that serves the hosts, links and clocks of its stages, if there is news of them.
+
+        All is sent again every few seconds, as clocks drift. Where there is one host, nothing is sent.
+        """
         if len(self._hosts) == 1:
             return
         now = self._clock()
@@ -61,12 +64,12 @@ class ToldHosts:
 
 
 def token_bytes(plan: LaunchPlan) -> int:
-    """Return the bytes that cross from stage to stage for each token."""
+    """Return the bytes of hidden states that cross from stage to stage for each token."""
     return NUM_CARRIED * plan.spec.hidden_size * ITEM_SIZES[plan.ranks[0].dtype]
 
 
 def link_speed_report(link: LinkJudged) -> Caution | Notice:
-    """Return what to say of a link that has become slow while it was in use, or is well again."""
+    """Return the message for the user on a link that has become slow while in use, or is well again."""
     way, measured = f"The link from {link.sender} to {link.receiver}", speed_text(link.measured_bytes_per_s)
     if not link.is_slow:
         return Notice(text=f"{way} has recovered: it carries at least half of the measured {measured}.")

@@ -7,8 +7,9 @@ endpoints of its own ends and no others.
              output rank ──results──▶ core         output rank ──tokens──▶ every rank of earlier stages
     ranks of one stage share a meeting
 
-`══` goes both ways, `──▶` one way. The receiver accepts, of a plan channel the core. Within an epoch a
-link may be exchanged for another one (`Wiring.exchange_link`).
+`══` goes both ways, `──▶` one way. The receiver accepts a connection; a plan channel is accepted by the core.
+At a meeting, ranks add up their partial results. Within an epoch a link may be exchanged for another one
+(`Wiring.exchange_link`).
 """
 
 from __future__ import annotations
@@ -31,10 +32,10 @@ RankAddress = tuple[int, int]  # stage, rank in the stage
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkExchange:
-    """A link that is to take the place of another one within an epoch.
+    """A link that is to take the place of another one between two ranks, within an epoch.
 
     Attributes:
-        order: for the core, once the ends are handed over.
+        order: for the core, once the ends are handed over: from which step on the new link is used.
         ends: for each of its two ranks.
         connection: connection of the new link; `delivered` is to be called once the ends are handed over.
     """
@@ -45,7 +46,7 @@ class LinkExchange:
 
 
 class Wiring:
-    """The connections of one pipeline in one epoch.
+    """The connections between the processes of one pipeline in one epoch, which are made here.
 
     Raises what `hosts.connections.connect` does; then nothing is left of it.
     """
@@ -107,7 +108,7 @@ class Wiring:
         yield from self._results
 
     def core(self) -> CoreEndpoints:
-        """Return the endpoints of the core."""
+        """Return the core's ends of its connections, for the core's process."""
         return CoreEndpoints(
             epoch=self._epoch,
             plans=[connection.accepting for connection in self._plans.values()],
@@ -116,7 +117,7 @@ class Wiring:
         )
 
     def rank(self, stage: int, tp_rank: int = 0) -> RankEndpoints:
-        """Return the endpoints of a rank."""
+        """Return a rank's ends of its connections, for the rank's process."""
         address = stage, tp_rank
         rank = self._ranks[address]
         incoming = [link.accepting for (_, receiver), link in self._links.items() if receiver == address]
@@ -143,7 +144,7 @@ class Wiring:
         return endpoint
 
     def exchange_link(self, sender: RankAddress, receiver: RankAddress, first_step: int = 0) -> LinkExchange:
-        """Make another link between two neighbours; the old one is kept until `release_link`.
+        """Make a new link between two ranks of neighbouring stages; the old one is kept until `release_link`.
 
         Args:
             first_step: first step to cross the new link; a later one if it is too late for that.
@@ -169,23 +170,29 @@ class Wiring:
         )
 
     def release_link(self, epoch: int, number: int) -> None:
-        """Close the link that link `number` has replaced: nothing is in it any more."""
+        """Close the old link that the new link `number` has replaced: nothing is in it any more.
+
+        A number of another epoch is ignored.
+        """
         if epoch == self._epoch and number in self._replaced:  # else it has ended with its epoch
             self._replaced.pop(number).end()
 
     def delivered(self) -> None:
-        """Record that all processes have their endpoints."""
+        """Record that all processes have been given their ends; copies that may not stay open are closed."""
         for connection in self._connections:
             connection.delivered()
 
     def end(self) -> None:
-        """End the epoch, so that all waits at its connections stop."""
+        """End all connections with their epoch, so that processes that wait at one stop waiting."""
         for connection in self._connections:
             connection.end()
         self._forget()
 
     def close(self) -> None:
-        """Close all connections at this end; what processes have goes on. May be called twice."""
+        """Close the supervisor's ends of all connections; processes go on with theirs.
+
+        May be called twice.
+        """
         for connection in self._connections:
             connection.close()
         self._forget()
