@@ -1,4 +1,4 @@
-"""The decision log: the plans of one epoch, in order, and the chain of digests that holds them together.
+"""The decision log: a chain of digests over the plans of one epoch, by which differing histories are noticed.
 
 The digest of a plan is the crc32 of its encoding, carried on from the digest of the plan before; that of the
 first one from a value that names the epoch. A digest stands for all that was decided since the epoch began:
@@ -22,7 +22,7 @@ from penstock.errors import ProtocolError, concerned
 
 
 class DecisionLog:
-    """The log as one party has seen it.
+    """The log as the core or one rank has seen it: the digest of all plans so far, and no plans.
 
     Args:
         epoch, first_step: of the first plan.
@@ -39,16 +39,16 @@ class DecisionLog:
         self.digest = zlib.crc32(f"epoch {epoch} from step {first_step}".encode())
 
     def seal(self, plan: ScheduledBatch) -> ScheduledBatch:
-        """Return the plan with its digest, as the next of the log. Only the core's side seals."""
+        """Return the plan with its digest filled in, and carry the log on by it. Only the core seals."""
         sealed = seal(plan, self.digest)
         self._carry_on(sealed)
         return sealed
 
     def append(self, plan: ScheduledBatch, names_of: Callable[[ScheduledBatch], Sequence[str]]) -> None:
-        """Check a plan that has arrived, and append it as the next of the log.
+        """Check that a plan which has arrived is the next of the log, and carry the log on by it.
 
         Args:
-            names_of: returns the requests of a plan, for the error.
+            names_of: returns the ids of the requests in a plan, for the error.
 
         Raises:
             ProtocolError: a plan was lost or repeated, or this one or another before it is not the core's.

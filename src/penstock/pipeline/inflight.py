@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 class InflightQueue(Generic[T]):
-    """The entries of the steps in flight, one in each slot.
+    """The entries of the steps in flight (the core's plans), one in each slot.
 
     Args:
         depth: most plans in flight (rows D1, F2).
@@ -53,12 +53,12 @@ class InflightQueue(Generic[T]):
     def slot(self, step_id: int) -> int:
         """Return the slot of a step (row F3).
 
-        The first stage enters the step P after the one that leaves a full pipe.
+        In a full pipe of P stages, step n + P enters the first stage when step n has left the last.
         """
         return step_id % self.depth
 
     def push(self, entry: T) -> int:
-        """Put `entry` in as the next step, and return its step id."""
+        """Put `entry` in as the next step, and return its step id. The queue must not be full."""
         assert not self.is_full, f"step {self._next} would overwrite step {self._oldest}"
         step_id = self._next
         self._slots[self.slot(step_id)] = entry

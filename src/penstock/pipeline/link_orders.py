@@ -1,4 +1,4 @@
-"""Exchanges a rank's links at named steps, as plans order it.
+"""Exchanges a rank's links to neighbouring stages for new ones, each from the step on that a plan names.
 
     supervisor ──AttachLink(7, one end)──▶ both ranks, beside the plans
     core       ──plan with LinkOrder(7, first_step=N)──▶ all ranks: the two that it concerns open their ends
@@ -20,14 +20,14 @@ from penstock.pipeline.links.switched_link import SwitchedLink
 
 
 class LinkOrders:
-    """The orders of plans to exchange links, as one rank carries them out.
+    """Carries out, for one rank, the orders of plans to replace a link to a neighbouring stage by a new one.
 
     Args:
         stage, tp_rank: this rank.
         incoming: link from the stage before, if there is one.
-        outgoing: links to ranks of the next stage, by their numbers there.
-        open_end: opens this rank's end of the link that an order names.
-        released: called with the number of a link once the one before it is empty.
+        outgoing: links to ranks of the next stage, by the numbers of these ranks there.
+        open_end: waits for this rank's end of the link that an order names, and opens it.
+        released: called with the number of a new link once this rank, its receiver, has emptied the old one.
     """
 
     def __init__(
@@ -45,11 +45,11 @@ class LinkOrders:
         self._open_end, self._released = open_end, released
 
     def obey(self, orders: Sequence[LinkOrder]) -> None:
-        """Carry out the orders of a plan.
+        """Carry out the orders of a plan that concern this rank: open each new link, for its step and later.
 
         Raises:
-            WaitTimeoutError: an end was not handed over in time.
-            ProtocolError: there is no such link.
+            WaitTimeoutError: the host did not hand over the end of a link in time.
+            ProtocolError: this rank has no link in the place of the new one.
         """
         for order in orders:
             if (order.stage + 1, order.receiver) == (self._stage, self._tp_rank):
@@ -71,7 +71,7 @@ class LinkOrders:
 
 
 class NoLinkOrders:
-    """The orders of a rank whose links stay as long as the epoch."""
+    """The stand-in for `LinkOrders` on a rank whose links cannot be replaced while the epoch lasts."""
 
     def obey(self, orders: Sequence[LinkOrder]) -> None:
         """Raise `ProtocolError` if there are any orders."""

@@ -1,7 +1,7 @@
 """Cuts the layers of a model into one range for each stage.
 
 A pure function of layer count, stage count and policy; called when an engine is resolved and by anything that
-prints a plan. Does not weigh times or memory: `engine.supervisor.auto_partition` does, and puts numbers in
+prints a layout. Does not weigh times or memory: `engine.supervisor.auto_partition` does, and puts numbers in
 place of `auto`. Does not load anything.
 
 Ranges are half-open pairs `(start, end)`; over the stages they tile `[0, num_layers)` in order.

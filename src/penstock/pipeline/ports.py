@@ -32,22 +32,28 @@ from penstock.trace.phases import NOBODYS, Phase, PhaseClock
 
 
 class Source(Protocol):
-    """The port at which the tensors of a step arrive."""
+    """The port at which a stage gets its input of each step; the interface of all sources."""
 
     def take_tensors(self, batch: ForwardBatch) -> IntermediateTensors:
-        """Return the input of the stage's first layer; it may be under way (`AsyncIntermediateTensors`)."""
+        """Return the input of the stage's first layer for this step.
+
+        It may still be under way (`AsyncIntermediateTensors`): then the first access to it waits.
+        """
         ...
 
 
 class Sink(Protocol):
-    """The port at which the tensors of a step leave, and at which samples come to the row table."""
+    """The port at which a stage's output of each step leaves, and at which sampled tokens come in.
+
+    The tokens go to the row table, where the stage keeps the state of the running requests.
+    """
 
     def consume_samples(self, plan: ScheduledBatch) -> None:
-        """Bring the row table up to the samples that the plan consumes."""
+        """Bring the row table up to the sampled tokens that the plan consumes; wait until they have come."""
         ...
 
     def put_tensors(self, tensors: IntermediateTensors, batch: ForwardBatch) -> None:
-        """Pass on what the stage has computed."""
+        """Pass on the output of the stage's last layer: send it to the next stage, or sample from it."""
         ...
 
 
@@ -66,18 +72,23 @@ def carried_share(width: int, tp_rank: int, tp_size: int) -> Share:
 
     The ranks of a stage gather the other columns among themselves (row C5). The share is all columns where
     these cannot be divided equally.
+
+    Args:
+        width: number of all columns.
+        tp_rank, tp_size: number of the rank in its stage, and how many ranks the stage has.
     """
     return even_share(width, tp_rank, tp_size) if width % tp_size == 0 else Share.all(width)
 
 
 class LinkSource:
-    """The source of later stages: receives tensors into buffers of a fixed address (row C7).
+    """The source of every stage but the first: receives hidden states into a buffer that stays put (row C7).
 
     Args:
         link: link from the stage before.
-        max_num_tokens, width, dtype: of the largest step and of one token.
+        max_num_tokens: tokens of the largest step.
+        width, dtype: elements of one token's hidden state, and their type.
         group: the ranks of this stage, each of which gets a share of the columns.
-        clock: clock of the rank.
+        clock: clock of the rank, which measures waiting and copying.
     """
 
     def __init__(
@@ -124,10 +135,12 @@ class LinkSource:
 
 
 class ForwardSink:
-    """The sink of every stage but the last: sends tensors on, and consumes samples as plans say.
+    """The sink of every stage but the last: sends hidden states on, and takes the last stage's samples.
 
     Args:
         links: to the ranks of the next stage that this one sends to, and the columns that each gets.
+        tokens: receives the samples of the last stage.
+        clock: clock of the rank, which measures waiting and copying.
     """
 
     def __init__(
@@ -157,15 +170,15 @@ class ForwardSink:
 
 
 class SampleSink:
-    """The sink of the last stage: sends samples to its row table, the earlier stages and the core.
+    """The sink of the last stage: samples, and sends samples to the earlier stages and results to the core.
 
     Where ranks share the stage, all of them sample, from the same bits; the first one sends.
 
     Args:
         runner: samples, and owns the row table.
         tokens: to the earlier stages; sent before results and scores, because stages may be waiting for them.
-        results: to the core; None: another rank sends the result.
-        clock: clock of the rank.
+        results: channel to the core; None: another rank sends samples and results.
+        clock: clock of the rank, which measures the sampling.
     """
 
     def __init__(
@@ -181,7 +194,7 @@ class SampleSink:
         self._clock = clock
 
     def consume_samples(self, plan: ScheduledBatch) -> None:
-        """Do nothing, since the own samples are in the table already."""
+        """Do nothing, since this stage has written its own samples to its row table already."""
 
     def put_tensors(self, tensors: IntermediateTensors, batch: ForwardBatch) -> None:
         before = self._clock.begin(Phase.SAMPLE)

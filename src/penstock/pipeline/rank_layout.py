@@ -19,7 +19,7 @@ from operator import attrgetter
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankCoordinates:
-    """The coordinates of a rank."""
+    """The coordinates of a rank: replica, stage, and in the stage its context part and its tensor rank."""
 
     replica: int
     stage: int
@@ -29,7 +29,7 @@ class RankCoordinates:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankGroup:
-    """The ranks of one group as `rank` sees them."""
+    """A group of ranks, by their numbers in `ranks`, as seen by its member `rank`."""
 
     rank: int
     ranks: tuple[int, ...]
@@ -52,21 +52,23 @@ class RankGroup:
 
     @property
     def next_rank(self) -> int:
-        """The rank after this one; after the last comes the first."""
+        """The number of the rank after this one in the group; after the last comes the first."""
         return self.ranks[(self.rank_in_group + 1) % self.size]
 
     @property
     def prev_rank(self) -> int:
-        """The rank before this one; before the first comes the last."""
+        """The number of the rank before this one in the group; before the first comes the last."""
         return self.ranks[(self.rank_in_group - 1) % self.size]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankLayout:
-    """The sizes of all dimensions along which ranks are laid out.
+    """The shape in which the ranks of an engine are numbered: how many there are along each dimension.
 
     Attributes:
         tp_sizes: tensor ranks of each stage.
+        data_parallel_size: replicas.
+        context_parallel_size: context parts of each stage.
     """
 
     tp_sizes: tuple[int, ...]
@@ -82,7 +84,7 @@ class RankLayout:
         data_parallel_size: int = 1,
         context_parallel_size: int = 1,
     ) -> RankLayout:
-        """Return a layout in which all stages are alike."""
+        """Return a layout in which all stages have the same number of tensor ranks."""
         return cls(
             tp_sizes=(tensor_parallel_size,) * num_stages,
             data_parallel_size=data_parallel_size,
@@ -91,7 +93,7 @@ class RankLayout:
 
     @property
     def places(self) -> list[RankCoordinates]:
-        """The coordinates of each rank, in order."""
+        """The coordinates of all ranks, in the order of their numbers."""
         return [
             RankCoordinates(replica=replica, stage=stage, context_rank=part, tp_rank=tp_rank)
             for replica in range(self.data_parallel_size)
@@ -110,26 +112,26 @@ class RankLayout:
         return self.data_parallel_size * self.replica_size
 
     def output_rank(self, replica: int = 0) -> int:
-        """Return the rank that answers a replica's core: the first of the last stage (row D8)."""
+        """Return the number of the rank that answers a replica's core: first of the last stage (row D8)."""
         return (replica + 1) * self.replica_size - self.context_parallel_size * self.tp_sizes[-1]
 
     def tensor_group(self, rank: int) -> RankGroup:
-        """Return the ranks that share the layers of a stage."""
+        """Return the ranks that split the same layers between them: same stage and context part as `rank`."""
         return self._group(rank, "replica", "stage", "context_rank")
 
     def context_group(self, rank: int) -> RankGroup:
-        """Return the ranks that share a context."""
+        """Return the ranks that split the same contexts: same replica, stage and tensor rank as `rank`."""
         return self._group(rank, "replica", "stage", "tp_rank")
 
     def pipeline_group(self, rank: int) -> RankGroup:
-        """Return the ranks that have the same place in each stage, first stage first.
+        """Return the ranks that have the place of `rank` in each stage of its replica, in order of stages.
 
         Ragged stages that lack the place are left out.
         """
         return self._group(rank, "replica", "context_rank", "tp_rank")
 
     def data_group(self, rank: int) -> RankGroup:
-        """Return the ranks that hold the same weights."""
+        """Return the ranks that have the same place as `rank` in each replica, and hold the same weights."""
         return self._group(rank, "stage", "context_rank", "tp_rank")
 
     def _group(self, rank: int, *alike: str) -> RankGroup:

@@ -1,11 +1,11 @@
-"""The stage: one loop, the same on every rank.
+"""The loop that every rank of every stage runs: take a plan, get its input, compute, pass the result on.
 
                     plans from the core
                             v
     source ──▶ [ prepare ▶ take ▶ forward ▶ put ] ──▶ sink
 
-`rank.rank` builds a `Stage` and runs it. Decides nothing: it replays the plans in order. An error ends
-the loop; the caller reports the error and ends the rank.
+`rank.rank` builds a `Stage` and runs it. The loop decides nothing: it replays the core's plans in order. An
+error ends the loop; the caller reports the error and ends the rank.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ from penstock.trace.phases import NOBODYS, Phase, PhaseClock, StageReporter
 
 
 class Stage:
-    """The part of one rank in every step.
+    """The loop of one rank (one process of a stage), which carries out the core's plans step by step.
 
     Args:
-        stage: its number, for errors.
-        runner: the model with its rows.
-        source, sink: chosen by the place of the stage in the pipe.
-        times: reports how long each step took; its clock is that of the ports.
-        faults: what a test has armed.
-        orders: takes the orders of plans, if they may have any.
-        void_steps: knows which plans need not be computed.
-        group: the ranks of this stage. A plan without tokens gives them nothing to exchange, so they meet for
-            its sake: its result says that every rank has come to it, and not one rank of each stage.
+        stage: number of the stage, for errors.
+        runner: the rank's layers, with its rows (a row holds the state of a running request).
+        source, sink: where hidden states come from and go to, chosen by the place of the stage in the pipe.
+        times: reports how long each step took; its clock is that of the source and the sink.
+        faults: failures that a test has armed.
+        orders: takes the orders of plans to copy KV blocks, if they may have any.
+        void_steps: knows which plans need not be computed, because they followed a wrong guess.
+        group: the ranks of this stage. They meet in a plan without tokens too, though it gives them nothing
+            to exchange: so its result says that every rank has come to it, and not one rank of each stage.
     """
 
     def __init__(
@@ -137,12 +137,13 @@ def plans_from(
     """Yield the core's plans until `Shutdown`; wait without end, since an idle engine sends nothing.
 
     Args:
+        channel: channel from the core.
         clock: measures the waiting, and its cause.
-        is_last: whether this is the last stage; the others wait for it when the pipe is full.
-        log: log of the rank, which knows the plan that comes first.
-        names_of: returns the requests of a plan, for errors.
-        orders: sends its answers while there is no plan.
-        check: raises `ProtocolError` for a plan that is the next of the log, and cannot be carried out.
+        is_last: whether this is the last stage; the others count their wait in a full pipe as one for it.
+        log: the rank's log, with which each plan is checked; by default that of an epoch 0 from step 0.
+        names_of: returns the ids of the requests in a plan, for errors.
+        orders: carries out the core's calls about the KV store, and sends due answers while no plan comes.
+        check: raises `ProtocolError` for a plan that is the next of the log, and cannot be carried out here.
         void_steps: looks at the plans that have come behind each.
 
     Raises:
@@ -209,7 +210,13 @@ def _polled(channel: MessageChannel) -> CoreToRank | None:
 
 @contextmanager
 def blaming(stage: int, when: str) -> Iterator[None]:
-    """Add the stage to any error that escapes; a foreign exception becomes a `StageLostError`."""
+    """Add the number of the stage to any error that escapes the `with` block.
+
+    An exception that is not a `PenstockError` becomes a `StageLostError`.
+
+    Args:
+        when: words for its message, such as "in step 7".
+    """
     try:
         yield
     except PenstockError as error:

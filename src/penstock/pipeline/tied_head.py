@@ -1,4 +1,4 @@
-"""Sends a tied head down the pipe: the first stage's embedding goes to the last (rows S2, A14).
+"""Sends a tied head (an output head that is the embedding) from the first stage to the last (rows S2, A14).
 
 The other way, and the default, is that the last stage reads the embedding from the checkpoint as well.
 Transfer is for a last stage whose host has not got that file. `rank.rank` calls it in each epoch, when
@@ -32,7 +32,7 @@ PutRows = Callable[[int, Tensor], None]  # first row within the rank's own share
 
 
 class HeadBlock(NamedTuple):
-    """The rows `[start, end)` of the embedding, which cross each link of their route in one frame."""
+    """A block of a tied head: the embedding's rows `[start, end)`, which cross each link in one frame."""
 
     number: int
     receiver: int  # rank of the last stage
@@ -42,7 +42,7 @@ class HeadBlock(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadRoute:
-    """The blocks of a tied head and their way through the pipe, as one rank sees them.
+    """The blocks into which a tied head is cut, and the ranks that each goes through, as one rank sees them.
 
     Attributes:
         tp_sizes: ranks of each stage.
@@ -60,7 +60,7 @@ class HeadRoute:
     epoch: int
 
     def share(self, tp_rank: int) -> Share:
-        """Return the rows that a rank of this stage holds, if the stage holds the embedding."""
+        """Return the embedding's rows that a rank of this stage holds; for the first and last stage only."""
         return vocab_share(self.vocab_size, tp_rank, self.tp_sizes[self.stage])
 
     @property
@@ -68,9 +68,10 @@ class HeadRoute:
         return self.share(self.tp_rank)
 
     def all_blocks(self) -> Iterator[HeadBlock]:
-        """Yield all blocks in the order in which every rank handles those that concern it.
+        """Yield all blocks of the head; each rank sends, passes on or takes its own ones in this order.
 
-        The ranks of the last stage take turns, so that none waits for the whole head of another.
+        The blocks of the receivers, the ranks of the last stage, take turns, so that no receiver waits until
+        another has its whole share.
         """
         num_receivers = self.tp_sizes[-1]
         shares = [vocab_share(self.vocab_size, rank, num_receivers) for rank in range(num_receivers)]
@@ -83,11 +84,14 @@ class HeadRoute:
                     number += 1
 
     def own_blocks(self) -> Iterator[HeadBlock]:
-        """Yield the blocks that this rank sends, passes on or takes."""
+        """Yield the blocks that this rank sends, passes on or takes, in the order of `all_blocks`."""
         return (block for block in self.all_blocks() if self.rank_of(self.stage, block) == self.tp_rank)
 
     def rank_of(self, stage: int, block: HeadBlock) -> int:
-        """Return the rank of a stage that the block goes through (`RankConfig.receivers`)."""
+        """Return the rank of a stage that the block goes through, by its number there.
+
+        It is one of the receivers of the rank before (`RankConfig.receivers`).
+        """
         rank = block.receiver
         for size in reversed(self.tp_sizes[stage:-1]):
             rank %= size
@@ -97,12 +101,16 @@ class HeadRoute:
         """Return the link by which the block leaves this rank.
 
         Args:
-            links: of this rank, in the order of `RankConfig.receivers`.
+            links: from this rank to the next stage, in the order of `RankConfig.receivers`.
         """
         return links[(self.rank_of(self.stage + 1, block) - self.tp_rank) // self.tp_sizes[self.stage]]
 
     def header(self, block: HeadBlock, rows: Tensor) -> FrameHeader:
-        """Return the header of the block's frame."""
+        """Return the header of the frame that carries a block; sender and receiver both derive it.
+
+        Args:
+            rows: the block's rows, or the buffer for them.
+        """
         return FrameHeader(
             epoch=self.epoch,
             step_id=block.number,
@@ -116,7 +124,7 @@ class HeadRoute:
 
 
 def send_head(route: HeadRoute, weight: Tensor, group: TensorGroup, links: Sequence[Link]) -> None:
-    """Send the embedding from a rank of the first stage.
+    """Send the embedding block by block, on a rank of the first stage; all ranks of the stage must call it.
 
     A block whose rows the sender has not got, or not all of them, is gathered from the ranks of the stage;
     all of them come to the same blocks in the same order.
@@ -142,7 +150,7 @@ def send_head(route: HeadRoute, weight: Tensor, group: TensorGroup, links: Seque
 
 
 def pass_head_on(route: HeadRoute, buffer: Tensor, incoming: Link, links: Sequence[Link]) -> None:
-    """Pass blocks on, on a rank of a middle stage.
+    """Pass each of this rank's blocks of the head on as it comes, on a rank of a middle stage.
 
     Args:
         buffer: [block_rows, hidden], written over by each block.
@@ -158,11 +166,11 @@ def pass_head_on(route: HeadRoute, buffer: Tensor, incoming: Link, links: Sequen
 
 
 def take_head(route: HeadRoute, buffer: Tensor, incoming: Link, put: PutRows) -> None:
-    """Take the rows of the own share, on a rank of the last stage.
+    """Take the rows of this rank's share of the head from the link, on a rank of the last stage.
 
     Args:
         buffer: as for `pass_head_on`.
-        put: keeps a block's rows; the buffer is written over afterwards.
+        put: keeps a block's rows, given the first of them within the share; they are written over afterwards.
 
     Errors are those of `send_head`.
     """

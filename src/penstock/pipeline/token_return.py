@@ -1,4 +1,4 @@
-"""Sends what the last stage sampled back to every earlier stage, on a path of its own.
+"""Sends the tokens that the last stage sampled back to every earlier stage, on a path of its own.
 
 The first stage embeds the sampled ids, so it gets them (`SampledTokens`). Every other stage only computes
 positions, for which it needs to know how many ids there were and how many drafts were rejected; it gets no
@@ -39,7 +39,7 @@ MOST_IDS = 1 << 31
 
 
 class TokenSender:
-    """The last stage's end of the token return.
+    """The last stage's end of the token return: sends each step's samples to all earlier stages.
 
     Args:
         embedding: channels to the ranks of the first stage, which get the ids.
@@ -51,7 +51,7 @@ class TokenSender:
         self._others = list(others)
 
     def send_samples(self, plan: ScheduledBatch, result: StepResult) -> None:
-        """Send the samples of a step, unless the plan samples no row."""
+        """Send the samples of a step to all earlier stages, unless the plan samples no row."""
         if not any(plan.need_sampled):
             return
         frame = encode(_tokens(plan, result))
@@ -85,7 +85,7 @@ def _counts(plan: ScheduledBatch, result: StepResult) -> SampledCounts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PendingReturn:
-    """The samples of a step that are awaited, with their rows as they were then (row E2)."""
+    """A step whose samples this stage has yet to consume, with its rows as they were in the step (row E2)."""
 
     step_id: int
     epoch: int
@@ -95,12 +95,12 @@ class PendingReturn:
 
 
 class SampleReceiver(ABC):
-    """An earlier stage's end: a queue of the steps whose samples have not been consumed yet.
+    """An earlier stage's end of the token return: a queue of the steps whose samples it has not consumed yet.
 
     Args:
         channel: channel from the last stage.
         rows: the row table that the samples go to.
-        name: name of this path, for messages, such as "stage 1 -> stage 0".
+        name: name of this path, for error messages, such as "stage 1 -> stage 0".
         timeout_s: deadline of every wait.
     """
 
@@ -116,7 +116,11 @@ class SampleReceiver(ABC):
         return len(self._pending)
 
     def expect_samples(self, plan: ScheduledBatch, sampled: RowSnapshot) -> None:
-        """Remember that samples of these rows will come, unless the plan samples none."""
+        """Remember that samples of these rows will come, unless the plan samples none.
+
+        Args:
+            sampled: the rows that the plan samples, with the requests that hold them now.
+        """
         if any(plan.need_sampled):
             self._pending.append(
                 PendingReturn(
@@ -129,7 +133,7 @@ class SampleReceiver(ABC):
             )
 
     def consume_samples(self, through_step: int) -> None:
-        """Write the samples of all pending steps up to `through_step` to the rows, in order of the steps.
+        """Write the samples of all pending steps up to `through_step` to the rows; wait until they have come.
 
         Raises:
             WaitTimeoutError: they did not come in time.
@@ -162,10 +166,11 @@ class SampleReceiver(ABC):
 
 
 class TokenReceiver(SampleReceiver):
-    """The receiving end of a stage that embeds.
+    """The first stage's end of the token return: it receives sampled ids, to embed them in later steps.
 
     Args:
-        vocab_size: of the embedding; any id may come if it is left out.
+        vocab_size: of the embedding; an id that is not below it is refused. Any id may come if it is left
+            out.
     """
 
     def __init__(
@@ -190,7 +195,7 @@ class TokenReceiver(SampleReceiver):
 
 
 class CountReceiver(SampleReceiver):
-    """The receiving end of a stage that neither embeds nor samples, and so gets no ids."""
+    """A middle stage's end of the token return: it gets how many ids were sampled, and not the ids."""
 
     def _write(self, pending: PendingReturn, frame: bytes) -> None:
         counts = decode_sampled_counts(frame)

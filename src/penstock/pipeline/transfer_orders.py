@@ -1,8 +1,8 @@
-"""Takes the orders of plans to copy blocks, and reports to the core what became of them, and of grammars.
+"""Takes plans' orders to copy KV blocks from or to the store, and reports their outcome to the core.
 
-The stage loop gives the orders of each plan, and while answers are due it looks for them between plans, so
-that a request that waits for its blocks, or its grammar, does not wait for another plan. Calls about the
-catalogue of the host's store come between plans, too.
+It reports which grammars are built, too. The stage loop gives the orders of each plan, and while answers are
+due it looks for them between plans, so that a request that waits for its blocks, or its grammar, does not
+wait for another plan. Calls about the catalogue of the host's store come between plans, too.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ PATIENCE_S = 0.001
 
 
 class Transfer(Protocol):
-    """The interface of what copies blocks (`runner.kv_transfer`)."""
+    """The interface of what copies KV blocks between a rank's cache and the store (`runner.kv_transfer`)."""
 
     @property
     def is_busy(self) -> bool: ...
@@ -34,7 +34,10 @@ class Transfer(Protocol):
 
 
 class Entries(Protocol):
-    """The interface of the catalogue of the host's store (`kvstore.entry_calls`)."""
+    """The interface of what carries out the core's calls to the catalogue of the host's store (`EntryCall`).
+
+    The catalogue is a list of the store's blocks. `kvstore.entry_calls` implements this interface.
+    """
 
     @property
     def is_busy(self) -> bool: ...
@@ -45,7 +48,7 @@ class Entries(Protocol):
 
 
 class Builds(Protocol):
-    """The interface of what builds grammars (`sample.grammar_rows`)."""
+    """The interface of what builds the grammars of requests on the last stage (`sample.grammar_rows`)."""
 
     @property
     def is_building(self) -> bool: ...
@@ -54,7 +57,10 @@ class Builds(Protocol):
 
 
 class NoTransfer:
-    """The transfer of a rank without a store: refuses every order, which the core counts as failed."""
+    """The stand-in for `Transfer` on a rank without a store: refuses every order.
+
+    The core counts a refused order as failed.
+    """
 
     def __init__(self) -> None:
         self._refused: list[int] = []
@@ -67,7 +73,7 @@ class NoTransfer:
         self._refused += [order.order for order in orders]
 
     def forget_blocks(self, names: Sequence[bytes]) -> None:
-        """Do nothing, since no block is kept."""
+        """Do nothing, since this rank keeps no block in host memory."""
 
     def collect(self) -> OrdersDone | None:
         refused, self._refused = self._refused, []
@@ -78,7 +84,7 @@ class NoTransfer:
 
 
 class NoBuilds:
-    """The builds of a rank that builds no grammars."""
+    """The stand-in for `Builds` on a rank that builds no grammars."""
 
     is_building = False
 
@@ -87,13 +93,13 @@ class NoBuilds:
 
 
 class TransferOrders:
-    """The orders of plans on a rank, and the reports about them.
+    """Gives a rank's orders and calls from the core to the parts that carry them out, and sends the answers.
 
     Args:
-        transfer: copies blocks.
-        core: channel for the answers.
+        transfer: copies KV blocks.
+        core: channel to the core, for the answers.
         builds: builds grammars.
-        entries: the catalogue of the host's store.
+        entries: carries out calls about the catalogue of the host's store.
     """
 
     def __init__(
@@ -102,10 +108,10 @@ class TransferOrders:
         self._transfer, self._core, self._builds, self._entries = transfer, core, builds, entries
 
     def take_orders(self, orders: list[TierOrder], given_up: Sequence[bytes] = ()) -> None:
-        """Take the orders of a plan; the rank has run all steps before it.
+        """Submit a plan's orders to copy KV blocks, without waiting; all steps before the plan must have run.
 
         Args:
-            given_up: names of blocks that host memory is not to keep, before the orders.
+            given_up: names (content hashes) of blocks that host memory is to forget, before the orders.
         """
         if given_up:
             # First: an order of the same plan may store one of these names anew.
@@ -118,17 +124,21 @@ class TransferOrders:
         self._entries.carry_out(call)
 
     def layers_of(self, orders: Sequence[int]) -> BeforeLayer | None:
-        """Return a function that waits until these loads have a layer or have failed; None: no loads."""
+        """Return a function that waits, for one layer, until these orders have loaded it or have failed.
+
+        Args:
+            orders: numbers of orders to load blocks; without any, None is returned.
+        """
         return self._transfer.layers_of(orders) if orders else None
 
     @property
     def patience_s(self) -> float | None:
-        """The seconds to wait for a plan before the next `send_answers`; None: without end."""
+        """The seconds to wait for a plan before the next `send_answers`; None, if none is due: no limit."""
         is_due = self._transfer.is_busy or self._builds.is_building or self._entries.is_busy
         return PATIENCE_S if is_due else None
 
     def send_answers(self) -> None:
-        """Send the answers about copies, grammars and the catalogue that are ready."""
+        """Send the core those answers about copies, grammars and the catalogue that are ready."""
         for source in (self._transfer, self._builds, self._entries):
             answers = source.collect()
             if answers is not None:
@@ -136,21 +146,21 @@ class TransferOrders:
 
 
 class NoOrders:
-    """The orders of a rank whose plans bear none, and which builds nothing."""
+    """The stand-in for `TransferOrders` on a rank whose plans have no orders, and that builds no grammars."""
 
     patience_s = None
 
     def take_orders(self, orders: list[TierOrder], given_up: Sequence[bytes] = ()) -> None:
-        """Do nothing."""
+        """Do nothing, since the plans of this rank have no orders."""
 
     def take_call(self, call: EntryCall) -> None:
-        """Do nothing."""
+        """Do nothing, since this rank has no catalogue."""
 
     def layers_of(self, orders: Sequence[int]) -> BeforeLayer | None:
         return None
 
     def send_answers(self) -> None:
-        """Do nothing."""
+        """Do nothing, since no answer is ever due."""
 
 
 NO_ORDERS = NoOrders()

@@ -1,11 +1,12 @@
-"""Skips steps that need not be computed: windows behind a wrong guess, as soon as a later plan says so.
+"""Skips steps that have become useless, because they followed a wrong guess, as soon as a later plan says so.
 
     plans that wait here    7: guessed window of row 3    8: guessed window of row 3    9: rewinds row 3
                                void                          void                          is computed next
 
 The core rewinds a row in the first plan that it makes after it has seen the wrong guess. A stage that takes
-each plan only when its turn comes would compute all windows before it. So it takes what has come, looks for
-rewound rows, and lets the windows pass that these make void. It computes at most the one that it is at.
+each plan only when its turn comes would compute all windows (guessed steps of the row) before it. So it takes
+what has come, looks for rewound rows, and lets the windows pass that these make void. It computes at most the
+one that it is at.
 
 A stage of several ranks does not look ahead: these compute together, and must not differ about what they
 compute. Used by `pipeline.stage`. Knows no requests and no tensors.
@@ -20,26 +21,28 @@ from penstock.batch import GUESSED, CoreToRank, ScheduledBatch
 
 
 class NoVoidSteps:
-    """The interface of void steps, and the implementation that computes every plan."""
+    """The base class of `VoidSteps`, and the implementation for a stage that computes every plan."""
 
     def next_message(self, receive: Callable[[], CoreToRank]) -> CoreToRank:
-        """Return the core's next message; `receive` waits for it."""
+        """Return the core's next message; `receive` waits for it. Messages that came ahead go first."""
         return receive()
 
     def look_ahead(self, plan: ScheduledBatch, poll: Callable[[], CoreToRank | None]) -> None:
-        """Look at the plans that have come behind `plan`, which is about to be computed.
+        """Find out whether a plan that has come behind `plan`, the next to be computed, makes its step void.
+
+        Does nothing in this class.
 
         Args:
             poll: returns the next message that has come behind it; None when there is none.
         """
 
     def has(self, step_id: int) -> bool:
-        """Return whether a later plan has made the step of the plan looked at last void."""
+        """Return whether the last `look_ahead` has found this step void; always False in this class."""
         return False
 
 
 class VoidSteps(NoVoidSteps):
-    """Takes plans ahead of their time, to find rewound rows."""
+    """Takes plans ahead of their time, to find rows rewound after a wrong guess, whose steps are void."""
 
     def __init__(self) -> None:
         self._waiting: deque[CoreToRank] = deque()

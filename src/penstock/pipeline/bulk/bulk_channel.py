@@ -1,4 +1,4 @@
-"""The bulk channels: named payloads of bytes from one rank to another, below hidden states in precedence.
+"""A bulk channel carries named payloads of bytes from one rank to another, and lets hidden states go first.
 
     BulkSender ──chunks, each when it has its turn──▶ ring or stream ──▶ BulkReceiver ──whole payloads──▶
 
@@ -49,11 +49,11 @@ _OPENERS: Mapping[type, Callable[..., ChunkChannel]] = {
 
 
 def open_bulk(endpoint: ChannelEndpoint, name: str) -> ChunkChannel:
-    """Return this process's end of a bulk channel.
+    """Return this process's end of a bulk channel, for a `BulkSender` or `BulkReceiver`.
 
     Args:
         endpoint: of a `BulkNeed`, as the host has handed it over. Its descriptors stay the caller's.
-        name: for messages, such as "bulk, stage 0 -> stage 1".
+        name: for error messages, such as "bulk, stage 0 -> stage 1".
 
     Raises:
         ProtocolError: this build has no carrier for endpoints of this kind.
@@ -63,26 +63,26 @@ def open_bulk(endpoint: ChannelEndpoint, name: str) -> ChunkChannel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Payload:
-    """A payload that has arrived, whole and checked."""
+    """A payload that has arrived, whole and checked, with the name that its sender gave it."""
 
     name: str
     data: memoryview
 
 
 class BulkSender:
-    """The sending end of a bulk channel.
+    """The sending end of a bulk channel: cuts payloads into chunks, and sends each when links are idle.
 
     Args:
         channel: from `open_bulk`; belongs to the sender from now on.
         turns: decide when a chunk may go.
-        timeout_s: for a chunk to get room and its turn.
+        timeout_s: deadline of a chunk's wait for room, and of its wait for its turn.
     """
 
     def __init__(self, channel: ChunkChannel, turns: Turns, *, timeout_s: float) -> None:
         self._channel, self._turns, self._timeout_s = channel, turns, timeout_s
 
     def send_payload(self, name: str, payload: Bytes) -> None:
-        """Send a payload, and return when its last chunk is on its way.
+        """Send a payload, waiting for room and turns, and return when its last chunk is on its way.
 
         Args:
             name: what the receiver knows it by, at most `chunk.MAX_NAME_BYTES` in UTF-8.
@@ -107,12 +107,12 @@ class BulkSender:
 
 
 class BulkReceiver:
-    """The receiving end of a bulk channel.
+    """The receiving end of a bulk channel: joins chunks to payloads, and checks them.
 
     Args:
         channel: from `open_bulk`; belongs to the receiver from now on.
-        name: of the channel, for messages.
-        max_payload_bytes: a longer payload is refused before memory is taken for it.
+        name: name of the channel, for error messages.
+        max_payload_bytes: a longer payload is refused (`ProtocolError`) before memory is taken for it.
     """
 
     def __init__(self, channel: MessageChannel, name: str, *, max_payload_bytes: int) -> None:
@@ -121,7 +121,7 @@ class BulkReceiver:
         self._arriving: _Arriving | None = None
 
     def receive_payload(self, timeout_s: float | None) -> Payload | None:
-        """Return the next payload, or None when none was whole in time; its parts are kept.
+        """Return the next payload, or None when none was whole in time; the parts that have come are kept.
 
         Args:
             timeout_s: 0 takes only what is there; None waits without end.

@@ -32,12 +32,13 @@ _REMEDY = "Run the same Penstock version on both ends."
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chunk:
-    """A part of a payload.
+    """A chunk: a part of a bulk channel's payload, which is sent as one message.
 
     Attributes:
         name, payload_bytes: of the whole payload.
-        offset: where its data begin in the payload.
+        offset: where the chunk's data begin in the payload.
         checksum: of the payload up to the end of this chunk.
+        data: the bytes of this part.
     """
 
     name: str

@@ -37,7 +37,7 @@ class Rate(Protocol):
 
 
 class NoRateLimit:
-    """A rate that never makes a chunk wait."""
+    """The stand-in for a `Rate` where there is no limit: no chunk waits."""
 
     def take(self, num_bytes: int) -> float:
         return 0.0
@@ -63,7 +63,7 @@ class ByteRate:
         self._filled_at = clock()
 
     def take(self, num_bytes: int) -> float:
-        """See `Rate.take`."""
+        """Take the right to send `num_bytes` now; return 0.0 if it is granted, else the seconds to wait."""
         now = self._clock()
         filled = self._level + (now - self._filled_at) * self._bytes_per_s
         self._level, self._filled_at = min(filled, float(self._burst_bytes)), now
@@ -75,11 +75,11 @@ class ByteRate:
 
 
 class Turns:
-    """The turns of a bulk channel, which come when links are idle and the rate allows.
+    """The turns of a bulk channel: its next chunk may go when no link is sending and the rate allows it.
 
     Args:
-        links: links that go before the channel.
-        rate: limit on the channel's bytes.
+        links: links of hidden states that go before the channel.
+        rate: limit on the channel's bytes; None: there is none.
         clock: monotonic seconds.
         pause: waits for so many seconds.
     """

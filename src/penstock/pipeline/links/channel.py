@@ -1,4 +1,4 @@
-"""The seam over which whole messages travel: plans, results and token returns.
+"""The interface of channels, over which whole messages travel: plans, results and token returns.
 
 `pipeline.links.plan_channel` implements it over zmq and in memory, `pipeline.links.ring_channel` in one
 direction over a ring, `pipeline.links.stream_channel` between hosts; `pipeline.token_return` and
@@ -18,7 +18,7 @@ class MessageChannel(Protocol):
     """One end of a two-way, ordered, loss-free channel of messages between two threads or processes."""
 
     def send(self, frame: bytes, timeout_s: float = SEND_TIMEOUT_S) -> None:
-        """Queue one message.
+        """Queue one message, given as its bytes; wait while there is no room.
 
         Args:
             timeout_s: for a queue that is full or has no other end yet; 0 only tries.
@@ -46,16 +46,16 @@ class MessageChannel(Protocol):
 
 
 class PolledChannel(MessageChannel, Protocol):
-    """A channel between processes, which can be waited for together with others."""
+    """A channel between processes that can be polled, so that a thread waits for several channels at once."""
 
     def pollables(self) -> list[Any]:
-        """Return zmq sockets or descriptors, readable while a message or the peer's end is there."""
+        """Return zmq sockets or descriptors to poll: readable if a message is there or the peer has gone."""
         ...
 
     def filenos(self) -> list[int]:
-        """Return descriptors that become readable when something *may* have come.
+        """Return file descriptors, for an event loop, that become readable when something *may* have come.
 
-        Edge-triggered: look after each event and each send.
+        Edge-triggered: look for messages after each event and each send.
         """
         ...
 

@@ -1,4 +1,4 @@
-"""Chooses the carrier that opens a message channel, by the kind of its endpoint.
+"""Chooses the carrier (the implementation) that opens a message channel, by the kind of its endpoint.
 
 Another carrier is another line of the table (docs/adding-a-carrier.md). Torch-free; links are in
 `pipeline.links.link_carriers`.
@@ -30,12 +30,12 @@ _OPENERS: Mapping[type, Callable[..., PolledChannel]] = {
 
 
 def open_channel(endpoint: ChannelEndpoint, name: str) -> PolledChannel:
-    """Return this process's end of a message channel.
+    """Return this process's end of a message channel to another process.
 
     Args:
         endpoint: as its host has handed it over. Its descriptors stay the caller's, to be closed when the
             channel is closed.
-        name: for messages, such as "core - stage 1".
+        name: for error messages, such as "core - stage 1".
 
     Raises:
         ProtocolError: this build has no carrier for endpoints of this kind.

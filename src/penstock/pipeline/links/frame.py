@@ -36,7 +36,7 @@ _ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 class FrameKind(IntEnum):
-    """The kinds of contents that a frame may carry."""
+    """The kinds of contents of a frame: hidden states, weights, or that the step was not computed."""
 
     HIDDEN = 1  # hidden_states and residual, both [num_tokens, width]
     WEIGHT = 2  # rows of an embedding, [num_tokens, width], before the first plan; the step is their number
@@ -50,7 +50,10 @@ _KINDS = {kind.value for kind in FrameKind}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FrameHeader:
-    """The description of a frame; two headers are equal if and only if both ends agree on the step."""
+    """The description of a frame, one step's tensors on a link.
+
+    Two headers are equal if and only if both ends agree on the step.
+    """
 
     epoch: int
     step_id: int
@@ -103,7 +106,10 @@ class FrameHeader:
 
     @property
     def as_failed(self) -> FrameHeader:
-        """The header of the frame that comes in place of hidden states which were not computed."""
+        """The header of the frame that is sent if the step's hidden states were not computed.
+
+        The header of a frame of weights stays as it is.
+        """
         return replace(self, kind=FrameKind.FAILED) if self.kind is FrameKind.HIDDEN else self
 
     @property
@@ -114,7 +120,7 @@ class FrameHeader:
 
     @property
     def payload_bytes(self) -> int:
-        """The bytes of all tensors of the frame, each padded, without the header."""
+        """The bytes of all tensors of the frame, each padded to `ALIGNMENT`, without the header."""
         return self.num_tensors * padded(self.num_tokens * self.width * _ITEM_BYTES[self.dtype])
 
     def differences(self, received: FrameHeader) -> list[str]:
@@ -127,9 +133,9 @@ class FrameHeader:
 
 
 def check_header(expected: FrameHeader, received: FrameHeader, link: str, requests: Sequence[str]) -> None:
-    """Raise `ProtocolError` naming link, step and requests unless the frame is the one of this step.
+    """Raise `ProtocolError` naming link, step and requests unless `received` is the expected header.
 
-    The frame that says that the step has failed passes too.
+    The header that says that the step has failed passes too.
     """
     if received not in (expected, expected.as_failed):
         raise _not_of_this_step(expected, "; ".join(expected.differences(received)), link, requests)
@@ -138,7 +144,7 @@ def check_header(expected: FrameHeader, received: FrameHeader, link: str, reques
 def check_packed(
     expected: FrameHeader, received: bytes | memoryview, link: str, requests: Sequence[str]
 ) -> None:
-    """Check a packed header, as it stands in front of a frame, as `check_header` does."""
+    """Check a header in its packed form (`FrameHeader.pack`), with the results of `check_header`."""
     if received == expected.pack() or received == expected.as_failed.pack():
         return
     try:
@@ -156,7 +162,7 @@ def is_failed(received: bytes | memoryview) -> bool:
 
 
 def failed_step(header: FrameHeader, stage: int | None) -> PlanMemoryError:
-    """Return the error of a step that an earlier stage has not computed.
+    """Return the error of a step that an earlier stage has not computed, because it had no memory left.
 
     Args:
         stage: as its frame says; None where the frame has no payload.
@@ -168,7 +174,7 @@ def failed_step(header: FrameHeader, stage: int | None) -> PlanMemoryError:
 
 
 def payload_checksum(parts: Iterable[bytes | memoryview]) -> bytes:
-    """Return the checksum of a payload as it stands behind the header: XXH3-64, carried on from part to part.
+    """Return the 8 bytes of a payload's checksum: XXH3-64, carried on from part to part.
 
     Args:
         parts: the bytes of the tensors, without what pads them.

@@ -30,7 +30,7 @@ from penstock.pipeline.links.link import check_shapes, stage_in
 
 
 class FrameSlot(NamedTuple):
-    """The shape of a frame's tensors, and the index of the frame that holds them."""
+    """The key of the views of a frame: the frame's index, and the number, shape and dtype of its tensors."""
 
     frame: int
     num_tokens: int
@@ -41,18 +41,18 @@ class FrameSlot(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Payload:
-    """The tensors of a frame behind its header, as tensors and as bytes."""
+    """The views of a frame's payload, which comes behind its header: each tensor, and its bytes."""
 
     tensors: list[Tensor]
     parts: list[memoryview]
 
 
 class FrameMemory:
-    """The memory of a link's frames, one after the other.
+    """The memory of a link's frames, one after the other; tensors are copied into it and out of it.
 
     Args:
-        frames: frame i begins at `i * frame_bytes`.
-        name: name of the link, for messages.
+        frames: the memory; frame i begins at `i * frame_bytes`.
+        name: name of the link, for error messages.
     """
 
     def __init__(self, frames: memoryview, frame_bytes: int, name: str) -> None:
@@ -61,12 +61,12 @@ class FrameMemory:
         self._payloads: KeptViews[FrameSlot, Payload] = KeptViews(self._view)
 
     def frame(self, index: int) -> memoryview:
-        """Return all bytes of a frame's place."""
+        """Return the memory of one frame, all `frame_bytes` of it."""
         begin = index * self._frame_bytes
         return self._frames[begin : begin + self._frame_bytes]
 
     def check_size(self, header: FrameHeader, tensors: Sequence[Tensor]) -> None:
-        """Raise `ProtocolError` if a frame cannot hold the tensors."""
+        """Raise `ProtocolError` if a frame of this memory is too small for the tensors."""
         check_shapes(header, tensors)
         needed = ALIGNMENT + len(tensors) * padded(tensors[0].nbytes)
         if needed > self._frame_bytes:
@@ -87,12 +87,15 @@ class FrameMemory:
         self._frames[begin : begin + ALIGNMENT] = header.pack() + payload_checksum(payload.parts)
 
     def check_header(self, index: int, header: FrameHeader, requests: Sequence[str]) -> None:
-        """Raise `ProtocolError` unless a frame is as `header` says; its payload may be under way."""
+        """Raise `ProtocolError` unless frame `index` has this header, or says that the step has failed.
+
+        The frame's payload may still be under way.
+        """
         begin = index * self._frame_bytes
         check_packed(header, self._frames[begin : begin + HEADER_BYTES], self._name, requests)
 
     def empty(self, index: int, header: FrameHeader, out: Sequence[Tensor], requests: Sequence[str]) -> None:
-        """Check the payload of a frame and copy it into `out`, which an error leaves as it was.
+        """Check the payload of a frame and copy it into the tensors `out`; an error leaves `out` as it was.
 
         Raises:
             ProtocolError: the payload has changed on its way.

@@ -1,6 +1,6 @@
-"""The seam that carries the hidden states of a step from one stage to the next.
+"""The interface of links, which carry the hidden states of a step from one stage to the next.
 
-`pipeline.ports` sends and receives through the `Link` seam. The carriers: `SharedMemoryLink` between
+`pipeline.ports` sends and receives through `Link`. The carriers: `SharedMemoryLink` between
 processes of one host, `StreamSender` and `StreamReceiver` between hosts, `MemoryLink` between threads
 (ranks in one process, tests). All copy on `send_frame`, so the caller may write over its tensors at once
 (row C6), and all check the header of a frame before they touch its payload. A payload that leaves its
@@ -9,7 +9,7 @@ within a host, and always between hosts.
 
 There is no metadata message: header, shapes and dtype follow from the plan on both ends. Tensors without
 elements are not copied (row C3); their frame still crosses, because an empty plan visits every stage. A
-link of n frames is n receives posted ahead: the sender runs n steps ahead of a busy receiver and then waits
+link has memory for n frames: the sender can run n steps ahead of a busy receiver, and then waits
 (over a stream: some more, which the kernels hold).
 """
 
@@ -28,7 +28,7 @@ from penstock.trace.phases import NOBODYS, PhaseClock
 
 
 class RecvHandle:
-    """A receive that has been posted; `wait` does it, once, however often it is called (row DR9)."""
+    """A receive that was asked for: the first `wait` does it, later ones repeat its outcome (row DR9)."""
 
     def __init__(self, fetch: Callable[[], None]) -> None:
         self._fetch = fetch
@@ -51,7 +51,7 @@ class RecvHandle:
 
 
 class Link(Protocol):
-    """A link in one direction between two neighbouring stages; frames arrive in the order of sending."""
+    """A one-way link between a rank and one of the next stage; frames (a step's tensors) arrive in order."""
 
     @property
     def is_sending(self) -> bool:
@@ -59,9 +59,11 @@ class Link(Protocol):
         ...
 
     def send_frame(self, header: FrameHeader, tensors: Sequence[Tensor], clock: PhaseClock = NOBODYS) -> None:
-        """Copy the tensors into the link; they may be written over when this returns.
+        """Wait for room in the link, and copy the tensors into it; the caller may then write over them.
 
         Args:
+            header: what the frame carries, by the plan.
+            tensors: [header.num_tokens, header.width] each.
             clock: measures waiting and copying.
 
         Raises:
@@ -77,17 +79,18 @@ class Link(Protocol):
         requests: Sequence[str] = (),
         clock: PhaseClock = NOBODYS,
     ) -> RecvHandle:
-        """Post the receive of the frame that `header` describes into `out`. Does not block.
+        """Prepare to receive the frame that `header` describes into `out`; the handle's `wait` does it.
 
         Args:
-            header: what the frame must carry.
+            header: what the frame must carry, by the plan.
             out: contiguous tensors [header.num_tokens, header.width] to fill.
             requests: ids named in the error if another frame comes.
             clock: as for `send_frame`.
 
-        The handle's `wait` raises `ProtocolError`, `WaitTimeoutError` or `LinkClosedError`, and where a stage
-        before has failed in the step, `PlanMemoryError`; the link goes on then. `out` is not touched if
-        another frame came, if the payload of this one has changed on its way, or if the step has failed.
+        This call does not block. The handle's `wait` raises `ProtocolError`, `WaitTimeoutError` or
+        `LinkClosedError`, and where a stage before has failed in the step, `PlanMemoryError`; the link goes
+        on then. `out` is not touched if another frame came, if the payload of this one has changed on its
+        way, or if the step has failed.
         """
         ...
 
@@ -97,7 +100,7 @@ class Link(Protocol):
 
 
 class AsyncIntermediateTensors(IntermediateTensors):
-    """A set of tensors under way: the first access to `tensors` waits (row C4).
+    """The tensors of a step that may not have arrived yet: the first access to `tensors` waits (row C4).
 
     Args:
         tensors: the buffers that the receive fills.
@@ -124,7 +127,7 @@ class AsyncIntermediateTensors(IntermediateTensors):
 
 
 class Carrier(ABC):
-    """The base of all carriers: a receive that is posted is done when it is waited for."""
+    """The base class of all carriers, which implement `Link`; its receives are done when waited for."""
 
     @property
     def is_sending(self) -> bool:
@@ -148,7 +151,7 @@ class Carrier(ABC):
 
 
 def check_shapes(header: FrameHeader, tensors: Sequence[Tensor]) -> None:
-    """Assert that own tensors are what the own header says.
+    """Assert that this end's tensors have the number, the shape and the dtype that its frame's header says.
 
     Otherwise the other end would believe a wrong header (row DR2).
     """
@@ -160,5 +163,9 @@ def check_shapes(header: FrameHeader, tensors: Sequence[Tensor]) -> None:
 
 
 def stage_in(payload: Tensor) -> int | None:
-    """Return the stage that has failed, by the payload of its frame; None where a frame has none."""
+    """Return the number of the stage that has failed, which a frame of kind `FAILED` carries.
+
+    Args:
+        payload: the frame's first tensor; None is returned where it has no elements.
+    """
     return int(payload.flatten()[0]) if payload.numel() else None

@@ -1,4 +1,4 @@
-"""Chooses the carrier that opens a link, or the meeting of a stage, by the kind of the endpoint.
+"""Chooses the carrier, the implementation that opens a link or a stage's meeting place, by kind of endpoint.
 
 Another carrier is another line of a table (docs/adding-a-carrier.md). Message channels, which need no torch,
 are in `pipeline.links.channel_carriers`.
@@ -32,12 +32,12 @@ _MEETING_OPENERS: Mapping[type, Callable[..., MeetingPlace]] = {MeetingHandle: o
 
 
 def open_link(endpoint: LinkEndpoint, name: str, timeout_s: float) -> Link:
-    """Return this process's end of a link.
+    """Return this process's end of a link between two stages.
 
     Args:
         endpoint: as its host has handed it over. Its descriptors stay the caller's.
-        name: for messages, such as "stage 0 -> stage 1".
-        timeout_s: deadline of every wait.
+        name: for error messages, such as "stage 0 -> stage 1".
+        timeout_s: deadline of every wait for a frame or for room.
 
     Raises:
         ProtocolError: this build has no carrier for endpoints of this kind, or a certificate cannot be used.
@@ -46,12 +46,12 @@ def open_link(endpoint: LinkEndpoint, name: str, timeout_s: float) -> Link:
 
 
 def open_meeting(endpoint: MeetingEndpoint, name: str) -> MeetingPlace:
-    """Return the place at which the ranks of a stage meet.
+    """Return the place, such as shared memory, at which the ranks of a stage meet to form their group.
 
-    The caller keeps the descriptors as long as the epoch lasts.
+    The caller keeps the endpoint's descriptors as long as the epoch lasts.
 
     Args:
-        name: name of the stage, for messages.
+        name: name of the stage, for error messages.
 
     Raises:
         ProtocolError: this build has no carrier for endpoints of this kind.

@@ -21,7 +21,7 @@ _links: WeakValueDictionary[int, MemoryLink] = WeakValueDictionary()
 
 
 class MemoryLink(Carrier):
-    """A link in memory: one object that both threads hold.
+    """A link in memory between two threads, which both hold this one object.
 
     Args:
         name, timeout_s: as for `SharedMemoryLink`.
@@ -47,6 +47,9 @@ class MemoryLink(Carrier):
 
         Args:
             name, timeout_s: as `open_link` gives them to every carrier; the link keeps its own.
+
+        Raises:
+            LinkClosedError: no thread of this process holds such a link any more.
         """
         link = _links.get(handle.number)
         if link is None:

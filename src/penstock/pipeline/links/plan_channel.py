@@ -26,9 +26,10 @@ _LINGER_MS = 1_000  # the last messages (a shutdown, the cause of a failure) get
 
 
 class ZmqChannel:
-    """One end of a zmq PAIR. Use `bind` on one side and `connect` on the other, in either order.
+    """One end of a message channel over a zmq PAIR. Use `bind` on one side and `connect` on the other.
 
-    It belongs to one thread. The socket's monitor notices that the other end has gone, even by kill -9.
+    Either side may come first. An end belongs to one thread. The socket's monitor notices that the other end
+    has gone, even by kill -9.
     """
 
     def __init__(self, address: str, name: str = "") -> None:
@@ -49,7 +50,8 @@ class ZmqChannel:
         """Return the end that owns the address; raise `PortInUseError` if it cannot be bound.
 
         Args:
-            name: for messages, such as "core - stage 1".
+            address: as zmq writes it, or `fd:N` for the descriptor of a listening socket.
+            name: for error messages, such as "core - stage 1".
         """
         channel = cls(address, name)
         try:
@@ -61,7 +63,7 @@ class ZmqChannel:
 
     @classmethod
     def connect(cls, address: str, name: str = "") -> ZmqChannel:
-        """Return the connecting end; it may be made before the other."""
+        """Return the end that connects to the address; it may be made before the other end."""
         channel = cls(address, name)
         channel._socket.connect(address)
         return channel
@@ -73,15 +75,21 @@ class ZmqChannel:
 
     @classmethod
     def connect_to(cls, endpoint: SocketHandle, name: str = "") -> ZmqChannel:
-        """Return the end that connects by a handle of a socket's file, which must stay open."""
+        """Return the end that connects by a descriptor of the listening socket's file; it must stay open."""
         return cls.connect(connect_address(endpoint.handle_fd), name)
 
     def pollables(self) -> list[Any]:
-        """See `PolledChannel`."""
+        """Return the socket and its monitor, which is readable once the other end has gone.
+
+        Implements `PolledChannel.pollables`.
+        """
         return [self._socket, self._monitor]
 
     def filenos(self) -> list[int]:
-        """See `PolledChannel`."""
+        """Return the edge-triggered descriptors of the socket and of its monitor.
+
+        Implements `PolledChannel.filenos`.
+        """
         return [int(socket.getsockopt(zmq.FD)) for socket in (self._socket, self._monitor)]
 
     def send(self, frame: bytes, timeout_s: float = SEND_TIMEOUT_S) -> None:
@@ -124,7 +132,7 @@ class ZmqChannel:
             raise LinkClosedError(f"channel {self._name}: the other end is closed.")
 
     def close(self) -> None:
-        """See `MessageChannel.close`; blocks at most `_LINGER_MS` for what is still to be delivered."""
+        """Close this end; block at most `_LINGER_MS` for sent messages that are still to be delivered."""
         if not self._socket.closed:
             is_awaited = not (self._peer_gone or has_message(self._monitor))
             self._socket.disable_monitor()
@@ -139,12 +147,16 @@ class ZmqChannel:
 
 
 def has_message(socket: zmq.Socket[bytes]) -> bool:
-    """Return whether `recv` would return at once; five times cheaper than an exception."""
+    """Return whether a zmq socket has a message to receive now; five times cheaper than to try and fail."""
     return bool(int(socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
 
 
 def wait_any(channels: Iterable[PolledChannel], timeout_s: float | None) -> None:
-    """Wait until a message or a farewell is there on any channel, for at most `timeout_s`."""
+    """Wait until any channel has a message or has lost its other end, for at most `timeout_s`.
+
+    Args:
+        timeout_s: None waits without end.
+    """
     poller = zmq.Poller()
     for channel in channels:
         for pollable in channel.pollables():
@@ -153,7 +165,7 @@ def wait_any(channels: Iterable[PolledChannel], timeout_s: float | None) -> None
 
 
 class QueueChannel:
-    """A channel in memory between two threads, the twin of `ZmqChannel`."""
+    """One end of a message channel in memory between two threads, the twin of `ZmqChannel`."""
 
     def __init__(self, inbox: _Inbox, outbox: _Inbox) -> None:
         self._inbox = inbox
@@ -161,13 +173,16 @@ class QueueChannel:
 
     @classmethod
     def pair(cls, name: str = "in memory") -> tuple[QueueChannel, QueueChannel]:
-        """Return the two ends of one channel; `name` is for messages."""
+        """Return the two ends of a new channel; `name` is for error messages."""
         (mine,), (theirs,) = cls._between([name])
         return mine, theirs
 
     @classmethod
     def star(cls, count: int) -> tuple[list[QueueChannel], list[QueueChannel]]:
-        """Return channels from the core to `count` stages, which can be waited for together (`wait_any`)."""
+        """Make channels from the core to `count` stages; return the core's ends, then the stages' ends.
+
+        The core's ends can be waited for together (`wait_any`).
+        """
         return cls._between([f"core - stage {stage}" for stage in range(count)])
 
     @classmethod
@@ -178,7 +193,7 @@ class QueueChannel:
 
     @staticmethod
     def wait_any(channels: Sequence[QueueChannel], timeout_s: float | None) -> None:
-        """Wait until a message or a farewell is there on any channel of a star, or for `timeout_s`."""
+        """Wait until any of the core's ends of a star has a message or is closed, or for `timeout_s`."""
         inboxes = [channel._inbox for channel in channels]
         with inboxes[0].changed:
             inboxes[0].changed.wait_for(lambda: any(inbox.is_ready for inbox in inboxes), timeout_s)
@@ -231,12 +246,12 @@ class _Inbox:
 
 
 def bind_address(fd: int) -> str:
-    """Return the address of a listening socket whose descriptor this process has."""
+    """Return the address with which `bind_socket` takes over a listening socket, by its descriptor."""
     return f"fd:{fd}"
 
 
 def connect_address(fd: int) -> str:
-    """Return the address of a listening socket, by an open handle (`O_PATH`) of its file."""
+    """Return the zmq address that connects to a listening socket by an open handle (`O_PATH`) of its file."""
     return f"ipc:///proc/self/fd/{fd}"
 
 

@@ -15,12 +15,12 @@ from penstock.trace.phases import NOBODYS, Phase, PhaseClock
 
 
 class SharedMemoryLink(Carrier):
-    """A link through a ring of frames that two processes map.
+    """A link between two processes of a host, through a ring of frames in memory that both map.
 
     Args:
         handle: as the host has handed it over.
-        name: for messages, such as "stage 0 -> stage 1".
-        timeout_s: deadline of every wait.
+        name: for error messages, such as "stage 0 -> stage 1".
+        timeout_s: deadline of every wait for a frame or for room.
     """
 
     def __init__(self, handle: RingHandle, name: str, timeout_s: float) -> None:

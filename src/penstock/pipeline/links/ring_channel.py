@@ -2,8 +2,8 @@
 
 One direction of a `MessageChannel`. Needs no thread of its own, unlike a socket of zmq, and touches little
 memory, which counts behind a forward pass that has emptied the caches. A message begins with its length and
-its checksum (XXH3-64); a long one goes on in the frames behind. That the other end was killed is not noticed
-here: the supervisor is.
+its checksum (XXH3-64); a long one goes on in the frames behind. The channel does not notice that the other
+end was killed: the supervisor does.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _LONG_S = 3600.0
 
 
 def create_channel_ring(num_messages: int, num_rows: int) -> RingHandle:
-    """Create the memory of one channel, for the two ends that inherit it.
+    """Create the shared memory of one channel, for the two processes that inherit it.
 
     Args:
         num_messages: most messages under way while none is read: an earlier stage takes samples only when a
@@ -40,11 +40,11 @@ def create_channel_ring(num_messages: int, num_rows: int) -> RingHandle:
 
 
 class RingChannel:
-    """One end of a one-way channel: its writer only sends, its reader only receives.
+    """One end of a one-way channel over a ring: its writer only sends, its reader only receives.
 
     Args:
         handle: from `create_channel_ring`, as inherited.
-        name: for messages, such as "stage 1 -> stage 0, samples".
+        name: for error messages, such as "stage 1 -> stage 0, samples".
     """
 
     def __init__(self, handle: RingHandle, name: str) -> None:
@@ -58,11 +58,11 @@ class RingChannel:
         return self._ring.data_fd
 
     def pollables(self) -> list[Any]:
-        """See `PolledChannel`."""
+        """Return the descriptor of `fileno` alone. Implements `PolledChannel.pollables`."""
         return [self.fileno()]
 
     def filenos(self) -> list[int]:
-        """See `PolledChannel`."""
+        """Return the descriptor of `fileno` alone. Implements `PolledChannel.filenos`."""
         return [self.fileno()]
 
     def await_room(self, timeout_s: float) -> None:
@@ -70,15 +70,18 @@ class RingChannel:
         self._ring.await_room(timeout_s, self._purpose)
 
     def send(self, frame: bytes, timeout_s: float = SEND_TIMEOUT_S) -> None:
-        """See `MessageChannel.send`."""
+        """Write one message into the ring; a long one takes several frames, and may wait for each.
+
+        Implements `MessageChannel.send`.
+        """
         message = _HEAD.pack(len(frame), xxhash.xxh3_64_intdigest(frame)) + frame
         for begin in range(0, len(message), FRAME_BYTES):
             self._ring.write(message[begin : begin + FRAME_BYTES], timeout_s, self._purpose)
 
     def recv(self, timeout_s: float | None) -> bytes | None:
-        """See `MessageChannel.recv`. The parts of a message are kept until the rest is there.
+        """Return the next message, or None when it was not whole in time; the parts that have come are kept.
 
-        Raises `ProtocolError`, too, if the message has changed on its way.
+        Implements `MessageChannel.recv`. Raises `ProtocolError`, too, if the message has changed on its way.
         """
         while not self._is_whole():
             index = self._ring.take_if_any(_LONG_S if timeout_s is None else timeout_s, self._purpose)
@@ -103,5 +106,5 @@ class RingChannel:
         return len(self._parts) > 0 and len(self._parts) >= _HEAD.size + _HEAD.unpack_from(self._parts)[0]
 
     def close(self) -> None:
-        """See `MessageChannel.close`."""
+        """Close the ring, which wakes the other end; messages written before can still be read there."""
         self._ring.close()

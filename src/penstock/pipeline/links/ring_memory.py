@@ -36,7 +36,7 @@ _SPIN_NS = 20_000  # a sleeping wait costs 40 us more than a spinning one; spin 
 
 
 def create_ring(frame_bytes: int, num_frames: int) -> RingHandle:
-    """Make the memory and the semaphores of a link.
+    """Create a ring: its memory, and the two semaphores that count full and free frames.
 
     Args:
         frame_bytes: largest frame (`frame.frame_bytes`).
@@ -69,7 +69,7 @@ def create_ring(frame_bytes: int, num_frames: int) -> RingHandle:
 
 
 def close_handle(handle: RingHandle) -> None:
-    """Close this process' descriptors of a link; rings already mapped go on with their own copies."""
+    """Close this process's descriptors of a ring; a `Ring` that was made of them has its own copies."""
     for fd in handle.fds:
         os.close(fd)
 
@@ -87,11 +87,11 @@ def end_ring(handle: RingHandle) -> None:
 
 
 class Ring:
-    """An end of a ring: either its writer or its reader.
+    """One end of a ring of frames in shared memory: either its writer or its reader.
 
     Args:
         handle: from `create_ring`, as inherited. The descriptors are duplicated.
-        name: for messages, such as "stage 0 -> stage 1".
+        name: for error messages, such as "stage 0 -> stage 1".
     """
 
     def __init__(self, handle: RingHandle, name: str) -> None:
@@ -119,14 +119,14 @@ class Ring:
         return self._words[_WORD_CLOSED] != 0
 
     def reserve(self, timeout_s: float, purpose: str) -> int:
-        """Wait until the reader has left the next frame, and return its index.
+        """Wait until the next frame is free to be written, and return its index.
 
         The previous frame in the same place has then been read: this wait is the "commit" before a buffer is
         sent again (rows C6, C8).
 
         Args:
             timeout_s: deadline, from now.
-            purpose: what is waited for, for the message, such as "step 7".
+            purpose: what is waited for, for the error, such as "step 7".
 
         Raises:
             LinkClosedError: the reader has gone.
@@ -143,7 +143,7 @@ class Ring:
         self._space.give()  # this end is the only writer, so that the room stays
 
     def publish(self) -> None:
-        """Give the reserved frame to the reader."""
+        """Give the frame that was reserved, and has been filled, to the reader."""
         self._num_passed += 1
         # The count before the semaphore: a reader that finds the ring closed knows by this count whether a
         # frame is left. Woken before it is written, it would leave this frame unread.
@@ -151,7 +151,7 @@ class Ring:
         self._data.give()
 
     def take(self, timeout_s: float, purpose: str) -> int:
-        """Return the index of the next frame to read. Frames written before a close are still delivered.
+        """Wait for the next frame to read, and return its index; frames written before a close still come.
 
         Raises:
             LinkClosedError: the writer has gone and no frame is left.
@@ -163,25 +163,28 @@ class Ring:
         return index
 
     def take_if_any(self, timeout_s: float, purpose: str) -> int | None:
-        """Return what `take` does, or None when no frame came in time; `timeout_s` 0 only looks."""
+        """Return the index of the next frame to read, or None when none came in time; 0 s only looks.
+
+        Raises `LinkClosedError` as `take` does.
+        """
         if not self._data.take(timeout_s, self._must_stop_reading):
             return None
         self._raise_if(self._must_stop_reading(), purpose)
         return self._num_passed % self.num_frames
 
     def release(self) -> None:
-        """Give the frame that was read back to the writer."""
+        """Give the frame that was read last back to the writer, which may fill it again."""
         self._num_passed += 1
         self._space.give()
 
     def write(self, data: bytes, timeout_s: float, purpose: str) -> None:
-        """Send `data`, at most `frame_bytes` long, as one frame."""
+        """Write `data`, at most `frame_bytes` long, as one frame; wait and raise as `reserve` does."""
         begin = self.reserve(timeout_s, purpose) * self.frame_bytes
         self.frames[begin : begin + len(data)] = data
         self.publish()
 
     def read(self, timeout_s: float, purpose: str) -> bytes:
-        """Return a copy of the next frame, all `frame_bytes` of it."""
+        """Return a copy of the next frame, all `frame_bytes` of it; wait and raise as `take` does."""
         begin = self.take(timeout_s, purpose) * self.frame_bytes
         # Copied before the release: from then on the writer may fill the frame again.
         data = bytes(self.frames[begin : begin + self.frame_bytes])

@@ -63,7 +63,7 @@ class StreamEndedError(LinkClosedError):
 
 
 class Interruption:
-    """The end of a stream at this side, which wakes every thread that waits in `wait`.
+    """A signal that a stream is over at this end; it wakes every thread that waits for the stream in `wait`.
 
     Args:
         end_fd: eventfd of the host, as in `StreamPath`. It is duplicated, and never read.
@@ -74,7 +74,7 @@ class Interruption:
         self._stop = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
 
     def watch(self, poll: select.poll) -> None:
-        """Make a poll return once the stream is over."""
+        """Register with `poll`, so that it returns once the stream is over."""
         poll.register(self._end, select.POLLIN)
         poll.register(self._stop, select.POLLIN)
 
@@ -84,14 +84,14 @@ class Interruption:
         return bool(poll.poll(0))
 
     def poll_with(self, fd: int, events: int) -> select.poll:
-        """Return a poll of `fd` that returns once the stream is over, too."""
+        """Return a poll that returns once `fd` has one of `events` (of poll(2)), or the stream is over."""
         poll = select.poll()
         poll.register(fd, events)
         self.watch(poll)
         return poll
 
     def stop(self) -> None:
-        """End the stream at this end."""
+        """End the stream at this end: wake all threads that wait for it."""
         os.eventfd_write(self._stop, 1)
 
     def wait(self, fd: int, events: int, deadline: float | None = None) -> None:
@@ -111,22 +111,27 @@ class Interruption:
         raise_if_interrupted(ready, fd)
 
     def close(self) -> None:
-        """Close the descriptors; no thread may wait any more."""
+        """Close the descriptors; no thread may be waiting in `wait` any more."""
         os.close(self._end)
         os.close(self._stop)
 
 
 def raise_if_interrupted(ready: Sequence[tuple[int, int]], *others: int) -> None:
-    """Raise `StreamEndedError` if a poll has found anything ready but these descriptors."""
+    """Raise `StreamEndedError` if a poll has found the interruption's descriptors ready.
+
+    Args:
+        ready: descriptors and events that poll(2) has returned.
+        others: all descriptors of the poll that are not the interruption's.
+    """
     if any(fd not in others for fd, _ in ready):
         raise StreamEndedError
 
 
 class Stream:
-    """A connected stream; its calls belong to one thread, but for `close` and `has_lost_peer`.
+    """A connected stream of bytes; its calls belong to one thread, but for `close` and `has_lost_peer`.
 
     Args:
-        connected: plain, or wrapped by `ssl` after its handshake. Belongs to the stream from now on.
+        connected: socket, plain or wrapped by `ssl` after its handshake. Belongs to the stream from now on.
         interruption: ends waits.
         precedence: as in `StreamPath`.
     """
@@ -180,7 +185,7 @@ class Stream:
         return None
 
     def read(self, into: memoryview) -> bool:
-        """Fill `into`, and return False if the stream ends before. Raises `StreamEndedError`."""
+        """Wait until `into` is filled; return False if the stream ends before. Raises `StreamEndedError`."""
         done = 0
         while done < len(into):
             count = self.try_read(into[done:])
@@ -193,7 +198,7 @@ class Stream:
         return True
 
     def write(self, data: memoryview) -> None:
-        """Write all of `data`, however long the other end takes, which reads alone.
+        """Write all of `data`, however long the other end takes; it must be an end that only reads.
 
         What fits is written even after the stream has been stopped, so that frames sent before a close leave.
 
@@ -212,9 +217,9 @@ class Stream:
                 raise BrokenPipeError
 
     def await_events(self, events: int, nudge: int) -> None:
-        """Wait for events of poll(2), none of them if 0, or until the eventfd `nudge` is written.
+        """Wait until the socket has one of `events` (of poll(2)), or a thread writes the eventfd `nudge`.
 
-        Raises `StreamEndedError`.
+        With `events` 0 only the nudge is waited for. Raises `StreamEndedError`.
         """
         poll = select.poll()
         if events:  # else a peer that has gone would be an event for ever
@@ -245,7 +250,7 @@ class Stream:
             self.try_read(memoryview(bytearray(1)))
 
     def close(self) -> None:
-        """Close the socket. The kernel sends what was written for `FAREWELL_MS` at most."""
+        """Close the socket. The kernel goes on sending what was written, for `FAREWELL_MS` at most."""
         plain, rest = socket.socket, bytearray(1 << 16)
         with contextlib.suppress(OSError):
             plain.shutdown(self._socket, socket.SHUT_WR)
@@ -259,7 +264,11 @@ class Stream:
 
 
 def stream_error(name: str, error: Exception) -> PeerError:
-    """Return an error of a stream as a typed one that names its link or channel."""
+    """Return an exception that a stream raised as a `PeerError` whose message begins with `name`.
+
+    Args:
+        name: name of the link or channel.
+    """
     if isinstance(error, StreamEndedError):
         return LinkClosedError(f"{name} has ended.")
     if isinstance(error, ssl.SSLError):

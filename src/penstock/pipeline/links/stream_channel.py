@@ -36,11 +36,11 @@ _LINGER_S = 1.0  # last messages (a shutdown, the cause of a failure) get this l
 
 
 class StreamChannel:
-    """One end of a two-way, ordered, loss-free channel of messages; its calls belong to one thread.
+    """One end of a two-way, ordered, loss-free channel of messages between hosts; one thread may call it.
 
     Args:
         handle: as the host has handed it over; its descriptors stay the caller's.
-        name: for messages, such as "core - stage 1".
+        name: for error messages, such as "core - stage 1".
     """
 
     def __init__(self, handle: StreamChannelHandle, name: str) -> None:
@@ -57,11 +57,11 @@ class StreamChannel:
             raise
 
     def pollables(self) -> list[Any]:
-        """See `PolledChannel`."""
+        """Return the one descriptor: readable while a message is there, or once the other end has gone."""
         return [self._inbox.fileno()]
 
     def filenos(self) -> list[int]:
-        """See `PolledChannel`."""
+        """Return the descriptor of `pollables`. Implements `PolledChannel.filenos`."""
         return [self._inbox.fileno()]
 
     def await_room(self, timeout_s: float) -> None:
@@ -70,7 +70,10 @@ class StreamChannel:
             self._wait_for_room(timeout_s)
 
     def send(self, frame: bytes, timeout_s: float = SEND_TIMEOUT_S) -> None:
-        """See `MessageChannel.send`."""
+        """Queue one message and write what the kernel takes now; the channel's thread writes the rest.
+
+        Waits while the queue is full. Implements `MessageChannel.send`.
+        """
         head = _HEAD.pack(len(frame), len(frame) ^ _MARK, xxhash.xxh3_64_intdigest(frame))
         with self._outbox.changed:
             self._wait_for_room(timeout_s)
@@ -82,7 +85,10 @@ class StreamChannel:
             os.eventfd_write(self._nudge, 1)
 
     def recv(self, timeout_s: float | None) -> bytes | None:
-        """See `MessageChannel.recv`. Raises `ProtocolError`, too, if a message has changed on its way."""
+        """Return the next message, or None when none came in time. Implements `MessageChannel.recv`.
+
+        Raises `ProtocolError`, too, if a message has changed on its way.
+        """
         if self._nudge < 0:
             raise LinkClosedError(f"{self._name} has ended.")
         message = self._inbox.take(timeout_s)
@@ -91,7 +97,7 @@ class StreamChannel:
         return message
 
     def close(self) -> None:
-        """See `MessageChannel.close`; blocks at most `_LINGER_S` for what is still to leave."""
+        """Wait at most `_LINGER_S` for queued messages to leave; then stop the thread and the stream."""
         if self._nudge < 0:
             return
         with self._outbox.changed:
@@ -243,7 +249,7 @@ class _Incoming:
     """Cuts the incoming bytes into messages, and checks each.
 
     Args:
-        name: name of the channel, for messages.
+        name: name of the channel, for error messages.
     """
 
     def __init__(self, name: str, inbox: _Inbox) -> None:

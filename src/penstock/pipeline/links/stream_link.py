@@ -43,7 +43,7 @@ Indices = SimpleQueue[int]
 
 
 def open_stream_link(handle: StreamLinkHandle, name: str, timeout_s: float) -> StreamSender | StreamReceiver:
-    """Return the end of a link that the handle describes.
+    """Return the end of a link that the handle describes: a sender or a receiver.
 
     Args:
         name, timeout_s: as for `link_carriers.open_link`.
@@ -87,11 +87,11 @@ class _StreamLink(Carrier):
 
 
 class StreamSender(_StreamLink):
-    """The sending end of a link over a stream.
+    """The sending end of a link between hosts, over a stream.
 
     Args:
         handle: as the host has handed it over; its descriptors stay the caller's.
-        name: for messages, such as "stage 0 -> stage 1".
+        name: for error messages, such as "stage 0 -> stage 1".
         timeout_s: deadline of every wait for a free frame.
     """
 
@@ -109,11 +109,14 @@ class StreamSender(_StreamLink):
 
     @property
     def is_sending(self) -> bool:
-        """See `Link.is_sending`."""
+        """Whether a frame has not been given to the kernel whole. Implements `Link.is_sending`."""
         return self._free.qsize() < self._num_frames
 
     def send_frame(self, header: FrameHeader, tensors: Sequence[Tensor], clock: PhaseClock = NOBODYS) -> None:
-        """See `Link.send_frame`."""
+        """Copy the tensors into a free frame; write it if it is short, else leave it to the link's thread.
+
+        Implements `Link.send_frame`.
+        """
         self._memory.check_size(header, tensors)
         clock.await_device()  # else a copy from a GPU would wait for it, and that would count as copying
         before = clock.begin(Phase.WAIT_NEXT)
@@ -131,7 +134,7 @@ class StreamSender(_StreamLink):
         clock.begin(before)
 
     def close(self) -> None:
-        """See `Link.close`. Frames sent before leave as far as the kernel takes them without waiting."""
+        """Stop the thread and close the stream; frames sent before leave if the kernel takes them at once."""
         self._filled.put(_OVER)
         self._thread.close()
 
@@ -178,7 +181,7 @@ class StreamSender(_StreamLink):
 
 
 class StreamReceiver(_StreamLink):
-    """The receiving end of a link over a stream.
+    """The receiving end of a link between hosts, over a stream; its thread reads frames ahead.
 
     Args:
         handle, name: as for `StreamSender`.
@@ -199,7 +202,7 @@ class StreamReceiver(_StreamLink):
         raise AssertionError(f"{self._name} only receives at this end")
 
     def close(self) -> None:
-        """See `Link.close`. Frames that no stage has waited for are dropped."""
+        """Stop the thread and close the stream; frames that no stage has waited for are dropped."""
         self._is_closed = True
         self._free.put(_OVER)
         self._thread.close()

@@ -33,15 +33,16 @@ _REACH_REMEDY = "Check that the link ports (--link-ports) of that host are open 
 
 
 class Opening(ABC):
-    """The way in which one end of a stream is connected."""
+    """The interface of the ways in which one end of a stream is connected: to dial, accept or take over."""
 
     @abstractmethod
     def connect(self, interruption: Interruption, deadline: float, name: str) -> socket.socket:
-        """Return the stream once it is safe.
+        """Connect to the other end, prove both ends' identities, and return the socket.
 
         Args:
+            interruption: ends the wait when the stream is over.
             deadline: by `time.monotonic`.
-            name: of the link or channel, for messages.
+            name: name of the link or channel, for error messages.
 
         Raises:
             StreamEndedError: the stream is over before.
@@ -49,18 +50,21 @@ class Opening(ABC):
         """
 
     def close(self) -> None:  # noqa: B027  # most have nothing
-        """Close what it holds."""
+        """Close the sockets that the opening still holds; none in this base class."""
 
 
 class Dialling(Opening):
-    """Dials the other end."""
+    """Connects a stream by dialling the other end's host and port."""
 
     def __init__(self, way: DialledStream, path: StreamPath) -> None:
         self._way = way
         self._proof = proof_of(path.security, "dialler")
 
     def connect(self, interruption: Interruption, deadline: float, name: str) -> socket.socket:
-        """See `Opening.connect`."""
+        """Dial each address of the host until one answers, and return the socket once it is safe.
+
+        Implements `Opening.connect`.
+        """
         connected = self._dial(interruption, name)
         return secured(connected, self._proof, _waiting(interruption, deadline))
 
@@ -82,7 +86,10 @@ class Dialling(Opening):
 
 
 class Accepting(Opening):
-    """Accepts the other end. Other peers are sent away, and cost no more than `LIMITS` says."""
+    """Connects a stream by listening for the other end.
+
+    Other peers are sent away, and cost no more than `LIMITS` says.
+    """
 
     def __init__(self, way: AcceptedStream, path: StreamPath) -> None:
         proof = proof_of(path.security, "accepter")
@@ -91,7 +98,10 @@ class Accepting(Opening):
         self._door = Door(self._listener, proof.wrap, proof.begin, self._note_refusal, LIMITS)
 
     def connect(self, interruption: Interruption, deadline: float, name: str) -> socket.socket:
-        """See `Opening.connect`."""
+        """Wait until the expected peer has dialled and proved its identity, and return the socket to it.
+
+        Implements `Opening.connect`.
+        """
         began = time.monotonic()
         while True:
             patience_s = self._door.patience_s()
@@ -125,7 +135,7 @@ class Accepting(Opening):
 
 
 class TakingOver(Opening):
-    """Takes over a socket that the host has connected."""
+    """Takes over a socket that this process's host has connected."""
 
     def __init__(self, way: ConnectedStream, path: StreamPath) -> None:
         self._proof = proof_of(path.security, way.side)
@@ -133,7 +143,10 @@ class TakingOver(Opening):
         self._connected.setblocking(False)
 
     def connect(self, interruption: Interruption, deadline: float, name: str) -> socket.socket:
-        """See `Opening.connect`."""
+        """Prove both ends' identities over the connected socket, and return it.
+
+        Implements `Opening.connect`.
+        """
         connected = socket.socket(fileno=self._connected.detach())
         return secured(connected, self._proof, _waiting(interruption, deadline))
 
@@ -223,8 +236,8 @@ class StreamThread:
     """The thread that opens one end of a stream and reads or writes it, from its making until `close`.
 
     Args:
-        path: its descriptors stay the caller's, which may close them at once.
-        name: of the link or channel, for messages.
+        path: how the stream is connected. Its descriptors stay the caller's, which may close them at once.
+        name: name of the link or channel, for error messages.
         use: reads and writes the stream until it ends; returns when the other end has closed it.
         end: called once with the reason of the end; the last call of the thread.
 

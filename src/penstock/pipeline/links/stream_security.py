@@ -45,14 +45,17 @@ Answer = TypeVar("Answer")
 
 
 class Proof(Protocol):
-    """The way in which the two ends of a stream prove their identities to each other."""
+    """The way in which the two ends of a stream prove their identities to each other; an interface."""
 
     def wrap(self, connected: socket.socket) -> socket.socket:
-        """Return the stream over a socket, which owns the socket from now on. A handshake comes later."""
+        """Return the stream over a socket, which it owns from now on; wrapped by `ssl` where TLS is used.
+
+        A handshake comes later.
+        """
         ...
 
     def begin(self, stream: socket.socket) -> Conversation:
-        """Return the conversation over the stream after its handshake.
+        """Return the conversation (the exchange of proofs) to be held over the stream after its handshake.
 
         Raises:
             PeerError: the other end is not the one that is expected.
@@ -61,11 +64,11 @@ class Proof(Protocol):
 
 
 def proof_of(security: StreamSecurity, side: StreamSide) -> Proof:
-    """Return the proof for streams of this kind.
+    """Return the proof for streams of this kind of security.
 
     Args:
         security: its descriptors are read now, and stay the caller's.
-        side: the dialler begins.
+        side: whether this end dials, and so begins, or accepts.
 
     Raises:
         ProtocolError, CertificateError: this build does not know the kind, or its credentials or names cannot
@@ -79,7 +82,7 @@ def secured(connected: socket.socket, proof: Proof, wait: Wait) -> socket.socket
 
     Args:
         connected: belongs to the stream from now on, which does not block; it is closed if this raises.
-        wait: blocks until the socket is ready.
+        wait: blocks until a descriptor has one of the events of poll(2); raises at its deadline.
 
     Raises:
         PeerError, OSError: the other end is not the one that is expected, or speaks something else.
@@ -98,7 +101,7 @@ def secured(connected: socket.socket, proof: Proof, wait: Wait) -> socket.socket
 
 
 class ProvedByNothing:
-    """A `Proof` that accepts any peer."""
+    """A `Proof` for plain text that proves nothing: it accepts any peer."""
 
     def __init__(self, security: PlainText, side: StreamSide) -> None:
         self._begin = Welcoming if side == "accepter" else Welcomed
@@ -128,7 +131,7 @@ class ProvedByCertificates:
 
 
 class ProvedByChallenge:
-    """A `Proof` for plain text, after both ends have proved that they have the key of the epoch."""
+    """A `Proof` for plain text, by a challenge: both ends show that they have the secret key of the epoch."""
 
     def __init__(self, security: Challenged, side: StreamSide) -> None:
         self._is_accepter = side == "accepter"

@@ -1,4 +1,4 @@
-"""A link that another one replaces at a named step, without a new epoch.
+"""A link that can be replaced by another one from a given step on, without a new epoch.
 
     frames of steps < N ──▶ link of before ──╮
                                              ├──▶ the same receive, in the order of steps
@@ -28,7 +28,7 @@ class SwitchedLink:
 
     Args:
         link: link with which the epoch begins; this object owns it and all that follow.
-        keep_steps: for how many steps a link that was left is kept open.
+        keep_steps: for how many steps a replaced link stays open; 0 at a receiver.
     """
 
     def __init__(self, link: Link, keep_steps: int = 0) -> None:
@@ -39,21 +39,24 @@ class SwitchedLink:
 
     @property
     def is_sending(self) -> bool:
-        """See `Link.is_sending`."""
+        """Whether the link in use has a frame that has not left this process; as `Link.is_sending`."""
         return self._present.is_sending
 
     def attach(self, link: Link, first_step: int, released: Callable[[], None] = lambda: None) -> None:
-        """Use another link for the frames of a step and of all later ones.
+        """Use another link for the frames of a step and of all later ones; the first of them changes over.
 
         Args:
-            first_step: not before that of any link attached earlier. If it has passed, the next one: both
-                ends read of the link in the same plan.
+            first_step: not before that of any link attached earlier. If it has passed, the next step takes
+                its place, at both ends: they read of the link in the same plan.
             released: called when the old link has been closed at this end.
         """
         self._coming.append((first_step, link, released))
 
     def send_frame(self, header: FrameHeader, tensors: Sequence[Tensor], clock: PhaseClock = NOBODYS) -> None:
-        """See `Link.send_frame`."""
+        """Send a frame over the link of its step; change over first if a new link is due.
+
+        Implements `Link.send_frame`.
+        """
         if self._coming or self._left:
             self._advance(header.step_id)
         self._present.send_frame(header, tensors, clock)
@@ -65,13 +68,16 @@ class SwitchedLink:
         requests: Sequence[str] = (),
         clock: PhaseClock = NOBODYS,
     ) -> RecvHandle:
-        """See `Link.receive_frame`. All frames before this one have been waited for."""
+        """Prepare to receive a frame over the link of its step; change over first if a new link is due.
+
+        All frames before this one must have been waited for. Implements `Link.receive_frame`.
+        """
         if self._coming or self._left:
             self._advance(header.step_id)
         return self._present.receive_frame(header, out, requests, clock)
 
     def close(self) -> None:
-        """See `Link.close`; links that were not used yet are closed too."""
+        """Close the link in use, those that are kept open and those that were not used yet."""
         for _, link, _ in (*self._left, *self._coming):
             link.close()
         self._present.close()
