@@ -1,4 +1,4 @@
-"""Announces the head, so that workers that a user starts find it by themselves (`--discover`)."""
+"""Announces the head (the host that serves) in the local network, where workers find it (`--discover`)."""
 
 from __future__ import annotations
 
@@ -10,10 +10,12 @@ from penstock.hosts.network.joining_address import join_hosts
 
 
 class Announced(TypedByUser):
-    """A starter that announces the head in the local network. Implements `WorkerStarter`.
+    """A starter that announces the head in the local network, where workers that a user starts find it.
+
+    Implements `WorkerStarter`.
 
     Args:
-        tell: takes lines for the user.
+        tell: shows the user a line of text.
         announce: makes the announcement.
     """
 
@@ -30,7 +32,7 @@ class Announced(TypedByUser):
         self._invite(wanted, "this head is announced in the local network. On other hosts", "--discover")
 
     def close(self) -> None:
-        """Withdraw the announcement; the workers are the user's."""
+        """Withdraw the announcement; the workers go on, since they are the user's."""
         if self._announcement is not None:
             self._announcement.close()
             self._announcement = None

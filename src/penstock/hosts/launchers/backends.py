@@ -23,7 +23,10 @@ _REQUIRED = ("gather", "admit", "tend", "close")
 
 
 def open_hosts(engine: EngineConfig, voices: Voices) -> EngineHosts:
-    """Return the hosts that an engine is to run on.
+    """Return the hosts on which an engine is to run, by its executor backend; others are not waited for yet.
+
+    Args:
+        voices: functions by which the backend speaks to the user.
 
     Raises:
         UsageError: a setting has no meaning for several hosts, or the backend cannot be used.

@@ -1,4 +1,4 @@
-"""The seam between an engine and what brings its hosts together: an executor backend makes these.
+"""The interface of what brings the hosts of an engine together; an executor backend makes an implementation.
 
     hosts = open_hosts(engine, voices)    begins (`hosts.launchers.backends`); what takes time is `gather`
     hosts.gather(lifelines)               until all hosts are there
@@ -32,9 +32,9 @@ class Voices(NamedTuple):
     """The functions by which a backend speaks to the user.
 
     Attributes:
-        tell: takes lines.
-        warn: takes warnings.
-        show: takes log lines of workers.
+        tell: takes a line.
+        warn: takes a warning.
+        show: takes a log line of a worker, with the names of its host and process.
     """
 
     tell: Tell
@@ -52,27 +52,27 @@ class EngineHosts(Protocol):
 
     @property
     def sources(self) -> Sequence[Waitable]:
-        """The sources that become readable when `admit` has work: the same ones from `gather` on."""
+        """The objects to poll, readable when `admit` has work: the same ones from `gather` on."""
         ...
 
     def gather(self, lifelines: Sequence[Waitable]) -> None:
-        """Wait until all hosts are there.
+        """Wait until all hosts that the engine needs are there.
 
         Args:
-            lifelines: what becomes readable when nobody waits for the engine any more.
+            lifelines: objects to poll; one becomes readable when nobody waits for the engine any more.
 
         Raises:
-            UnavailableError: that is so.
+            UnavailableError: a lifeline has become readable.
             PenstockError: the hosts cannot be brought together.
         """
         ...
 
     def admit(self) -> None:
-        """Take in the hosts that have come, or come back."""
+        """Take in the hosts that have connected since the last call, for the first time or again."""
         ...
 
     def tend(self, now: float) -> None:
-        """Tell each host that the head is there, and check whether the host is.
+        """Tell each host that the head is alive, and check that the host is.
 
         Args:
             now: monotonic seconds.
@@ -80,7 +80,7 @@ class EngineHosts(Protocol):
         ...
 
     def close(self) -> None:
-        """Close all hosts. Their ranks are ended before, by the supervisor."""
+        """Close all hosts. The supervisor must have ended their ranks before."""
         ...
 
 
@@ -97,10 +97,10 @@ class MakeHosts(Protocol):
 
 
 class OneHost:
-    """The hosts of an engine on this host alone. Implements `EngineHosts`.
+    """The hosts of an engine that runs on this host alone. Implements `EngineHosts`.
 
     Args:
-        hosts: what stands for it.
+        hosts: a collection of this host alone; made here if it is left out.
     """
 
     def __init__(self, hosts: Hosts | None = None) -> None:
@@ -108,13 +108,13 @@ class OneHost:
         self.sources: Sequence[Waitable] = ()
 
     def gather(self, lifelines: Sequence[Waitable]) -> None:
-        """Do nothing, since the host is there."""
+        """Do nothing, since the only host is there."""
 
     def admit(self) -> None:
-        """Do nothing."""
+        """Do nothing, since no other host can come."""
 
     def tend(self, now: float) -> None:
-        """Do nothing."""
+        """Do nothing, since the only host is the head itself."""
 
     def close(self) -> None:
         self.hosts.close()

@@ -1,4 +1,4 @@
-"""Keeps what belongs to one engine alone whose workers Ray starts: its identity and certificates.
+"""Makes the directory in which an engine whose workers Ray starts keeps its identity and certificates.
 
 Any part may be killed, and Ray ends actors in no other way: what they leave is deleted by the next engine.
 """
@@ -14,10 +14,10 @@ from penstock.trust.private_files import make_private_directory
 
 
 def own_directory(name: str) -> HeldDirectory:
-    """Return the directory of this name among the temporary files, and delete those that nobody holds.
+    """Make and hold the directory of this name among the temporary files; delete those that nobody holds.
 
     Raises:
-        UsageError: it cannot be used, or others may enter it.
+        UsageError: it cannot be used, or other users may enter it.
     """
     parent = Path(tempfile.gettempdir()) / f"penstock-{os.getuid()}"
     make_private_directory(parent)

@@ -33,11 +33,11 @@ _MPI = (  # names of rank, number of processes, and place on the host: Open MPI,
 
 
 class Place(NamedTuple):
-    """The place of one process among those that were started together.
+    """The place of one process among those that a launcher has started together.
 
     Attributes:
         number: 0 for the one that serves.
-        num_hosts: of them all, one on each host.
+        num_hosts: how many they are, one on each host.
         first_host: name or address of the host of process 0; "" where the launcher does not say.
         host: name of this host, as the launcher has it; "" where it does not say.
     """
@@ -49,7 +49,10 @@ class Place(NamedTuple):
 
 
 def place_of(launcher: Launcher, environment: Mapping[str, str]) -> Place:
-    """Return the place of this process.
+    """Return the place of this process among the copies that the launcher has started.
+
+    Args:
+        environment: variables of this process.
 
     Raises:
         UsageError: it was not started by this launcher, or as more than one process on a host.

@@ -16,14 +16,14 @@ _STRATEGIES = {"spread": "STRICT_SPREAD", "pack": "PACK"}
 
 
 def strategy_of(placement: str) -> str:
-    """Return Ray's name of a placement."""
+    """Return Ray's name for a placement of the hosts, `spread` or `pack`."""
     return _STRATEGIES[placement]
 
 
 def bundles(
     num_workers: int, resources: Mapping[str, float], nodes: Sequence[Mapping[str, Any]], own_address: str
 ) -> list[dict[str, float]]:
-    """Return the bundles of an engine.
+    """Return the bundles of an engine, what Ray reserves for each host: the head's, then each worker's.
 
     Args:
         resources: for each host, as the user has them; empty: one CPU, and as many GPUs as the node with the
@@ -36,7 +36,7 @@ def bundles(
 
 
 def why_not_placed(num_hosts: int, placement: str, nodes: Sequence[Mapping[str, Any]]) -> str:
-    """Return what a user wants to know while Ray has not placed the hosts: what there is."""
+    """Return a line for the user while Ray has not placed the hosts: what is wanted, and the live nodes."""
     alive = [node for node in nodes if node.get("Alive")]
     how = "each on its own node" if placement == "spread" else "on as few nodes as possible"
     there = ", ".join(_shown(node) for node in alive)

@@ -62,10 +62,11 @@ Report = Callable[[DriverReport], None]
 
 
 class Placed:
-    """The workers of an engine on Ray, until `close`.
+    """The workers of an engine that Ray starts, from `place` until `close`.
 
     Args:
-        report: says something to the head; any thread may call it.
+        order: the head's order: how many workers, and how they are started.
+        report: sends a report to the head; any thread may call it.
     """
 
     def __init__(self, order: PlaceWorkers, report: Report) -> None:
@@ -77,7 +78,7 @@ class Placed:
         self._actors: list[Any] = []
 
     def place(self) -> None:
-        """Wait until Ray has placed all hosts, and start the workers."""
+        """Wait until Ray has placed all hosts, and start the workers; give up if `close` is called."""
         order = self._order
         own_address = ray.util.get_node_ip_address()
         self._group = group = self._reserved(own_address)
@@ -210,7 +211,7 @@ def watch_gcs(address: str, report: Report) -> None:
 
 
 def end_with_raylet(node: Mapping[str, Any]) -> None:
-    """End this process when the raylet of its node has ended, without which it can do nothing.
+    """Wait until the raylet (Ray's process) of this node has ended, and end this process, which needs it.
 
     Args:
         node: of `ray.nodes()`, the one that this process is on.
@@ -242,10 +243,10 @@ def _is_reached(host: str, port: int) -> bool:
 
 
 def give_back(engine: str) -> None:
-    """End the actor that calls this, and give back what was reserved for its engine.
+    """End the process of the actor that calls this, and give back what was reserved for its engine.
 
     Args:
-        engine: its name; empty: another party has reserved it.
+        engine: name of the engine; empty: nothing is given back, since another party has reserved it.
     """
     if engine:
         with contextlib.suppress(Exception):  # another actor was faster, or Ray is gone
@@ -254,7 +255,7 @@ def give_back(engine: str) -> None:
 
 
 def main() -> None:
-    """Carry out the order until the input ends."""
+    """Read the head's order from standard input, carry it out, and end the workers when the input ends."""
     report = reports()
     order = msgspec.json.decode(sys.stdin.buffer.readline(), type=PlaceWorkers)
     try:
@@ -281,7 +282,7 @@ def main() -> None:
 
 
 def reports() -> Report:
-    """Take the standard output for reports; what Ray prints goes to the standard error."""
+    """Return a function that writes reports to standard output; what Ray prints goes to standard error."""
     output = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     lock = threading.Lock()

@@ -1,7 +1,8 @@
 """The messages between a head and its Ray driver: one order as JSON on standard input, then lines of JSON.
 
 The driver is a process of its own (`ray_driver`): Ray ends the process that speaks to it when a part of Ray
-dies, and that must not be the one that watches over the ranks. It ends, and cleans up, when its input does.
+dies, and that must not be the one that watches over the ranks. The driver ends, and cleans up, when its input
+ends.
 """
 
 from __future__ import annotations
@@ -14,15 +15,15 @@ from penstock.config.ray import RayOptions
 
 
 class PlaceWorkers(msgspec.Struct, frozen=True, kw_only=True):
-    """The order of a head: the workers that it waits for.
+    """The order of a head to its Ray driver: to start the workers that it waits for.
 
     Attributes:
         engine: a name that no other engine of the Ray cluster has.
-        number: of workers; the head has a place besides.
+        number: how many workers; the head has a place besides.
         host, port: where they join; the host is empty if it is this node's address, as Ray knows it.
         token_file: holds the join token, where nodes share it; others have the token in their environment.
         words: of the command line of each worker, beside those that `ray_worker` gives.
-        options: of the user.
+        options: the user's options for Ray.
     """
 
     engine: str
@@ -35,19 +36,19 @@ class PlaceWorkers(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Said(msgspec.Struct, frozen=True, tag="said"):
-    """A line for the user."""
+    """A report of the driver: a line to be shown to the user."""
 
     text: str
 
 
 class Warned(msgspec.Struct, frozen=True, tag="warned"):
-    """A warning for the user."""
+    """A report of the driver: a warning to be shown to the user."""
 
     text: str
 
 
 class CannotPlace(msgspec.Struct, frozen=True, tag="cannot_place"):
-    """A report that no worker will come.
+    """A report of the driver that no worker will come any more.
 
     Attributes:
         remedy: what the user can do; may be empty.
@@ -58,10 +59,10 @@ class CannotPlace(msgspec.Struct, frozen=True, tag="cannot_place"):
 
 
 class LostWorker(msgspec.Struct, frozen=True, tag="lost"):
-    """A report that Ray has lost a worker, and starts it again.
+    """A report of the driver that Ray has lost a worker, and starts it again.
 
     Attributes:
-        host: name of the host; empty if it has never run.
+        host: name of the worker's host in the engine; empty if it has never run.
         text: a line for the user.
     """
 

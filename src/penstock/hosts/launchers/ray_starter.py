@@ -38,11 +38,12 @@ RAY_IS_GONE = (
 
 
 class RayStarter:
-    """A `WorkerStarter` that lets Ray start the workers.
+    """A starter that lets Ray start the workers. Implements `WorkerStarter`.
 
     Args:
-        order_for: the order to the driver for workers that are wanted.
-        command: of the driver.
+        order_for: returns the order to the driver for the workers that are wanted.
+        voices: functions by which it speaks to the user.
+        command: command line of the driver.
     """
 
     def __init__(

@@ -26,7 +26,7 @@ UNUSED_S = 60.0  # without a worker; then no driver will want one any more
 
 
 class WorkerOrder(NamedTuple):
-    """The order to start a worker.
+    """The order to a Ray actor to start a worker.
 
     Attributes:
         join: address of the head.
@@ -40,14 +40,15 @@ class WorkerOrder(NamedTuple):
 
 
 class RayWorker:
-    """A worker of an engine. Ray makes another one after a loss, perhaps on another node.
+    """A Ray actor that runs one worker of an engine. Ray makes it anew after a loss, perhaps on another node.
 
-    A worker starts with its actor, in the main thread, with which it ends: Ray tells the driver of an actor
-    that it has restarted only a second later.
+    The actor starts the worker's process when it is made, since Ray tells the driver only a second later that
+    an actor has restarted. It does so in the main thread, with which the process ends.
 
     Args:
         engine: a name that no other engine has.
-        number: of the worker, 1 for the first.
+        number: number of the worker, 1 for the first.
+        order: how the worker is started.
         give_back: called when no worker was wanted for `UNUSED_S`, in a thread: the driver is gone.
     """
 
@@ -63,7 +64,7 @@ class RayWorker:
             self._process = self._started()
 
     def host_name(self) -> str:
-        """Return the name of the worker's host in the engine."""
+        """Return the name of the worker's host in the engine, which has the worker's number in it."""
         return f"{own_host_name('')}-{self._number}"[-64:].lstrip("-._")
 
     def run(self) -> tuple[int, str]:

@@ -1,4 +1,4 @@
-"""The seam between a head that waits for workers and what starts them: a user, or a launcher.
+"""The interface of what starts the workers that a head waits for: a user, or a launcher.
 
     starter.start(wanted)     once, when workers can join
     starter.attend()          when one of `starter.sources` is readable
@@ -20,12 +20,12 @@ from penstock.hosts.network.joining_address import join_address
 
 
 class WantedWorkers(NamedTuple):
-    """The workers that an engine waits for.
+    """The workers that an engine waits for, and how they find its head.
 
     Attributes:
-        number: of workers.
-        host_name: of the head.
-        cluster: its name.
+        number: how many.
+        host_name: name of the head's host.
+        cluster: name of the cluster.
         host, port: where they join; the host may stand for all addresses of this machine.
         token_file: holds the token with which they join.
         link_ports: of the head, for links from other hosts.
@@ -43,7 +43,7 @@ class WantedWorkers(NamedTuple):
 
     @property
     def counted(self) -> str:
-        """The number of workers, in words."""
+        """The number of workers in words, such as "2 workers"."""
         return f"{self.number} worker" + "s" * (self.number != 1)
 
 
@@ -52,12 +52,12 @@ class WorkerStarter(Protocol):
 
     @property
     def sources(self) -> Sequence[Waitable]:
-        """The sources that become readable when `attend` has work: always the same ones."""
+        """The objects to poll, readable when `attend` has work: always the same ones."""
         ...
 
     @property
     def failure(self) -> PenstockError | None:
-        """The reason why no more workers will come; None while there is none."""
+        """The reason why no more workers will come; None while they may come."""
         ...
 
     def start(self, wanted: WantedWorkers) -> None:
@@ -69,11 +69,11 @@ class WorkerStarter(Protocol):
         ...
 
     def take_lost(self) -> Sequence[str]:
-        """Return the names of hosts that the launcher has lost since the last call."""
+        """Return the names of the hosts of which the launcher has reported the loss since the last call."""
         ...
 
     def close(self) -> None:
-        """End the workers that were started, and wait for it."""
+        """End the workers that were started, and wait until they have ended."""
         ...
 
 
@@ -81,7 +81,7 @@ class TypedByUser:
     """A starter that prints the command with which a user starts the workers. Implements `WorkerStarter`.
 
     Args:
-        tell: takes lines for the user.
+        tell: shows the user a line of text.
     """
 
     failure: PenstockError | None = None
@@ -108,7 +108,7 @@ class TypedByUser:
         self._tell(f"links from other hosts use the ports {wanted.link_ports} of this host (--link-ports)")
 
     def attend(self) -> None:
-        """Do nothing."""
+        """Do nothing, since nothing is known of workers before they join."""
 
     def take_lost(self) -> Sequence[str]:
         return ()

@@ -16,12 +16,16 @@ from penstock.process.child import die_with_parent
 
 
 def tied_command(*words: str) -> list[str]:
-    """Return the command line of a module, and its words, that ends with this process."""
+    """Return the command line of a process that runs a module and ends when this process does.
+
+    Args:
+        words: the module, and the words of its own command line.
+    """
     return [sys.executable, "-P", "-m", entry_points.TIED_PROCESS, str(os.getpid()), *words]
 
 
 def environment_for_ranks() -> dict[str, str]:
-    """Return the environment without a number of threads, which ranks settle themselves.
+    """Return this process's environment without OMP_NUM_THREADS, since ranks settle that number themselves.
 
     Ray sets it to the number of CPUs that it has reserved.
     """
@@ -29,7 +33,7 @@ def environment_for_ranks() -> dict[str, str]:
 
 
 def main() -> None:
-    """Run the module that the command line names."""
+    """Run the module that the command line names, in this process; let it end with the named parent."""
     _, parent, module, *words = sys.argv
     die_with_parent(int(parent))
     sys.argv = [module, *words]

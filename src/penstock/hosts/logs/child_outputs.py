@@ -19,10 +19,10 @@ _READ_BYTES = 1 << 14  # of a pipe at once: a process that floods it waits, and 
 
 
 class ChildOutput:
-    """The output of a process.
+    """The output of a process that this host starts: where the process prints, and its name.
 
     Attributes:
-        fd: its standard output and error; None: those of this process.
+        fd: descriptor for its standard output and error; None: it prints where this process does.
         member: the process, once it is started; its name stands before its lines.
     """
 
@@ -32,20 +32,23 @@ class ChildOutput:
 
     @property
     def name(self) -> str:
-        """The name of the process; a spare process gets another one."""
+        """The name of the process, another one once a spare process is used; "" while there is no process."""
         return "" if self.member is None else self.member.name
 
 
 class Outputs(Protocol):
-    """A maker of the outputs of processes."""
+    """The interface of what gives an output to each process that a host starts."""
 
     def opened(self) -> contextlib.AbstractContextManager[ChildOutput]:
-        """Return the output of a process that is started in the block; the process keeps its end."""
+        """Return a context manager that gives the output for a process, which is to be started in the block.
+
+        The process keeps its end of the output after the block.
+        """
         ...
 
 
 class InheritedOutputs:
-    """The outputs of processes that print where this one does."""
+    """The outputs of processes that print where this one does. Implements `Outputs`."""
 
     def opened(self) -> contextlib.AbstractContextManager[ChildOutput]:
         return contextlib.nullcontext(ChildOutput())
@@ -72,7 +75,10 @@ class _Pipe:
 
 
 class PipedOutputs:
-    """The outputs of processes that print into pipes, read here. Readable when a line has come."""
+    """The outputs of processes that print into pipes, which are read here. Implements `Outputs`.
+
+    The descriptor of `fileno` is readable when a line has come.
+    """
 
     def __init__(self) -> None:
         self._epoll = select.epoll()
@@ -83,7 +89,7 @@ class PipedOutputs:
 
     @contextlib.contextmanager
     def opened(self) -> Iterator[ChildOutput]:
-        """See `Outputs.opened`."""
+        """Give a pipe as the output of the process that is started in the block; `take` returns its lines."""
         reader, writer = os.pipe()
         try:
             output = ChildOutput(writer)
@@ -99,7 +105,7 @@ class PipedOutputs:
         self._epoll.register(reader, select.EPOLLIN)
 
     def take(self) -> list[tuple[str, str]]:
-        """Return the lines that have come, each with the name of the process."""
+        """Return the lines that have come since the last call, each behind the name of its process."""
         lines = []
         for fd, _ in self._epoll.poll(0):
             pipe = self._pipes[fd]
@@ -111,7 +117,7 @@ class PipedOutputs:
         return lines
 
     def close(self) -> None:
-        """Stop reading; a process that prints still gets an error."""
+        """Stop reading, and close the pipes; a process that goes on printing gets an error."""
         for pipe in list(self._pipes.values()):
             self._forget(pipe)
         self._epoll.close()

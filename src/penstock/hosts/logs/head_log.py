@@ -17,10 +17,10 @@ _SHARE = 2.0  # of what a worker sends at most: the network may have held some o
 
 
 class HeadLog:
-    """The log of one other host.
+    """The log of one other host, shown line by line at the head, within bounds.
 
     Args:
-        host: its name.
+        host: name of that host.
         show: shows a line.
         clock: monotonic seconds.
     """
@@ -31,7 +31,7 @@ class HeadLog:
         self._ration = LineRation(clock, _SHARE * LINES_AT_ONCE, _SHARE * LINES_PER_S)
 
     def take(self, message: LogLines) -> None:
-        """Show what has come, and how many lines were left out on the way."""
+        """Show the lines of a message, as far as the bounds allow, and say how many were left out."""
         for name, line in message.lines:
             if self._ration.admit():
                 self._show(self._host, shown_line(name), shown_line(line))

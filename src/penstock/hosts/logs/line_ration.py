@@ -14,11 +14,12 @@ SAY_DROPPED_EVERY_S = 1.0
 
 
 class LineRation:
-    """A bound on lines, which counts those that are left out.
+    """A bound on the lines that may be shown or sent; it counts those that are left out.
 
     Args:
         clock: monotonic seconds.
-        at_once, per_s: the bounds.
+        at_once: most lines at once, after a pause.
+        per_s: lines a second in the long run.
     """
 
     def __init__(
@@ -42,11 +43,14 @@ class LineRation:
         return True
 
     def note_dropped(self, count: int) -> None:
-        """Count lines that were left out elsewhere."""
+        """Count `count` lines that another party has left out."""
         self._num_dropped += count
 
     def take_dropped(self) -> int:
-        """Return how many lines were left out since that was last said; 0 if it was said a moment ago."""
+        """Return how many lines were left out since that was last returned, for a note to the reader.
+
+        It is 0 if such a number was returned less than `SAY_DROPPED_EVERY_S` ago.
+        """
         now = self._clock()
         if not self._num_dropped or now - self._said_at < SAY_DROPPED_EVERY_S:
             return 0

@@ -17,20 +17,20 @@ from penstock.told_text import shown_line
 
 
 class AgentLog(Protocol):
-    """The source of log lines that an agent sends to the head."""
+    """The interface of what gives an agent the log lines that it sends to the head."""
 
     @property
     def sources(self) -> Sequence[Waitable]:
-        """The sources that are readable when there may be lines."""
+        """The objects to poll, readable when there may be lines."""
         ...
 
     def take(self) -> list[LogLines]:
-        """Return what is to be sent now."""
+        """Return the messages with log lines that are to be sent to the head now."""
         ...
 
 
 class NoLog:
-    """The log of an agent that has none."""
+    """The log of an agent that sends no lines to the head. Implements `AgentLog`."""
 
     sources: Sequence[Waitable] = ()
 
@@ -39,10 +39,10 @@ class NoLog:
 
 
 class WorkerLog:
-    """The log of one worker; an `AgentLog`.
+    """The log of one worker: its own lines, and those of its processes. Implements `AgentLog`.
 
     Args:
-        show: prints a line here.
+        show: prints a line on the worker's host.
         outputs: of the worker's processes. Belongs to the log from now on.
         clock: monotonic seconds.
     """
@@ -60,12 +60,15 @@ class WorkerLog:
         return [self._outputs]
 
     def say(self, line: str) -> None:
-        """Show a line of the worker itself; the head gets it with those that are taken next."""
+        """Show a line of the worker itself, on its host; the next `take` returns it for the head."""
         self._show(line)
         self._own.append(("", line))
 
     def take(self) -> list[LogLines]:
-        """Show what processes have printed since the last call; return what of all that is for the head."""
+        """Show what processes have printed since the last call; return it and the own lines for the head.
+
+        Lines beyond the bounds of `LineRation` are not for the head, which gets only their number.
+        """
         printed = self._outputs.take()
         for name, line in printed:
             self._show(f"{name}: {line}")
@@ -76,6 +79,6 @@ class WorkerLog:
         return [LogLines(lines=sent, num_dropped=num_dropped)] if sent or num_dropped else []
 
     def close(self) -> None:
-        """Show what is left. Processes have ended before."""
+        """Show what is left, and stop reading. The processes must have ended before."""
         self.take()
         self._outputs.close()

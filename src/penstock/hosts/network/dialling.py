@@ -18,7 +18,7 @@ GRACE_S = 0.1
 
 
 class Dial(NamedTuple):
-    """An address to dial: `host` is a numeric address, `own` one of this host or empty."""
+    """An address to dial: `host` is a numeric address, `own` the one here to dial from; empty: any."""
 
     host: str
     port: int
@@ -28,7 +28,7 @@ class Dial(NamedTuple):
 def dial_all(
     dials: Sequence[Dial], timeout_s: float = CONNECT_S, clock: Callable[[], float] = time.monotonic
 ) -> list[socket.socket | OSError]:
-    """Return for each dial the connected socket, which does not block, or why there is none.
+    """Dial all addresses at once; return for each the connected socket, which does not block, or the error.
 
     Args:
         timeout_s: for all of them together. Once one is connected the others have ten times as long as that
@@ -55,14 +55,14 @@ def dial_all(
 
 
 def close_all(ends: Sequence[socket.socket | OSError]) -> None:
-    """Close the ends that are connected."""
+    """Close the sockets among the results of `dial_all`."""
     for end in ends:
         if isinstance(end, socket.socket):
             end.close()
 
 
 def reason(error: OSError) -> str:
-    """Return why a dial has failed, for a message."""
+    """Return in words why a dial has failed, for a message."""
     return (error.strerror or str(error)).lower()
 
 

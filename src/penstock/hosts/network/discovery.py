@@ -1,6 +1,6 @@
 """Finds the head of a cluster in the local network, by mDNS (RFC 6762, 6763).
 
-    head      announce(...)      service `_penstock._tcp`, with the cluster's name, port and addresses
+    head      Announcement(...)  service `_penstock._tcp`, with the cluster's name, port and addresses
     worker    HeadSearch(...)    the first head that is announced for the cluster of its token
 
 An announcement is a hint and proves nothing: the host that answers there must show the key that the join
@@ -29,11 +29,11 @@ Address = tuple[str, int]
 
 
 class Announcement:
-    """An announcement of a head, which workers can find until `close`.
+    """An announcement of a head in the local network, which workers can find until `close`.
 
     Args:
         host: name of the head's host.
-        cluster: its name (`trust.certificates.cluster_name`).
+        cluster: name of the cluster (`trust.certificates.cluster_name`).
         port: where workers join.
         addresses: of this host, the most promising first.
 
@@ -66,10 +66,10 @@ class Announcement:
 
 
 class HeadSearch:
-    """The search for the head of a cluster. Readable when one is found.
+    """A search for the head of a cluster in the local network. Its descriptor is readable when one is found.
 
     Args:
-        cluster: its name; empty: any head will do.
+        cluster: name of the cluster; empty: any head will do.
         timeout_ms: for a host to say more of a head that it has announced.
 
     Raises:
@@ -88,7 +88,7 @@ class HeadSearch:
         return self._bell.fileno()
 
     def take(self) -> Address | None:
-        """Return where a head is; None if none has been found since the last call."""
+        """Return address and port of a head that was found; None if none was found since the last call."""
         self._bell.hush()
         return None if self._found.empty() else self._found.get()
 
@@ -110,7 +110,9 @@ class HeadSearch:
 
 
 def head_address(service: Any, cluster: str) -> Address | None:
-    """Return where workers join the head that is announced; None: it is another's, or makes no sense.
+    """Return the address and port where workers join an announced head, or None.
+
+    None stands for a head of another cluster, and for an announcement that makes no sense.
 
     Args:
         service: a `zeroconf.ServiceInfo`, which anybody in the network may have written.

@@ -18,11 +18,11 @@ def found_head(
     stop: Waitable,
     search: Callable[[str], HeadSearch] = HeadSearch,
 ) -> Address | None:
-    """Return where the head of the token's cluster is, as soon as one is found.
+    """Wait until the head of the token's cluster is found in the local network; return its address and port.
 
     Args:
-        tokens: of the worker; without one at hand any head will do.
-        tell: takes lines for the user.
+        tokens: join tokens of the worker; without one at hand any head will do.
+        tell: shows the user a line of text.
         stop: readable when the worker is to end.
         search: begins a search for the head of a cluster.
 

@@ -1,8 +1,8 @@
 """Finds the addresses of two hosts that may be joined, the most promising first.
 
 Each host lists its own with `usable_addresses`. `pair_addresses` joins the lists of two, and `wires_of`
-groups the pairs by the interfaces between them, so that each way between the hosts is measured once
-(`link_measuring`) and the best is chosen by what was measured (`link_choice`). The order here only says
+groups the pairs by the interfaces between them, so that each way (network path) between the hosts is measured
+once (`link_measuring`) and the best is chosen by what was measured (`link_choice`). The order here only says
 which is tried first.
 """
 
@@ -32,7 +32,7 @@ _IP_MTU = 14  # of <linux/in.h>
 
 
 class Medium(IntEnum):
-    """A medium that an interface leads over, the most promising first."""
+    """The kinds of media that an interface may lead over, the most promising first."""
 
     WIRED = 0
     WIRELESS = 1
@@ -42,14 +42,16 @@ class Medium(IntEnum):
 
 
 class HostAddress(msgspec.Struct, frozen=True, kw_only=True):
-    """An address of a host that others may reach.
+    """An address of a host's interface that others may reach.
 
     Other hosts send theirs: one that is not what it says is refused while it is decoded.
 
     Attributes:
         address: an address of IPv4 or IPv6, without a scope.
         prefix: length of the prefix of its network.
-        mtu: largest packet of the interface.
+        interface: name of the interface.
+        medium: what the interface leads over.
+        mtu: largest packet of the interface, in bytes.
     """
 
     address: Word
@@ -65,16 +67,19 @@ class HostAddress(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_link_local(self) -> bool:
-        """Whether the address holds on one link alone, without a router."""
+        """Whether the address is valid on one network link alone, which no router leaves."""
         return ipaddress.ip_address(self.address).is_link_local
 
     @property
     def bind_address(self) -> str:
-        """The address as a socket of its host is bound to it."""
+        """The address in the form in which a socket of its host is bound to it, with any scope it needs."""
         return self.scoped(self.address)
 
     def scoped(self, address: str) -> str:
-        """Return an address of IPv6 that holds on one link alone with the interface that leads there."""
+        """Return `address`, with the name of this one's interface behind it where it cannot do without.
+
+        It needs that, a scope, if it is an address of IPv6 and this one is link-local.
+        """
         return f"{address}%{self.interface}" if ":" in address and self.is_link_local else address
 
 
@@ -109,20 +114,22 @@ class AddressPair(msgspec.Struct, frozen=True, kw_only=True):
 def usable_addresses(read: Callable[[], Sequence[Interface]] = read_interfaces) -> list[HostAddress]:
     """Return the addresses of this host that others may reach, the most promising first.
 
-    They are those of interfaces that are switched on and have a carrier. The order is: by medium; addresses
-    that need no router at a cable's end after the others; then as the kernel lists them.
+    They are those of interfaces that are switched on and have a carrier. The order is: by medium; link-local
+    addresses after the others; then as the kernel lists them.
     """
     addresses = [one for one in _addresses(read()) if one.medium != Medium.LOOPBACK]
     return sorted(addresses, key=lambda one: (one.medium, one.is_link_local))
 
 
 def loopback_addresses(read: Callable[[], Sequence[Interface]] = read_interfaces) -> list[HostAddress]:
-    """Return the addresses that only this machine reaches, for several hosts on one machine."""
+    """Return the addresses that only this machine reaches; they serve several hosts on one machine."""
     return [one for one in _addresses(read()) if one.medium == Medium.LOOPBACK]
 
 
 def address_named(address: str, read: Callable[[], Sequence[Interface]] = read_interfaces) -> HostAddress:
-    """Return the address of this host that its user names, one of the whole loopback network included.
+    """Return the address of this host that its user has typed, with its interface.
+
+    Any address of the loopback network counts as one of this host.
 
     Raises:
         UsageError: no interface has it.
@@ -142,8 +149,8 @@ def addresses_beside(
 ) -> list[HostAddress]:
     """Return the addresses of this host that may serve beside the one under which it is known.
 
-    A host that is known by a loopback address has others on the same machine alone: nothing else is to be
-    opened for them.
+    Of a loopback address it is that one alone: then the other hosts are on the same machine, and nothing else
+    is to be opened for them.
 
     Args:
         address: of a socket of this host; a scope and a mapping of IPv4 into IPv6 are taken off.
@@ -156,7 +163,7 @@ def addresses_beside(
 
 
 def own_address(text: str, read: Callable[[], Sequence[Interface]] = read_interfaces) -> str:
-    """Return the address of this host that its user names, by an address or by a name of the host.
+    """Return the address of this host that its user has typed, as an address or as a name of the host.
 
     Raises:
         UsageError: no interface has such an address.
@@ -173,18 +180,18 @@ def own_address(text: str, read: Callable[[], Sequence[Interface]] = read_interf
 
 
 def plain_address(address: str) -> str:
-    """Return the address of a socket without its scope, and as IPv4 where that is what it stands for."""
+    """Return a socket's address without its scope; one of IPv6 that stands for an IPv4 address as that."""
     return unmapped(address).partition("%")[0]
 
 
 def unmapped(address: str) -> str:
-    """Return the address of a socket as IPv4 where that is what it stands for."""
+    """Return a socket's address; one of IPv6 that stands for an IPv4 address as that."""
     mapped = ipaddress.IPv6Address(address).ipv4_mapped if ":" in address else None
     return address if mapped is None else str(mapped)
 
 
 def pair_addresses(own: Sequence[HostAddress], other: Sequence[HostAddress]) -> list[AddressPair]:
-    """Return the pairs that a connection may be tried between, the most promising first.
+    """Return the pairs of addresses between which a connection may be tried, the most promising first.
 
     Both addresses are of one version of IP, and both hold on one link alone or neither does. An address
     that both hosts have belongs to a bridge that each has for itself, as those of container programs: it
@@ -229,7 +236,7 @@ def without_detours(pairs: Iterable[AddressPair]) -> list[AddressPair]:
 
 
 def wires_of(pairs: Iterable[AddressPair]) -> list[list[AddressPair]]:
-    """Group pairs by their two interfaces: the first pair of a group that connects is to be measured."""
+    """Group pairs by their two interfaces; of each group the first pair that connects is to be measured."""
     groups: dict[tuple[str, str], list[AddressPair]] = {}
     for pair in pairs:
         groups.setdefault((pair.own.interface, pair.other.interface), []).append(pair)

@@ -1,4 +1,4 @@
-"""Listens where workers join, at an address or at a name of this host, and says what they are to type.
+"""Listens at the address where workers join a head, and finds what users type on the workers' hosts for it.
 
 `0.0.0.0` and `[::]` stand for all addresses of this host; the second one takes IPv4 too.
 """
@@ -18,7 +18,7 @@ _ALL_OF_SIX = "::"
 
 
 def listen_for_workers(host: str, port: int) -> socket.socket:
-    """Return a socket that listens for workers.
+    """Return a socket that listens for workers that want to join.
 
     Args:
         host: an address of this host, or a name of it. Of a name's addresses those that other hosts reach are
@@ -44,19 +44,22 @@ def listen_for_workers(host: str, port: int) -> socket.socket:
 def join_address(
     host: str, port: int, addresses: Callable[[], Sequence[HostAddress]] = usable_addresses
 ) -> str:
-    """Return the address that workers are to type: of all addresses of this host the most promising one."""
+    """Return the address with port at which workers join, as users type it.
+
+    Where `host` stands for all addresses of this host it is the most promising one.
+    """
     return shown(next(iter(join_hosts(host, addresses)), host), port)
 
 
 def join_hosts(host: str, addresses: Callable[[], Sequence[HostAddress]] = usable_addresses) -> Sequence[str]:
-    """Return the addresses at which workers may join where this host listens, the most promising first."""
+    """Return the addresses at which workers may join a head that listens at `host`, the best ones first."""
     if not is_any_address(host):
         return [host]
     return [one.address for one in addresses() if not one.is_link_local]
 
 
 def loopback_warning(host: str, port: int) -> str:
-    """Return what to say where a name of this host is an address that no other host reaches; else nothing."""
+    """Return a warning if a name of this host leads only to loopback addresses; else an empty text."""
     addresses = [str(one[4][0]) for one in _resolved(host, port)]
     if _is_address(host) or not all(map(_is_loopback, addresses)):
         return ""
@@ -102,5 +105,5 @@ def _is_loopback(host: str) -> bool:
 
 
 def is_any_address(host: str) -> bool:
-    """Return whether this stands for all addresses of a host."""
+    """Return whether `host` is an address that stands for all addresses of a host, such as 0.0.0.0."""
     return _is_address(host) and ipaddress.ip_address(host.partition("%")[0]).is_unspecified

@@ -47,7 +47,9 @@ class Interface(msgspec.Struct, frozen=True, kw_only=True):
     """A network interface of this machine.
 
     Attributes:
+        index: the kernel's number of it.
         kind: what the kernel calls it, such as "bridge", "veth" or "tun"; empty for hardware.
+        mtu: largest packet, in bytes.
         is_up: it is switched on and has a carrier.
         master: number of the bridge or bond that it is a part of; 0 when it is of none.
         addresses: those that can be used, in the kernel's order.
@@ -65,7 +67,7 @@ class Interface(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_interfaces() -> list[Interface]:
-    """Return all interfaces of this machine, or of the namespace that this process is in.
+    """Return all network interfaces of this machine, or of the network namespace that this process is in.
 
     Raises:
         OSError: the kernel does not answer.
@@ -145,7 +147,7 @@ def _dump(kernel: socket.socket, request: int) -> Iterator[bytes]:
 
 
 def messages_of(data: bytes) -> Iterator[tuple[int, bytes]]:
-    """Yield type and body of each message of a datagram; one that is cut short ends them."""
+    """Yield type and body of each rtnetlink message of a datagram; one that is cut short ends them."""
     offset = 0
     while offset + _HEADER.size <= len(data):
         length, kind, *_ = _HEADER.unpack_from(data, offset)

@@ -1,7 +1,7 @@
 """Keeps what was measured between hosts in the head's state directory: a file for each pair of hosts.
 
-A way is known by the names of its two interfaces, since addresses change more often than cables. A pair of
-hosts is measured anew when the list of ways between them is another one.
+A way (network path) is known by the names of its two interfaces, since addresses change more often than
+cables. A pair of hosts is measured anew when the list of ways between them is another one.
 """
 
 from __future__ import annotations
@@ -18,18 +18,19 @@ from penstock.trust.private_files import make_private_directory, replace_private
 
 
 class Wire(msgspec.Struct, frozen=True):
-    """The interfaces of two hosts between which a way leads, by name."""
+    """The names of the two interfaces, one of each host, between which a network path leads."""
 
     one: str
     other: str
 
 
 class KnownWay(msgspec.Struct, frozen=True, kw_only=True):
-    """A way between two hosts as it was measured.
+    """A network path between two hosts with what was measured on it.
 
     Attributes:
+        wire: the interfaces at its ends.
         speed: `out` is away from the first host.
-        mtu: largest packet of the way; 0 where unknown.
+        mtu: largest packet of the path; 0 where unknown.
         measured_at: seconds since 1970.
     """
 
@@ -47,13 +48,13 @@ class _Record(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class KnownWays:
-    """The measurements of a head.
+    """The files in which a head keeps what was measured on the ways between hosts.
 
     Args:
         directory: for the files; made if it is not there.
 
     Raises:
-        UsageError: it cannot be used, or others may enter it.
+        UsageError: it cannot be used, or other users may enter it.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -61,16 +62,27 @@ class KnownWays:
         self._directory = directory
 
     def find(self, one: str, other: str, wires: Collection[Wire]) -> dict[Wire, KnownWay]:
-        """Return the known ways between two hosts; none where other interfaces were there."""
+        """Return the known network paths between two hosts; none if other `wires` were tried then.
+
+        They are given by the names of their interfaces.
+        """
         record = self._read(one, other)
         return {way.wire: way for way in record.ways} if set(record.wires) == set(wires) else {}
 
     def find_older(self, one: str, other: str) -> dict[Wire, KnownWay]:
-        """Return the ways between two hosts as they were measured last, whatever interfaces there are now."""
+        """Return the network paths between two hosts as measured last, whatever interfaces there are now.
+
+        They are given by the names of their interfaces; none if nothing is known.
+        """
         return {way.wire: way for way in self._read(one, other).ways}
 
     def keep(self, one: str, other: str, wires: Collection[Wire], ways: Collection[KnownWay]) -> None:
-        """Write what was measured between two hosts, in one rename. A full disk is not an error."""
+        """Write what was measured between two hosts, in place of what was known. A full disk is not an error.
+
+        Args:
+            wires: all network paths that were tried.
+            ways: those that led somewhere, with what was measured.
+        """
         record = _Record(wires=list(wires), ways=list(ways))
         with suppress(UsageError):
             replace_private(self._path(one, other), msgspec.json.encode(record))

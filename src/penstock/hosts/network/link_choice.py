@@ -1,4 +1,4 @@
-"""Chooses the way between two hosts by what was measured, and says when a better one is left.
+"""Chooses the way (network path) between two hosts by what was measured, and warns when a better one is idle.
 
 Bytes per second decide, in the slower direction, since hidden states have to cross. Ways within `_ALIKE` of
 the fastest count as equally fast: of those one over a cable goes before Wi-Fi, Wi-Fi before a tunnel and so
@@ -22,10 +22,10 @@ _IDLE_FACTOR = 1.25
 
 
 class MeasuredPair(msgspec.Struct, frozen=True, kw_only=True):
-    """A pair of addresses with what was measured between them.
+    """A pair of addresses of two hosts with what was measured between them.
 
     Attributes:
-        mtu: largest packet of the way (`interfaces.path_mtu`); 0 where unknown.
+        mtu: largest packet of the network path (`interfaces.path_mtu`); 0 where unknown.
         measured_at: seconds since 1970.
     """
 
@@ -50,14 +50,17 @@ class MeasuredPair(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def best_pair(measured: Sequence[MeasuredPair]) -> MeasuredPair:
-    """Return the pair that is to be used; there must be one."""
+    """Return the pair that is to be used of those measured, of which there must be one at least.
+
+    It is among the fastest the one of the best medium, and then the one of the shortest round trip.
+    """
     enough = _ALIKE * max(one.speed.bytes_per_s for one in measured)
     alike = [one for one in measured if one.speed.bytes_per_s >= enough]
     return min(alike, key=lambda one: (one.medium, one.speed.round_trip_s))
 
 
 def idle_warning(used: MeasuredPair, measured: Sequence[MeasuredPair]) -> str:
-    """Return what to say when a faster pair than the used one stands idle; nothing when none does."""
+    """Return a warning if a pair that is much faster than the used one stands idle; else an empty text."""
     best = best_pair([used, *measured])
     if best.speed.bytes_per_s < _IDLE_FACTOR * used.speed.bytes_per_s:
         return ""
@@ -68,7 +71,7 @@ def idle_warning(used: MeasuredPair, measured: Sequence[MeasuredPair]) -> str:
 
 
 def fallback_warning(wanted: MeasuredPair, used: MeasuredPair, reason: str) -> str:
-    """Return what to say when the best way cannot be used and another one is."""
+    """Return the warning that the best network path fails, for this reason, and another one is used."""
     return (
         f"The best path to the other host fails ({reason.rstrip('.')}): {wanted}. In use: {used}. Check "
         f"cable, switch and firewall of {wanted.pair.own.interface}."
@@ -76,7 +79,7 @@ def fallback_warning(wanted: MeasuredPair, used: MeasuredPair, reason: str) -> s
 
 
 def degraded_warning(measured: MeasuredPair, bytes_per_s: float) -> str:
-    """Return what to say when a way has become much slower than measured; nothing when it has not.
+    """Return a warning if a network path has become much slower than measured; else an empty text.
 
     Args:
         bytes_per_s: as observed while bytes were waiting to be sent, or measured again.
@@ -91,6 +94,6 @@ def degraded_warning(measured: MeasuredPair, bytes_per_s: float) -> str:
 
 
 def speed_text(bytes_per_s: float) -> str:
-    """Return a speed in the unit in which networks are sold."""
+    """Return a speed as text in Mbit/s or Gbit/s, the units in which networks are sold."""
     bits = bytes_per_s * 8
     return f"{bits / 1e9:.1f} Gbit/s" if bits >= 1e9 else f"{bits / 1e6:.3g} Mbit/s"

@@ -1,4 +1,4 @@
-"""Measures a way between two hosts: its round trip, and the bytes per second of each direction.
+"""Measures a way (network path) between two hosts: its round trip, and bytes per second of both directions.
 
 Both functions get a stream that is connected, with or without TLS: the host that measures calls
 `measure_stream` and the other `answer_measuring`. After an error the stream is of no more use.
@@ -73,7 +73,7 @@ class StreamSpeed(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def bytes_per_s(self) -> float:
-        """The speed of the slower direction: which way hidden states cross is decided later."""
+        """The speed of the slower direction, since it is decided later in which one hidden states cross."""
         return min(self.bytes_per_s_out, self.bytes_per_s_in)
 
     @property
@@ -94,7 +94,7 @@ def measure_stream(stream: Stream, clock: Clock = monotonic, seconds: float = ME
             stream carries anything; its bytes per second mean nothing then.
 
     Raises:
-        WaitTimeoutError: a few kilobytes need longer than `MEASURING_S`, so that the way is of no use.
+        WaitTimeoutError: a few kilobytes need longer than `MEASURING_S`, so that the path is of no use.
         LinkClosedError: the other host has closed the stream.
     """
     began, share = clock(), seconds / MEASURING_S
@@ -125,7 +125,7 @@ def measure_stream(stream: Stream, clock: Clock = monotonic, seconds: float = ME
 
 
 def answer_measuring(stream: Stream, clock: Clock = monotonic) -> None:
-    """Answer until the measuring host has what it wants, or closes the stream.
+    """Answer the requests of the host that measures a stream, until that host ends or closes it.
 
     Raises:
         ProtocolError: a request is not one of ours, or too large.
@@ -153,7 +153,7 @@ def answer_measuring(stream: Stream, clock: Clock = monotonic) -> None:
 
 
 def flood(start: Start, finish: Finish, until: float, clock: Clock) -> float:
-    """Send pieces ahead of their answers and return the bytes per second of the best `WINDOW_S`.
+    """Send pieces ahead of their answers; return the bytes per second of the best stretch of `WINDOW_S`.
 
     Args:
         start: sends a piece of this size, or the request for one.
@@ -191,7 +191,13 @@ def _careful_speed(come: Sequence[Arrival], now: float) -> float:
 
 
 def best_speed(arrivals: Sequence[Arrival]) -> float:
-    """Return the bytes per second of the fastest `WINDOW_S` or more, or of all where that was shorter."""
+    """Return the bytes per second of the fastest stretch that lasted `WINDOW_S` or more.
+
+    Where all arrivals together lasted less, it is their average.
+
+    Args:
+        arrivals: when each piece had come, in seconds, and its number of bytes.
+    """
     best, first, num_bytes = 0.0, 0, 0
     for time, size in arrivals[1:]:  # the time of the first piece alone is not known
         num_bytes += size

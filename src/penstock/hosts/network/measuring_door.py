@@ -1,4 +1,4 @@
-"""The door at which a host of the cluster measures the ways to this one: a thread that answers it.
+"""The listener at which another host of the cluster measures the ways to this one, answered in a thread.
 
 It listens at the link ports of every address that is to be measured. The peer that comes proves by TLS that
 it is the expected host (`trust.door`), and is then answered by `link_measuring.answer_measuring`. The
@@ -39,11 +39,11 @@ class ListeningPlace(msgspec.Struct, frozen=True):
 
 
 class MeasuringDoor:
-    """A door that answers one host that measures.
+    """A listener, with its thread, that answers one other host which measures the paths to it.
 
     Args:
         addresses: of this host; those at which nothing can listen are left out.
-        ports: of links.
+        ports: range of the host's link ports, from which free ones are taken.
         credentials: of this host's head or agent.
         peer: name of the host that is expected.
 

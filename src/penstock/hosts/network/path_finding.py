@@ -1,4 +1,4 @@
-"""Finds the best way between each two hosts that are connected, at the head, and says which it is.
+"""Finds the best way (network path) between each two hosts, for the head, and tells the user which it is.
 
     both hosts listen     each dials the other on every way, so that it is known which ways lead
                           there, and which host can be reached
@@ -56,7 +56,7 @@ def pairs_to_connect(names: Sequence[str]) -> list[tuple[str, str]]:
 
 
 class FoundWay(msgspec.Struct, frozen=True, kw_only=True):
-    """A way between two hosts that leads there; `own` is at the first of them.
+    """A network path between two hosts that works; `own` in its pair is an address of the first host.
 
     Attributes:
         listeners: which of the two can be reached by the other one on it.
@@ -67,7 +67,11 @@ class FoundWay(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def wires_between(own: Listening, other: Listening) -> list[list[AddressPair]]:
-    """Return the ways that may lead from one host to another, each as the pairs of addresses to try."""
+    """Return the network paths that may join two hosts, each as the pairs of addresses to try.
+
+    Args:
+        own, other: where the two hosts listen.
+    """
     addresses = ([place.address for place in one.places] for one in (own, other))
     groups = wires_of(without_detours(pair_addresses(*addresses)))
     return [group[:MOST_TARGETS] for group in groups[:MOST_WAYS]]
@@ -94,12 +98,12 @@ class _Ends(NamedTuple):
 
 
 class PathFinder:
-    """The finder of ways between hosts, with the ways that are in use.
+    """Finds the best network path between two hosts by their scouts, and knows which paths are in use.
 
     Args:
         directory: where what was measured is kept.
-        tell: takes lines for the user.
-        warn: takes warnings; each is given once.
+        tell: shows the user a line of text.
+        warn: shows the user a warning; each is given once.
 
     Raises:
         UsageError: the directory cannot be used.
@@ -114,7 +118,10 @@ class PathFinder:
         self._said: set[str] = set()
 
     def find(self, one: Scout, other: Scout) -> None:
-        """Find the best way between two hosts, and say which it is."""
+        """Find the network paths between two hosts, measure them if need be, and choose the best.
+
+        The choice is reported to the user. So are errors; none is raised.
+        """
         scouts = (one, other) if one.peer.host < other.peer.host else (other, one)
         names = frozenset((one.peer.host, other.peer.host))
         self._pairs[names] = scouts
@@ -125,13 +132,16 @@ class PathFinder:
             self._tell(f"the paths between {_both(scouts)} were not searched: {why}")
 
     def review(self, names: Collection[str]) -> None:
-        """Look anew at all ways between these hosts that were looked for."""
+        """Repeat `find` for those pairs of these hosts for which it was called before."""
         for pair, scouts in list(self._pairs.items()):
             if pair.issubset(names):
                 self.find(*scouts)
 
     def between(self, accepting: str, joining: str) -> Route:
-        """See `Routes.between`. A host that cannot be reached dials, whichever should accept."""
+        """Return the route of a connection between two hosts, over the network path in use if there is one.
+
+        A host that cannot be reached dials, whichever should accept. Implements `Routes.between`.
+        """
         names = frozenset((accepting, joining))
         way = self._used.get(names)
         if way is None:
@@ -147,7 +157,10 @@ class PathFinder:
         )
 
     def links(self) -> Sequence[HostLink]:
-        """See `Routes.links`."""
+        """Return what was measured of the network paths in use, one for each pair of hosts.
+
+        Implements `Routes.links`.
+        """
         return [
             _link(min(names), max(names), way.measured)
             for names, way in sorted(self._used.items(), key=lambda item: sorted(item[0]))

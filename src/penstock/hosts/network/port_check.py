@@ -1,4 +1,4 @@
-"""Checks whether the link ports of a host can be reached by another one.
+"""Checks whether the link ports of a host (those at which it accepts links) can be reached by another one.
 
 The checked host listens at some free ports at both ends of its range and accepts nothing: the kernel
 completes connections, and no byte of them is read. The other host dials each port and closes the connection.
@@ -25,7 +25,7 @@ _MOST_LOOKS = 64  # at ports that may be in use
 
 
 class CheckedPorts(msgspec.Struct, frozen=True, kw_only=True):
-    """The ports at which a host listens for a check.
+    """The ports at which a host listens for a check of its link ports by another host.
 
     Attributes:
         address: under which the other host reaches it.
@@ -39,13 +39,14 @@ class CheckedPorts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class OpenPorts:
-    """A check's listeners at free link ports, the first and the last ones.
+    """A check's listeners at free link ports of this host, the first and the last ones of the range.
 
     Args:
         address: of this host, as a socket is bound to it.
+        link_ports: the range.
 
     Attributes:
-        checked: what the other host is told.
+        checked: what the other host is told, so that it can dial them.
     """
 
     def __init__(self, address: str, link_ports: PortRange) -> None:
@@ -72,7 +73,7 @@ class OpenPorts:
 
 
 def unreached_ports(checked: CheckedPorts, own_address: str, timeout_s: float = CONNECT_S) -> dict[int, str]:
-    """Return the ports of another host that cannot be dialled from here, and why.
+    """Dial another host's ports of a check; return those that cannot be reached from here, with the reason.
 
     Args:
         own_address: from which they are dialled.

@@ -1,4 +1,7 @@
-"""The scout of a worker, as the head has it: its questions go to the agent there (`scouting_agent`)."""
+"""The head's stand-in for the scout of a worker, which finds ways to other hosts: it asks the agent there.
+
+The agent answers with `scouting_agent`.
+"""
 
 from __future__ import annotations
 
@@ -26,11 +29,12 @@ SURVEY_S = 15.0  # beyond some ways that each carry next to nothing
 
 
 class AskedHost(Protocol):
-    """The interface of a host elsewhere to questions (`hosts.remote_host.RemoteHost`).
+    """The part of another host that a `RemoteScout` uses to ask it (`hosts.remote_host.RemoteHost`).
 
     Attributes:
-        name: of the host.
-        numbers: for questions; those of all scouts of the host, so that no answer is taken for another one.
+        name: name of the host.
+        numbers: numbers for questions, one sequence for all scouts of the host, so that no answer is taken
+            for another one.
         scout_answers: by number, those that were not taken yet.
     """
 
@@ -47,7 +51,7 @@ class AskedHost(Protocol):
 
 
 class RemoteScout:
-    """A scout of a worker's host. Implements `Scout`.
+    """A scout of a worker's host, at the head: asks the host's agent, and waits. Implements `Scout`.
 
     Args:
         peer: the name of the host's agent.

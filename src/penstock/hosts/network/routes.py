@@ -1,7 +1,7 @@
 """The routes of streams: the host that accepts, and the addresses between which a stream runs.
 
 `hosts.connections` asks for a route whenever it joins processes of two hosts. `way_search.WaySearch` knows
-the routes that were measured; `DEFAULT_ROUTES` stands for hosts between which nothing was.
+the routes that were measured; `DEFAULT_ROUTES` are for hosts between which nothing was measured.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class Route(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         listener: name of the host that listens; the other one dials.
         listen_address: of the listening host; empty: the one that it uses by itself.
-        dial_address: the same one as the other host dials it; empty: as the invitation says.
+        dial_address: the same one as the other host dials it; empty: as the listening host's invitation says.
         dial_from: address of the dialling host; empty: any.
     """
 
@@ -31,32 +31,32 @@ class Route(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Routes(Protocol):
-    """The interface of what is known about the ways between the hosts of an engine."""
+    """The interface of what is known about the network paths between the hosts of an engine."""
 
     def between(self, accepting: str, joining: str) -> Route:
         """Return the route of a connection that the host `accepting` should accept if it can be reached."""
         ...
 
     def links(self) -> Sequence[HostLink]:
-        """Return what was measured of the ways in use, one for each pair of hosts."""
+        """Return what was measured of the network paths in use, one for each pair of hosts."""
         ...
 
     def is_settled(self, names: Collection[str]) -> bool:
-        """Return whether no way between these hosts is being looked for, or has been for too long.
+        """Return whether no search for a network path between these hosts goes on, unless for too long.
 
-        Until then nothing should be connected there; after that what is known is used.
+        Until it returns True nothing should be connected there; after that what is known is used.
         """
         ...
 
     def review(self, occasion: Hashable, names: Collection[str]) -> bool:
-        """Look whether the ways in use still lead to their hosts; choose others where they do not.
+        """Begin to check whether the network paths in use still work, and to choose others if not.
 
         Args:
-            occasion: each is a reason to look once.
-            names: of the hosts between which it is looked.
+            occasion: a key for the reason, such as an epoch; for each one it is checked once.
+            names: of the hosts between which it is checked.
 
         Returns:
-            Whether that is done: ask again until it is.
+            Whether the check is done: call again until it is.
         """
         ...
 
@@ -71,11 +71,11 @@ class DefaultRoutes:
         return []
 
     def is_settled(self, names: Collection[str]) -> bool:
-        """Return True, since nothing is looked for."""
+        """Return True, since no network path is searched for."""
         return True
 
     def review(self, occasion: Hashable, names: Collection[str]) -> bool:
-        """Return True, since nothing was chosen."""
+        """Do nothing and return True, since there are no chosen network paths to check."""
         return True
 
 

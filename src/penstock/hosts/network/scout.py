@@ -1,4 +1,4 @@
-"""Finds out which ways lead from one host to another, and how fast they are.
+"""Finds out which ways (network paths) lead from one host to another, and how fast they are.
 
 A scout of one host listens (`measuring_door`), and the scout of the other dials all places that its host was
 told, at once, and then measures one way after the other. Which pairs of hosts are scouted is decided at the
@@ -33,14 +33,14 @@ _MOST_FOUND = 64  # ways: far more than are tried between two hosts
 
 
 class Target(msgspec.Struct, frozen=True):
-    """A place of the other host that may be dialled; of its pair `own` is at the host that dials."""
+    """A pair of addresses, and the port to dial; `own` in the pair is of the host that dials."""
 
     pair: AddressPair
     port: Port
 
 
 class WayToTry(msgspec.Struct, frozen=True, kw_only=True):
-    """A way between two interfaces.
+    """A network path between an interface of the dialling host and one of another host.
 
     Attributes:
         targets: any of which leads there, the most promising first.
@@ -59,11 +59,11 @@ class Dead(msgspec.Struct, frozen=True):
 
 
 class Survey(msgspec.Struct, frozen=True, kw_only=True):
-    """The findings of a host about the ways to another one; its own addresses are `own` in all pairs.
+    """The findings of a host about the network paths to another one; `own` in a pair is its own address.
 
     Attributes:
-        open: one for each way that leads there.
-        dead: one for each way that does not.
+        open: what was measured, for each path that leads there.
+        dead: why not, for each path that does not.
     """
 
     open: Annotated[list[MeasuredPair], msgspec.Meta(max_length=_MOST_FOUND)]
@@ -82,15 +82,15 @@ class Listening(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Scout(Protocol):
-    """The interface of a host to the head, to find the ways between two hosts."""
+    """The interface by which the head has a host listen, or measure, to find network paths to another."""
 
     @property
     def peer(self) -> PeerName:
-        """The name of the peer that comes when this host measures."""
+        """The name under which this host proves its identity to the others."""
         ...
 
     def listen(self, peer: PeerName) -> Listening:
-        """Let the host `peer` measure the ways to this one, until `rest`.
+        """Begin to listen, so that the host `peer` can measure the network paths to this one, until `rest`.
 
         Raises:
             PenstockError: no port is free, or the host is gone.
@@ -98,7 +98,7 @@ class Scout(Protocol):
         ...
 
     def survey(self, peer: PeerName, ways: Sequence[WayToTry]) -> Survey:
-        """Dial the host `peer`, which listens, on all ways, and measure those that lead there.
+        """Dial the host `peer`, which must listen, on all network paths, and measure those that lead there.
 
         Raises:
             PenstockError: the host that should measure is gone.
@@ -106,7 +106,7 @@ class Scout(Protocol):
         ...
 
     def rest(self) -> None:
-        """Stop listening."""
+        """Stop listening for the host that measures."""
         ...
 
 
@@ -116,9 +116,9 @@ class OwnScout:
     Args:
         peer: the name of this process, as other hosts expect it.
         credentials: of the same name.
-        ports: of links.
-        addresses: lists the addresses of this host that a given one may reach.
-        only: the address that the user has fixed.
+        ports: range of the host's link ports.
+        addresses: lists the addresses of this host that the host of a given name may reach.
+        only: the address that the user has fixed for links; empty: none.
         clock: monotonic seconds.
         wall_clock: seconds since 1970.
     """

@@ -19,14 +19,14 @@ from penstock.trust.peer_names import PeerName
 
 
 class ListenForHost(msgspec.Struct, frozen=True, kw_only=True, tag="listen_for_host"):
-    """A request to let a host of the cluster measure the ways to this one."""
+    """The head's request to a worker to listen, so that the host `peer` can measure the paths to it."""
 
     number: int
     peer: PeerName
 
 
 class SurveyHost(msgspec.Struct, frozen=True, kw_only=True, tag="survey_host"):
-    """A request to measure the ways to a host of the cluster, which listens."""
+    """The head's request to a worker to dial the host `peer`, and measure the network paths to it."""
 
     number: int
     peer: PeerName
@@ -34,25 +34,25 @@ class SurveyHost(msgspec.Struct, frozen=True, kw_only=True, tag="survey_host"):
 
 
 class RestScout(msgspec.Struct, frozen=True, tag="rest_scout"):
-    """A request to stop listening."""
+    """The head's request to a worker to stop listening for other hosts that measure."""
 
 
 class ListensForHost(msgspec.Struct, frozen=True, kw_only=True, tag="listens_for_host"):
-    """An answer that the host listens."""
+    """A worker's answer to `ListenForHost`: it listens, and where."""
 
     number: Small
     listening: Listening
 
 
 class Surveyed(msgspec.Struct, frozen=True, kw_only=True, tag="surveyed"):
-    """An answer that the ways were measured."""
+    """A worker's answer to `SurveyHost`: what it has found about the network paths."""
 
     number: Small
     survey: Survey
 
 
 class ScoutFailed(msgspec.Struct, frozen=True, kw_only=True, tag="scout_failed"):
-    """An answer that a question has failed."""
+    """A worker's answer that it could not do what the head has asked for, and why."""
 
     number: Small
     error: ErrorInfo

@@ -26,27 +26,27 @@ from penstock.hosts.network.scout_messages import (
 
 
 class ScoutAnswers(Protocol):
-    """The interface of what answers questions about ways to other hosts."""
+    """The interface of what answers the head's questions about network paths to other hosts, for an agent."""
 
     def fileno(self) -> int:
         """Return a descriptor, readable when there is an answer."""
         ...
 
     def ask(self, question: ToScout) -> None:
-        """Take a question, and return at once."""
+        """Take a question, and return at once; its answer comes with a later `take`."""
         ...
 
     def take(self) -> list[FromScout]:
-        """Return the answers since the last call."""
+        """Return the answers that were found since the last call."""
         ...
 
     def close(self) -> None:
-        """End; questions that have no answer yet get none."""
+        """End the work; questions that have no answer yet get none."""
         ...
 
 
 class ScoutingAgent:
-    """An agent's answers by a scout. Implements `ScoutAnswers`.
+    """Answers the questions to an agent by a scout, in a thread. Implements `ScoutAnswers`.
 
     Args:
         scout: belongs to the thread from now on.
@@ -74,7 +74,7 @@ class ScoutingAgent:
         return answers
 
     def close(self) -> None:
-        """Wait for the question that is being answered, some seconds at most."""
+        """End the thread. A question that is being answered is waited for, some seconds at most."""
         self._questions.put(None)
         self._thread.join()
         self._bell.close()
@@ -105,7 +105,10 @@ class ScoutingAgent:
 
 
 class NoScout:
-    """The answers of a host that knows no way: every question fails. Implements `ScoutAnswers`."""
+    """The answers of a host that cannot look for network paths: every question fails.
+
+    Implements `ScoutAnswers`.
+    """
 
     def __init__(self) -> None:
         self._bell = Bell()

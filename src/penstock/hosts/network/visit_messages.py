@@ -3,7 +3,7 @@
 The conversation of `trust` comes first: the visitor has a token or a certificate, and the same version.
 
     visitor                                                          head
-    VisitorListens(where, ports, memory)              ──▶
+    VisitorListens(where, ports)                      ──▶
                                                       ◀──   HeadListens(where, ports)
     measures the ways to the head, dials its ports
     LookBack()                                        ──▶   dials the visitor's places and ports
@@ -24,18 +24,21 @@ from penstock.hosts.network.scout import Listening, Survey
 
 
 class VisitorListens(msgspec.Struct, frozen=True, kw_only=True, tag="visitor_listens"):
-    """The places at which the visitor can be tried."""
+    """The first message of a visitor, a host that checks whether it could join the head.
+
+    It says where the visitor listens to be measured, and which of its link ports are to be checked.
+    """
 
     listening: Listening
     ports: CheckedPorts
 
 
 class LookBack(msgspec.Struct, frozen=True, tag="look_back"):
-    """A message that the visitor has seen what it wanted; now it is the head's turn."""
+    """The message of a visiting host that it has tried the head; now the head is to try the visitor."""
 
 
 class HeadListens(msgspec.Struct, frozen=True, kw_only=True, tag="head_listens"):
-    """The places at which the head can be tried."""
+    """The head's answer to a visitor: where it listens to be measured, and its link ports to be checked."""
 
     listening: Listening
     ports: CheckedPorts
@@ -45,6 +48,7 @@ class LookedBack(msgspec.Struct, frozen=True, kw_only=True, tag="looked_back"):
     """A message with the head's own findings about the network between it and a visiting host.
 
     Attributes:
+        survey: what it has found about the network paths to the visitor.
         unreached: ports of the visitor that cannot be dialled, and why.
     """
 
@@ -53,7 +57,7 @@ class LookedBack(msgspec.Struct, frozen=True, kw_only=True, tag="looked_back"):
 
 
 class VisitRefused(msgspec.Struct, frozen=True, kw_only=True, tag="visit_refused"):
-    """A message that the head does not answer, or not any more."""
+    """A message that the head does not answer the visitor, or not any more, and why."""
 
     error: ErrorInfo
 

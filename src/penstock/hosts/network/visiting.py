@@ -1,4 +1,4 @@
-"""Looks from a would-be worker whether it could join a head, and what lies between the two.
+"""Checks from a would-be worker whether it could join a head, and how good the network is between the two.
 
 It proves itself as `penstock worker --join` would, with a token or with the certificate of an earlier join,
 but neither uses the token up nor joins. `cli.doctor_join` says what the findings mean.
@@ -37,11 +37,13 @@ from penstock.trust.worker_join import CertificateVisit, TokenVisit
 
 
 class VisitSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """The settings of a host's visit to a head.
+    """The settings of a host's visit to a head, to see whether it could join.
 
     Attributes:
-        name: of this host.
+        head: address and port of the head.
+        name: name of this host.
         credentials: the file of an earlier join; a token is asked for where it is missing.
+        ports: range of this host's link ports.
         address: that is fixed for links; empty: any.
     """
 
@@ -53,12 +55,13 @@ class VisitSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Visited(msgspec.Struct, frozen=True, kw_only=True):
-    """The findings of a visit.
+    """The findings of a visit to a head, by a host that checks whether it could join.
 
     Attributes:
-        own, head: where this host and the head were tried.
-        to_head: the ways to the head, measured.
-        from_head: the ways from the head to this host, only tried.
+        name, head_name: names of this host and of the head.
+        own, head: address and link ports at which this host and the head were tried.
+        to_head: the network paths to the head, measured.
+        from_head: the paths from the head to this host, only tried.
         unreached_at_head: ports of the head that cannot be dialled from here, and why.
         unreached_here: ports of this host that cannot be dialled from the head, and why.
     """
@@ -74,7 +77,7 @@ class Visited(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def visit_head(settings: VisitSettings, token: Callable[[], JoinToken]) -> Visited:
-    """Look what lies between this host and a head.
+    """Prove to a head that this host may join, without joining, and try the network in both directions.
 
     Args:
         token: asks for the join token; called where this host has no certificate of the head yet.

@@ -40,7 +40,7 @@ Answer = TypeVar("Answer")
 
 
 class Visits:
-    """The visits that the head answers, one at a time.
+    """The visits of would-be workers that the head answers, one at a time.
 
     Args:
         make_scout: makes a scout of this host, given the address by which a visitor has reached it.
@@ -54,7 +54,7 @@ class Visits:
         self._places = threading.Semaphore(MOST_VISITS)
 
     def receive(self, connection: socket.socket, visitor: PeerName) -> None:
-        """Answer a visitor whose identity is proved. Returns at once; the connection is closed later.
+        """Answer a visitor whose identity is proved, in a thread that closes the connection; return at once.
 
         Raises:
             RuntimeError: no thread can be started; the connection stays the caller's.
@@ -113,7 +113,7 @@ class Visits:
 
 
 def require_own_addresses(visitor: VisitorListens, peer: str) -> None:
-    """Refuse a visitor that names addresses which are not its own.
+    """Raise `ProtocolError` if a visitor names addresses that are not its own, as far as that can be seen.
 
     Otherwise a visitor could make the head dial other hosts. A host may have several interfaces, or fix
     another address than the one from which it comes (`--address`). Whether these are its own cannot be seen
@@ -123,9 +123,6 @@ def require_own_addresses(visitor: VisitorListens, peer: str) -> None:
 
     Args:
         peer: the address from which it comes, as IPv4 where it is one.
-
-    Raises:
-        ProtocolError: it does.
     """
     listens = {place.address.address for place in visitor.listening.places}
     checked = visitor.ports.address.partition("%")[0]
@@ -151,9 +148,10 @@ def _busy() -> PeerError:
 
 
 def ways_to(own: Listening, other: Listening, seconds: float) -> list[WayToTry]:
-    """Return the ways from this host to another one, as this one dials them.
+    """Return the network paths from this host to another one, as this one dials them.
 
     Args:
+        own, other: where the two hosts listen.
         seconds: for which all of them together are measured.
     """
     ports = {place.address: place.port for place in other.places}
@@ -165,9 +163,10 @@ def ways_to(own: Listening, other: Listening, seconds: float) -> list[WayToTry]:
 
 
 def next_word(wire: AgentWire[Any], expected: type[Answer], deadline: float) -> Answer:
-    """Wait for the next message of a visit.
+    """Wait for the next message of a visit, and return it.
 
     Args:
+        expected: the type that it must have.
         deadline: by `time.monotonic`.
 
     Raises:

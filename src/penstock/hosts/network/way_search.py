@@ -1,4 +1,4 @@
-"""Looks for ways between hosts in a thread, while the supervisor goes on with its work.
+"""Searches for ways (network paths) between hosts in a thread, while the supervisor goes on with its work.
 
     supervisor's thread                                thread of the search
       find(one, other) ──────────── pair ────────────▶ PathFinder.find
@@ -41,13 +41,13 @@ _REVIEW, _FIND, _END = range(3)  # requests may wait for a review, and not for h
 
 
 class HostElsewhere(Protocol):
-    """The interface of a host elsewhere to a search (`hosts.remote_host.RemoteHost`).
+    """The part of another host that a search for network paths uses (`hosts.remote_host.RemoteHost`).
 
     Attributes:
-        name: of the host.
-        numbers: for questions.
+        name: name of the host.
+        numbers: numbers for questions.
         scout_answers: by number, those that were not taken yet.
-        wires: over which it says something; none when it is lost, and another one when it is back.
+        wires: connections over which it says something; none when it is lost, another one when it is back.
     """
 
     name: str
@@ -65,7 +65,10 @@ class HostElsewhere(Protocol):
 
 
 class HostLine:
-    """A line to a host for the thread of the search; the supervisor passes all on. Implements `AskedHost`."""
+    """The line by which the thread of a search asks a host; the supervisor's thread passes the messages on.
+
+    Implements `AskedHost`.
+    """
 
     def __init__(self, search: WaySearch, host: HostElsewhere) -> None:
         self.name = host.name
@@ -137,14 +140,14 @@ class _Jobs:
 
 
 class WaySearch:
-    """The ways between the hosts of an engine, and the search for them. Implements `Routes`.
+    """Knows the network paths between the hosts of an engine, and searches for them. Implements `Routes`.
 
     All but `pass_on` and `wait_until` is for the supervisor's thread.
 
     Args:
         directory: where what was measured is kept.
-        tell: takes lines for the user.
-        warn: takes warnings.
+        tell: shows the user a line of text.
+        warn: shows the user a warning.
         clock: monotonic seconds.
 
     Attributes:
@@ -183,16 +186,23 @@ class WaySearch:
         return self._sources.fileno()
 
     def scout_of(self, host: HostElsewhere, peer: PeerName) -> Scout:
-        """Return the scout of a host elsewhere, for `find`."""
+        """Return the stand-in for another host's scout, to be given to `find`.
+
+        Args:
+            peer: name of the host's agent.
+        """
         return RemoteScout(HostLine(self, host), peer)
 
     def find(self, one: Scout, other: Scout) -> None:
-        """Begin to look for the best way between two hosts."""
+        """Begin to search for the best network path between two hosts; the thread of the search does it."""
         names = (one.peer.host, other.peer.host)
         self._jobs.begin(_FIND, names, lambda: self._finder.find(one, other))
 
     def attend(self) -> None:
-        """Pass on questions and answers, and lines for the user; to be called each second too."""
+        """Send the search's questions to hosts, take in the answers, and show its lines to the user.
+
+        To be called when `fileno` is readable, and each second as well.
+        """
         self._bell.hush()
         while not self._questions.empty():
             host, question = self._questions.get()
@@ -213,30 +223,44 @@ class WaySearch:
 
     @property
     def is_idle(self) -> bool:
-        """Whether no way between any hosts is being looked for."""
+        """Whether no network path between any hosts is being searched for."""
         return self._jobs.is_idle
 
     def is_settled(self, names: Collection[str]) -> bool:
-        """See `Routes.is_settled`."""
+        """Return whether no search between these hosts is under way, other than one that takes too long.
+
+        Implements `Routes.is_settled`.
+        """
         return not self._jobs.is_awaited(names)
 
     def between(self, accepting: str, joining: str) -> Route:
-        """See `Routes.between`."""
+        """Return the route of a connection, over the network path in use if there is one.
+
+        Implements `Routes.between`.
+        """
         return self._finder.between(accepting, joining)
 
     def links(self) -> Sequence[HostLink]:
-        """See `Routes.links`."""
+        """Return what was measured of the network paths in use, as of when no search was under way.
+
+        Implements `Routes.links`.
+        """
         return self._links
 
     def review(self, occasion: Hashable, names: Collection[str]) -> bool:
-        """See `Routes.review`."""
+        """Begin to check the network paths between these hosts; return whether that is done.
+
+        It is done once for each occasion.
+
+        Implements `Routes.review`.
+        """
         if occasion not in self._occasions:
             self._occasions.add(occasion)
             self._jobs.begin(_REVIEW, names, lambda: self._finder.review(names))
         return self.is_settled(names)
 
     def close(self) -> None:
-        """End. A way that is just being measured from this host is waited for, some seconds at most."""
+        """End the search and its thread; what is being measured from this host is waited for, for seconds."""
         self.is_closed = True
         self._jobs.close()
         with self._news:
@@ -246,12 +270,12 @@ class WaySearch:
         self._bell.close()
 
     def pass_on(self, host: HostElsewhere, message: msgspec.Struct) -> None:
-        """Let the supervisor's thread send a message to a host."""
+        """Leave a message to a host for the supervisor's thread, which sends it in `attend`."""
         self._questions.put((host, message))
         self._bell.ring()
 
     def wait_until(self, condition: Callable[[], bool], timeout_s: float) -> None:
-        """Wait for what the supervisor's thread hears from hosts, for `timeout_s` at most."""
+        """Wait until `condition` holds, for `timeout_s` at most; it is checked after each `attend`."""
         with self._news:
             self._news.wait_for(condition, timeout_s)
 

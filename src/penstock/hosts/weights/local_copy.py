@@ -12,27 +12,27 @@ from penstock.weights.tensor_files import TensorFiles
 
 
 class LocalCopy(Protocol):
-    """The interface of what a host has of a model without the head."""
+    """The interface of a host's own copy of the head's model."""
 
     def has(self, group: TensorGroup) -> bool:
-        """Return whether there are tensors of these names and shapes."""
+        """Return whether the copy has all tensors of a group, by their names, types and shapes."""
         ...
 
     def unread_bytes(self, group: TensorGroup) -> int:
-        """Return how many bytes must be read before the digests of the tensors are known."""
+        """Return how many bytes must be read before the digests of a group's tensors are known."""
         ...
 
     def digests(self, group: TensorGroup) -> list[bytes]:
-        """Return the digests of the tensors; empty where they are not there, or cannot be read."""
+        """Return the digest of each tensor of a group; empty if they are not there or cannot be read."""
         ...
 
     def entries(self, group: TensorGroup) -> dict[str, TensorEntry]:
-        """Return where each tensor is."""
+        """Return for each tensor of a group, by name, in which file and at which bytes it is."""
         ...
 
 
 class NoCopy:
-    """The copy of a host that has none."""
+    """The stand-in for `LocalCopy` on a host that has no copy of the model."""
 
     def has(self, group: TensorGroup) -> bool:
         return False
@@ -48,12 +48,12 @@ class NoCopy:
 
 
 class ModelCopy:
-    """A model below the worker's own directories.
+    """A copy of the head's model in a directory of the worker's own. Implements `LocalCopy`.
 
     Args:
-        tensors: of its files.
-        digests: of the tensors, as far as they are known.
-        check: called between the pieces that are read.
+        tensors: the tensors in the model's files.
+        digests: digests of tensors, as far as they are known.
+        check: called between the pieces that are read; raises if the result is not wanted any more.
     """
 
     def __init__(self, tensors: TensorFiles, digests: TensorDigests, check: Check) -> None:

@@ -45,18 +45,18 @@ NUM_CONNECTIONS = 2  # TLS of one takes a core beyond about 10 Gbit/s
 
 
 class Notes(Protocol):
-    """A listener to what is done for a rank. Its methods are called from several threads."""
+    """The interface of what is told of the work for one rank. Its methods are called from several threads."""
 
     def say(self, line: str) -> None:
         """Take a line for the user."""
         ...
 
     def begin(self, num_bytes: int) -> None:
-        """Note that `num_bytes` bytes are to be fetched."""
+        """Note that `num_bytes` bytes are to be fetched from the head."""
         ...
 
     def add(self, num_bytes: int) -> None:
-        """Note that `num_bytes` more have come; negative where a part comes anew."""
+        """Note that `num_bytes` more bytes have come; negative: bytes that have come will come once more."""
         ...
 
 
@@ -74,10 +74,11 @@ class _Unheard:
 
 
 class ModelFinder:
-    """The weights that this host has or can get.
+    """Finds the weights of ranks: in a copy on this host, in its cache, or at the head.
 
     Args:
         shelf: models on its own disk.
+        cache: keeps what was fetched from the head.
         connect: opens a connection to the head, for weights.
     """
 
@@ -89,7 +90,14 @@ class ModelFinder:
         self._without_copy: set[bytes] = set()  # models of which the user knows that no copy is here
 
     def find(self, identity: bytes, rank: RankConfig, notes: Notes, cancellation: Cancellation) -> Path:
-        """Return all that a rank reads: a directory that looks like a checkpoint, or a GGUF file in one.
+        """Find or fetch all that a rank reads, and return its path.
+
+        The path is a directory that looks like a checkpoint, or a GGUF file in one.
+
+        Args:
+            identity: of the head's model (`kvstore.names.model_identity`).
+            rank: configuration of the rank, which says what it needs.
+            notes: told how far it is.
 
         Raises:
             PeerError: the head cannot be reached, or the disk is full.

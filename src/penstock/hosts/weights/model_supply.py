@@ -1,4 +1,4 @@
-"""Gets ranks of a worker their weights, beside the loop of its agent, which must not wait.
+"""Gets the ranks of a worker their weights, in a thread beside the loop of its agent, which must not wait.
 
     agent ── seek(7, identity, config) ──▶ one thread, rank after rank ──▶ model_finder
           ◀── bell, take(): 34 % have come, … ; the directory, or why there is none ──┘
@@ -30,36 +30,44 @@ LINE_S = 5.0  # between two lines for the user about one rank
 
 
 class Delivery(NamedTuple):
-    """The state of a rank's weights: they are there, on their way, or cannot be had."""
+    """News of a rank's weights: they are there (`UseModel`), on their way, or cannot be had (an error).
+
+    `number` is the agent's number of the rank's process.
+    """
 
     number: int
     news: UseModel | LoadProgressed | PenstockError
 
 
 class Models(Protocol):
-    """The interface of weights to an agent. Readable when there is a delivery."""
+    """The interface of what gets ranks their weights, for an agent. Readable when there is a delivery."""
 
     def fileno(self) -> int: ...
 
     def seek(self, number: int, identity: bytes, rank: RankConfig) -> None:
-        """Begin to get the weights of a rank, which is this member."""
+        """Begin to get the weights of a rank; news of them comes with `take`.
+
+        Args:
+            number: the agent's number of the rank's process.
+            identity: of the head's model (`kvstore.names.model_identity`).
+        """
         ...
 
     def take(self) -> list[Delivery]:
-        """Return what has happened since the last call."""
+        """Return the news of all ranks' weights since the last call."""
         ...
 
     def forget(self, number: int) -> None:
-        """Forget a member that has ended."""
+        """End the work for a rank whose process has ended; there is no more news of it."""
         ...
 
     def close(self) -> None:
-        """Stop."""
+        """Stop, and give up what is under way."""
         ...
 
 
 class Find(Protocol):
-    """A function with the arguments of `ModelFinder.find`."""
+    """The interface of `ModelFinder.find`, as a function."""
 
     def __call__(
         self, identity: bytes, rank: RankConfig, notes: Notes, cancellation: Cancellation
@@ -74,10 +82,11 @@ class _Job(NamedTuple):
 
 
 class ModelSupply:
-    """The thread and its jobs; implements `Models`.
+    """Gets weights in a thread, for one rank after the other. Implements `Models`.
 
     Args:
-        tell: takes lines for the user, in the thread of the agent.
+        find: finds or fetches the weights of a rank.
+        tell: shows the user a line of text, in the thread of the agent.
         clock: monotonic seconds.
     """
 

@@ -43,8 +43,8 @@ class TensorGroup:
     """A group of tensors that are kept in one file, in the form of safetensors.
 
     Attributes:
-        name: such as "model.layers.3"; for messages.
-        tensors: by name.
+        name: such as "model.layers.3"; for error messages.
+        tensors: in the order of their names.
         header: of the file: length and JSON. Types of tensors from GGUF files are called as ggml calls them.
     """
 
@@ -64,11 +64,11 @@ class TensorGroup:
 
     @property
     def num_bytes(self) -> int:
-        """The bytes of all tensors."""
+        """The bytes of all tensors of the group."""
         return sum(map(num_bytes, self.tensors))
 
     def entries(self, path: Path) -> dict[str, TensorEntry]:
-        """Return where each tensor is in the file of the group."""
+        """Return where each tensor is in the file of the group at `path`, by the tensor's name."""
         entries: dict[str, TensorEntry] = {}
         begin = len(self.header)
         for tensor in self.tensors:
@@ -81,16 +81,16 @@ class TensorGroup:
 
     @property
     def shape_key(self) -> str:
-        """A key of the names and shapes, whatever the numbers are."""
+        """A hash of the tensors' names, types and shapes; it does not depend on the values in them."""
         return xxhash.xxh3_128_hexdigest(self.header)
 
     def content_key(self, digests: Iterable[bytes]) -> str:
-        """Return a key of the content, given the digest of each tensor."""
+        """Return a hash of the tensors' names, types, shapes and values, given the digest of each tensor."""
         return xxhash.xxh3_128_hexdigest(self.header + b"".join(digests))
 
 
 def num_bytes(tensor: TensorShape) -> int:
-    """Return the size of a tensor."""
+    """Return the size of a tensor in bytes."""
     num_values = math.prod(tensor.shape)
     if tensor.dtype in DTYPE_BYTES:
         return num_values * DTYPE_BYTES[tensor.dtype]
@@ -123,7 +123,7 @@ def tensor_groups(tensors: Iterable[TensorShape], spec: ModelSpec, rank: RankCon
 
 
 def config_groups(tensors: Iterable[TensorShape]) -> list[TensorGroup]:
-    """Return the groups of those tensors that are read with the model's configuration.
+    """Return groups of the tensors that are read with the model's configuration, on all ranks.
 
     Raises `ProtocolError` as `tensor_groups`.
     """

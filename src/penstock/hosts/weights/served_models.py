@@ -26,11 +26,11 @@ _States = list[FileState]
 
 
 class ServedModel:
-    """One model, as its files were when it was opened.
+    """One model of the head, as its files were when it was opened.
 
     Args:
-        tensors: of its files.
-        small: what ranks read beside them.
+        tensors: the tensors in its files.
+        small: what ranks read beside them, such as a config.json.
     """
 
     def __init__(self, tensors: TensorFiles, small: SmallFiles) -> None:
@@ -59,11 +59,11 @@ class ServedModel:
 
     @property
     def num_small_files(self) -> int:
-        """The number of files beside them that ranks may read."""
+        """The number of files beside the tensors that ranks may read."""
         return len(self._small.names)
 
     def description(self) -> Description:
-        """Return what the model is made of."""
+        """Return what the model is made of: its small files, and names, types and shapes of its tensors."""
         entries = [self._tensors.entry(name) for name in sorted(self._tensors.names)]
         return Description(
             files=[
@@ -75,11 +75,15 @@ class ServedModel:
         )
 
     def tensor(self, name: str) -> TensorEntry:
-        """Return where a tensor is; raises `CheckpointError` where the model has none of this name."""
+        """Return in which file and at which bytes a tensor is.
+
+        Raises:
+            CheckpointError: the model has none of this name.
+        """
         return self._tensors.entry(name)
 
     def small_file(self, name: str) -> bytes:
-        """Return the content of a file beside the weights.
+        """Return the content of a file beside the weights, such as a config.json, by its name.
 
         Raises:
             ProtocolError: it is not one that ranks read, or the model has none.
@@ -91,10 +95,10 @@ class ServedModel:
 
 
 class ServedModels:
-    """All models of which a worker has been given a stage. Thread-safe.
+    """All models of which the head has given a stage to a worker. Thread-safe.
 
-    Attributes:
-        digests: of their tensors.
+    Args:
+        digests: remembers the digests of their tensors.
     """
 
     def __init__(self, digests: TensorDigests) -> None:
@@ -105,9 +109,9 @@ class ServedModels:
         self._mutex = threading.Lock()
 
     def identify(self, path: str) -> bytes:
-        """Return the identity of the model at a path of the head, and serve the model from now on.
+        """Return the identity of the model at a path of the head, and let workers fetch it from now on.
 
-        Where its files can no longer be read it is what it was: a worker may have a copy.
+        If its files can no longer be read, the earlier identity is returned: a worker may have a copy.
 
         Raises:
             ModelError: they cannot be read, and never could.
@@ -124,7 +128,7 @@ class ServedModels:
         return identity
 
     def open(self, identity: bytes) -> ServedModel:
-        """Return a model, as its files are now.
+        """Return the model of an identity, as its files are now.
 
         Raises:
             ModelError: no worker was given a stage of such a model, or its files cannot be read.

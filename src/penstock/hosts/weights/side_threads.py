@@ -16,7 +16,7 @@ Result = TypeVar("Result")
 
 
 def begin_aside(work: Callable[[], Result], name: str) -> Future[Result]:
-    """Start a thread that does this; return what will have its result, or its error."""
+    """Start a thread that calls `work`; return a future, which will have its result or its error."""
     future: Future[Result] = Future()
 
     def run() -> None:
@@ -32,7 +32,7 @@ def begin_aside(work: Callable[[], Result], name: str) -> Future[Result]:
 
 
 class SideThreads:
-    """The threads of a `with` block, which have all ended when it is left.
+    """The threads of a `with` block; to leave the block is to wait until all have ended.
 
     Args:
         name: of each thread.
@@ -51,7 +51,7 @@ class SideThreads:
         wait(self._futures)
 
     def begin(self, work: Callable[[], Result]) -> Future[Result]:
-        """Start a thread, as `begin_aside` does."""
+        """Start a thread that calls `work`, and return a future of its result, as `begin_aside` does."""
         future = begin_aside(work, self._name)
         self._futures.append(future)  # type: ignore[arg-type]  # it is waited for alone
         return future

@@ -27,7 +27,7 @@ MAX_SMALL_BYTES = 256 << 20  # as `grammar.matcher` takes of a tokenizer, and `g
 
 
 class SmallFiles(Protocol):
-    """The small files of one model."""
+    """The interface of the small files of one model: those that ranks read beside its tensors."""
 
     @property
     def names(self) -> Sequence[str]:
@@ -35,7 +35,7 @@ class SmallFiles(Protocol):
         ...
 
     def content(self, name: str) -> bytes | None:
-        """Return the content of one of them; None where the model has none, or one that no rank would read.
+        """Return the content of the file `name`; None if the model has none, or one that no rank would read.
 
         Raises:
             CheckpointError: it cannot be read.
@@ -44,7 +44,7 @@ class SmallFiles(Protocol):
 
 
 class CheckpointFiles:
-    """The small files in the directory of a checkpoint."""
+    """The small files in the directory of a checkpoint, such as its config.json. Implements `SmallFiles`."""
 
     names = SMALL_FILES
 
@@ -71,10 +71,10 @@ class CheckpointFiles:
 
 
 class GgufHeaders:
-    """The headers of a model in GGUF.
+    """The headers of the files of a model in GGUF. Implements `SmallFiles`.
 
     Args:
-        sizes: of the header of each file, in order.
+        sizes: bytes of the header of each file, in order.
     """
 
     def __init__(self, sizes: Mapping[Path, int]) -> None:
@@ -91,19 +91,19 @@ class GgufHeaders:
 
 
 def header_names(count: int) -> list[str]:
-    """Return what the headers of a model of so many GGUF files are called, here and where they are opened."""
+    """Return the names under which the headers of a model of `count` GGUF files are sent and kept."""
     if count == 1:
         return [f"model{SUFFIX}"]
     return [part_name("model", number, count) for number in range(1, count + 1)]
 
 
 def first_header(names: Iterable[str]) -> str | None:
-    """Return the header to open a model by, or None if the model is not in GGUF."""
+    """Return the name of the GGUF header by which a model is opened; None if the model is not in GGUF."""
     return min((name for name in names if name.endswith(SUFFIX)), default=None)
 
 
 def known_files(files: Sequence[SmallFile]) -> list[SmallFile]:
-    """Return the files that a head describes and a rank reads.
+    """Return those of the files that a head describes that a rank reads.
 
     Raises:
         ProtocolError: they are not the files of one model.

@@ -34,17 +34,17 @@ def go_on() -> None:
 
 
 def file_state(file: FileIO) -> FileState:
-    """Return what changes with the content of an open file."""
+    """Return device, inode, size and time of change of an open file, to notice a change of its content."""
     return state_of(os.fstat(file.fileno()))
 
 
 def state_of(status: os.stat_result) -> FileState:
-    """Return what changes with the content of a file."""
+    """Return device, inode, size and time of change of a file, to notice a change of its content."""
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
 
 def read_pieces(entry: TensorEntry, file: FileIO, memory: memoryview) -> Iterator[int]:
-    """Read a tensor piece by piece into the same memory; yield the size of each piece.
+    """Read a tensor piece by piece into the beginning of `memory`; yield the size of each piece.
 
     Raises:
         CheckpointError: the file ends too early, or cannot be read.
@@ -69,7 +69,7 @@ def read_pieces(entry: TensorEntry, file: FileIO, memory: memoryview) -> Iterato
 
 @contextlib.contextmanager
 def opened(entry: TensorEntry) -> Iterator[FileIO]:
-    """Open the file of a tensor; raises `CheckpointError`."""
+    """Open the file of a tensor for the block of a `with`; raise `CheckpointError` if that fails."""
     try:
         file = open(entry.path, "rb", buffering=0)  # noqa: SIM115  # closed below
     except OSError as error:
@@ -79,7 +79,7 @@ def opened(entry: TensorEntry) -> Iterator[FileIO]:
 
 
 class TensorDigests:
-    """The digests that this host knows. Thread-safe.
+    """The digests (XXH3-128 hashes) of tensors that this host knows. Thread-safe.
 
     Args:
         directory: where they are kept; private, and made by the caller.
@@ -97,10 +97,10 @@ class TensorDigests:
             return entry.name in self._of_file(file_state(file))
 
     def of(self, entry: TensorEntry, check: Check = go_on) -> bytes:
-        """Return the digest of a tensor; it is read where the digest is not known.
+        """Return the digest of a tensor; read the tensor if the digest is not known.
 
         Args:
-            check: called between the pieces that are read.
+            check: called between the pieces that are read; raises if the digest is not wanted any more.
         """
         with opened(entry) as file:
             state = file_state(file)
@@ -129,7 +129,7 @@ class TensorDigests:
                 self._changed.add(state)
 
     def keep(self) -> None:
-        """Write what is new to the disk. A host that cannot write digests again after its next start."""
+        """Write the digests that are new to the disk, for the next start; a failure is not an error."""
         with self._mutex:
             changed = {state: dict(self._known[state]) for state in self._changed}
             self._changed.clear()

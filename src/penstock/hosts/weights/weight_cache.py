@@ -1,4 +1,4 @@
-"""Weights that a worker has fetched, in files that are named by their content.
+"""Keeps weights that a worker has fetched, in files that are named by their content.
 
     DIRECTORY/tensors/SHAPES-CONTENT.safetensors   a group of tensors (`hosts.weights.needed_tensors`)
     DIRECTORY/files/CONTENT                        a small file, such as a config.json
@@ -58,7 +58,7 @@ class WeightCache:
         directory: private; made if it is not there.
 
     Raises:
-        UsageError: it cannot be used, or others may enter it.
+        UsageError: it cannot be used, or other users may enter it.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -73,16 +73,16 @@ class WeightCache:
 
     @property
     def digests(self) -> Path:
-        """The directory of the digests of local copies (`hosts.weights.tensor_digests`)."""
+        """The directory in which the digests of local copies are kept (`hosts.weights.tensor_digests`)."""
         return self._directory / "digests"
 
     def close(self) -> None:
-        """Delete what is not finished. May be called twice."""
+        """Delete the files that are not finished. May be called twice."""
         wait([begin_aside(self._held.delete, "weights cache")], CLOSE_S)
         self._held.release()
 
     def has_candidate(self, group: TensorGroup) -> bool:
-        """Return whether there is a file of such tensors, whatever numbers they have."""
+        """Return whether there is a file with tensors of these names, types and shapes, of any values."""
         return any((self._directory / "tensors").glob(f"{group.shape_key}-*{_SUFFIX}"))
 
     def unread_bytes(self, group: TensorGroup, digests: list[bytes]) -> int:
@@ -93,10 +93,13 @@ class WeightCache:
         return 0
 
     def find(self, group: TensorGroup, digests: list[bytes], check: Check) -> Path | None:
-        """Return the file of a group with this content; None where there is none, or it was damaged.
+        """Return the path of the file of a group with this content; None if there is none or it is damaged.
+
+        A file is read through when it is found for the first time; a damaged one is deleted.
 
         Args:
-            check: called between the pieces that are read.
+            digests: of the tensors, in the order of the group.
+            check: called between the pieces that are read; raises if the file is not wanted any more.
         """
         path = self._path(group, digests)
         with contextlib.suppress(OSError), path.open("rb", buffering=0) as file:
@@ -110,18 +113,18 @@ class WeightCache:
         return None
 
     def require_room(self, wanted: int) -> None:
-        """Raise `PeerError` if so many bytes do not fit beside what is there."""
+        """Raise `PeerError` if the disk has no room for `wanted` more bytes."""
         with self._explained(wanted):
             if self._free_bytes() < wanted + SPARE_BYTES:
                 raise self._full(wanted, f", {SPARE_BYTES / 1e6:.1f} MB must stay free besides,")
 
     def writer(self, group: TensorGroup) -> GroupWriter:
-        """Return what writes the file of a group; raises `PeerError` where the disk has no room for it."""
+        """Return a writer for the file of a group; raise `PeerError` where the disk has no room for it."""
         with self._explained(group.num_bytes):
             return GroupWriter(self, self._partial / secrets.token_hex(16), group)
 
     def keep(self, partial: Path, group: TensorGroup, digests: list[bytes]) -> Path:
-        """Give a written file its name, which says its content."""
+        """Give a written file its final name, which says its content; return the path."""
         path = self._path(group, digests)
         os.replace(partial, path)
         _sync(path.parent)
@@ -130,7 +133,7 @@ class WeightCache:
         return path
 
     def small_file(self, digest: bytes) -> bytes | None:
-        """Return the content of a small file; None where there is none, or it was damaged."""
+        """Return the content of the small file of a digest; None where there is none, or it was damaged."""
         path = self._directory / "files" / digest.hex()
         with contextlib.suppress(OSError):
             content = path.read_bytes()
@@ -140,7 +143,7 @@ class WeightCache:
         return None
 
     def put_small_file(self, content: bytes) -> None:
-        """Keep a small file; raises `PeerError`."""
+        """Keep a small file, named by the digest of its content; raise `PeerError` if that fails."""
         path = self._directory / "files" / xxhash.xxh3_128_hexdigest(content)
         with self._explained(len(content)):
             partial = self._partial / secrets.token_hex(16)
@@ -152,7 +155,9 @@ class WeightCache:
                 raise
 
     def view(self, small: Mapping[str, bytes], tensors: Mapping[str, TensorEntry]) -> Path:
-        """Return a model of these tensors: a directory that looks like a checkpoint, or a GGUF file in one.
+        """Make a model of these tensors out of links, and return its path.
+
+        The path is a directory that looks like a checkpoint, or a GGUF file in one.
 
         Args:
             small: digests of small files by name; with headers among them it is a GGUF file.
@@ -207,7 +212,7 @@ class WeightCache:
             raise self.unusable(error, wanted) from error
 
     def unusable(self, error: OSError, wanted: int) -> PeerError:
-        """Return the error of a cache that cannot take so many bytes."""
+        """Return a failure to keep `wanted` bytes as an error for the user, which says what to do."""
         if error.errno not in _FULL:
             return PeerError(
                 f"the weights cannot be kept in {self._directory}: {error.strerror or error}.",
@@ -234,7 +239,9 @@ class WeightCache:
 
 
 class GroupWriter:
-    """Writes the file of a group, tensor by tensor; a `Sink`. Gone without a trace unless it is kept.
+    """Writes the file of a group, tensor by tensor, in a `with` block; the file is deleted unless it is kept.
+
+    Implements `Sink`.
 
     Args:
         partial: path of the file while it is written.
@@ -262,23 +269,26 @@ class GroupWriter:
         self._discard()
 
     def begin(self, number: int) -> None:
-        """See `Sink.begin`."""
+        """Begin to write the tensor of this number, for the first time or anew. Implements `Sink.begin`."""
         del self._digests[number:]
         self._file.seek(len(self._group.header) + sum(map(num_bytes, self._group.tensors[:number])))
 
     def write(self, memory: memoryview) -> None:
-        """See `Sink.write`; raises `PeerError` where the disk takes no more."""
+        """Write the next bytes of the tensor; raise `PeerError` where the disk takes no more.
+
+        Implements `Sink.write`.
+        """
         try:
             self._write(memory)
         except OSError as error:
             raise self._cache.unusable(error, self._group.num_bytes) from error
 
     def end(self, digest: bytes) -> None:
-        """See `Sink.end`."""
+        """End the tensor, and note its digest. Implements `Sink.end`."""
         self._digests.append(digest)
 
     def keep(self) -> Path:
-        """Give the complete file its name; raises `PeerError`."""
+        """Put the complete file into the cache and return its path; raise `PeerError` if that fails."""
         assert len(self._digests) == len(self._group.tensors), "a group without some of its tensors"
         try:
             os.fsync(self._file.fileno())

@@ -1,4 +1,4 @@
-"""Fetches tensors from the head: asks for them by name, and goes on where a torn connection has left off.
+"""Fetches tensors from the head: asks for them by name, and continues over a new connection when one breaks.
 
 A tensor that has come counts; the one that was under way when the connection broke comes anew. A connection
 that breaks `MAX_TEARS` times without a tensor between is given up. Used by `hosts.weights.model_finder`, in
@@ -38,7 +38,7 @@ Result = TypeVar("Result")
 
 
 class Part(NamedTuple):
-    """A tensor, or a small file, that is to come."""
+    """A tensor, or a small file, that is to be fetched from the head."""
 
     name: str
     num_bytes: int
@@ -46,23 +46,25 @@ class Part(NamedTuple):
 
 
 class Sink(Protocol):
-    """The interface of what keeps the parts that come."""
+    """The interface of what keeps the parts (tensors or small files) that are fetched."""
 
     def begin(self, number: int) -> None:
-        """Begin this part, whose bytes follow from its first one: for the first time, or anew."""
+        """Begin the part of this number, for the first time or anew; all its bytes follow."""
         ...
 
     def write(self, memory: memoryview) -> None:
-        """Take the next bytes; the memory is used again."""
+        """Take the next bytes of the part; the memory is used again afterwards."""
         ...
 
     def end(self, digest: bytes) -> None:
-        """End the part, which has come as it was sent."""
+        """End the part: all of it has come, and has this digest at the head too."""
         ...
 
 
 class WeightClient:
-    """A connection to the head, made when it is needed and again when it is torn. Of one thread at a time.
+    """A connection to the head for weights, made when it is needed and again when it breaks.
+
+    One thread at a time may use it.
 
     Args:
         connect: opens a connection, unless the job is cancelled meanwhile.
@@ -76,11 +78,11 @@ class WeightClient:
         self._num_tears = 0
 
     def describe(self, model: bytes) -> Description:
-        """Return what a model is made of; raises `PenstockError`."""
+        """Ask the head what the model of an identity is made of, and return it; raise `PenstockError`."""
         return self._tried(lambda wire: wire.ask(AskModel(model=model), Description))
 
     def digests(self, model: bytes, tensors: Sequence[str]) -> list[bytes]:
-        """Return the digests of tensors as the head has them; raises `PenstockError`."""
+        """Ask the head for the digests of a model's tensors; return them in order; raise `PenstockError`."""
 
         def receive(wire: WeightWire) -> list[bytes]:
             digests: list[bytes] = []
@@ -93,7 +95,10 @@ class WeightClient:
         return self._tried(receive) if tensors else []
 
     def fetch(self, model: bytes, parts: Sequence[Part], sink: Sink) -> None:
-        """Fetch small files and tensors, in this order, the files first.
+        """Fetch small files and tensors into a sink, in the order of `parts`, which has the files first.
+
+        Args:
+            model: identity of the model.
 
         Raises:
             PeerError: the connection tears again and again.

@@ -1,8 +1,7 @@
 """Gives workers the tensors of the models that the head serves, each connection in a thread of its own.
 
 The threads read files and send; reading, digesting and TLS run without the interpreter's lock, so that the
-supervisor beside them goes on. A worker that asks for something else than there is gets a refusal in words,
-and its connection ends.
+supervisor beside them goes on. A worker that asks for something else than there is gets a refusal in words.
 """
 
 from __future__ import annotations
@@ -45,10 +44,11 @@ class _Served(NamedTuple):
 
 
 class WeightServer:
-    """The server of all connections over which workers fetch weights.
+    """The head's server of the connections over which workers fetch weights.
 
     Args:
         models: that may be asked for.
+        stall_s: the longest wait for a worker.
     """
 
     def __init__(self, models: ServedModels, stall_s: float = STALL_S) -> None:
@@ -59,7 +59,9 @@ class WeightServer:
         self._mutex = threading.Lock()
 
     def serve(self, connection: socket.socket, host: str) -> None:
-        """Serve a connection of a worker until the worker closes it. Does not wait for anything.
+        """Serve a connection of a worker in a thread, until the worker closes it; return at once.
+
+        A connection beyond `MAX_CONNECTIONS` of its host is closed.
 
         Raises:
             RuntimeError: no thread can be started; the connection stays the caller's.
@@ -81,19 +83,19 @@ class WeightServer:
                 raise
 
     def hosts(self) -> set[str]:
-        """Return the hosts that have a connection."""
+        """Return the names of the hosts that have a connection."""
         with self._mutex:
             return {served.host for served in self._served.values()}
 
     def drop(self, host: str) -> None:
-        """End all connections of a host. Does not wait for their threads."""
+        """End all connections of the host of this name. Does not wait for their threads."""
         with self._mutex:
             for wire, served in self._served.items():
                 if served.host == host:
                     wire.abort()
 
     def close(self) -> None:
-        """End all connections."""
+        """End all connections, and wait some seconds at most for each of their threads; refuse new ones."""
         with self._mutex:
             self._is_closed = True
             all_served = dict(self._served)

@@ -51,7 +51,7 @@ Names = Annotated[list[str], msgspec.Meta(max_length=MOST_NAMES)]
 
 
 class TensorShape(msgspec.Struct, frozen=True, array_like=True):
-    """A tensor of a checkpoint, without its place; `dtype` as safetensors spells it."""
+    """The name, type and shape of a tensor of a checkpoint; `dtype` as safetensors spells it."""
 
     name: str
     dtype: str
@@ -59,7 +59,7 @@ class TensorShape(msgspec.Struct, frozen=True, array_like=True):
 
 
 class SmallFile(msgspec.Struct, frozen=True, array_like=True):
-    """A file beside the weights."""
+    """A file that ranks read beside the weights, by its name, its size and the digest of its content."""
 
     name: str
     num_bytes: int
@@ -67,20 +67,20 @@ class SmallFile(msgspec.Struct, frozen=True, array_like=True):
 
 
 class AskModel(msgspec.Struct, frozen=True, kw_only=True, tag="model"):
-    """A question about what the model of this identity is made of."""
+    """A worker's question about what the model of this identity is made of."""
 
     model: bytes
 
 
 class AskDigests(msgspec.Struct, frozen=True, kw_only=True, tag="digests"):
-    """A request for the digests of these tensors, in this order."""
+    """A worker's request for the digests of these tensors of a model, in this order."""
 
     model: bytes
     tensors: Names
 
 
 class AskParts(msgspec.Struct, frozen=True, kw_only=True, tag="parts"):
-    """A request for these small files, and then these tensors, in this order."""
+    """A worker's request for these small files of a model, and then these tensors, in this order."""
 
     model: bytes
     files: Names = []
@@ -88,18 +88,18 @@ class AskParts(msgspec.Struct, frozen=True, kw_only=True, tag="parts"):
 
 
 class Description(msgspec.Struct, frozen=True, kw_only=True, tag="description"):
-    """The parts that a model is made of."""
+    """The head's answer to `AskModel`: the small files and the tensors that a model is made of."""
 
     files: list[SmallFile]
     tensors: list[TensorShape]
 
 
 class Sending(msgspec.Struct, frozen=True, tag="sending"):
-    """A message that what was asked for follows."""
+    """The head's message that the digests or parts that were asked for follow."""
 
 
 class Refused(msgspec.Struct, frozen=True, tag="refused"):
-    """A message why it does not follow."""
+    """The head's message that what was asked for does not follow, and why."""
 
     error: ErrorInfo
 
@@ -109,11 +109,11 @@ Told = Description | Sending | Refused
 
 
 class WeightWire:
-    """One end of a connection for weights.
+    """One end of a connection between a worker and the head, over which weights are fetched.
 
     Args:
         connection: authenticated; belongs to the wire from now on.
-        stall_s: the longest wait for the other side.
+        stall_s: the longest wait for the other side, in seconds.
 
     All calls raise `PeerError` where the connection is lost or the other side says something else.
     """
@@ -127,13 +127,17 @@ class WeightWire:
         self._unsent = bytearray()
 
     def send(self, message: msgspec.Struct) -> None:
-        """Send a message, and what has been kept back before it."""
+        """Send a message, after the small pieces that were kept back before it."""
         encoded = msgspec.msgpack.encode(message)
         self._unsent += _LENGTH.pack(len(encoded)) + encoded
         self.flush()
 
     def receive(self, kind: Any, max_bytes: int) -> Any:
-        """Wait for a message of this kind.
+        """Wait for a message, and return it.
+
+        Args:
+            kind: type that it must have.
+            max_bytes: a longer one is refused.
 
         Raises:
             LinkClosedError: the other side has closed the connection.
@@ -150,7 +154,7 @@ class WeightWire:
             raise _other_version(f"a message that cannot be read: {error}") from error
 
     def ask(self, message: msgspec.Struct, kind: type[Message]) -> Message:
-        """Send a request and return the answer; raises what the other side says instead."""
+        """Send a request, and return the answer of this kind; raise the error if the other side refuses."""
         self.send(message)
         answer = self.receive(Told, MAX_TOLD_BYTES)
         if isinstance(answer, Refused):
@@ -160,7 +164,7 @@ class WeightWire:
         return answer
 
     def send_piece(self, buffer: memoryview, size: int) -> None:
-        """Send a piece, a small one with the next `flush`.
+        """Send a piece of `size` bytes; a small one is kept back until more follows, or `flush` is called.
 
         Args:
             buffer: the piece is in it behind `HEAD_BYTES` that are free.
@@ -176,21 +180,21 @@ class WeightWire:
             self._send(buffer[: HEAD_BYTES + size])
 
     def flush(self) -> None:
-        """Send what has been kept back."""
+        """Send the small pieces that have been kept back."""
         if self._unsent:
             self._send(self._unsent)
             self._unsent.clear()
 
     def send_refusal(self, error: PenstockError) -> None:
-        """Send, in place of a piece, why none follows."""
+        """Send an error in place of the next piece: it says why no more follow."""
         self._unsent += _LENGTH.pack(REFUSED)
         self.send(Refused(error.info()))
 
     def receive_piece(self, memory: memoryview) -> int:
-        """Fill the beginning of `memory` with the next piece, and return its size.
+        """Wait for the next piece, put it into the beginning of `memory`, and return its size in bytes.
 
         Raises:
-            PenstockError: what the other side sends in place of it.
+            PenstockError: the error that the other side sends in place of it.
         """
         size = self._receive_length()
         if size == REFUSED:
@@ -201,7 +205,7 @@ class WeightWire:
         return size
 
     def receive_digest(self) -> bytes:
-        """Return a digest, which is a piece of its own; raises as `receive_piece`."""
+        """Wait for a digest, which is a piece of its own, and return it; raise as `receive_piece` does."""
         digest = bytearray(DIGEST_BYTES)
         size = self.receive_piece(memoryview(digest))
         if size != DIGEST_BYTES:
@@ -209,7 +213,7 @@ class WeightWire:
         return bytes(digest)
 
     def abort(self) -> None:
-        """End whatever waits at the connection, from another thread."""
+        """End the connection from another thread, so that whatever waits at it returns with an error."""
         try:
             socket.socket.shutdown(self._connection, socket.SHUT_RDWR)  # without a word of TLS, which blocks
         except OSError:
