@@ -1,9 +1,11 @@
-"""Checks requests when they arrive, and again before they get a row.
+"""Checks requests when they arrive, and again before they start.
 
-On arrival, a request is refused that could never finish here, or that finds too many waiting. Before
-it starts, all its known tokens must fit the free blocks, with one block to spare for each running request, so
-that those can go on for a while before a request must be preempted for them. `scheduler.queues` keeps the
-order of arrival.
+A request that arrives is refused if it could never finish here, or if too many wait already. Before it
+starts,
+and gets a row (its slot on every rank), all its known tokens must fit the free KV blocks. One block must stay
+free for each running request, so that those can go on for a while before a request must be preempted for
+them.
+`scheduler.queues` keeps the order of arrival.
 """
 
 from __future__ import annotations
@@ -59,14 +61,21 @@ class Admission:
         output_ids: Sequence[int] | None = None,
         num_scores: int = 0,
     ) -> list[RequestState]:
-        """Return the states of a request and of its followers; either all are accepted or none.
+        """Check a request and its followers, and return a `RequestState` for each; all are accepted or none.
+
+        Followers are further sequences of the same prompt (`n` above 1). No state is put into a queue here.
 
         Args:
-            output_ids, num_scores: as in `Scheduler.add_request`.
+            queues: the live requests; only read.
+            now: the time of arrival, in seconds of the scheduler's clock.
+            output_ids: tokens that a lost core process had generated for the request; None: the request is
+                new.
+            num_scores: prompt tokens whose log-probabilities that core had returned.
 
         Raises:
-            InvalidRequestError: as `receive` does; or an id is in use.
-            OverloadedError: as `refuse_overload` does.
+            InvalidRequestError: a sequence could never finish here (`receive`), its id is in use, or there
+                are more sequences than may wait and run.
+            OverloadedError: the request is new, and too much waits already (`refuse_overload`).
         """
         sequences = request.alone()
         for sequence in sequences:
@@ -104,7 +113,11 @@ class Admission:
             )
 
     def refuse_overload(self, queues: RequestQueues, num_tokens: int, num_requests: int = 1) -> None:
-        """Raise `OverloadedError` unless `num_requests` more requests of `num_tokens` tokens may wait."""
+        """Raise `OverloadedError` if the queue has no room for `num_requests` more, with `num_tokens` in all.
+
+        Requests that would find a free row (a running slot) at once do not count against the bound on
+        requests. The bound on tokens to prefill does not hold while no tokens wait.
+        """
         limit = self._config.max_waiting_requests
         free_rows = self._config.max_num_seqs - len(queues.running)  # for those about to start
         if len(queues.waiting) + num_requests > limit + free_rows:
@@ -124,14 +137,18 @@ class Admission:
     def receive(
         self, request: GenerationRequest, now: float, output_ids: Sequence[int] = (), num_scores: int = 0
     ) -> RequestState:
-        """Return the state of a new request, or of one that another core had begun.
+        """Return the scheduler's state of a request that is new, or that a lost core process had begun.
+
+        The request gets the next arrival number. It is not put into a queue here.
 
         Args:
+            now: the time of arrival, in seconds of the scheduler's clock.
             output_ids: tokens that the lost core had generated for it.
-            num_scores: scores of its prompt that the lost core had returned.
+            num_scores: prompt tokens whose scores (log-probabilities) the lost core had returned.
 
         Raises:
-            InvalidRequestError: it could never finish, because the prompt is empty or too long.
+            InvalidRequestError: the prompt is empty, or too long for the model or for the KV cache; or
+                `max_tokens` is negative.
         """
         prompt_len = len(request.prompt_token_ids)
         self._check_lengths(request)
@@ -156,7 +173,15 @@ class Admission:
         )
 
     def may_start(self, request: RequestState, num_running: int, cached_blocks: Sequence[int] = ()) -> bool:
-        """Return whether `request`, the head of the line, may get blocks now, beside its `cached_blocks`."""
+        """Return whether the free KV blocks suffice for the waiting `request` to start now.
+
+        They must hold its known tokens, and leave one block for each running request. A preempted request may
+        not start while its last tokens are still being computed.
+
+        Args:
+            num_running: the number of running requests.
+            cached_blocks: ids of blocks that hold its first tokens already.
+        """
         if request.num_pending:
             return False  # preempted; its last tokens are still under way
         return self._allocator.has_room(request.num_to_prefill, cached_blocks, num_running)

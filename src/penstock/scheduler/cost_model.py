@@ -37,7 +37,10 @@ _NEGLIGIBLE = 1e-12
 
 
 class StepShape(NamedTuple):
-    """The quantities of a plan that decide how long it takes."""
+    """The size of a plan: its tokens, the positions that these attend to in all, and its sampled positions.
+
+    These three decide how long a stage takes for it.
+    """
 
     tokens: int
     attended: int  # sum over the tokens of the positions that each attends to
@@ -50,13 +53,24 @@ class StepShape(NamedTuple):
 
 
 def attended_by(start: int, num_tokens: int) -> int:
-    """Return how many positions the tokens `[start, start + num_tokens)` attend to, their own included."""
+    """Return how many positions the tokens `[start, start + num_tokens)` attend to in all.
+
+    Each token attends to all positions before it and to its own.
+    """
     return num_tokens * start + num_tokens * (num_tokens + 1) // 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageCost:
-    """The seconds that one stage takes, as coefficients; the module docstring has the formula."""
+    """The coefficients from which the seconds of one stage for one plan follow.
+
+    Attributes:
+        read, per_token: the layers take the larger of `read`, for reading their weights, and `per_token` for
+            each token.
+        overhead: seconds for each plan, besides.
+        per_attended: seconds of attention for each position that a token attends to.
+        head_read, per_sample: as `read` and `per_token`, for the output head and each sampled position.
+    """
 
     read: float
     per_token: float
@@ -73,7 +87,14 @@ class StageCost:
 
 
 class StepSample(NamedTuple):
-    """The times that a stage reported of a step, in seconds, without waiting."""
+    """The times that a stage reported of one step, in seconds, waits for other stages left out.
+
+    Attributes:
+        shape: the size of the step's plan.
+        forward_s: the time of the layers.
+        sample_s: the time of the output head and of sampling; None: other work was in it.
+        overhead_s: the time of all else.
+    """
 
     shape: StepShape
     forward_s: float
@@ -82,10 +103,10 @@ class StepSample(NamedTuple):
 
 
 class CostModel:
-    """The costs of all stages.
+    """The costs of all stages: the seconds that each takes for a plan, learnt from reported times.
 
     Args:
-        num_stages: P.
+        num_stages: the stages of the pipeline.
     """
 
     def __init__(self, num_stages: int) -> None:
@@ -93,10 +114,12 @@ class CostModel:
         self._shared = [_StageSamples() for _ in range(num_stages)] if num_stages > 1 else self._alone
 
     def learn(self, stage: int, samples: Iterable[StepSample], *, alone: bool) -> None:
-        """Learn from the times that a stage reported of steps with tokens.
+        """Learn from the times that stage number `stage` reported: fit its costs to them and to earlier ones.
 
         Args:
-            alone: whether no other stage computed meanwhile.
+            samples: one sample for each step that had tokens.
+            alone: no other stage computed meanwhile. Such costs are kept apart from those with others
+                computing.
         """
         kept = (self._alone if alone else self._shared)[stage]
         for sample in samples:
@@ -104,7 +127,11 @@ class CostModel:
         kept.fit()
 
     def costs(self, *, alone: bool = False) -> list[StageCost] | None:
-        """Return the costs by stage, or None while a stage is unknown."""
+        """Return the cost of each stage, in their order, or None while any stage has reported nothing.
+
+        Args:
+            alone: return the costs while no other stage computes; else those while others compute as well.
+        """
         costs = [stage.cost for stage in (self._alone if alone else self._shared)]
         known = [cost for cost in costs if cost is not None]
         return known if len(known) == len(costs) else None
@@ -187,16 +214,15 @@ def fit_roofline(
 ) -> tuple[float, float, float]:
     """Return the fit of `seconds = max(read, per_token x n) + per_attended x attended`.
 
-    The result is (read, per_token, per_attended), each >= 0.
-
-    Tries sizes as the largest that reading decides, and takes the best. If reading may decide even the
-    largest of all, time is taken to grow from twice that: so plans grow until the bend is found, and not just
-    to what has been seen. `per_attended` is 0 unless samples of one size differ much in what they attend to.
+    The result is (read, per_token, per_attended), each >= 0. The bend is the largest n at which `read`
+    decides. Several sizes are tried as the bend, and the one with the least error is taken. If the bend may
+    lie beyond all samples, it is taken to lie at twice the largest n: so plans grow until the bend is found.
+    `per_attended` is 0 unless samples of about the same n differ much in what they attend to.
 
     Args:
-        rows: (n, attended, seconds) of each sample.
-        weights: of the samples' relative errors.
-        bend: size at which the last fit bent; only sizes next to it are tried. 0: all are.
+        rows: (n, attended, seconds) of each sample; n counts tokens, or sampled positions.
+        weights: the weight of each sample's relative error.
+        bend: the n at which the last fit bent; only sizes next to it are tried. 0: all sizes are.
     """
     sizes = sorted({row[0] for row in rows})
     limits = sorted(sizes, key=lambda size: abs(size - bend))[:_NEAREST] if bend else sizes

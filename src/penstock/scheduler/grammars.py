@@ -1,19 +1,19 @@
-"""Tracks which grammars the last stage has built; here alone it is decided how rows are constrained (DR5).
+"""Tracks which grammars of structured output the last stage has built, and which rows wait for one (DR5).
 
     plan n       a row enters, of grammar 7 (`NewRow.grammar`)    the last stage begins to build it
     plan n + 1   its prompt, but for the last token               other rows go on
     report       7 is built, by all ranks of the last stage       (`batch.GrammarsBuilt`)
     plan n + 4   the last token, behind which it is sampled
 
-So no step ever waits for a build. The token that is held back is the last that is known, so that the rest of
-the prompt is computed meanwhile; where there is no other, the row enters alone. Of a grammar that is there
-already nothing is held back, and the row loses no step. Plans follow from the order of requests, results and
-reports, and from nothing else: ranks build and drop what plans name.
+So no step ever waits for a build. The token that is held back is the last one known, so that the rest of the
+prompt is computed meanwhile. If there is no other token, the row enters without any. If the grammar is built
+already, nothing is held back, and the row loses no step. Plans follow from the order of requests, results and
+reports, and from nothing else: ranks build and drop the grammars that plans name.
 
-A grammar is known by its number, which is never used again, from its first row until it is dropped. Those
-that no row has are kept for the next, the longest unused dropped first: as many and as large as the bounds
-below say. What is being built when its last row goes is dropped at once. Ranks that are lost have built
-nothing: all rows enter again, and grammars get new numbers. No torch, no clock.
+Each grammar has a number, which is never used again. A built grammar that no row uses any more is kept for
+later requests, within the bounds below; the longest unused is dropped first. A grammar whose last row goes
+while it is being built is dropped at once. Ranks that are lost have built nothing: all rows enter again, and
+grammars get new numbers. No torch, no clock.
 """
 
 from __future__ import annotations
@@ -52,11 +52,12 @@ class _Grammar:
 
 
 class GrammarBuilds:
-    """The grammars that rows use or may use again, as the ranks of the last stage hold them.
+    """The scheduler's record of the grammars of structured output that the last stage holds or builds.
 
     Args:
-        max_bytes: estimated bytes of all grammars on a rank of the last stage; a larger one is there alone.
-        max_unused: most grammars kept without a row; see `MAX_UNUSED`.
+        max_bytes: most bytes, as estimated, of all grammars on a rank of the last stage; a grammar that is
+            larger is held alone.
+        max_unused: most grammars that are kept for later requests while no running request uses them.
     """
 
     def __init__(self, max_bytes: int, max_unused: int = MAX_UNUSED) -> None:
@@ -68,11 +69,14 @@ class GrammarBuilds:
 
     @property
     def is_any_awaited(self) -> bool:
-        """Whether a row waits for its grammar."""
+        """Whether a running request waits until the last stage has built its grammar."""
         return any(grammar.rows and not grammar.is_built for grammar in self._known.values())
 
     def is_built(self, request: RequestState) -> bool:
-        """Return whether the request could be sampled at once if it entered now."""
+        """Return whether the request, if it started now, could be sampled without waiting for its grammar.
+
+        That is so if the last stage has built the grammar, or if the request needs none.
+        """
         structured = _wanted(request)
         if structured is None:
             return True
@@ -80,9 +84,10 @@ class GrammarBuilds:
         return grammar is not None and grammar.is_built
 
     def has_room(self, request: RequestState) -> bool:
-        """Return whether the request's grammar fits beside those that rows use.
+        """Return whether the request's grammar fits beside the grammars of running requests, by its bytes.
 
-        A grammar that is too large fits once no row uses another, so that every request can start in the end.
+        It fits if the request has none. A grammar that is too large fits while no running request uses
+        another, so that every request can start in the end.
         """
         structured = _wanted(request)
         if structured is None or not (in_use := [known for known in self._known.values() if known.rows]):
@@ -92,9 +97,10 @@ class GrammarBuilds:
         return others == 0 or others + _estimated(key) <= self._max_bytes
 
     def is_kept_by_older(self, request: RequestState, arrival: int) -> bool:
-        """Return whether the request needs no further room for a grammar.
+        """Return whether the request can start without taking room for a further grammar.
 
-        It needs none if it has no grammar, or if a row that is older than `arrival` has the same.
+        It can if it has no grammar, or if a running request that arrived before number `arrival` uses the
+        same.
         """
         structured = _wanted(request)
         if structured is None:
@@ -103,7 +109,11 @@ class GrammarBuilds:
         return grammar is not None and any(row.arrival < arrival for row in grammar.rows)
 
     def enter(self, request: RequestState) -> int:
-        """Register a request that gets a row, and return the number of its grammar."""
+        """Register a request that starts to run, and return the number of its grammar.
+
+        Returns `NO_GRAMMAR` if it needs none. If the last stage has not built the grammar, the request is
+        marked as waiting for it. Unused grammars that are too many now are dropped.
+        """
         structured = _wanted(request)
         if structured is None:
             return NO_GRAMMAR
@@ -120,7 +130,11 @@ class GrammarBuilds:
         return grammar.number
 
     def leave(self, request: RequestState) -> None:
-        """Release the grammar of a request that has lost its row."""
+        """Release the grammar of a request that no longer runs.
+
+        If no other running request uses the grammar, it is kept for later ones if it is built, within the
+        bounds, and dropped if not.
+        """
         if request.grammar == NO_GRAMMAR:
             return
         grammar = self._by_number[request.grammar]
@@ -130,11 +144,11 @@ class GrammarBuilds:
             self._leave_unused(grammar)
 
     def settle(self, reports: Iterable[BuiltGrammar]) -> list[tuple[RequestState, BuiltGrammar]]:
-        """Apply reports of the last stage: rows whose grammar is built may be sampled from now on.
+        """Apply reports of the last stage: requests whose grammar is built may be sampled from now on.
 
         Returns:
-            The requests whose grammar cannot be built there, with the reports that say why. They have
-            to end; a later request for the same grammar tries again.
+            The requests whose grammar cannot be built there, with the reports that say why. They have to end;
+            a later request for the same grammar tries again.
         """
         failed = []
         for report in reports:
@@ -150,7 +164,7 @@ class GrammarBuilds:
         return failed
 
     def take_dropped(self) -> list[int]:
-        """Return the numbers of grammars that the plan being issued tells the ranks to drop."""
+        """Return the numbers of the grammars dropped since the last call, which the next plan announces."""
         dropped, self._dropped = self._dropped, []
         return dropped
 

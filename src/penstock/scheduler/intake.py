@@ -19,12 +19,14 @@ from penstock.scheduler.request_endings import RequestEndings
 
 
 class Intake:
-    """The line of requests that have not started, from its end to its head.
+    """The entrance of the scheduler: puts new requests in line, and ends those that wait too long to start.
 
     Args:
         admission: refuses requests that can never run here.
-        prefixes: is told of each request that joins.
-        queue_timeout_s: how long a request may wait for its first start.
+        queues: gets the accepted requests.
+        prefixes: is told of each request that joins, to look for its prefix; it has the sessions.
+        endings: ends the requests that have waited too long.
+        queue_timeout_s: seconds that a request may wait for its first start.
         clock: monotonic seconds.
     """
 
@@ -46,13 +48,17 @@ class Intake:
 
     @property
     def max_len(self) -> int:
-        """The longest prompt + output served: the lesser of the model's limit and the KV pool's."""
+        """The most tokens (prompt + output) of a request: the lesser of model's limit and KV pool's."""
         return self._admission.max_len
 
     def add_request(
         self, request: GenerationRequest, output_ids: Sequence[int] | None = None, num_scores: int = 0
     ) -> None:
-        """Queue a request, and those that follow it; see `Scheduler.add_request`."""
+        """Check a request and its followers (further sequences of the same prompt), and queue them.
+
+        The session of a new request, if it names one, must be open. Arguments and errors are those of
+        `Scheduler.add_request`.
+        """
         if output_ids is None:
             self._prefixes.sessions.require(request.sampling.session_id)
         for state in self._admission.accept(request, self._queues, self._clock(), output_ids, num_scores):
@@ -60,7 +66,11 @@ class Intake:
             self._prefixes.enter(state)
 
     def expire_requests(self) -> list[RequestUpdate]:
-        """End requests that have waited longer than `queue_timeout_s` without starting, and idle sessions."""
+        """End requests that have waited longer than `queue_timeout_s` without starting, and idle sessions.
+
+        Returns:
+            The last update of each request that was ended, with the error.
+        """
         now = self._clock()
         limit = self._queue_timeout_s
         updates = []

@@ -15,7 +15,11 @@ def check_consistency(
     allocator: BlockAllocator,
     pending: Sequence[RequestState],
 ) -> None:
-    """Assert that queues, rows, blocks and the two clocks agree; `pending`: one entry per pending sample."""
+    """Assert that queues, rows (slots on the ranks), KV blocks and token counts agree with each other.
+
+    Args:
+        pending: for each sampled token that is still in flight, the request that it is for.
+    """
     queues.check_invariants()
     rows.check_invariants([request.row for request in queues.running])
     allocator.check_invariants()

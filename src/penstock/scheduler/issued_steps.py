@@ -10,10 +10,10 @@ from penstock.scheduler.queues import NO_STEP, RequestState
 
 
 class IssuedSteps:
-    """The plans that were issued and are not settled.
+    """The steps in flight: plans that were issued and whose results are not settled.
 
     Attributes:
-        returned_step: the last step whose result has come.
+        returned_step: the last step whose result has come; -1 before the first.
         prefill_tokens: prompt tokens of the steps in flight.
     """
 
@@ -30,7 +30,7 @@ class IssuedSteps:
         """Record a plan that is issued now.
 
         Returns:
-            The step up to which earlier stages consume token returns before this plan.
+            The newest step whose sampled tokens the stages must have taken in before they run this plan.
         """
         self._issued[draft.step_id] = draft
         self.prefill_tokens += draft.prefill_tokens
@@ -45,16 +45,19 @@ class IssuedSteps:
         return issued
 
     def requests_of(self, step_id: int) -> list[str]:
-        """Return the ids of the requests in a step; none if it is a probe or not in flight."""
+        """Return the ids of the requests in a step; an empty list if it is a probe or not in flight."""
         issued = self._issued.get(step_id)
         return [] if issued is None else [request.request_id for request in issued.requests]
 
     def rows(self) -> set[int]:
-        """Return the rows of all steps in flight."""
+        """Return the rows (requests' slots on the ranks) that the steps in flight run or let enter."""
         return {row for issued in self._issued.values() for row in issued.all_rows}
 
     def pending(self) -> list[RequestState]:
-        """Return one entry for each id that is still to come if all drafts are right."""
+        """Return, for each token that the steps in flight will sample, the request that it is for.
+
+        A request occurs once for each of its tokens. Drafts (guessed tokens) in flight are taken to be right.
+        """
         return [
             request
             for issued in self._issued.values()
@@ -63,7 +66,7 @@ class IssuedSteps:
         ]
 
     def give_up(self) -> None:
-        """Forget all steps in flight: none of them will return."""
+        """Forget all steps in flight, since none of them will return; the newest counts as returned."""
         self.returned_step = max(self._issued, default=self.returned_step)
         self._issued.clear()
         self.prefill_tokens = 0

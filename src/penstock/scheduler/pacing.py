@@ -2,17 +2,17 @@
 
 It answers three questions of `scheduler.placement` from the costs of the stages (`scheduler.cost_model`):
 
-- Into how many micro-batches are the decoding requests split? Into as many as fill the pipe
-  (`PlanDepth`), unless fewer have the shorter cycle: each of them reads the weights again (d10).
+- Into how many micro-batches are the decoding requests split? Into as many as fill the pipe (`PlanDepth`),
+  unless fewer have the shorter cycle: each of them reads the weights again (d10).
 - How many prompt tokens may a plan take beside its decodes? As many as keep the cycle below the inter-token
   target, but no fewer than lengthen the plan by half, or a slow machine would never finish a prompt. Tokens
   that are multiplied while the weights are read cost nothing.
 - How large are chunks, if not held to the target? A prompt of N tokens in chunks of n passes P stages in
-  (N / n + P - 1) (overhead + per_token n) seconds, which is least for
-  n = sqrt(N overhead / ((P - 1) per_token)), or where the layers stop being bound by reading, if that is
-  more. Larger chunks hardly take longer; small ones do, if reading is slower than it was measured: so the
-  largest that costs next to nothing is taken. Beside decodes their time is what a plan costs besides its
-  prompts, in place of the overhead, and nothing is added. Chunks late in a long context are smaller, so that
+  (N / n + P - 1) (overhead + per_token n) seconds, which is least for n = sqrt(N overhead / ((P - 1)
+  per_token)). The chunk is at least so large that multiplying takes as long as reading the weights. Larger
+  chunks hardly take longer, and smaller ones do if reading is slower than it was measured. So the largest
+  chunk that costs next to nothing more is taken. Beside decodes, the time of the plan without prompts stands
+  in place of the overhead, and the chunk is not enlarged. Chunks late in a long context are smaller, so that
   they take as long as the first (e7).
 
 Sizes of chunks then follow from measured times and differ from run to run. That changes no token where a
@@ -52,7 +52,7 @@ class WireTime(NamedTuple):
     num_links: int = 0
 
     def of_links(self, num_tokens: int) -> list[float]:
-        """Return the seconds that each link takes for the hidden states of a plan."""
+        """Return the seconds for which a plan of `num_tokens` tokens occupies each link, one entry a link."""
         return [self.per_token * num_tokens] * self.num_links
 
 
@@ -60,11 +60,11 @@ NO_WIRE_TIME = WireTime()
 
 
 class PlanDepth(Protocol):
-    """The number of plans that fill the pipe, which may change with what it learns.
+    """The number of plans in flight that keep all stages busy; it may change while the engine runs.
 
     Attributes:
         number: plans that fill the pipe now.
-        largest: largest value that `number` may take; what plans in flight need is allocated for it.
+        largest: largest value that `number` may take; memory for so many plans in flight is allocated.
         wire: the time that plans take between stages.
     """
 
@@ -73,22 +73,26 @@ class PlanDepth(Protocol):
     wire: WireTime
 
     def planned(self, draft: PlanBuilder) -> None:
-        """Record the contents of a plan that is issued now."""
+        """Record the size of a plan that has just been made, for the choice of `number`; it may be empty."""
 
 
 class Costs(Protocol):
-    """The known costs of the stages; `CostModel` implements it."""
+    """A source of the costs of the stages, in seconds; `CostModel` implements it."""
 
     def costs(self, *, alone: bool = False) -> list[StageCost] | None:
-        """Return the costs by stage; None while a stage is unknown."""
+        """Return the cost of each stage, in their order; None while any stage's is unknown.
+
+        Args:
+            alone: return the costs while no other stage computes; else those while others compute as well.
+        """
         ...
 
 
 class FixedDepth:
-    """A depth of one plan for each stage, since no wire between stages could hold another.
+    """A depth that never changes: one plan in flight for each stage, where no slow wires lie between.
 
     Args:
-        num_stages: P.
+        num_stages: the stages of the pipeline.
     """
 
     wire = NO_WIRE_TIME
@@ -101,13 +105,14 @@ class FixedDepth:
 
 
 class Pacing:
-    """Sizes plans by time.
+    """Sizes plans by the seconds that they take: splits decoding requests, and limits prompts beside them.
 
     Args:
-        model: costs of the stages; others may go on teaching it.
+        model: the costs of the stages, which may change at any time.
         budget: the token limits of a plan, which hold in any case.
         depth: how many plans fill the pipe, and what a wire between stages takes.
-        inter_token_target_s: inter-token time that prompts must keep while they run beside decodes.
+        inter_token_target_s: the seconds between two tokens of a request that prompts beside it should keep
+            to.
     """
 
     def __init__(
@@ -120,10 +125,12 @@ class Pacing:
         self._num_micro_batches = depth.number
 
     def num_micro_batches(self, num_decoding: int, attended: int) -> int:
-        """Return the number of micro-batches in one cycle while there are no prompts to run.
+        """Return into how many micro-batches (plans that go round in turn) to split the decoding requests.
 
-        They are at most as many as fill the pipe: more lengthen the cycle, since the slowest stage runs all.
-        Their number changes only for a clear gain; where it is above that of the stages it follows the wire.
+        The choice is for a time without prompts to run, and has the shortest cycle by the stages' costs. It
+        is at most as many as fill the pipe: more lengthen the cycle, since the slowest stage runs all of
+        them. The last choice is kept unless another is clearly better, or it is above the number of stages.
+        While the costs are unknown, the choice is what fills the pipe.
 
         Args:
             num_decoding: requests that decode.
@@ -159,10 +166,10 @@ class Pacing:
         return splits
 
     def prompt_budget(self, decodes: StepShape, *, anybody_decodes: bool, backlog: int) -> PromptBudget:
-        """Return the room for prompts in one plan; plain rules apply while the costs are unknown.
+        """Return the room for chunks of prompts in one plan, by time; by tokens while costs are unknown.
 
         Args:
-            decodes: shape of this plan's decodes.
+            decodes: the size of this plan's decodes.
             anybody_decodes: whether a request decodes in this plan or another, and so waits for the cycle.
             backlog: prompt tokens that wait or are in flight.
         """
@@ -220,7 +227,8 @@ class Pacing:
 class PlainPacing:
     """Sizes plans without times, where these are unknown or would change tokens.
 
-    Micro-batches fill the pipe, and chunks have the plain size.
+    Decoding requests are split into as many plans as fill the pipe, and chunks of prompts have the configured
+    size.
 
     Args:
         budget: the token limits of a plan.
@@ -232,7 +240,11 @@ class PlainPacing:
         self._depth = depth
 
     def num_micro_batches(self, num_decoding: int, attended: int) -> int:
-        """Return as many as fill the pipe; over a wire, as many as equal sizes allow."""
+        """Return into how many micro-batches the decoding requests are split: as many as fill the pipe.
+
+        Where more plans than stages fill it, because of slow wires, there may be some more, so that all are
+        about equally large. `attended` is not used.
+        """
         number = self._depth.number
         if number <= self._budget.num_stages:
             return number
@@ -244,7 +256,15 @@ class PlainPacing:
 
 
 class TimedBudget:
-    """The room for prompt chunks that is left in a plan: seconds of each stage, and tokens."""
+    """The room for prompt chunks that is left in a plan: seconds of each stage, and tokens.
+
+    Args:
+        costs: the cost of each stage.
+        seconds: the seconds that each stage may still spend on prompts; the budget changes this list.
+        num_tokens: prompt tokens that the plan may still take.
+        max_chunk: most tokens of a chunk.
+        min_chunk: tokens that the plan's first chunk may have, however long they take.
+    """
 
     def __init__(
         self, costs: list[StageCost], seconds: list[float], *, num_tokens: int, max_chunk: int, min_chunk: int
@@ -257,9 +277,16 @@ class TimedBudget:
         self._is_untouched = True
 
     def take(self, start: int, remaining: int) -> int:
-        """Return the tokens of a chunk from position `start`, with `remaining` left; 0 if there is no room.
+        """Return how many tokens the next chunk of a prompt gets, and take them and their time from the room.
 
         The first chunk of a plan is never refused for lack of time: prompts get on whatever the target.
+
+        Args:
+            start: the position of the chunk's first token.
+            remaining: the tokens to prefill from there on.
+
+        Returns:
+            At most `remaining`; 0 if there is no room.
         """
         wanted = min(self._max_chunk, remaining, self._num_tokens)
         if wanted <= 0:
@@ -284,11 +311,12 @@ class TimedBudget:
 
 
 def cycle_seconds(stage_seconds: list[float], micro_batches: int, latency: float = 0.0) -> float:
-    """Return the time between two tokens of a request when `micro_batches` equal ones go round.
+    """Return the seconds between two tokens of a request while `micro_batches` equal plans go round the pipe.
 
     A micro-batch passes all stages one after the other, and the slowest stage runs all micro-batches.
 
     Args:
+        stage_seconds: what each stage, or wire, takes for one micro-batch.
         latency: seconds on the wire, there and back.
     """
     return max(sum(stage_seconds) + latency, micro_batches * max(stage_seconds))

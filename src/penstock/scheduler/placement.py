@@ -1,9 +1,9 @@
 """Chooses the requests of a plan: decodes first, then prompt chunks, then newcomers.
 
 Cadence (row E8). A request's next decode may go into step n when the result of its last sampling step s has
-returned, or when n - s >= P: in a full pipe once per trip, with at most one sample per trip not yet returned.
-(Where there are fewer or more micro-batches than stages, `scheduler.pacing`, their number stands for P.)
-Three requests, two stages, `async_depth` 0; a plan takes ceil(3 / 2) decodes:
+returned, or when n - s >= P, the number of stages: in a full pipe once per trip, with at most one sample per
+trip not yet returned. (Where there are fewer or more micro-batches than stages, `scheduler.pacing`, their
+number stands for P.) Three requests, two stages, `async_depth` 0; a plan takes ceil(3 / 2) decodes:
 
     step        0     1     2     3     4
     stage 0    [ab]  [c ]  [ab]  [c ]  [ab]
@@ -39,13 +39,14 @@ _by_scheduled = attrgetter("num_scheduled")
 
 
 class Placement:
-    """Fills plans with requests; gives out rows and blocks, and takes them back by preemption.
+    """Fills plans with requests; gives out rows (slots) and KV blocks, and takes them back by preemption.
 
     Args:
-        pacing: sizes plans, by time where times are known and do not decide tokens.
+        budget: the token limits of a plan.
+        pacing: sizes plans, by time where times are known and cannot change tokens.
         depth: how many plans fill the pipe.
         micro_batches: micro-batches that the decoding requests are split into; None: `pacing` decides.
-        grammars: grammars of the rows; told of each request that gets or loses a row.
+        grammars: the grammars of running requests; told of each request that gets or loses a row.
         clock: monotonic seconds.
 
     Attributes:
@@ -86,12 +87,16 @@ class Placement:
     def fill(
         self, draft: PlanBuilder, returned_step: int, prefill_in_flight: int, *, newcomers: bool = True
     ) -> None:
-        """Place all requests that may run in the draft's step.
+        """Fill the plan `draft` with all requests that may run in its step.
+
+        Decodes go first, then chunks of prompts, then waiting requests, which start. Where KV blocks run out
+        for a decode, a younger request is preempted.
 
         Args:
-            returned_step: the last step settled.
-            prefill_in_flight: prompt tokens of the steps since.
-            newcomers: whether requests may start that never have.
+            draft: the plan being made; it is empty.
+            returned_step: the last step whose result is settled.
+            prefill_in_flight: prompt tokens of the steps issued since then.
+            newcomers: whether requests may start that have never run.
         """
         prefill_tokens = self._count_prefill_tokens()
         self.has_prompts = prefill_tokens > 0
@@ -104,16 +109,25 @@ class Placement:
             self._admit(draft, budget, newcomers)
 
     def settle_orders(self, finished: list[OrderResult], use: StoreUse) -> None:
-        """Apply what ranks report of orders, as `PrefixReuse.settle_orders` does.
+        """Apply the ranks' answers to orders to copy KV blocks between the cache and the store.
 
-        If awaited blocks failed to load, restart their request and every running one that arrived after it.
+        If blocks that a running request awaited failed to load, it goes back in line, to start again, with
+        every running request that arrived after it.
+
+        Args:
+            finished: the orders that all ranks have answered, each with its outcome.
+            use: how the ranks have used the store since the last call.
         """
         request = self._prefixes.settle_orders(finished, use)
         while request is not None and request.phase is RequestPhase.RUNNING:
             self._preempt_youngest()
 
     def check_invariants(self, pending: Sequence[RequestState]) -> None:
-        """Assert that rows, blocks, clocks and queues agree; `pending`: one entry per pending sample."""
+        """Assert that rows (slots), KV blocks, token counts and queues agree.
+
+        Args:
+            pending: for each sampled token that is still in flight, the request that it is for.
+        """
         check_consistency(self._queues, self._rows, self._allocator, pending)
         self._grammars.check_invariants(self._queues.running)
 
@@ -135,10 +149,11 @@ class Placement:
 
     @property
     def lag(self) -> int:
-        """The number of plans after which a request may go again although its result is not back.
+        """The number of plans after which a request may decode again although its last result is not back.
 
-        Over a wire chunks of prompts are in flight between the micro-batches: a decode that came too early
-        would hold them up at the first stage until its token is there.
+        It is the number of micro-batches. Where slow wires lie between stages and prompts run, it is at least
+        what fills the pipe: a decode that came earlier would wait for its token at the first stage, and hold
+        up the chunks of prompts behind it.
         """
         fills = self._depth.number
         has_more = self.has_prompts and fills > self._budget.num_stages

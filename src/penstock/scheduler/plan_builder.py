@@ -25,7 +25,11 @@ T = TypeVar("T")
 
 
 class PlanBuilder:
-    """The rows of a plan so far. Placing a request advances its *scheduled* clock."""
+    """A plan (the work of one step) that is being written, request by request.
+
+    Each request has a row in it: its tokens in this step. Adding the row also counts these tokens as
+    scheduled in the state of the request.
+    """
 
     def __init__(self, step_id: int) -> None:
         self.step_id = step_id
@@ -50,36 +54,56 @@ class PlanBuilder:
 
     @property
     def window_sizes(self) -> list[int]:
-        """The number of sampled positions of each request of `sampling`."""
+        """The number of positions that the step samples of each sampled request, in plan order.
+
+        It is 1, or the number of the row's tokens if it has drafts (guessed tokens, which the step verifies).
+        """
         return window_sizes(self.need_sampled, self.num_tokens, self.drafts)
 
     @property
     def attended(self) -> int:
-        """The positions that all tokens together attend to.
+        """The number of positions that all tokens of the plan attend to, added up.
 
-        Drafts that were rejected before are left out, although plans count them as positions.
+        Drafts (guessed tokens) of earlier steps that were rejected are left out, although plans count their
+        positions.
         """
         rows = zip(self.requests, self.start_positions, self.num_tokens, strict=True)
         return sum(attended_by(start - request.num_rejected, count) for request, start, count in rows)
 
     @property
     def prefill_tokens(self) -> int:
-        """The number of tokens that are neither decodes nor drafts."""
+        """The number of tokens that the plan prefills: neither decodes nor drafts (guessed tokens)."""
         rows = zip(self.num_tokens, self.token_from, strict=True)
         return sum(count for count, source in rows if source == KNOWN)
 
     @property
     def all_rows(self) -> list[int]:
-        """The rows of the plan, those included that only enter."""
+        """The slot numbers of the plan's requests, and of those that enter with it, with tokens or without.
+
+        A request that enters with tokens occurs twice.
+        """
         return [*self.rows, *(new.row for new in self.new_rows)]
 
     def add_decode(self, request: RequestState, blocks: list[int]) -> None:
-        """Add one token of a request: the one that its last sampling step yields."""
+        """Add a row with one token of a request: the one that its last sampling step yields.
+
+        That token need not be known yet: the plan names the step.
+
+        Args:
+            blocks: ids of the KV blocks that the request gets in addition, often none.
+        """
         self.token_from.append(request.last_sampled_step)
         self._add(request, 1, blocks, True)
 
     def add_drafts(self, index: int, draft_ids: Sequence[int], blocks: list[int]) -> None:
-        """Add drafts behind the token of a decode row. All rows so far must be decodes."""
+        """Add drafts (guessed tokens, to be verified) behind the token of the decode row `index`.
+
+        All rows so far must be decodes.
+
+        Args:
+            index: the row's place in the plan.
+            blocks: ids of the KV blocks that the request gets in addition.
+        """
         request, num_drafts = self.requests[index], len(draft_ids)
         self.drafts[index] = list(draft_ids)
         self.num_tokens[index] += num_drafts
@@ -89,10 +113,13 @@ class PlanBuilder:
         request.guessed_ids = list(draft_ids)
 
     def add_guessed_window(self, request: RequestState, draft_ids: Sequence[int], blocks: list[int]) -> None:
-        """Add a window of guesses behind the drafts that are in flight.
+        """Add a row of guessed tokens alone, which follow on guesses of the request that are still in flight.
 
-        Its first id is guessed for the last draft in flight to yield. The window is the only row of the plan,
-        so that stages can leave the plan out when a guess was wrong.
+        The first of `draft_ids` guesses what the step in flight yields behind its last draft. The row must be
+        the only one of the plan, so that stages can leave the plan out if a guess was wrong.
+
+        Args:
+            blocks: ids of the KV blocks that the request gets in addition.
         """
         assert not self.rows, "a guessed window needs its own plan"
         self.token_from.append(GUESSED)
@@ -103,13 +130,14 @@ class PlanBuilder:
         request.num_windows_ahead += 1
 
     def add_blocks(self, index: int, blocks: Sequence[int]) -> None:
-        """Add blocks to a row of the plan."""
+        """Append KV blocks, by their ids, to those that the row at `index` of the plan brings its request."""
         self.new_blocks[index] = [*self.new_blocks[index], *blocks]
 
     def put_windows_last(self) -> None:
-        """Move rows with drafts behind the others. All rows so far must be decodes.
+        """Move rows with drafts (guessed tokens) behind the rows of a single token.
 
-        Single tokens at the front are attended to together (`attention.metadata`).
+        All rows so far must be decodes. Attention treats the single tokens at the front together
+        (`attention.metadata`).
         """
         if not self.drafts:
             return
@@ -121,7 +149,14 @@ class PlanBuilder:
         self.drafts = {place: self.drafts[index] for place, index in enumerate(order) if index in self.drafts}
 
     def add_chunk(self, request: RequestState, num_tokens: int, blocks: list[int]) -> None:
-        """Add the next `num_tokens` of the tokens that were known when the request was admitted."""
+        """Add a row that prefills the next `num_tokens` tokens, known when the request last started.
+
+        The step samples the row if they reach the request's last known token and another may follow. Prompt
+        tokens whose log-probabilities are wanted are noted in the plan.
+
+        Args:
+            blocks: ids of the KV blocks that the request gets in addition.
+        """
         self.token_from.append(KNOWN)
         scored = plan_scores(request, len(self.rows), num_tokens)
         if scored is not None:

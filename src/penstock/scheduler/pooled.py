@@ -1,16 +1,17 @@
 """Ends requests that want a vector of their prompt, in place of tokens.
 
-They are scheduled as any other: their prompt runs in chunks, and `max_len`, which is its length, leaves no
-room for a sample. With the last chunk the last stage has pooled the prompt, and that step's result ends them,
-as it ends those that want no token of any kind (`PlanBuilder.ending`).
+They are scheduled as any other. Their prompt runs in chunks, and `max_len`, which is its length, leaves no
+room for a sample. In the step of the last chunk the last stage has pooled the whole prompt. The result of
+that
+step ends them, as it ends requests that want no token of any kind (`PlanBuilder.ending`).
 
     chunk 0        chunk 1        chunk 2 (`ScheduledBatch.pooled`)
     [ . . . . ]    [ . . . . ]    [ . . ]  ──▶ result ──▶ the only update
 
-The hidden states of all their tokens are wanted, so that they begin behind nothing that was computed before
-(`scheduler.prefix_reuse`), and what is gathered on the last stage begins anew when they do: after a
-preemption, or the loss of a stage. A result that was in flight before a preemption counts; whichever comes
-first does.
+The hidden states of all their tokens are wanted, so they never start behind a cached prefix
+(`scheduler.prefix_reuse`). A request that starts again, after a preemption or the loss of a stage, is pooled
+from its first token again. A result that was in flight before the preemption counts too: the first that comes
+ends the request.
 """
 
 from __future__ import annotations
@@ -24,13 +25,14 @@ from penstock.scheduler.queues import RequestPhase, RequestState
 def returned_vectors(
     ending: Iterable[RequestState], result: StepResult
 ) -> Iterator[tuple[RequestState, bytes]]:
-    """Yield the requests whose last step has returned, with their vectors.
+    """Yield each request that this step ends without a token, with its vector.
 
-    The vector is b"" where the request is not pooled, or its vector is not finite. Requests that have ended
-    since are left out.
+    The vector is float32 in bytes; b"" if the request wanted none, or if its numbers are not finite. Requests
+    that have ended since the plan was made are left out.
 
     Args:
-        ending: requests that yield no token; `result.pooled` runs over the pooled ones among them.
+        ending: the requests of the plan that yield no token and end with it.
+        result: the step's result; its `pooled` has the vectors of those among them that want one, in order.
     """
     vectors = iter(result.pooled)
     for request in ending:

@@ -18,10 +18,11 @@ from penstock.scheduler.rows import RowPool
 
 
 def choose_victim(running: list[RequestState], needy: RequestState, step_id: int) -> RequestState | None:
-    """Return the running request that gives way to `needy`, or None if `needy` has to skip this plan.
+    """Return the running request to preempt so that `needy` gets a KV block; None if no request may be.
 
-    A request whose decode is in the plan being made (`step_id`) stays: its blocks are in use there. Requests
-    are placed in the order of their last sample, so `needy` comes before it in the next plan.
+    That is the youngest, unless it is `needy` itself or has a decode in the plan being made (`step_id`),
+    where its blocks are in use. With None, `needy` skips this plan. Requests are placed in the order of their
+    last sample, so it comes before the other in the next plan.
     """
     youngest = running[-1]
     if youngest is needy or youngest.last_sampled_step == step_id:
@@ -30,12 +31,12 @@ def choose_victim(running: list[RequestState], needy: RequestState, step_id: int
 
 
 def preempt_youngest(queues: RequestQueues, rows: RowPool, allocator: BlockAllocator) -> None:
-    """Take row and blocks from the youngest running request, and put it first in line."""
+    """Take the row (slot) and the KV blocks from the youngest running request, and put it first in line."""
     release(queues.running[-1], rows, allocator)
     queues.preempt_youngest()
 
 
 def release(request: RequestState, rows: RowPool, allocator: BlockAllocator) -> None:
-    """Free the row and the blocks of a running request, once; the next plan announces the freed row."""
+    """Free the row (slot) and the KV blocks of a running request; the next plan announces the freed row."""
     rows.give_back(request.row)
     allocator.free(request.arrival)

@@ -32,17 +32,19 @@ NO_MORE_NAMES = sys.maxsize  # as the number of blocks of a request that are nam
 
 
 class PrefixReuse:
-    """The link between requests and the prefix cache, with the store behind it.
+    """Finds computed prefixes of requests in the cache or the KV store, and makes new blocks findable.
+
+    Blocks are found by their names: the name of a KV block is the hash of its content and of all before it.
 
     Args:
-        allocator: gives blocks out; without a cache nothing is ever found.
-        queues: all requests; none of them runs when all is lost.
+        allocator: gives blocks out; without a prefix cache nothing is ever found.
+        queues: all requests.
         sessions: keep the blocks that their requests leave.
-        tier: knows what is in the store; a request whose prefix is there waits for it.
+        tier: the store behind the pool; a request whose prefix is there waits for it.
         ledger: records what the ranks are told; a `NoLedger` suffices where no plan is issued.
 
     Attributes:
-        sessions: to be opened and closed.
+        sessions: as given; administrators open and close them.
         num_queried, num_found: tokens of requests that have started, and those of them that were found.
     """
 
@@ -65,9 +67,9 @@ class PrefixReuse:
         self._numeric_class = ""  # of the ranks
 
     def enter(self, request: RequestState) -> None:
-        """Register a waiting request, and start to load blocks from the store that the pool lacks.
+        """Register a waiting request, and begin to look in the store for blocks of it that the pool lacks.
 
-        A follower loads nothing, because it finds what its leader has loaded.
+        A follower (of a leader with the same prompt) looks for nothing: it finds what the leader has loaded.
         """
         self.sessions.enter(request.session_id, request.arrival)
         if self._may_use_store and not _is_led(request):
@@ -75,11 +77,11 @@ class PrefixReuse:
             self._tier.fetch_blocks(request.arrival, names, len(self._allocator.find(names)))
 
     def must_wait(self, request: RequestState) -> bool:
-        """Return whether more of the request's prefix is on its way from the store."""
+        """Return whether a request should not start yet because blocks of its prefix come from the store."""
         return self._tier.must_wait(request.arrival)
 
     def must_follow(self, request: RequestState, num_found: int) -> bool:
-        """Return whether the leader of the request still computes or scores more of their prompt.
+        """Return whether a request should wait for its leader, which still computes or scores their prompt.
 
         Args:
             num_found: blocks that the request could begin with now.
@@ -92,7 +94,7 @@ class PrefixReuse:
         return max(num_found, leader.num_named) < request.num_shared // self._block_size
 
     def leave(self, request: RequestState) -> None:
-        """Forget a request that ends; its session keeps the blocks that it could begin with again."""
+        """Forget a request that ends; its session, if it has one, keeps its cached leading blocks."""
         if request.session_id:
             names = request.block_hashes
             self.sessions.leave(
@@ -103,13 +105,13 @@ class PrefixReuse:
         self._tier.forget_request(request.arrival)
 
     def find(self, request: RequestState) -> list[int]:
-        """Return the cached blocks that the request could begin with now."""
+        """Return the ids of the cached KV blocks with which the request could begin now, in order."""
         return self._allocator.find(self._wanted(request)) if self._is_on else []
 
     def attach(
         self, request: RequestState, cached_blocks: list[int], coming: list[int] | None = None
     ) -> None:
-        """Begin a request that starts, or starts again, with `cached_blocks` and then the blocks `coming`."""
+        """Give a starting request its prefix: `cached_blocks`, and blocks `coming` from the store (ids)."""
         self._allocator.attach(request.arrival, cached_blocks, request.priority)
         if coming:
             self._allocator.attach_reserved(request.arrival, coming)
@@ -124,7 +126,7 @@ class PrefixReuse:
             self.num_found += request.num_scheduled
 
     def note(self, request: RequestState) -> None:
-        """Name the whole blocks of a request that have become reusable.
+        """Make a request's whole blocks findable whose known tokens the plans issued so far compute.
 
         Call it when a plan for the request was issued, or when a token of it has become known.
         """
@@ -139,7 +141,9 @@ class PrefixReuse:
                 self._tier.store_named(self._allocator.table(request.arrival)[first:whole], hashes)
 
     def issued(self, requests: list[RequestState]) -> tuple[list[TierOrder], int]:
-        """Name the blocks that a plan fills, and return its orders and its residency digest.
+        """Make the blocks that a plan fills findable; return its orders to copy blocks, and its digest.
+
+        The digest is that of the core's residency table, which says what blocks hold by the plans so far.
 
         Args:
             requests: the requests that the plan runs, or lets enter.
@@ -151,16 +155,16 @@ class PrefixReuse:
         return orders, residency
 
     def distrust(self, request: RequestState) -> None:
-        """Remove the names of a request's blocks, so that no request reuses numbers that are not finite."""
+        """Make a request's blocks unfindable, in pool and store, because their numbers are not good."""
         self._allocator.forget(request.block_hashes)
         self._tier.distrust(request.block_hashes)
 
     def flush(self, *, with_store: bool) -> CacheFlush:
-        """Hide all computed blocks on the ranks from requests that start from now on.
+        """Hide all computed blocks of the pool from requests that start from now on; return the flush begun.
 
-        Blocks in the store stay findable, unless `with_store` is set; then these go too.
-        Running requests go on with the blocks that they have. What they compute depends on what was computed
-        before, so none of it gets a name until they have to start again.
+        Blocks in the store stay findable; with `with_store` they are deleted, too. Running requests go on
+        with the blocks that they have. What they compute depends on what was computed before, so none of it
+        becomes findable until they start again.
         """
         self._flushes = [flush for flush in self._flushes if flush.withholds]
         self._flushes.append(flush := CacheFlush(self._tier, with_store=with_store))
@@ -177,25 +181,26 @@ class PrefixReuse:
 
     @property
     def has_orders(self) -> bool:
-        """Whether a plan should go out although no request may run."""
+        """Whether orders to copy blocks wait for a plan, so that one should go out even without requests."""
         return self._tier.has_orders
 
     def take_orders(self) -> list[TierOrder]:
-        """Return the orders to ranks that ride on the plan being issued."""
+        """Remove and return the new orders to copy blocks to or from the store, for the plan being issued."""
         return self._tier.take_orders()
 
     def take_given_up(self) -> list[bytes]:
-        """Return the names of blocks that the plan being issued tells ranks to forget."""
+        """Remove and return the names of blocks that the plan being issued drops from host memory."""
         return self._tier.take_given_up()
 
     def settle_orders(self, finished: list[OrderResult], use: StoreUse = NO_STORE_USE) -> RequestState | None:
-        """Apply what became of orders to the ranks (`batch.TierOrder`), and order more.
+        """Apply the ranks' answers to orders to copy KV blocks to or from the store, and order more.
 
         Args:
+            finished: the orders that all ranks have answered, each with its outcome.
             use: how the ranks have used the store since the last call.
 
         Returns:
-            The request that has begun behind blocks that failed to load, and must restart, if any.
+            The request that started before its blocks were loaded and must restart, as some failed; or None.
         """
         if use is not NO_STORE_USE:
             self._rank_use = self._rank_use.plus(use)
@@ -204,7 +209,7 @@ class PrefixReuse:
         return next((request for request in failed if request is not None), None)
 
     def on_the_way(self, request: RequestState, num_found: int) -> list[int]:
-        """Return the blocks behind those found that are being loaded, if the request may begin before.
+        """Return the blocks being loaded behind the `num_found` cached ones, if the request may start before.
 
         It may only where no other request runs, since a step that awaits blocks would delay the others too.
         """
@@ -214,11 +219,11 @@ class PrefixReuse:
         return coming if first == num_found else []
 
     def awaited(self, request: RequestState) -> list[int]:
-        """Return the numbers of the orders that a step of this request must wait for, layer by layer."""
+        """Return the numbers of the load orders that a step of this request must wait for, layer by layer."""
         return self._tier.open_orders(request.arrival) if request.num_unproven else []
 
     def are_answered(self, orders: list[int]) -> bool:
-        """Return whether all ranks have answered these orders to load."""
+        """Return whether all ranks have answered these orders to load blocks from the store."""
         return not orders or not self._tier.is_any_open(orders)
 
     def _prove(self, loaded: LoadedBlocks) -> RequestState | None:
@@ -242,11 +247,11 @@ class PrefixReuse:
         return request
 
     def next_look(self) -> float:
-        """Return the clock time at which `settle_orders` may have work without an answer of a rank."""
+        """Return the clock time at which to call `settle_orders` even if no rank has answered; or inf."""
         return self._tier.next_look()
 
     def lose_all(self) -> None:
-        """Forget what the ranks had, which is lost; waiting requests look in the store again."""
+        """Forget blocks and open orders of the ranks, which are lost; requests look in the store again."""
         self._unproven = None
         self._tier.lose_all()
         # The ranks that live report these two again.
@@ -257,7 +262,7 @@ class PrefixReuse:
             self.enter(request)
 
     def name_for(self, numeric_class: str) -> None:
-        """Name blocks from now on as ranks of this numeric class compute them.
+        """Set the numeric class (of ranks that compute the same bits), which block names contain from now on.
 
         Blocks of another class are not found any more. Nothing may be in flight.
         """
@@ -269,7 +274,7 @@ class PrefixReuse:
         self.lose_all()
 
     def meet_stores(self, sites: StoreSites, calls: StoreCalls) -> None:
-        """Adopt the sites at which the ranks of a new epoch keep blocks; see `StorageTier.meet`."""
+        """Use the stores in which the ranks of a new epoch keep blocks; `calls` asks other hosts' ranks."""
         self._tier.meet(sites, calls)
 
     def _forget_all(self) -> None:
@@ -281,7 +286,7 @@ class PrefixReuse:
         self._tier.close()
 
     def cache_stats(self) -> CacheStats:
-        """Return the numbers of the pool and of what was found in it."""
+        """Return the counts of the pool's blocks, and of tokens that were found in the prefix cache."""
         cache = self._allocator.pool.cache
         return CacheStats(
             num_blocks=self._allocator.num_blocks,
@@ -293,7 +298,7 @@ class PrefixReuse:
         )
 
     def store_stats(self) -> StoreStats:
-        """Return the numbers of the store behind the pool."""
+        """Return the counts of blocks copied to the store and from it, and how the store was used."""
         totals = self._tier.totals
         return StoreStats(
             stored_blocks=totals.num_stored,

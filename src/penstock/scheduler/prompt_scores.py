@@ -1,5 +1,7 @@
 """Plans which step scores which tokens of a prompt, and hands out the scores that return.
 
+A score is the log-probability of a prompt token, given the tokens before it, with those of the likeliest.
+
     position            0   1   2   3   4   5   6   7   8   9
     first chunk        [.   .   .   .]
     it scores              |1   2   3   4|
@@ -7,15 +9,18 @@
     second chunk                        [.   .   .   .]          5 .. 8
     returned            num_scores = 4, then 8
 
-Each score is planned once for as long as its step is not lost: a request that is preempted computes its
-prompt again, but only scores behind those planned are asked for, and since results come in the order of the
-steps, scores come in the order of the tokens. When the steps in flight are lost, it goes back to the scores
-that have returned; another core, to those that the client has. A request starts at its first token, whatever
-a prefix cache has, until all its scores are planned.
+Each score is planned once for as long as its step is not lost. A request that is preempted computes its
+prompt
+again, but asks only for scores behind those planned. Results come in the order of the steps, and so scores
+come
+in the order of the tokens. When the steps in flight are lost, the request goes back to the scores that have
+returned; in another core, to those that the client has. A request starts at its first token, whatever a
+prefix
+cache has, until all its scores are planned.
 
-A request that follows another with the same prompt (`n`) has the same scores: those of the leader go to
-those in line behind it too, which wait for it (`scheduler.prefix_reuse`). A follower that gets less, because
-the leader has ended or gives way, plans the rest itself and is told no more.
+A request that follows another with the same prompt (`n`) has the same scores. Those of the leader also go to
+the followers in line, which wait for it (`scheduler.prefix_reuse`). If the leader has ended or gives way, a
+follower plans the rest itself and gets no more from it.
 
 Called by `scheduler.plan_builder` and `scheduler.scheduler`.
 """
@@ -30,10 +35,13 @@ from penstock.scheduler.queues import RequestPhase, RequestQueues, RequestState
 
 
 def plan_scores(request: RequestState, index: int, num_tokens: int) -> ScoredTokens | None:
-    """Return the tokens that a chunk of the request's next `num_tokens` tokens scores.
+    """Return which prompt tokens the request's next chunk, of `num_tokens` tokens, is to score.
+
+    To score a token is to return its log-probability. These tokens count as planned, so no later chunk scores
+    them. None if no scores are wanted, or if those within reach were planned before a preemption.
 
     Args:
-        index: of the request's row in the plan.
+        index: the place of the request's row in the plan.
     """
     if not request.wants_scores:
         return None
@@ -49,13 +57,15 @@ def plan_scores(request: RequestState, index: int, num_tokens: int) -> ScoredTok
 def returned_scores(
     scored_rows: Iterable[tuple[RequestState, ScoredTokens]], result: StepResult, queues: RequestQueues
 ) -> Iterator[tuple[RequestState, list[TokenLogprobs]]]:
-    """Yield each request that a step scored tokens of, with its scores in the result.
+    """Yield each request that a step scored prompt tokens of, with their scores (log-probabilities).
 
-    Each is followed by the requests that wait for it, with the scores that are new to them. Requests that
-    have ended since are left out.
+    The list is empty if the numbers were not finite. Each request is followed by those in line with the same
+    prompt that wait for its scores, with the scores that are new to them. Requests that have ended since are
+    left out.
 
     Args:
-        scored_rows: what the plan of the step scores, with the requests.
+        scored_rows: the requests whose prompt tokens the step's plan scores, and which tokens.
+        result: the step's result.
     """
     for (request, scored), scores in zip(scored_rows, result.scores, strict=True):
         if request.phase is RequestPhase.FINISHED:

@@ -37,7 +37,7 @@ _by_arrival = attrgetter("arrival")
 
 
 class RequestPhase(Enum):
-    """The phase of a request."""
+    """The phase of a request: waiting, running (with a row and blocks), preempted, or finished."""
 
     WAITING = "waiting"  # never ran
     RUNNING = "running"  # holds a row and blocks
@@ -49,39 +49,45 @@ class RequestPhase(Enum):
 class RequestState:
     """The state of one request. Only the parts of the scheduler write to it.
 
+    Drafts are guessed tokens, which a step verifies. A window is a row with drafts. "Scheduled" means in
+    plans that were issued; "returned" means that the result of the step has come.
+
     Attributes:
-        arrival: 0, 1, 2, ...; never used again; owns the KV blocks.
+        arrival: 0, 1, 2, ...; never used again; the KV blocks of the request are owned under this number.
         max_len: tokens, prompt and output, at which it ends with "length".
         num_scheduled: positions whose keys and values are written by the plans issued so far, if all drafts
             that are in flight are right.
         num_rejected: drafts that were wrong since it got its row.
-        prefill_len: its `num_to_prefill` when it was admitted; below it, it is prefilling.
+        prefill_len: its `num_to_prefill` when it last started; while `num_scheduled` is less, it is
+            prefilling.
         num_pending: ids sampled by steps in flight, if all drafts are right.
         guessed_ids: drafts in flight, in order: what is guessed to follow the known tokens.
         num_windows_ahead: steps in flight whose first token is one of these.
-        num_told: tokens that it had when it was in a plan last; the stages get all of these in time.
+        num_told: tokens that it had when a plan last ran it; the stages get all of these in time.
         is_rewound: the next plan tells the stages to go on from its newest token.
         last_sampled_step: step of the newest sample, returned or pending; the cadence counts from it.
-        num_scores_planned, num_scores: scores of its prompt's tokens, from the second on: asked for by the
-            plans issued so far, and returned (`scheduler.prompt_scores`).
-        lost_at: its `progress` when the pipe broke with it in a step last.
-        queue_seconds: time from arrival to first admission; None before.
-        cache_root, block_hashes: names of its blocks (`kvcache.block_hash`), as far as they were wanted.
-        num_named: blocks of its table that have been named, so that others can find them.
-        num_unproven: blocks of its table, behind the named ones, that are still being loaded: until they are
-            there it runs what it knows and no further, and none of its blocks is named.
-        num_void: of the pending ids, the oldest that follow what had not come, or a wrong guess.
-        num_cached_tokens: those of its prompt that were found when it first started.
+        num_scores_planned, num_scores: scores (log-probabilities) of its prompt's tokens, from the second on:
+            asked for by the plans issued so far, and returned (`scheduler.prompt_scores`).
+        lost_at: its `progress` at the last loss of ranks at which it was in a step; -1: there was none.
+        queue_seconds: time from arrival to first start; None before.
+        cache_root, block_hashes: root and names (content hashes) of its blocks, as far as they were wanted
+            (`kvcache.block_hash`).
+        num_named: leading blocks that were given their names, so that other requests find them.
+        num_unproven: blocks behind the named ones that are still being loaded. Until they are there it runs
+            what it knows and no further, and none of its blocks is named.
+        num_void: of the pending ids, the oldest that are to be dropped: they follow blocks that failed to
+            load, or a wrong guess.
+        num_cached_tokens: tokens of its prompt that were found when it first started.
         priority: what its blocks are worth to the cache.
-        session_id: the session that keeps them when it has ended; "": none.
+        session_id: the session that keeps its blocks when it has ended; "": none.
         leader: the request that has the same prompt, and computes it first.
-        num_shared: tokens of the prompt that it will find when that one has.
-        grammar: number of the one that it is sampled by, while it has a row.
-        awaits_grammar: that is being built, and no step may sample the row yet (`scheduler.grammars`).
+        num_shared: tokens of the prompt that it will find when the leader has computed them.
+        grammar: number of the grammar that constrains its samples, while it has a row.
+        awaits_grammar: the grammar is being built, and no step may sample the row yet (`scheduler.grammars`).
         pooling: it ends with the vector of its prompt, and samples nothing (`scheduler.pooled`).
-        may_draft: what it says next may be guessed (`scheduler.windows`).
-        awaits_result: what it says next may be guessed once its newest token is known; it goes on then.
-        awaits_drafts: it is being guessed, and goes on when it is, or takes too long.
+        may_draft: its next tokens may be guessed (`scheduler.windows`).
+        awaits_result: it is not placed before its newest token is known, because drafts may then follow.
+        awaits_drafts: it is not placed before a drafter has guessed, or has taken too long.
     """
 
     request_id: str
@@ -126,26 +132,27 @@ class RequestState:
 
     @property
     def num_planned(self) -> int:
-        """The positions as plans count them: every draft since the request got its row counts as right."""
+        """The number of positions scheduled so far as plans count them, with rejected drafts (guesses)."""
         return self.num_scheduled + self.num_rejected
 
     @property
     def num_awaited(self) -> int:
-        """The number of ids that steps in flight will yield, if all drafts are right."""
+        """The number of tokens that steps in flight will yield for it, if all drafts (guesses) are right."""
         return self.num_pending - self.num_void
 
     @property
     def is_guessed(self) -> bool:
-        """Whether the tokens in flight are all guessed but the last, so that more can be guessed."""
+        """Whether all tokens in flight but the last have been guessed, so that more guesses can follow."""
         return self.num_awaited == len(self.guessed_ids) + 1
 
     def follow(self, token_ids: Sequence[int], step_id: int) -> int:
-        """Compare the tokens that a step has yielded with the guesses in flight.
+        """Compare the tokens that step `step_id` has yielded with the guesses that later steps rest on.
 
-        If windows ahead guessed other tokens, they become void, and the request goes on from here.
+        If a guess was wrong, those steps (windows ahead) become void, and the request goes on from these
+        tokens. Call it before the tokens are appended.
 
         Returns:
-            The number of tokens in windows that have become void.
+            The number of tokens in flight that have become void; 0 if the guesses were right.
         """
         if not self.num_windows_ahead:
             self.guessed_ids.clear()
@@ -164,31 +171,38 @@ class RequestState:
 
     @property
     def num_outputs(self) -> int:
-        """The number of tokens generated and returned."""
+        """The number of output tokens that have come back from the stages."""
         return len(self.token_ids) - self.prompt_len
 
     @property
     def progress(self) -> int:
-        """The number of tokens and scores that have returned; it never falls."""
+        """The number of output tokens and of prompt scores (log-probabilities) got back so far, added up.
+
+        It never falls.
+        """
         return self.num_outputs + self.num_scores
 
     @property
     def wants_scores(self) -> bool:
-        """Whether tokens of the prompt are to be scored by steps that are not planned."""
+        """Whether prompt tokens remain whose log-probabilities are wanted and that no plan scores yet."""
         return self.sampling.num_prompt_logprobs >= 0 and self.num_scores_planned < self.prompt_len - 1
 
     @property
     def num_to_prefill(self) -> int:
         """The number of tokens to run when the request starts, or starts again.
 
-        These are all known tokens, but for the last that the request may have: nothing follows from that one,
-        unless its hidden state is wanted. At least one, so that there is a step that ends the request.
+        These are all tokens known now. The last token that the request may have at all need not be run, since
+        none follows, unless its hidden state is wanted. The number is at least one, so that there is a step
+        that ends the request.
         """
         return max(1, min(len(self.token_ids), self.max_len - (self.pooling is None)))
 
     @property
     def backlog_tokens(self) -> int:
-        """The number of tokens to prefill when the request starts, as far as that is known."""
+        """The number of tokens to prefill when it starts, without those that it shares with its leader.
+
+        The leader is the request with the same prompt that computes it first.
+        """
         return len(self.token_ids) - self.num_shared
 
     @property
@@ -197,14 +211,18 @@ class RequestState:
 
     @property
     def num_runnable(self) -> int:
-        """The number of tokens to prefill that may run now; the last waits while it cannot be sampled."""
+        """The number of tokens to prefill that may run now.
+
+        The last one waits while the request's grammar is being built, since it is sampled behind it.
+        """
         return self.prefill_len - self.num_scheduled - self.awaits_grammar
 
     @property
     def has_started(self) -> bool:
-        """Whether the request has had a row, here or in another core.
+        """Whether the request has ever run, in this core process or in a lost one before it.
 
-        It also counts as started when its leader has a row or has got anything, because they begin as one.
+        A request also counts as started when its leader (the request with the same prompt that runs first)
+        has a row, had one, or has got anything, because the two begin as one.
         """
         if self.queue_seconds is not None or self.progress > 0:
             return True
@@ -215,11 +233,12 @@ class RequestState:
 
 
 class RequestQueues:
-    """The queues of all live requests, oldest first in each.
+    """The queues of all live requests (waiting, running, preempted), oldest first in each.
 
-    Running ones are older than all preempted ones, and those than all waiting ones, but for requests that
-    others may pass (`scheduler.start_order`): those start later, and take their place by age. The youngest
-    gives way, so that the oldest request with a row always gets its blocks, and nobody starves.
+    Running requests are older than all preempted ones, and those are older than all waiting ones. The
+    exception are requests that others may pass (`scheduler.start_order`): they start later, and take their
+    place by age. The youngest running request gives way, so that the oldest always gets its blocks, and none
+    starves.
     """
 
     def __init__(self) -> None:
@@ -248,15 +267,15 @@ class RequestQueues:
         self.backlog_tokens += request.backlog_tokens
 
     def line(self) -> Iterator[RequestState]:
-        """Return the requests without a row, in the order in which they should start."""
+        """Return the preempted and then the waiting requests, in the order in which they should start."""
         return chain(self.preempted, self.waiting)
 
     def decoding(self) -> list[RequestState]:
-        """Return the running requests whose next token to run is a sampled one, oldest first.
+        """Return the running requests whose prompts are scheduled and that may sample another token.
 
-        The token must be reliable, and the sample stay within `max_len`. Behind its prompt a request has
-        scheduled all tokens that it will have but the newest
-        (`scheduler.invariants`). This runs over all rows for every plan.
+        They come oldest first. Left out are requests whose cached prefix is still being loaded, and those
+        that plans have taken up to `max_len` tokens already. This runs over all running requests for every
+        plan.
         """
         return [
             request
@@ -269,15 +288,15 @@ class RequestQueues:
         return [request for request in self.running if request.num_scheduled < request.prefill_len]
 
     def first_new(self) -> RequestState | None:
-        """Return the oldest waiting request that has not run, here or in another core."""
+        """Return the oldest waiting request that has never run, in this core or another; None if all have."""
         return next((request for request in self.waiting if not request.has_started), None)
 
     def followers_in_line(self, leader: RequestState) -> list[RequestState]:
-        """Return the requests that follow `leader` and have no row."""
+        """Return the requests in line (without a row) that share the prompt of `leader` and follow it."""
         return [request for request in (*self.preempted, *self.waiting) if request.leader is leader]
 
     def admit(self, request: RequestState, row: int) -> None:
-        """Move a request from the line to `running`, to prefill the tokens that it has."""
+        """Move a request from the line to the running ones, to prefill its known tokens in slot `row`."""
         self._queue_of(request).remove(request)
         self.backlog_tokens -= request.backlog_tokens
         request.phase = RequestPhase.RUNNING
@@ -287,9 +306,9 @@ class RequestQueues:
         insort(self.running, request, key=_by_arrival)
 
     def preempt_youngest(self) -> RequestState:
-        """Move the youngest running request to the line, before all waiting ones.
+        """Move the youngest running request back to the line, before all waiting ones, and return it.
 
-        The caller frees its row and blocks.
+        It keeps its tokens, and has none scheduled. The caller frees its row and blocks.
         """
         request = self.running.pop()
         request.phase = RequestPhase.PREEMPTED
@@ -300,7 +319,7 @@ class RequestQueues:
         return request
 
     def note_token(self, request: RequestState, token_id: int) -> None:
-        """Append a returned token."""
+        """Append a token that has come back from the stages to the request's known ones."""
         request.token_ids.append(token_id)
         if request.phase is RequestPhase.PREEMPTED:
             self.backlog_tokens += 1

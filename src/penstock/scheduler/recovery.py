@@ -19,7 +19,7 @@ from penstock.scheduler.updates import quarantined
 
 
 class Recovery:
-    """Takes back the rows, blocks and grammars that lost ranks had.
+    """Puts requests back in line when ranks are lost, and takes their rows, blocks and grammars back.
 
     Attributes:
         num_requeued: requests that a loss has interrupted, counted once for each loss.
@@ -43,13 +43,17 @@ class Recovery:
         self.num_requeued = 0
 
     def requeue(self, issued: IssuedSteps) -> list[RequestUpdate]:
-        """Put running requests at the head of the line, and forget the steps in flight.
+        """Put all running requests at the head of the line, and forget the steps in flight.
 
-        A request that was in the steps in flight, or had its grammar built, now and at the loss before, and
-        has gained nothing between, may be the reason, and ends with an error.
+        A request may be the reason for the loss if it was in a step in flight, or its grammar was being
+        built, at this loss and at the one before, and it has gained no token between. Such a request ends
+        with an error.
 
         Args:
-            issued: steps that will not return.
+            issued: the steps in flight, which will not return; emptied.
+
+        Returns:
+            The last updates of the requests that were ended.
         """
         updates = []
         in_flight = issued.rows()

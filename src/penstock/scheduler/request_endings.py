@@ -1,7 +1,7 @@
 """Ends requests: each lets go of all that it holds, and its client gets one last update.
 
-A request may hold a row, blocks, a grammar and the attention of its session; where it waits it holds none of
-the first three. Where a stage had no memory for a step, the keys and values of its tokens are not all there:
+A request may hold a row, blocks and a grammar while it runs, and keeps its session from being idle while it
+lives. Where a stage had no memory for a step, the keys and values of its tokens are not all there:
 
     plan     a: tokens of its 3rd block     b: a token of its 5th block       the step fails: a and b end
     others   c began with a's 3rd block, which was findable as soon as the plan was issued: c ends, too
@@ -27,7 +27,7 @@ from penstock.scheduler.windows import NoWindows
 
 
 class RequestEndings:
-    """Ends requests, wherever they are.
+    """Ends requests, waiting or running: frees what they hold, and makes their last updates.
 
     Args:
         queues: all live requests.
@@ -55,7 +55,7 @@ class RequestEndings:
         self.num_failed_steps = 0
 
     def remove(self, request: RequestState) -> None:
-        """Forget a live request and free what it holds; results in flight for it are dropped."""
+        """Forget a live request and free what it holds; results in flight for it will be dropped."""
         self._prefixes.leave(request)
         self._windows.forget(request)
         if request.phase is RequestPhase.RUNNING:
@@ -69,12 +69,15 @@ class RequestEndings:
         return failed(request, error)
 
     def fail_step(self, issued: PlanBuilder, error: ErrorInfo) -> list[RequestUpdate]:
-        """End with `error` the requests of a step that was not computed, and those that build on it.
+        """End with `error` the requests of a step that no stage could finish, and those that build on it.
 
-        Blocks that the step was to compute are not found any more.
+        The latter began with blocks that the step was to compute; these blocks are not found any more.
 
         Args:
             issued: the plan of the step.
+
+        Returns:
+            The last updates of the requests that were ended.
         """
         self.num_failed_steps += 1
         void: set[int] = set()
@@ -126,5 +129,5 @@ class RequestEndings:
         return found
 
     def fail_each(self, error: ErrorInfo, concerns: Callable[[RequestState], bool]) -> list[RequestUpdate]:
-        """End with `error` all live requests for which `concerns` returns True."""
+        """End with `error` all live requests for which `concerns` returns True; return their last updates."""
         return [self.fail(request, error) for request in list(self._queues) if concerns(request)]

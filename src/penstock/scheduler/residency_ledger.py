@@ -1,8 +1,11 @@
 """The core's own residency table (`penstock.residency`), for the digest that each plan carries.
 
-Read from the row pool, the block tables and the requests when a plan is issued, and never from the plan: if a
-plan leaves out a block or names another row, or a table is changed behind the ranks' back, the ranks' tables
-come out different, and they say so. Called by `scheduler.prefix_reuse`; decides nothing.
+The table says which KV blocks each row (a request's slot on the ranks) has, and what they hold. It is read
+from
+the row pool, the block tables and the requests when a plan is issued, and never from the plan. Ranks replay
+plans into tables of their own, and compare. So if a plan leaves out a block or names another row, or a table
+is
+changed behind the ranks' back, a rank notices. Called by `scheduler.prefix_reuse`; decides nothing.
 """
 
 from __future__ import annotations
@@ -27,7 +30,7 @@ class NoLedger:
 
 
 class ResidencyLedger:
-    """The core's record of what each row of the ranks holds.
+    """The core's record of the KV blocks that each row (a request's slot on the ranks) holds.
 
     Args:
         allocator: its block tables are read.
@@ -39,12 +42,15 @@ class ResidencyLedger:
         self.table = Residency(allocator.block_size)
 
     def digest_after(self, requests: Sequence[RequestState], orders: Sequence[TierOrder]) -> int:
-        """Record a plan that is being issued, before any block of it is named; return the digest.
+        """Record what a plan that is being issued changes, and return the digest of the whole record.
+
+        Call it before any block that the plan fills is made findable. Ranks compare the digest with their
+        own.
 
         Args:
-            requests: requests whose tokens the plan runs, or that enter without any; no other table has grown
-                since the plan before.
-            orders: orders that ride on the plan.
+            requests: requests whose tokens the plan runs, or that enter without any; no other block table has
+                grown since the plan before.
+            orders: the orders to copy blocks that the plan carries.
         """
         table, residents, generations = self.table, self.table.rows, self._rows.generations
         tail, gained = self._allocator.tail, 0
@@ -69,5 +75,5 @@ class ResidencyLedger:
         return table.digest
 
     def forget_all(self) -> None:
-        """Forget everything, since the ranks have forgotten it."""
+        """Forget what each row holds, since the ranks have forgotten it."""
         self.table = Residency(self._allocator.block_size)

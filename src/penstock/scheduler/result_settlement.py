@@ -28,14 +28,14 @@ from penstock.scheduler.windows import NoWindows
 
 
 class ResultSettlement:
-    """Turns results into updates of requests.
+    """Turns the results of steps into updates for the clients of the requests.
 
     Args:
         endings: ends the requests whose last token has come, or that have failed.
-        windows: told what became of drafts.
+        windows: told what became of drafts (guessed tokens).
 
     Attributes:
-        prompt_tokens: of requests that have yielded their first token, or ended without one.
+        prompt_tokens: prompt tokens of requests that have yielded their first token, or ended without one.
         generated_tokens: tokens that were appended to requests.
     """
 
@@ -50,12 +50,16 @@ class ResultSettlement:
         self.generated_tokens = 0
 
     def settle(self, issued: PlanBuilder, result: StepResult) -> list[RequestUpdate]:
-        """Append the tokens of a step, and end the requests that they end.
+        """Apply the result of a step: append its tokens to their requests, and end those that are done.
 
-        Results of requests that have finished or been aborted in the meantime are dropped (row D11).
+        Results of requests that have finished or been aborted in the meantime are dropped (row D11). If the
+        step was not computed, its requests end with the result's error.
 
         Args:
             issued: the plan of the step.
+
+        Returns:
+            The updates for the clients.
         """
         if result.error is not None:
             return self._endings.fail_step(issued, result.error)
@@ -144,12 +148,12 @@ class ResultSettlement:
 
 
 def finish_reason(request: RequestState) -> FinishReason | None:
-    """Return why `request` ends with its newest token, or None (row D11).
+    """Return "stop" or "length" if `request` ends with its newest token, else None (row D11).
 
-    Stop strings need text, and are found where there is some (`engine.client.outputs`).
+    Stop strings are not looked for here: the client finds them, which has the text (`engine.client.outputs`).
 
-    A stop id wins over a length reached by the same token. A stop id among the first `min_tokens`
-    outputs ends nothing; the sampler does not let one through anyway.
+    A stop id wins over a length reached by the same token. A stop id among the first `min_tokens` outputs
+    ends nothing; the sampler does not let one through anyway.
     """
     if request.token_ids[-1] in request.stop_ids and request.num_outputs > request.sampling.min_tokens:
         return "stop"

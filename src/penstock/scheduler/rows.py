@@ -9,7 +9,7 @@ from __future__ import annotations
 
 
 class RowPool:
-    """The rows `0 .. num_rows - 1`; the one that was freed last is given out first."""
+    """The rows `0 .. num_rows - 1` (slots of requests on the ranks); the last one freed goes out first."""
 
     def __init__(self, num_rows: int) -> None:
         self.num_rows = num_rows
@@ -29,7 +29,10 @@ class RowPool:
         return list(self._free)
 
     def take(self) -> tuple[int, int]:
-        """Return a free row and its next generation; the caller has checked that one is free."""
+        """Return a free row and its next generation, which counts how often it was given out, from 0.
+
+        The caller has checked that a row is free.
+        """
         row = self._free.pop()
         self.generations[row] += 1
         return row, self.generations[row]
@@ -40,7 +43,7 @@ class RowPool:
         self._unannounced.append(row)
 
     def announce_freed(self) -> list[int]:
-        """Return the rows freed since the last call, for the plan being made."""
+        """Return the rows freed since the last call, for the plan being made to announce to the ranks."""
         freed, self._unannounced = self._unannounced, []
         return freed
 

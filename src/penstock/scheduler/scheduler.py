@@ -1,10 +1,11 @@
 """The scheduler: the one place that decides which requests run, when, and in which blocks (row S3).
 
-The engine core calls `plan_step` whenever the pipe has room, and `settle_result` with each step's result,
-in step order. Plans are pure data; ranks replay them in order, so what is freed here may be given out again
-by the next plan although steps that use it are still in flight.
+The engine core calls `plan_step` whenever the pipe has room, and `settle_result` with each step's result, in
+step order. Plans are pure data; ranks replay them in order, so what is freed here may be given out again by
+the
+next plan although steps that use it are still in flight.
 
-No torch, no I/O, no clock but the injected one, no chance.
+No torch, no I/O, no clock but the injected one, no randomness.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ from penstock.scheduler.windows import NoWindows
 
 
 class SchedulerParts(NamedTuple):
-    """The parts of a scheduler, for reading alone."""
+    """The parts of a scheduler, for code that only reads them."""
 
     placement: Placement
     queues: RequestQueues
@@ -62,22 +63,22 @@ class Scheduler:
     `ResultSettlement` takes its results, `Recovery` puts it back after a loss, `RequestEndings` ends it.
 
     Args:
-        allocator: of KV blocks; this scheduler is its only user.
+        allocator: gives out KV blocks; this scheduler is its only user.
         max_model_len: longest prompt + output, in tokens. A smaller KV pool lowers it: see `max_len`.
         eos_token_ids: the model's own end-of-sequence ids.
-        seed: of the engine, for requests that bring none.
+        seed: seed of the engine, for requests that bring none.
         clock: monotonic seconds.
-        costs: of the stages, if plans may be sized by time (`scheduler.pacing`).
-        tier: of the blocks in a store, over the same allocator, if there is one.
+        costs: the stages' costs, if plans may be sized by time (`scheduler.pacing`).
+        tier: the KV store behind the same allocator; None: there is none.
         depth: how many plans fill the pipe; None: one for each stage.
-        windows: of rows that bring drafts; None: none does.
+        windows: adds drafts (guessed tokens) to plans; None: none are added.
         gate: while it is shut no new request starts; running requests go on.
 
     Attributes:
-        prefixes: what was computed before, and orders to ranks.
-        grammars: of the rows.
-        windows: of rows that bring drafts.
-        paused: no request runs ("keep"), or only those that have started ("wait").
+        prefixes: finds prefixes that were computed before, and has the orders to ranks to copy blocks.
+        grammars: the grammars of running requests.
+        windows: as given, or one that adds no drafts.
+        paused: "keep": no request runs; "wait": only those that have started; None: there is no pause.
     """
 
     def __init__(
@@ -148,15 +149,15 @@ class Scheduler:
 
     @property
     def max_len(self) -> int:
-        """The longest prompt + output served: the lesser of the model's limit and the KV pool's."""
+        """The most tokens (prompt + output) of a request: the lesser of model's limit and KV pool's."""
         return self._intake.max_len
 
     @property
     def useful_depth(self) -> int:
         """The number of plans in flight that keep the pipe busy.
 
-        It is as many as fill the pipe. With fewer micro-batches it is one more than those, so that the next
-        plan lies at the first stage when the token comes.
+        It is as many as fill the pipe. If decoding requests are split into fewer plans (micro-batches), it is
+        one more than those, so that the next plan lies at the first stage when its token comes.
         """
         micro_batches, full = self._placement.num_micro_batches, self._depth.number
         is_full = self._placement.has_prompts or micro_batches >= full or self.windows.is_streaming
@@ -164,7 +165,10 @@ class Scheduler:
 
     @property
     def is_one_alone(self) -> bool:
-        """Whether the last plan is the only micro-batch, so that one stage computes at a time."""
+        """Whether all decoding requests went into the last plan, so that one stage computes at a time.
+
+        False while prompts run, or windows of guessed tokens follow each other through the pipe.
+        """
         placement = self._placement
         return placement.num_micro_batches == 1 and not (placement.has_prompts or self.windows.is_streaming)
 
@@ -174,27 +178,28 @@ class Scheduler:
 
     @property
     def is_quiet(self) -> bool:
-        """Whether no request is left that a pause still lets run."""
+        """Whether a pause of kind "wait" has let all started requests finish; always true without one."""
         return self.paused != "wait" or not any(request.has_started for request in self._queues)
 
     def add_request(
         self, request: GenerationRequest, output_ids: Sequence[int] | None = None, num_scores: int = 0
     ) -> None:
-        """Queue a request, and those that follow it.
+        """Queue a request and its followers (further sequences of the same prompt).
 
         Args:
-            output_ids, num_scores: what another core gave it, for one that was admitted there: it goes on
-                after them, and no bound on the queue holds for it.
+            output_ids: tokens that a lost core process had generated for it: it goes on after them, and no
+                bound on the queue holds for it. None: the request is new.
+            num_scores: prompt tokens whose log-probabilities that core had returned.
 
         Raises:
             InvalidRequestError: it can never come to its end here, or its id is in use.
-            NotFoundError: it is new here and everywhere, and its session is not open.
-            OverloadedError: as many requests, or tokens, wait already as may.
+            NotFoundError: it is new, and its session is not open.
+            OverloadedError: it is new, and as many requests, or tokens, wait already as may.
         """
         self._intake.add_request(request, output_ids, num_scores)
 
     def abort_request(self, request_id: str) -> bool:
-        """End a request wherever it is, in any slot (rows D13, DR7). No update of it follows.
+        """End a request at once, whether it waits or runs (rows D13, DR7). No update of it follows.
 
         Its row and blocks are free at once; results in flight for it are dropped when they come.
 
@@ -208,7 +213,10 @@ class Scheduler:
         return True
 
     def expire_requests(self) -> list[RequestUpdate]:
-        """End requests that have waited longer than `queue_timeout_s` without starting, and idle sessions."""
+        """End requests that have waited longer than `queue_timeout_s` to start, and idle sessions.
+
+        Returns their last updates, with the error.
+        """
         return self._intake.expire_requests()
 
     def next_expiry(self) -> float | None:
@@ -216,11 +224,18 @@ class Scheduler:
         return self._intake.next_expiry()
 
     def settle_orders(self, finished: list[OrderResult], use: StoreUse) -> None:
-        """Apply what ranks report of orders to the store; see `Placement.settle_orders`."""
+        """Apply the ranks' answers to orders to copy KV blocks between the cache and the store.
+
+        If blocks that a running request awaited failed to load, it starts again, with all that arrived after
+        it.
+        """
         self._placement.settle_orders(finished, use)
 
     def settle_grammars(self, reports: Sequence[BuiltGrammar]) -> list[RequestUpdate]:
-        """Apply reports of the last stage on grammars; end the requests whose grammar cannot be built."""
+        """Apply reports of the last stage on grammars; end requests whose grammar it cannot build.
+
+        Returns the last updates of these requests.
+        """
         return [
             self._endings.fail(request, grammar_error(request, what))
             for request, what in self.grammars.settle(reports)
@@ -230,8 +245,9 @@ class Scheduler:
         """Return the plan of step `step_id`, or None when no request may run now.
 
         Decode rows come first, then prompt chunks. `step_id` grows by one per plan issued. None is never
-        returned while there are requests and no step is in flight, unless the first waits for the store, all
-        running requests wait for their grammars, the gate is shut, or there is a pause.
+        returned while there are requests and no step is in flight, unless the first in line waits for blocks
+        from the store, all running requests wait for their grammars, the start gate is shut, or there is a
+        pause.
         """
         draft = PlanBuilder(step_id)
         if self.paused != "keep":
@@ -249,14 +265,14 @@ class Scheduler:
         return self._issue(PlanBuilder(step_id))
 
     def requests_of(self, step_id: int) -> list[str]:
-        """Return the ids of the requests in a step; none if it is a probe or not in flight."""
+        """Return the ids of the requests in a step; an empty list if it is a probe or not in flight."""
         return self._issued.requests_of(step_id)
 
     def settle_result(self, plan: ScheduledBatch, result: StepResult) -> list[RequestUpdate]:
-        """Settle a step: append its tokens, and end the requests that they end.
+        """Apply a step's result: append its tokens, and end requests that are done; return their updates.
 
-        Results of requests that have finished or been aborted in the meantime are dropped (row D11).
-        Call it in step order, once per plan, for plans without samples too.
+        Results of requests that have finished or been aborted in the meantime are dropped (row D11). Call it
+        in step order, once per plan, for plans without samples too.
         """
         is_next = result.step_id == plan.step_id > self._issued.returned_step
         assert is_next, "results are settled in step order"
@@ -265,19 +281,19 @@ class Scheduler:
     def fail_all(
         self, error: ErrorInfo, concerns: Callable[[str], bool] = lambda _: True
     ) -> list[RequestUpdate]:
-        """End requests, chosen by their ids, with `error`; results in flight for them are dropped."""
+        """End with `error` the requests for whose ids `concerns` is true, by default all; return updates."""
         return self._endings.fail_each(error, lambda request: concerns(request.request_id))
 
     def requeue(self) -> list[RequestUpdate]:
         """Put running requests back in line after a loss of ranks: no step in flight will return.
 
-        The ranks have forgotten all rows and blocks. Requests keep their tokens and their order; one that may
-        be the reason for the loss ends with an error (`scheduler.recovery`).
+        The ranks have forgotten all rows and blocks. Requests keep their tokens and their order. One that may
+        be the reason for the loss ends with an error (`scheduler.recovery`), in an update that is returned.
         """
         return self._recovery.requeue(self._issued)
 
     def fail_started(self, error: ErrorInfo) -> list[RequestUpdate]:
-        """End with `error` all requests that have had a row, here or in another core."""
+        """End with `error` all requests that have ever run, here or in a lost core; return their updates."""
         return self._endings.fail_each(error, lambda request: request.has_started)
 
     def stats(self) -> SchedulerStats:
@@ -302,7 +318,7 @@ class Scheduler:
         return self._parts._replace(paused=self.paused)
 
     def check_invariants(self) -> None:
-        """Assert that rows, blocks, clocks and queues agree. For tests, and for an idle engine."""
+        """Assert that rows, KV blocks, token counts and queues agree. For tests, and for an idle engine."""
         self._placement.check_invariants(self._issued.pending())
         self._issued.check_invariants()
 

@@ -17,7 +17,7 @@ from penstock.scheduler.queues import RequestQueues, RequestState
 
 
 class StartGate:
-    """The gate that lets requests start that have never run. This one is always open.
+    """A gate that can keep new requests from starting; this one is always open.
 
     Attributes:
         reason: why it was shut at the last call of `is_open`; empty if it was open.
@@ -26,7 +26,7 @@ class StartGate:
     reason = ""
 
     def is_open(self) -> bool:
-        """Return whether new requests may start. Called for every plan."""
+        """Return whether new requests may start; here, always. Called for every plan."""
         return True
 
 
@@ -38,8 +38,8 @@ class StartOrder:
     """Chooses the request that starts next.
 
     Args:
-        queues: queues whose line is read.
-        grammars: grammars of the rows.
+        queues: the queues whose line of waiting and preempted requests is read.
+        grammars: says whether the last stage has room for the grammar of a request.
     """
 
     def __init__(self, queues: RequestQueues, grammars: GrammarBuilds) -> None:
@@ -47,10 +47,13 @@ class StartOrder:
         self._grammars = grammars
 
     def next_request(self, *, newcomers: bool) -> RequestState | None:
-        """Return the request that starts next, if any may.
+        """Return the request that should start next, or None. It stays in line.
+
+        It is the oldest in line. If that has no room for its grammar, it is the next that takes none of this
+        room.
 
         Args:
-            newcomers: whether requests may start that never have.
+            newcomers: whether requests may start that have never run.
         """
         oldest_passed: RequestState | None = None
         num_passed = 0

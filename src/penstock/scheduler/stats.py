@@ -1,4 +1,4 @@
-"""The numbers of the scheduler, as plain data."""
+"""The statistics of the scheduler, as plain data."""
 
 from __future__ import annotations
 
@@ -6,15 +6,16 @@ import msgspec
 
 
 class SpeculationStats(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The counts of drafts since the start.
+    """The counts of drafts (guessed tokens) since the start.
 
     Attributes:
-        drafter: name of the drafter; empty where there is none.
-        num_drafted: drafts that were sent.
+        drafter: name of what guesses; empty where nothing does.
+        num_drafted: drafts that were sent, and decided on by the last stage.
         num_accepted: of these, those that were right, and came before the end of their request.
         num_forced_drafted, num_forced_accepted: of both, those that a grammar forced.
         num_cancelled: drafts that were sent behind a wrong one, and never decided on.
-        is_exact: drafts change no token: on all ranks a number does not depend on what is computed with it.
+        is_exact: drafts change no token, because on all ranks a number does not depend on what is computed
+            with it.
     """
 
     drafter: str = ""
@@ -28,7 +29,11 @@ class SpeculationStats(msgspec.Struct, frozen=True, omit_defaults=True):
     def plus(
         self, num_drafted: int = 0, num_accepted: int = 0, num_cancelled: int = 0, *, is_forced: bool = False
     ) -> SpeculationStats:
-        """Return these counts with others added."""
+        """Return these counts with the given ones added.
+
+        Args:
+            is_forced: a grammar forced the given drafts, which are counted as such, too.
+        """
         return msgspec.structs.replace(
             self,
             num_drafted=self.num_drafted + num_drafted,
@@ -39,14 +44,17 @@ class SpeculationStats(msgspec.Struct, frozen=True, omit_defaults=True):
         )
 
     def by_drafter(self) -> dict[str, tuple[int, int]]:
-        """Return the drafts sent and the drafts that were right, by drafter."""
+        """Return (drafts decided on, drafts that were right) by the drafter's name.
+
+        Drafts that a grammar forced stand under "grammar", if there are any.
+        """
         forced = self.num_forced_drafted, self.num_forced_accepted
         own = self.num_drafted - forced[0], self.num_accepted - forced[1]
         return {self.drafter: own} | ({"grammar": forced} if any(forced) else {})
 
 
 class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The scheduler's gauges of now, and totals since the start."""
+    """The scheduler's statistics: how many requests run and wait now, and totals since the start."""
 
     paused: bool = False  # an administrator has asked for it (`penstock.operations`)
     held_back: str = ""  # why no waiting request starts; empty: nothing stands in its way

@@ -36,7 +36,7 @@ def tokens_came(
 
 
 def scores_came(request: RequestState, scores: list[TokenLogprobs]) -> RequestUpdate:
-    """Return the update with scores of the next tokens of the prompt."""
+    """Return the update with the scores (log-probabilities) of the next tokens of a request's prompt."""
     return RequestUpdate(
         request_id=request.request_id,
         prompt_logprobs=scores,
@@ -49,7 +49,7 @@ def ended_without_tokens(request: RequestState, vector: bytes) -> RequestUpdate:
     """Return the last update of a request whose prompt is computed and that wanted no token.
 
     Args:
-        vector: the vector of a pooled request.
+        vector: the vector that the request wanted of its prompt, as float32 in bytes; b"" if it wanted none.
     """
     return RequestUpdate(
         request_id=request.request_id,
@@ -78,10 +78,10 @@ def quarantined(request: RequestState) -> ErrorInfo:
 
 
 def row_error(request: RequestState, step_id: int, unmet: str | None) -> ErrorInfo:
-    """Return the error of a row that has no token.
+    """Return the error of a request for which a step could sample no token.
 
     Args:
-        unmet: why no token was allowed although the logits were good; None if they were not.
+        unmet: why the request's constraints allowed no token; None: the logits were not finite.
     """
     if unmet is None:
         return numerical_error(request, step_id)
@@ -107,9 +107,9 @@ def _constraints(request: RequestState) -> list[str]:
 
 
 def grammar_error(request: RequestState, report: BuiltGrammar) -> ErrorInfo:
-    """Return the error of a request whose grammar was not built.
+    """Return the error of a request whose grammar the last stage could not build.
 
-    If the grammar itself is not at fault, the same request may succeed a moment later.
+    If the report does not blame the grammar itself, the same request may succeed a moment later.
     """
     message = f"the last stage could not build the grammar of request {request.request_id}: {report.why}."
     if report.may_be_good:

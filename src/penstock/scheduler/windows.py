@@ -4,9 +4,11 @@
     widened               row 3: position 70, token and 3 drafts   sampled four times, yields 1 to 4 tokens
     guessed window        row 3: position 74, 4 drafts             as if the window before were all right
 
-The decodes of a plan are placed first. Then drafts are added to what is there: they take only free blocks
-that no other row needs, and no row leaves the plan for them. A request whose sample is on its way decodes one
-token as ever, for its newest token is not known here. So a request that has a draft worth sending waits for
+The decodes of a plan are placed first. Then drafts (guessed tokens) are added to them. Drafts take only free
+blocks that no other row needs, and no row leaves the plan for them. A request whose sample is on its way
+decodes
+one token as ever, for its newest token is not known here. So a request that has a draft worth sending waits
+for
 its result (`RequestState.awaits_result`), though the pipe may have room before. While prompts are computed,
 steps are bound by computing, and no request drafts.
 
@@ -58,7 +60,9 @@ _FREE_TOKENS = 8  # of a step whose cost is not known: so many cost little more 
 
 
 class NoWindows:
-    """The interface of windows, and the implementation where no drafter is in use.
+    """Adds no drafts (guessed tokens) to plans; also the interface of `DraftWindows`, which does.
+
+    A window is a row with drafts, which one step verifies together.
 
     Attributes:
         is_streaming: windows of some request follow each other through the pipe.
@@ -67,83 +71,90 @@ class NoWindows:
     is_streaming = False
 
     def widen(self, plan: PlanBuilder, *, num_running: int, is_alone: bool) -> None:
-        """Add drafts to the decodes of a plan, which has nothing else.
+        """Do nothing; `DraftWindows` adds drafts (guessed tokens) to a plan that has decodes alone.
 
         Args:
-            num_running: requests that have a row, in this plan or in others.
-            is_alone: no other plan is in the pipe with it, so that its time is that of all stages.
+            num_running: requests that have a row (slot), in this plan or in others.
+            is_alone: no other plan is in the pipe, so that its time is that of all stages added up.
         """
 
     def go_ahead(self, plan: PlanBuilder, running: Sequence[RequestState], *, is_full: bool) -> None:
-        """Put a window into an empty plan that guesses what a window in flight will yield.
+        """Do nothing; `DraftWindows` puts a window behind one in flight, on a guess, into an empty plan.
 
         Args:
             is_full: as many plans are in flight as fill the pipe; the window would wait at the first stage.
         """
 
     def wanted_guesses(self, plan: PlanBuilder, num_running: int) -> dict[int, int]:
-        """Return what the last stage is to guess of the rows of a plan, as `ScheduledBatch.mtp`.
+        """Return how many tokens the last stage is to guess, by row index in the plan: for no row, here.
+
+        The plan carries the answer as `ScheduledBatch.mtp`.
 
         Args:
-            num_running: requests that have a row.
+            num_running: requests that have a row (slot).
         """
         return {}
 
     def hear(self, request: RequestState, accepted: Sequence[int], guessed: Sequence[int]) -> None:
-        """Pass on what the last stage guesses to follow tokens that the request has not got yet."""
+        """Do nothing; `DraftWindows` passes the last stage's guesses on to the drafter.
+
+        Args:
+            accepted: tokens that the request gets next.
+            guessed: tokens guessed to follow them.
+        """
 
     def follow(
         self, request: RequestState, token_ids: Sequence[int], size: int, step_id: int
     ) -> tuple[int, int]:
-        """Compare the tokens that a window has yielded with what was guessed; the request gets them next.
+        """Return how many drafts a step has decided on, and how many of these were right.
+
+        Call it before the request gets the tokens. `DraftWindows` also voids windows behind a wrong guess.
 
         Args:
-            size: tokens of the window.
-
-        Returns:
-            The number of drafts that were decided on, and how many of these were right.
+            token_ids: tokens that the step has yielded for the request.
+            size: tokens of its window, the first of which is not a draft.
         """
         return size - 1, len(token_ids) - 1
 
     def settle(self, request: RequestState, num_drafted: int, num_accepted: int) -> None:
-        """Count the drafts that were sampled and those that became tokens, and plan the next guesses."""
+        """Do nothing; `DraftWindows` counts drafts tried and accepted, and gets the next ones."""
 
     def take_rewound(self) -> list[tuple[RequestState, RewoundRow]]:
-        """Return the requests and rows that the next plan rewinds."""
+        """Return the requests that go on behind a wrong guess, with what the next plan tells ranks: none."""
         return []
 
     def refresh(self) -> None:
-        """Take new guesses of drafters, and release requests that have waited long enough for them."""
+        """Do nothing; `DraftWindows` takes new guesses, and releases requests that waited long enough."""
 
     def next_due(self) -> float:
-        """Return the clock time at which `refresh` has work without news of a drafter; infinite: never."""
+        """Return the clock time at which `refresh` has work without news of a drafter: infinite, never."""
         return math.inf
 
     def wait_sources(self) -> Sequence[int]:
-        """Return descriptors that become readable when a drafter has news."""
+        """Return file descriptors that become readable when a drafter has news: none here."""
         return ()
 
     def forget(self, request: RequestState) -> None:
-        """Forget a request that has ended."""
+        """Do nothing; `DraftWindows` forgets a request that has ended."""
 
     def close(self) -> None:
-        """Close the drafter, since the engine ends."""
+        """Do nothing; `DraftWindows` closes its drafter."""
 
     def stats(self) -> SpeculationStats:
         return SpeculationStats()
 
 
 class DraftWindows(NoWindows):
-    """The windows that a drafter fills for each request.
+    """Adds the guesses of a drafter (drafts) to plans, as far as verifying them is worth the time.
 
     Args:
         most: most drafts of a row in one step.
         max_tokens: most tokens of a plan.
         depth: how many plans fill the pipe.
-        with_grammars: requests with a grammar draft too.
+        with_grammars: requests with a grammar (structured output) get drafts too.
         guides: know what grammars force and forbid.
         is_exact: as `SpeculationStats` has it.
-        costs: of the stages; None: they are not known, and do not become known.
+        costs: the stages' costs; None: they are not known, and times of plans are measured in place of them.
         clock: monotonic seconds.
     """
 
