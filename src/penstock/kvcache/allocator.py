@@ -1,11 +1,13 @@
 """Assigns KV blocks to requests, in a block table for each.
 
 The scheduler asks for enough blocks to hold a number of tokens; the answer is the ids to append to the
-request's block table on every rank. Owners are the scheduler's arrival numbers, which are never used again,
-unlike request ids and rows. Blocks given back may be named by the very next plan: ranks run plans in order.
+request's
+block table on every rank. Owners are the scheduler's arrival numbers, which are never used again, unlike
+request
+ids and rows. Blocks given back may be given out by the very next plan: ranks run plans in order.
 
 A table may begin with blocks that others hold too, or have held (`attach`): they are whole, and never written
-again. Its own blocks are found by others once they are named (`name`).
+again. Others find its own blocks once these have names (`name`), which are hashes of their content.
 """
 
 from __future__ import annotations
@@ -17,7 +19,9 @@ from penstock.kvcache.block_pool import BlockPool
 
 
 class BlockAllocator:
-    """The block tables of all requests, over one pool.
+    """The block tables of all requests: the KV blocks that each holds, in order, out of one pool.
+
+    A request is an `owner`, by its arrival number.
 
     Args:
         pool: the pool that all owners share.
@@ -41,54 +45,70 @@ class BlockAllocator:
 
     @property
     def capacity_tokens(self) -> int:
-        """The number of tokens that the whole pool holds."""
+        """The number of tokens whose keys and values the whole pool of KV blocks holds."""
         return self.pool.num_blocks * self.block_size
 
     def blocks_for(self, num_tokens: int) -> int:
-        """Return the number of blocks that hold `num_tokens` tokens."""
+        """Return the number of KV blocks that `num_tokens` tokens need, the last perhaps partly filled."""
         return -(-num_tokens // self.block_size)
 
     def find(self, hashes: Sequence[bytes]) -> list[int]:
-        """Return the cached blocks of the longest prefix of a chain of hashes (`kvcache.block_hash`)."""
+        """Return the ids of the cached blocks with these hashes, up to the first that is not cached.
+
+        Args:
+            hashes: names of a request's blocks, from its first on (`kvcache.block_hash`).
+        """
         return self.pool.cache.find(hashes)
 
     def has_room(self, num_tokens: int, matched_blocks: Sequence[int], num_spare: int) -> bool:
-        """Return whether a new owner could hold `num_tokens` tokens and leave `num_spare` blocks.
+        """Return whether the pool has the blocks for a new owner with `num_tokens` tokens, and some to spare.
 
-        The first of the tokens are in `matched_blocks`.
+        Args:
+            matched_blocks: ids of cached blocks, which hold the first of the tokens and need no new ones.
+            num_spare: blocks that must stay free besides.
         """
         missing = self.blocks_for(num_tokens) - len(matched_blocks)
         return missing + num_spare <= self.pool.num_free - self.pool.num_idle_of(matched_blocks)
 
     def attach(self, owner: int, matched_blocks: Sequence[int], priority: int = 0) -> None:
-        """Start the table of an owner that has none, with blocks just found in the cache."""
+        """Begin the block table of an owner that has none with blocks just found in the cache.
+
+        Args:
+            matched_blocks: ids of these blocks; if there are none, nothing is done.
+            priority: what they are worth to the cache at least, now that this owner uses them.
+        """
         assert owner not in self._tables
         if matched_blocks:
             self.pool.share(matched_blocks, priority)
             self._tables[owner] = list(matched_blocks)
 
     def attach_reserved(self, owner: int, blocks: Sequence[int]) -> None:
-        """Append reserved blocks, which are still being loaded, to the owner's table."""
+        """Append reserved blocks, which are still being loaded from the store, to the owner's table."""
         for block in blocks:
             self.pool.pin(block)
         self._tables.setdefault(owner, []).extend(blocks)
 
     def name(self, owner: int, first: int, hashes: Sequence[bytes], priority: int = 0) -> None:
-        """Name the owner's blocks from its `first` on, which are being filled with what the hashes name."""
+        """Give the owner's blocks, from index `first` of its table on, their names, so that others find them.
+
+        Args:
+            hashes: the names: hashes of what the blocks are being filled with, one for each block.
+            priority: what the blocks are worth to the cache.
+        """
         table = self._tables[owner]
         for depth, content in enumerate(hashes, first):
             self.pool.name(table[depth], depth, content, priority)
 
     def forget(self, hashes: Sequence[bytes]) -> None:
-        """Remove these names, so that no request finds their blocks; requests that hold them keep them."""
+        """Remove these names (hashes), so that no request finds their blocks; those in use stay in use."""
         self.pool.forget(hashes)
 
     def forget_all(self) -> None:
-        """Remove all names, so that no request finds a block; requests keep the blocks they hold."""
+        """Remove all names of blocks, so that no request finds one; requests keep the blocks they hold."""
         self.pool.forget_all()
 
     def pin(self, blocks: Sequence[int]) -> None:
-        """Hold these blocks, so that they are not given out until they are unpinned."""
+        """Hold these blocks, so that they are not given out until `unpin` is called for each as often."""
         for block in blocks:
             self.pool.pin(block)
             self._pinned[block] += 1
@@ -98,27 +118,39 @@ class BlockAllocator:
         self.pool.give_back(list(blocks))
 
     def reserve(self, count: int) -> list[int]:
-        """Return `count` free blocks, pinned; the caller has checked that there are so many."""
+        """Take `count` blocks from the pool, pinned, and return their ids.
+
+        The caller has checked that there are so many. `release_reserved` ends it.
+        """
         blocks = self.pool.take(count)
         assert blocks is not None
         self._pinned.update(blocks)
         return blocks
 
     def release_reserved(self, blocks: Sequence[int], first: int, hashes: Sequence[bytes]) -> None:
-        """Name as many blocks of a chain, from its `first` on, as there are hashes; unpin all blocks."""
+        """Release reserved blocks, after the first of them, one for each hash, have got these names.
+
+        Named blocks become findable; others are free if no owner holds them.
+
+        Args:
+            blocks: ids of the reserved blocks, which follow each other in a prompt.
+            first: the place of the first of them in the chain of the prompt's blocks.
+            hashes: names of the leading blocks, which were loaded.
+        """
         # Named while they are still pinned: a block without a name would go back to the free list.
         for depth, (block, content) in enumerate(zip(blocks, hashes, strict=False), first):
             self.pool.name(block, depth, content)
         self.unpin(blocks)
 
     def grow(self, owner: int, num_tokens: int, num_spare: int = 0) -> list[int] | None:
-        """Make the owner's table hold `num_tokens` tokens.
+        """Make the owner's block table long enough for `num_tokens` tokens.
 
         Args:
             num_spare: blocks that must be free afterwards, if any are added.
 
         Returns:
-            The blocks added (often none), or None, with nothing changed, when the pool has too few.
+            The ids of the blocks added (often none), or None, with nothing changed, when the pool has too
+            few.
         """
         table = self._tables.get(owner)
         held = len(table) if table else 0
@@ -131,15 +163,15 @@ class BlockAllocator:
         return added
 
     def free(self, owner: int) -> None:
-        """Give back all blocks of the owner, which must hold some."""
+        """Give back all blocks of the owner (a request's arrival number), which must hold some."""
         self.pool.give_back(self._tables.pop(owner))
 
     def table(self, owner: int) -> list[int]:
-        """Return a copy of the owner's blocks in position order; empty if it holds none."""
+        """Return a copy of the owner's block table: ids in position order; empty if it holds none."""
         return list(self._tables.get(owner, ()))
 
     def tail(self, owner: int, first: int) -> list[int]:
-        """Return the owner's blocks from its `first` on."""
+        """Return the ids of the owner's blocks from index `first` of its table on; it must have a table."""
         return self._tables[owner][first:]
 
     def owners(self) -> set[int]:

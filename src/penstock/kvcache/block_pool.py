@@ -16,7 +16,9 @@ from penstock.kvcache.prefix_cache import NoPrefixCache, PrefixCache
 class BlockPool:
     """The block ids `0 .. num_blocks - 1`, each free, held, or cached and idle.
 
-    Idle blocks are taken when none is free. The block freed last is taken first: it is warm.
+    A block is held while it has references, from requests or copies. It is idle if it has none but its
+    content may be found again. Idle blocks are taken when none is free. The block freed last is taken first:
+    it is warm.
 
     Args:
         cache: knows what blocks hold; without one no block is kept that has no holder.
@@ -31,11 +33,14 @@ class BlockPool:
 
     @property
     def num_free(self) -> int:
-        """The number of blocks that `take` could give."""
+        """The number of blocks that `take` could give out: free ones, and cached ones that nothing holds."""
         return len(self._free) + self.cache.num_idle
 
     def take(self, count: int) -> list[int] | None:
-        """Return `count` ids, or None, with nothing changed, when there are fewer."""
+        """Give out `count` blocks, and return their ids; None, with nothing changed, when there are fewer.
+
+        Cached blocks that nothing holds are evicted if too few are free.
+        """
         if count > self.num_free:
             return None
         taken = [self._free.pop() if self._free else self._evict() for _ in range(count)]
@@ -44,24 +49,39 @@ class BlockPool:
         return taken
 
     def share(self, blocks: Iterable[int], priority: int = 0) -> None:
-        """Add a reference to each of these cached blocks, which counts as a use."""
+        """Add a reference to each of these cached blocks, and count it as a use for the eviction order.
+
+        Args:
+            priority: what the blocks are worth to the cache at least.
+        """
         for block in blocks:
             self.cache.use(block, priority)
             self._holders[block] += 1
 
     def pin(self, block: int) -> None:
-        """Add a reference to `block`, cached or not."""
+        """Add a reference to `block`, cached or not, so that it is not given out or evicted."""
         self.cache.hold(block)
         self._holders[block] += 1
 
     def name(self, block: int, depth: int, content: bytes, priority: int = 0) -> None:
-        """Name a held block, which is being filled with the content of that name (`PrefixCache.name`)."""
+        """Give a held block the name (hash) of what it is being filled with, so that requests find it.
+
+        If an idle block had the name, that one becomes free. If a held block has it, nothing changes.
+
+        Args:
+            depth: the block's place in the chain of its prompt's blocks.
+            content: the name.
+            priority: what the block is worth to the cache.
+        """
         freed = self.cache.name(block, depth, content, priority)
         if freed is not None:
             self._free.append(freed)
 
     def give_back(self, blocks: list[int]) -> None:
-        """Drop a reference to each block of a chain; cached blocks stay findable."""
+        """Drop a reference to each block of a chain of blocks; cached blocks stay findable.
+
+        A block whose last reference goes is free, or, if it is cached, idle.
+        """
         cache = self.cache
         cache.tick()
         for block in reversed(blocks):
@@ -74,21 +94,25 @@ class BlockPool:
                     self._free.append(block)
 
     def forget(self, hashes: Iterable[bytes]) -> None:
-        """Remove these names, so that no request finds their blocks."""
+        """Remove these names (hashes), so that no request finds their blocks; idle ones become free."""
         self._free += self.cache.forget(hashes)
 
     def forget_all(self) -> None:
         self._free += self.cache.forget(self.cache.names())
 
     def num_idle_of(self, blocks: Iterable[int]) -> int:
-        """Return how many of these blocks are cached and have no holder."""
+        """Return how many of these blocks are cached and held by nothing."""
         return sum(map(self.cache.is_idle, blocks))
 
     def _evict(self) -> int:
         return self.cache.evict()
 
     def check_holders(self, owners: Mapping[int, int]) -> None:
-        """Assert all invariants, and that each block is held as often as it stands in tables."""
+        """Assert all invariants, and that each block has as many references as `owners` says.
+
+        Args:
+            owners: the expected number of references by block id; blocks that are not in it have none.
+        """
         self.check_invariants()
         for block, count in enumerate(self._holders):
             num_owners = owners.get(block, 0)

@@ -16,7 +16,9 @@ from penstock.kvcache.stored_names import Emptying
 
 
 class CacheFlush:
-    """A flush that begins when it is made.
+    """A flush of the KV cache, which begins when it is made and is done some time later.
+
+    It is done when all copies of blocks that were under way have ended and, if asked for, the store is empty.
 
     Args:
         tier: the storage tier behind the pool.
@@ -46,5 +48,5 @@ class CacheFlush:
 
     @property
     def error(self) -> ErrorInfo | None:
-        """The reason why blocks may be left in the store, once the flush is done."""
+        """The reason why blocks may be left in the store, once the flush is done; None if there is none."""
         return None if self._emptying is None else self._emptying.error

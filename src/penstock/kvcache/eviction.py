@@ -4,11 +4,12 @@
     lfu        the one that was found least often; of those the one that was let go longest ago
     priority   the one whose users mattered least; of those the one that was let go longest ago
 
-Time is a count of events, never a clock. Blocks of one request are let go at one time; then the deeper one
-goes first, since nothing behind a missing block can be found, and of equally deep ones the one with the lower
-hash (row H10). A block is found whenever one behind it is: so it is never worth less than those.
+Time is a count of events, never a clock. Blocks of one request are let go at one time. Then the deeper one
+goes
+first, since nothing behind a missing block can be found, and of equally deep ones the one with the lower hash
+(row H10). A block is found whenever one behind it is found, so it is never worth less than those behind it.
 
-What open sessions keep (`kvcache.sessions`) goes last of all, by the same policy.
+Blocks that open sessions keep (`kvcache.sessions`) go last of all, by the same policy.
 """
 
 from __future__ import annotations
@@ -22,13 +23,14 @@ from penstock.config.engine import EvictionPolicy
 
 
 class Worth(NamedTuple):
-    """The properties of a block that an eviction policy may use.
+    """The properties of a cached block that an eviction policy may use.
 
     Attributes:
         uses: how often it was found.
         priority: the highest of the requests that have held it.
-        freed_at: event at which it was let go.
-        depth: its place in its chain.
+        freed_at: number of the event at which its last holder let it go.
+        depth: its place in the chain of its prompt's blocks.
+        hash: its name.
     """
 
     uses: int
@@ -39,22 +41,25 @@ class Worth(NamedTuple):
 
 
 class EvictionOrder(Protocol):
-    """An order of the cached blocks that have no holder."""
+    """The cached blocks that no request holds, in the order in which they are to be evicted."""
 
     def add(self, block: int, worth: Worth) -> None:
-        """Add a block, worth no less than any that was added at an earlier event."""
+        """Add a block that its last holder has just let go.
+
+        Its `worth.freed_at` is no less than that of any block added before.
+        """
 
     def restore(self, block: int, worth: Worth) -> None:
-        """Add a block that was let go before others that are here."""
+        """Put a block back that was let go earlier, at the place that its worth gives it."""
 
     def discard(self, block: int) -> None:
-        """Remove a block that is held again, or holds nothing any more."""
+        """Remove a block that is in the order, because it is held again or has lost its name."""
 
     def pop(self, worth_of: Callable[[int], Worth]) -> int:
-        """Remove and return the block to evict now.
+        """Remove and return the block to evict now; there must be one.
 
         Args:
-            worth_of: returns what a block that is here was worth when it came.
+            worth_of: returns the worth with which a block of the order came.
         """
 
     def __contains__(self, block: int) -> bool: ...
@@ -66,7 +71,7 @@ class HeapOrder:
     """An eviction order as a heap; entries of blocks that have left stay until they come up.
 
     Args:
-        policy: decides what counts before the time at which a block was let go.
+        policy: decides which property of a block counts before the time at which it was let go.
     """
 
     def __init__(self, policy: EvictionPolicy) -> None:
@@ -93,7 +98,7 @@ class HeapOrder:
         return block
 
     def gives_before(self, worth: Worth) -> bool:
-        """Return whether one of its blocks is to be evicted before another of that worth."""
+        """Return whether the heap would evict one of its blocks before a block of this worth elsewhere."""
         self._drop_stale()
         return bool(self._heap) and self._heap[0][:-1] < self._place(worth)
 
@@ -113,10 +118,10 @@ class HeapOrder:
 
 
 class LruOrder:
-    """An eviction order by time, for which a queue suffices, since blocks come in order of their worth.
+    """An eviction order by the time at which blocks were let go, for which a queue suffices.
 
-    Only restored blocks do not. No two are equal: those of one event are let go as a chain, the deepest first
-    (`BlockPool.give_back`).
+    Blocks are added in the order of these times; restored ones are not, and lie in a heap beside. No two are
+    equal: blocks of one event are let go as a chain, the deepest first (`BlockPool.give_back`).
     """
 
     def __init__(self) -> None:
@@ -150,10 +155,10 @@ class LruOrder:
 
 
 class KeptLast:
-    """An eviction order that gives up kept blocks only when there are no others.
+    """An eviction order that gives up blocks that sessions keep only when there are no others.
 
     Args:
-        policy: of both kinds of blocks.
+        policy: decides the order among the kept blocks, and among the others.
     """
 
     def __init__(self, policy: EvictionPolicy) -> None:
@@ -161,11 +166,11 @@ class KeptLast:
         self._names: set[bytes] = set()
 
     def keep(self, name: bytes) -> None:
-        """Keep blocks of this name that are added from now on."""
+        """Treat blocks of this name (hash) that are added from now on as kept, to be evicted last."""
         self._names.add(name)
 
     def release(self, name: bytes) -> None:
-        """Treat blocks of this name that are added from now on as ordinary ones."""
+        """Treat blocks of this name (hash) that are added from now on as ordinary ones."""
         self._names.discard(name)
 
     def add(self, block: int, worth: Worth) -> None:

@@ -3,9 +3,11 @@
     store or load ordered ──▶ in memory on every rank ──memory is full, or a copy failed──▶ given up by all
 
 Every rank has room for an equal number of blocks, however many bytes its own part of a block takes
-(`engine.supervisor.host_blocks`). So the core alone chooses what memory gives up: what was used longest ago.
-A plan tells all ranks, which forget those blocks before they carry out the orders of that plan. Without a
-store behind memory, such a block is struck from the catalogue at once: no request waits for half of a block.
+(`engine.supervisor.host_blocks`). So the core alone chooses which block memory gives up: the one used longest
+ago. A plan tells all ranks, which forget given-up blocks before they carry out the orders of that plan.
+Without
+a store behind memory, such a block is struck from the catalogue at once: no request waits for half of a
+block.
 
 A block counts from the order to copy it on, so that memory is never fuller than it seems. Called by
 `kvcache.storage_tier` and its parts; knows no bytes.
@@ -23,7 +25,7 @@ MOST_UNHEARD = 4096  # given-up names that the plans in flight may bear; they ar
 
 
 class HostNames:
-    """The names of the blocks in host memory, in front of a store.
+    """The names (content hashes) of the KV blocks that all ranks keep in host memory, in front of a store.
 
     Args:
         max_blocks: blocks that each rank has room for, at least one.
@@ -45,11 +47,15 @@ class HostNames:
 
     @property
     def names(self) -> frozenset[bytes]:
-        """The names of all blocks in host memory."""
+        """The names (content hashes) of all KV blocks in host memory, or on their way there."""
         return frozenset(self._names)
 
     def make_room(self, name: bytes) -> bool:
-        """Begin to store a block; return False, and do nothing, while orders hold all of the memory."""
+        """Make room for a block that is to be stored, and count its copy as begun.
+
+        If memory is full, the block used longest ago is given up. If all blocks are being copied, nothing
+        changes, and False is returned.
+        """
         if name not in self._names and len(self._names) >= self._max_blocks:
             oldest = self._oldest_idle()
             if oldest is None:
@@ -59,14 +65,20 @@ class HostNames:
         return True
 
     def begin_copy(self, name: bytes) -> None:
-        """Count an order to copy this block; the block used longest ago makes room for it."""
+        """Count an order to ranks to copy this block as begun; the block is in host memory from now on.
+
+        If memory is too full, the blocks used longest ago that are not being copied are given up.
+        """
         self._names[name] = None
         self._names.move_to_end(name)
         self._copying[name] += 1
         self._shrink()
 
     def end_store(self, name: bytes, status: OrderStatus) -> None:
-        """Settle an order to store this block; if it failed, other ranks may have a part, so drop it."""
+        """Count an order to store this block as ended.
+
+        Unless its status is "done", the block is given up: only some ranks may have their parts.
+        """
         if status == "done":
             self._doomed.discard(name)
         else:
@@ -74,7 +86,10 @@ class HostNames:
         self._end_copy(name)
 
     def end_load(self, name: bytes, status: OrderStatus) -> None:
-        """Settle an order to load this block; if it failed, a part is missing, so drop the block."""
+        """Count an order to load this block as ended.
+
+        If its status is "failed", the block is given up: a part of it is missing.
+        """
         if status == "failed":
             self._doomed.add(name)
         self._end_copy(name)
@@ -88,13 +103,16 @@ class HostNames:
         self._shrink()
 
     def use(self, names: Sequence[bytes]) -> None:
-        """Mark a chain of blocks as used; the first counts as used last, for without it none is found."""
+        """Mark a chain of blocks as used now, the first as the newest, since without it none can be found."""
         for name in reversed(names):
             if name in self._names:
                 self._names.move_to_end(name)
 
     def drop(self, names: Iterable[bytes]) -> None:
-        """Give these blocks up, now or when no open order copies them, unless one stores them anew."""
+        """Give up the blocks of these names that are in memory.
+
+        A block that is being copied is given up when the copy ends, unless that stores it anew.
+        """
         for name in names:
             if name in self._copying:
                 self._doomed.add(name)
@@ -102,21 +120,27 @@ class HostNames:
                 self._give_up(name)
 
     def drop_all(self) -> None:
-        """Give up everything."""
+        """Give up all blocks, as `drop` does."""
         self.drop(list(self._names))
 
     def count_there(self, names: Sequence[bytes]) -> int:
-        """Return how many of the first of these names, which the catalogue has, can be loaded."""
+        """Return how many leading `names` of those that the catalogue lists can be loaded.
+
+        These are all, since a store is behind memory.
+        """
         return len(names)
 
     def take_given_up(self) -> list[bytes]:
-        """Return the names that ranks are to forget, for the plan that is issued now."""
+        """Remove and return the names that ranks are to forget; the plan being issued carries them."""
         names, self._given_up = self._given_up, []
         self._told.extend(names)
         return names
 
     def lose_all(self) -> None:
-        """Forget open orders, which will not be answered, and announce the last given-up names again."""
+        """Forget open orders, since the ranks are lost, and announce the last given-up names again.
+
+        Plans in flight that carried these names may not have arrived.
+        """
         self._copying.clear()
         self.drop(self._doomed & self._names.keys())
         self._given_up = [*dict.fromkeys([*self._told, *self._given_up])]
@@ -137,9 +161,10 @@ class HostNames:
 
 
 class OnlyHostNames(HostNames):
-    """The names of the blocks in host memory without a store behind it: a given-up block is gone.
+    """The names of the KV blocks in host memory without a store behind: a block given up is gone.
 
     Args:
+        max_blocks: blocks that each rank has room for, at least one.
         stored: told of each block that is gone.
     """
 
@@ -148,7 +173,7 @@ class OnlyHostNames(HostNames):
         self._stored = stored
 
     def count_there(self, names: Sequence[bytes]) -> int:
-        """Return how many of the first names are still there; the catalogue's answer may be old."""
+        """Return how many leading `names` are in memory still; the catalogue that listed them may be late."""
         return next((index for index, name in enumerate(names) if name not in self), len(names))
 
     def _give_up(self, name: bytes) -> None:
@@ -157,7 +182,7 @@ class OnlyHostNames(HostNames):
 
 
 class NoHostNames:
-    """A host memory that keeps no blocks."""
+    """A stand-in for ranks that keep no blocks in host memory: it records nothing."""
 
     names: frozenset[bytes] = frozenset()
 
@@ -165,22 +190,22 @@ class NoHostNames:
         return True
 
     def begin_copy(self, name: bytes) -> None:
-        """Do nothing."""
+        """Do nothing: no block is kept in host memory."""
 
     def end_store(self, name: bytes, status: OrderStatus) -> None:
-        """Do nothing."""
+        """Do nothing: no block is kept in host memory."""
 
     def end_load(self, name: bytes, status: OrderStatus) -> None:
-        """Do nothing."""
+        """Do nothing: no block is kept in host memory."""
 
     def use(self, names: Sequence[bytes]) -> None:
-        """Do nothing."""
+        """Do nothing: no block is kept in host memory."""
 
     def drop(self, names: Iterable[bytes]) -> None:
-        """Do nothing."""
+        """Do nothing: no block is kept in host memory."""
 
     def drop_all(self) -> None:
-        """Do nothing."""
+        """Do nothing: no block is kept in host memory."""
 
     def count_there(self, names: Sequence[bytes]) -> int:
         return len(names)
@@ -189,7 +214,7 @@ class NoHostNames:
         return []
 
     def lose_all(self) -> None:
-        """Do nothing."""
+        """Do nothing: no block is kept in host memory."""
 
 
 AnyHostNames = HostNames | NoHostNames

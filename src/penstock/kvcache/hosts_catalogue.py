@@ -4,8 +4,8 @@
     enter, strike, empty ──▶ own store and all others
 
 The core reads the store of its own host. Where one store serves all hosts there is no other one. Where each
-host has a store to itself (on its disk), one rank of it answers for the layers of all its ranks there, so
-that a block counts which every host can load. Questions go over the channels of plans and are never waited
+host has a store to itself (on its disk), one rank of it answers for the layers of all ranks there. So a block
+counts as stored if every host can load its part. Questions go over the channels of plans and are never waited
 for. With an epoch they are lost, and asked again in the next one (`kvcache.prefetching`).
 
 Implements `kvcache.stored_names.Catalogue`.
@@ -30,7 +30,10 @@ _NOT_EMPTIED = StageLostError(
 
 
 class HostsEmptying:
-    """The emptying of the stores of all hosts; implements `kvcache.stored_names.Emptying`."""
+    """The deletion of a model's blocks in the stores of all hosts, while it is under way.
+
+    Implements `kvcache.stored_names.Emptying`.
+    """
 
     def __init__(self, own: Emptying, num_others: int) -> None:
         self._own, self._num_awaited = own, num_others
@@ -45,7 +48,7 @@ class HostsEmptying:
         return self._own.error or self._error
 
     def note(self, error: ErrorInfo | None) -> None:
-        """Record that another store is empty, or cannot be emptied."""
+        """Record that one more host's store has been emptied, or, with an error, that it cannot be."""
         self._num_awaited -= 1
         self._error = self._error or error
 
@@ -64,7 +67,7 @@ class _Question:
 
 
 class HostsCatalogue:
-    """The catalogue of the blocks that the stores of all hosts have.
+    """The catalogue of the KV blocks that are in the stores of all hosts.
 
     Args:
         own: the catalogue of the core's store; closed with this one.
@@ -81,7 +84,11 @@ class HostsCatalogue:
         self._emptyings: dict[int, HostsEmptying] = {}
 
     def meet(self, sites: StoreSites, calls: StoreCalls) -> bool:
-        """See `Catalogue.meet`."""
+        """Use these stores from now on, over the ranks of a new epoch; return whether they may be others.
+
+        Unless one store serves all hosts, before and after, they may be. Then open questions are forgotten.
+        Implements `Catalogue.meet`.
+        """
         if sites == self._sites == ONE_STORE:
             return False
         # Before the sites are exchanged: it goes by the sites that were asked.
@@ -90,7 +97,10 @@ class HostsCatalogue:
         return True
 
     def lose_all(self) -> None:
-        """Forget what other hosts were asked, since they will not answer any more."""
+        """Forget the questions to other hosts, since the ranks that would answer are lost.
+
+        Emptying their stores has failed then.
+        """
         self._calls = NO_STORE_CALLS
         if self._sites.others:
             self._asked.clear()
@@ -101,12 +111,23 @@ class HostsCatalogue:
         self._emptyings.clear()
 
     def look_up(self, ticket: int, names: Sequence[bytes]) -> None:
-        """See `Catalogue.look_up`."""
+        """Ask how many of the first of these names are in the stores of all hosts; does not wait.
+
+        The own store is asked first, other hosts when it has answered. `answers` returns the result.
+        Implements `Catalogue.look_up`.
+
+        Args:
+            ticket: a number by which the answer is known.
+        """
         self._asked[ticket] = names
         self._own.look_up(ticket, names, self._sites.own)
 
     def answers(self) -> list[tuple[int, int]]:
-        """See `Catalogue.answers`."""
+        """Return (ticket, number of leading names stored) of the questions answered since the last call.
+
+        What the own store has answered is passed on to the other hosts as a question. Implements
+        `Catalogue.answers`.
+        """
         for ticket, count in self._own.answers():
             if (names := self._asked.pop(ticket, None)) is not None:
                 self._ask_others(ticket, names[:count])
@@ -119,23 +140,32 @@ class HostsCatalogue:
         return answered
 
     def enter(self, names: Sequence[bytes]) -> None:
-        """See `Catalogue.enter`."""
+        """Record in the catalogues of all hosts that all parts of these blocks are stored.
+
+        Implements `Catalogue.enter`.
+        """
         self._own.enter(names, self._sites.own)
         for site in self._sites.others:
             self._call(site, EntryCall(number=0, what="enter", names=list(names), share=site.share.encoded()))
 
     def strike(self, names: Sequence[bytes]) -> None:
-        """See `Catalogue.strike`."""
+        """Remove these names from the catalogues of all hosts, so that the blocks are not found any more.
+
+        Implements `Catalogue.strike`.
+        """
         self._own.strike(names)
         for site in self._sites.others:
             self._call(site, EntryCall(number=0, what="strike", names=list(names)))
 
     def use(self) -> StoreUse:
-        """Return how the core has used its own store; other hosts' ranks report for theirs."""
+        """Return how the core has used its own store since the start; ranks report how others are used."""
         return self._own.use()
 
     def empty(self) -> Emptying:
-        """See `CataloguedStore.empty`."""
+        """Begin to delete this model's blocks in the stores of all hosts; return the deletion under way.
+
+        Implements `CataloguedStore.empty`.
+        """
         emptying = HostsEmptying(self._own.empty(), len(self._sites.others))
         for site in self._sites.others:
             number = next(self._numbers)
@@ -145,7 +175,7 @@ class HostsCatalogue:
         return emptying
 
     def close(self) -> None:
-        """See `Catalogue.close`."""
+        """Close the catalogue of the core's store. No call may follow. Implements `Catalogue.close`."""
         self._own.close()
 
     def _ask_others(self, ticket: int, names: Sequence[bytes]) -> None:

@@ -29,11 +29,11 @@ ANSWER_S = 10.0  # for the catalogue's answer, where a request waits for all of 
 
 @dataclass(frozen=True, slots=True)
 class PrefetchPatience:
-    """The times that a request waits, in seconds since its blocks were asked for.
+    """The times that a request waits for blocks from the store, in seconds since it asked for them.
 
     Attributes:
-        answer_s: for the catalogue to say which of them are stored.
-        load_s: for those that are; an order that a rank cannot carry out fails by itself.
+        answer_s: until the catalogue must have said which of them are stored.
+        load_s: until the stored ones must be loaded; an order that a rank cannot carry out fails by itself.
     """
 
     answer_s: float
@@ -41,10 +41,11 @@ class PrefetchPatience:
 
 
 def prefetch_patience(policy: PrefetchPolicy, timeout_s: float) -> PrefetchPatience:
-    """Return how long requests wait by this policy.
+    """Return how long requests wait for blocks from the store, by this policy.
 
     Args:
-        timeout_s: seconds of the policy `timeout`.
+        policy: `timeout`; `best-effort`, not at all; or `wait-all`, until each block has come or failed.
+        timeout_s: seconds that a request waits with the policy `timeout`.
     """
     return {
         "timeout": PrefetchPatience(timeout_s, timeout_s),
@@ -55,14 +56,18 @@ def prefetch_patience(policy: PrefetchPolicy, timeout_s: float) -> PrefetchPatie
 
 @dataclass(slots=True)
 class Prefetch:
-    """The blocks that a waiting request is waiting for.
+    """The blocks that a waiting request wants from the store, and how far their load is.
 
     Attributes:
-        before: names of its blocks that are in the pool; `names` are of those behind.
-        open_orders: not answered yet.
-        good: of the blocks that were to be loaded, those that were.
-        held: blocks of `before`, pinned while others are loaded: without them those are not found.
-        ordered_at: when the orders to load were made.
+        before: names (hashes) of its leading blocks that are in the pool.
+        names: names of the blocks behind those, which are looked up in the store.
+        give_up_at: clock time until which the request waits.
+        blocks: ids of the pool's blocks that are reserved for the leading `names`.
+        open_orders: orders to load that are not answered, each with its index in `blocks`.
+        is_flushed: the cache was flushed: what comes is not made findable.
+        good: indices of the blocks that were loaded.
+        held: ids of the blocks of `before`, pinned while others are loaded: without them those are not found.
+        ordered_at: clock time at which the loads were ordered.
     """
 
     before: list[bytes]
@@ -76,11 +81,11 @@ class Prefetch:
     ordered_at: float = -math.inf
 
     def num_come(self) -> int:
-        """Return the number of leading blocks that were loaded, up to the first that failed or is open."""
+        """Return how many of the leading blocks were loaded, up to the first that has failed or is open."""
         return next((index for index in range(len(self.blocks)) if index not in self.good), len(self.blocks))
 
     def take_first(self, count: int) -> list[int]:
-        """Remove and return the first `count` blocks; their names move to `before`."""
+        """Remove and return the ids of the first `count` reserved blocks; their names move to `before`."""
         taken, self.blocks = self.blocks[:count], self.blocks[count:]
         self.before, self.names = [*self.before, *self.names[:count]], self.names[count:]
         self.good = {index - count for index in self.good if index >= count}
@@ -102,7 +107,14 @@ class _Manner:
 
 
 class LoadedBlocks(NamedTuple):
-    """The outcome of a load for one request: how many blocks have come, from its `first` on."""
+    """The outcome of a load from the store for one request.
+
+    Attributes:
+        arrival: the request's number.
+        first: the place of the first block that was to be loaded among the request's blocks.
+        num_wanted: blocks that were to be loaded.
+        num_come: leading blocks of these that were loaded.
+    """
 
     arrival: int
     first: int
@@ -111,14 +123,17 @@ class LoadedBlocks(NamedTuple):
 
 
 class Prefetching:
-    """Loads the prefixes of requests from the store.
+    """Loads the prefixes of waiting requests from the KV store: looks them up, and orders ranks to load them.
+
+    A name is the content hash of a block. Requests are known by their arrival numbers.
 
     Args:
-        allocator: the pool's blocks.
-        catalogue: says what is in the store.
-        stored: what this core knows of the store.
+        allocator: gives the blocks of the pool into which is loaded.
+        catalogue: asked which names the store has; answers come later.
+        stored: the names that this core knows to be stored; told of each answer.
         orders: takes the orders to the ranks.
-        memory: the host memory in which ranks keep what they load.
+        memory: the record of the blocks that ranks keep in host memory; what they load is kept there, too.
+        clock: monotonic seconds.
         patience: how long a request may wait for its blocks.
     """
 
@@ -143,15 +158,18 @@ class Prefetching:
 
     @property
     def all_open_orders(self) -> list[int]:
-        """The numbers of the orders that are not answered."""
+        """The numbers of all orders to load that the ranks have not answered."""
         return list(self._loads)
 
     def has_ordered(self, order: int) -> bool:
-        """Return whether `order` is an open order to load a block."""
+        """Return whether `order` is the number of an order to load that the ranks have not answered."""
         return order in self._loads
 
     def next_look(self) -> float:
-        """Return the clock time at which there may be something new though no rank has answered."""
+        """Return the clock time at which to look for news even if no rank has answered; infinite: none.
+
+        Then the catalogue may have answered, or a request has waited long enough.
+        """
         now = self._clock()
         prefetches = [prefetch for prefetch in self._prefetches.values() if not prefetch.is_flushed]
         waiting = [prefetch for prefetch in prefetches if now < prefetch.give_up_at]
@@ -160,7 +178,15 @@ class Prefetching:
         return min((prefetch.give_up_at for prefetch in waiting), default=math.inf)
 
     def fetch_blocks(self, arrival: int, names: Sequence[bytes], first: int) -> None:
-        """Look up a waiting request's blocks from its `first` on in the store, to load them."""
+        """Ask the catalogue which blocks of a waiting request are in the store, to load them later.
+
+        `take_answers` orders the loads. Nothing is done if the pool has all blocks.
+
+        Args:
+            arrival: the request's number.
+            names: names of all blocks with which the request could begin.
+            first: the index of the first of these that the pool lacks; those from it on are looked up.
+        """
         if len(names) > first:
             wanted, now = list(names[first:]), self._clock()
             give_up_at = now + self._patience.answer_s
@@ -168,7 +194,10 @@ class Prefetching:
             self._ask(arrival, wanted, now)
 
     def ask_again(self) -> None:
-        """Repeat all open questions to the catalogue, which will not answer the old ones."""
+        """Repeat all open questions to the catalogue, which will not answer the old ones.
+
+        The requests wait from now on for as long as at first.
+        """
         asked, self._tickets = self._tickets, {}
         now = self._clock()
         for arrival, _ in asked.values():
@@ -182,9 +211,9 @@ class Prefetching:
         self._catalogue.look_up(ticket, names)
 
     def must_wait(self, arrival: int) -> bool:
-        """Return whether blocks of this request are on their way, and are worth the wait.
+        """Return whether blocks of this request are on their way from the store, and are worth the wait.
 
-        If not, the blocks that have come are made findable, up to the first that is missing.
+        If the store is too slow, the leading blocks that have come are made findable.
         """
         prefetch = self._prefetches.get(arrival)
         if prefetch is None or prefetch.is_flushed:
@@ -196,10 +225,14 @@ class Prefetching:
         return not self._manner.is_slow
 
     def on_the_way(self, arrival: int) -> tuple[int, list[int]]:
-        """Return the index of the first block that is being loaded for a request, and these blocks.
+        """Return which blocks of a request are being loaded, if the request may start before they have come.
 
-        There are none where one has not come, where the store is not as quick as a step, or where the request
-        no longer waits: it would wait on, within its step.
+        It may not if one of them has failed, if the load, by the last one, takes longer than `EARLY_S`, or if
+        the request waits no longer: within its step it would wait on.
+
+        Returns:
+            The place of the first of them among the request's blocks, and their ids; none if it may not
+            start.
         """
         prefetch = self._prefetches.get(arrival)
         if prefetch is None or prefetch.is_flushed or not prefetch.blocks:
@@ -211,21 +244,24 @@ class Prefetching:
         return len(prefetch.before), prefetch.blocks if is_whole else []
 
     def open_orders(self, arrival: int) -> list[int]:
-        """Return the open orders to load blocks of this request."""
+        """Return the numbers of the orders to load blocks of this request that are not answered."""
         prefetch = self._prefetches.get(arrival)
         return [] if prefetch is None else list(prefetch.open_orders)
 
     def forget_request(self, arrival: int) -> None:
-        """Forget a request that starts or has gone; blocks under way become findable all the same."""
+        """Forget a request that starts or has ended, unless ranks load blocks of it.
+
+        Those blocks become findable all the same, and the request is forgotten when they have come.
+        """
         prefetch = self._prefetches.get(arrival)
         if prefetch is not None and not prefetch.open_orders:
             del self._prefetches[arrival]
 
     def take_answers(self, num_spare: int) -> None:
-        """Take the catalogue's answers and order the loads.
+        """Take the catalogue's answers; reserve blocks of the pool for what is stored, and order the loads.
 
         Args:
-            num_spare: blocks that must stay for others.
+            num_spare: free blocks that must be left for running requests.
         """
         for ticket, count in self._catalogue.answers():
             arrival, asked_at = self._tickets.pop(ticket, (-1, -math.inf))
@@ -261,7 +297,12 @@ class Prefetching:
         self._allocator.unpin(prefetch.held)
 
     def settle_order(self, order: int, status: OrderStatus) -> list[LoadedBlocks]:
-        """Settle an answered order; return the load's outcome once all its orders are settled."""
+        """Record the outcome of an order to load, which all ranks have answered.
+
+        Returns:
+            The outcome of the request's load, if this was its last open order; the blocks that have come are
+            findable then. Else an empty list.
+        """
         arrival = self._loads.pop(order)
         prefetch = self._prefetches[arrival]
         index = prefetch.open_orders.pop(order)
@@ -283,7 +324,7 @@ class Prefetching:
         return [LoadedBlocks(arrival, len(prefetch.before), wanted, come)]
 
     def lose_all(self) -> None:
-        """Forget all loads, since no order will be answered any more."""
+        """Forget all loads, since the ranks are lost; the blocks reserved for them are free again."""
         for prefetch in self._prefetches.values():
             # The ranks that were to fill these blocks are gone: nothing in them may be found.
             self._release(prefetch, 0)
@@ -292,7 +333,10 @@ class Prefetching:
         self._loads.clear()
 
     def flush_orders(self) -> None:
-        """Mark the prefetches with open load orders, so that no request finds the blocks that they fill."""
+        """Mark the loads that ranks carry out as flushed, so that no request finds the blocks that come.
+
+        Requests whose loads are not ordered yet are forgotten: they wait no longer.
+        """
         self._prefetches = {
             arrival: prefetch for arrival, prefetch in self._prefetches.items() if prefetch.open_orders
         }

@@ -1,8 +1,8 @@
 """Knows what blocks hold, and which of those without a holder to keep: one index for the whole pipe.
 
 A block id means the same slots on every stage, so what is found here is there on all of them, whatever their
-number (architecture, section 3). A block is named when the plan that fills it is issued: ranks run plans in
-order, so a later plan may read it at once.
+number (architecture, section 3). A block gets its name, a hash of its content, when the plan that fills it is
+issued: ranks run plans in order, so a later plan may read it at once.
 
     taken ──named──▶ cached, held ──let go by all──▶ idle ──evicted──▶ taken for something else
                           ▲                            │
@@ -10,7 +10,7 @@ order, so a later plan may read it at once.
 
 Two requests may compute the same block side by side; the first one's is named, the other's stays without a
 name. The last block of a prompt that is found whole is computed again, for the logits, and takes the name.
-Owned by `kvcache.block_pool`, which counts the holders. Pure: no clock, no chance.
+Owned by `kvcache.block_pool`, which counts the holders. Pure: no clock, no randomness.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _NO_HASH = b""
 
 
 class NoPrefixCache:
-    """A cache that keeps nothing, so that no block has a name."""
+    """A stand-in for a prefix cache where no block is kept: none has a name, and none is ever found."""
 
     is_on = False
     num_cached = 0
@@ -47,22 +47,22 @@ class NoPrefixCache:
         raise AssertionError(f"block {block} was found where nothing is kept")
 
     def hold(self, block: int) -> None:
-        """Do nothing."""
+        """Do nothing: no block is cached."""
 
     def num_uses(self, block: int) -> int:
         return 0
 
     def tick(self) -> None:
-        """Do nothing."""
+        """Do nothing: no block is cached."""
 
     def let_go(self, block: int) -> None:
         raise AssertionError(f"block {block} holds nothing to keep")
 
     def keep(self, content: bytes) -> None:
-        """Do nothing."""
+        """Do nothing: no block is cached."""
 
     def release(self, content: bytes) -> None:
-        """Do nothing."""
+        """Do nothing: no block is cached."""
 
     def evict(self) -> int:
         raise AssertionError("no block is idle")
@@ -77,11 +77,13 @@ class NoPrefixCache:
         return []
 
     def check_invariants(self) -> None:
-        """Do nothing."""
+        """Do nothing: no block is cached."""
 
 
 class PrefixCache:
-    """The contents of blocks, by name, and the order in which idle blocks are evicted.
+    """The contents of KV blocks, by name (hash), and the order in which idle blocks are evicted.
+
+    A block is idle if it has a name and no request or copy holds it.
 
     Args:
         num_blocks: blocks of the pool.
@@ -103,16 +105,20 @@ class PrefixCache:
 
     @property
     def num_cached(self) -> int:
-        """The number of blocks that have a name, held or idle."""
+        """The number of blocks that have a name, and so can be found, held or idle."""
         return len(self._blocks)
 
     @property
     def num_idle(self) -> int:
-        """The number of cached blocks that have no holder."""
+        """The number of cached blocks that no request or copy holds."""
         return len(self._order)
 
     def find(self, hashes: Sequence[bytes]) -> list[int]:
-        """Return the blocks of the longest cached prefix of a chain of hashes."""
+        """Return the ids of the cached blocks with these hashes, up to the first that is not cached.
+
+        Args:
+            hashes: names of a request's blocks, from its first on.
+        """
         matched_blocks, blocks = [], self._blocks
         for name in hashes:
             block = blocks.get(name)
@@ -128,12 +134,17 @@ class PrefixCache:
         return self._hashes[block] is not _NO_HASH
 
     def name(self, block: int, depth: int, content: bytes, priority: int = 0) -> int | None:
-        """Name a held block, which is being filled with the content of that name.
+        """Give a held block the name (hash) of what it is being filled with.
 
         If another held block has the name already, that one keeps it; an idle block gives it away.
 
+        Args:
+            depth: the block's place in the chain of its prompt's blocks.
+            content: the name.
+            priority: what the block is worth to an eviction policy that asks for it.
+
         Returns:
-            The idle block that has lost the name, and is free now.
+            The id of the idle block that has lost the name, and is free now; None if there was none.
         """
         assert self._hashes[block] is _NO_HASH, f"block {block} holds something else"
         other, uses = self._blocks.get(content), 0
@@ -150,43 +161,50 @@ class PrefixCache:
         return other
 
     def use(self, block: int, priority: int = 0) -> None:
-        """Take a found block out of the eviction order, and count the use."""
+        """Record that a request has found a block and holds it: an idle block leaves the eviction order.
+
+        Args:
+            priority: the request's; the block keeps the highest of all.
+        """
         self.hold(block)
         self._uses[block] += 1
         self._priorities[block] = max(self._priorities[block], priority)
 
     def hold(self, block: int) -> None:
-        """Take a block out of the eviction order, without counting a use."""
+        """Take a block that is held again out of the eviction order, without counting it as found."""
         if block in self._order:
             self._order.discard(block)
 
     def num_uses(self, block: int) -> int:
-        """Return how often the block's content was found."""
+        """Return how often requests have found the block's present content."""
         return self._uses[block]
 
     def tick(self) -> None:
-        """Begin another event: blocks let go from now on were let go later than all before."""
+        """Begin another event: blocks let go from now on were let go later than all before.
+
+        Events stand in place of a clock.
+        """
         self._now += 1
 
     def let_go(self, block: int) -> None:
-        """Put a cached block without a holder into the eviction order."""
+        """Put a cached block that has lost its last holder into the eviction order."""
         self._freed_at[block] = self._now
         self._order.add(block, self._worth(block))
 
     def keep(self, content: bytes) -> None:
-        """Evict the block of this name, whenever it is idle, only after all that are not kept."""
+        """Keep the block of this name (hash): when idle, it is evicted after all blocks that are not kept."""
         idle = self._taken_out(content)
         self._order.keep(content)
         self._put_back(idle)
 
     def release(self, content: bytes) -> None:
-        """Treat the block of this name as any other, at the place that it would have had."""
+        """Treat the block of this name (hash) as an ordinary one again, at its place in the order."""
         idle = self._taken_out(content)
         self._order.release(content)
         self._put_back(idle)
 
     def evict(self) -> int:
-        """Return the idle block to give up, which loses its name."""
+        """Choose the idle block to give up, take its name away, and return its id; there must be one."""
         # Out of the order before it loses its name, which is part of its worth.
         block = self._order.pop(self._worth)
         self._unname(block)
@@ -194,7 +212,7 @@ class PrefixCache:
         return block
 
     def forget(self, hashes: Iterable[bytes]) -> list[int]:
-        """Remove these names, and return the blocks that were idle and are free now."""
+        """Remove these names (hashes); return the ids of their blocks that were idle, which are free now."""
         freed = []
         for content in hashes:
             block = self._blocks.get(content)
@@ -211,7 +229,7 @@ class PrefixCache:
         return list(self._blocks)
 
     def idle_blocks(self) -> list[int]:
-        """Return the idle blocks, for checks."""
+        """Return the ids of the idle blocks (cached, held by nothing), for checks."""
         return [block for block in self._blocks.values() if block in self._order]
 
     def _worth(self, block: int) -> Worth:

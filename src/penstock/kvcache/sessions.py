@@ -4,8 +4,9 @@
                       ▲                                                      │         idle for too long
                       └──── its next turn finds them ────────────────────────┘
 
-Kept blocks are given up last (`kvcache.eviction`), and never make a request wait. What is kept are names
-(`kvcache.block_hash`), whether their blocks are there or not. There are three bounds:
+Kept blocks are given up last (`kvcache.eviction`), and never make a request wait. A session keeps the names
+of
+blocks (their hashes, `kvcache.block_hash`), whether the blocks are there or not. There are three bounds:
 
     of each session     its capacity: what only older turns had goes first, and of one turn the deepest block,
                         since nothing behind a missing one can be found
@@ -63,7 +64,7 @@ class _Session:
 
 
 class Sessions:
-    """The open sessions and the block names that they keep.
+    """The open sessions (conversations), and the names (hashes) of the KV blocks kept for their next turns.
 
     Args:
         allocator: holds the blocks that are kept; without a prefix cache no session can be opened.
@@ -92,18 +93,18 @@ class Sessions:
 
     @property
     def num_kept(self) -> int:
-        """The number of blocks that all sessions together keep."""
+        """The number of names of blocks that all sessions together keep."""
         return len(self._keepers)
 
     def stats(self) -> SessionStats:
         return SessionStats(num_open=len(self._open), kept_blocks=self.num_kept, num_reaped=self.num_reaped)
 
     def opened(self) -> list[OpenSession]:
-        """Return all open sessions, as they were asked for."""
+        """Return the operation that opened, or last changed, each open session."""
         return [session.asked for session in self._open.values()]
 
     def take_changes(self) -> tuple[list[OpenSession], list[str]]:
-        """Return the sessions opened or reopened, and the ids of those closed, since the last call."""
+        """Return the sessions opened or changed, and the ids of those closed, since the last call."""
         changed, self._changed = self._changed, {}
         opened = [operation for operation in changed.values() if operation is not None]
         return opened, [session_id for session_id, operation in changed.items() if operation is None]
@@ -111,14 +112,16 @@ class Sessions:
     # --- what administrators ask ----------------------------------------------------------------
 
     def apply(self, operation: OpenSession | CloseSession) -> None:
-        """Open or close a session; raise what `open` and `close` do."""
+        """Open or close a session, as the operation says; errors are those of `open` and `close`."""
         if isinstance(operation, OpenSession):
             self.open(operation)
         else:
             self.close(operation.session_id)
 
     def open(self, operation: OpenSession) -> None:
-        """Open the session, or give an open session new bounds, which counts as a use.
+        """Open a session (a conversation whose KV blocks are kept between requests), or change its bounds.
+
+        A session that is open already gets the bounds of the operation, which counts as a use.
 
         Raises:
             InvalidRequestError: there is no prefix cache.
@@ -153,7 +156,7 @@ class Sessions:
         """Close a session: its blocks are kept no longer, and its requests go on.
 
         Raises:
-            NotFoundError: it is not open.
+            NotFoundError: the session is not open.
         """
         self.require(session_id)
         self._drop_all(self._open.pop(session_id))
@@ -162,22 +165,31 @@ class Sessions:
     # --- what requests do -----------------------------------------------------------------------
 
     def require(self, session_id: str) -> None:
-        """Raise `NotFoundError` unless the session is open; "" names none and passes."""
+        """Raise `NotFoundError` unless the session is open; the id "" stands for no session and passes."""
         if session_id and session_id not in self._open:
             raise unknown_session(session_id)
 
     def enter(self, session_id: str, arrival: int) -> None:
-        """Record that the session, if it is open, has a live request; it may have been recorded before."""
+        """Record that the session, if it is open, has a live request, so that it is not idle.
+
+        May be called again for the same request.
+
+        Args:
+            arrival: the request's number.
+        """
         session = self._open.get(session_id)
         if session is not None:
             session.live.add(arrival)
             self._use(session, self._clock())
 
     def leave(self, session_id: str, arrival: int, names: Sequence[bytes]) -> None:
-        """Record that a request of the session has ended, and keep its blocks.
+        """Record that a request of the session has ended, and keep its blocks, within the session's bounds.
+
+        Nothing is done if the session is not open.
 
         Args:
-            names: names of its blocks that are there, from its first on.
+            arrival: the request's number.
+            names: names (hashes) of its blocks that are in the cache, from its first on.
         """
         session = self._open.get(session_id)
         if session is None:
@@ -189,7 +201,7 @@ class Sessions:
         self._share()
 
     def expire(self) -> None:
-        """Close the sessions that have been idle for too long."""
+        """Close the sessions without a live request that have been idle for longer than their timeout."""
         now = self._clock()
         if now < self._look_at:
             return
@@ -199,7 +211,7 @@ class Sessions:
         self._look_at = min((session.idle_until(now) for session in self._open.values()), default=math.inf)
 
     def forget(self) -> None:
-        """Drop all kept names, since no block is there any more; the sessions stay open."""
+        """Drop all names that sessions keep, since no block is there any more; the sessions stay open."""
         for session in self._open.values():
             self._drop_all(session)
 

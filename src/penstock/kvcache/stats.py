@@ -1,4 +1,4 @@
-"""The numbers of the KV cache, of the store behind it and of sessions, as plain data."""
+"""The statistics of the KV cache, of the store behind it and of sessions, as plain data."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from penstock.batch import NO_STORE_USE, StoreUse
 
 
 class CacheStats(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The numbers of the pool's blocks, and of what was found in it."""
+    """The counts of the pool's KV blocks, and of the tokens that were found in the prefix cache."""
 
     num_blocks: int = 0
     free_blocks: int = 0
@@ -19,7 +19,7 @@ class CacheStats(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class StoreStats(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The numbers of blocks that were copied to the store and from it."""
+    """The counts of KV blocks copied to the store and from it since the start, and how the store was used."""
 
     stored_blocks: int = 0  # all parts of which the ranks have put into the store
     loaded_blocks: int = 0  # and got from it
@@ -28,7 +28,7 @@ class StoreStats(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class SessionStats(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The numbers of open sessions (`kvcache.sessions`)."""
+    """The counts of open sessions, of the KV blocks that they keep, and of sessions closed because idle."""
 
     num_open: int = 0
     kept_blocks: int = 0

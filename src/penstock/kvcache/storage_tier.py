@@ -4,17 +4,20 @@
     in the catalogue ──a request that begins so waits──▶ blocks reserved ──order──▶ every rank loads its part
                                     ──all have answered──▶ named in the pool, idle: found as any other block
 
-The core decides, ranks carry out, and nothing counts before all of them have answered: so a block is stored
-or loaded on all stages or on none, whatever each of them met with (rows H5, H6, H13). The catalogue says that
-all parts of a block were stored once; it is a hint: a part that is gone or bad only makes a load fail.
+The core decides, ranks carry out, and nothing counts before all of them have answered. So a block is stored
+or
+loaded on all stages or on none, whatever each of them met with (rows H5, H6, H13). The catalogue says that
+all
+parts of a block were stored once. It is a hint: a part that is gone or bad only makes a load fail.
 
-A request whose blocks are being loaded may begin before they are there, where no other runs: ranks wait
+A request whose blocks are being loaded may begin before they are there, where no other runs. Ranks then wait
 for each layer before they run it, and the core waits with the result until all have answered. If some blocks
-do not come it drops that, and the request begins again behind those that have.
+do not come, the core drops the result, and the request begins again behind the blocks that have come.
 
-A block that is being copied is pinned in the pool. Three parts: `kvcache.write_back` is the way there,
-`kvcache.prefetching` the way back, `kvcache.stored_names` what is known of the store; `kvcache.host_names`
-knows which blocks ranks keep in host memory in front of it. Called by the scheduler, in the core's thread.
+A block that is being copied is pinned in the pool. There are three parts: `kvcache.write_back` stores blocks,
+`kvcache.prefetching` loads them, and `kvcache.stored_names` records what is known of the store.
+`kvcache.host_names` knows which blocks ranks keep in host memory in front of it. Called by the scheduler, in
+the core's thread.
 """
 
 from __future__ import annotations
@@ -39,7 +42,8 @@ class TierPolicy:
     """The settings of the storage tier.
 
     Attributes:
-        store_when_found: 0 stores a block when it is named; n when it has been found n times.
+        store_when_found: 0: a block is stored as soon as requests can find it; n: when n requests have found
+            it.
         host_blocks: blocks that each rank has room for in host memory; 0: none is kept there.
         has_store: a store is behind host memory.
         patience: how long a request may wait for its blocks.
@@ -53,7 +57,7 @@ class TierPolicy:
 
 @dataclass(slots=True, kw_only=True)
 class TierTotals:
-    """The numbers of blocks copied since the start."""
+    """The counts of KV blocks stored and loaded since the start, and of copies that failed."""
 
     num_stored: int = 0
     num_loaded: int = 0
@@ -61,11 +65,15 @@ class TierTotals:
 
 
 class StorageTier:
-    """The store as the scheduler sees it.
+    """The KV store behind the pool, as the scheduler uses it: decides what ranks store and load.
+
+    A name is the content hash of a block. Requests are known by their arrival numbers.
 
     Args:
-        allocator: the pool's blocks.
-        catalogue: says what is in the store.
+        allocator: gives the blocks of the pool.
+        catalogue: says which names are in the store.
+        clock: monotonic seconds.
+        policy: the settings.
     """
 
     is_there = True
@@ -89,71 +97,109 @@ class StorageTier:
 
     @property
     def has_orders(self) -> bool:
-        """Whether a plan should go out to carry orders to the ranks."""
+        """Whether orders to copy blocks wait for a plan to carry them to the ranks."""
         return len(self._orders) > 0
 
     def next_look(self) -> float:
-        """Return the clock time at which there may be something new though no rank has answered."""
+        """Return the clock time at which to look for news even if no rank has answered; infinite: none.
+
+        Then the catalogue may have answered, or a request has waited long enough.
+        """
         return self._prefetching.next_look()
 
     def take_orders(self) -> list[TierOrder]:
-        """Return the orders for the plan that is issued now."""
+        """Remove and return the orders to copy blocks that ranks have not got, for the plan being issued."""
         return self._orders.take_orders()
 
     @property
     def names_in_memory(self) -> frozenset[bytes]:
-        """The names of all blocks of which ranks may have parts in host memory."""
+        """The names of all KV blocks of which ranks may have parts in host memory."""
         return self._memory.names
 
     def take_given_up(self) -> list[bytes]:
-        """Return the names that ranks forget before the orders of the plan being issued."""
+        """Remove and return the names of blocks that ranks are to drop from host memory.
+
+        The plan being issued carries them; ranks forget them before they carry out its orders.
+        """
         return self._memory.take_given_up()
 
     def store_named(self, blocks: Sequence[int], names: Sequence[bytes]) -> None:
-        """Store blocks that have just been named, if the policy says so."""
+        """Order ranks to store blocks that have just been named (are findable now), if the policy says so.
+
+        Args:
+            blocks: ids of the blocks.
+            names: their names, in the same order.
+        """
         self._write_back.store_named(blocks, names)
 
     def store_found(self, blocks: Sequence[int], names: Sequence[bytes]) -> None:
-        """Store blocks that a starting request has found, if they were found often enough."""
+        """Order ranks to store blocks that a starting request has found, if they were found often enough.
+
+        Args:
+            blocks: ids of the blocks.
+            names: their names, in the same order.
+        """
         self._write_back.store_found(blocks, names)
 
     def fetch_blocks(self, arrival: int, names: Sequence[bytes], first: int) -> None:
-        """Look up a waiting request's blocks from its `first` on in the store, to load them."""
+        """Ask the catalogue which blocks of a waiting request are in the store, to load them later.
+
+        `take_answers` orders the loads. Nothing is done if the pool has all blocks.
+
+        Args:
+            arrival: the request's number.
+            names: names of all blocks with which the request could begin.
+            first: the index of the first of these that the pool lacks; those from it on are looked up.
+        """
         self._prefetching.fetch_blocks(arrival, names, first)
 
     def must_wait(self, arrival: int) -> bool:
-        """See `Prefetching.must_wait`."""
+        """Return whether blocks of this request are on their way from the store, and are worth the wait.
+
+        If the store is too slow, the leading blocks that have come are made findable.
+        """
         return self._prefetching.must_wait(arrival)
 
     def on_the_way(self, arrival: int) -> tuple[int, list[int]]:
-        """See `Prefetching.on_the_way`."""
+        """Return which blocks of a request are being loaded, if the request may start before they have come.
+
+        Returns:
+            The place of the first of them among the request's blocks, and their ids; no ids if it may not
+            start (`Prefetching.on_the_way` says when).
+        """
         return self._prefetching.on_the_way(arrival)
 
     def is_any_open(self, orders: Sequence[int]) -> bool:
-        """Return whether one of these orders, all to load, is not answered."""
+        """Return whether the ranks have yet to answer any of these orders, which are all to load blocks."""
         return any(map(self._prefetching.has_ordered, orders))
 
     def open_orders(self, arrival: int) -> list[int]:
-        """Return the open orders to load blocks of this request."""
+        """Return the numbers of the orders to load blocks of this request that are not answered."""
         return self._prefetching.open_orders(arrival)
 
     def forget_request(self, arrival: int) -> None:
-        """Forget a request that starts or has gone; blocks under way become findable all the same."""
+        """Forget a request that starts or has ended, unless ranks load blocks of it.
+
+        Those blocks become findable all the same, and the request is forgotten when they have come.
+        """
         self._prefetching.forget_request(arrival)
 
     def take_answers(self, num_spare: int) -> None:
-        """Take the catalogue's answers, and begin to load.
+        """Take the catalogue's answers; reserve blocks of the pool for what is stored, and order the loads.
 
         Args:
-            num_spare: blocks that must stay for others.
+            num_spare: free blocks that must be left for running requests.
         """
         self._prefetching.take_answers(num_spare)
 
     def settle_orders(self, finished: Sequence[OrderResult]) -> list[LoadedBlocks]:
-        """Settle orders that all ranks have answered.
+        """Record the outcomes of orders that all ranks have answered, and order more blocks to be stored.
+
+        Args:
+            finished: the orders, to load or to store; unknown ones are ignored.
 
         Returns:
-            The outcome of each load that is over.
+            The outcome of each request's load that is over.
         """
         entered, loaded = [], []
         for order, status in finished:
@@ -172,24 +218,27 @@ class StorageTier:
         return loaded
 
     def distrust(self, names: Sequence[bytes]) -> None:
-        """Remove what the store has under these names, so that no request finds it."""
+        """Make the blocks of these names unfindable in the store and in host memory: they are not good."""
         self._stored.distrust(names)
         self._write_back.disown(names)
         self._memory.drop(names)
 
     def meet(self, sites: StoreSites, calls: StoreCalls) -> None:
-        """Use the stores at which the ranks of a new epoch keep blocks.
+        """Use the stores in which the ranks of a new epoch (after a loss, or at the start) keep blocks.
+
+        If they are others than before, what is known of them is forgotten, and waiting requests are looked up
+        again.
 
         Args:
-            sites: where the ranks keep their parts of blocks.
-            calls: the way to the ranks.
+            sites: which stores these are, and which layers' parts of blocks each has.
+            calls: carries questions to the ranks of other hosts.
         """
         if self._catalogue.meet(sites, calls):
             self._stored.forget()
             self._prefetching.ask_again()
 
     def lose_all(self) -> None:
-        """Forget all open orders, which will not be answered any more."""
+        """Forget all open orders, since the ranks are lost and will not answer."""
         self._catalogue.lose_all()
         self._write_back.lose_all()
         self._prefetching.lose_all()
@@ -197,17 +246,17 @@ class StorageTier:
         self._orders.clear()
 
     def flush_orders(self) -> frozenset[int]:
-        """Hide what is on its way from the store, and store no more of what the pool has now.
+        """Hide blocks that are being loaded from the store, and order no more of the present ones stored.
 
         Returns:
-            The orders that are open.
+            The numbers of the orders, to load or to store, that the ranks have not answered.
         """
         self._write_back.flush_orders()
         self._prefetching.flush_orders()
         return frozenset((*self._write_back.open_orders, *self._prefetching.all_open_orders))
 
     def has_open(self, orders: Iterable[int]) -> bool:
-        """Return whether any of these orders is still to be answered."""
+        """Return whether the ranks have yet to answer any of these orders, to load or to store."""
         return any(
             self._write_back.has_ordered(order) or self._prefetching.has_ordered(order) for order in orders
         )
@@ -217,12 +266,15 @@ class StorageTier:
         return self._catalogue.use()
 
     def empty_store(self) -> Emptying:
-        """Delete all blocks of this model in the store; no copy may be under way there."""
+        """Begin to delete all blocks of this model in the store and in host memory; return the deletion.
+
+        No copy to or from the store may be under way.
+        """
         self._memory.drop_all()
         return self._stored.empty()
 
     def close(self) -> None:
-        """Close the catalogue. No call may follow."""
+        """Close the catalogue of the store. No call may follow."""
         self._catalogue.close()
 
 
@@ -240,7 +292,7 @@ class _NothingToEmpty:
 
 
 class NoStorageTier:
-    """A tier that holds nothing and orders nothing: what is not in the pool is nowhere."""
+    """A stand-in where there is no store: it holds no block and orders no copy."""
 
     is_there = False
     has_orders = False
@@ -258,13 +310,13 @@ class NoStorageTier:
         return []
 
     def store_named(self, blocks: Sequence[int], names: Sequence[bytes]) -> None:
-        """Do nothing."""
+        """Do nothing: there is no store."""
 
     def store_found(self, blocks: Sequence[int], names: Sequence[bytes]) -> None:
-        """Do nothing."""
+        """Do nothing: there is no store."""
 
     def fetch_blocks(self, arrival: int, names: Sequence[bytes], first: int) -> None:
-        """Do nothing."""
+        """Do nothing: there is no store."""
 
     def must_wait(self, arrival: int) -> bool:
         return False
@@ -279,22 +331,22 @@ class NoStorageTier:
         return []
 
     def forget_request(self, arrival: int) -> None:
-        """Do nothing."""
+        """Do nothing: there is no store."""
 
     def take_answers(self, num_spare: int) -> None:
-        """Do nothing."""
+        """Do nothing: there is no store."""
 
     def settle_orders(self, finished: Sequence[OrderResult]) -> list[LoadedBlocks]:
         return []
 
     def distrust(self, names: Sequence[bytes]) -> None:
-        """Do nothing."""
+        """Do nothing: there is no store."""
 
     def meet(self, sites: StoreSites, calls: StoreCalls) -> None:
-        """Do nothing."""
+        """Do nothing: there is no store."""
 
     def lose_all(self) -> None:
-        """Do nothing."""
+        """Do nothing: there is no store."""
 
     def flush_orders(self) -> frozenset[int]:
         return frozenset()
@@ -309,7 +361,7 @@ class NoStorageTier:
         return _NothingToEmpty()
 
     def close(self) -> None:
-        """Do nothing."""
+        """Do nothing: there is no store."""
 
 
 AnyStorageTier = StorageTier | NoStorageTier

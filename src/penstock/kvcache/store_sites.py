@@ -1,6 +1,7 @@
 """Finds where the ranks of a pipeline keep their parts of blocks: in the core's store, or in their hosts'.
 
-Ranks say it when they have loaded. Used by the core, once an epoch, and by `kvcache.hosts_catalogue`. Pure.
+Ranks say it when they have loaded their weights. Used by the core, once an epoch, and by
+`kvcache.hosts_catalogue`. Pure.
 """
 
 from __future__ import annotations
@@ -14,12 +15,12 @@ from penstock.kvstore.layer_share import WHOLE, LayerShare
 
 
 class HostStore(NamedTuple):
-    """A store that another host has to itself.
+    """A KV store that a host other than the core's has to itself, such as one on its disk.
 
     Attributes:
-        host: its name.
-        rank: the rank that answers for it.
-        share: layers of all ranks there.
+        host: the name of the host.
+        rank: the number of the rank that answers for the store, counted over all stages.
+        share: the layers of all ranks there, whose parts of blocks the store has.
     """
 
     host: str
@@ -29,11 +30,11 @@ class HostStore(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StoreSites:
-    """The stores in which the ranks of a pipeline keep their parts of blocks.
+    """The stores in which the ranks of a pipeline keep their parts of KV blocks.
 
     Attributes:
         own: layers of the ranks that use the core's store.
-        others: all other stores.
+        others: the stores that other hosts have to themselves.
     """
 
     own: LayerShare = WHOLE
@@ -44,7 +45,11 @@ ONE_STORE = StoreSites()
 
 
 def store_sites(ranks: Sequence[RankLoaded]) -> StoreSites:
-    """Return the stores in which these ranks, given stage by stage, keep their parts of blocks."""
+    """Return the stores in which these ranks keep their parts of KV blocks.
+
+    Args:
+        ranks: what each rank has reported of itself, stage by stage.
+    """
     if not any(rank.store_host for rank in ranks):
         return ONE_STORE
     ends = {rank.stage: rank.end_layer for rank in ranks}

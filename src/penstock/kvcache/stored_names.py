@@ -1,6 +1,7 @@
 """The names in the store, as far as the core knows, and the catalogue that is asked for the rest.
 
-Looking things up in the catalogue may take long: it is done beside, by `kvcache.hosts_catalogue`.
+A name is the content hash of a KV block. Looking names up in the catalogue may take long, so questions are
+answered later: `kvcache.hosts_catalogue` implements it.
 """
 
 from __future__ import annotations
@@ -14,21 +15,21 @@ from penstock.kvcache.store_sites import StoreSites
 
 
 class Emptying(Protocol):
-    """The emptying of a store, done in another thread; `is_done` in the end."""
+    """The deletion of a model's blocks in a store, which another thread carries out until `is_done`."""
 
     @property
     def is_done(self) -> bool: ...
 
     @property
     def error(self) -> ErrorInfo | None:
-        """The reason why blocks may be left."""
+        """The reason why blocks may be left in the store; None if there is none."""
 
 
 class EntryReports(Protocol):
-    """The answers of ranks about the catalogues of their hosts' stores."""
+    """A collection of what ranks have answered about the catalogues of their hosts' stores."""
 
     def entry_answers(self) -> list[EntryAnswers]:
-        """Return the answers since the last call."""
+        """Return the ranks' answers that have come since the last call."""
 
 
 class StoreCalls(Protocol):
@@ -36,14 +37,18 @@ class StoreCalls(Protocol):
 
     @property
     def reports(self) -> EntryReports:
-        """The place at which the answers arrive."""
+        """The collection in which the ranks' answers arrive."""
 
     def call_store(self, rank: int, call: EntryCall) -> bool:
-        """Send a call to a rank, without waiting; return whether it was sent."""
+        """Send a call about a host's store to a rank there, without waiting; return whether it was sent.
+
+        Args:
+            rank: the number of the rank, counted over all stages.
+        """
 
 
 class NoStoreCalls:
-    """A connection to no rank: no other host has a store, or the pipe is lost."""
+    """A stand-in for the connection to other hosts' stores where none has one, or the pipe is lost."""
 
     @property
     def reports(self) -> NoStoreCalls:
@@ -60,20 +65,28 @@ NO_STORE_CALLS = NoStoreCalls()
 
 
 class CataloguedStore(Protocol):
-    """The stores that a catalogue covers."""
+    """The operations on the stores behind a catalogue as a whole: their use, and emptying them."""
 
     def use(self) -> StoreUse:
         """Return how the core has used its own store since the start."""
 
     def empty(self) -> Emptying:
-        """Delete this model's blocks and their entries, once all calls before are done."""
+        """Begin to delete this model's blocks and their entries, after all calls so far.
+
+        Returns:
+            The deletion under way.
+        """
 
 
 class Catalogue(CataloguedStore, Protocol):
-    """A catalogue of the names in the store; questions are answered later."""
+    """A catalogue of the names (hashes) of blocks that are in the store; questions are answered later."""
 
     def meet(self, sites: StoreSites, calls: StoreCalls) -> bool:
         """Use these stores from now on, over the ranks of a new epoch, while no copy is under way.
+
+        Args:
+            sites: the stores, and the layers whose parts of blocks each has.
+            calls: carries questions to the ranks of other hosts.
 
         Returns:
             Whether the stores may differ from those before. Then what is known of them is void, and open
@@ -84,26 +97,30 @@ class Catalogue(CataloguedStore, Protocol):
         """Forget open questions to other hosts, since the ranks that would answer are lost."""
 
     def look_up(self, ticket: int, names: Sequence[bytes]) -> None:
-        """Ask how many of the first of these names are stored; `answers` returns it."""
+        """Ask how many of the first of these names are stored, without waiting; `answers` returns it.
+
+        Args:
+            ticket: a number by which the answer is known.
+        """
 
     def answers(self) -> list[tuple[int, int]]:
-        """Return the (ticket, number) answered since the last call."""
+        """Return (ticket, number of leading names stored) of the questions answered since the last call."""
 
     def enter(self, names: Sequence[bytes]) -> None:
-        """Record that all parts of these blocks are stored."""
+        """Record that all parts of these blocks are stored, so that they are found."""
 
     def strike(self, names: Sequence[bytes]) -> None:
-        """Remove these names, so that they are not found any more."""
+        """Remove these names, so that their blocks are not found in the store any more."""
 
     def close(self) -> None:
         """Close the catalogue. No call may follow."""
 
 
 class StoredNames:
-    """The names that this core knows to be stored; it keeps the catalogue informed of changes.
+    """The names (hashes) of blocks that this core knows to be stored; it tells the catalogue of changes.
 
     Args:
-        catalogue: covers the store, for all cores that use it.
+        catalogue: lists the blocks in the store, for all cores that use it.
     """
 
     def __init__(self, catalogue: Catalogue) -> None:
@@ -114,26 +131,26 @@ class StoredNames:
         return name in self._stored
 
     def learn(self, there: Sequence[bytes], gone: Sequence[bytes]) -> None:
-        """Apply an answer of the catalogue: `there` are stored, `gone` are not any more."""
+        """Apply an answer of the catalogue: the names `there` are stored, `gone` are not any more."""
         self._stored.difference_update(gone)
         self._stored.update(there)
 
     def enter(self, names: Sequence[bytes]) -> None:
-        """Record that all parts of these blocks are stored now."""
+        """Record, here and in the catalogue, that all parts of these blocks are stored now."""
         if names:
             self._stored.update(names)
             self._catalogue.enter(names)
 
     def distrust(self, names: Sequence[bytes]) -> None:
-        """Remove these names, so that their blocks in the store are not found any more."""
+        """Remove these names, here and in the catalogue, so that their blocks are not found in the store."""
         self._stored.difference_update(names)
         self._catalogue.strike(names)
 
     def forget(self) -> None:
-        """Forget all names, since the stores are different ones."""
+        """Forget all names here, because other stores are used from now on; the catalogue stays."""
         self._stored.clear()
 
     def empty(self) -> Emptying:
-        """Delete all blocks of this model in the store."""
+        """Begin to delete all blocks of this model in the store, and return the deletion under way."""
         self._stored.clear()
         return self._catalogue.empty()

@@ -11,7 +11,7 @@ from penstock.batch import TierOrder
 
 
 class TierOrders:
-    """The orders that no plan has taken yet."""
+    """The orders to ranks to copy KV blocks to or from the store that no plan has taken yet."""
 
     def __init__(self) -> None:
         self._new_orders: list[TierOrder] = []
@@ -21,20 +21,26 @@ class TierOrders:
         return len(self._new_orders)
 
     def next_number(self) -> int:
-        """Return a number that no order and no question has."""
+        """Return a new number for an order, or for a question to the catalogue: no other has it."""
         return next(self._numbers)
 
     def order_copy(self, is_load: bool, block: int, name: bytes) -> int:
-        """Order a copy of a block from the store, or to it, and return the order's number."""
+        """Add an order to ranks to copy a block, and return the order's number.
+
+        Args:
+            is_load: copy from the store; else to it.
+            block: the id of the block in the KV cache.
+            name: the hash of the content under which the store has it.
+        """
         order = next(self._numbers)
         self._new_orders.append(TierOrder(order, is_load, block, name))
         return order
 
     def take_orders(self) -> list[TierOrder]:
-        """Return all orders since the last call, for the plan that is issued now."""
+        """Remove and return all orders, for the plan that is issued now."""
         orders, self._new_orders = self._new_orders, []
         return orders
 
     def clear(self) -> None:
-        """Forget the orders that no plan has taken."""
+        """Forget the orders that no plan has taken yet."""
         self._new_orders.clear()

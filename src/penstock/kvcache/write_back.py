@@ -1,4 +1,4 @@
-"""Copies blocks to the store, a few at a time.
+"""Decides which KV blocks ranks store, and orders it, a few at a time.
 
     named, or found often enough ──▶ waiting line ──few at a time──▶ order ──all ranks have answered──▶ stored
 
@@ -21,14 +21,17 @@ MAX_WAITING_STORES = 1 << 16  # blocks that are to be stored when others have be
 
 
 class WriteBack:
-    """Decides which blocks are stored, and when.
+    """Decides which KV blocks are stored, and when; orders the ranks to store them.
+
+    A name is the content hash of a block.
 
     Args:
         allocator: the pool's blocks.
-        stored: names that need not be stored again.
+        stored: names that are stored already.
         orders: takes the orders to the ranks.
-        memory: the host memory in which ranks keep what they store.
-        store_when_found: 0 stores a block when it is named; n when it has been found n times.
+        memory: the record of the blocks that ranks keep in host memory; what they store is kept there, too.
+        store_when_found: 0: a block is stored as soon as requests can find it; n: when n requests have found
+            it.
     """
 
     def __init__(
@@ -50,20 +53,30 @@ class WriteBack:
 
     @property
     def open_orders(self) -> list[int]:
-        """The numbers of the orders that are not answered."""
+        """The numbers of the orders to store that the ranks have not answered."""
         return list(self._stores)
 
     def has_ordered(self, order: int) -> bool:
-        """Return whether `order` is an open order to store a block."""
+        """Return whether `order` is the number of an order to store that the ranks have not answered."""
         return order in self._stores
 
     def store_named(self, blocks: Sequence[int], names: Sequence[bytes]) -> None:
-        """Store blocks that have just been named, if the policy says so."""
+        """Queue blocks to be stored that have just been named (have become findable), if the policy says so.
+
+        Args:
+            blocks: ids of the blocks.
+            names: their names, in the same order.
+        """
         if not self._store_when_found:
             self._store(zip(blocks, names, strict=True))
 
     def store_found(self, blocks: Sequence[int], names: Sequence[bytes]) -> None:
-        """Store blocks that a starting request has found, if they were found often enough."""
+        """Queue blocks to be stored that a starting request has found, if they were found often enough.
+
+        Args:
+            blocks: ids of the blocks.
+            names: their names, in the same order.
+        """
         cache = self._allocator.pool.cache
         self._memory.use(names)
         self._store(
@@ -73,11 +86,16 @@ class WriteBack:
         )
 
     def disown(self, names: Sequence[bytes]) -> None:
-        """Keep blocks that are being stored under these names from being found, though they may be stored."""
+        """Let no request find blocks that are being stored under these names, even when they are stored."""
         self._disowned.update({name for _, name in self._stores.values()}.intersection(names))
 
     def settle_order(self, order: int, status: OrderStatus) -> list[bytes]:
-        """Settle an order that all ranks have answered; return the name that is stored now, if one is."""
+        """Record the outcome of an order to store, which all ranks have answered, and unpin its block.
+
+        Returns:
+            The name that is stored now, in a list; it is empty if that failed, or after `disown` for the
+            name.
+        """
         block, name = self._stores.pop(order)
         self._allocator.unpin([block])
         self._pending.discard(name)
@@ -88,7 +106,7 @@ class WriteBack:
         return [name] if status == "done" else []
 
     def lose_all(self) -> None:
-        """Forget all orders, since none will be answered any more."""
+        """Forget all orders and waiting blocks, since the ranks are lost; unpin the blocks."""
         for block, _ in self._stores.values():
             self._allocator.unpin([block])
         self._to_store.clear()
@@ -97,7 +115,7 @@ class WriteBack:
         self._stores.clear()
 
     def flush_orders(self) -> None:
-        """Drop the waiting line, so that no more of the pool's blocks are stored but those under way."""
+        """Drop the waiting line: of the pool's present blocks only those already ordered are still stored."""
         self._pending.difference_update(name for _, name in self._to_store)
         self._to_store.clear()
 
@@ -112,7 +130,10 @@ class WriteBack:
         self._memory.use([name for _, name in candidates])
 
     def order_more(self) -> None:
-        """Order to store waiting blocks, as many as may be under way and host memory has room for."""
+        """Order ranks to store waiting blocks, as many as may be under way and host memory has room for.
+
+        Blocks that were evicted while they waited are left out.
+        """
         most = min(MAX_OPEN_STORES, max(1, self._allocator.num_blocks // 4))
         while self._to_store and len(self._stores) < most:
             block, name = self._to_store[0]
