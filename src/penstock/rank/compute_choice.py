@@ -27,13 +27,13 @@ _BITS = {"int8": 8, "int4": 4}
 
 
 class ChosenKernels(NamedTuple):
-    """The kernels that run on a rank.
+    """The kernels that run on a rank: our own for CPUs, or none, so that torch computes everything.
 
     Attributes:
-        kernels: None: torch does everything.
-        description: which run, or why none do and what is lost.
-        numeric_class: that they compute in (`kernels.cpu.library`), and which of them where some do not run;
-            "" where none do.
+        kernels: the loaded kernels; None: torch computes everything.
+        description: which kernels run, or why none do and what is lost, for people.
+        numeric_class: ranks of one class compute the same bits (`kernels.cpu.library`). It names the kernels
+            that run if some do not; "" if none run.
     """
 
     kernels: CpuKernels | None
@@ -42,10 +42,14 @@ class ChosenKernels(NamedTuple):
 
 
 def load_kernels(config: RankConfig, *, is_quantized: bool) -> ChosenKernels:
-    """Load our kernels, as far as they are for this rank.
+    """Load our CPU kernels, if the rank's device, dtype and settings allow them.
+
+    Args:
+        is_quantized: the weights are quantised; the description says what that means without kernels.
 
     Raises:
-        UsageError: they cannot compute in the class that the rank must compute in.
+        UsageError: the config names a numeric class (in which all ranks compute the same bits), and there are
+            no kernels of that class here.
     """
     if config.device != "cpu":
         return ChosenKernels(None, "none on a GPU")
@@ -81,10 +85,10 @@ def _require_any_class(config: RankConfig, loaded: LoadedKernels) -> None:
 
 
 def numeric_class(chosen: ChosenKernels, spec: ModelSpec, device: torch.device) -> str:
-    """Return what ranks that compute the same bits have in common, such as `avx512-bf16 1f0a2b3c`.
+    """Return a text that is equal for ranks that compute the same bits, such as `avx512-bf16 1f0a2b3c`.
 
-    Where torch computes anything its version and what it computes on belong to it, such as
-    `torch 2.13 on avx512`; torch promises no bits even so.
+    Where torch computes anything, the text also has its version and what it computes on, such as `torch 2.13
+    on avx512`; torch promises no bits even so.
     """
     if is_invariant(chosen.kernels) and spec.latent is None:
         return chosen.numeric_class
@@ -98,10 +102,10 @@ def numeric_class(chosen: ChosenKernels, spec: ModelSpec, device: torch.device) 
 
 
 def is_invariant(kernels: CpuKernels | None) -> bool:
-    """Return whether numbers do not depend on what is computed together with them.
+    """Return whether numbers do not depend on what else is computed together with them.
 
-    Torch does not promise that, but for what it computes beside all our kernels, number by number
-    (`layers.elementwise`).
+    That is so where all our kernels run. Torch does not promise it, but for what it computes beside all our
+    kernels, number by number (`layers.elementwise`).
     """
     return kernels is not None and kernels.enabled == frozenset(KERNEL_NAMES)
 
@@ -116,9 +120,10 @@ def _described(loaded: LoadedKernels, enabled: frozenset[str], requested_kernels
 
 
 def pin_threads(config: RankConfig, kernels: CpuKernels | None) -> None:
-    """Bind the rank's compute threads to its cores, one each where our kernels can do it.
+    """Bind the rank's compute threads to its CPU cores, one thread each where our kernels can do it.
 
-    After the kernels were built: a compiler would inherit the binding.
+    Nothing is done if the config names no cores. Call it after the kernels were built: a compiler would
+    inherit the binding.
     """
     if not config.cpus:
         return
@@ -132,7 +137,11 @@ def pin_threads(config: RankConfig, kernels: CpuKernels | None) -> None:
 
 
 def format_of(config: RankConfig, weights: StoredWeights) -> FormatOf:
-    """Return how each matrix is to be held; raises `CheckpointError` for shapes that config.json denies."""
+    """Return a function that says in which quantised form a matrix is to be held, or None: in floats.
+
+    The form is that of the files if these are quantised, else the one that the config asks for. The function
+    raises `CheckpointError` for shapes that config.json denies.
+    """
     if weights.is_quantized:
         return weights.form_of
     if config.quantization == "none":

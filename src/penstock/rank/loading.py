@@ -63,12 +63,13 @@ class LoadedRank:
 
     Attributes:
         samples: samples of the model's files, taken before the weights were read.
-        group: the ranks that share them; it is joined in every epoch.
-        storage: of the KV cache; nothing is allocated yet.
-        kernels: which run, or why none do.
-        has_kernels: whether any runs.
+        group: the ranks that share the stage's layers; the rank joins it in every epoch.
+        storage: the KV cache of the rank's layers; nothing is allocated yet.
+        report: how many bytes were read, and in what time.
+        kernels: which of our kernels run, or why none do, for people.
+        has_kernels: whether any run.
         is_invariant: whether a number is the same bits whatever is computed together with it.
-        numeric_class: ranks of one class compute the same bits.
+        numeric_class: a text that is equal for ranks that compute the same bits.
     """
 
     samples: ModelSamples
@@ -91,7 +92,8 @@ def load_rank(config: RankConfig, progress: Callable[[int, int], None]) -> Loade
         progress: called with (bytes done, bytes in all).
 
     Raises:
-        ModelChangedError: the rank takes the place of another, and the files are not those of the first load.
+        ModelChangedError: the rank takes the place of a lost one, and the model's files are not those of the
+            engine's first load.
     """
     torch.set_num_threads(config.threads)
     device = device_of(config)
@@ -135,7 +137,11 @@ def load_rank(config: RankConfig, progress: Callable[[int, int], None]) -> Loade
 
 
 def tensor_group(config: RankConfig, kernels: CpuKernels | None) -> TensorGroup:
-    """Return the ranks of the stage as this one sees them, over the best carrier that there is."""
+    """Return the group over which this rank exchanges tensors with the other ranks of its stage.
+
+    Our kernels exchange through shared memory; without them torch does, or, between threads, Python. A rank
+    that is alone gets a group that exchanges nothing.
+    """
     if config.tp_size == 1:
         return SOLO
     name, timeout_s = f"stage {config.stage}", config.wait_timeout_s
@@ -156,7 +162,7 @@ def build_model(
     weights: StoredWeights,
     group: TensorGroup = SOLO,
 ) -> Decoder:
-    """Return the rank's layers, not filled."""
+    """Return a model of the rank's layers, whose weights are not loaded yet."""
     return Decoder(
         spec,
         (config.start_layer, config.end_layer),
@@ -172,7 +178,7 @@ def build_model(
 
 
 def build_transformers(config: RankConfig, spec: ModelSpec, stored: frozenset[str]) -> TransformersModel:
-    """Return the rank's layers as transformers has them, not filled.
+    """Return a model of the rank's layers from the library transformers, whose weights are not loaded yet.
 
     Args:
         stored: names of the checkpoint's tensors.
@@ -190,7 +196,13 @@ def build_transformers(config: RankConfig, spec: ModelSpec, stored: frozenset[st
 def build_runner(
     config: RankConfig, loaded: LoadedRank, kv: Sequence[AnyKV], grammars: NoGrammars | None = None
 ) -> ModelRunner:
-    """Return the runner over a model and its KV storage; that of an MTP layer comes last."""
+    """Return the runner that computes plans with a loaded model.
+
+    Args:
+        kv: the KV storage of each of the rank's layers, in order; that of an MTP layer, if there is one,
+            comes last.
+        grammars: constrains samples by grammars; None: nothing does.
+    """
     model, num_layers = loaded.model, config.num_layers
     model.record(kv[:num_layers], config.max_num_batched_tokens)
     ids = NoIds if config.is_between else KeptIds
@@ -228,7 +240,11 @@ def build_runner(
 
 
 def grammar_rows(config: RankConfig, spec: ModelSpec) -> NoGrammars:
-    """Return what applies the grammars of requests, on a rank that samples."""
+    """Return the object that constrains samples by the grammars of requests.
+
+    It is a stand-in on stages that do not sample. In a process of its own, the rank reads the vocabulary now,
+    so that the first request with a grammar does not hold up the others.
+    """
     if not config.is_last:
         return NoGrammars()
 
@@ -245,7 +261,7 @@ def grammar_rows(config: RankConfig, spec: ModelSpec) -> NoGrammars:
 
 
 def kv_transfer(config: RankConfig, loaded: LoadedRank, kv: Sequence[AnyKV]) -> KVTransfer | None:
-    """Return the transfer between this rank's KV storage and the store, if there is one."""
+    """Return the object that copies blocks between KV cache and store; None without a store."""
     if config.store is None:
         return None
     heads = HeadShares.of(loaded.spec, loaded.group)
@@ -269,7 +285,10 @@ def kv_transfer(config: RankConfig, loaded: LoadedRank, kv: Sequence[AnyKV]) -> 
 
 
 def entry_calls(config: RankConfig) -> EntryCalls | NoEntryCalls:
-    """Return what carries out calls about the store of this host, if the host has it to itself."""
+    """Return the object that answers the core's calls about the KV store of this host.
+
+    It is a stand-in if there is no store, or if the core uses the same one and needs no answers.
+    """
     store = config.store
     if store is None or not store.host:
         return NO_ENTRY_CALLS
@@ -281,7 +300,11 @@ def entry_calls(config: RankConfig) -> EntryCalls | NoEntryCalls:
 
 
 def transfers_head(config: RankConfig, spec: ModelSpec) -> bool:
-    """Return whether a tied head comes down the pipe."""
+    """Return whether the last stage gets the weights of its output head from the first one, over the links.
+
+    That is so if the head is tied to the embedding (has the same weights), there are several stages, and the
+    config says so.
+    """
     return config.tied_head == "transfer" and spec.tie_word_embeddings and config.num_stages > 1
 
 
@@ -299,12 +322,15 @@ def device_of(config: RankConfig) -> torch.device:
 
 
 def available_bytes(device: torch.device) -> int:
-    """Return what is free on the device now, other processes' use deducted."""
+    """Return the bytes of memory that are free on the device now, with all processes' use deducted.
+
+    For a CPU that is the memory of the host.
+    """
     return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else host_available_bytes()
 
 
 def dtype_of(config: RankConfig) -> torch.dtype:
-    """Return the torch type of a rank's numbers."""
+    """Return the torch dtype in which a rank computes."""
     dtype = getattr(torch, config.dtype)
     assert isinstance(dtype, torch.dtype)
     return dtype

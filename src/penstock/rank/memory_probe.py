@@ -2,14 +2,16 @@
 
     weights ─▶ small KV cache, runner ─▶ prompts that fill a plan ─▶ every row decodes and is sampled ─▶ peak
 
-Every rank measures by itself, without waiting: where ranks share a stage, each takes the others to bring
-what it brings (`TensorGroup.rehearsing`). Rows read the blocks of the small cache again and again, as if it
-were as large as the one that comes.
+Every rank measures by itself, without waiting: where ranks share a stage, each takes the others to bring what
+it brings (`TensorGroup.rehearsing`). Rows read the blocks of the small cache again and again, as if it were
+as
+large as the one that comes.
 
-A GPU runs the whole plan, and its allocator says what that took. On a CPU time counts: one layer runs, since
-all layers use the same memory in turn, with as many tokens as take `REHEARSAL_S`, and the resident memory of
-the process says what that took. The outputs of our kernels lie in memory that is made for the largest plan at
-once, and is counted as a whole; where torch makes it for each step, it grows with the tokens.
+On a GPU the whole plan runs, and torch's allocator says what that took. On a CPU time counts: one layer runs,
+since all layers use the same memory in turn, with as many tokens as take `REHEARSAL_S`, and the resident
+memory
+of the process says what that took. The outputs of our kernels lie in memory that is made for the largest plan
+at once, and is counted as a whole; where torch makes it for each step, it grows with the tokens.
 """
 
 from __future__ import annotations
@@ -59,23 +61,28 @@ _ANY_SAMPLING = RowSampling(  # of whole logits, with everything that is done to
 
 
 class PeakMeter(Protocol):
-    """A meter of how much more memory was in use at once than when it was begun."""
+    """A meter of memory: how far the bytes in use have risen at most since it was begun."""
 
     def begin(self) -> None:
-        """Count from what is in use now."""
+        """Begin to measure: count from the memory that is in use now."""
         ...
 
     def growth(self) -> int:
-        """Return the most bytes more that were in use, since it was begun or called last."""
+        """Return the peak since the last call (or `begin`), in bytes above what was in use at `begin`."""
         ...
 
     def end(self) -> None:
-        """Give back what was used, so that it is seen to be free."""
+        """Give freed memory back to the system or the device, so that it is seen to be free."""
         ...
 
 
 class ResidentMeter:
-    """A meter of the resident memory of this process."""
+    """A meter of the resident memory of this process, for a rank on a CPU.
+
+    Args:
+        peak: returns the most bytes that were resident since `forget` was called.
+        forget: begins such a measurement anew.
+    """
 
     def __init__(
         self, peak: Callable[[], int] = peak_resident_bytes, forget: Callable[[], None] = forget_peak
@@ -97,7 +104,7 @@ class ResidentMeter:
 
 
 class DeviceMeter:
-    """A meter of what torch's allocator has reserved on a GPU, with what lies between allocations."""
+    """A meter of the bytes that torch's allocator has reserved on a GPU, gaps between tensors included."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -120,29 +127,36 @@ class DeviceMeter:
 
 
 def meter_of(config: RankConfig) -> PeakMeter:
-    """Return the meter for a rank's memory."""
+    """Return a meter for the memory in which a rank computes.
+
+    On a GPU it measures what torch has reserved there, on a CPU the resident memory of this process.
+    """
     if config.device_type == "cuda":
         return DeviceMeter(torch.device(config.device))
     return ResidentMeter()
 
 
 class NoProbe:
-    """A probe that measures nothing.
+    """A probe that measures nothing, and the interface of probes of a rank's memory.
 
-    A rank that takes the place of another gets as many KV blocks as that had. What one thread takes of the
-    memory of its process cannot be told.
+    It serves a rank that takes the place of a lost one and gets as many KV blocks as that had. It also serves
+    ranks that are threads, since what one thread takes of its process's memory cannot be told.
     """
 
     def peak_bytes(self, config: RankConfig, loaded: LoadedRank) -> int:
-        """Return the bytes of the largest plan beside weights and KV cache; 0: it is not known."""
+        """Return 0, which means that the peak is not known.
+
+        Other probes return the most bytes that the rank's largest plan has in use beside weights and KV
+        cache.
+        """
         return 0
 
 
 class MemoryProbe(NoProbe):
-    """A probe that runs what the largest plan is made of.
+    """A probe that runs prompts, decodes and samples as in the largest plan, and measures the memory.
 
     Args:
-        meter: None: the one for the rank.
+        meter: measures the memory; None: the meter of the rank's device (`meter_of`).
         clock: seconds.
     """
 
@@ -152,7 +166,7 @@ class MemoryProbe(NoProbe):
         self._meter, self._clock = meter, clock
 
     def peak_bytes(self, config: RankConfig, loaded: LoadedRank) -> int:
-        """Measure what `NoProbe.peak_bytes` returns.
+        """Return the most bytes that the rank's largest plan has in use beside weights and KV cache.
 
         Raises:
             NotEnoughMemoryError: the device has no room for such a plan, whatever the KV cache takes.
@@ -170,7 +184,10 @@ class MemoryProbe(NoProbe):
 
 
 def probe_of(config: RankConfig) -> NoProbe:
-    """Return the probe of a rank."""
+    """Return the probe that measures a rank's largest plan.
+
+    It measures nothing for a rank that takes the place of a lost one, and for threads on a CPU.
+    """
     are_alike = config.are_threads and config.device_type == "cpu"
     return NoProbe() if are_alike or config.first_load.identity else MemoryProbe()
 

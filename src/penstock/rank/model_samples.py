@@ -16,11 +16,11 @@ from penstock.weights.read_digests import parse_table, record
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSamples:
-    """The samples of a model's files.
+    """The digests of samples of a model's files, by which another load can see that the files are the same.
 
     Attributes:
-        identity: of the model (`model_identity`).
-        table: of the single files, in the form of `weights.read_digests`.
+        identity: the digest of the whole model (`kvstore.names.model_identity`).
+        table: a record for each file, in the form of `weights.read_digests`.
     """
 
     identity: bytes
@@ -28,12 +28,12 @@ class ModelSamples:
 
 
 def sample_model(directory: Path, *, identity: bytes, table: bytes, known: bytes = b"") -> ModelSamples:
-    """Sample the files of a model, and compare them with those of the first load.
+    """Return samples of the files of a model, after comparing them with those of the first load.
 
     Args:
-        identity, table: of the first load; empty while there is none.
-        known: identity of the model, where the host of the rank has compared all that is in the directory
-            with it; empty: the files are sampled.
+        identity, table: the samples of the engine's first load; empty while there is none.
+        known: identity of the model, if the rank's host has compared the whole directory with it; empty: the
+            files are sampled.
 
     Raises:
         ModelChangedError: a file differs; it is named if it was there at the first load.

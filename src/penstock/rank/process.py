@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one rank, and return the exit code."""
+    """Run one rank in this process, and return the exit code of the process."""
     return run_child(entry_points.RANK, arguments, RankProcessConfig, _run, more=[CONTROL_OPTION])
 
 
@@ -49,13 +49,21 @@ def _run(config: RankProcessConfig, status: StatusWriter, options: argparse.Name
 
 
 def process_title(rank: RankConfig) -> str:
-    """Return the title of a rank's process in tables of processes."""
+    """Return the title under which a rank's process stands in lists of processes (`ps`)."""
     replica = "" if rank.replica is None else f"replica {rank.replica} "
     return f"penstock {replica}stage {rank.stage} tp {rank.tp_rank}"
 
 
 def live(rank: RankConfig, status: StatusWriter, control: ControlReader) -> int:
-    """Run this rank, from its weights to its end, in a process that is set up; return the exit code."""
+    """Run this rank from loading its weights to its end, in a process that is set up already.
+
+    Args:
+        status: takes the rank's reports to the supervisor.
+        control: brings the connections of each epoch.
+
+    Returns:
+        The exit code of the process: 0 after an ordinary end, else that of the error.
+    """
     # Here and not above: torch reads its environment when it is imported.
     from penstock.rank.rank import run_rank
 

@@ -107,18 +107,22 @@ Report = Callable[[StatusEvent], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankConnections:
-    """The connections of a rank to the others.
+    """The connections of a rank to the core and to other ranks, for one epoch.
+
+    The output rank is the first rank of the last stage.
 
     Attributes:
         epoch: epoch that the connections belong to.
-        plans: from the core, and what is told to it.
-        results: output rank: of its steps, to the core.
-        tokens: output rank: to each rank of the earlier stages, in order; any of those: from the output rank.
-        incoming: from the stage before; absent on the first stage.
-        outgoing: to ranks of the next stage (`RankConfig.receivers`).
-        meeting: where the ranks of the stage meet, if there are several.
+        plans: brings plans from the core; the rank's reports to the core go back over it.
+        results: on the output rank: takes the results of steps to the core.
+        tokens: on the output rank: take sampled tokens to each rank of the earlier stages, in order. On each
+            of those: one channel, which brings them.
+        incoming: brings hidden states from the stage before; None on the first stage.
+        outgoing: take hidden states to ranks of the next stage (`RankConfig.receivers`).
+        meeting: the place where the ranks of the stage meet, if there are several.
         link_orders: carries out plans that exchange a link.
-        is_over: returns whether the epoch has ended; called until it begins, while no peer could be missed.
+        is_over: returns whether the epoch has ended; called until the core begins it, while no peer could be
+            missed.
     """
 
     plans: MessageChannel
@@ -132,7 +136,7 @@ class RankConnections:
     is_over: Callable[[], bool] = lambda: False
 
     def close(self) -> None:
-        """Close all connections, which tells all neighbours that this rank has ended."""
+        """Close all connections, which shows all neighbours that this rank has left."""
         for end in (self.incoming, *self.outgoing, *self.tokens, self.results, self.plans):
             if end is not None:
                 end.close()
@@ -141,15 +145,20 @@ class RankConnections:
 def run_rank(
     config: RankConfig, epochs: Iterable[RankConnections], report: Report, *, loads_first: bool = False
 ) -> ChildFailed | None:
-    """Run a rank to its end. Core and supervisor learn the cause of any loss before the neighbours do.
+    """Run a rank to its end: through one epoch after the other, each over new connections.
+
+    A rank that fails because others are lost leaves the epoch and goes on in the next. Core and supervisor
+    learn the cause of any failure before the neighbours do.
 
     Args:
-        epochs: the connections of one epoch after the other; what is next may be waited for there.
-        report: takes status events; must not block.
-        loads_first: before the first connections are asked for. Why that failed only `report` hears.
+        epochs: yields the connections of each epoch, and may wait for the next.
+        report: takes status events for the supervisor; must not block.
+        loads_first: load the weights before the first connections are asked for. If that fails, only `report`
+            hears why.
 
     Returns:
-        The failure that ended it and was reported; None after `Shutdown`, or when there is no other epoch.
+        The failure of its own that ended the rank, and that was reported; None after `Shutdown`, or when
+        there is no other epoch.
     """
     with contextlib.closing(Rank(config, report)) as rank:
         if loads_first:
@@ -186,11 +195,11 @@ def _live(
 
 
 class Rank:
-    """The parts of a rank that outlive an epoch: the weights, and the KV storage with its runner.
+    """A rank, and what it keeps from epoch to epoch: the weights, and the KV storage with its runner.
 
     Args:
-        report: as for `run_rank`.
-        probe: measures what plans take; None: the one for this rank.
+        report: takes status events for the supervisor; must not block.
+        probe: measures the memory that plans take; None: the one for this rank (`probe_of`).
     """
 
     def __init__(self, config: RankConfig, report: Report, probe: NoProbe | None = None) -> None:
@@ -204,7 +213,7 @@ class Rank:
         self._entries = entry_calls(config)
 
     def load(self) -> LoadedRank:
-        """Load the weights once, and return them."""
+        """Load the weights, unless that was done before, and return them."""
         if self._loaded is None:
             report = self._report
             load = armed(self._config.faults, "rank.load", self._config.stage, load_rank)
@@ -215,7 +224,11 @@ class Rank:
         return self._loaded
 
     def serve(self, connections: RankConnections) -> None:
-        """Serve one epoch, until the core says `Shutdown`."""
+        """Serve one epoch: report to the core, allocate the KV cache, and run plans until `Shutdown`.
+
+        Weights and KV cache are made once, in the first epoch. The call ends with an error if the connections
+        fail.
+        """
         config, plans = self._config, connections.plans
         loaded = self.load()
         if self._message is None:
@@ -259,7 +272,10 @@ class Rank:
             )
 
     def leave(self) -> None:
-        """Leave the epoch that is over: ranks that wait for this one at a meeting of the stage are let go."""
+        """Leave the epoch that is over: drop open copies of blocks, and leave the group of the stage's ranks.
+
+        Ranks of the stage that wait for this one wait no longer.
+        """
         if self._transfer is not None:
             self._transfer.reset()
         self._entries.reset()
@@ -267,7 +283,7 @@ class Rank:
             self._loaded.group.close()
 
     def close(self) -> None:
-        """Close what the rank holds, since it ends."""
+        """Close the runner, the transfer of KV blocks and the calls about the store, since the rank ends."""
         if self._runner is not None:
             self._runner.close()
         if self._transfer is not None:
@@ -305,7 +321,7 @@ def _checking(residency: Residency, connections: RankConnections) -> Callable[[S
 
 
 def phase_clock(device: torch.device) -> PhaseClock:
-    """Return the clock of a rank on this device, for one epoch."""
+    """Return a clock that measures how a rank on this device spends the time of one epoch."""
     if device.type != "cuda":
         return PhaseClock(keeps_spans=True)
 

@@ -1,9 +1,9 @@
 """A process that waits to become a rank: `python -m penstock.rank.spare`, run as `rank.process` is.
 
 Started by its host while all is well, or ahead of a rank that a worker is about to be asked for. It imports
-what every rank needs, says so and waits, without weights. A rank is then started in it (`BecomeRank`), which
-saves the start of the interpreter and the imports: most of the time that a small model is away. From then on
-it is `rank.process`. That of a worker which is killed waits some seconds for the next worker
+what every rank needs, says so and waits, without weights. A rank is then started in it (`BecomeRank`). That
+saves the start of the interpreter and the imports, most of the time that a small model is away. From then on
+it is `rank.process`. If its worker (the agent of a host) is killed, it waits some seconds for the next worker
 (`process.successor`). Exit code: 0 when nothing came of it, else that of the rank.
 """
 
@@ -37,7 +37,7 @@ from penstock.rank.process import live, process_title
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Wait to become a rank, and run it; return the exit code."""
+    """Wait in this process until a rank is to be started, then run it; return the exit code."""
     return run_child(entry_points.SPARE, arguments, SpareProcessConfig, _run, more=[CONTROL_OPTION])
 
 
@@ -85,7 +85,11 @@ def _import_rank(nice: int) -> None:
 
 
 def own_bytes(statm: Path = Path("/proc/self/statm")) -> int:
-    """Return the memory that this process holds and shares with no file and no other process."""
+    """Return the bytes of resident memory that this process shares with no file and no other process.
+
+    Args:
+        statm: the file in which Linux says it.
+    """
     resident, shared = (int(field) for field in statm.read_text().split()[1:3])
     return (resident - shared) * os.sysconf("SC_PAGE_SIZE")
 

@@ -1,7 +1,7 @@
 """The weights of a model as its files hold them: safetensors, or blocks of a GGUF file.
 
 `open_weights` chooses by the model's path. Called by `rank.loading`, which knows no format: it asks in which
-form each matrix is to be held, and has the model filled.
+form each matrix is to be held, and has the weights loaded into the model.
 """
 
 from __future__ import annotations
@@ -32,31 +32,41 @@ class StoredWeights(Protocol):
 
     @property
     def is_quantized(self) -> bool:
-        """Whether any of them is quantised in the files."""
+        """Whether any of the weights is quantised in the files."""
         ...
 
     @property
     def names(self) -> frozenset[str]:
-        """The names of all tensors."""
+        """The names of all tensors in the files."""
         ...
 
     def form_of(self, parts: Mapping[str, int], in_size: int) -> HeldForm | None:
-        """Return how a matrix is to be held (`layers.compute.FormatOf`); None: in floats."""
+        """Return the form in which the files hold a matrix, to hold it so in memory; None: in floats.
+
+        Args:
+            parts: the projections that the matrix is joined of, with the size of each one's output.
+            in_size: the size of the input.
+        """
         ...
 
     def load(
         self, model: nn.Module, progress: Callable[[int, int], None], left_out: frozenset[str]
     ) -> LoadReport:
-        """Fill every weight of a model but those left out (`weights.loader.load_weights`)."""
+        """Load the weights into a model (`weights.loader.load_weights`), all but those left out.
+
+        Args:
+            progress: called with (bytes done, bytes in all).
+            left_out: names of tensors in the files that are not loaded.
+        """
         ...
 
 
 def open_weights(path: Path, spec: ModelSpec, digests: bytes) -> StoredWeights:
-    """Open the weights of a model.
+    """Open the files with the weights of a model; `load` reads them.
 
     Args:
-        path: of the model: a directory with safetensors, or a GGUF file.
-        digests: of the first load; empty while there is none.
+        path: a directory with safetensors, or a GGUF file.
+        digests: digests of what the engine's first load read, to be compared; empty while there is none.
     """
     if path.is_dir():
         return SafetensorsWeights(Checkpoint(path, ReadDigests(digests)), spec)
@@ -82,7 +92,12 @@ class SafetensorsWeights:
         return self._checkpoint.names
 
     def form_of(self, parts: Mapping[str, int], in_size: int) -> QuantizedFormat | None:
-        """Return the one format that all parts share; where they do not, the matrix is held as floats."""
+        """Return the quantised form of a matrix if all its parts have the same in the files; None: floats.
+
+        Args:
+            parts: the projections that the matrix is joined of, with the size of each one's output.
+            in_size: the size of the input.
+        """
         formats = set()
         quantized = self._quantized
         for projection, out_size in parts.items():
@@ -124,7 +139,12 @@ class GgufWeights:
         return frozenset(self._stored)
 
     def form_of(self, parts: Mapping[str, int], in_size: int) -> BlockForms | None:
-        """Return the formats of all parts that are stored; None where one is stored in floats."""
+        """Return the block formats of those parts of a matrix that the file has; None if one is in floats.
+
+        Args:
+            parts: the projections that the matrix is joined of, with the size of each one's output.
+            in_size: not used.
+        """
         stored = (self._stored.get(f"{projection}.weight") for projection in parts)
         names = [each.tensor.type.name for each in stored if each is not None]
         if not names or not all(name in BLOCK_FORMATS for name in names):
