@@ -1,6 +1,8 @@
-"""The block tables of all rows, which say where in the cache each row's positions are.
+"""The block tables of all rows, which say where in the KV cache each row's positions are.
 
-A part of `runner.request_rows`. Tables are never moved, so that views of them stay good.
+A row is a request's slot on the rank. A part of `runner.request_rows`. Tables are never moved, so that views
+of
+them stay good.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from penstock.kernels.views import words_of
 
 
 class BlockTables:
-    """The tables of all rows.
+    """The block tables of all rows: for each request's slot, the ids of its KV blocks in order.
 
     Args:
         num_rows: number of tables.
@@ -22,8 +24,8 @@ class BlockTables:
         block_size: tokens per block.
 
     Attributes:
-        by_row: [num_rows, width] block ids; behind a row's own ones they mean nothing.
-        num_blocks: [num_rows] that each row has.
+        by_row: [num_rows, width] int64 block ids; entries behind a row's `num_blocks` mean nothing.
+        num_blocks: [num_rows] blocks that each row has.
     """
 
     def __init__(self, num_rows: int, width: int, block_size: int) -> None:
@@ -33,27 +35,30 @@ class BlockTables:
         self._words = words_of(self.by_row)
 
     def set(self, row: int, blocks: Sequence[int]) -> None:
-        """Begin a row's table with these blocks."""
+        """Replace a row's table by these blocks, because another request gets the row."""
         self.num_blocks[row] = 0
         self.append(row, blocks)
 
     def append(self, row: int, blocks: Sequence[int]) -> None:
-        """Add blocks to the end of a row's table."""
+        """Add blocks, by their ids, to the end of a row's table."""
         held = self.num_blocks[row]
         self.by_row[row, held : held + len(blocks)] = blocks
         self.num_blocks[row] = held + len(blocks)
 
     def room(self, row: int) -> int:
-        """Return the tokens that the blocks of a row can hold."""
+        """Return how many tokens the blocks of a row can hold."""
         return self.num_blocks[row] * self.block_size
 
     def first(self, row: int, num_blocks: int) -> Sequence[int]:
-        """Return the first entries of a row's table, [num_blocks], as a view."""
+        """Return the ids of a row's first `num_blocks` blocks, as a view, not a copy."""
         start = row * self.width
         return self._words[start : start + num_blocks]
 
     def slots(self, row: int, start: int, end: int) -> Iterator[range]:
-        """Yield the slots of a row's positions from `start` to before `end`, block by block."""
+        """Yield where in the KV cache a row's positions from `start` to before `end` are, block by block.
+
+        Each range has slots: a slot is the block's id times the block size, plus the place in the block.
+        """
         first = row * self.width
         while start < end:
             block, offset = divmod(start, self.block_size)

@@ -1,8 +1,10 @@
 """The input buffers of a stage: filled on the host, at a fixed address on the device (rows C7, E9).
 
 `runner.forward_batch` writes a step's inputs into them; the tensors of a `ForwardBatch` are views of the
-first n elements. `BufferPool` holds as many sets as plans may be in flight, so that a copy still under way to
-a device is never written over. Knows nothing of what the numbers mean.
+first n
+elements. `BufferPool` holds as many sets as plans may be in flight, so that a copy still under way to a
+device
+is never written over. Does not interpret the numbers.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from penstock.kernels.views import KeptViews, words_of
 
 
 class InputBuffer:
-    """A host array of int64 and its twin on the device; on a CPU they are one and the same."""
+    """An array of int64 in host memory and its copy on the device; on a CPU both are the same memory."""
 
     def __init__(self, size: int, device: torch.device) -> None:
         on_host = device.type == "cpu"
@@ -31,18 +33,20 @@ class InputBuffer:
 
     @property
     def host_address(self) -> int:
-        """The address of the values in host memory, the same at every step."""
+        """The memory address of the values on the host, the same at every step."""
         return self._host.data_ptr()
 
     def publish(self, values: Sequence[int]) -> Tensor:
-        """Copy `values` to the device, and return them as a view of the buffer, [len(values)]."""
+        """Write `values` to the buffer and start their copy to the device; return a view, [len(values)]."""
         return self.publish_parts([values], len(values))
 
     def publish_parts(self, parts: Iterable[Sequence[int]], *shape: int) -> Tensor:
-        """Copy values that come in parts, one behind the other, to the device; return a view.
+        """Write values that come in parts, one behind the other; start their copy, and return a view.
+
+        The view is on the device. A copy to a GPU is not waited for.
 
         Args:
-            shape: of the view, int64; as many values as all parts together have.
+            shape: the shape of the view, int64; all parts together have as many values.
         """
         at, size = 0, math.prod(shape)
         assert size <= len(self._words), "the plan is larger than the buffers of the rank"
@@ -63,7 +67,7 @@ class InputBuffer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InputBuffers:
-    """A set of buffers for all inputs of one step."""
+    """A set of buffers on host and device for all inputs of one step of a stage."""
 
     input_ids: InputBuffer  # [max_num_tokens]
     positions: InputBuffer  # [max_num_tokens]
@@ -76,12 +80,12 @@ class InputBuffers:
 
 
 class BufferPool:
-    """The sets of buffers, as many as plans in flight, used in turn.
+    """The sets of input buffers of a rank, as many as plans in flight, used in turn.
 
     Args:
         depth: most plans in flight.
-        max_num_tokens, max_num_rows, max_num_samples: of one step.
-        max_blocks_per_row: blocks of a row of full length.
+        max_num_tokens, max_num_rows, max_num_samples: the largest numbers of one step.
+        max_blocks_per_row: blocks of a request of full length.
     """
 
     def __init__(
@@ -109,7 +113,7 @@ class BufferPool:
         ]
 
     def for_step(self, step_id: int) -> InputBuffers:
-        """Return the set of a step: the same one again `depth` steps later."""
+        """Return the buffers for a step; the step that comes `depth` steps later gets the same."""
         return self._sets[step_id % len(self._sets)]
 
 

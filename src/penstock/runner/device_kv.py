@@ -1,8 +1,8 @@
 """Allocates a rank's memory for the keys and values of its own layers.
 
 It works out how many blocks the memory holds (`runner.kv_demand`; the core takes the minimum over the stages,
-row D9) and allocates them, for the rank's own attention layers only (row A17). The owner of each block is
-decided in the core.
+row D9) and allocates them, for the rank's own attention layers only (row A17). The core decides which request
+owns a block.
 """
 
 from __future__ import annotations
@@ -17,7 +17,13 @@ from penstock.runner.kv_demand import KVDemand
 
 
 class DeviceKV:
-    """The keys and values of `num_layers` layers in blocks, laid out by the attention backend."""
+    """A rank's KV cache, in blocks, for its `num_layers` layers: how large a block is, and how many fit.
+
+    Args:
+        backend: the attention backend, which decides how a layer's keys and values lie in memory.
+        block_size: tokens per block.
+        device: where `allocate` makes the cache.
+    """
 
     def __init__(
         self, backend: AttentionBackend, *, num_layers: int, block_size: int, device: torch.device
@@ -29,13 +35,14 @@ class DeviceKV:
 
     @property
     def block_bytes(self) -> int:
-        """The bytes of one block over all layers, keys and values."""
+        """The bytes of one KV block over all layers of the rank, keys and values."""
         return self.num_layers * self._backend.block_bytes(self._block_size)
 
     def max_blocks(self, demand: KVDemand, available: int) -> int:
-        """Return how many blocks this rank can offer of `available` free bytes.
+        """Return how many KV blocks this rank can offer of `available` free bytes.
 
-        Raises what `KVDemand.max_blocks` does.
+        Raises:
+            NotEnoughMemoryError: too few for one request of full length, or for what the user asks for.
         """
         return demand.max_blocks(
             block_bytes=self.block_bytes,
@@ -45,7 +52,10 @@ class DeviceKV:
         )
 
     def allocate(self, num_blocks: int) -> list[AnyKV]:
-        """Return storage of the own layers, in order: all zeros, and not resident before it is written."""
+        """Build the KV storage of `num_blocks` blocks; return that of each of the rank's layers, in order.
+
+        It is all zeros; on a CPU its pages take no memory before they are written.
+        """
         num_bytes = num_blocks * self._backend.block_bytes(self._block_size)
         return [self._backend.layer_kv(self._zeros(num_bytes)) for _ in range(self.num_layers)]
 

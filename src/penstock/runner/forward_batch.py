@@ -3,9 +3,10 @@
 `runner.model_runner` builds one `ForwardBatch` per step. Everything is worked out row by row, as ranges and
 slices, and written into persistent buffers.
 
-A batch is built in two parts, so that a stage can do most of it while it still waits for samples:
-`begin_batch` needs none, `complete_batch` corrects the positions once they are there. What only one stage
-reads is not part of a batch: the first stage gathers its `input_ids`, the last one publishes its
+A batch is built in two parts, so that a stage can do most of it while it still waits for samples of earlier
+steps. `begin_batch` needs none of them; `complete_batch` corrects the positions once they are there. What
+only
+one stage reads is not part of a batch: the first stage gathers its `input_ids`, the last one publishes its
 `sample_indices`.
 """
 
@@ -27,7 +28,10 @@ from penstock.runner.request_rows import RequestRows, RowSnapshot
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForwardBatch:
-    """The inputs of one step on this rank. Tensors are views of buffers that later steps use again."""
+    """The inputs of one step on this rank: positions, attention metadata, and what is sampled.
+
+    Tensors are views of buffers that later steps use again.
+    """
 
     plan: ScheduledBatch
     positions: Tensor  # [num_tokens] int64
@@ -47,8 +51,8 @@ class ForwardBatch:
 class Samples:
     """The positions that a step samples.
 
-    They are the last token of each sampled row, or, where it brings drafts, all of its tokens
-    (`sample.windows`).
+    They are the last token of each sampled row. Where the row brings drafts (guessed tokens), they are its
+    draft positions too (`sample.windows`).
     """
 
     indices: list[int]  # [num_samples] of the step's tokens
@@ -58,17 +62,24 @@ class Samples:
 
 
 def build_batch(plan: ScheduledBatch, rows: RequestRows, buffers: InputBuffers) -> ForwardBatch:
-    """Build the inputs of a plan whose rows and token returns have been applied.
+    """Build the inputs of a plan at once: `begin_batch` and `complete_batch`.
 
-    Raises `ProtocolError` if the plan does not fit the row table.
+    The plan's new rows, and the samples that it consumes, must be in the row table already.
+
+    Raises:
+        ProtocolError: the plan does not fit the row table.
     """
     return complete_batch(begin_batch(plan, rows, buffers), rows, buffers)
 
 
 def begin_batch(plan: ScheduledBatch, rows: RequestRows, buffers: InputBuffers) -> ForwardBatch:
-    """Return the batch of a plan whose rows have been applied; samples that it consumes may be to come.
+    """Build the inputs of a plan as far as they do not depend on samples that are still to come.
 
-    Raises `ProtocolError` if the plan does not fit the row table.
+    The plan's freed and new rows must be in the row table already. Its blocks are appended there, and its
+    tokens count as scheduled.
+
+    Raises:
+        ProtocolError: the plan does not fit the row table.
     """
     rows.append_blocks(plan)
     starts, ends = rows.span_of(plan)
@@ -77,9 +88,13 @@ def begin_batch(plan: ScheduledBatch, rows: RequestRows, buffers: InputBuffers) 
 
 
 def complete_batch(batch: ForwardBatch, rows: RequestRows, buffers: InputBuffers) -> ForwardBatch:
-    """Return the batch as it is run, once the samples that it consumes are in the row table.
+    """Return the final inputs of a step, once the samples that it consumes are in the row table.
 
-    Raises `ProtocolError` if they are not.
+    Positions are corrected where drafts (guessed tokens) were rejected meanwhile. The batch is marked as void
+    if the whole plan rests on a wrong guess.
+
+    Raises:
+        ProtocolError: a sample that the plan names has not come, or a row lacks KV blocks.
     """
     plan = batch.plan
     rows.check_sources(plan)
@@ -96,7 +111,7 @@ def complete_batch(batch: ForwardBatch, rows: RequestRows, buffers: InputBuffers
 
 
 def input_ids(batch: ForwardBatch, rows: RequestRows, buffers: InputBuffers) -> Tensor:
-    """Return the ids of a complete batch, [num_tokens] int64, on a stage that embeds.
+    """Return the token ids that a step computes, [num_tokens] int64 on the device; for stages that embed.
 
     They are slices of the row table (row D7): known tokens lie at their positions, and drafts behind them.
     """

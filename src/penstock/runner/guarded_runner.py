@@ -5,8 +5,9 @@
     last       no sample                  ──▶ a result with the error; failed samples to the earlier stages
 
 Rows, block tables and token returns move on as they do in a step that is computed, so that all stages agree
-about the steps behind it. The scheduler ends the requests of the plan (`scheduler.request_endings`), whose
-keys and values are not all there. Ranks that share a stage wait for each other within a step: where one of
+about the steps behind it. The scheduler ends the requests of the plan (`scheduler.request_endings`), since
+not
+all of their keys and values are there. Ranks that share a stage wait for each other within a step. If one of
 them has no memory, the error ends the epoch, and weights and processes stay (`rank.rank`).
 """
 
@@ -34,11 +35,13 @@ _logger = logging.getLogger(__name__)
 
 
 class FailedTensors(IntermediateTensors):
-    """A stand-in for tensors that were not computed: the failed stage's number, in one number's memory.
+    """A stand-in for the hidden states of a step that was not computed, with the reason.
+
+    It has their shape, but takes the memory of one number, the number of the failed stage.
 
     Args:
-        num_tokens, width, dtype: of the step's hidden states.
-        failure: why.
+        num_tokens, width, dtype: as the step's hidden states would have them.
+        failure: why they were not computed.
     """
 
     def __init__(self, num_tokens: int, width: int, dtype: torch.dtype, failure: PlanMemoryError) -> None:
@@ -48,13 +51,13 @@ class FailedTensors(IntermediateTensors):
 
 
 class GuardedRunner(ModelRunner):
-    """A `ModelRunner` that turns an allocation which fails into the failure of its plan.
+    """A `ModelRunner` that turns an allocation which fails into the failure of its plan alone.
 
     Args:
-        runner: as for `ModelRunner`.
-        stage: its number.
-        width, dtype: of the hidden states.
-        is_alone: no other rank shares the stage's layers; else what fails is raised.
+        runner: the arguments of `ModelRunner`.
+        stage: the number of the stage.
+        width, dtype: of the hidden states, [num_tokens, width].
+        is_alone: no other rank shares the stage's layers; if one does, the failure is raised.
     """
 
     def __init__(self, *runner: Any, stage: int, width: int, dtype: torch.dtype, is_alone: bool) -> None:

@@ -3,8 +3,9 @@
     free once the weights are loaded, of one of the ranks that share the memory
     |  KV cache (of a CPU at most a quarter)  |  measured peak of the largest plan  |  margin  |
 
-Of a CPU no more than nine tenths are kept for plans: the largest one may never come, and no request starts
-where memory is short by then. There the user's own numbers are held to what is free alone.
+On a CPU no more than nine tenths are kept for plans: the largest one may never come, and no request starts
+where memory is short by then. If the user gives the size of the cache, on a CPU it has only to fit what is
+free.
 
 Asked by `runner.device_kv` once the weights are in memory, and by `planner.memory` beforehand.
 """
@@ -31,14 +32,14 @@ def margin_bytes(device: str, num_ranks: int) -> int:
 
     Args:
         device: "cpu" or "cuda".
-        num_ranks: of its stage.
+        num_ranks: the ranks of its stage.
     """
     return _MARGIN[device] + (num_ranks > 1) * _GROUP_MARGIN[device]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVDemand:
-    """The purpose of a rank's KV storage, and what the user said about its size."""
+    """The wishes for the size of a rank's KV cache: what requests may need, and what the user has set."""
 
     max_model_len: int
     max_num_seqs: int
@@ -52,7 +53,9 @@ class KVDemand:
         """Return the demand of one rank, by its config.
 
         Args:
-            peak_bytes: that its largest plan takes; None: it is not known, and nothing is kept free.
+            num_sharers: ranks that share its memory, this one counted.
+            peak_bytes: bytes that its largest plan takes, beside which a margin is kept free; None: neither
+                is known, and nothing is kept free.
         """
         return cls(
             max_model_len=config.max_model_len,
@@ -66,15 +69,16 @@ class KVDemand:
         )
 
     def max_blocks(self, *, block_bytes: int, block_size: int, available: int, device: str) -> int:
-        """Return how many blocks a rank can offer.
+        """Return how many KV blocks a rank can offer.
 
-        The user's number of blocks, or what fits the user's bytes. By default what is free and not reserved,
-        on a CPU at most a share of what is free, but no more than all requests at full length could use.
+        This is the user's number of blocks, or what fits the user's bytes. By default it is what fits the
+        memory that is free and not reserved (on a CPU at most a share of the free memory), but no more than
+        all requests at full length could use.
 
         Args:
-            block_bytes: of one block over all of the rank's layers.
+            block_bytes: bytes of one block over all of the rank's layers.
             block_size: tokens of a block.
-            available: free bytes of the device (for a CPU: `memory.host_available_bytes`).
+            available: free bytes of the device; for a CPU, of the host.
             device: "cpu" or "cuda".
 
         Raises:
@@ -129,5 +133,11 @@ def _mib(num_bytes: int) -> str:
 
 
 def stranded_bytes(max_blocks: int, num_blocks: int, block_bytes: int) -> int:
-    """Return the memory that a rank could use for KV, did the tightest one not limit the blocks."""
+    """Return the bytes of memory that a rank could use for KV blocks but does not, because others have less.
+
+    Args:
+        max_blocks: the blocks that it could hold.
+        num_blocks: the blocks that it has, which are as many as the tightest rank can hold.
+        block_bytes: bytes of one of its blocks.
+    """
     return (max_blocks - num_blocks) * block_bytes

@@ -4,10 +4,13 @@
     blocks given up ──forget──▶ thread: out of host memory, before the orders of the same plan
 
 The stage loop submits the orders of a plan when all steps before it have run, so a block that is to be stored
-is filled. The core holds every block of an order until all ranks have answered, so no step writes to it; and
-only a step that waits for each layer (`layers_of`) reads what is being loaded. A store that does
-not work makes orders fail, and nothing else; one that does not answer at all makes them fail in the end: then
-the block is the core's again, and is not touched any more, whatever the store still says.
+is
+filled. The core holds every block of an order until all ranks have answered, so no step writes to it. Only a
+step that waits for each layer (`layers_of`) reads what is being loaded. A store that does not work makes
+orders
+fail, and nothing else. If a store does not answer at all, the orders fail at their deadline. Then the block
+is
+the core's again, and is not touched any more, whatever the store still says.
 """
 
 from __future__ import annotations
@@ -91,12 +94,15 @@ class KVTransfer:
     """The transfer of blocks between a rank's KV cache and the store, in a thread of its own.
 
     Args:
-        store: where to; closed with this.
-        codec, kv: of the rank's own layers, the first of which is `first_layer` of the model.
-        first_head: of the model's key-value heads, the first that this rank has.
-        namespace: of all its records.
-        write_bytes_per_s: most bytes taken out of the cache, so that steps keep their share of the memory's
-            bandwidth; 0: as fast as it goes. Loads are never held up.
+        store: the store; closed with this.
+        codec: turns a block of one layer into the store's records, and back.
+        kv: the KV cache of the rank's own layers, in order.
+        first_layer: the number of the first of them in the model.
+        first_head: the number in the model of the first key-value head that this rank has.
+        namespace: the namespace of all its records in the store.
+        write_bytes_per_s: most bytes taken out of the cache a second, so that steps keep their share of the
+            memory's bandwidth; 0: as fast as it goes. Loads are never held up.
+        clock: monotonic seconds.
     """
 
     def __init__(
@@ -127,11 +133,14 @@ class KVTransfer:
 
     @property
     def is_busy(self) -> bool:
-        """Whether answers are still to come, or to be collected."""
+        """Whether orders are not answered yet, or answers not collected."""
         return bool(self._open or self._answers)
 
     def submit_orders(self, orders: list[TierOrder]) -> None:
-        """Queue orders; loads go before all that is to be stored, since a request waits for them."""
+        """Queue orders for the thread, without waiting; loads go first, since a request waits for them.
+
+        An order that has not been carried out after `DEADLINE_S` fails.
+        """
         with self._lock:
             deadline = self._clock() + DEADLINE_S
             self._open.update({order.order: _Open(order, deadline) for order in orders})
@@ -139,13 +148,16 @@ class KVTransfer:
             self._lock.notify_all()
 
     def forget_blocks(self, names: Sequence[bytes]) -> None:
-        """Remove blocks from host memory; done before any order that is submitted later."""
+        """Queue the removal of blocks from host memory, by their names; it is done before any later order."""
         with self._lock:
             self._given_up += names
             self._lock.notify_all()
 
     def collect(self) -> OrdersDone | None:
-        """Return the orders answered since the last call, after failing the orders past their deadline."""
+        """Return the outcomes of orders since the last call, and how the store was used; None: no outcomes.
+
+        Orders past their deadline fail first. Does not wait.
+        """
         if not self.is_busy:
             return None
         with self._lock:
@@ -162,10 +174,11 @@ class KVTransfer:
         )
 
     def layers_of(self, orders: Sequence[int]) -> BeforeLayer:
-        """Return a function for one step that waits until these orders have loaded a layer.
+        """Return a function that waits until these orders have loaded the blocks of a layer.
 
-        It takes the number of a layer of the rank, from 0. Orders that have failed are not waited for, and
-        those that keep the step waiting for too long fail.
+        It is for one step, and takes the number of a layer of the rank, from 0. It does not wait for orders
+        that have failed. Orders that keep the step waiting for longer than `AWAIT_S` in all are answered as
+        "late".
         """
         give_up_at = self._clock() + AWAIT_S
 
@@ -185,7 +198,10 @@ class KVTransfer:
         return open_order is not None and open_order.num_layers <= layer
 
     def reset(self) -> None:
-        """Drop all orders and answers. When it returns no block is being copied, nor will be."""
+        """Drop all orders and answers, since the epoch is over.
+
+        When it returns, no block is being copied, and none will be. Names to be forgotten stay queued.
+        """
         # Copies into blocks and out of them hold this lock throughout, so that none is under way here.
         with self._lock:
             for waiting in (self._open, self._answers, self._waiting):
@@ -194,7 +210,7 @@ class KVTransfer:
             self._lock.notify_all()
 
     def close(self) -> None:
-        """End the thread, and close the store; a store that does not answer is left alone."""
+        """End the thread, and close the store; if the thread is stuck in the store, both are left alone."""
         self.reset()
         with self._lock:
             self._is_closed = True

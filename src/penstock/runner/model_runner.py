@@ -2,7 +2,8 @@
 
 `pipeline.stage` calls `begin` and `complete`, `pipeline.ports` and the stage call `embed`, `forward` and
 `sample`. Owns nothing but its collaborators; knows neither neighbours nor messages, and keeps no state
-between two calls except the row table's.
+between
+two calls except the row table's.
 """
 
 from __future__ import annotations
@@ -35,19 +36,19 @@ from penstock.sample.windows import accept_drafts
 
 
 class ModelRunner:
-    """The model of one rank with its rows, buffers and KV storage.
+    """The model of one rank with its row table, input buffers and KV storage: it computes the steps of plans.
 
     Attributes:
-        guesser: with the MTP layer, where there is one.
-        sampling: of the rows.
+        guesser: guesses tokens with the MTP layer (a layer that predicts further tokens), where there is one.
+        sampling: how each row is sampled.
 
     Args:
         model: the rank's layers.
-        kv: storage of those layers, in order.
-        rows: the row table; the owner of the token returns writes to it too.
-        buffers: input buffers, as deep as the pipe.
+        kv: storage of the keys and values of those layers, in order.
+        rows: the row table; what receives sampled tokens from the last stage writes to it too.
+        buffers: input buffers, one set for each plan that may be in flight.
         vocab_size: of the model.
-        grammars: of the rows, where this rank samples.
+        grammars: constrains samples, where this rank samples; None: nothing does.
     """
 
     def __init__(
@@ -71,18 +72,18 @@ class ModelRunner:
         self._pooling = PoolingRows()
 
     def reset(self) -> None:
-        """Forget all requests; the contents of the KV storage are void then."""
+        """Forget all requests, since the epoch is over; the contents of the KV storage are void then."""
         self.rows.reset()
         self.guesser.reset()
         self.grammars.reset()
         self._pooling.reset()
 
     def close(self) -> None:
-        """Close the grammars, since the rank ends."""
+        """Close what builds and holds grammars, since the rank ends."""
         self.grammars.close()
 
     def admit(self, plan: ScheduledBatch) -> None:
-        """Apply the plan's freed and new rows."""
+        """Apply the plan's freed and new rows (requests that leave and enter) to the tables of this rank."""
         self.rows.apply(plan)
         self.grammars.drop(plan.dropped_grammars)
         # Rows are freed before they are given anew, as in `RequestRows.apply`.
@@ -97,41 +98,53 @@ class ModelRunner:
             self.grammars.expect({plan.rows[index]: plan.compared_drafts(index) for index in plan.drafts})
 
     def begin(self, plan: ScheduledBatch) -> ForwardBatch:
-        """Return the inputs of a plan that was admitted; the samples that it consumes may be to come."""
+        """Return the inputs of a plan that was admitted, as far as they do not need samples still to come."""
         return begin_batch(plan, self.rows, self._buffers.for_step(plan.step_id))
 
     def complete(self, batch: ForwardBatch) -> ForwardBatch:
-        """Return the inputs as they are run, once the samples have come."""
+        """Return the final inputs of a step, once the samples that it consumes are in the row table."""
         batch = complete_batch(batch, self.rows, self._buffers.for_step(batch.plan.step_id))
         self.guesser.begin(batch)
         return batch
 
     def embed(self, batch: ForwardBatch) -> IntermediateTensors:
-        """Return the input of the first layer, [num_tokens, hidden]. First stage only."""
+        """Return the embeddings of the step's token ids, [num_tokens, hidden]. First stage only."""
         return self._model.embed(input_ids(batch, self.rows, self._buffers.for_step(batch.plan.step_id)))
 
     def forward(
         self, tensors: IntermediateTensors, batch: ForwardBatch, before_layer: BeforeLayer | None = None
     ) -> IntermediateTensors:
-        """Run the own layers over the step's tokens and store their keys and values.
+        """Run the rank's own layers over the step's tokens, and store their keys and values.
 
         Args:
-            tensors: [num_tokens, hidden] each; the result has as many.
+            tensors: the named input tensors, [num_tokens, hidden] each.
+            before_layer: called before each layer with its number on this rank; None: nothing is.
+
+        Returns:
+            The named output tensors, of the same shapes.
         """
         return self._model.forward(tensors, batch.positions, self._kv, batch.metadata, before_layer)
 
     def skip(self, tensors: IntermediateTensors, batch: ForwardBatch) -> IntermediateTensors:
-        """Pass on what need not be computed, [num_tokens, hidden], once it has come."""
+        """Wait until the tensors have come, and return them as they are: the step need not be computed.
+
+        Args:
+            tensors: [num_tokens, hidden] each.
+        """
         tensors["hidden_states"]  # what is under way has come when it is read
         return tensors
 
     def sample(self, tensors: IntermediateTensors, batch: ForwardBatch) -> StepResult:
-        """Sample the plan's need-sampled rows, write the ids to the row table, and gather the pooled rows.
+        """Sample the rows that the plan says, and write the ids to the row table. Last stage only.
 
-        Last stage only.
+        It also gathers the vectors of pooled prompts. A void step, which rests on a wrong guess, yields no
+        ids.
 
         Args:
             tensors: the result of `forward` for this step, [num_tokens, hidden].
+
+        Returns:
+            The sampled ids and the vectors, for the core. `with_scores` and `with_guesses` add to it.
         """
         plan = batch.plan
         if batch.is_void:
@@ -190,9 +203,10 @@ class ModelRunner:
     def with_scores(
         self, result: StepResult, tensors: IntermediateTensors, batch: ForwardBatch
     ) -> StepResult:
-        """Return the result with the scores of the prompt tokens that the plan names. Last stage only.
+        """Return the result with the log-probabilities of the plan's scored prompt tokens. Last stage only.
 
-        No token is scored twice: a row is sampled behind the last token of its prompt, which scores none.
+        No token of the step is used twice: a row is sampled behind the last token of its prompt, which scores
+        none.
 
         Args:
             tensors: those that were sampled from, [num_tokens, hidden].
@@ -207,7 +221,9 @@ class ModelRunner:
     def with_guesses(
         self, result: StepResult, tensors: IntermediateTensors, batch: ForwardBatch
     ) -> StepResult:
-        """Return the result with the MTP layer's guesses (`ScheduledBatch.mtp`). Last stage only.
+        """Return the result with the tokens that the MTP layer guesses of the rows that the plan names.
+
+        Those are the rows in `ScheduledBatch.mtp`. The result of a void step stays as it is. Last stage only.
 
         Args:
             tensors: those that were sampled from, [num_tokens, hidden].

@@ -1,16 +1,18 @@
 """Tracks which entries of the MTP layer's KV cache mean something.
 
-The layer does not read every token: it is not run while guesses are worth nothing, and blocks that come
-from a store bring nothing for it. Its entries there are another request's, or old. So each block counts how
-many of its first entries are good, and a row is attended to from the first block on behind which all are.
+The MTP layer guesses tokens. It does not read every token: it is not run while guesses are worth nothing, and
+blocks that come from a store bring nothing for it. Its entries there are another request's, or old. So each
+block counts how many of its first entries are good, and a row is attended to from the first block on behind
+which all are.
 
     row       [ whole ][ not read ][ whole ][ whole ][ 5 of 16 ]
                                    ^ first block of its context
 
 Positions stay those of the text: rotary embedding sees differences alone. A guess may be wrong without harm,
-so the context may be shorter than the text; but it has no entries that are left of another text. (The last
-entry of a prefix that requests share was made with the token that followed it first.) A part of
-`runner.mtp_guesser`.
+so
+the context may be shorter than the text; but it has no entries that are left of another text. (The last entry
+of
+a prefix that requests share was made with the token that followed it first.) A part of `runner.mtp_guesser`.
 """
 
 from __future__ import annotations
@@ -23,10 +25,10 @@ from penstock.runner.block_tables import BlockTables
 
 
 class Begin(NamedTuple):
-    """The place at which the layer begins to read a row.
+    """The place at which the MTP layer begins to attend to a row.
 
     Attributes:
-        first_block: of the row's context, by its place in the table.
+        first_block: the first block of the row's context, by its place in the row's block table.
         cleared: id of a block whose entries before the first that is read now are to be zeros; -1: none.
     """
 
@@ -35,11 +37,11 @@ class Begin(NamedTuple):
 
 
 class MTPContext:
-    """The valid entries of all blocks, and what was read of each row.
+    """The record of which entries of the MTP layer's KV cache are good, and how far each row was read.
 
     Args:
-        num_blocks: of the KV cache.
-        tables: of the rows.
+        num_blocks: blocks of the layer's KV cache.
+        tables: the block tables of the rows.
     """
 
     def __init__(self, num_blocks: int, tables: BlockTables) -> None:
@@ -48,25 +50,29 @@ class MTPContext:
         self._read: dict[int, tuple[int, int]] = {}  # row -> position behind what was read, first block
 
     def reset(self) -> None:
-        """Mark all entries as invalid."""
+        """Mark all entries as invalid, and forget how far rows were read."""
         self._num_good = array("q", [0]) * len(self._num_good)
         self._read.clear()
 
     def enter(self, row: int) -> None:
-        """Forget how far a row was read, because another request gets it."""
+        """Forget how far the MTP layer has read a row, because another request gets the row."""
         self._read.pop(row, None)
 
     def overwrite(self, block: int) -> None:
-        """Mark a block as invalid whose other layers are loaded from the store."""
+        """Mark a block as invalid for the MTP layer: the store loads it for the other layers alone."""
         self._num_good[block] = 0
 
     def leave_out(self, row: int, start: int, end: int) -> None:
-        """Mark positions as invalid that are computed without being read by the layer."""
+        """Mark a row's positions from `start` to before `end` as invalid, since the MTP layer skips them."""
         for block, first, _ in self._pieces(row, start, end):
             self._num_good[block] = min(self._num_good[block], first)
 
     def read(self, row: int, start: int, end: int) -> Begin:
-        """Mark positions of a row as read by the layer, and return where its context begins."""
+        """Mark a row's positions from `start` to before `end` as read by the MTP layer.
+
+        Returns:
+            The place at which the row's context begins for this reading.
+        """
         begin = self._begin(row, start)
         for block, first, last in self._pieces(row, start, end):
             assert first == 0 or block == begin.cleared or self._num_good[block] >= first

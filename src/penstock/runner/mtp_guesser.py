@@ -38,54 +38,70 @@ from penstock.sample.sampling_rows import SamplingRows
 
 
 class GuessingModel(SupportsPP, Protocol):
-    """A model with an MTP layer (`models.decoder.Decoder`)."""
+    """A model with an MTP layer, which guesses the token behind the next one (`models.decoder.Decoder`)."""
 
     def candidates(self, states: Tensor, request: HeadRequest) -> HeadOutput:
-        """Return what sampling asks of the logits of normed states, [num_rows, hidden]."""
+        """Return what `request` asks of the logits of these states (probable ids, or whole logits).
+
+        Args:
+            states: [num_rows, hidden], behind the final norm.
+        """
         ...
 
     def guess(
         self, states: Tensor, next_ids: Tensor, positions: Tensor, kv: AnyKV, metadata: AttentionMetadata
     ) -> Tensor:
-        """Return states from which the head guesses the token behind the next one: [num_tokens, hidden].
+        """Run the MTP layer, and return states from which the head guesses the token behind the next one.
 
         Args:
-            states: [num_tokens, hidden], behind the final norm, or the result of this; used up.
+            states: [num_tokens, hidden], behind the final norm, or a result of this call; overwritten.
             next_ids: [num_tokens] int64, the token that follows each.
             positions: [num_tokens] int64.
+            kv: the layer's own KV cache, to which it writes.
+
+        Returns:
+            [num_tokens, hidden].
         """
         ...
 
 
 class NoGuesser:
-    """The interface of guessers, and the implementation where there is no MTP layer."""
+    """A guesser that guesses nothing, for ranks without an MTP layer; also the interface of guessers."""
 
     def reset(self) -> None:
-        """Forget all rows."""
+        """Do nothing; other guessers forget all rows."""
 
     def admit(self, plan: ScheduledBatch) -> None:
-        """Apply the plan's new rows, and its orders."""
+        """Do nothing; other guessers take note of a plan's new rows, and of blocks loaded from the store."""
 
     def begin(self, batch: ForwardBatch) -> None:
-        """Note a step that is about to run."""
+        """Do nothing; other guessers note which tokens of a step that is about to run they will not read."""
 
     def prepare(self, plan: ScheduledBatch, tensors: IntermediateTensors) -> None:
-        """Add what `states_of` returns, [num_tokens, hidden].
+        """Do nothing; other guessers add the final states of all tokens, [num_tokens, hidden], to `tensors`.
 
-        It is called once the layers have run, and before their states are read.
+        It is called once the layers have run, and before their states are read. `states_of` returns what was
+        added.
         """
 
     def candidates(self, states: Tensor, request: HeadRequest) -> HeadOutput:
-        """Return what `request` asks of the logits behind some of these states, [num_rows, hidden]."""
+        """Raise an error; other guessers return what `request` asks of the logits of states.
+
+        Args:
+            states: [num_rows, hidden], some of those that `prepare` has added.
+        """
         raise AssertionError("nothing was prepared")
 
     def guesses(
         self, tensors: IntermediateTensors, batch: ForwardBatch, result: StepResult
     ) -> dict[int, list[int]]:
-        """Read the rows that the plan names, and return as `StepResult.guesses`.
+        """Return the guessed tokens of rows that the plan names, by sampled row as in `StepResult.guesses`.
+
+        There are none here.
 
         Args:
-            tensors: of the step, [num_tokens, hidden], as `prepare` has left them.
+            tensors: those of the step, [num_tokens, hidden], as `prepare` has left them.
+            result: what was sampled in the step.
         """
         return {}
 
@@ -97,7 +113,10 @@ NORMED = "normed"
 
 
 def states_of(tensors: IntermediateTensors) -> Tensor | None:
-    """Return [num_tokens, hidden] behind the final norm, if the layer reads the step's tokens; else None."""
+    """Return the final states that a guesser has added to a step's tensors, [num_tokens, hidden]; else None.
+
+    They are behind the final norm.
+    """
     return tensors.tensors.get(NORMED)
 
 
@@ -122,15 +141,15 @@ class _Reading(NamedTuple):
 
 
 class MTPGuesser(NoGuesser):
-    """A guesser with the MTP layer of a model.
+    """A guesser of the next tokens of rows, with the MTP layer of a model.
 
     Args:
-        model: has the layer.
-        kv: the layer's storage.
-        num_blocks: blocks of that storage.
-        rows: row table of the rank; it keeps token ids.
-        sampling: of the rows.
-        is_shared: other ranks compute the layer with this one.
+        model: the model that has the layer.
+        kv: the layer's own KV cache.
+        num_blocks: blocks of that cache.
+        rows: the row table of the rank, which must keep token ids.
+        sampling: how each row is sampled.
+        is_shared: other ranks of the stage compute the layer with this one.
     """
 
     def __init__(

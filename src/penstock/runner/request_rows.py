@@ -36,9 +36,9 @@ _NOT_STARTED = -1  # num_computed until the first plan says where the request st
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowSnapshot:
-    """The rows of a step with the requests that held them: the address of samples that come later.
+    """The rows of a step with the requests that held them, for samples that come later.
 
-    It is never changed.
+    Samples are written only to rows that the same requests still hold. A snapshot is never changed.
     """
 
     rows: NDArray[np.int64]  # [num_rows]
@@ -52,7 +52,7 @@ class RowSnapshot:
         return len(self.places)
 
     def select(self, indices: Sequence[int]) -> RowSnapshot:
-        """Return some of the rows, by their indices in this snapshot."""
+        """Return a snapshot of some of the rows, by their indices in this one."""
         return RowSnapshot(
             rows=self.rows[indices],
             places=tuple(self.places[index] for index in indices),
@@ -64,28 +64,31 @@ class RowSnapshot:
 
 
 class TokenIds(Protocol):
-    """The token ids of all rows, where a stage keeps them."""
+    """The token ids of all rows (requests' slots); a stage that needs none keeps none."""
 
     @property
     def by_row(self) -> NDArray[np.int64]:
-        """The ids as [num_rows, width]; width 0 where none are kept."""
+        """The ids by row and position, [num_rows, width] int64; width is 0 where none are kept."""
         ...
 
     def write(self, row: int, start: int, token_ids: Sequence[int]) -> None:
-        """Write ids to a row, from the position `start` on."""
+        """Write ids to a row, from the position `start` on; where none are kept, do nothing."""
         ...
 
     def read(self, row: int, start: int, end: int) -> Sequence[int]:
-        """Return the ids of a row at positions from `start` to before `end`."""
+        """Return the ids of a row at positions from `start` to before `end`; an error where none are kept."""
         ...
 
     def is_other(self, row: int, position: int, token_id: int) -> bool:
-        """Return whether the known id at a position differs; False where none are kept."""
+        """Return whether the id at a row's position differs from `token_id`; False where none are kept."""
         ...
 
 
 class KeptIds:
-    """The ids on the first stage, which embeds them, and on the last, which counts and scores them."""
+    """The token ids of all rows, kept: on the first stage, which embeds them, and on the last.
+
+    The last stage counts and scores them.
+    """
 
     def __init__(self, num_rows: int, width: int) -> None:
         # zeros, not empty: untouched pages of a long context cost no memory, and stay valid token ids.
@@ -105,13 +108,13 @@ class KeptIds:
 
 
 class NoIds:
-    """The stand-in for ids on a stage between the first and the last, which reads none."""
+    """A stand-in that keeps no token ids, for stages between the first and the last, which read none."""
 
     def __init__(self, num_rows: int, width: int) -> None:
         self.by_row = np.zeros((num_rows, 0), dtype=np.int64)
 
     def write(self, row: int, start: int, token_ids: Sequence[int]) -> None:
-        """Do nothing."""
+        """Do nothing: this stage keeps no token ids."""
 
     def read(self, row: int, start: int, end: int) -> Sequence[int]:
         raise AssertionError("this stage keeps no token ids")
@@ -121,15 +124,15 @@ class NoIds:
 
 
 class RequestRows:
-    """The state of all rows of one rank.
+    """The row table of one rank: the state of each running request, in arrays indexed by row (slot).
 
     Args:
         num_rows: requests that hold a row at once.
         max_model_len: longest prompt + output in tokens.
         block_size: tokens per KV block.
-        max_drafts: speculative tokens that one row may have beyond its known ones.
+        max_drafts: drafts (guessed tokens) that one row may have beyond its known ones.
         ids: makes what keeps the token ids, given the rows and the width: `KeptIds` or `NoIds`.
-        state: that rows carry besides, if any layer has one.
+        state: state besides the KV cache that layers carry for each row.
     """
 
     def __init__(
@@ -160,11 +163,11 @@ class RequestRows:
 
     @property
     def token_ids(self) -> NDArray[np.int64]:
-        """The known tokens at their positions, [num_rows, width], on a stage that keeps them."""
+        """The ids of each row's tokens by position, [num_rows, width] int64; width 0 where none are kept."""
         return self._ids.by_row
 
     def reset(self) -> None:
-        """Free all rows, as at the start.
+        """Free all rows, as at the start, since another epoch begins.
 
         Steps may be counted anew: another core does not know how many there were.
         """
@@ -176,7 +179,7 @@ class RequestRows:
         self._changes_hands()
 
     def apply(self, plan: ScheduledBatch) -> None:
-        """Apply the first parts of a plan: freed rows, then new ones, then those that are rewound."""
+        """Apply a plan's freed rows, then its new ones, then those that go back behind a wrong guess."""
         for row in plan.freed_rows:
             self.free(row)
         for new_row in plan.new_rows:
@@ -185,13 +188,13 @@ class RequestRows:
             self._rewind(rewound, plan.step_id)
 
     def free(self, row: int) -> None:
-        """Free a row whose request has ended; samples that are still to come for it are dropped (row E7)."""
+        """Free the row of a request that has left it; samples still to come for it are dropped (row E7)."""
         self.generation[row] = _FREE
         self._state.drop(row)
         self._changes_hands()
 
     def add(self, new: NewRow) -> None:
-        """Add a request, or one that enters again with what it had generated before a preemption."""
+        """Add a request in its row, with its known tokens: its prompt, and outputs if it starts again."""
         row = new.row
         self._ids.write(row, 0, new.token_ids)
         self.tables.set(row, new.blocks)
@@ -222,17 +225,17 @@ class RequestRows:
         self._snapshots.clear()
 
     def append_blocks(self, plan: ScheduledBatch) -> None:
-        """Add the plan's new blocks to the ends of the block tables."""
+        """Append the plan's new KV blocks to the block tables of its rows."""
         for row, blocks in zip(plan.rows, plan.new_blocks, strict=True):
             if blocks:
                 self.tables.append(row, blocks)
 
     def known_ids(self, row: int, start: int, end: int) -> Sequence[int]:
-        """Return the ids of a row, drafts included, at positions from `start` to before `end`."""
+        """Return the ids of a row, drafts (guesses) included, at positions from `start` to before `end`."""
         return self._ids.read(row, start, end)
 
     def snapshot(self, rows: Sequence[int]) -> RowSnapshot:
-        """Return which requests hold these rows now; it is reused until a row gets another request."""
+        """Return which requests hold these rows now; the object is reused until any row changes hands."""
         return self._snapshots.of(tuple(rows))
 
     def _snapshot(self, places: tuple[int, ...]) -> RowSnapshot:
@@ -247,24 +250,26 @@ class RequestRows:
         )
 
     def names_of(self, plan: ScheduledBatch) -> list[str]:
-        """Return the requests of a plan that may not be applied yet, and may be wrong.
+        """Return the ids of the requests that a plan runs.
 
-        Rows that do not exist or hold no request are left out.
+        The plan may not be applied yet, and may be wrong: rows that do not exist or hold no request are left
+        out.
         """
         entering = {new.row: new.request_id for new in plan.new_rows}
         known = dict(enumerate(self.request_ids)) | entering
         return [known[row] for row in plan.rows if known.get(row)]
 
     def span_of(self, plan: ScheduledBatch) -> tuple[list[int], list[int]]:
-        """Return what `accepted_span_of` does; raise `ProtocolError` if core and rank disagree on a row."""
+        """Return `accepted_span_of`; raise `ProtocolError` if core and rank disagree on a row's tokens."""
         starts, ends = self.accepted_span_of(plan)
         self._check(plan, starts, ends)
         return starts, ends
 
     def accepted_span_of(self, plan: ScheduledBatch) -> tuple[list[int], list[int]]:
-        """Return the true position of each row's first token, and behind its last.
+        """Return the true positions of each row's first token, and behind its last: two lists, [num_rows].
 
-        Both are [num_rows]: the plan's positions, less the rejections consumed.
+        Plans count rejected drafts (wrong guesses) as positions; here those that the rank knows are
+        subtracted.
         """
         starts = plan.start_positions
         if self._has_rejected:
@@ -272,48 +277,45 @@ class RequestRows:
         return starts, [start + count for start, count in zip(starts, plan.num_tokens, strict=True)]
 
     def fitted(self, plan: ScheduledBatch, starts: list[int]) -> list[int]:
-        """Return the positions, or, of rows without the blocks for them, the last ones that fit.
+        """Return the first positions `starts` of the rows, lowered where a row lacks KV blocks for them.
 
-        Rejections that are to be consumed may bring a row back to where it has blocks: the core knew of them
-        when it made the plan. What is built meanwhile with other positions is built anew then.
+        That happens where the core knew of rejected drafts (wrong guesses) before this rank: the true
+        position is lower, and what is built with it is built anew when the rank has consumed the rejection.
         """
         rooms = [self.tables.room(row) for row in plan.rows]
         spans = zip(starts, plan.num_tokens, rooms, strict=True)
         return [max(0, min(start, room - count)) for start, count, room in spans]
 
     def check_room(self, plan: ScheduledBatch, ends: Sequence[int]) -> None:
-        """Raise `ProtocolError` unless each row has the blocks of its tokens."""
+        """Raise `ProtocolError` if a row of the plan lacks KV blocks up to before its position in `ends`."""
         for index, row in enumerate(plan.rows):
             if ends[index] > (room := self.tables.room(row)):
                 raise self._refusal(plan, index, "has no KV block for its last token", ends[index], room)
 
     def check_sources(self, plan: ScheduledBatch) -> None:
-        """Raise `ProtocolError` unless each row's newest sample is that of the step which the plan names."""
+        """Raise `ProtocolError` if the plan has a row consume a sample that is not the row's newest."""
         for index, step in enumerate(plan.token_from):
             newest = self.sampled_step[plan.rows[index]]
             if step not in (KNOWN, GUESSED, newest):
                 raise self._refusal(plan, index, "needs the sample of a different step", step, newest)
 
     def advance(self, plan: ScheduledBatch, ends: Sequence[int]) -> None:
-        """Count the tokens of a plan as scheduled, up to these positions."""
+        """Count the tokens of a plan as scheduled: each row up to before its position `ends`."""
         for row, end in zip(plan.rows, ends, strict=True):
             self.num_computed[row] = end
 
     def run(self, plan: ScheduledBatch, starts: Sequence[int], ends: Sequence[int]) -> None:
-        """Note that the tokens of a plan are computed now, at these true positions."""
+        """Tell the rows' other state (`RowState`) that the plan's tokens are computed, at these positions."""
         self._state.step(plan.rows, starts, ends, plan.need_sampled)
 
     def put_drafts(self, row: int, end: int, draft_ids: Sequence[int]) -> None:
-        """Place speculative tokens behind a row's known ones and before `end`.
-
-        What is sampled in their places overwrites them (row D7).
-        """
+        """Write drafts (guesses) to a row's last positions before `end`; samples overwrite them (row D7)."""
         self._ids.write(row, end - len(draft_ids), draft_ids)
 
     def is_void(self, plan: ScheduledBatch, starts: Sequence[int]) -> bool:
-        """Return whether the plan is a window behind a wrong guess.
+        """Return whether the plan rests on a wrong guess: then its results mean nothing.
 
-        Its input was guessed then, and is not what was sampled, or follows what was not.
+        Its input was guessed and is not what was sampled, or it follows such a plan.
 
         The last stage finds out in any case, and before the core does: samples of all earlier steps are in
         its table. Other stages do if another row had them consume these.
@@ -338,7 +340,7 @@ class RequestRows:
         return row in self._strayed
 
     def last_tokens(self, rows: Sequence[int]) -> list[int]:
-        """Return the newest known token of each row, [num_rows]."""
+        """Return the newest known token id of each of these rows; only on a stage that keeps ids."""
         return [int(self.token_ids[row, self.total_len[row] - 1]) for row in rows]
 
     def post_update(
@@ -350,14 +352,14 @@ class RequestRows:
     ) -> None:
         """Write what a step sampled to its rows (row D6): ids, known length, scheduled length, rejections.
 
+        Rows that hold another request since, or went back behind a wrong guess, are skipped.
+
         Args:
             step_id: the step that sampled.
             addressed: its sampled rows, as they were when the plan was prepared.
-            token_ids: accepted and sampled ids of each; [-1] where nothing could be sampled; none of a window
-                that was void.
-            num_rejected: drafts rejected of each.
-
-        Rows that have changed hands since are skipped.
+            token_ids: accepted and sampled ids of each row; [-1]: nothing could be sampled; none: the step
+                was void.
+            num_rejected: drafts (guessed tokens) of each row that were rejected.
         """
         for index, row in self._still_held(step_id, addressed):
             for token_id in token_ids[index]:
@@ -373,7 +375,7 @@ class RequestRows:
         """Write the counts of what a step sampled, as `post_update` does, where no ids are kept.
 
         Args:
-            num_ids: how many ids were accepted and sampled of each.
+            num_ids: how many ids of each row were accepted and sampled.
         """
         for index, row in self._still_held(step_id, addressed):
             self.total_len[row] += num_ids[index]
