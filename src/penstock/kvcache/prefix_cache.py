@@ -1,8 +1,8 @@
 """Knows what blocks hold, and which of those without a holder to keep: one index for the whole pipe.
 
 A block id means the same slots on every stage, so what is found here is there on all of them, whatever their
-number (architecture, section 3). A block gets its name, a hash of its content, when the plan that fills it is
-issued: ranks run plans in order, so a later plan may read it at once.
+number. A block gets its name, a hash of its content, when the plan that fills it is issued: ranks run plans
+in order, so a later plan may read it at once.
 
     taken ──named──▶ cached, held ──let go by all──▶ idle ──evicted──▶ taken for something else
                           ▲                            │
