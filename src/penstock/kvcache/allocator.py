@@ -1,10 +1,9 @@
 """Assigns KV blocks to requests, in a block table for each.
 
 The scheduler asks for enough blocks to hold a number of tokens; the answer is the ids to append to the
-request's
-block table on every rank. Owners are the scheduler's arrival numbers, which are never used again, unlike
-request
-ids and rows. Blocks given back may be given out by the very next plan: ranks run plans in order.
+request's block table on every rank. Owners are the scheduler's arrival numbers, which are never used again,
+unlike request ids and rows. Blocks given back may be given out by the very next plan: ranks run plans in
+order.
 
 A table may begin with blocks that others hold too, or have held (`attach`): they are whole, and never written
 again. Others find its own blocks once these have names (`name`), which are hashes of their content.

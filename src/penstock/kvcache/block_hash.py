@@ -5,10 +5,9 @@
 
 A hash is the SHA-256 of the hash before and of the block's tokens, so that equal hashes mean equal keys and
 values, given one model and dtype. Names do not depend on stages, ranks or epochs (row d15), but on the
-numeric
-class in which the ranks compute: the results of one class differ in the last bits from those of another. A
-salt
-keeps clients that do not share it apart: they cannot tell from the time of an answer what others have asked.
+numeric class in which the ranks compute: the results of one class differ in the last bits from those of
+another. A salt keeps clients that do not share it apart: they cannot tell from the time of an answer what
+others have asked.
 """
 
 from __future__ import annotations

@@ -3,11 +3,10 @@
     store or load ordered ──▶ in memory on every rank ──memory is full, or a copy failed──▶ given up by all
 
 Every rank has room for an equal number of blocks, however many bytes its own part of a block takes
-(`engine.supervisor.host_blocks`). So the core alone chooses which block memory gives up: the one used longest
-ago. A plan tells all ranks, which forget given-up blocks before they carry out the orders of that plan.
-Without
-a store behind memory, such a block is struck from the catalogue at once: no request waits for half of a
-block.
+(`engine.supervisor.host_blocks`). So the core alone chooses which block memory gives up: the one used
+longest ago. A plan tells all ranks, which forget given-up blocks before they carry out the orders of that
+plan. Without a store behind memory, such a block is struck from the catalogue at once: no request waits for
+half of a block.
 
 A block counts from the order to copy it on, so that memory is never fuller than it seems. Called by
 `kvcache.storage_tier` and its parts; knows no bytes.

@@ -2,16 +2,15 @@
 
     weights ─▶ small KV cache, runner ─▶ prompts that fill a plan ─▶ every row decodes and is sampled ─▶ peak
 
-Every rank measures by itself, without waiting: where ranks share a stage, each takes the others to bring what
-it brings (`TensorGroup.rehearsing`). Rows read the blocks of the small cache again and again, as if it were
-as
-large as the one that comes.
+Every rank measures by itself, without waiting: where ranks share a stage, each takes the others to bring
+what it brings (`TensorGroup.rehearsing`). Rows read the blocks of the small cache again and again, as if it
+were as large as the one that comes.
 
-On a GPU the whole plan runs, and torch's allocator says what that took. On a CPU time counts: one layer runs,
-since all layers use the same memory in turn, with as many tokens as take `REHEARSAL_S`, and the resident
-memory
-of the process says what that took. The outputs of our kernels lie in memory that is made for the largest plan
-at once, and is counted as a whole; where torch makes it for each step, it grows with the tokens.
+On a GPU the whole plan runs, and torch's allocator says what that took. On a CPU time counts: one layer
+runs, since all layers use the same memory in turn, with as many tokens as take `REHEARSAL_S`, and the
+resident memory of the process says what that took. The outputs of our kernels lie in memory that is made
+for the largest plan at once, and is counted as a whole; where torch makes it for each step, it grows with
+the tokens.
 """
 
 from __future__ import annotations

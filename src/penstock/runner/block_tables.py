@@ -1,8 +1,7 @@
 """The block tables of all rows, which say where in the KV cache each row's positions are.
 
-A row is a request's slot on the rank. A part of `runner.request_rows`. Tables are never moved, so that views
-of
-them stay good.
+A row is a request's slot on the rank. A part of `runner.request_rows`. Tables are never moved, so that
+views of them stay good.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
 """The input buffers of a stage: filled on the host, at a fixed address on the device (rows C7, E9).
 
 `runner.forward_batch` writes a step's inputs into them; the tensors of a `ForwardBatch` are views of the
-first n
-elements. `BufferPool` holds as many sets as plans may be in flight, so that a copy still under way to a
-device
-is never written over. Does not interpret the numbers.
+first n elements. `BufferPool` holds as many sets as plans may be in flight, so that a copy still under way
+to a device is never written over. Does not interpret the numbers.
 """
 
 from __future__ import annotations

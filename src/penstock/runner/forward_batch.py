@@ -5,9 +5,8 @@ slices, and written into persistent buffers.
 
 A batch is built in two parts, so that a stage can do most of it while it still waits for samples of earlier
 steps. `begin_batch` needs none of them; `complete_batch` corrects the positions once they are there. What
-only
-one stage reads is not part of a batch: the first stage gathers its `input_ids`, the last one publishes its
-`sample_indices`.
+only one stage reads is not part of a batch: the first stage gathers its `input_ids`, the last one publishes
+its `sample_indices`.
 """
 
 from __future__ import annotations

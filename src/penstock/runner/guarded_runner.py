@@ -6,9 +6,8 @@
 
 Rows, block tables and token returns move on as they do in a step that is computed, so that all stages agree
 about the steps behind it. The scheduler ends the requests of the plan (`scheduler.request_endings`), since
-not
-all of their keys and values are there. Ranks that share a stage wait for each other within a step. If one of
-them has no memory, the error ends the epoch, and weights and processes stay (`rank.rank`).
+not all of their keys and values are there. Ranks that share a stage wait for each other within a step. If
+one of them has no memory, the error ends the epoch, and weights and processes stay (`rank.rank`).
 """
 
 from __future__ import annotations

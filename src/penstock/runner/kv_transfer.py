@@ -3,14 +3,11 @@
     plan with orders ──submit──▶ thread: export + put, or get + import ──▶ answers ──collect──▶ core
     blocks given up ──forget──▶ thread: out of host memory, before the orders of the same plan
 
-The stage loop submits the orders of a plan when all steps before it have run, so a block that is to be stored
-is
-filled. The core holds every block of an order until all ranks have answered, so no step writes to it. Only a
-step that waits for each layer (`layers_of`) reads what is being loaded. A store that does not work makes
-orders
-fail, and nothing else. If a store does not answer at all, the orders fail at their deadline. Then the block
-is
-the core's again, and is not touched any more, whatever the store still says.
+The stage loop submits the orders of a plan when all steps before it have run, so a block that is to be
+stored is filled. The core holds every block of an order until all ranks have answered, so no step writes to
+it. Only a step that waits for each layer (`layers_of`) reads what is being loaded. A store that does not
+work makes orders fail, and nothing else. If a store does not answer at all, the orders fail at their
+deadline. Then the block is the core's again, and is not touched any more, whatever the store still says.
 """
 
 from __future__ import annotations

@@ -2,8 +2,7 @@
 
 `pipeline.stage` calls `begin` and `complete`, `pipeline.ports` and the stage call `embed`, `forward` and
 `sample`. Owns nothing but its collaborators; knows neither neighbours nor messages, and keeps no state
-between
-two calls except the row table's.
+between two calls except the row table's.
 """
 
 from __future__ import annotations

@@ -8,11 +8,10 @@ which all are.
     row       [ whole ][ not read ][ whole ][ whole ][ 5 of 16 ]
                                    ^ first block of its context
 
-Positions stay those of the text: rotary embedding sees differences alone. A guess may be wrong without harm,
-so
-the context may be shorter than the text; but it has no entries that are left of another text. (The last entry
-of
-a prefix that requests share was made with the token that followed it first.) A part of `runner.mtp_guesser`.
+Positions stay those of the text: rotary embedding sees differences alone. A guess may be wrong without
+harm, so the context may be shorter than the text; but it has no entries that are left of another text. (The
+last entry of a prefix that requests share was made with the token that followed it first.) A part of
+`runner.mtp_guesser`.
 """
 
 from __future__ import annotations

@@ -1,11 +1,9 @@
 """Checks requests when they arrive, and again before they start.
 
 A request that arrives is refused if it could never finish here, or if too many wait already. Before it
-starts,
-and gets a row (its slot on every rank), all its known tokens must fit the free KV blocks. One block must stay
-free for each running request, so that those can go on for a while before a request must be preempted for
-them.
-`scheduler.queues` keeps the order of arrival.
+starts, and gets a row (its slot on every rank), all its known tokens must fit the free KV blocks. One block
+must stay free for each running request, so that those can go on for a while before a request must be
+preempted for them. `scheduler.queues` keeps the order of arrival.
 """
 
 from __future__ import annotations

@@ -2,12 +2,10 @@
 
 Where the costs of the stages are known, `scheduler.pacing` sizes chunks instead. Here a prompt is cut into
 chunks of one size, counted from its start, whatever else is in the plan. A chunk that does not fit the rest
-of
-the plan's budget waits for the next plan instead of being cut. So the chunks of a request do not depend on
-load, on the number of stages or on the plans in flight. (What is computed beside a chunk may still change the
-last bits of a matrix product.) Two things alone move a cut: a prefix that the cache has, and a grammar that
-is
-still being built, for which the last token is held back (`scheduler.grammars`).
+of the plan's budget waits for the next plan instead of being cut. So the chunks of a request do not depend
+on load, on the number of stages or on the plans in flight. (What is computed beside a chunk may still
+change the last bits of a matrix product.) Two things alone move a cut: a prefix that the cache has, and a
+grammar that is still being built, for which the last token is held back (`scheduler.grammars`).
 """
 
 from __future__ import annotations

@@ -2,8 +2,7 @@
 
 They are scheduled as any other. Their prompt runs in chunks, and `max_len`, which is its length, leaves no
 room for a sample. In the step of the last chunk the last stage has pooled the whole prompt. The result of
-that
-step ends them, as it ends requests that want no token of any kind (`PlanBuilder.ending`).
+that step ends them, as it ends requests that want no token of any kind (`PlanBuilder.ending`).
 
     chunk 0        chunk 1        chunk 2 (`ScheduledBatch.pooled`)
     [ . . . . ]    [ . . . . ]    [ . . ]  ──▶ result ──▶ the only update

@@ -10,13 +10,10 @@ A score is the log-probability of a prompt token, given the tokens before it, wi
     returned            num_scores = 4, then 8
 
 Each score is planned once for as long as its step is not lost. A request that is preempted computes its
-prompt
-again, but asks only for scores behind those planned. Results come in the order of the steps, and so scores
-come
-in the order of the tokens. When the steps in flight are lost, the request goes back to the scores that have
-returned; in another core, to those that the client has. A request starts at its first token, whatever a
-prefix
-cache has, until all its scores are planned.
+prompt again, but asks only for scores behind those planned. Results come in the order of the steps, and so
+scores come in the order of the tokens. When the steps in flight are lost, the request goes back to the
+scores that have returned; in another core, to those that the client has. A request starts at its first
+token, whatever a prefix cache has, until all its scores are planned.
 
 A request that follows another with the same prompt (`n`) has the same scores. Those of the leader also go to
 the followers in line, which wait for it (`scheduler.prefix_reuse`). If the leader has ended or gives way, a

@@ -1,11 +1,10 @@
 """The core's own residency table (`penstock.residency`), for the digest that each plan carries.
 
 The table says which KV blocks each row (a request's slot on the ranks) has, and what they hold. It is read
-from
-the row pool, the block tables and the requests when a plan is issued, and never from the plan. Ranks replay
-plans into tables of their own, and compare. So if a plan leaves out a block or names another row, or a table
-is
-changed behind the ranks' back, a rank notices. Called by `scheduler.prefix_reuse`; decides nothing.
+from the row pool, the block tables and the requests when a plan is issued, and never from the plan. Ranks
+replay plans into tables of their own, and compare. So if a plan leaves out a block or names another row, or
+a table is changed behind the ranks' back, a rank notices. Called by `scheduler.prefix_reuse`; decides
+nothing.
 """
 
 from __future__ import annotations

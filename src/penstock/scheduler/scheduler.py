@@ -1,9 +1,8 @@
 """The scheduler: the one place that decides which requests run, when, and in which blocks (row S3).
 
-The engine core calls `plan_step` whenever the pipe has room, and `settle_result` with each step's result, in
-step order. Plans are pure data; ranks replay them in order, so what is freed here may be given out again by
-the
-next plan although steps that use it are still in flight.
+The engine core calls `plan_step` whenever the pipe has room, and `settle_result` with each step's result,
+in step order. Plans are pure data; ranks replay them in order, so what is freed here may be given out again
+by the next plan although steps that use it are still in flight.
 
 No torch, no I/O, no clock but the injected one, no randomness.
 """

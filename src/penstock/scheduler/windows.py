@@ -4,13 +4,11 @@
     widened               row 3: position 70, token and 3 drafts   sampled four times, yields 1 to 4 tokens
     guessed window        row 3: position 74, 4 drafts             as if the window before were all right
 
-The decodes of a plan are placed first. Then drafts (guessed tokens) are added to them. Drafts take only free
-blocks that no other row needs, and no row leaves the plan for them. A request whose sample is on its way
-decodes
-one token as ever, for its newest token is not known here. So a request that has a draft worth sending waits
-for
-its result (`RequestState.awaits_result`), though the pipe may have room before. While prompts are computed,
-steps are bound by computing, and no request drafts.
+The decodes of a plan are placed first. Then drafts (guessed tokens) are added to them. Drafts take only
+free blocks that no other row needs, and no row leaves the plan for them. A request whose sample is on its
+way decodes one token as ever, for its newest token is not known here. So a request that has a draft worth
+sending waits for its result (`RequestState.awaits_result`), though the pipe may have room before. While
+prompts are computed, steps are bound by computing, and no request drafts.
 
 Where fewer requests run than plans fill the pipe, stages would wait. Then a window may follow one whose
 result is not back: its first token guesses what the last draft before it yields. It is a plan of its own, and
