@@ -97,7 +97,7 @@ class ListeningEnd(StreamEnd):
     Args:
         listener: listening socket (`process.link_ports.listen_in_range`); belongs to the end from now on.
         host: address at which the other host reaches the listener.
-        others: as for `StreamEnd`.
+        others: the other arguments of `StreamEnd`.
     """
 
     def __init__(
@@ -133,7 +133,7 @@ class DiallingEnd(StreamEnd):
     Args:
         invitation: where the other end listens.
         own_address: address of this host from which it dials; empty: any.
-        others: as for `StreamEnd`.
+        others: the other arguments of `StreamEnd`.
     """
 
     def __init__(

@@ -134,7 +134,7 @@ class Prefetching:
         orders: takes the orders to the ranks.
         memory: the record of the blocks that ranks keep in host memory; what they load is kept there, too.
         clock: monotonic seconds.
-        patience: how long a request may wait for its blocks.
+        patience: seconds that a request may wait for its blocks from the store (`PrefetchPatience`).
     """
 
     def __init__(

@@ -44,7 +44,7 @@ class TierPolicy:
             it.
         host_blocks: blocks that each rank has room for in host memory; 0: none is kept there.
         has_store: a store is behind host memory.
-        patience: how long a request may wait for its blocks.
+        patience: seconds that a request may wait for its blocks from the store (`PrefetchPatience`).
     """
 
     store_when_found: int = 0

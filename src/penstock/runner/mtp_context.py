@@ -36,7 +36,9 @@ class Begin(NamedTuple):
 
 
 class MTPContext:
-    """The record of which entries of the MTP layer's KV cache are good, and how far each row was read.
+    """Records which positions of the MTP layer's KV cache are valid, and how far it has read each row.
+
+    An entry is valid if no other text has left it there. A row is a request's slot on this rank.
 
     Args:
         num_blocks: blocks of the layer's KV cache.

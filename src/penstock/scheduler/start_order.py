@@ -49,11 +49,11 @@ class StartOrder:
     def next_request(self, *, newcomers: bool) -> RequestState | None:
         """Return the request that should start next, or None. It stays in line.
 
-        It is the oldest in line. If that has no room for its grammar, it is the next that takes none of this
-        room.
+        It is the oldest in line. If there is no memory for the compiled grammar of that one, it is the next
+        that needs no more of this memory.
 
         Args:
-            newcomers: whether requests may start that have never run.
+            newcomers: whether requests may start that have never run; else they are skipped.
         """
         oldest_passed: RequestState | None = None
         num_passed = 0

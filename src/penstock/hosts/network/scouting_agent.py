@@ -46,7 +46,9 @@ class ScoutAnswers(Protocol):
 
 
 class ScoutingAgent:
-    """Answers the questions to an agent by a scout, in a thread. Implements `ScoutAnswers`.
+    """Answers a head's questions about network paths from this host; a scout measures them in a thread.
+
+    Implements `ScoutAnswers`.
 
     Args:
         scout: belongs to the thread from now on.

@@ -248,9 +248,9 @@ class WaySearch:
         return self._links
 
     def review(self, occasion: Hashable, names: Collection[str]) -> bool:
-        """Begin to check the network paths between these hosts; return whether that is done.
+        """Begin to check the network paths between these hosts; return whether the check has ended.
 
-        It is done once for each occasion.
+        The first call for an `occasion`, such as an epoch, begins it; further calls only ask.
 
         Implements `Routes.review`.
         """

@@ -45,7 +45,7 @@ NUM_CONNECTIONS = 2  # TLS of one takes a core beyond about 10 Gbit/s
 
 
 class Notes(Protocol):
-    """The interface of what is told of the work for one rank. Its methods are called from several threads."""
+    """Takes the progress of getting one rank its weights, for the user. Several threads call its methods."""
 
     def say(self, line: str) -> None:
         """Take a line for the user."""

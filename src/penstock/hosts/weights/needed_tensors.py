@@ -226,5 +226,5 @@ def _header(tensors: Iterable[TensorShape]) -> bytes:
 
 
 def total_bytes(groups: Iterable[TensorGroup]) -> int:
-    """Return the bytes of all tensors of some groups."""
+    """Return the bytes that all tensors of these groups take in the checkpoint's files."""
     return sum(group.num_bytes for group in groups)

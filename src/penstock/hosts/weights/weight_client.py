@@ -57,7 +57,7 @@ class Sink(Protocol):
         ...
 
     def end(self, digest: bytes) -> None:
-        """End the part: all of it has come, and has this digest at the head too."""
+        """End the part: all its bytes have come. Their digest has been checked against the head's."""
         ...
 
 
