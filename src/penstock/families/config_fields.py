@@ -21,6 +21,7 @@ MAX_CONFIG_BYTES = 4 << 20
 MAX_CONFIG_DEPTH = 32
 
 _REMEDY = "Correct the file or download the model again."
+_UNSUPPORTED_REMEDY = "Use a model that Penstock supports, or correct the file if this value is a mistake."
 
 
 def read_config(path: Path) -> ConfigFields:
@@ -137,9 +138,10 @@ class ConfigFields:
         return value
 
     def choice(self, name: str, allowed: Sequence[str], default: str | None = None) -> str:
+        """Return a word that is supported; every other word is refused as unsupported."""
         value = self.text(name, default)
         if value not in allowed:
-            raise self.error(name, f"one of {', '.join(allowed)}", value)
+            raise self.unsupported(name, f"one of {', '.join(allowed)}", value)
         return value
 
     def text_list(self, name: str) -> list[str]:
@@ -194,12 +196,16 @@ class ConfigFields:
         """Return the same object with other values for some fields."""
         return ConfigFields({**self._values, **values}, file=self._file, prefix=self._prefix)
 
-    def error(self, name: str, expected: str, value: object) -> ModelConfigError:
-        """Return the error for a field, ready to raise."""
+    def error(self, name: str, expected: str, value: object, *, remedy: str = _REMEDY) -> ModelConfigError:
+        """Return the error for a field that is malformed or contradicts others, ready to raise."""
         field = self._field(name)
         return ModelConfigError(
-            f"{self._file}: {field} must be {expected}, found {kind_of(value)}.", remedy=_REMEDY, param=field
+            f"{self._file}: {field} must be {expected}, found {kind_of(value)}.", remedy=remedy, param=field
         )
+
+    def unsupported(self, name: str, expected: str, value: object) -> ModelConfigError:
+        """Return the error for a field of a sound file that asks for what is not built, ready to raise."""
+        return self.error(name, expected, value, remedy=_UNSUPPORTED_REMEDY)
 
     def _field(self, name: str) -> str:
         """The full name for messages; a section's may be any text that the file has."""

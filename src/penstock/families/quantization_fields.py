@@ -53,8 +53,7 @@ def read_quantization(config: ConfigFields) -> QuantizationSpec | None:
 
 def _unsupported(fields: ConfigFields, name: str, expected: str, value: object) -> ModelConfigError:
     """Return an error about an unsupported format, rather than about a bad file."""
-    error = fields.error(name, expected, value)
-    return ModelConfigError(error.message, remedy=_REMEDY, param=error.param)
+    return fields.error(name, expected, value, remedy=_REMEDY)
 
 
 def _supported(fields: ConfigFields, name: str, allowed: Sequence[str], default: str | None = None) -> str:

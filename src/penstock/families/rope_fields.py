@@ -164,7 +164,7 @@ def stretched_positions(rope: RopeSpec, max_positions: int) -> int:
 def _refuse_partial_rotation(fields: ConfigFields) -> None:
     fraction = fields.number("partial_rotary_factor", 0.0, 1.0, 1.0)
     if fraction != 1.0:
-        raise fields.error("partial_rotary_factor", "1 (other values are not supported)", fraction)
+        raise fields.unsupported("partial_rotary_factor", "1 (other values are not supported)", fraction)
 
 
 def _original_positions(config: ConfigFields, scaling: ConfigFields, max_positions: int) -> int:

@@ -45,7 +45,7 @@ def read_windows(config: ConfigFields, num_layers: int, rule: WindowRule) -> tup
     if config.has("layer_types"):
         is_sliding = _listed(config, num_layers)
         if any(is_sliding) and not rule.window:
-            raise config.error("layer_types", "full_attention everywhere", "sliding_attention")
+            raise config.unsupported("layer_types", "full_attention everywhere", "sliding_attention")
     windows = tuple(rule.window if slides else 0 for slides in is_sliding)
     return windows if any(windows) else ()
 
@@ -54,7 +54,7 @@ def _listed(config: ConfigFields, num_layers: int) -> list[bool]:
     kinds = config.text_list("layer_types")
     for kind in kinds:
         if kind not in _KINDS:
-            raise config.error("layer_types", f"a list of {' and '.join(_KINDS)}", kind)
+            raise config.unsupported("layer_types", f"a list of {' and '.join(_KINDS)}", kind)
     if len(kinds) != num_layers:
         raise config.error("layer_types", f"a list of num_hidden_layers ({num_layers}) kinds", len(kinds))
     return [kind == "sliding_attention" for kind in kinds]

@@ -181,6 +181,39 @@ def test_what_is_not_built_is_refused_by_name(
 
 
 @pytest.mark.parametrize(
+    ("family", "fields"),
+    [
+        ("SmolLM3", {"use_sliding_window": True}),
+        ("Qwen3Moe", {"use_sliding_window": True}),
+        ("Olmoe", {"clip_qkv": 8.0}),
+        ("Mixtral", {"sliding_window": 100}),
+        ("Mistral", {"layer_types": ["chunked_attention"] * 7}),
+        ("Llama", {"layer_types": ["sliding_attention"] * 7}),
+        ("Llama", {"rope_scaling": {"type": "dynamic", "factor": 2}}),
+        ("Qwen3", {"hidden_act": "relu"}),
+        ("Gemma2", {"use_bidirectional_attention": True}),
+        ("Gemma3", {"attn_logit_softcapping": 2.0}),
+        ("Olmo2", {"partial_rotary_factor": 0.5}),
+    ],
+)
+def test_a_sound_file_that_asks_for_what_is_not_built_is_not_called_damaged(
+    tmp_path: Path, family: str, fields: dict[str, Any]
+) -> None:
+    with pytest.raises(ModelConfigError) as refused:
+        load(tmp_path, family, **fields)
+    assert refused.value.remedy.startswith("Use a model that Penstock supports")
+
+
+@pytest.mark.parametrize(
+    "fields", [{"sliding_window": "all"}, {"layer_types": ["full_attention"] * 6}, {"vocab_size": 0}]
+)
+def test_a_malformed_file_is_to_be_corrected(tmp_path: Path, fields: dict[str, Any]) -> None:
+    with pytest.raises(ModelConfigError) as refused:
+        load(tmp_path, "Mistral", **fields)
+    assert refused.value.remedy.startswith("Correct the file")
+
+
+@pytest.mark.parametrize(
     "family", ["Gemma2", "Gemma3", "Granite", "Mistral", "Olmo2", "Olmo3", "Phi3", "Qwen3"]
 )
 def test_b9_ranks_share_every_family_by_its_heads(tmp_path: Path, family: str) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from penstock.errors import ModelConfigError
 from penstock.families.config_fields import ConfigFields
 from penstock.families.experts_spec import RoutingSpec
 from penstock.families.known.grouped_experts import corrected, grouped, read_experts, with_experts, with_mtp
@@ -24,7 +23,7 @@ _MAX_DIM = 4096
 def deepseek_v2_spec(config: ConfigFields, architecture: str) -> ModelSpec:
     """Return the spec of `DeepseekV2ForCausalLM`: experts by a softmax, of all groups or of the best."""
     if config.flag("mlp_bias", False):
-        raise config.error("mlp_bias", "false (biases of experts are not supported)", True)
+        raise config.unsupported("mlp_bias", "false (biases of experts are not supported)", True)
     spec = latent_decoder(config, architecture, max_positions=2048)
     spec = replace(spec, rope=replace(spec.rope, interleaved=True, rounds_angles=False))
     config.choice("scoring_func", ("softmax",), "softmax")
@@ -38,7 +37,7 @@ def deepseek_v2_spec(config: ConfigFields, architecture: str) -> ModelSpec:
         # does not normalise. No published model asks for it.
         if routing.factor != 1.0:
             expected = "1 where norm_topk_prob is true (both together are not supported)"
-            raise config.error("routed_scaling_factor", expected, routing.factor)
+            raise config.unsupported("routed_scaling_factor", expected, routing.factor)
         experts = replace(experts, normalized=True)
     return with_experts(spec, replace(experts, routing=routing))
 
@@ -72,7 +71,7 @@ def latent_decoder(config: ConfigFields, architecture: str, *, max_positions: in
         max_positions=max_positions,
     )
     if spec.activation != "silu":
-        raise config.error("hidden_act", "silu", config.text("hidden_act"))
+        raise config.unsupported("hidden_act", "silu", config.text("hidden_act"))
     if spec.num_kv_heads != spec.num_heads:
         expected = f"num_attention_heads ({spec.num_heads}), as for latent attention"
         raise config.error("num_key_value_heads", expected, spec.num_kv_heads)
@@ -89,12 +88,12 @@ def _refuse_quantized(config: ConfigFields) -> None:
         return
     section = config.section("quantization_config")
     method = section.text("quant_method")
-    error = section.error("quant_method", "absent (quantised DeepSeek models are not supported)", method)
-    raise ModelConfigError(
-        error.message,
+    raise section.error(
+        "quant_method",
+        "absent (quantised DeepSeek models are not supported)",
+        method,
         remedy="Use a checkpoint in bfloat16, or convert this one (DeepSeek publishes fp8_cast_bf16.py for "
         "float8), optionally with --quantization int8 or int4.",
-        param=error.param,
     )
 
 

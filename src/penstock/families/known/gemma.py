@@ -40,7 +40,8 @@ def gemma3_spec(config: ConfigFields, architecture: str) -> ModelSpec:
         window=read_window(config, 4096), is_sliding=lambda layer: (layer + 1) % pattern != 0
     )
     if config.has("attn_logit_softcapping"):
-        raise config.error("attn_logit_softcapping", "null", config.number("attn_logit_softcapping", 0, 1e6))
+        cap = config.number("attn_logit_softcapping", 0, 1e6)
+        raise config.unsupported("attn_logit_softcapping", "null", cap)
     spec = _gemma_spec(config, architecture, windows, max_positions=131_072, read_rope=_far_rope)
     return dataclasses.replace(
         spec,
@@ -60,7 +61,7 @@ def _gemma_spec(
 ) -> ModelSpec:
     """What both have."""
     if config.flag("use_bidirectional_attention", False):
-        raise config.error("use_bidirectional_attention", "false", True)
+        raise config.unsupported("use_bidirectional_attention", "false", True)
     has_bias = config.flag("attention_bias", False)
     spec = read_decoder(
         config,

@@ -35,4 +35,4 @@ def _refuse_window(config: ConfigFields, max_positions: int) -> None:
     """A window that holds every sequence is none."""
     window = config.integer("sliding_window", 0, 1 << 30)
     if window < max_positions:
-        raise config.error("sliding_window", "null (sliding windows are not supported)", window)
+        raise config.unsupported("sliding_window", "null (sliding windows are not supported)", window)

@@ -25,7 +25,8 @@ def olmo2_spec(config: ConfigFields, architecture: str) -> ModelSpec:
 def olmoe_spec(config: ConfigFields, architecture: str) -> ModelSpec:
     """Return the spec of `OlmoeForCausalLM`."""
     if config.has("clip_qkv"):
-        raise config.error("clip_qkv", "null (clipping is not supported)", config.number("clip_qkv", 0, 1e9))
+        clip = config.number("clip_qkv", 0, 1e9)
+        raise config.unsupported("clip_qkv", "null (clipping is not supported)", clip)
     config = config.with_defaults(max_position_embeddings=4096, rms_norm_eps=1e-5)
     # An expert is as wide as other families' MLPs.
     width = config.integer("intermediate_size", 1, 1 << 20, 2048)

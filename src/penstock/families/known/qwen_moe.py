@@ -61,7 +61,7 @@ def with_experts(
 
 def _refuse_window(config: ConfigFields) -> None:
     if config.flag("use_sliding_window", False):
-        raise config.error("use_sliding_window", "false (sliding windows are not supported)", True)
+        raise config.unsupported("use_sliding_window", "false (sliding windows are not supported)", True)
 
 
 def _dense_layers(config: ConfigFields, num_layers: int) -> frozenset[int]:

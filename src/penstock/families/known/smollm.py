@@ -12,7 +12,7 @@ from penstock.families.spec import ModelSpec
 def smollm3_spec(config: ConfigFields, architecture: str) -> ModelSpec:
     """Return the spec of `SmolLM3ForCausalLM`; `no_rope_layers` has 1 for a layer that does rotate."""
     if config.flag("use_sliding_window", False):
-        raise config.error("use_sliding_window", "false (sliding windows are not supported)", True)
+        raise config.unsupported("use_sliding_window", "false (sliding windows are not supported)", True)
     config = config.with_defaults(
         num_key_value_heads=4,
         max_position_embeddings=32_768,
