@@ -26,7 +26,7 @@ def test_the_page_of_models_is_what_the_registry_makes_of_them() -> None:
 
 
 def test_of_sixty_models_at_least_thirty_five_run() -> None:
-    assert len({model.name for model in MODELS}) == len(MODELS) == 60
+    assert len({model.name for model in MODELS}) == len(MODELS) >= 60
     assert sum(model.runs().startswith("on") and model.is_verified for model in MODELS) >= 35
 
 
