@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
 from penstock.config.declared import configured_engine
-from penstock.config.speculation import SpeculationConfig, with_speculative_config
+from penstock.config.speculation import SpeculationConfig, SpeculativeMethod, with_speculative_config
 from penstock.errors import UsageError
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 4, "prompt_lookup_min": 2}
@@ -18,6 +18,12 @@ NGRAM = {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 4,
 def test_an_object_or_json_of_it_says_method_and_number(given: str | Mapping[str, Any]) -> None:
     config = with_speculative_config(SpeculationConfig(), given)
     assert (config.speculative_method, config.most_drafts) == ("suffix", 5)
+
+
+@pytest.mark.parametrize("method", get_args(SpeculativeMethod))
+def test_each_method_can_be_named_in_the_object(method: str) -> None:
+    given = {"method": method} | ({"model": "small"} if method == "draft_model" else {})
+    assert with_speculative_config(SpeculationConfig(), given).speculative_method == method
 
 
 def test_what_is_not_said_stays_as_it_was() -> None:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, assert_never
 
 from penstock.batch import RankLoaded
 from penstock.config.engine import ParallelConfig
@@ -144,9 +144,16 @@ def _core_class(recorder: NoRecorder) -> Callable[..., EngineCore]:
 
 
 def _drafter(config: CoreConfig, drafting: DrafterChild | None, clock: Callable[[], float]) -> Drafter:
+    """Return the drafter of the chosen method. A replay asks none, and `off` neither."""
     if drafting is not None:
         return ModelDrafter(drafting, clock)
-    return MTPDrafter(config.guess_share) if config.speculation.method == "mtp" else SuffixDrafter()
+    match config.speculation.method:
+        case "mtp":
+            return MTPDrafter(config.guess_share)
+        case "auto" | "off" | "suffix" | "draft_model":  # the last without its process: a replay
+            return SuffixDrafter()
+        case other:  # a name of `SpeculativeMethod` without a case: mypy refuses this line
+            assert_never(other)
 
 
 def start_drafting(config: CoreConfig) -> DrafterChild | None:
