@@ -1,7 +1,8 @@
 """The block formats of GGUF files that our kernels multiply: what a weight is made of in each.
 
-Torch-free. `kernels.block_rows` holds matrices in them, `weights.gguf_blocks` decodes a file's bytes, and
-`csrc/blocks.h` has the same table for the kernels. The source of the formats is ggml's `ggml-common.h`.
+Torch-free. `kernels.block_rows` holds matrices in them, and `weights.gguf_blocks` decodes a file's bytes.
+`csrc/blocks.h` has a table of the same formats for the kernels, which adds how panels hold them. Its codebook
+has each entry plus 128, so `zero` is 128 there. The source of the formats is ggml's `ggml-common.h`.
 
 A weight is scale x (q - zero) + offset. A record is a run of inputs of one output, as the file stores it. In
 a record of 32 inputs scale is the number `d` and offset the number `m`. A record of 256 inputs is divided

@@ -175,7 +175,7 @@ class SampleSink:
     Where ranks share the stage, all of them sample, from the same bits; the first one sends.
 
     Args:
-        runner: samples, and owns the row table.
+        runner: samples, and writes the ids to this rank's row table.
         tokens: to the earlier stages; sent before results and scores, because stages may be waiting for them.
         results: channel to the core; None: another rank sends samples and results.
         clock: clock of the rank, which measures the sampling.

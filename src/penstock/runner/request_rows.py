@@ -3,8 +3,9 @@
 Every rank keeps the same table and changes it in the same order: by the plans, and by the samples that come
 back. The last stage writes its samples at once, the others when a plan consumes them; at rest all tables are
 equal (rows D3, E6), but for the token ids, which a stage that neither embeds nor samples does not keep.
-`runner.forward_batch` reads it to build a step; `pipeline.token_return` and the last stage's sink write
-samples through `post_update`, or `post_counts` where no ids are kept. Decides nothing and holds no tensor.
+`runner.forward_batch` reads it to build a step. On the last stage `runner.model_runner` writes the samples
+(`post_update`), on every other one `pipeline.token_return` (`post_update`, or `post_counts` where no ids are
+kept). Decides nothing and holds no tensor.
 
 Two clocks: `num_computed` counts tokens that have been *scheduled* (all drafts taken as accepted until their
 rejection is consumed), `total_len` counts tokens that are *known*.

@@ -38,7 +38,7 @@ _ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 class FrameKind(IntEnum):
     """The kinds of contents of a frame: hidden states, weights, or that the step was not computed."""
 
-    HIDDEN = 1  # hidden_states and residual, both [num_tokens, width]
+    HIDDEN = 1  # hidden states with the residual stream added, [num_tokens, width]
     WEIGHT = 2  # rows of an embedding, [num_tokens, width], before the first plan; the step is their number
     # The step was not computed: in place of hidden states the number of the stage that failed. No one or two
     # flipped bits make it of another kind.

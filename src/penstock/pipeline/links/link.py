@@ -4,8 +4,7 @@
 processes of one host, `StreamSender` and `StreamReceiver` between hosts, `MemoryLink` between threads
 (ranks in one process, tests). All copy on `send_frame`, so the caller may write over its tensors at once
 (row C6), and all check the header of a frame before they touch its payload. A payload that leaves its
-process bears a checksum (`frame.payload_checksum`), which the receiver checks before it fills a tensor:
-within a host, and always between hosts.
+process bears a checksum (`frame.payload_checksum`), which the receiver checks before it fills a tensor.
 
 There is no metadata message: header, shapes and dtype follow from the plan on both ends. Tensors without
 elements are not copied (row C3); their frame still crosses, because an empty plan visits every stage. A

@@ -1,7 +1,9 @@
-"""The message channels that carry plans to the ranks, and results and token returns back.
+"""The message channels between the core and the ranks of one host: zmq for processes, memory for threads.
 
-`ZmqChannel` joins processes, `QueueChannel` threads; both implement `MessageChannel`. A zmq PAIR per rank,
-never a PUB socket, which drops. Carries bytes and does not look into them.
+`ZmqChannel` carries plans to a rank, and its reports back. Results and samples have rings of their own
+(`pipeline.links.ring_channel`). `QueueChannel` joins threads, and carries results and samples too. Both
+implement `MessageChannel`. A zmq PAIR per rank, never a PUB socket, which drops. Carries bytes and does not
+look into them.
 """
 
 from __future__ import annotations
