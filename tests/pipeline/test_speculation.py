@@ -32,12 +32,13 @@ from penstock.speculation.drafter import NO_DRAFT, Draft, LocalDrafter, Question
 from penstock.speculation.suffix import SuffixDrafter
 
 VOCAB_SIZE = 512
+METHODS = ("suffix", "draft_model")  # that take part with their own guesses: a new drafter is a new entry
 AXES = {
     "num_stages": (1, 2, 3, 4),
     "async_depth": (0, 1, 2),
     "chunk": (1, 7, 512),
     "num_drafts": (1, 2, 3, 5, 8),
-    "chance": ("suffix", "draft_model", 0.0, 0.5, 0.9, 1.0),
+    "chance": (*METHODS, 0.0, 0.5, 0.9, 1.0),
     "tensor_parallel": (1, 2),
     "block_size": (4, 32),
     "prefix_hits": (False, True),
@@ -140,13 +141,24 @@ def reference(block_size: int, tensor_parallel: int) -> list[tuple[list[int], ob
 @pytest.mark.deep
 @pytest.mark.parametrize("case", sampled(CASES, 10), ids=str)
 def test_d5_d7_speculation_changes_nothing(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_case(case, monkeypatch)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_each_drafter_changes_nothing(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The draw above may leave a drafter to the soak."""
+    check_case((2, 1, 7, 5, method, 1, 4, False, 3), monkeypatch)
+
+
+def check_case(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     given = dict(zip(AXES, case, strict=True))
     expected = reference(given["block_size"], given["tensor_parallel"])
-    method: dict[str, Any] = {"speculative_method": "suffix"}
+    is_own = given["chance"] in METHODS
+    method: dict[str, Any] = {"speculative_method": given["chance"] if is_own else "suffix"}
     if given["chance"] == "draft_model":
         draft_model = {"model": str(shared_data("models", "stories260K")), "quantization": "int4"}
         method = {"speculative_config": draft_model}
-    elif given["chance"] != "suffix":
+    elif not is_own:
         drafter = Answers([ids for ids, _, _ in expected], given["chance"])
         monkeypatch.setattr(core_assembly, "SuffixDrafter", lambda: drafter)
         monkeypatch.setattr(core_assembly, "DraftWindows", without_costs)
@@ -166,7 +178,8 @@ def test_d5_d7_speculation_changes_nothing(case: Case, monkeypatch: pytest.Monke
     assert all(outputs == expected for outputs in rounds)
     assert stats is not None
     told = stats.scheduler.speculation
-    if given["chance"] in ("suffix", "draft_model"):
+    if is_own:
+        assert told.drafter == given["chance"]
         return
     # Prompts that go token by token may be there all the time, and then nobody drafts.
     assert told.num_drafted > 0 or given["chunk"] == 1, "nobody drafted: the case shows nothing"

@@ -1,9 +1,13 @@
-"""Drafters of tests: they know what the fake ranks will say, and are right as often as they are told."""
+"""Drafters of tests: they know what the fake ranks will say, and are right as often as they are told.
+
+`IN_SERVICE` has those of the package that the contract tests hold to what a drafter promises
+(docs/adding-a-drafter.md): a new drafter is a new line.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from random import Random
 from typing import Any
 
@@ -13,6 +17,14 @@ from penstock.kvcache.allocator import BlockAllocator
 from penstock.scheduler.queues import RequestState
 from penstock.scheduler.windows import DraftWindows
 from penstock.speculation.drafter import NO_DRAFT, Draft, Drafter, LocalDrafter, OwnGuesses, Question
+from penstock.speculation.mtp import MTPDrafter
+from penstock.speculation.suffix import SuffixDrafter
+
+# By the name of the method that chooses it; one whose guesses come from elsewhere gets none in these tests.
+IN_SERVICE: Mapping[str, Callable[[], Drafter]] = {
+    "suffix": SuffixDrafter,
+    "mtp": lambda: MTPDrafter(guess_share=0.1),
+}
 
 
 def asked(token_ids: Sequence[int], most: int, request: int = 0, **given: Any) -> Question:

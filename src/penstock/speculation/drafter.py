@@ -1,8 +1,8 @@
 """The seam for drafters, which guess the next tokens of a request.
 
-The scheduler asks a drafter for tokens when a request is placed, and tells it what became of them. A drafter
-decides nothing: how many of its tokens are used follows from their chance and from what a step costs
-(`speculation.window_sizes`), and whether they are right is decided on the last stage.
+The scheduler asks a drafter for tokens when a result of a request has come, and tells it what became of the
+last ones. A drafter decides nothing: how many of its tokens are used follows from their chance and from what
+a step costs (`speculation.window_sizes`), and whether they are right is decided on the last stage.
 
 A drafter that computes elsewhere (`drafting.model_drafter`) answers with what is there, and says how long
 more takes; the scheduler looks again when it has news.
@@ -73,7 +73,12 @@ class Drafter(Protocol):
     def is_at_tail(self) -> bool: ...
 
     def propose(self, question: Question) -> Draft:
-        """Guess the next tokens. Does not wait."""
+        """Guess the next tokens, without waiting: the core's only thread calls this.
+
+        Returns:
+            At most `question.most` ids of the vocabulary. `speculation.guard` switches off a drafter that
+            returns anything else, raises, or needs more than half a second.
+        """
         ...
 
     def wants(self, question: Question, num_busy: int) -> int | None:
@@ -95,7 +100,10 @@ class Drafter(Protocol):
         ...
 
     def accept(self, request: int, num_drafted: int, num_accepted: int) -> None:
-        """Learn how many tokens of the last guess were tried, and how many of these were right."""
+        """Learn how many tokens of the last guess were tried, and how many of these were right.
+
+        A drafter that compares its guesses with the tokens of the next question need not use this.
+        """
         ...
 
     def forget(self, request: int) -> None:
@@ -119,7 +127,7 @@ class Drafter(Protocol):
 
 
 class OwnGuesses:
-    """The common part of drafters that need nothing of the stages."""
+    """The defaults of a drafter that guesses by itself; one that lets the last stage guess overrides all."""
 
     @property
     def is_at_tail(self) -> bool:
@@ -133,7 +141,7 @@ class OwnGuesses:
 
 
 class LocalDrafter(OwnGuesses):
-    """The common part of drafters that guess within a call, in memory alone."""
+    """The defaults of a drafter that has its guesses at each call, and holds nothing that must be closed."""
 
     def poll(self) -> Collection[int]:
         return ()

@@ -15,7 +15,7 @@ from typing import TypeVar
 
 from penstock.speculation.drafter import NO_DRAFT, Draft, Drafter, Question
 
-LONGEST_CALL_S = 0.5  # a step of a large model takes as long; the built-in drafter needs 5 ms at most
+LONGEST_CALL_S = 0.5  # a step of a large model takes as long; `suffix` needs 5 ms at most
 
 Result = TypeVar("Result")
 
