@@ -163,7 +163,7 @@ FAMILIES = {
         embedding=0.15,
     ),
     "qwen3": Family(Qwen3Config, {"head_dim": 16, "tie_word_embeddings": True}),
-    # From here on what is special is in few of them (`IN_CI`).
+    # What is special in those from here on is in the entries of `IN_CI` too: the rest of them is `_LATER`.
     "gemma": Family(GemmaConfig, {"head_dim": 16}, embedding=0.08),
     # neighbouring dimensions, of half a head, are rotated; gate and up are one tensor, queries are not
     "glm": Family(GlmConfig, {"head_dim": 16}, seed=2),
