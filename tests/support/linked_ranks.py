@@ -28,14 +28,14 @@ from penstock.process.config import RankConfig
 from penstock.process.control import ControlReader, ControlSocket
 from penstock.process.endpoints import CoreEndpoints
 from penstock.rank.process import live
-from stream_supervisor import BothEnds
+from stream_supervisor import SECURITIES, BothEnds
 
 LOAD_S = 120.0
 LEAVE_S = 30.0
 
 
 def over(carrier: str) -> Any:
-    """What `LLM` takes as its backend: "memory", "ring", "tcp" or "tls"."""
+    """What `LLM` takes as its backend: "memory", "tcp", "tls", or a kind of `KINDS` such as "ring"."""
     if carrier == "memory":
         return lambda plan: InprocessExecutor(plan.ranks)
     return lambda plan: LinkedExecutor(plan, carrier)
@@ -45,7 +45,7 @@ class CarrierHost(LocalHost):
     """This machine, which joins its processes by one carrier. Ranks of one stage meet in memory all the same.
 
     Args:
-        carrier: "ring", "tcp" or "tls".
+        carrier: "tcp", "tls", or a kind of `KINDS` such as "ring"; a need without that kind gets its best.
     """
 
     def __init__(self, carrier: str) -> None:
@@ -53,7 +53,10 @@ class CarrierHost(LocalHost):
         self._carrier = carrier
 
     def offers(self, need: Need, peer: str) -> Sequence[str]:
-        return list(KINDS[type(need)]) if self._is_local(need) else [self._carrier]
+        if not self._is_local(need):
+            return [self._carrier]
+        kinds = KINDS[type(need)]
+        return [self._carrier] if self._carrier in kinds else list(kinds)
 
     def accept(self, kind: str, need: Need, parties: Parties) -> HostEnd:
         if self._is_local(need):
@@ -65,7 +68,7 @@ class CarrierHost(LocalHost):
         return JoinedEnd(invitation)
 
     def _is_local(self, need: Need) -> bool:
-        return self._carrier == "ring" or isinstance(need, MeetingNeed)
+        return self._carrier not in SECURITIES or isinstance(need, MeetingNeed)
 
 
 class RankThread:
