@@ -1,4 +1,4 @@
-"""What overload does to the requests that were admitted, and how fast the rest is refused (R10).
+"""What overload does to the requests that were admitted, and how fast the rest is refused [R10].
 
     python benchmarks/overload.py MODEL [--rounds 3] [--seconds 20]
 

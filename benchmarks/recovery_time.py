@@ -1,4 +1,4 @@
-"""How long running requests pause when a stage or the core is killed (R3), with the same tokens (R4).
+"""How long running requests pause when a stage or the core is killed [R3], with the same tokens [R4].
 
     python benchmarks/recovery_time.py [MODEL] [--stages 2] [--requests 8] [--rounds 5] [--spare]
 

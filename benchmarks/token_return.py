@@ -1,4 +1,4 @@
-"""Deferred against lock-step token return, and equal against unequal micro-batches, over processes (row E13).
+"""Deferred against lock-step token return, and equal against unequal micro-batches, over processes [E13].
 
     python benchmarks/token_return.py MODEL [--batches 16,32] [--partition 16,8] [--rounds 3] [--arrivals 8]
 

@@ -1,4 +1,4 @@
-"""What happens around the server: a full disk, a clock that jumps (R16)."""
+"""What happens around the server: a full disk, a clock that jumps [R16]."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A server is replaced by another on the same port, again and again, and no client notices (R12)."""
+"""A server is replaced by another on the same port, again and again, and no client notices [R12]."""
 
 from __future__ import annotations
 

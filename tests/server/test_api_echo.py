@@ -1,4 +1,4 @@
-"""Echoed and scored prompts, and no token at all, by the real `openai` client over a fake engine (row G8)."""
+"""Echoed and scored prompts, and no token at all, by the real `openai` client over a fake engine [G8]."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The interface between the engine core, which schedules, and the ranks, which compute.
 
 `engine.core.core` holds an `Executor`. `RankChannels` is what all executors share: the core's ends of the
-message channels to all ranks. It does the handshake at start (row D9), encodes each plan once for all ranks,
+message channels to all ranks. It does the handshake at start [D9], encodes each plan once for all ranks,
 and receives the results of the last stage. Torch-free.
 """
 

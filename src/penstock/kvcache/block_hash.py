@@ -4,7 +4,7 @@
                                     tokens 0 .. B-1     tokens B .. 2B-1
 
 A hash is the SHA-256 of the hash before and of the block's tokens, so that equal hashes mean equal keys and
-values, given one model and dtype. Names do not depend on stages, ranks or epochs (row d15), but on the
+values, given one model and dtype. Names do not depend on stages, ranks or epochs [d15], but on the
 numeric class in which the ranks compute: the results of one class differ in the last bits from those of
 another. A salt keeps clients that do not share it apart: they cannot tell from the time of an answer what
 others have asked.

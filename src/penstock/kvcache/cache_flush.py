@@ -1,4 +1,4 @@
-"""A flush of the cache, which lasts until all copies are over that were under way when it began (row H16).
+"""A flush of the cache, which lasts until all copies are over that were under way when it began [H16].
 
     asked ── nothing is found from here on ──▶ all open orders answered, or lost ──▶ done
                                                        └── store emptied as well ──▶ done

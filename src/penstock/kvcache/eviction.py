@@ -6,7 +6,7 @@
 
 Time is a count of events, never a clock. Blocks of one request are let go at one time. Then the deeper one
 goes first, since nothing behind a missing block can be found, and of equally deep ones the one with the
-lower hash (row H10). A block is found whenever one behind it is found, so it is never worth less than those
+lower hash [H10]. A block is found whenever one behind it is found, so it is never worth less than those
 behind it.
 
 Blocks that open sessions keep (`kvcache.sessions`) go last of all, by the same policy.

@@ -4,7 +4,7 @@
         └──────nothing found, no room, or too late──▶ (no longer waits)
 
 Blocks are reserved in the pool before they are ordered, and found by others once all ranks have answered.
-How long a request waits is a policy (row H3): for a time, not at all, or until each block has come or failed.
+How long a request waits is a policy [H3]: for a time, not at all, or until each block has come or failed.
 Called by `kvcache.storage_tier`.
 """
 

@@ -5,7 +5,7 @@
                                     ──all have answered──▶ named in the pool, idle: found as any other block
 
 The core decides, ranks carry out, and nothing counts before all of them have answered. So a block is stored
-or loaded on all stages or on none, whatever each of them met with (rows H5, H6, H13). The catalogue says
+or loaded on all stages or on none, whatever each of them met with [H5] [H6] [H13]. The catalogue says
 that all parts of a block were stored once. It is a hint: a part that is gone or bad only makes a load fail.
 
 A request whose blocks are being loaded may begin before they are there, where no other runs. Ranks then wait

@@ -8,7 +8,7 @@ first one from a value that names the epoch. A digest stands for all that was de
 
 `executor.base` seals the plans of the core with it. Every rank (`pipeline.stage`) carries on a log of its own
 from the plans that it applies, and compares. Headers of frames, token returns and results bear the digest
-too, so that two parties whose histories differ find it out in the first step in which they meet (row d4).
+too, so that two parties whose histories differ find it out in the first step in which they meet [d4].
 Knows no requests and no tensors, and keeps no plans. No torch here.
 """
 

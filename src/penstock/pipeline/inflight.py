@@ -20,7 +20,7 @@ class InflightQueue(Generic[T]):
     """The entries of the steps in flight (the core's plans), one in each slot.
 
     Args:
-        depth: most plans in flight (rows D1, F2).
+        depth: most plans in flight [D1] [F2].
         num_stages: P; the ring has at least as many slots.
         first_step: step id of the first entry.
     """
@@ -51,7 +51,7 @@ class InflightQueue(Generic[T]):
         return self._oldest
 
     def slot(self, step_id: int) -> int:
-        """Return the slot of a step (row F3).
+        """Return the slot of a step [F3].
 
         In a full pipe of P stages, step n + P enters the first stage when step n has left the last.
         """

@@ -72,7 +72,7 @@ def _check_counts(num_layers: int, num_stages: int) -> None:
 
 
 def _remainder_before_last(num_layers: int, num_stages: int) -> list[int]:
-    """Return the counts in which stages P-2, P-3, ..., P-1-r have one of the r extra layers (A2, S6)."""
+    """Return the counts in which stages P-2, P-3, ..., P-1-r have one of the r extra layers [A2] [S6]."""
     base, remainder = divmod(num_layers, num_stages)
     first_extra = num_stages - 1 - remainder
     return [base + (first_extra <= stage < num_stages - 1) for stage in range(num_stages)]

@@ -70,7 +70,7 @@ class EmbedSource:
 def carried_share(width: int, tp_rank: int, tp_size: int) -> Share:
     """Return the columns of the hidden states that a rank receives from the stage before.
 
-    The ranks of a stage gather the other columns among themselves (row C5). The share is all columns where
+    The ranks of a stage gather the other columns among themselves [C5]. The share is all columns where
     these cannot be divided equally.
 
     Args:
@@ -81,7 +81,7 @@ def carried_share(width: int, tp_rank: int, tp_size: int) -> Share:
 
 
 class LinkSource:
-    """The source of every stage but the first: receives hidden states into a buffer that stays put (row C7).
+    """The source of every stage but the first: receives hidden states into a buffer that stays put [C7].
 
     Args:
         link: link from the stage before.

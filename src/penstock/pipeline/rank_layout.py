@@ -7,7 +7,7 @@ part (`cp`), and the tensor ranks (`tp`) of one part side by side:
     tensor rank 0          0         2         4         6      a pipeline group
     tensor rank 1          1         3         5         7      another
 
-Stages may be ragged: each has its own number of tensor ranks. Pure numbers (rows C1, C2, D8, I1, I5); context
+Stages may be ragged: each has its own number of tensor ranks. Pure numbers [C1] [C2] [D8] [I1] [I5]; context
 parts have their place here, and are refused by the configuration until they are built.
 """
 
@@ -112,7 +112,7 @@ class RankLayout:
         return self.data_parallel_size * self.replica_size
 
     def output_rank(self, replica: int = 0) -> int:
-        """Return the number of the rank that answers a replica's core: first of the last stage (row D8)."""
+        """Return the number of the rank that answers a replica's core: first of the last stage [D8]."""
         return (replica + 1) * self.replica_size - self.context_parallel_size * self.tp_sizes[-1]
 
     def tensor_group(self, rank: int) -> RankGroup:

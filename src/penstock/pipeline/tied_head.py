@@ -1,4 +1,4 @@
-"""Sends a tied head (an output head that is the embedding) from the first stage to the last (rows S2, A14).
+"""Sends a tied head (an output head that is the embedding) from the first stage to the last [S2] [A14].
 
 The other way, and the default, is that the last stage reads the embedding from the checkpoint as well.
 Transfer is for a last stage whose host has not got that file. `rank.rank` calls it in each epoch, when

@@ -10,8 +10,8 @@ that it consumes them. In a full pipe of P stages that is P steps later:
     samples           ^0  ^1  ^2
 
 `TokenSender` is used by the last stage's sink, a `SampleReceiver` by every other stage's (`pipeline.ports`).
-Both know from the plan's need-sampled mask whether there is a message at all (row E4). Rows carry a
-generation: a token for a row that was freed, or freed and given to another request, is dropped (rows E2, E7).
+Both know from the plan's need-sampled mask whether there is a message at all [E4]. Rows carry a
+generation: a token for a row that was freed, or freed and given to another request, is dropped [E2] [E7].
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def _counts(plan: ScheduledBatch, result: StepResult) -> SampledCounts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PendingReturn:
-    """A step whose samples this stage has yet to consume, with its rows as they were in the step (row E2)."""
+    """A step whose samples this stage has yet to consume, with its rows as they were in the step [E2]."""
 
     step_id: int
     epoch: int

@@ -1,7 +1,7 @@
 """Allocates a rank's memory for the keys and values of its own layers.
 
 It works out how many blocks the memory holds (`runner.kv_demand`; the core takes the minimum over the stages,
-row D9) and allocates them, for the rank's own attention layers only (row A17). The core decides which request
+[D9]) and allocates them, for the rank's own attention layers only [A17]. The core decides which request
 owns a block.
 """
 

@@ -112,7 +112,7 @@ def complete_batch(batch: ForwardBatch, rows: RequestRows, buffers: InputBuffers
 def input_ids(batch: ForwardBatch, rows: RequestRows, buffers: InputBuffers) -> Tensor:
     """Return the token ids that a step computes, [num_tokens] int64 on the device; for stages that embed.
 
-    They are slices of the row table (row D7): known tokens lie at their positions, and drafts behind them.
+    They are slices of the row table [D7]: known tokens lie at their positions, and drafts behind them.
     """
     ends = batch.metadata.seq_lens
     spans = zip(batch.addressed.places, batch.starts, ends, strict=True)

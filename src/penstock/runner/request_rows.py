@@ -2,7 +2,7 @@
 
 Every rank keeps the same table and changes it in the same order: by the plans, and by the samples that come
 back. The last stage writes its samples at once, the others when a plan consumes them; at rest all tables are
-equal (rows D3, E6), but for the token ids, which a stage that neither embeds nor samples does not keep.
+equal [D3] [E6], but for the token ids, which a stage that neither embeds nor samples does not keep.
 `runner.forward_batch` reads it to build a step. On the last stage `runner.model_runner` writes the samples
 (`post_update`), on every other one `pipeline.token_return` (`post_update`, or `post_counts` where no ids are
 kept). Decides nothing and holds no tensor.
@@ -189,7 +189,7 @@ class RequestRows:
             self._rewind(rewound, plan.step_id)
 
     def free(self, row: int) -> None:
-        """Free the row of a request that has left it; samples still to come for it are dropped (row E7)."""
+        """Free the row of a request that has left it; samples still to come for it are dropped [E7]."""
         self.generation[row] = _FREE
         self._state.drop(row)
         self._changes_hands()
@@ -310,7 +310,7 @@ class RequestRows:
         self._state.step(plan.rows, starts, ends, plan.need_sampled)
 
     def put_drafts(self, row: int, end: int, draft_ids: Sequence[int]) -> None:
-        """Write drafts (guesses) to a row's last positions before `end`; samples overwrite them (row D7)."""
+        """Write drafts (guesses) to a row's last positions before `end`; samples overwrite them [D7]."""
         self._ids.write(row, end - len(draft_ids), draft_ids)
 
     def is_void(self, plan: ScheduledBatch, starts: Sequence[int]) -> bool:
@@ -351,7 +351,7 @@ class RequestRows:
         token_ids: Sequence[Sequence[int]],
         num_rejected: Sequence[int],
     ) -> None:
-        """Write what a step sampled to its rows (row D6): ids, known length, scheduled length, rejections.
+        """Write what a step sampled to its rows [D6]: ids, known length, scheduled length, rejections.
 
         Rows that hold another request since, or went back behind a wrong guess, are skipped.
 

@@ -117,7 +117,7 @@ class FixedBudget:
 
 
 def yields_sample(end: int, known_len: int, max_len: int) -> bool:
-    """Return whether a chunk that ends before position `end` samples a token (row E3).
+    """Return whether a chunk that ends before position `end` samples a token [E3].
 
     It does if it covers the last of the request's `known_len` known tokens, unless the request has reached
     its `max_len` tokens already.

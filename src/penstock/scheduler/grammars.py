@@ -1,4 +1,4 @@
-"""Tracks which grammars of structured output the last stage has built, and which rows wait for one (DR5).
+"""Tracks which grammars of structured output the last stage has built, and which rows wait for one [DR5].
 
     plan n       a row enters, of grammar 7 (`NewRow.grammar`)    the last stage begins to build it
     plan n + 1   its prompt, but for the last token               other rows go on

@@ -3,7 +3,7 @@
 It answers three questions of `scheduler.placement` from the costs of the stages (`scheduler.cost_model`):
 
 - Into how many micro-batches are the decoding requests split? Into as many as fill the pipe (`PlanDepth`),
-  unless fewer have the shorter cycle: each of them reads the weights again (d10).
+  unless fewer have the shorter cycle: each of them reads the weights again [d10].
 - How many prompt tokens may a plan take beside its decodes? As many as keep the cycle below the inter-token
   target, but no fewer than lengthen the plan by half, or a slow machine would never finish a prompt. Tokens
   that are multiplied while the weights are read cost nothing.

@@ -1,6 +1,6 @@
 """Chooses the requests of a plan: decodes first, then prompt chunks, then newcomers.
 
-Cadence (row E8). A request's next decode may go into step n when the result of its last sampling step s has
+Cadence [E8]. A request's next decode may go into step n when the result of its last sampling step s has
 returned, or when n - s >= P, the number of stages: in a full pipe once per trip, with at most one sample per
 trip not yet returned. (Where there are fewer or more micro-batches than stages, `scheduler.pacing`, their
 number stands for P.) Three requests, two stages, `async_depth` 0; a plan takes ceil(3 / 2) decodes:

@@ -1,7 +1,7 @@
 """Chooses the request that gives way when the KV pool is empty, and takes its row and blocks.
 
 The youngest running request does. It loses its row and its blocks, keeps its tokens, and comes back as the
-first in line, prefilling prompt and output again (row D10). Why nothing livelocks:
+first in line, prefilling prompt and output again [D10]. Why nothing livelocks:
 
 - Only a younger request ever gives way, so the oldest always gets its block; it fits the pool alone,
   as `scheduler.admission` has seen to.

@@ -52,7 +52,7 @@ class ResultSettlement:
     def settle(self, issued: PlanBuilder, result: StepResult) -> list[RequestUpdate]:
         """Apply the result of a step: append its tokens to their requests, and end those that are done.
 
-        Results of requests that have finished or been aborted in the meantime are dropped (row D11). If the
+        Results of requests that have finished or been aborted in the meantime are dropped [D11]. If the
         step was not computed, its requests end with the result's error.
 
         Args:
@@ -148,7 +148,7 @@ class ResultSettlement:
 
 
 def finish_reason(request: RequestState) -> FinishReason | None:
-    """Return "stop" or "length" if `request` ends with its newest token, else None (row D11).
+    """Return "stop" or "length" if `request` ends with its newest token, else None [D11].
 
     Stop strings are not looked for here: the client finds them, which has the text (`engine.client.outputs`).
 

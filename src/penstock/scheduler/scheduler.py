@@ -1,4 +1,4 @@
-"""The scheduler: the one place that decides which requests run, when, and in which blocks (row S3).
+"""The scheduler: the one place that decides which requests run, when, and in which blocks [S3].
 
 The engine core calls `plan_step` whenever the pipe has room, and `settle_result` with each step's result,
 in step order. Plans are pure data; ranks replay them in order, so what is freed here may be given out again
@@ -198,7 +198,7 @@ class Scheduler:
         self._intake.add_request(request, output_ids, num_scores)
 
     def abort_request(self, request_id: str) -> bool:
-        """End a request at once, whether it waits or runs (rows D13, DR7). No update of it follows.
+        """End a request at once, whether it waits or runs [D13] [DR7]. No update of it follows.
 
         Its row and blocks are free at once; results in flight for it are dropped when they come.
 
@@ -270,7 +270,7 @@ class Scheduler:
     def settle_result(self, plan: ScheduledBatch, result: StepResult) -> list[RequestUpdate]:
         """Apply a step's result: append its tokens, and end requests that are done; return their updates.
 
-        Results of requests that have finished or been aborted in the meantime are dropped (row D11). Call it
+        Results of requests that have finished or been aborted in the meantime are dropped [D11]. Call it
         in step order, once per plan, for plans without samples too.
         """
         is_next = result.step_id == plan.step_id > self._issued.returned_step

@@ -1,4 +1,4 @@
-"""Output that is held up or fails never holds up whoever speaks (R16)."""
+"""Output that is held up or fails never holds up whoever speaks [R16]."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Makes several pipelines look like one engine: each request goes to one of them and stays there (row I4).
+"""Makes several pipelines look like one engine: each request goes to one of them and stays there [I4].
 
 The whole is ready as long as one pipeline is. Its statistics are those of all pipelines together.
 """

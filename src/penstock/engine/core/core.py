@@ -42,7 +42,7 @@ class EngineCore:
     Args:
         scheduler: makes the plans; this core is its only caller.
         executor: has been started; runs plans in order and returns one result per plan, in order.
-        parallel: gives the largest number of plans in flight (rows D1, S8).
+        parallel: gives the largest number of plans in flight [D1] [S8].
         clock: monotonic seconds.
         calibration: step id of the first plan, how many plans are issued ahead, and what learns their costs.
         recovers: whether a broken pipe will be connected anew (`enter_epoch`); else its loss is the end.
@@ -125,7 +125,7 @@ class EngineCore:
 
     @property
     def is_idle(self) -> bool:
-        """Whether there are no requests and no plans in flight (row F8); invariants can then be checked."""
+        """Whether there are no requests and no plans in flight [F8]; invariants can then be checked."""
         return not self._scheduler.has_requests and len(self._steps) == 0
 
     @property
@@ -154,7 +154,7 @@ class EngineCore:
         self._scheduler.add_request(request, output_ids, num_scores)
 
     def abort(self, request_id: str) -> bool:
-        """End a request in any state; no update of it follows (row D13). Returns False if there is none."""
+        """End a request in any state; no update of it follows [D13]. Returns False if there is none."""
         return self._scheduler.abort_request(request_id)
 
     def operate(self, ticket: Ticket, operation: Operation) -> list[RequestUpdate]:
@@ -162,7 +162,7 @@ class EngineCore:
         return self.operations.accept(ticket, operation, self._steps.next_step)
 
     def step(self, timeout_s: float = 0.0) -> list[RequestUpdate]:
-        """Settle the results that have come, then submit plans until the pipe is full (row D2).
+        """Settle the results that have come, then submit plans until the pipe is full [D2].
 
         Args:
             timeout_s: when nothing has come and plans are in flight, wait this long for a result at most.

@@ -97,7 +97,7 @@ class CoreClients:
     def send(self, client: bytes, message: CoreToClient) -> None:
         """Send a client a message.
 
-        If it has gone, abort its requests, which it cannot do itself (row R13).
+        If it has gone, abort its requests, which it cannot do itself [R13].
         """
         if self._socket.send(client, message):
             return

@@ -1,4 +1,4 @@
-"""Limits how fast plans follow one another while an administrator has slowed the engine down (row G4).
+"""Limits how fast plans follow one another while an administrator has slowed the engine down [G4].
 
     plan n ──── interval ────▶ plan n+1 ──── interval ────▶ plan n+2        probes go in between as ever
 

@@ -46,7 +46,7 @@ class StepsInFlight:
     """The steps that were submitted and are not settled: their results have not come, or are not handled yet.
 
     Args:
-        parallel: gives the largest depth (rows D1, S8).
+        parallel: gives the largest depth [D1] [S8].
         first_step: step id of the first plan.
         clock: monotonic seconds.
         stall_limit: how long a plan may take until the pipeline counts as lost.

@@ -271,7 +271,7 @@ class Reporter(Protocol):
 class SteadyReporter:
     """Gives events to another reporter, and ignores its I/O errors.
 
-    A full disk or a closed terminal must not stop the service (R16).
+    A full disk or a closed terminal must not stop the service [R16].
     """
 
     def __init__(self, reporter: Reporter) -> None:

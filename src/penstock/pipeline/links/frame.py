@@ -1,7 +1,7 @@
 """The header and the checksum that go before the tensors of every frame, and the size of a frame.
 
 Both ends of a link work the header out from the plan; the receiver compares all of it before it believes one
-byte of the payload (rows DR1, DR2, d1). The checksum is that of the payload as it lies in the frame, and the
+byte of the payload [DR1] [DR2] [d1]. The checksum is that of the payload as it lies in the frame, and the
 receiver compares it before it takes the payload out. Called by the carriers of links (`pipeline.links.link`)
 and, for the size of a link, by `engine.supervisor.launch`. No torch here.
 

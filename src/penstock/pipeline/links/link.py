@@ -3,11 +3,11 @@
 `pipeline.ports` sends and receives through `Link`. The carriers: `SharedMemoryLink` between
 processes of one host, `StreamSender` and `StreamReceiver` between hosts, `MemoryLink` between threads
 (ranks in one process, tests). All copy on `send_frame`, so the caller may write over its tensors at once
-(row C6), and all check the header of a frame before they touch its payload. A payload that leaves its
+[C6], and all check the header of a frame before they touch its payload. A payload that leaves its
 process bears a checksum (`frame.payload_checksum`), which the receiver checks before it fills a tensor.
 
 There is no metadata message: header, shapes and dtype follow from the plan on both ends. Tensors without
-elements are not copied (row C3); their frame still crosses, because an empty plan visits every stage. A
+elements are not copied [C3]; their frame still crosses, because an empty plan visits every stage. A
 link has memory for n frames: the sender can run n steps ahead of a busy receiver, and then waits
 (over a stream: some more, which the kernels hold).
 """
@@ -27,7 +27,7 @@ from penstock.trace.phases import NOBODYS, PhaseClock
 
 
 class RecvHandle:
-    """A receive that was asked for: the first `wait` does it, later ones repeat its outcome (row DR9)."""
+    """A receive that was asked for: the first `wait` does it, later ones repeat its outcome [DR9]."""
 
     def __init__(self, fetch: Callable[[], None]) -> None:
         self._fetch = fetch
@@ -99,7 +99,7 @@ class Link(Protocol):
 
 
 class AsyncIntermediateTensors(IntermediateTensors):
-    """The tensors of a step that may not have arrived yet: the first access to `tensors` waits (row C4).
+    """The tensors of a step that may not have arrived yet: the first access to `tensors` waits [C4].
 
     Args:
         tensors: the buffers that the receive fills.
@@ -152,7 +152,7 @@ class Carrier(ABC):
 def check_shapes(header: FrameHeader, tensors: Sequence[Tensor]) -> None:
     """Assert that this end's tensors have the number, the shape and the dtype that its frame's header says.
 
-    Otherwise the other end would believe a wrong header (row DR2).
+    Otherwise the other end would believe a wrong header [DR2].
     """
     shape, dtype = (header.num_tokens, header.width), getattr(torch, header.dtype)
     assert len(tensors) == header.num_tensors, (len(tensors), header)

@@ -122,7 +122,7 @@ class Ring:
         """Wait until the next frame is free to be written, and return its index.
 
         The previous frame in the same place has then been read: this wait is the "commit" before a buffer is
-        sent again (rows C6, C8).
+        sent again [C6] [C8].
 
         Args:
             timeout_s: deadline, from now.
