@@ -1,4 +1,4 @@
-"""Checks that messages of ranks make sense: a rank may run on a host that is broken or hostile.
+"""Checks that the messages of a rank are usable, since its host may be faulty or hostile.
 
 Decoding has checked the types and bounds of a message (`penstock.bounds`). Here is checked what no type says,
 such as lists that must fit together, so that the users of a message need not look. A message without sense

@@ -1,4 +1,4 @@
-"""The objects to poll whose descriptors stay the same: a bell, and a connection that may be replaced."""
+"""The event sources whose file descriptors stay the same: a bell, and a connection that may be replaced."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Starts, hears and ends the processes of this machine.
+"""Starts child processes on this machine, reads their status pipes, and ends them.
 
 A child is `python -m penstock...` with its config on an inherited pipe and a status pipe to which it writes
 JSON lines; later orders reach it over a control socket. A pidfd shows when it has ended, so nothing depends

@@ -1,4 +1,4 @@
-"""Finds models on a worker by their identity, below its own directories, and never by a path of the head."""
+"""Finds a worker's own copies of models by their content identity; no path of the head is used."""
 
 from __future__ import annotations
 

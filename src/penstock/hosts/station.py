@@ -1,4 +1,4 @@
-"""The lasting parts of a worker: its host with a spare process, its log, and the agent.
+"""The parts of a worker that outlast its connection to a head: its host with a spare, its log, the agent.
 
     serve(head)       until the connection breaks; the agent goes on where it was, if the head knows it still
     await_attempt()   while the worker joins: what runs here goes on, for a while (`agent.KEEP_RANKS_S`)

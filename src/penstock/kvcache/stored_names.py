@@ -1,4 +1,4 @@
-"""The names in the store, as far as the core knows, and the catalogue that is asked for the rest.
+"""The names of blocks that are known to be in the store, and the catalogue that is asked about the rest.
 
 A name is the content hash of a KV block. Looking names up in the catalogue may take long, so questions are
 answered later: `kvcache.hosts_catalogue` implements it.

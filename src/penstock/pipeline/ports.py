@@ -1,4 +1,4 @@
-"""The two ports of a stage: where its tensors come from, and where they go.
+"""The input and the output of a stage: the classes in which first, middle and last stages differ.
 
 All that differs between the first, the middle and the last stage is here, chosen once at start by
 `rank.rank`; the loop in `pipeline.stage` is the same for every rank.

@@ -1,4 +1,4 @@
-"""Skips steps that have become useless, because they followed a wrong guess, as soon as a later plan says so.
+"""Skips steps that a wrong guess has made useless, as soon as a later plan says so.
 
     plans that wait here    7: guessed window of row 3    8: guessed window of row 3    9: rewinds row 3
                                void                          void                          is computed next

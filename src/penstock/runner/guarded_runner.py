@@ -1,4 +1,4 @@
-"""A runner that outlives a plan for which the device has no memory: the plan fails, and the stage goes on.
+"""Turns a lack of device memory into the failure of one plan, so that the stage goes on.
 
     stage 0    embed ▶ forward: no memory ──▶ a frame that says so
     stage 1    forward is left out        ──▶ a frame that says so

@@ -1,4 +1,4 @@
-"""Ends requests that want a vector of their prompt, in place of tokens.
+"""Ends embedding requests, which want a vector of their prompt in place of tokens.
 
 They are scheduled as any other. Their prompt runs in chunks, and `max_len`, which is its length, leaves no
 room for a sample. In the step of the last chunk the last stage has pooled the whole prompt. The result of

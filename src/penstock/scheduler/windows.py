@@ -1,4 +1,4 @@
-"""Puts windows into plans: rows whose tokens are known bring drafts, and more windows follow on a guess.
+"""Adds drafts (guessed tokens) to a plan's decodes, and makes further plans on guesses not verified yet.
 
     plan without drafts   row 3: position 70, one token            sampled once
     widened               row 3: position 70, token and 3 drafts   sampled four times, yields 1 to 4 tokens

@@ -1,4 +1,4 @@
-"""Keeps a client's operations that are not complete, so that the next core can be asked for them again.
+"""Keeps the unfinished admin operations of one client, so that it can send them to a new core.
 
 An operation is what an administrator asks of a running engine. A pause, a slower pace and open sessions
 outlive the core that was asked for them: the next core begins with them. Kept by

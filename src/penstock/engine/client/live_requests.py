@@ -1,4 +1,4 @@
-"""Keeps a client's requests that have not ended, so that another core can go on with them.
+"""Keeps the unfinished requests of one client with their tokens, so that it can send them to a new core.
 
 Only the core knows how far the scheduler is with a request. What another core needs to go on is kept here:
 the request, the tokens that have come, and how many *scores*, the log-probabilities of its prompt's tokens.

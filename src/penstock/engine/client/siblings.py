@@ -1,4 +1,4 @@
-"""Makes one request for several sequences (`n`) of a prompt: a first one, and others that follow it.
+"""Makes one request for the `n` sequences of a prompt: the others start once the first has computed it.
 
 Called by `engine.client.async_engine` and `llm.offline_requests`. The core takes all sequences or none. The
 others wait until the first has computed the prompt, and then reuse its KV blocks (`scheduler.prefix_reuse`).

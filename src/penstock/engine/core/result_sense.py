@@ -1,4 +1,4 @@
-"""Checks that the result of a step makes sense, whatever machine the last stage runs on.
+"""Checks that the result of a step is usable, since the last stage may run on a faulty or hostile host.
 
 Whether it is the right one, and complete, is checked with its plan (`engine.core.steps_in_flight`). Here is
 checked what holds for each result: ids of the vocabulary for rows that have not failed, and lists that fit

@@ -1,4 +1,4 @@
-"""Keeps digests of the weights that a pipeline's ranks read at first, for the ranks that replace them.
+"""Keeps digests of the weights that ranks read at the first load, to check those of ranks that replace them.
 
 One table of digests (checksums) serves all ranks, so that what several of them have read is kept once.
 """

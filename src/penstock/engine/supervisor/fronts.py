@@ -1,4 +1,4 @@
-"""The users of an engine: an API process, or the program that started the supervisor.
+"""The processes that use an engine: an API process, or the program that started the supervisor.
 
 The supervisor is given one of them, its front, and treats both alike.
 """

@@ -1,4 +1,4 @@
-"""Tracks the present epoch, the members that have left it or are lost, and when the next one begins.
+"""Tracks the current epoch, which members have left it or are lost, and when the next one begins.
 
 Members are the processes of core and ranks; an epoch is the time in which the same members are connected. The
 supervisor and its `PipelineProcesses` report what they see, in member indices and seconds, and do what

@@ -1,4 +1,4 @@
-"""Tells a core on which hosts its stages run, and what is known of the links and clocks between them.
+"""Sends a core the hosts of its stages, with the measured network paths and clock offsets between them.
 
 A core needs this to put the times of all stages on one clock, and its clients show it. Stages and links are
 sent as soon as they change, clocks every few seconds. What the core then finds out about the links is

@@ -1,4 +1,4 @@
-"""Keeps what was measured between hosts in the head's state directory: a file for each pair of hosts.
+"""Keeps the measured network paths between hosts in the head's state directory: a file for each pair.
 
 A way (network path) is known by the names of its two interfaces, since addresses change more often than
 cables. A pair of hosts is measured anew when the list of ways between them is another one.

@@ -1,4 +1,4 @@
-"""The threads for disks and networks that may never answer: the end of the program does not wait for them.
+"""The threads for disk and network access that may never return: the program's end does not wait for them.
 
 Used by `hosts.weights.model_finder` and `hosts.weights.weight_cache`. When Python ends it waits for threads
 of a `ThreadPoolExecutor`, also for one that writes to the disk of a server that is gone.
