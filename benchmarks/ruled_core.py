@@ -20,8 +20,8 @@ def follow(rule: str) -> None:
     """Change the rules of this process."""
     finish = PlanBuilder.finish
 
-    def finish_in_lock_step(draft: PlanBuilder, *, consume_through: int, **others: Any) -> Any:
-        return finish(draft, consume_through=draft.step_id - 1, **others)
+    def finish_in_lock_step(plan: PlanBuilder, *, consume_through: int, **others: Any) -> Any:
+        return finish(plan, consume_through=plan.step_id - 1, **others)
 
     def take_all(budget: TokenBudget, num_decoding: int, *others: Any) -> int:
         return num_decoding

@@ -26,15 +26,15 @@ class IssuedSteps:
     def __len__(self) -> int:
         return len(self._issued)
 
-    def issue(self, draft: PlanBuilder) -> int:
+    def issue(self, plan: PlanBuilder) -> int:
         """Record a plan that is issued now.
 
         Returns:
             The newest step whose sampled tokens the stages must have taken in before they run this plan.
         """
-        self._issued[draft.step_id] = draft
-        self.prefill_tokens += draft.prefill_tokens
-        self._consume_through = max(self._consume_through, self.returned_step, *draft.token_from, NO_STEP)
+        self._issued[plan.step_id] = plan
+        self.prefill_tokens += plan.prefill_tokens
+        self._consume_through = max(self._consume_through, self.returned_step, *plan.token_from, NO_STEP)
         return self._consume_through
 
     def settle(self, step_id: int) -> PlanBuilder:

@@ -72,7 +72,7 @@ class PlanDepth(Protocol):
     largest: int
     wire: WireTime
 
-    def planned(self, draft: PlanBuilder) -> None:
+    def planned(self, plan: PlanBuilder) -> None:
         """Record the size of a plan that has just been made, for the choice of `number`; it may be empty."""
 
 
@@ -100,7 +100,7 @@ class FixedDepth:
     def __init__(self, num_stages: int) -> None:
         self.number = self.largest = num_stages
 
-    def planned(self, draft: PlanBuilder) -> None:
+    def planned(self, plan: PlanBuilder) -> None:
         """Do nothing, since the depth never changes."""
 
 

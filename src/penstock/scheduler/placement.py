@@ -85,15 +85,15 @@ class Placement:
         self.has_prompts = False
 
     def fill(
-        self, draft: PlanBuilder, returned_step: int, prefill_in_flight: int, *, newcomers: bool = True
+        self, plan: PlanBuilder, returned_step: int, prefill_in_flight: int, *, newcomers: bool = True
     ) -> None:
-        """Fill the plan `draft` with all requests that may run in its step.
+        """Fill the plan `plan` with all requests that may run in its step.
 
         Decodes go first, then chunks of prompts, then waiting requests, which start. Where KV blocks run out
         for a decode, a younger request is preempted.
 
         Args:
-            draft: the plan being made; it is empty.
+            plan: the plan being made; it is empty.
             returned_step: the last step whose result is settled.
             prefill_in_flight: prompt tokens of the steps issued since then.
             newcomers: whether requests may start that have never run.
@@ -102,11 +102,11 @@ class Placement:
         self.has_prompts = prefill_tokens > 0
         decoding = self._queues.decoding()
         self.num_micro_batches = self._choose_micro_batches(decoding, prefill_tokens)
-        self._place_decodes(draft, decoding, prefill_tokens, returned_step)
+        self._place_decodes(plan, decoding, prefill_tokens, returned_step)
         if prefill_tokens:
-            budget = self._prompt_budget(draft, bool(decoding), prefill_tokens + prefill_in_flight)
-            self._place_chunks(draft, budget)
-            self._admit(draft, budget, newcomers)
+            budget = self._prompt_budget(plan, bool(decoding), prefill_tokens + prefill_in_flight)
+            self._place_chunks(plan, budget)
+            self._admit(plan, budget, newcomers)
 
     def settle_orders(self, finished: list[OrderResult], use: StoreUse) -> None:
         """Apply the ranks' answers to orders to copy KV blocks between the cache and the store.
@@ -160,10 +160,10 @@ class Placement:
         return max(self.num_micro_batches, fills) if has_more else self.num_micro_batches
 
     def _place_decodes(
-        self, draft: PlanBuilder, decoding: list[RequestState], prefill_tokens: int, returned_step: int
+        self, plan: PlanBuilder, decoding: list[RequestState], prefill_tokens: int, returned_step: int
     ) -> None:
         """Place this plan's share of the decoding requests: longest unsampled first, then oldest first."""
-        newest = max(returned_step, draft.step_id - self.lag)
+        newest = max(returned_step, plan.step_id - self.lag)
         ready = [
             request
             for request in decoding
@@ -174,12 +174,12 @@ class Placement:
         ready.sort(key=_by_last_sample)
         quota = self._budget.decode_quota(len(decoding), prefill_tokens, self.num_micro_batches)
         for request in ready:
-            if len(draft.rows) == quota:
+            if len(plan.rows) == quota:
                 break
             if request.phase is RequestPhase.RUNNING:  # not preempted by one placed just before
-                blocks = self._grow_by_one(request, draft.step_id)
+                blocks = self._grow_by_one(request, plan.step_id)
                 if blocks is not None:
-                    draft.add_decode(request, blocks)
+                    plan.add_decode(request, blocks)
 
     def _must_wait(self, request: RequestState) -> bool:
         """Return whether a request may go on only when its result is back.
@@ -201,19 +201,19 @@ class Placement:
         preempt_youngest(self._queues, self._rows, self._allocator)
         self.num_preemptions += 1
 
-    def _prompt_budget(self, draft: PlanBuilder, anybody_decodes: bool, backlog: int) -> PromptBudget:
+    def _prompt_budget(self, plan: PlanBuilder, anybody_decodes: bool, backlog: int) -> PromptBudget:
         """Return the room for prompts in a plan that has its decodes."""
-        decodes = StepShape(draft.num_decodes, draft.attended, draft.num_decodes)
+        decodes = StepShape(plan.num_decodes, plan.attended, plan.num_decodes)
         return self._pacing.prompt_budget(decodes, anybody_decodes=anybody_decodes, backlog=backlog)
 
-    def _place_chunks(self, draft: PlanBuilder, budget: PromptBudget) -> None:
+    def _place_chunks(self, plan: PlanBuilder, budget: PromptBudget) -> None:
         for request in self._queues.prefilling():
             num_tokens = budget.take(request.num_scheduled, request.num_runnable)
             if num_tokens:
-                draft.add_chunk(request, num_tokens, [])
-                draft.awaited += self._prefixes.awaited(request)
+                plan.add_chunk(request, num_tokens, [])
+                plan.awaited += self._prefixes.awaited(request)
 
-    def _admit(self, draft: PlanBuilder, budget: PromptBudget, newcomers: bool) -> None:
+    def _admit(self, plan: PlanBuilder, budget: PromptBudget, newcomers: bool) -> None:
         """Start requests in their order; the first that does not fit holds up those behind it."""
         while self._rows.num_free and (request := self._order.next_request(newcomers=newcomers)) is not None:
             must_wait = self._prefixes.must_wait(request)  # where it need not, more may be found
@@ -231,11 +231,11 @@ class Placement:
             num_tokens = budget.take(num_cached, runnable)
             if num_tokens == 0 and runnable:
                 return
-            self._start(draft, request, cached_blocks, coming, num_tokens)
+            self._start(plan, request, cached_blocks, coming, num_tokens)
 
     def _start(
         self,
-        draft: PlanBuilder,
+        plan: PlanBuilder,
         request: RequestState,
         cached_blocks: list[int],
         coming: list[int],
@@ -257,7 +257,7 @@ class Placement:
         blocks = self._allocator.grow(request.arrival, request.prefill_len)
         assert blocks is not None, "admission promised room"
         table = [*cached_blocks, *coming, *blocks]
-        draft.new_rows.append(
+        plan.new_rows.append(
             NewRow(
                 row=row,
                 generation=generation,
@@ -272,7 +272,7 @@ class Placement:
             )
         )
         if num_tokens == 0:
-            draft.entering.append(request)
+            plan.entering.append(request)
             return
-        draft.add_chunk(request, num_tokens, table)
-        draft.awaited += self._prefixes.awaited(request)
+        plan.add_chunk(request, num_tokens, table)
+        plan.awaited += self._prefixes.awaited(request)

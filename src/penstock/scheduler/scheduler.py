@@ -248,16 +248,16 @@ class Scheduler:
         from the store, all running requests wait for their grammars, the start gate is shut, or there is a
         pause.
         """
-        draft = PlanBuilder(step_id)
+        plan = PlanBuilder(step_id)
         if self.paused != "keep":
             may_start = self.paused is None and self._gate.is_open()
             self._placement.fill(
-                draft, self._issued.returned_step, self._issued.prefill_tokens, newcomers=may_start
+                plan, self._issued.returned_step, self._issued.prefill_tokens, newcomers=may_start
             )
             if not self._placement.has_prompts:
-                self._speculate(draft)
-            self._depth.planned(draft)
-        return self._issue(draft) if draft.rows or draft.new_rows or self.prefixes.has_orders else None
+                self._speculate(plan)
+            self._depth.planned(plan)
+        return self._issue(plan) if plan.rows or plan.new_rows or self.prefixes.has_orders else None
 
     def plan_probe(self, step_id: int) -> ScheduledBatch:
         """Return an empty plan, which crosses every stage to prove them alive and announces freed rows."""
@@ -321,20 +321,20 @@ class Scheduler:
         self._placement.check_invariants(self._issued.pending())
         self._issued.check_invariants()
 
-    def _speculate(self, draft: PlanBuilder) -> None:
+    def _speculate(self, plan: PlanBuilder) -> None:
         """Add drafts to a plan of decodes; if the plan stays empty and the pipe has room, guess ahead."""
         running = self._queues.running
-        self.windows.widen(draft, num_running=len(running), is_alone=self.is_one_alone)
-        if not draft.rows and not draft.new_rows:
-            self.windows.go_ahead(draft, running, is_full=len(self._issued) >= self._depth.number)
+        self.windows.widen(plan, num_running=len(running), is_alone=self.is_one_alone)
+        if not plan.rows and not plan.new_rows:
+            self.windows.go_ahead(plan, running, is_full=len(self._issued) >= self._depth.number)
 
-    def _issue(self, draft: PlanBuilder) -> ScheduledBatch:
-        mtp = self.windows.wanted_guesses(draft, len(self._queues.running))
+    def _issue(self, plan: PlanBuilder) -> ScheduledBatch:
+        mtp = self.windows.wanted_guesses(plan, len(self._queues.running))
         rewound = self.windows.take_rewound()
-        moved = [*draft.requests, *draft.entering, *(request for request, _ in rewound)]
+        moved = [*plan.requests, *plan.entering, *(request for request, _ in rewound)]
         orders, residency = self.prefixes.issued(moved)
-        return draft.finish(
-            consume_through=self._issued.issue(draft),
+        return plan.finish(
+            consume_through=self._issued.issue(plan),
             freed_rows=self._rows.announce_freed(),
             rewound=[row for _, row in rewound],
             mtp=mtp,

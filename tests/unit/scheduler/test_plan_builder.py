@@ -28,11 +28,11 @@ def state(row: int, **fields: int) -> RequestState:
 def test_columns_of_decodes_and_chunks() -> None:
     decoding = state(3, num_scheduled=5, num_pending=1, last_sampled_step=6)
     ending, beginning = state(0, num_scheduled=3), state(1)
-    draft = PlanBuilder(8)
-    draft.add_decode(decoding, [40])
-    draft.add_chunk(ending, 2, [])
-    draft.add_chunk(beginning, 3, [41, 42])
-    plan = draft.finish(consume_through=6, freed_rows=[2], dropped_grammars=[])
+    building = PlanBuilder(8)
+    building.add_decode(decoding, [40])
+    building.add_chunk(ending, 2, [])
+    building.add_chunk(beginning, 3, [41, 42])
+    plan = building.finish(consume_through=6, freed_rows=[2], dropped_grammars=[])
     assert plan.step_id == 8
     assert plan.rows == [3, 0, 1]
     assert plan.num_tokens == [1, 2, 3]
@@ -41,14 +41,14 @@ def test_columns_of_decodes_and_chunks() -> None:
     assert plan.need_sampled == [True, True, False]
     assert plan.token_from == [6, KNOWN, KNOWN]
     assert (plan.consume_through, plan.freed_rows) == (6, [2])
-    assert draft.sampling == [decoding, ending]
-    assert (draft.num_decodes, draft.prefill_tokens) == (1, 5)
+    assert building.sampling == [decoding, ending]
+    assert (building.num_decodes, building.prefill_tokens) == (1, 5)
 
 
 def test_placing_moves_the_scheduled_clock() -> None:
     decoding, chunked = state(3, num_scheduled=5, num_pending=1, last_sampled_step=6), state(1)
-    draft = PlanBuilder(8)
-    draft.add_decode(decoding, [])
-    draft.add_chunk(chunked, 3, [])
+    building = PlanBuilder(8)
+    building.add_decode(decoding, [])
+    building.add_chunk(chunked, 3, [])
     assert (decoding.num_scheduled, decoding.num_pending, decoding.last_sampled_step) == (6, 2, 8)
     assert (chunked.num_scheduled, chunked.num_pending, chunked.last_sampled_step) == (3, 0, -1)

@@ -53,13 +53,13 @@ class WireDepth:
         self._slowest_s = 0.0  # of a stage or a link, an average as `trip_s`
         self._costs = costs
 
-    def planned(self, draft: PlanBuilder) -> None:
+    def planned(self, plan: PlanBuilder) -> None:
         """Choose the number anew, by the size of a plan that is issued now.
 
         Implements `PlanDepth.planned`.
         """
-        num_tokens = sum(draft.num_tokens)
-        stages = self._stage_seconds(draft, num_tokens) if num_tokens else []
+        num_tokens = sum(plan.num_tokens)
+        stages = self._stage_seconds(plan, num_tokens) if num_tokens else []
         if not stages:
             return
         seconds = [*stages, *self.wire.of_links(num_tokens)]
@@ -69,12 +69,12 @@ class WireDepth:
         self._slowest_s += weight * (slowest_s - self._slowest_s)
         self.number = self._chosen()
 
-    def _stage_seconds(self, draft: PlanBuilder, num_tokens: int) -> list[float]:
+    def _stage_seconds(self, plan: PlanBuilder, num_tokens: int) -> list[float]:
         """Return what each stage takes for a plan; empty if nothing is known of that."""
         costs = None if self._costs is None else self._costs.costs()
         if costs is None:
             return self.reported
-        shape = StepShape(num_tokens, draft.attended, sum(draft.window_sizes))
+        shape = StepShape(num_tokens, plan.attended, sum(plan.window_sizes))
         return [cost.seconds(shape) for cost in costs]
 
     def _chosen(self) -> int:

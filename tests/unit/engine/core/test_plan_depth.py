@@ -16,7 +16,7 @@ TEN_MS = StageCost(read=0.010, per_token=1e-9)
 
 
 def plan_of(num_tokens: int) -> PlanBuilder:
-    draft = PlanBuilder(0)
+    plan = PlanBuilder(0)
     request = RequestState(
         request_id="r",
         arrival=0,
@@ -29,8 +29,8 @@ def plan_of(num_tokens: int) -> PlanBuilder:
         prefill_len=num_tokens,
         pooling="last",
     )
-    draft.add_chunk(request, num_tokens, [])
-    return draft
+    plan.add_chunk(request, num_tokens, [])
+    return plan
 
 
 def depth_of(*stages: StageCost, largest: int = 40) -> WireDepth:
