@@ -48,7 +48,7 @@ class Intake:
 
     @property
     def max_len(self) -> int:
-        """The most tokens (prompt + output) of a request: the lesser of model's limit and KV pool's."""
+        """The most tokens (prompt + output) of a request: the model's limit or the KV pool's, if smaller."""
         return self._admission.max_len
 
     def add_request(
@@ -66,7 +66,7 @@ class Intake:
             self._prefixes.enter(state)
 
     def expire_requests(self) -> list[RequestUpdate]:
-        """End requests that have waited longer than `queue_timeout_s` without starting, and idle sessions.
+        """End requests that have waited longer than `queue_timeout_s` without starting; close idle sessions.
 
         Returns:
             The last update of each request that was ended, with the error.

@@ -87,13 +87,13 @@ class Placement:
     def fill(
         self, plan: PlanBuilder, returned_step: int, prefill_in_flight: int, *, newcomers: bool = True
     ) -> None:
-        """Fill the plan `plan` with all requests that may run in its step.
+        """Fill a plan with all requests that may run in its step.
 
         Decodes go first, then chunks of prompts, then waiting requests, which start. Where KV blocks run out
         for a decode, a younger request is preempted.
 
         Args:
-            plan: the plan being made; it is empty.
+            plan: the plan to be filled; it is empty.
             returned_step: the last step whose result is settled.
             prefill_in_flight: prompt tokens of the steps issued since then.
             newcomers: whether requests may start that have never run.

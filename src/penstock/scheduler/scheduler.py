@@ -1,8 +1,9 @@
 """The scheduler: the one place that decides which requests run, when, and in which blocks [S3].
 
-The engine core calls `plan_step` whenever the pipe has room, and `settle_result` with each step's result,
-in step order. Plans are pure data; ranks replay them in order, so what is freed here may be given out again
-by the next plan although steps that use it are still in flight.
+The engine core calls `plan_step` whenever the pipe has room, and `settle_result` with each step's result, in
+step order. Plans are pure data, and ranks carry them out strictly in order. A row (a request's slot on every
+rank) or a KV block that is freed here can therefore be used again in the next plan, even while steps that use
+it are still in flight.
 
 No torch, no I/O, no clock but the injected one, no randomness.
 """
@@ -58,26 +59,27 @@ class SchedulerParts(NamedTuple):
 class Scheduler:
     """A scheduler with continuous batching and chunked prefill over `num_stages` stages.
 
-    Each part of a request's life is a part of its own: `Intake` takes it in, `Placement` puts it into plans,
+    Each phase of a request's life has a class: `Intake` takes it in, `Placement` puts it into plans,
     `ResultSettlement` takes its results, `Recovery` puts it back after a loss, `RequestEndings` ends it.
 
     Args:
         allocator: gives out KV blocks; this scheduler is its only user.
-        max_model_len: longest prompt + output, in tokens. A smaller KV pool lowers it: see `max_len`.
+        max_model_len: the model's longest prompt + output, in tokens. The limit in force is `max_len`.
         eos_token_ids: the model's own end-of-sequence ids.
-        seed: seed of the engine, for requests that bring none.
+        seed: the engine's seed, for requests without one; clients draw theirs (`engine.client.seeds`).
         clock: monotonic seconds.
-        costs: the stages' costs, if plans may be sized by time (`scheduler.pacing`).
+        costs: measured costs of the stages, to size plans by time (`scheduler.pacing`); None: fixed rules do.
         tier: the KV store behind the same allocator; None: there is none.
         depth: how many plans fill the pipe; None: one for each stage.
-        windows: adds drafts (guessed tokens) to plans; None: none are added.
-        gate: while it is shut no new request starts; running requests go on.
+        windows: speculative decoding, which adds drafts (guessed tokens) to plans; None: it is off.
+        gate: while it is closed no new request starts; running requests go on.
 
     Attributes:
-        prefixes: finds prefixes that were computed before, and has the orders to ranks to copy blocks.
-        grammars: the grammars of running requests.
-        windows: as given, or one that adds no drafts.
-        paused: "keep": no request runs; "wait": only those that have started; None: there is no pause.
+        prefixes: the prefix cache, and the orders to ranks to copy its blocks to and from the store.
+        grammars: the grammars of running requests, and which of them the last stage has built.
+        windows: as given, or a stand-in that adds no drafts.
+        paused: "keep": all requests stop where they are; "wait": started requests finish, and no new one
+            starts; None: there is no pause.
     """
 
     def __init__(
@@ -148,15 +150,15 @@ class Scheduler:
 
     @property
     def max_len(self) -> int:
-        """The most tokens (prompt + output) of a request: the lesser of model's limit and KV pool's."""
+        """The most tokens (prompt + output) of a request: the model's limit or the KV pool's, if smaller."""
         return self._intake.max_len
 
     @property
     def useful_depth(self) -> int:
-        """The number of plans in flight that keep the pipe busy.
+        """The number of plans in flight that keep the pipe busy: normally as many as fill it.
 
-        It is as many as fill the pipe. If decoding requests are split into fewer plans (micro-batches), it is
-        one more than those, so that the next plan lies at the first stage when its token comes.
+        If decoding requests are split into fewer plans (micro-batches), it is their number + 1: one more plan
+        then waits at the first stage for its token.
         """
         micro_batches, full = self._placement.num_micro_batches, self._depth.number
         is_full = self._placement.has_prompts or micro_batches >= full or self.windows.is_streaming
@@ -164,7 +166,7 @@ class Scheduler:
 
     @property
     def is_one_alone(self) -> bool:
-        """Whether all decoding requests went into the last plan, so that one stage computes at a time.
+        """Whether all decoding requests are in one micro-batch, so that only one stage computes at a time.
 
         False while prompts run, or windows of guessed tokens follow each other through the pipe.
         """
@@ -177,7 +179,7 @@ class Scheduler:
 
     @property
     def is_quiet(self) -> bool:
-        """Whether a pause of kind "wait" has let all started requests finish; always true without one."""
+        """Whether a "wait" pause has let all started requests finish; true if there is no such pause."""
         return self.paused != "wait" or not any(request.has_started for request in self._queues)
 
     def add_request(
@@ -186,14 +188,14 @@ class Scheduler:
         """Queue a request and its followers (further sequences of the same prompt).
 
         Args:
-            output_ids: tokens that a lost core process had generated for it: it goes on after them, and no
-                bound on the queue holds for it. None: the request is new.
+            output_ids: tokens that a lost core process had generated for the request, which goes on after
+                them, whatever the limits of the queue. None: the request is new.
             num_scores: prompt tokens whose log-probabilities that core had returned.
 
         Raises:
-            InvalidRequestError: it can never come to its end here, or its id is in use.
-            NotFoundError: it is new, and its session is not open.
-            OverloadedError: it is new, and as many requests, or tokens, wait already as may.
+            InvalidRequestError: the request can never run here, such as a too long one, or its id is in use.
+            NotFoundError: it is new and names a session that is not open.
+            OverloadedError: it is new and the queue is full, in requests or in tokens.
         """
         self._intake.add_request(request, output_ids, num_scores)
 
@@ -212,9 +214,9 @@ class Scheduler:
         return True
 
     def expire_requests(self) -> list[RequestUpdate]:
-        """End requests that have waited longer than `queue_timeout_s` to start, and idle sessions.
+        """End requests that have waited longer than `queue_timeout_s` to start; close idle sessions.
 
-        Returns their last updates, with the error.
+        Returns the last updates of these requests, with the error.
         """
         return self._intake.expire_requests()
 
@@ -225,13 +227,13 @@ class Scheduler:
     def settle_orders(self, finished: list[OrderResult], use: StoreUse) -> None:
         """Apply the ranks' answers to orders to copy KV blocks between the cache and the store.
 
-        If blocks that a running request awaited failed to load, it starts again, with all that arrived after
-        it.
+        If blocks that a running request awaited failed to load, it starts again, with all running requests
+        that arrived after it.
         """
         self._placement.settle_orders(finished, use)
 
     def settle_grammars(self, reports: Sequence[BuiltGrammar]) -> list[RequestUpdate]:
-        """Apply reports of the last stage on grammars; end requests whose grammar it cannot build.
+        """Apply the last stage's reports on built grammars; end requests whose grammar it cannot build.
 
         Returns the last updates of these requests.
         """
@@ -243,10 +245,10 @@ class Scheduler:
     def plan_step(self, step_id: int) -> ScheduledBatch | None:
         """Return the plan of step `step_id`, or None when no request may run now.
 
-        Decode rows come first, then prompt chunks. `step_id` grows by one per plan issued. None is never
-        returned while there are requests and no step is in flight, unless the first in line waits for blocks
-        from the store, all running requests wait for their grammars, the start gate is shut, or there is a
-        pause.
+        Decodes come first, then chunks of running prompts, then new requests. `step_id` grows by one per plan
+        issued. While there are requests and no step is in flight, a plan is always returned, except if the
+        first in line waits for blocks from the store, all running requests wait for their grammars, the start
+        gate is closed, or there is a pause.
         """
         plan = PlanBuilder(step_id)
         if self.paused != "keep":
@@ -260,7 +262,7 @@ class Scheduler:
         return self._issue(plan) if plan.rows or plan.new_rows or self.prefixes.has_orders else None
 
     def plan_probe(self, step_id: int) -> ScheduledBatch:
-        """Return an empty plan, which crosses every stage to prove them alive and announces freed rows."""
+        """Return a plan without tokens: it shows that all stages respond, and names the rows now free."""
         return self._issue(PlanBuilder(step_id))
 
     def requests_of(self, step_id: int) -> list[str]:
@@ -271,7 +273,7 @@ class Scheduler:
         """Apply a step's result: append its tokens, and end requests that are done; return their updates.
 
         Results of requests that have finished or been aborted in the meantime are dropped [D11]. Call it
-        in step order, once per plan, for plans without samples too.
+        once for each plan, in step order, also if the plan samples nothing.
         """
         is_next = result.step_id == plan.step_id > self._issued.returned_step
         assert is_next, "results are settled in step order"
@@ -280,19 +282,20 @@ class Scheduler:
     def fail_all(
         self, error: ErrorInfo, concerns: Callable[[str], bool] = lambda _: True
     ) -> list[RequestUpdate]:
-        """End with `error` the requests for whose ids `concerns` is true, by default all; return updates."""
+        """End with `error` the requests whose id satisfies `concerns` (default: all); return updates."""
         return self._endings.fail_each(error, lambda request: concerns(request.request_id))
 
     def requeue(self) -> list[RequestUpdate]:
-        """Put running requests back in line after a loss of ranks: no step in flight will return.
+        """Put running requests back in line after a loss of ranks, which will return no step in flight.
 
-        The ranks have forgotten all rows and blocks. Requests keep their tokens and their order. One that may
-        be the reason for the loss ends with an error (`scheduler.recovery`), in an update that is returned.
+        The ranks have forgotten all rows and blocks. Requests keep their tokens and their order. One that
+        was under way at the last loss too, and has gained no token since, may be the reason for both
+        (`scheduler.recovery`): it ends with an error, in an update that is returned.
         """
         return self._recovery.requeue(self._issued)
 
     def fail_started(self, error: ErrorInfo) -> list[RequestUpdate]:
-        """End with `error` all requests that have ever run, here or in a lost core; return their updates."""
+        """End with `error` all requests that ever started, here or in a lost core; return their updates."""
         return self._endings.fail_each(error, lambda request: request.has_started)
 
     def stats(self) -> SchedulerStats:
@@ -313,7 +316,7 @@ class Scheduler:
         )
 
     def parts(self) -> SchedulerParts:
-        """Return the scheduler's parts, for code that explains a plan."""
+        """Return the scheduler's parts, for `replay.explanation`, which explains a plan."""
         return self._parts._replace(paused=self.paused)
 
     def check_invariants(self) -> None:
@@ -322,7 +325,7 @@ class Scheduler:
         self._issued.check_invariants()
 
     def _speculate(self, plan: PlanBuilder) -> None:
-        """Add drafts to a plan of decodes; if the plan stays empty and the pipe has room, guess ahead."""
+        """Add drafts (guessed tokens) to a plan's decodes; if it has none, plan on unverified guesses."""
         running = self._queues.running
         self.windows.widen(plan, num_running=len(running), is_alone=self.is_one_alone)
         if not plan.rows and not plan.new_rows:
