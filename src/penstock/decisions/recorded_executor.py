@@ -36,7 +36,7 @@ class RecordedReports:
         self._executor, self._current = executor, current
 
     def built_grammars(self) -> list[BuiltGrammar]:
-        """See `Reports.built_grammars`."""
+        """Return the outcomes of grammars as `Reports.built_grammars` does, and note them."""
         grammars = self._executor.reports.built_grammars()
         if (call := self._current()) is not None:
             if grammars:
@@ -45,33 +45,33 @@ class RecordedReports:
         return grammars
 
     def spans(self) -> list[StageSpans]:
-        """See `Reports.spans`."""
+        """Return the timed work of each stage's first rank as `Reports.spans` does, and note it."""
         spans = self._executor.reports.spans()
         if (call := self._current()) is not None:
             call.spans.append(spans)
         return spans
 
     def stage_times(self) -> list[StageTimes]:
-        """See `Reports.stage_times`."""
+        """Return each stage's use of time as `Reports.stage_times` does, and note it."""
         times = self._executor.reports.stage_times()
         if (call := self._current()) is not None:
             call.stage_times.append(times)
         return times
 
     def rank_spans(self, seen: Container[SpansKey]) -> list[StageSpans]:
-        """See `Reports.rank_spans`; they decide nothing, and are not noted."""
+        """Return the timed work of every rank without noting it, since it decides nothing."""
         return self._executor.reports.rank_spans(seen)
 
     def finished_orders(self) -> list[OrderResult]:
-        """See `Reports.finished_orders`; without a store there are none."""
+        """Return the results of orders to copy KV blocks; without a store there are none."""
         return self._executor.reports.finished_orders()
 
     def store_use(self) -> StoreUse:
-        """See `Reports.store_use`; it decides nothing, and is not noted."""
+        """Return the ranks' use of the KV store without noting it, since it decides nothing."""
         return self._executor.reports.store_use()
 
     def entry_answers(self) -> list[EntryAnswers]:
-        """See `Reports.entry_answers`; without a store there are none."""
+        """Return the ranks' answers about the KV store; without a store there are none."""
         return self._executor.reports.entry_answers()
 
 
@@ -88,7 +88,7 @@ class RecordedExecutor:
         self.reports = RecordedReports(executor, current)
 
     def submit_plan(self, plan: ScheduledBatch) -> int:
-        """See `Executor.submit_plan`."""
+        """Submit a plan to the executor, and note it, with the error if it could not be sent."""
         call = self._current()
         if call is not None:
             call.steps.append(plan)
@@ -100,7 +100,7 @@ class RecordedExecutor:
             raise
 
     def poll_results(self, timeout_s: float) -> list[StepResult]:
-        """See `Executor.poll_results`."""
+        """Return the results that the executor has received, and note them, or the error that it raises."""
         call = self._current()
         try:
             results = self._executor.poll_results(timeout_s)
@@ -113,29 +113,29 @@ class RecordedExecutor:
         return results
 
     def start(self) -> KVPlan:
-        """See `Executor.start`."""
+        """Start the executor that does the work, and wait until its ranks are ready."""
         return self._executor.start()
 
     def poll_start(self) -> KVPlan | None:
-        """See `Executor.poll_start`."""
+        """Continue the start of the executor that does the work; return None until its ranks are ready."""
         return self._executor.poll_start()
 
     def call_store(self, rank: int, call: EntryCall) -> bool:
-        """See `Executor.call_store`."""
+        """Pass a call to the KV store on to the executor; return whether it was sent."""
         return self._executor.call_store(rank, call)
 
     def exchange_link(self, order: LinkOrder) -> None:
-        """See `Executor.exchange_link`."""
+        """Pass the order to replace a link between stages on to the executor."""
         self._executor.exchange_link(order)
 
     def shutdown(self) -> None:
-        """See `Executor.shutdown`."""
+        """Shut down the executor that does the work."""
         self._executor.shutdown()
 
     def abandon(self) -> None:
-        """See `Executor.abandon`."""
+        """Close the connections of the executor that does the work, without a message."""
         self._executor.abandon()
 
     def wait_sources(self) -> list[int]:
-        """See `Executor.wait_sources`."""
+        """Return the file descriptors that become readable when `poll_results` may have something."""
         return self._executor.wait_sources()

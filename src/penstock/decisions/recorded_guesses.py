@@ -27,7 +27,7 @@ class RecordedDrafter:
         return self._drafter.is_at_tail
 
     def propose(self, question: Question) -> Draft:
-        """See `Drafter.propose`."""
+        """Return the drafter's guess of a request's next tokens, and note it; note None if it fails."""
         draft = None
         try:
             draft = self._drafter.propose(question)
@@ -37,37 +37,37 @@ class RecordedDrafter:
                 call.drafts.append(HeardDraft(question.request, len(question.token_ids), draft))
 
     def wants(self, question: Question, num_busy: int) -> int | None:
-        """See `Drafter.wants`."""
+        """Return how many tokens the last stage is to guess of a request, and note the number."""
         wanted = self._drafter.wants(question, num_busy)
         if (call := self._current()) is not None:
             call.wants.append(wanted)
         return wanted
 
     def hear(self, request: int, num_known: int, token_ids: Sequence[int]) -> None:
-        """See `Drafter.hear`."""
+        """Pass guesses of the last stage on to the drafter."""
         self._drafter.hear(request, num_known, token_ids)
 
     def accept(self, request: int, num_drafted: int, num_accepted: int) -> None:
-        """See `Drafter.accept`."""
+        """Report to the drafter how many tokens of its last guess were tried, and how many were right."""
         self._drafter.accept(request, num_drafted, num_accepted)
 
     def forget(self, request: int) -> None:
-        """See `Drafter.forget`."""
+        """Let the drafter forget a request, which has ended."""
         self._drafter.forget(request)
 
     def poll(self) -> Collection[int]:
-        """See `Drafter.poll`."""
+        """Return the requests of which the drafter has guessed more, and note them."""
         news = self._drafter.poll()
         if (call := self._current()) is not None:
             call.news.append(list(news))
         return news
 
     def wait_sources(self) -> Sequence[int]:
-        """See `Drafter.wait_sources`."""
+        """Return the drafter's descriptors, which become readable when `poll` has something to do."""
         return self._drafter.wait_sources()
 
     def close(self) -> None:
-        """See `Drafter.close`."""
+        """Close the drafter."""
         self._drafter.close()
 
 
@@ -90,12 +90,12 @@ class RecordedGuides(NoGuides):
         draft: Draft,
         most: int,
     ) -> Draft:
-        """See `NoGuides.guided`."""
+        """Return the draft that the guides make of the drafter's guess, and note it."""
         guided = self._guides.guided(request, structured, prompt_len, token_ids, draft, most)
         if (call := self._current()) is not None:
             call.guided.append(HeardDraft(request, len(token_ids), guided))
         return guided
 
     def forget(self, request: int) -> None:
-        """See `NoGuides.forget`."""
+        """Let the guides forget a request, which has ended."""
         self._guides.forget(request)

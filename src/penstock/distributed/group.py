@@ -78,7 +78,7 @@ class Rehearsed:
 
     @contextmanager
     def rehearsing(self) -> Iterator[None]:
-        """See `TensorGroup.rehearsing`."""
+        """Let this rank make calls alone within the context: each call takes its own `x` for all ranks'."""
         self.is_rehearsing = True
         try:
             yield

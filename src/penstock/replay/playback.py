@@ -57,11 +57,11 @@ class ReplayedDrafter:
         return self._is_at_tail
 
     def propose(self, question: Question) -> Draft:
-        """See `Drafter.propose`."""
+        """Return the recorded guess. Raises `RuntimeError` if the recorded drafter failed here."""
         return self._answers.draft()
 
     def wants(self, question: Question, num_busy: int) -> int | None:
-        """See `Drafter.wants`."""
+        """Return the recorded number of tokens that the last stage is to guess."""
         return self._answers.wanted()
 
     def hear(self, request: int, num_known: int, token_ids: Sequence[int]) -> None:
@@ -74,7 +74,7 @@ class ReplayedDrafter:
         """Do nothing: it keeps nothing of a request."""
 
     def poll(self) -> Collection[int]:
-        """See `Drafter.poll`."""
+        """Return the recorded requests of which more was guessed."""
         return self._answers.news()
 
     def wait_sources(self) -> Sequence[int]:
@@ -100,5 +100,5 @@ class ReplayedGuides(NoGuides):
         draft: Draft,
         most: int,
     ) -> Draft:
-        """See `NoGuides.guided`."""
+        """Return the draft that the recorded guides made, whatever `draft` is."""
         return self._answers.guided()

@@ -31,17 +31,17 @@ class ReplayedReports:
         self._kept = RankReports(0)
 
     def spans(self) -> list[StageSpans]:
-        """See `Reports.spans`."""
+        """Return the recorded work of each stage's first rank in the last seconds (`Reports.spans`)."""
         for report in self._answers.spans():
             self._kept.keep(report)
         return self._kept.spans()
 
     def stage_times(self) -> list[StageTimes]:
-        """See `Reports.stage_times`."""
+        """Return each stage's recorded use of time."""
         return self._answers.stage_times()
 
     def built_grammars(self) -> list[BuiltGrammar]:
-        """See `Reports.built_grammars`."""
+        """Return the recorded outcomes of grammars."""
         return self._answers.grammars()
 
     def rank_spans(self, seen: Container[SpansKey]) -> list[StageSpans]:
@@ -78,7 +78,7 @@ class ReplayedExecutor:
         return 0
 
     def poll_results(self, timeout_s: float) -> list[StepResult]:
-        """Return the recorded results at once; see `Executor.poll_results`."""
+        """Return the recorded results, or raise the recorded error, at once: a replay never waits."""
         return self._answers.poll()
 
     def start(self) -> KVPlan:

@@ -75,7 +75,7 @@ class SimulatedExecutor:
         return self._results[0][0] if self._results else math.inf
 
     def submit_plan(self, plan: ScheduledBatch) -> int:
-        """See `Executor.submit_plan`."""
+        """Send a plan through the simulated stages, and keep its result until the clock reaches its time."""
         digest, now = self._record(plan), self._clock()
         shape = StepShape.of(plan)
         has_company = bool(self._results)
@@ -101,7 +101,7 @@ class SimulatedExecutor:
         return digest
 
     def poll_results(self, timeout_s: float) -> list[StepResult]:
-        """See `Executor.poll_results`; the clock stands still meanwhile."""
+        """Return the results that are due by the clock, in step order, without waiting."""
         now, results, taken = self._clock(), self._results, []
         while results and results[0][0] <= now:
             taken.append(results.popleft()[1])
@@ -151,7 +151,7 @@ class SimulatedReports:
         self._unqueued.append((step, num_tokens, works))
 
     def stage_times(self) -> list[StageTimes]:
-        """See `Reports.stage_times`."""
+        """Return the seconds that each simulated stage has computed since its start, in stage order."""
         num_steps, busy = self._flow.busy_seconds()
         return [
             StageTimes(

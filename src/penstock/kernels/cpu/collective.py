@@ -75,7 +75,10 @@ class SharedGroup(Rehearsed):
 
     @contextmanager
     def rehearsing(self) -> Iterator[None]:
-        """See `TensorGroup.rehearsing`. A kernel does nothing where a call before has failed."""
+        """Let this rank make calls alone within the context, to see how long they take.
+
+        The group counts as failed within it, since kernels do nothing where a call before has failed.
+        """
         self._state.outcome = abi.GROUP_OVER
         try:
             with super().rehearsing():

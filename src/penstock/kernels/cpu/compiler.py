@@ -333,7 +333,7 @@ def _key(sources: Mapping[str, bytes], compiler: Compiler, flags: Sequence[str],
 def _arithmetic(
     sources: Mapping[str, bytes], compiler: Compiler, flags: Sequence[str], machine: Machine
 ) -> str:
-    """See `Built.arithmetic`.
+    """Return the digest of all that decides the bits of a library's results (`Built.arithmetic`).
 
     A compiler joins products and sums to single instructions, which round once, as it sees fit for the CPU
     that it tunes for; and the C library's sines are its own.
