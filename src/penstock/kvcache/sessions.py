@@ -5,8 +5,7 @@
                       └──── its next turn finds them ────────────────────────┘
 
 Kept blocks are given up last (`kvcache.eviction`), and never make a request wait. A session keeps the names
-of
-blocks (their hashes, `kvcache.block_hash`), whether the blocks are there or not. There are three bounds:
+of blocks (their hashes, `kvcache.block_hash`), whether the blocks are there or not. There are three bounds:
 
     of each session     its capacity: what only older turns had goes first, and of one turn the deepest block,
                         since nothing behind a missing one can be found

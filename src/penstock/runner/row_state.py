@@ -1,10 +1,8 @@
 """The seam for state, other than a KV cache, that a row carries from token to token.
 
 Keys and values of a rejected draft (a wrong guess) are written over, and cost nothing. A recurrent layer, or
-a
-head that drafts from hidden states, has one state a row, which has taken in the draft already. So it is told
-of
-each step what may have to be taken back:
+a head that drafts from hidden states, has one state a row, which has taken in the draft already. So it is
+told of each step what may have to be taken back:
 
     step(row, 70..74)      commit(row, 1)           positions 70, 71 and 72 stay, 73 is taken back
     step(row, 73..77)      step(row, 77..81)        a window, and one that follows it on a guess

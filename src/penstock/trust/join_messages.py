@@ -19,8 +19,7 @@ Inside TLS 1.3 each message is a header of 7 bytes and a body of msgpack:
 
 The header, and the place of the public key in HELLO, are the same in every version, so that each side can
 name the version of the other. The proof is an HMAC over the head's certificate, the head's nonce and the body
-behind
-it: the head reads no byte of a JOIN before it has checked it.
+behind it: the head reads no byte of a JOIN before it has checked it.
 """
 
 from __future__ import annotations
