@@ -387,16 +387,21 @@ def _once(events: Iterable[Notice | StageReady]) -> Iterator[Notice | StageReady
 class StatusReporter:
     """A reporter that sends events as JSON lines to the program that started this process.
 
-    It never waits: events that the program has no room for are dropped.
+    It never waits: events that the pipe has no room for are dropped. A long event may fit in part; its rest
+    goes before the next event, so that the program reads whole lines only.
     """
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
+        self._rest = b""  # of a line that the pipe has taken in part
         os.set_blocking(fd, False)
 
     def report(self, event: Event) -> None:
         with contextlib.suppress(BrokenPipeError, BlockingIOError):  # the program has gone, or does not read
-            os.write(self._fd, msgspec.json.encode(event) + b"\n")
+            self._rest = self._rest[os.write(self._fd, self._rest) :]
+            if not self._rest:
+                line = msgspec.json.encode(event) + b"\n"
+                self._rest = line[os.write(self._fd, line) :]
 
 
 class CallerConfig(msgspec.Struct, frozen=True, kw_only=True):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
 import socket
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -14,8 +16,8 @@ from penstock.config.engine import EngineConfig, ModelConfig
 from penstock.engine.supervisor import supervisor
 from penstock.engine.supervisor.launch import LaunchPlan, resolve
 from penstock.engine.supervisor.pipe_layout import PipeLayout
-from penstock.engine.supervisor.reports import Caution, EngineFailed, EngineReady, Event, ModelFound
-from penstock.engine.supervisor.supervisor import Supervisor
+from penstock.engine.supervisor.reports import Caution, EngineFailed, EngineReady, Event, ModelFound, Notice
+from penstock.engine.supervisor.supervisor import StatusReporter, Supervisor
 from penstock.hosts.launchers.engine_hosts import OneHost
 from penstock.hosts.local_socket import LocalSocket
 from penstock.hosts.member import Waitable
@@ -25,6 +27,7 @@ from penstock.process.child import Ready, TextSideLoaded
 from stand_in_hosts import LOADED, StandInHost, StandInMember
 
 DEMO = EngineConfig(model=ModelConfig(model="demo"))
+PIPE_BYTES = os.sysconf("SC_PAGE_SIZE")  # the least that a pipe holds
 
 
 class Events:
@@ -143,3 +146,31 @@ def test_g1_no_process_is_killed_for_silence_while_its_host_is_away(host: StandI
         engine._end_the_lifeless()
         assert stage.done == [], "it has had no time to say anything"
         engine.close()
+
+
+def test_the_program_that_called_reads_whole_lines_though_its_pipe_takes_a_long_event_in_part() -> None:
+    reading, writing = os.pipe()
+    fcntl.fcntl(writing, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
+    reporter = StatusReporter(writing)
+    long, dropped, short = (Notice(text=text) for text in ("x" * PIPE_BYTES, "no room", "short"))
+    reporter.report(long)
+    reporter.report(dropped)
+    received = os.read(reading, PIPE_BYTES)
+    assert len(received) == PIPE_BYTES, "all that the pipe holds"
+    reporter.report(short)
+    os.close(writing)
+    with os.fdopen(reading, "rb") as pipe:
+        received += pipe.read()
+    events: msgspec.json.Decoder[Event] = msgspec.json.Decoder(Event)
+    assert [events.decode(line) for line in received.splitlines()] == [long, short]
+
+
+def test_a_program_that_reads_nothing_and_leaves_never_stops_the_reports() -> None:
+    reading, writing = os.pipe()
+    fcntl.fcntl(writing, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
+    reporter = StatusReporter(writing)
+    for _ in range(3):
+        reporter.report(Notice(text="x" * PIPE_BYTES))
+    os.close(reading)
+    reporter.report(Notice(text="nobody reads this"))
+    os.close(writing)
