@@ -310,6 +310,17 @@ def test_dangerous_calls_are_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     ]
 
 
+def test_no_module_waits_by_a_call_that_knows_the_first_1024_descriptors_only() -> None:
+    """`penstock.process.readiness` has one that knows all."""
+    waiting = [
+        f"{shown(path)}:{node.lineno}"
+        for path in MODULES
+        for node in ast.walk(tree_of(path))
+        if isinstance(node, ast.Attribute) and ast.unparse(node) == "select.select"
+    ]
+    assert waiting == []
+
+
 # --- dependencies ---------------------------------------------------------------------------------
 
 

@@ -6,7 +6,6 @@ Called where the core is made. The process dies with the thread that has started
 from __future__ import annotations
 
 import os
-import select
 import threading
 import time
 from collections.abc import Callable
@@ -20,6 +19,7 @@ from penstock.hosts.local_process import spawn
 from penstock.process import entry_points
 from penstock.process.child import encode_config
 from penstock.process.config import DrafterConfig, DrafterProcessConfig
+from penstock.process.readiness import await_readable
 
 _POLL_S = 0.1
 _END_S = 1.0
@@ -58,7 +58,7 @@ class DrafterChild:
         """
         deadline = time.monotonic() + limit_s
         while not (self._member.is_ready or is_over()):
-            select.select([source.fileno() for source in self._member.sources], [], [], _POLL_S)
+            await_readable(list(self._member.sources), _POLL_S)
             if (error := self.why_ended()) is not None:
                 raise self._named(error)
             if time.monotonic() > deadline:

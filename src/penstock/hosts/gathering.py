@@ -11,7 +11,6 @@ Made by `hosts.launchers.backends`.
 
 from __future__ import annotations
 
-import select
 import socket
 import time
 from collections.abc import Callable, Sequence
@@ -40,6 +39,7 @@ from penstock.hosts.weights.tensor_digests import TensorDigests
 from penstock.hosts.weights.weight_server import WeightServer
 from penstock.hosts.worker_gate import JoinedWorker, WorkerGate
 from penstock.process.link_ports import PortRange
+from penstock.process.readiness import await_readable
 from penstock.told_text import shown_line
 from penstock.trust.admission import AdmissionBook
 from penstock.trust.door import Door
@@ -235,7 +235,7 @@ class GatheredHosts:
     def _wait_until(self, condition: Callable[[], bool], lifelines: Sequence[Waitable]) -> None:
         """Wait for workers or for their answers, as `gather` does."""
         while not condition():
-            ready, _, _ = select.select([*self.sources, *lifelines], [], [], 1.0)
+            ready = await_readable([*self.sources, *lifelines], 1.0)
             if any(lifeline in ready for lifeline in lifelines):
                 raise UnavailableError("the program that started the engine has ended.")
             self.admit()

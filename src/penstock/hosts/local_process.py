@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import select
 import signal
 import subprocess
 import sys
@@ -21,6 +20,7 @@ from typing import NamedTuple, Protocol
 from penstock.hosts.member import Member, Waitable
 from penstock.process.child import StatusEvent, decode_status
 from penstock.process.control import ControlMessage
+from penstock.process.readiness import await_readable
 
 
 class Control(Protocol):
@@ -80,11 +80,11 @@ class TakenProcess:
 
     def wait(self) -> int:
         while (exit_code := self.poll()) is None:
-            select.select([self._end], [], [])
+            await_readable([self._end])
         return exit_code
 
     def _look(self, seconds: float) -> int | None:
-        if select.select([self._end], [], [], seconds)[0]:
+        if await_readable([self._end], seconds):
             os.close(self._end)
             self._exit_code = -signal.SIGKILL
         return self._exit_code

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import select
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
@@ -77,6 +76,7 @@ from penstock.process.config import MeasureConfig, RankConfig
 from penstock.process.control import ControlMessage
 from penstock.process.endpoints import HeldEnd
 from penstock.process.pipe_hosts import HostClock
+from penstock.process.readiness import await_readable
 from penstock.process.rhythm import next_beat
 from penstock.told_text import cleaned, shown_line
 from penstock.trace.host_clock import ClockAnswer, ClockEstimate
@@ -457,7 +457,7 @@ class RemoteHost:
             left_s = deadline - time.monotonic()
             if left_s <= 0:
                 break
-            select.select([self._wire.connection], [], [], left_s)
+            await_readable([self._wire.connection], left_s)
             self.pump()
         self.bell.ring()  # what came for others must be heard though nothing comes any more
         return condition()

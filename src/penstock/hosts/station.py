@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import select
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -34,6 +33,7 @@ from penstock.hosts.weights.model_supply import ModelSupply
 from penstock.hosts.weights.weight_cache import WeightCache
 from penstock.kvstore.own_store import OwnStore
 from penstock.process.link_ports import PortRange
+from penstock.process.readiness import await_readable
 from penstock.trust.joining import Address, JoinedHead, connect_for_weights
 from penstock.trust.peer_names import AGENT_ROLE, PeerName
 
@@ -89,7 +89,7 @@ class _NoAgent:
         self._watched = watched
 
     def serve(self, timeout_s: float) -> set[Waitable]:
-        return set(select.select(self._watched, [], [], timeout_s)[0])
+        return set(await_readable(self._watched, timeout_s))
 
     def close(self) -> None:
         """Do nothing."""

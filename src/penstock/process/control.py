@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
-import select
 import socket
 from collections import deque
 from collections.abc import Callable
@@ -23,6 +22,7 @@ from penstock.process.child import read_config
 from penstock.process.config import RankConfig, RankProcessConfig
 from penstock.process.endpoints import CoreEndpoints, LinkEndpoint, MeetingEndpoint, RankEndpoints
 from penstock.process.pipe_hosts import PipeHosts
+from penstock.process.readiness import await_readable
 
 _MAX_BYTES = 1 << 16
 _MAX_DESCRIPTORS = 250  # of one message: the kernel takes 253
@@ -166,7 +166,7 @@ class ControlReader:
 
     def has_news(self) -> bool:
         """Return whether `receive` would return at once: what was said before is then over."""
-        return bool(self._kept or select.select([self._socket], [], [], 0)[0])
+        return bool(self._kept or await_readable([self._socket], 0.0))
 
     def await_model(self, rank: RankConfig) -> RankConfig | None:
         """Wait for the model of a rank that was started without; other messages are kept for `receive`.
@@ -194,7 +194,7 @@ class ControlReader:
                 self._kept.remove(message)
                 return message
         while all(isinstance(message, AttachLink) for message in self._kept):
-            if not select.select([self._socket], [], [], timeout_s)[0]:
+            if not await_readable([self._socket], timeout_s):
                 raise WaitTimeoutError(f"link {number} was not handed over within {timeout_s:g} s.")
             message = self._receive()
             if isinstance(message, AttachLink) and message.number == number:

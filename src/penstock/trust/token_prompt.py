@@ -11,7 +11,6 @@ import contextlib
 import getpass
 import math
 import os
-import select
 import socket
 import sys
 import termios
@@ -20,6 +19,7 @@ from pathlib import Path
 from typing import Protocol
 
 from penstock.errors import JoinTokenError, UsageError
+from penstock.process.readiness import await_readable
 from penstock.trust.cancellation import Cancellation, CancelledError
 from penstock.trust.join_token import JoinToken, worker_token
 
@@ -177,7 +177,7 @@ def typed_line(prompt: str, cancellation: Cancellation) -> str:
             os.write(writing, prompt.encode())
             line = b""
             while not line.endswith(b"\n"):
-                if own.fileno() in select.select([reading, own.fileno()], [], [])[0]:
+                if own.fileno() in await_readable([reading, own.fileno()]):
                     raise CancelledError
                 typed = os.read(reading, 1)  # and nothing of the next line
                 if not typed and not line:

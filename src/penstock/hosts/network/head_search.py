@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import select
 from collections.abc import Callable
 from contextlib import closing
 
 from penstock.hosts.member import Waitable
 from penstock.hosts.network.discovery import Address, HeadSearch
 from penstock.hosts.network.joining_address import shown
+from penstock.process.readiness import await_readable
 from penstock.trust.token_prompt import Tokens
 
 
@@ -41,7 +41,7 @@ def found_head(
     )
     with closing(search(cluster)) as heads:
         while (address := heads.take()) is None:
-            if stop in select.select([heads, stop], [], [])[0]:
+            if stop in await_readable([heads, stop]):
                 return None
         tell(f"found a head at {shown(*address)}")
         return address

@@ -8,7 +8,6 @@ connections carry nothing else.
 from __future__ import annotations
 
 import contextlib
-import select
 import socket
 import ssl
 import threading
@@ -23,6 +22,7 @@ from penstock.hosts.member import Waitable
 from penstock.hosts.network.interfaces import HostAddress
 from penstock.hosts.network.link_measuring import answer_measuring
 from penstock.process.link_ports import PortRange, listen_in_range
+from penstock.process.readiness import await_readable
 from penstock.trust.credentials import Credentials
 from penstock.trust.door import Door
 from penstock.trust.peer_names import PeerName
@@ -108,7 +108,7 @@ class MeasuringDoor:
     def _serve(self) -> None:
         while True:
             sources: list[Waitable] = [self._bell, *self._doors]
-            ready, _, _ = select.select(sources, [], [], _LOOK_S)
+            ready = await_readable(sources, _LOOK_S)
             if self._bell in ready:
                 return
             for door in self._doors:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import ipaddress
-import select
 import socket
 import threading
 import time
@@ -31,6 +30,7 @@ from penstock.hosts.network.visit_messages import (
     VisitRefused,
 )
 from penstock.process.link_ports import PortRange
+from penstock.process.readiness import await_readable, await_writable
 from penstock.trust.peer_names import PeerName
 
 VISIT_S = 60.0
@@ -109,7 +109,7 @@ class Visits:
     def _send_rest(self, wire: AgentWire[ToVisited], deadline: float) -> None:
         """Wait until the visitor has taken what was sent, or has left."""
         while not wire.flush() and wire.failure is None and (left_s := deadline - time.monotonic()) > 0:
-            select.select([], [wire], [], left_s)
+            await_writable([wire], left_s)
 
 
 def require_own_addresses(visitor: VisitorListens, peer: str) -> None:
@@ -178,7 +178,7 @@ def next_word(wire: AgentWire[Any], expected: type[Answer], deadline: float) -> 
         left_s = deadline - time.monotonic()
         if left_s <= 0:
             raise WaitTimeoutError("the other host has not answered in time.")
-        select.select([wire], [], [], left_s)
+        await_readable([wire], left_s)
     if isinstance(messages[0], VisitRefused):
         raise error_from_info(messages[0].error)
     if not isinstance(messages[0], expected):

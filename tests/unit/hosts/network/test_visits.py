@@ -273,6 +273,6 @@ def test_r15_a_visitor_that_has_left_is_not_waited_for(monkeypatch: pytest.Monke
     def wait(*sources: object) -> None:
         raise AssertionError("nobody will take what is left")
 
-    monkeypatch.setattr(visits_module.select, "select", wait)
+    monkeypatch.setattr(visits_module, "await_writable", wait)
     visits = Visits(lambda address: SilentScout(), PortRange(0, 0))  # type: ignore[arg-type, return-value]
     visits._send_rest(Gone(), time.monotonic() + 60.0)  # type: ignore[arg-type]

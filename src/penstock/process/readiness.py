@@ -1,0 +1,50 @@
+"""Waits for objects with a file descriptor to become readable or writable, whatever the descriptor's number.
+
+`select.select` knows the first 1,024 descriptors only and fails for others. A head of many ranks may have
+more where the limit of its process allows it, and so may a program that uses `LLM`. Called wherever a process
+waits for a few objects now and then; loops that wait in every step keep a `select.poll` of their own.
+"""
+
+from __future__ import annotations
+
+import select
+from collections.abc import Sequence
+from typing import Protocol, TypeVar
+
+
+class HasDescriptor(Protocol):
+    """An object with a file descriptor, such as a socket."""
+
+    def fileno(self) -> int: ...
+
+
+Source = TypeVar("Source", bound=int | HasDescriptor)
+
+
+def await_readable(sources: Sequence[Source], timeout_s: float | None = None) -> list[Source]:
+    """Wait until something can be read from one of the sources, or it has ended; return those, in order.
+
+    Args:
+        sources: objects with a descriptor, or descriptors.
+        timeout_s: the list is empty after so many seconds; 0: the call returns at once; None: there is no
+            limit.
+    """
+    return _await(sources, select.POLLIN, timeout_s)
+
+
+def await_writable(sources: Sequence[Source], timeout_s: float | None = None) -> list[Source]:
+    """Wait until one of the sources takes more bytes, or has ended; otherwise as `await_readable`."""
+    return _await(sources, select.POLLOUT, timeout_s)
+
+
+def _await(sources: Sequence[Source], events: int, timeout_s: float | None) -> list[Source]:
+    poll = select.poll()
+    for source in sources:
+        poll.register(source, events)
+    limit_ms = None if timeout_s is None else 1000 * max(0.0, timeout_s)
+    ready = {number for number, _ in poll.poll(limit_ms)}
+    return [source for source in sources if _number(source) in ready]
+
+
+def _number(source: int | HasDescriptor) -> int:
+    return source if isinstance(source, int) else source.fileno()
