@@ -7,8 +7,6 @@ together. The scheduler and the clients then need no checks.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from penstock.batch import StepResult
 from penstock.errors import ProtocolError
 from penstock.request import TokenLogprobs
@@ -24,27 +22,32 @@ def require_sense(result: StepResult, vocab_size: int, stage: int) -> None:
         vocab_size: of the model.
         stage: stage that the result came from.
     """
-    num_rows, failed = len(result.token_ids), result.failed
+    failed = result.failed
     for row, ids in enumerate(result.token_ids):
         drawn = ids[:-1] if row in failed else ids
         if not all(0 <= token_id < vocab_size for token_id in drawn):
             raise ProtocolError(f"row {row} of step {result.step_id} has invalid ids {ids[:8]}.", stage=stage)
-    has_sense = (
-        len(result.logprobs) in (0, num_rows)
-        and all(0 <= row < num_rows for row in failed)
-        and all(_fit(row, vocab_size) for row in result.logprobs if row)
-        and all(_fit(scores, vocab_size) for scores in result.scores)
-        and all(len(vector) % _FLOAT_BYTES == 0 for vector in result.pooled)
-    )
-    if not has_sense:
-        raise ProtocolError(
-            f"the lists in the result of step {result.step_id} differ in length.", stage=stage
-        )
+    if wrong := _wrong_lists(result, vocab_size):
+        raise ProtocolError(f"the result of step {result.step_id} has {wrong}.", stage=stage)
 
 
-def _fit(positions: Sequence[TokenLogprobs], vocab_size: int) -> bool:
-    return all(
-        len(position.top_ids) == len(position.top_logprobs)
-        and all(0 <= token_id < vocab_size for token_id in position.top_ids)
-        for position in positions
-    )
+def _wrong_lists(result: StepResult, vocab_size: int) -> str:
+    """Return what is wrong with the lists beside the sampled ids, as words for an error; empty: nothing."""
+    num_rows = len(result.token_ids)
+    if len(result.logprobs) not in (0, num_rows):
+        return f"{num_rows} rows, but log-probabilities of {len(result.logprobs)}"
+    if not all(0 <= row < num_rows for row in result.failed):
+        return f"{num_rows} rows, but names failed rows {result.failed[:8]}"
+    lists = (*result.logprobs, *result.scores)
+    positions = [position for of_row in lists if of_row for position in of_row]
+    if any(len(position.top_ids) != len(position.top_logprobs) for position in positions):
+        return "lists of likeliest tokens and of their log-probabilities that differ in length"
+    if wrong := next((position for position in positions if not _fits(position, vocab_size)), None):
+        return f"invalid ids {wrong.top_ids[:8]} among the likeliest tokens"
+    if any(len(vector) % _FLOAT_BYTES for vector in result.pooled):
+        return "a vector that ends within a number"
+    return ""
+
+
+def _fits(position: TokenLogprobs, vocab_size: int) -> bool:
+    return all(0 <= token_id < vocab_size for token_id in position.top_ids)

@@ -29,19 +29,25 @@ def test_a_result_of_each_kind_makes_sense() -> None:
 
 
 @pytest.mark.parametrize(
-    "changed",
+    ("changed", "told"),
     [
-        {"token_ids": [[7], [-1], [100]]},
-        {"token_ids": [[-1], [-1], [99]]},
-        {"failed": [1, 3]},
-        {"failed": [1, -1]},
-        {"logprobs": [[LIKELY]]},
-        {"logprobs": [[msgspec.structs.replace(LIKELY, top_ids=[7])], None, None]},
-        {"scores": [[msgspec.structs.replace(LIKELY, top_ids=[7, 100])]]},
-        {"pooled": [bytes(7)]},
+        ({"token_ids": [[7], [-1], [100]]}, r"row 2 of step 4 has invalid ids \[100\]"),
+        ({"token_ids": [[-1], [-1], [99]]}, r"row 0 of step 4 has invalid ids \[-1\]"),
+        ({"failed": [1, 3]}, r"step 4 has 3 rows, but names failed rows \[1, 3\]"),
+        ({"failed": [1, -1]}, r"step 4 has 3 rows, but names failed rows \[1, -1\]"),
+        ({"logprobs": [[LIKELY]]}, "step 4 has 3 rows, but log-probabilities of 1"),
+        (
+            {"logprobs": [[msgspec.structs.replace(LIKELY, top_ids=[7])], None, None]},
+            "step 4 has lists .* that differ in length",
+        ),
+        (
+            {"scores": [[msgspec.structs.replace(LIKELY, top_ids=[7, 100])]]},
+            r"step 4 has invalid ids \[7, 100\] among the likeliest tokens",
+        ),
+        ({"pooled": [bytes(7)]}, "step 4 has a vector that ends within a number"),
     ],
 )
-def test_r15_a_result_without_sense_loses_its_stage(changed: dict[str, object]) -> None:
-    with pytest.raises(ProtocolError, match="step 4") as caught:
+def test_r15_a_result_without_sense_loses_its_stage(changed: dict[str, object], told: str) -> None:
+    with pytest.raises(ProtocolError, match=told) as caught:
         require_sense(msgspec.structs.replace(RESULT, **changed), VOCAB, 2)
     assert caught.value.stage == 2
