@@ -60,6 +60,7 @@ def merge_deltas(deltas: Sequence[TextDelta]) -> TextDelta:
         last.finish_reason,
         last.stop_reason,
         [entry for delta in deltas for entry in delta.prompt_logprobs],
+        last.vector,
     )
 
 

@@ -161,6 +161,8 @@ def test_merging_keeps_everything_in_order() -> None:
     assert merge_deltas([first]) is first
     assert merge_deltas([first, last]) == TextDelta("ab", [1, 2], [entry, entry], "stop", "x")
     assert merge_deltas([TextDelta("a", [1]), TextDelta("", [])]).logprobs is None
+    with_vector = TextDelta("", [], None, "stop", vector=bytes(8))
+    assert merge_deltas([TextDelta("", []), with_vector]) == with_vector
 
 
 def test_a_whole_completion_has_vllms_shape() -> None:
