@@ -11,6 +11,7 @@ Made by `hosts.launchers.backends`.
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import time
 from collections.abc import Callable, Sequence
@@ -109,18 +110,18 @@ class GatheredHosts:
         self._workers: dict[str, RemoteHost] = {}  # that have had a place
         self._not_needed: set[str] = set()  # names of workers that found none
         address = parse_address(settings.listen_workers, "--listen-workers")
-        self._search = WaySearch(directory / "ways", tell, warn)
-        self._scout = self._own_scout(identity, ports, self._addresses.__getitem__)
-        visits = Visits(lambda address: self._own_scout(identity, ports, lambda _: address), ports)
-        try:
+        with contextlib.ExitStack() as undone:
+            self._search = WaySearch(directory / "ways", tell, warn)
+            undone.callback(self._search.close)
+            self._scout = self._own_scout(identity, ports, self._addresses.__getitem__)
+            visits = Visits(lambda address: self._own_scout(identity, ports, lambda _: address), ports)
             _allow_token(settings, identity, book, warn, max_joins)
-            listener = listen_for_workers(*address)
+            listener = undone.enter_context(listen_for_workers(*address))
             self._gate = self._open_gate(identity, book, listener, visits)
-        except BaseException:
-            self._search.close()
-            raise
-        if warning := loopback_warning(*address):
-            warn(warning)
+            undone.callback(self._gate.close)
+            if warning := loopback_warning(*address):
+                warn(warning)
+            undone.pop_all()
         self.hosts = Hosts(self._head)
         wanted = WantedWorkers(
             number=self._num_workers,

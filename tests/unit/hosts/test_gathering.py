@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 import threading
@@ -16,11 +17,12 @@ import pytest
 from penstock.config.engine import EngineConfig, ModelConfig, ParallelConfig
 from penstock.config.hosts import HostsConfig
 from penstock.errors import PortInUseError, UnavailableError, UsageError
-from penstock.hosts import revocations, worker
+from penstock.hosts import gathering, revocations, worker
 from penstock.hosts.gathering import GatheredHosts
 from penstock.hosts.launchers.backends import open_hosts
 from penstock.hosts.launchers.engine_hosts import OneHost, Voices
 from penstock.hosts.network import path_finding
+from penstock.hosts.network.joining_address import listen_for_workers
 from penstock.hosts.network.scout import Scout
 from penstock.hosts.remote_host import RemoteHost, RemoteMember
 from penstock.hosts.station import WorkerSettings
@@ -82,6 +84,29 @@ def test_an_address_that_is_taken_is_refused_with_a_remedy(tmp_path: Path) -> No
     ):
         open_hosts(engine_of(tmp_path, other.getsockname()[1]), Voices(print, print))
     assert "--listen-workers" in caught.value.remedy
+
+
+def no_room(*arguments: object) -> None:
+    raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+
+@pytest.mark.parametrize("part", ["OwnScout", "listen_for_workers", "WorkerGate", "loopback_warning"])
+def test_a_head_that_cannot_begin_leaves_no_socket_and_no_thread(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: str
+) -> None:
+    listeners: list[socket.socket] = []
+
+    def listen(host: str, port: int) -> socket.socket:
+        listeners.append(listen_for_workers(host, port))
+        return listeners[-1]
+
+    monkeypatch.setattr(gathering, "listen_for_workers", listen)
+    monkeypatch.setattr(gathering, part, no_room)
+    threads = set(threading.enumerate())
+    with pytest.raises(OSError, match="Too many open files"):
+        open_hosts(engine_of(tmp_path), Voices(print, print))
+    assert [listener.fileno() for listener in listeners] == [-1] * len(listeners)
+    assert set(threading.enumerate()) == threads
 
 
 class Joining:
