@@ -35,12 +35,16 @@ class SwitchedLink:
         self._present = link
         self._keep_steps = keep_steps
         self._coming: deque[tuple[int, Link, Callable[[], None]]] = deque()  # by first step
-        self._left: deque[tuple[int, Link, Callable[[], None]]] = deque()  # by the step that releases it
+        # By the step that releases it; a tuple that is replaced, since any thread may read it.
+        self._left: tuple[tuple[int, Link, Callable[[], None]], ...] = ()
 
     @property
     def is_sending(self) -> bool:
-        """Whether the link in use has a frame that has not left this process; as `Link.is_sending`."""
-        return self._present.is_sending
+        """Whether the link in use, or a replaced one, has a frame that has not left this process.
+
+        Implements `Link.is_sending`.
+        """
+        return self._present.is_sending or any(link.is_sending for _, link, _ in self._left)
 
     def attach(self, link: Link, first_step: int, released: Callable[[], None] = lambda: None) -> None:
         """Use another link for the frames of a step and of all later ones; the first of them changes over.
@@ -86,10 +90,11 @@ class SwitchedLink:
         """Change over to the link of this step, and close those that are not needed any more."""
         while self._coming and self._coming[0][0] <= step_id:
             first_step, link, released = self._coming.popleft()
-            self._left.append((first_step + self._keep_steps, self._present, released))
+            self._left = (*self._left, (first_step + self._keep_steps, self._present, released))
             self._present = link
         # After the change-over: a receiver, which keeps no link, so closes the one that it has just left.
         while self._left and self._left[0][0] <= step_id:
-            _, link, released = self._left.popleft()
+            (_, link, released), *rest = self._left
+            self._left = tuple(rest)
             link.close()
             released()

@@ -49,6 +49,12 @@ class NotedLink(MemoryLink):
         self.num_closed += 1
 
 
+class SendingLink(NotedLink):
+    """A link whose frames have not left."""
+
+    is_sending = True
+
+
 def send(link: SwitchedLink, *steps: int) -> None:
     for step in steps:
         link.send_frame(header(step), tensors(step, 3))
@@ -133,15 +139,26 @@ def test_g1_frames_keep_their_order_over_links_of_any_carrier(carrier: str) -> N
         crew.join()
 
 
-def test_g1_the_link_in_use_says_whether_it_sends() -> None:
-    class Sending(NotedLink):
-        @property
-        def is_sending(self) -> bool:
-            return True
-
-    switched = SwitchedLink(NotedLink())
+def test_g1_the_links_say_whether_any_of_them_sends() -> None:
+    old, new = NotedLink(), SendingLink()
+    switched = SwitchedLink(old, keep_steps=2)
     assert not switched.is_sending
-    switched.attach(Sending(), 1)
+    switched.attach(new, 1)
     assert not switched.is_sending
     send(switched, 1)
     assert switched.is_sending
+
+
+def test_g1_a_replaced_link_whose_frames_are_still_leaving_sends() -> None:
+    old = SendingLink()
+    switched = SwitchedLink(old, keep_steps=2)
+    send(switched, 0)
+    switched.attach(NotedLink(), 1)
+    send(switched, 1)
+    assert switched.is_sending
+    old.is_sending = False
+    assert not switched.is_sending
+    old.is_sending = True
+    send(switched, 2, 3)
+    assert old.num_closed == 1
+    assert not switched.is_sending
