@@ -205,33 +205,59 @@ class _Hop:
         return self.verdict.add(self._free_ns, is_slow, bytes_per_s)
 
 
+class _WatchedLink(NamedTuple):
+    """A link that is watched, from one stage to the next: what is learnt of it holds as long as this stays.
+
+    Attributes:
+        sender, receiver: hosts of the two stages.
+        link: the path between these hosts, as measured.
+        token_bytes: bytes that cross for each token.
+    """
+
+    sender: str
+    receiver: str
+    link: HostLink
+    token_bytes: int
+
+    def begin(self) -> _Hop:
+        """Return a hop of which nothing is known."""
+        return _Hop(self.link.bytes_per_s(self.sender), self.token_bytes)
+
+
 class LinkWatch:
     """Watches the links of one pipe that lead to another host, and judges whether they are slow."""
 
     def __init__(self) -> None:
-        self._layout: object = None
-        self._hops: dict[int, tuple[_Hop, HostLink]] = {}  # by the stage that sends
+        self._hops: dict[int, tuple[_Hop, _WatchedLink]] = {}  # by the stage that sends
         self._hosts = PipeHosts()
         self._newest: dict[int, int] = {}  # by stage: the last step that was looked at
 
     def lay(self, hosts: PipeHosts) -> None:
         """Set the hosts that the stages run on.
 
-        If stages and links are as before, what is known of them stays.
+        What is known of a link between two stages stays if its hosts and its measured speed are as before.
         """
-        self._hosts = hosts
-        layout = hosts.stages, hosts.links, hosts.token_bytes
-        if layout != self._layout:
-            self._layout = layout
-            self._hops = {}
-            by_hosts = {frozenset(link.hosts): link for link in hosts.links}
-            for stage, (sender, receiver) in enumerate(pairwise(hosts.stages)):
-                link = by_hosts.get(frozenset((sender, receiver)))
-                if link is not None and sender != receiver:
-                    self._hops[stage] = _Hop(link.bytes_per_s(sender), hosts.token_bytes), link
-        for stage, (hop, link) in self._hops.items():
+        known, self._hops, self._hosts = self._hops, {}, hosts
+        by_hosts = {frozenset(link.hosts): link for link in hosts.links}
+        for stage, (sender, receiver) in enumerate(pairwise(hosts.stages)):
+            link = by_hosts.get(frozenset((sender, receiver)))
+            if link is None or sender == receiver:
+                continue
+            watched = _WatchedLink(sender, receiver, link, hosts.token_bytes)
+            is_known = stage in known and known[stage][1] == watched
+            self._hops[stage] = known[stage] if is_known else (watched.begin(), watched)
+        for stage, (hop, watched) in self._hops.items():
             hop.fuzz_ns = 2 * sum(hosts.clock_of(end).error_ns for end in (stage, stage + 1))
-            hop.spare_ns = SPARE_NS + hop.fuzz_ns + round(SPARE_TRIPS * 1e9 * link.round_trip_s)
+            hop.spare_ns = SPARE_NS + hop.fuzz_ns + round(SPARE_TRIPS * 1e9 * watched.link.round_trip_s)
+
+    @property
+    def slow(self) -> dict[tuple[str, str], float]:
+        """The bytes per second that slow links carry, by the hosts of sender and receiver."""
+        return {
+            (watched.sender, watched.receiver): hop.verdict.bytes_per_s
+            for hop, watched in self._hops.values()
+            if hop.verdict.is_slow
+        }
 
     def follow(self, reports: Sequence[StageSpans]) -> list[LinkJudged]:
         """Learn from the stages' reports, and return the links that have become slow, or are well again.
@@ -241,17 +267,16 @@ class LinkWatch:
         """
         passages = self._new_passages(reports)
         judged = []
-        for stage, (hop, link) in self._hops.items():
+        for stage, (hop, watched) in self._hops.items():
             if not hop.note(passages.get(stage, []), passages.get(stage + 1, [])):
                 continue
-            sender, receiver = self._hosts.stages[stage : stage + 2]
             judged.append(
                 LinkJudged(
-                    sender=sender,
-                    receiver=receiver,
+                    sender=watched.sender,
+                    receiver=watched.receiver,
                     is_slow=hop.verdict.is_slow,
                     bytes_per_s=hop.verdict.bytes_per_s,
-                    measured_bytes_per_s=link.bytes_per_s(sender),
+                    measured_bytes_per_s=watched.link.bytes_per_s(watched.sender),
                 )
             )
         return judged

@@ -8,7 +8,7 @@ what followed what, and the links between the hosts can be watched (`engine.core
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
@@ -25,15 +25,12 @@ class PipeWatch:
     def __init__(self) -> None:
         self._told = NO_PIPE_HOSTS
         self._links = LinkWatch()
-        self._slow: dict[tuple[str, str], float] = {}  # bytes per second, by sender and receiver
 
     def note(self, hosts: PipeHosts) -> None:
         """Take the supervisor's newest report of the hosts.
 
-        If their links have changed, none counts as slow.
+        A link that has changed, or that no stage uses any more, does not count as slow.
         """
-        if hosts.links != self._told.links:
-            self._slow.clear()
         self._told = hosts
         self._links.lay(hosts)
 
@@ -44,7 +41,10 @@ class PipeWatch:
         """
         if not self._told.stages:
             return []
-        return [msgspec.structs.replace(self._told, links=list(map(self._as_found, self._told.links)))]
+        slow = self._links.slow
+        return [
+            msgspec.structs.replace(self._told, links=[_as_found(link, slow) for link in self._told.links])
+        ]
 
     def follow(self, reports: Callable[[], Sequence[StageSpans]]) -> list[LinkJudged]:
         """Learn from the stages' reports, and return the links that have become slow, or are well again.
@@ -53,12 +53,7 @@ class PipeWatch:
         """
         if not self._told.links:
             return []
-        judged = self._links.follow(self.aligned(reports()))
-        for link in judged:
-            self._slow.pop((link.sender, link.receiver), None)
-            if link.is_slow:
-                self._slow[link.sender, link.receiver] = link.bytes_per_s
-        return judged
+        return self._links.follow(self.aligned(reports()))
 
     def aligned(self, reports: Sequence[StageSpans]) -> list[StageSpans]:
         """Return the reports with the shifts that put their times on the clock of the core's host."""
@@ -69,10 +64,12 @@ class PipeWatch:
             for report in reports
         ]
 
-    def _as_found(self, link: HostLink) -> HostLink:
-        one, other = link.hosts
-        return msgspec.structs.replace(
-            link,
-            reduced_bytes_per_s_out=self._slow.get((one, other), 0.0),
-            reduced_bytes_per_s_in=self._slow.get((other, one), 0.0),
-        )
+
+def _as_found(link: HostLink, slow: Mapping[tuple[str, str], float]) -> HostLink:
+    """Return the link with the reduced speed of each direction that was found to be slow."""
+    one, other = link.hosts
+    return msgspec.structs.replace(
+        link,
+        reduced_bytes_per_s_out=slow.get((one, other), 0.0),
+        reduced_bytes_per_s_in=slow.get((other, one), 0.0),
+    )

@@ -349,6 +349,9 @@ def test_r15_a_slow_link_is_told_to_the_supervisor_and_to_clients(monkeypatch: p
     )
     verdicts = [[slow]]
     monkeypatch.setattr(LinkWatch, "follow", lambda *_: verdicts.pop() if verdicts else [])
+    monkeypatch.setattr(
+        LinkWatch, "slow", property(lambda _: {} if verdicts else {("tower", "desk"): slow.bytes_per_s})
+    )
     with serving() as served:
         served.client.send(Hello())
         served.control.send(PipeHosts(stages=["tower", "desk"], links=[link]))

@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
 
+import msgspec
 import pytest
 
 from penstock.batch import StageSpans
@@ -250,6 +251,28 @@ def test_r15_another_way_begins_without_a_judgement(wire: Wire) -> None:
     )
     assert wire.watch.shown()[0].links == [other]
     assert wire.play(2 * LONG_S, CHUNK) == []
+
+
+def test_r15_what_is_known_of_a_link_stays_when_another_host_joins(wire: Wire) -> None:
+    wire.speed = SPEED / 5
+    (slow,) = wire.play(LONG_S, CHUNK)
+    further = [msgspec.structs.replace(LINK, hosts=(host, "laptop")) for host in HOSTS.stages]
+    wire.watch.note(msgspec.structs.replace(HOSTS, links=[*further, LINK]))
+    *others, link = wire.watch.shown()[0].links
+    assert link.reduced_bytes_per_s_in == slow.bytes_per_s
+    assert others == further
+    assert wire.play(LONG_S, CHUNK) == [], "it was told before"
+    wire.speed = SPEED
+    (well,) = wire.play(LONG_S, CHUNK)
+    assert not well.is_slow
+
+
+def test_r15_a_link_that_no_stage_uses_any_more_is_not_slow(wire: Wire) -> None:
+    wire.speed = SPEED / 5
+    assert len(wire.play(LONG_S, CHUNK)) == 1
+    for stages in (["tower", "tower"], HOSTS.stages):
+        wire.watch.note(msgspec.structs.replace(HOSTS, stages=stages))
+        assert wire.watch.shown()[0].links == [LINK]
 
 
 def test_stages_of_one_host_have_no_link_to_watch() -> None:
