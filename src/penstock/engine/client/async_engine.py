@@ -253,10 +253,12 @@ class AsyncEngine:
     async def operate(self, operation: Operation, timeout_s: float) -> list[OperationDone]:
         """Ask the core to carry out an administrator's operation, and wait for its result.
 
-        If there is no core, or it is lost meanwhile, the next one is asked. Returns a list of one.
+        If there is no core, or it is lost meanwhile, the next one is asked. Returns a list of one. The
+        operation is not withdrawn when its caller waits no longer, because the call was cancelled or
+        `timeout_s` is over: each core is asked for it until one reports its result.
 
         Raises:
-            WaitTimeoutError: the operation is not complete after `timeout_s`; it is not withdrawn.
+            WaitTimeoutError: the operation is not complete after `timeout_s`.
             PenstockError: the operation failed.
         """
         pending = self._operations.ask(operation, self._live.num_asked)

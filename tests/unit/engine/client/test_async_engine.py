@@ -514,6 +514,29 @@ def test_g4_what_was_answered_holds_for_the_next_core_whatever_else_is_under_way
     with_rig(body)
 
 
+def test_g4_an_operation_whose_caller_has_left_is_asked_for_until_a_core_has_done_it() -> None:
+    async def body(rig: Rig) -> None:
+        await rig.start()
+        asked = asyncio.ensure_future(rig.engine.operate(FlushCache(), WAIT_S))
+        await asyncio.sleep(0)
+        assert rig.core.hear() == [Operate(0, FlushCache())]
+        asked.cancel()
+        await rig.lose_core()
+        await rig.welcome()
+        assert rig.core.hear() == [Operate(0, FlushCache())]
+        behind = asyncio.ensure_future(rig.engine.operate(Resume(), WAIT_S))
+        await asyncio.sleep(0)
+        assert rig.core.hear() == [Operate(1, Resume())]
+        for number in (0, 1):
+            rig.core.socket.send(rig.core.client, operated(number))
+        await behind
+        await rig.lose_core()
+        await rig.welcome()
+        rig.add()  # the first that the next core hears: it is asked for nothing that is done
+
+    with_rig(body)
+
+
 def test_g4_another_core_begins_at_the_pace_that_the_last_one_had() -> None:
     async def body(rig: Rig) -> None:
         await rig.start()
