@@ -532,8 +532,8 @@ def _check_tensor_parallel(parallel: ParallelConfig, spec: ModelSpec, form: _Wei
     if max(parallel.tp_sizes) == 1:
         return
     layout = RankLayout(tp_sizes=tuple(parallel.tp_sizes), data_parallel_size=parallel.data_parallel_size)
-    for rank in range(layout.world_size):
-        _check_devices_of_stage([form.devices[other] for other in layout.tensor_group(rank).ranks])
+    for group in layout.tensor_groups:
+        _check_devices_of_stage([form.devices[rank] for rank in group])
     for size in parallel.tp_sizes:
         whole_experts = parallel.enable_expert_parallel
         require_shardable(spec, size, expert_parallel=whole_experts)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,6 @@ from penstock.hosts.local import LocalHost
 from penstock.hosts.rank_host import Hosts
 from penstock.hosts.resources import HostResources
 from penstock.pipeline.links.ring_memory import Ring
-from penstock.pipeline.rank_layout import RankLayout
 from penstock.process.control import descriptors_of
 
 HOSTS = Hosts(LocalHost())
@@ -454,21 +454,61 @@ def test_r6_no_descriptor_is_left_after_close(three_stages: LaunchPlan) -> None:
     assert len(os.listdir("/proc/self/fd")) == before
 
 
-@pytest.mark.parametrize(("num_stages", "tp_size"), [(4, 2), (2, 2), (5, 1), (1, 2)])
-def test_c1_c2_ranks_are_joined_as_their_groups_say(model: str, num_stages: int, tp_size: int) -> None:
-    parallel = ParallelConfig(pipeline_parallel_size=num_stages, tensor_parallel_size=tp_size)
-    plan, layout = plan_for(model, parallel=parallel), RankLayout.regular(num_stages, tp_size)
+@pytest.fixture
+def wide_model(tmp_path: Path) -> str:
+    """Return a model whose vocabulary four ranks can share."""
+    (tmp_path / "config.json").write_text(json.dumps(FIELDS | {"vocab_size": 256}))
+    return str(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("tp_sizes", "pipelines", "stages"),
+    [
+        ("2,2,2,2", [(0, 2, 4, 6), (1, 3, 5, 7)], [(0, 1), (2, 3), (4, 5), (6, 7)]),
+        ("4,4", [(0, 4), (1, 5), (2, 6), (3, 7)], [(0, 1, 2, 3), (4, 5, 6, 7)]),
+        ("1,1,1,1,1", [(0, 1, 2, 3, 4)], []),
+        ("2", [(0,), (1,)], [(0, 1)]),
+    ],
+)
+def test_c1_c2_e3_ranks_are_joined_in_pipelines_and_in_stages(
+    wide_model: str, tp_sizes: str, pipelines: list[tuple[int, ...]], stages: list[tuple[int, ...]]
+) -> None:
+    num_stages = tp_sizes.count(",") + 1
+    parallel = ParallelConfig(pipeline_parallel_size=num_stages, tensor_parallel_size=tp_sizes)
+    plan = plan_for(wide_model, parallel=parallel)
     wiring = Wiring(plan, HOSTS)
     ends = [wiring.rank(rank.stage, rank.tp_rank) for rank in plan.ranks]
-    assert [place.tp_rank for place in layout.places] == [rank.tp_rank for rank in plan.ranks]
-    for rank, end in enumerate(ends):
-        group = layout.pipeline_group(rank)
-        assert (end.incoming is None) == group.is_first
-        assert list(end.outgoing) == ([] if group.is_last else [ends[group.next_rank].incoming])
-        assert group.is_first or list(ends[group.prev_rank].outgoing) == [end.incoming]
-        assert (end.results is not None) == (rank == layout.output_rank())
-        meeting = tuple(i for i, other in enumerate(ends) if other.meeting == end.meeting is not None)
-        assert meeting == (layout.tensor_group(rank).ranks if tp_size > 1 else ())
+    for pipeline in pipelines:
+        ranks = [plan.ranks[number] for number in pipeline]
+        assert [rank.stage for rank in ranks] == list(range(num_stages))
+        assert [rank.is_first for rank in ranks] == [True] + [False] * (num_stages - 1)
+        assert [rank.is_last for rank in ranks] == [False] * (num_stages - 1) + [True]
+        assert ends[pipeline[0]].incoming is None
+        assert not ends[pipeline[-1]].outgoing
+        for sender, receiver in pairwise(pipeline):
+            assert list(ends[sender].outgoing) == [ends[receiver].incoming]
+    meetings = [end.meeting for end in ends if end.meeting is not None]
+    met = {tuple(rank for rank, end in enumerate(ends) if end.meeting == meeting) for meeting in meetings}
+    assert sorted(met) == stages
+    for stage in stages:
+        assert [plan.ranks[number].tp_rank for number in stage] == list(range(len(stage)))
+    wiring.close()
+
+
+@pytest.mark.parametrize(
+    ("tp_sizes", "output"),
+    [("1", 0), ("1,1", 1), ("1,1,1,1", 3), ("4,4", 4), ("2,2,2,2", 6), ("2", 0), ("2,1,4", 3)],
+)
+def test_d8_only_the_first_rank_of_the_last_stage_has_results(
+    wide_model: str, tp_sizes: str, output: int
+) -> None:
+    parallel = ParallelConfig(pipeline_parallel_size=tp_sizes.count(",") + 1, tensor_parallel_size=tp_sizes)
+    plan = plan_for(wide_model, parallel=parallel)
+    wiring = Wiring(plan, HOSTS)
+    ends = [wiring.rank(rank.stage, rank.tp_rank) for rank in plan.ranks]
+    assert [number for number, end in enumerate(ends) if end.results is not None] == [output]
+    assert [number for number, rank in enumerate(plan.ranks) if rank.is_output] == [output]
+    assert ends[output].results == wiring.core().results
     wiring.close()
 
 
@@ -584,7 +624,7 @@ def test_i13_one_setting_for_all_one_a_stage_or_one_a_rank() -> None:
     assert devices.rank_devices == ["cuda", "cuda", "cpu"]
 
 
-def test_i1_i4_replicas_share_the_host(model: str) -> None:
+def test_c2_e3_i1_i4_replicas_follow_one_another_and_share_the_host(model: str) -> None:
     parallel = ParallelConfig(data_parallel_size=2, pipeline_parallel_size=2, tensor_parallel_size="1,2")
     host = HostResources(num_cpus=6, free_bytes=1 << 30, num_gpus=0, cpus=(0, 1, 2, 3, 4, 5))
     plans = resolve_replicas(EngineConfig(model=ModelConfig(model=model), parallel=parallel, seed=5), [host])
