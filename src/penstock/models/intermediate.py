@@ -41,9 +41,6 @@ class IntermediateTensors:
     def __setitem__(self, key: str, value: Tensor) -> None:
         self.tensors[key] = value
 
-    def __len__(self) -> int:
-        return len(self.tensors)
-
     def __repr__(self) -> str:
         shapes = ", ".join(f"{name}={tuple(tensor.shape)}" for name, tensor in self.tensors.items())
         return f"IntermediateTensors({shapes})"

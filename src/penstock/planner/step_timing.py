@@ -59,10 +59,12 @@ class TimedRank:
         kv = loaded.storage.allocate(self._num_blocks)
         _make_resident(kv)
         self._runner = build_runner(rank, loaded, kv)
-        self._link = _Loop(rank, loaded.spec.hidden_size)
         width, num_tokens = loaded.spec.hidden_size, rank.max_num_batched_tokens
-        self._received = torch.randn((num_tokens, width)).to(self._device, dtype_of(rank))
-        self._stream_start = StreamStart(width, dtype=dtype_of(rank), device=self._device)
+        hidden_states = torch.randn((num_tokens, width)).to(self._device, dtype_of(rank))
+        stream = StreamStart(width, dtype=dtype_of(rank), device=self._device).of(num_tokens)
+        # As the stage before sends it in the largest step; every other step takes a slice of it.
+        self._received = IntermediateTensors({"hidden_states": hidden_states, "residual": stream})
+        self._link = _Loop(rank, self._received)
 
     @torch.inference_mode()
     def measure(self, meeting: MeetingEndpoint | None) -> StageCosts:
@@ -170,7 +172,7 @@ class TimedRank:
         instants = [self._now()]
         batch = runner.complete(runner.begin(running))
         instants.append(self._now())
-        tensors = runner.embed(batch) if rank.is_first else self._arrived(batch.num_tokens)
+        tensors = runner.embed(batch) if rank.is_first else self._received[: batch.num_tokens]
         instants.append(self._now())
         tensors = runner.forward(tensors, batch)
         instants.append(self._now())
@@ -183,12 +185,6 @@ class TimedRank:
         instants.append(self._now())
         return tuple(after - before for before, after in pairwise(instants))
 
-    def _arrived(self, num_tokens: int) -> IntermediateTensors:
-        """Return tensors such as the stage before sends."""
-        return IntermediateTensors(
-            {"hidden_states": self._received[:num_tokens], "residual": self._stream_start.of(num_tokens)}
-        )
-
     def _now(self) -> float:
         """Return the time once the device has done all its work."""
         if self._device.type == "cuda":
@@ -197,17 +193,20 @@ class TimedRank:
 
 
 class _Loop:
-    """A link of the rank to itself."""
+    """A link of the rank to itself.
 
-    def __init__(self, rank: RankConfig, width: int) -> None:
-        dtype = dtype_of(rank)
-        size = frame_bytes(max_num_tokens=rank.max_num_batched_tokens, width=width, itemsize=dtype.itemsize)
+    Args:
+        largest: tensors of the largest step that it will carry.
+    """
+
+    def __init__(self, rank: RankConfig, largest: IntermediateTensors) -> None:
+        num_tokens, width = largest["hidden_states"].shape
+        size = frame_bytes(max_num_tokens=num_tokens, width=width, itemsize=dtype_of(rank).itemsize)
         handle = create_ring(size, 1)
         self._sender = SharedMemoryLink(handle, "out", _LINK_TIMEOUT_S)
         self._receiver = SharedMemoryLink(handle, "in", _LINK_TIMEOUT_S)
         close_handle(handle)
-        shape, device = (rank.max_num_batched_tokens, width), device_of(rank)
-        self._out = torch.empty(shape, dtype=dtype, device=device)
+        self._out = largest.empty_like()["hidden_states"]
         self._dtype = rank.dtype
 
     def carry(self, tensors: IntermediateTensors) -> None:
