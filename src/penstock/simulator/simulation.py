@@ -173,6 +173,8 @@ class Simulation:
             assert self.clock.now < math.inf, "requests wait, and nothing will happen"
         for replica, use in zip(self._replicas, self._kv_use, strict=True):
             use.note(self.clock.now, self._num_used(replica))
+            if replica.core.is_idle:  # else steps in flight hold rows and blocks
+                replica.core.check_invariants()
         return FinishedRun(
             accounts=list(self._accounts.values()),
             replicas=self._replicas,

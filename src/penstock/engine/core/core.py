@@ -292,7 +292,7 @@ class EngineCore:
         return self._executor.reports.rank_spans(seen)
 
     def check_invariants(self) -> None:
-        """Assert that scheduler and steps in flight are consistent. For tests, and when idle."""
+        """Assert that the parts agree: in tests, and at the end of a simulation."""
         self._steps.check_invariants()
         self._scheduler.check_invariants()
 
