@@ -95,16 +95,6 @@ class Residency:
         """The digest of the table: 64 bits, never 0."""
         return self._sum & _MASK or 1
 
-    def recomputed(self) -> int:
-        """Return the digest computed from the table as it stands; for tests.
-
-        It equals `digest` only if the table was changed by nothing but the methods below.
-        """
-        total = sum(_mix(_short(name), block) for block, name in self.names.items())
-        for resident in self.rows.values():
-            total += resident.key * max(resident.length, 0) + resident.blocks_part
-        return total & _MASK or 1
-
     # --- facts ----------------------------------------------------------------------------------
 
     def enter(self, row: int, generation: int, request_id: str) -> Resident:

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 
 from penstock.batch import NO_STORE_USE, StoreUse
 from penstock.errors import ErrorInfo
+from penstock.kvcache.host_names import HostNames
+from penstock.kvcache.storage_tier import StorageTier
 from penstock.kvcache.store_sites import StoreSites
 from penstock.kvcache.stored_names import StoreCalls
 
@@ -62,3 +64,9 @@ class FakeCatalogue:
 
     def close(self) -> None:
         pass
+
+
+def names_in_memory(tier: StorageTier) -> frozenset[bytes]:
+    """Return the names of all blocks of which ranks may have parts in host memory."""
+    memory = tier._memory
+    return frozenset(memory._names) if isinstance(memory, HostNames) else frozenset()

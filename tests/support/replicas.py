@@ -35,6 +35,7 @@ from penstock.executor.base import KVPlan
 from penstock.executor.rank_reports import RankReports
 from penstock.pipeline.decision_log import DecisionLog
 from penstock.request import TokenLogprobs
+from table_digests import recomputed
 
 Part = dict[bytes, list[tuple[int, int]]]  # of the store: (position, token) for keys and values, by name
 
@@ -83,7 +84,7 @@ class Rank:
         self.rejected[plan.step_id] = self.replica.num_rejected
         self.scored[plan.step_id] = self.replica.scores
         self.pooled[plan.step_id] = self.replica.pooled
-        assert self.replica.residency.recomputed() == self.replica.residency.digest
+        assert recomputed(self.replica.residency) == self.replica.residency.digest
         return plan
 
     def copy(self, index: int) -> None:

@@ -22,6 +22,11 @@ from penstock.weights.checkpoint import Checkpoint
 from penstock.weights.loader import load_weights
 
 
+def is_recorded(stage: Decoder) -> bool:
+    """Return whether the calls of a stage are replayed (`Decoder.record`)."""
+    return stage._recorded is not None
+
+
 class StageDriver:
     """All stages of a model in one thread, one row per sequence."""
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from penstock.distributed.group import MeetingPlace, TensorGroup, memory_meeting
 from penstock.distributed.meeting import BUFFER_BYTES
+from penstock.kernels.cpu.collective import SharedGroup
 
 
 def joined(
@@ -18,6 +19,11 @@ def joined(
     for group in groups:
         group.join(place)
     return list(groups)
+
+
+def num_sums(group: SharedGroup) -> int:
+    """Return the number of sums of this rank so far, recorded ones too."""
+    return int(group._state.num_calls)
 
 
 def outcomes(groups: Sequence[TensorGroup], act: Callable[[Any], Any]) -> list[Any]:

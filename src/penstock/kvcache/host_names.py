@@ -44,11 +44,6 @@ class HostNames:
     def __len__(self) -> int:
         return len(self._names)
 
-    @property
-    def names(self) -> frozenset[bytes]:
-        """The names (content hashes) of all KV blocks in host memory, or on their way there."""
-        return frozenset(self._names)
-
     def make_room(self, name: bytes) -> bool:
         """Make room for a block that is to be stored, and count its copy as begun.
 
@@ -182,8 +177,6 @@ class OnlyHostNames(HostNames):
 
 class NoHostNames:
     """A stand-in for ranks that keep no blocks in host memory: it records nothing."""
-
-    names: frozenset[bytes] = frozenset()
 
     def make_room(self, name: bytes) -> bool:
         return True

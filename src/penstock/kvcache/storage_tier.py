@@ -109,11 +109,6 @@ class StorageTier:
         """Remove and return the orders to copy blocks that ranks have not got, for the plan being issued."""
         return self._orders.take_orders()
 
-    @property
-    def names_in_memory(self) -> frozenset[bytes]:
-        """The names of all KV blocks of which ranks may have parts in host memory."""
-        return self._memory.names
-
     def take_given_up(self) -> list[bytes]:
         """Remove and return the names of blocks that ranks are to drop from host memory.
 

@@ -170,11 +170,6 @@ class Decoder(nn.Module):
         """All layers of the model, placeholders outside the own range; then the MTP layer, if it is here."""
         return self.model.layers
 
-    @property
-    def is_recorded(self) -> bool:
-        """Whether calls are replayed (`record`)."""
-        return self._recorded is not None
-
     def embed(self, input_ids: Tensor) -> IntermediateTensors:
         """Return the input of the first layer for [num_tokens] int64; the residual stream starts at zero."""
         if self._recorded is not None and self._recorded.has_embedding:

@@ -111,10 +111,6 @@ class SampleReceiver(ABC):
         self._timeout_s = timeout_s
         self._pending: deque[PendingReturn] = deque()
 
-    @property
-    def num_pending(self) -> int:
-        return len(self._pending)
-
     def expect_samples(self, plan: ScheduledBatch, sampled: RowSnapshot) -> None:
         """Remember that samples of these rows will come, unless the plan samples none.
 

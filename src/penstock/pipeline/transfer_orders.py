@@ -83,15 +83,6 @@ class NoTransfer:
         return lambda layer: None
 
 
-class NoBuilds:
-    """The stand-in for `Builds` on a rank that builds no grammars."""
-
-    is_building = False
-
-    def collect(self) -> GrammarsBuilt | None:
-        return None
-
-
 class TransferOrders:
     """Gives a rank's orders and calls from the core to the parts that carry them out, and sends the answers.
 

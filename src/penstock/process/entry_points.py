@@ -18,16 +18,3 @@ GRAMMAR_PROVING: Final = "penstock.grammar.proving_process"  # by `grammar.provi
 RAY_DRIVER: Final = "penstock.hosts.launchers.ray_driver"  # by `hosts.launchers.ray_starter`
 DRAFTER: Final = "penstock.drafting.drafter_process"  # by `drafting.drafter_child`
 TIED_PROCESS: Final = "penstock.hosts.launchers.tied_process"  # by `hosts.launchers.ray_worker`
-
-ALL: Final = (
-    SUPERVISOR,
-    CORE,
-    RANK,
-    SPARE,
-    API_PROCESS,
-    MEASURE,
-    GRAMMAR_PROVING,
-    RAY_DRIVER,
-    DRAFTER,
-    TIED_PROCESS,
-)

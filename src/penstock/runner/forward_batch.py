@@ -60,17 +60,6 @@ class Samples:
     drafts: list[list[int]]  # [num_sampled] of each sampled row, without one that is its input
 
 
-def build_batch(plan: ScheduledBatch, rows: RequestRows, buffers: InputBuffers) -> ForwardBatch:
-    """Build the inputs of a plan at once: `begin_batch` and `complete_batch`.
-
-    The plan's new rows, and the samples that it consumes, must be in the row table already.
-
-    Raises:
-        ProtocolError: the plan does not fit the row table.
-    """
-    return complete_batch(begin_batch(plan, rows, buffers), rows, buffers)
-
-
 def begin_batch(plan: ScheduledBatch, rows: RequestRows, buffers: InputBuffers) -> ForwardBatch:
     """Build the inputs of a plan as far as they do not depend on samples that are still to come.
 

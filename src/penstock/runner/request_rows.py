@@ -340,10 +340,6 @@ class RequestRows:
             self._strayed.add(row)
         return row in self._strayed
 
-    def last_tokens(self, rows: Sequence[int]) -> list[int]:
-        """Return the newest known token id of each of these rows; only on a stage that keeps ids."""
-        return [int(self.token_ids[row, self.total_len[row] - 1]) for row in rows]
-
     def post_update(
         self,
         step_id: int,

@@ -20,7 +20,7 @@ from penstock.kernels.cpu.library import KERNEL_NAMES, load
 from penstock.kernels.cpu.ops import CpuKernels
 from penstock.rank.loading import load_rank
 from rank_configs import make_rank_configs
-from stage_driver import StageDriver
+from stage_driver import StageDriver, is_recorded
 
 IDS = [(7 * index + index // 5) % 90 for index in range(40)]
 FIRST = 24  # tokens: whole blocks, which come from a store
@@ -47,7 +47,7 @@ def recorded(directory: Path) -> StageDriver:
     driver = by_kernels(directory)
     for stage, kv in zip(driver.stages, driver.kv, strict=True):
         stage.record(kv, 64)
-        assert stage.is_recorded
+        assert is_recorded(stage)
     return driver
 
 

@@ -19,9 +19,18 @@ from penstock.batch import (
 from penstock.pipeline.decision_log import DecisionLog
 from penstock.pipeline.links.plan_channel import QueueChannel
 from penstock.pipeline.stage import plans_from
-from penstock.pipeline.transfer_orders import NoBuilds, NoTransfer, TransferOrders
+from penstock.pipeline.transfer_orders import NoTransfer, TransferOrders
 
 ORDER = TierOrder(4, False, 1, b"name")
+
+
+class NoBuilds:
+    """The builds of a rank that builds no grammars."""
+
+    is_building = False
+
+    def collect(self) -> GrammarsBuilt | None:
+        return None
 
 
 class FakeTransfer:

@@ -15,7 +15,6 @@ from penstock.runner.buffers import BufferPool
 from penstock.runner.forward_batch import (
     ForwardBatch,
     begin_batch,
-    build_batch,
     complete_batch,
     input_ids,
 )
@@ -41,7 +40,8 @@ def make_pool(rows: RequestRows, depth: int = 2) -> BufferPool:
 
 def build(plan: ScheduledBatch, rows: RequestRows, pool: BufferPool) -> ForwardBatch:
     rows.apply(plan)
-    return build_batch(plan, rows, pool.for_step(plan.step_id))
+    buffers = pool.for_step(plan.step_id)
+    return complete_batch(begin_batch(plan, rows, buffers), rows, buffers)
 
 
 def expected_tokens(parts: list[Part], known: dict[int, list[int]], blocks: dict[int, list[int]]) -> list:

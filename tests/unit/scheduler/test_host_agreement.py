@@ -7,7 +7,7 @@ import random
 import pytest
 
 from depth import sampled
-from fake_catalogue import FakeCatalogue
+from fake_catalogue import FakeCatalogue, names_in_memory
 from fakes import VOCAB_SIZE
 from penstock.kvcache.storage_tier import TierPolicy
 from replicas import ReplicaRig
@@ -86,7 +86,7 @@ def test_h9_memory_that_outlives_a_loss_keeps_no_block_that_nobody_finds(seed: i
     rig = rig_of(chance, catalogue, max_blocks, has_store=False)
     run_requests(rig, chance, max_blocks, loses=True)
     assert rig.tier is not None
-    known = rig.tier.names_in_memory
+    known = names_in_memory(rig.tier)
     assert catalogue.names <= known
     for part in rig.pipe.parts:
         assert set(part) <= known

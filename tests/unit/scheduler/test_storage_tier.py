@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 from depth import sampled
-from fake_catalogue import FakeCatalogue
+from fake_catalogue import FakeCatalogue, names_in_memory
 from fakes import SMALL_SCHEDULER, VOCAB_SIZE, CoreRig
 from penstock.batch import StoreUse
 from penstock.config.engine import PrefetchPolicy, SchedulerConfig
@@ -366,7 +366,7 @@ def test_r7_numbers_that_are_no_good_leave_the_store(answers_at_once: bool, host
     settle_store(one)
     assert catalogue.names == set()
     assert one.tier is not None
-    assert one.tier.names_in_memory == set()
+    assert names_in_memory(one.tier) == set()
     other = again(one, catalogue)
     assert run(other, "b", run_failed) == 0
 

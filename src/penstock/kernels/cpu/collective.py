@@ -59,11 +59,6 @@ class SharedGroup(Rehearsed):
         state.num_meetings = state.outcome = 0
 
     @property
-    def num_reduced(self) -> int:
-        """The number of all-reduces so far."""
-        return int(self._state.num_calls)
-
-    @property
     def exchange_ns(self) -> tuple[int, int]:
         return self._state.spent_ns, self._state.waited_ns
 
