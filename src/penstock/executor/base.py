@@ -52,7 +52,6 @@ from penstock.executor.rank_sense import sensible
 from penstock.pipeline.decision_log import DecisionLog
 from penstock.pipeline.links.channel import MessageChannel, send_of_step
 from penstock.process.config import rank_names
-from penstock.runner.kv_demand import stranded_bytes
 
 _GONE = "rank_gone"
 _CAUSE_GRACE_S = 0.2
@@ -68,11 +67,6 @@ class KVPlan(msgspec.Struct, frozen=True, kw_only=True):
 
     num_blocks: int  # the minimum over the ranks, allocated on each of them
     ranks: list[RankLoaded]  # stage by stage
-
-    @property
-    def stranded_bytes(self) -> list[int]:
-        """The bytes on each rank left unused for KV cache, as the smallest rank sets the number of blocks."""
-        return [stranded_bytes(rank.max_blocks, self.num_blocks, rank.block_bytes) for rank in self.ranks]
 
 
 class Reports(Protocol):

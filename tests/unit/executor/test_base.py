@@ -23,6 +23,7 @@ from penstock.batch import (
     decode_to_rank,
     encode,
 )
+from penstock.engine.stats import stage_memory
 from penstock.errors import (
     CheckpointError,
     ErrorInfo,
@@ -106,7 +107,8 @@ def test_d9_all_stages_get_the_minimum_and_the_rest_is_reported(fixture: Fixture
     assert fixture.core.poll_start() == plan
     assert plan.num_blocks == 60
     assert [rank.max_blocks for rank in plan.ranks] == [100, 60, 70]
-    assert plan.stranded_bytes == [400, 0, 120]
+    memory = stage_memory(plan.ranks, plan.num_blocks)
+    assert [stage.stranded_bytes for stage in memory] == [400, 0, 120]
 
 
 def test_a_failure_while_loading_is_raised_as_it_was(fixture: Fixture) -> None:
