@@ -26,7 +26,7 @@ from torch import Tensor
 
 from penstock.kernels.cpu import library as kernel_library
 from penstock.kernels.cpu.abi import AttentionArgs, LinearArgs, Step
-from penstock.kernels.cpu.ops import DTYPES
+from penstock.kernels.cpu.ops import DTYPES, HeadShape
 
 MIN_BYTES = 384 << 20  # of KV that a run reads
 BATCHES = (1, 8, 32)
@@ -67,9 +67,9 @@ class Bench:
             raise SystemExit(f"{num_rows} rows of {context} tokens need more --memory-gib")
         per_layer = num_blocks // num_layers
         tables = torch.randperm(per_layer)[: num_rows * per_row].view(num_rows, per_row).contiguous()
-        qkv_size = (self.heads + 2 * self.kv_heads) * self.head_dim
-        qkv = torch.randn(num_rows * num_tokens, qkv_size).to(self.dtype)
-        y = torch.empty(num_rows * num_tokens, self.heads * self.head_dim, dtype=self.dtype)
+        shape = HeadShape(num_heads=self.heads, num_kv_heads=self.kv_heads, head_dim=self.head_dim)
+        qkv = torch.randn(num_rows * num_tokens, shape.qkv_size).to(self.dtype)
+        y = torch.empty(num_rows * num_tokens, shape.query_size, dtype=self.dtype)
         starts, lengths = torch.arange(num_rows + 1) * num_tokens, torch.full((num_rows,), context)
         step = Step(
             num_tokens=len(qkv), block_tables=tables.data_ptr(), block_table_stride=per_row,

@@ -17,7 +17,7 @@ from penstock.told_text import printable
 
 MAX_HEADER_BYTES = 256 << 20
 _FIRST_READ = 1 << 20
-_U32, _I32, _U64 = struct.Struct("<I"), struct.Struct("<i"), struct.Struct("<Q")
+_U32, _U64 = struct.Struct("<I"), struct.Struct("<Q")
 
 
 class HeaderBytes:

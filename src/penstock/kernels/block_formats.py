@@ -50,11 +50,6 @@ class BlockFormat:
     has_codebook: bool = False
 
     @property
-    def has_groups(self) -> bool:
-        """Whether a record is divided into groups with scales of their own."""
-        return self.inputs > BLOCK_INPUTS
-
-    @property
     def groups(self) -> int:
         """The number of groups of a record."""
         return self.inputs // self.group
@@ -73,7 +68,13 @@ class _Others(TypedDict, total=False):
 
 def _block(name: str, number: int, block_bytes: int, bits: int, **others: Unpack[_Others]) -> BlockFormat:
     return BlockFormat(
-        name=name, number=number, block_bytes=block_bytes, bits=bits, inputs=32, group=32, **others
+        name=name,
+        number=number,
+        block_bytes=block_bytes,
+        bits=bits,
+        inputs=BLOCK_INPUTS,
+        group=BLOCK_INPUTS,
+        **others,
     )
 
 
@@ -81,7 +82,13 @@ def _super_block(
     name: str, number: int, block_bytes: int, bits: int, group: int, **others: Unpack[_Others]
 ) -> BlockFormat:
     return BlockFormat(
-        name=name, number=number, block_bytes=block_bytes, bits=bits, inputs=256, group=group, **others
+        name=name,
+        number=number,
+        block_bytes=block_bytes,
+        bits=bits,
+        inputs=SUPER_BLOCK_INPUTS,
+        group=group,
+        **others,
     )
 
 

@@ -17,8 +17,6 @@ import sys
 from array import array
 from collections.abc import Sequence
 
-HASH_BYTES = 32
-
 
 def root_hash(salt: str = "") -> bytes:
     """Return the hash that stands before the first block of a prompt in its chain of hashes.

@@ -46,7 +46,7 @@ class StoreCounts:
     """The counts of a guarded store since it was made.
 
     Attributes:
-        num_hits, num_misses: records asked for with `get`, found or not; a bad one is missing.
+        num_hits: records that `get` has found; a bad one does not count.
         num_bytes_read, num_bytes_written: bytes of payloads.
         num_verify_failures: records that were not what their key says.
         num_failures: calls of the store that raised, or gave half an answer.
@@ -55,7 +55,6 @@ class StoreCounts:
     """
 
     num_hits: int = 0
-    num_misses: int = 0
     num_bytes_read: int = 0
     num_bytes_written: int = 0
     num_verify_failures: int = 0
@@ -154,7 +153,6 @@ class GuardedStore:
         hits = [payload for payload in payloads if payload is not None]
         with self._lock:
             self._counts.num_hits += len(hits)
-            self._counts.num_misses += len(keys) - len(hits)
             self._counts.num_bytes_read += sum(map(len, hits))
             self._counts.num_verify_failures += len(bad)
         if bad:

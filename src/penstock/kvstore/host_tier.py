@@ -81,11 +81,6 @@ class HostTier(GuardedStore):
         self._unwritten: set[bytes] = set()  # the payloads that the store does not have
         self._num_bytes = self._num_bytes_hit = self._num_hits = self._num_bytes_kept = 0
 
-    @property
-    def num_bytes(self) -> int:
-        """The bytes of memory in use."""
-        return self._num_bytes
-
     def use(self) -> StoreUse:
         return msgspec.structs.replace(
             super().use(),

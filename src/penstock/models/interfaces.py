@@ -59,10 +59,6 @@ class SupportsPP(Protocol):
         """
         ...
 
-    def compute_logits(self, tensors: IntermediateTensors, indices: Tensor) -> Tensor:
-        """Return logits [n, vocab] float32 after the tokens `indices` ([n] int64, rising)."""
-        ...
-
     def compute_candidates(
         self, tensors: IntermediateTensors, indices: Tensor, request: HeadRequest
     ) -> HeadOutput:

@@ -50,13 +50,6 @@ def partition_layers(
     return list(zip([0, *ends[:-1]], ends, strict=True))
 
 
-def get_pp_indices(num_layers: int, stage: int, num_stages: int) -> tuple[int, int]:
-    """Return the half-open layer range of one stage under the default policy."""
-    if not 0 <= stage < num_stages:
-        raise PartitionError(f"stage {stage} does not exist among {num_stages} stages.")
-    return partition_layers(num_layers, num_stages)[stage]
-
-
 def _check_counts(num_layers: int, num_stages: int) -> None:
     if num_stages < 1:
         raise PartitionError(

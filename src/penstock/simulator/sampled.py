@@ -35,10 +35,6 @@ class SampledRows:
                 rejected.append(size - len(own))
         return ids, rejected
 
-    def forget(self) -> None:
-        """Forget the rows, which are gone."""
-        self._strayed.clear()
-
     def _window(self, plan: ScheduledBatch, index: int) -> list[int]:
         row, drafts = plan.rows[index], plan.drafts.get(index, [])
         if plan.token_from[index] == GUESSED:

@@ -103,15 +103,8 @@ class AdmissionBook:
         entry = next((entry for entry in self._read().tokens if entry.proof_key == key), None)
         self._require_usable(entry)
 
-    def revoke_token(self, token: JoinToken) -> None:
-        """Take a token no longer. Hosts that have joined with it stay."""
-        key = token.proof_key()
-        with self._changed() as book:
-            for entry in book.tokens:
-                entry.is_revoked |= entry.proof_key == key
-
     def revoke_all_tokens(self) -> None:
-        """Take no token that was allowed until now."""
+        """Take no token that was allowed until now. Hosts that have joined stay."""
         with self._changed() as book:
             for entry in book.tokens:
                 entry.is_revoked = True

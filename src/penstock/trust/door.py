@@ -216,7 +216,7 @@ class Door(Generic[Speaker]):
         return max(0.0, min(deadlines, default=math.inf))
 
     def _accept(self, entered: list[Entered[Speaker]]) -> None:
-        while len(self._visitors) < self._limits.max_peers:
+        while self.num_visitors < self._limits.max_peers:
             try:
                 accepted, address = self._listener.accept()
             except OSError:  # nobody waits, it is gone already, or there are no descriptors for now
@@ -272,7 +272,7 @@ class Door(Generic[Speaker]):
         self._selector.unregister(visitor.connection)
 
     def _listen_while_there_is_room(self) -> None:
-        has_room = len(self._visitors) < self._limits.max_peers
+        has_room = self.num_visitors < self._limits.max_peers
         if has_room and not self._listens:
             self._selector.register(self._listener, selectors.EVENT_READ, None)
         elif self._listens and not has_room:

@@ -69,10 +69,6 @@ class ClusterIdentity:
             )
         return cls(key, mark + certificate, wall_clock)
 
-    def now(self) -> float:
-        """Return the seconds since the epoch of Unix by the clock of this identity."""
-        return self._wall_clock()
-
     def head_credentials(self, host: str) -> Credentials:
         """Return a new key and certificate of the head itself. They are never written to a file.
 

@@ -11,10 +11,11 @@ from hypothesis import strategies as st
 
 from penstock.config.engine import EvictionPolicy
 from penstock.kvcache.allocator import BlockAllocator
-from penstock.kvcache.block_hash import HASH_BYTES, block_hashes, root_hash, root_in_class
+from penstock.kvcache.block_hash import block_hashes, root_hash, root_in_class
 from penstock.kvcache.block_pool import BlockPool
 from penstock.kvcache.eviction import eviction_order
 from penstock.kvcache.prefix_cache import PrefixCache
+from penstock.kvstore.names import BLOCK_HASH_BYTES
 
 BLOCK = 4
 ROOT = root_hash()
@@ -34,7 +35,7 @@ def test_d15_a_name_says_what_a_block_holds_and_all_before_it() -> None:
     assert block_hashes(first, tokens[4:], BLOCK) == [second]
     assert block_hashes(ROOT, tokens[4:], BLOCK)[0] != second
     assert block_hashes(root_hash("salt"), tokens, BLOCK)[0] != first
-    assert {len(first), len(second)} == {HASH_BYTES}
+    assert {len(first), len(second)} == {BLOCK_HASH_BYTES}
 
 
 def test_d15_names_are_the_same_on_every_machine() -> None:
@@ -158,7 +159,7 @@ def test_h10_equal_blocks_go_by_their_hash_however_they_came(policy: EvictionPol
     orders = []
     for seed in range(4):
         cache = PrefixCache(6, eviction_order(policy))
-        names = [bytes([number] * HASH_BYTES) for number in range(6)]
+        names = [bytes([number] * BLOCK_HASH_BYTES) for number in range(6)]
         random.Random(seed).shuffle(names)
         for block, name in enumerate(names):
             cache.name(block, 0, name)

@@ -87,7 +87,7 @@ def test_h9_what_is_released_leaves_memory_and_stays_in_the_store(writes_back: b
     tier.put(records(0, 1, 2))
     tier.release([KEYS[1], KEYS[0], KEYS[9]])
     assert in_memory(tier) == [2]
-    assert tier.num_bytes == SIZE
+    assert tier.use().host_bytes_used == SIZE
     assert stored(store) == ({0, 1} if writes_back else {0, 1, 2})
     assert tier.get([KEYS[1]]) == [payload(1)]
 
@@ -97,7 +97,7 @@ def test_g4_what_is_cleared_is_in_memory_no_longer() -> None:
     tier.put(records(0, 1))
     assert tier.clear(KEYS[0][:16], 1.0) is None
     assert tier.get(KEYS[:2]) == [None, payload(1)]
-    assert tier.num_bytes == SIZE
+    assert tier.use().host_bytes_used == SIZE
 
 
 def test_h9_what_belongs_together_stays_from_its_beginning() -> None:
@@ -126,7 +126,7 @@ def test_a_payload_larger_than_memory_passes_through() -> None:
         tier = HostTier(store, SIZE - 1, writes_back=writes_back)
         assert tier.put(records(7))
         assert in_memory(tier) == []
-        assert tier.num_bytes == 0
+        assert tier.use().host_bytes_used == 0
         assert stored(store) == {7}
         store.records.clear()
 
@@ -171,7 +171,7 @@ def test_h9_memory_and_store_are_those_of_a_plain_model(seed: int, writes_back: 
                 memory.pop(number, None)
                 behind.discard(number)
         assert in_memory(tier) == list(memory)
-        assert tier.num_bytes == len(memory) * SIZE
+        assert tier.use().host_bytes_used == len(memory) * SIZE
         assert stored(store) == behind
     tier.close()
     assert stored(store) == behind | set(memory)

@@ -9,7 +9,7 @@ from torch import Tensor
 from gguf_models import random_blocks
 from kernel_builds import built, targets
 from penstock.errors import ModelError
-from penstock.kernels.block_formats import BLOCK_FORMATS, BlockFormat
+from penstock.kernels.block_formats import BLOCK_FORMATS, SUPER_BLOCK_INPUTS, BlockFormat
 from penstock.kernels.block_rows import BlockRows, dequantize
 from penstock.kernels.cpu.library import KERNEL_NAMES
 from penstock.kernels.cpu.ops import CpuKernels
@@ -33,7 +33,7 @@ def rows_of(block_format: BlockFormat, n: int, in_size: int, seed: int = 0) -> B
 
 def in_size_of(block_format: BlockFormat) -> int:
     """A size that ends within the 128 inputs that the kernel takes at once, where the format can."""
-    return 512 if block_format.has_groups else 416
+    return 512 if block_format.inputs == SUPER_BLOCK_INPUTS else 416
 
 
 def filled(matrix: BlockMatrix | RoundedBlocks, *parts: tuple[int, BlockRows, int]) -> None:

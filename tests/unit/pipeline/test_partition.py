@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from penstock.config.engine import PARTITION_VARIABLE, EngineConfig, ModelConfig, ParallelConfig
 from penstock.errors import PartitionError
 from penstock.llm.arguments import engine_config
-from penstock.pipeline.partition import get_pp_indices, partition_layers
+from penstock.pipeline.partition import partition_layers
 
 
 def counts(num_layers: int, num_stages: int, policy: str | list[int] = "even") -> list[int]:
@@ -34,18 +34,6 @@ def test_a1_ranges_tile_the_layers_in_order(num_stages: int, extra: int, policy:
     sizes = [end - start for start, end in ranges]
     assert min(sizes) >= 1
     assert max(sizes) - min(sizes) <= 1
-
-
-@pytest.mark.parametrize("num_stages", range(1, 10))
-def test_a1_get_pp_indices_is_the_default_policy(num_stages: int) -> None:
-    ranges = [get_pp_indices(23, stage, num_stages) for stage in range(num_stages)]
-    assert ranges == partition_layers(23, num_stages)
-
-
-@pytest.mark.parametrize("stage", [-1, 4])
-def test_a1_a_stage_outside_is_refused(stage: int) -> None:
-    with pytest.raises(PartitionError, match=f"stage {stage} does not exist among 4 stages"):
-        get_pp_indices(8, stage, 4)
 
 
 @pytest.mark.parametrize(

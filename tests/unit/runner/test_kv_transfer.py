@@ -369,7 +369,7 @@ def test_h9_blocks_that_are_given_up_leave_host_memory_before_the_orders_that_fo
         one.reset()  # memory outlives an epoch: what is given up is given up
         one.submit_orders([TierOrder(2, False, 2, NAMES[2])])
         assert answers(one) == {2: True}
-        assert tier.num_bytes == 2 * size
+        assert tier.use().host_bytes_used == 2 * size
         one.submit_orders([TierOrder(10 + n, True, 5 + n, NAMES[n]) for n in range(3)])
         assert answers(one) == {10: True, 11: False, 12: True}
 

@@ -123,7 +123,7 @@ def test_r15_a_used_token_is_refused_on_both_sides(cluster: Cluster, tmp_path: P
 
 
 def test_r15_a_revoked_token_is_refused_on_both_sides(cluster: Cluster, desk: Desk) -> None:
-    cluster.book.revoke_token(cluster.token)
+    cluster.book.revoke_all_tokens()
     with refused(cluster, JoinTokenError) as address:
         desk.join(address, cluster.token)
 

@@ -57,10 +57,6 @@ class Grid(msgspec.Struct, frozen=True, kw_only=True):
         axes = itertools.product(self.pp, self.tp, self.depths, self.micro_batches)
         return [LayoutPoint(pp=pp, tp=tp, depth=depth, micro_batches=count) for pp, tp, depth, count in axes]
 
-    @property
-    def num_points(self) -> int:
-        return len(self.layouts) * len(self.concurrencies)
-
     def drawn(self, seed: int) -> list[tuple[LayoutPoint, list[int]]]:
         """Return the layouts in the order in which they run, with the concurrencies of each in theirs."""
         draw = random.Random(seed)

@@ -121,11 +121,6 @@ def usable_addresses(read: Callable[[], Sequence[Interface]] = read_interfaces) 
     return sorted(addresses, key=lambda one: (one.medium, one.is_link_local))
 
 
-def loopback_addresses(read: Callable[[], Sequence[Interface]] = read_interfaces) -> list[HostAddress]:
-    """Return the addresses that only this machine reaches; they serve several hosts on one machine."""
-    return [one for one in _addresses(read()) if one.medium == Medium.LOOPBACK]
-
-
 def address_named(address: str, read: Callable[[], Sequence[Interface]] = read_interfaces) -> HostAddress:
     """Return the address of this host that its user has typed, with its interface.
 

