@@ -4,6 +4,7 @@
     layers = 20
     tp = 2
     device = ["cuda:0", "cuda:1"]     # one, or one for each rank
+    threads = 1
 
     [[stage]]
     layers = 8
