@@ -91,7 +91,8 @@ def drive(chance: random.Random, ranks: list[RankConfig], kv_heads: int) -> None
         for memory in memories:
             memory.forget(forgotten)
             assert memory.names() == {name for name in NAMES if name in chosen}
-            assert memory.tier.num_bytes == len(chosen) * memory.bytes_of_block <= memory.max_bytes
+            used = memory.tier.use().host_bytes_used
+            assert used == len(chosen) * memory.bytes_of_block <= memory.max_bytes
 
 
 @pytest.mark.parametrize("seed", sampled(range(24), 8))
