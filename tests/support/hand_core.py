@@ -286,11 +286,15 @@ class Crew:
         thread.start()
 
     def join(self, timeout_s: float = 30.0) -> None:
+        self.wait(timeout_s)
+        if self.errors:
+            raise self.errors[0]
+
+    def wait(self, timeout_s: float = 30.0) -> None:
+        """Wait until all threads have ended; `errors` has what they have raised."""
         for thread in self._threads:
             thread.join(timeout_s)
             assert not thread.is_alive(), "a thread of the test hangs"
-        if self.errors:
-            raise self.errors[0]
 
     def _guard(self, work: Callable[[], object]) -> None:
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from itertools import count
 from typing import Protocol
@@ -11,6 +12,7 @@ import torch
 from hand_core import VOCAB, ArithmeticModel, Crew, arithmetic_kv
 from penstock.batch import ScheduledBatch, Shutdown, StepResult, decode_to_core, encode
 from penstock.distributed.share import Share
+from penstock.errors import LinkClosedError
 from penstock.pipeline.decision_log import DecisionLog
 from penstock.pipeline.links.frame import frame_bytes
 from penstock.pipeline.links.link import Link
@@ -152,6 +154,14 @@ class Pipe:
         result = decode_to_core(frame)
         assert isinstance(result, StepResult)
         return [result]
+
+    def leave_broken(self) -> list[BaseException]:
+        """Have the stages that still listen leave behind their plans; return what all have raised."""
+        for channel in self.core_endpoints:
+            with contextlib.suppress(LinkClosedError):
+                channel.send(encode(Shutdown()))
+        self.crew.wait()
+        return self.crew.errors
 
     def shutdown(self) -> None:
         for channel in self.core_endpoints:

@@ -98,8 +98,8 @@ def test_f9_any_other_error_ends_the_stage_as_before() -> None:
     pipe.submit_plan(
         make_plan(0, [Part(row=0, num_tokens=3, start=0, blocks=[0])], new_rows=[new_row(0, FIRST)])
     )
-    with pytest.raises(Exception, match="RuntimeError"):
-        pipe.crew.join()
+    errors = [str(error) for error in pipe.leave_broken()]  # the first stage may meet a closed link
+    assert any("stage 1 failed in step 0: RuntimeError" in error for error in errors)
 
 
 def test_f9_where_ranks_share_a_stage_the_error_is_raised() -> None:
