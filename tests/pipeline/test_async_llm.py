@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from disturbed import started_processes
-from paths import REPOSITORY
 from penstock import (
     LLM,
     AsyncLLM,
@@ -309,15 +308,3 @@ def test_a_start_that_fails_or_is_given_up_leaves_nothing() -> None:
     asyncio.run(fail())
     asyncio.run(give_up())
     assert not [process for process in set(started_processes()) - before if is_alive(process)]
-
-
-@pytest.mark.soak
-def test_the_examples_of_the_page_run(capsys: pytest.CaptureFixture[str]) -> None:
-    page = (REPOSITORY / "docs" / "python.md").read_text(encoding="utf-8")
-    blocks = [part.split("```")[0] for part in page.split("```python\n")[1:]]
-    assert len(blocks) >= 6
-    names: dict[str, Any] = {"__name__": "__main__"}
-    for block in blocks:
-        exec(compile(block, "docs/python.md", "exec"), names)
-    assert "prompts[1]: prompt token ids must be between" in capsys.readouterr().out
-    assert names["mean"].shape == (len(names["one"]),)

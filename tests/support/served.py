@@ -30,6 +30,7 @@ class Served:
         port: 0 lets the system choose.
         program: what Python is to run, as its own arguments say it.
         python: the Python of another environment, in place of this one.
+        folder: the working directory; None: that of this process.
     """
 
     def __init__(
@@ -39,10 +40,16 @@ class Served:
         port: int = 0,
         program: Sequence[str] = ("-m", "penstock"),
         python: str = sys.executable,
+        folder: Path | None = None,
     ) -> None:
         command = [python, *program, "serve", *arguments, "--port", str(port)]
         self.process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=os.environ | (env or {})
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env=os.environ | (env or {}),
+            cwd=folder,
         )
         self.lines: list[str] = []
         self._reader = Thread(target=self._read)
