@@ -16,6 +16,7 @@ Key = tuple[str, str]  # a page, and words that only one of its blocks has
 HERE = "doors/test_documented_commands.py"
 CLONE = f"{HERE}::test_a_clone_starts_with_run"
 FIELDS = f"{HERE}::test_fields_of_the_feed_are_those_of_the_page"
+PATHS = f"{HERE}::test_paths_of_tests_exist"
 QUOTED = f"{HERE}::test_code_that_a_page_quotes_is_in_the_tree"
 TWO_HOSTS = (
     "doors/test_several_machines_page.py::test_g1_the_commands_of_the_page_serve_one_model_over_two_hosts"
@@ -27,7 +28,10 @@ DEPLOYED = "doors/test_deploy.py::test_the_page_names_what_there_is"  # without 
 PROVED: dict[Key, str] = {
     ("README", "git clone"): CLONE,
     ("README", "[1/4] python"): CLONE,
-    ("docs/adding-a-carrier", "bin/pytest"): f"{HERE}::test_paths_of_tests_exist",
+    ("docs/adding-a-carrier", "bin/pytest"): PATHS,
+    ("docs/adding-a-drafter", "bin/pytest"): PATHS,
+    ("docs/adding-a-format", "bin/pytest"): PATHS,
+    ("docs/adding-a-model", "bin/pytest"): PATHS,
     ("docs/adding-a-model", "def olmo3_spec"): QUOTED,
     ("docs/adding-a-model", '"olmo3": Family('): QUOTED,
     ("docs/clusters", "torchrun --no-python"): LAUNCHED,
@@ -80,6 +84,7 @@ PROVED: dict[Key, str] = {
 }
 # Blocks that are neither typed nor drawn.
 TEXTS: dict[Key, str] = {
+    ("docs/adding-a-drafter", "a result comes"): "the calls of a drafter, in their order",
     ("docs/architecture", "for plan in plans"): "the loop of a stage in words",
     ("docs/architecture", "cli | server"): "the layers, which `lint-imports` reads in pyproject.toml",
     ("docs/architecture", "stats       the three"): "walls, which `lint-imports` reads in pyproject.toml",
@@ -200,9 +205,23 @@ def popen_and_wait(host, command, **options):
 
 Host.popen = popen_and_wait
 """
+DRAFTER = """
+from collections.abc import Sequence
+from itertools import pairwise
+
+from penstock.speculation.drafter import NO_DRAFT, Draft, LocalDrafter, Question
+"""
+ASKED = """
+from penstock.batch import RowSampling
+
+sampling = RowSampling(0.0, 0, 1.0, 0.0, seed=1, min_tokens=0, suppressed_ids=[], num_logprobs=-1)
+question = Question(1, [1, 2, 3] * 4, most=4, least_chance=0.1, prompt_len=3, sampling=sampling)
+assert list(BigramDrafter().propose(question).token_ids) == [1, 2, 3, 1]
+"""
 # What stands before and behind the programs of a page.
 PROGRAMS: dict[str, tuple[str, str]] = {
     "docs/adding-a-carrier": (BULK, "assert bytes(payload.data) == data"),
+    "docs/adding-a-drafter": (DRAFTER, ASKED),
     "docs/python": ("", "assert mean.shape == (len(one),)"),
     "docs/structured-output": (
         CLIENT,
