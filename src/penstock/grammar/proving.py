@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import select
 import signal
 import subprocess
 import sys
@@ -31,6 +30,7 @@ from penstock.errors import ErrorInfo, InvalidRequestError, OverloadedError, err
 from penstock.grammar.frames import LENGTH_BYTES, ProofAnswer, framed
 from penstock.grammar.schema_bounds import check_bounds, check_schema
 from penstock.process import entry_points
+from penstock.process.readiness import await_readable
 from penstock.request import StructuredOutputs
 
 OPEN_S = 30.0  # for a process to start and read the vocabulary
@@ -122,11 +122,9 @@ class ChildProcess:
     def _read(self, size: int, deadline: float) -> bytes:
         stdout = self._process.stdout
         assert stdout is not None
-        poller = select.poll()  # not select, which knows the first 1,024 descriptors only
-        poller.register(stdout, select.POLLIN)
         received = b""
         while len(received) < size:
-            ready = poller.poll(max(0.0, deadline - time.monotonic()) * 1000)
+            ready = await_readable([stdout], deadline - time.monotonic())
             piece = stdout.read1(size - len(received)) if ready else b""  # type: ignore[attr-defined]
             if not piece:
                 raise ProcessEndedError(is_late=not ready or self._was_late())

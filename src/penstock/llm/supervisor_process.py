@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import select
 import subprocess
 import sys
 import time
@@ -16,6 +15,7 @@ from penstock.engine.supervisor.reports import EngineFailed, EngineReady, Event,
 from penstock.engine.supervisor.supervisor import CallerConfig
 from penstock.errors import PenstockError, StageLostError, WaitTimeoutError, error_from_info
 from penstock.process import entry_points
+from penstock.process.readiness import await_readable
 
 START_TIMEOUT_S = 3600.0  # without a word; a slow disk may take long
 CAUSE_TIMEOUT_S = 2.0
@@ -105,10 +105,8 @@ class SupervisorProcess:
     def _read_events(self, deadline: float) -> list[Event]:
         """Return at least one event, unless the pipe has ended. Raises `WaitTimeoutError` at the deadline."""
         events: list[Event] = []
-        poller = select.poll()
-        poller.register(self._status_fd, select.POLLIN)
         while not events:
-            if not poller.poll(max(0.0, deadline - time.monotonic()) * 1000):
+            if not await_readable([self._status_fd], deadline - time.monotonic()):
                 raise WaitTimeoutError("the supervisor did not answer in time.")
             chunk = os.read(self._status_fd, 65536)
             if not chunk:

@@ -13,7 +13,6 @@ import contextlib
 import ctypes
 import faulthandler
 import os
-import select
 import signal
 import sys
 import threading
@@ -28,6 +27,7 @@ import setproctitle
 from penstock.batch import RankLoaded
 from penstock.bounds import Count, Seconds, Small, Speed, Word
 from penstock.errors import ErrorInfo, PenstockError, UsageError, describe
+from penstock.process.readiness import await_writable
 from penstock.process.rhythm import next_beat
 
 ALIVE_INTERVAL_S = 1.0
@@ -255,9 +255,7 @@ class StatusWriter:
 
     def _await_room(self) -> None:
         """Wait until the pipe takes a line whole, or its reader is gone."""
-        poll = select.poll()
-        poll.register(self._fd, select.POLLOUT)
-        poll.poll(1000 * ROOM_LIMIT_S)
+        await_writable([self._fd], ROOM_LIMIT_S)
 
     def _is_news(self, progress: LoadProgressed) -> bool:
         percent = 100 * progress.done // max(progress.total, 1)
