@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from typing import Any, Generic, TypeVar
 
-from penstock.errors import UsageError
+from penstock.errors import UnavailableError, UsageError
 
 Result = TypeVar("Result")
 
@@ -31,9 +32,15 @@ class _Call(Generic[Result]):
         else:
             self._task.cancel()
 
+    def give_up(self) -> None:
+        """Tell the caller that the loop has ended, if it waits for a result still."""
+        if not self.result.done():
+            self._coroutine.close()  # does nothing if it has ended
+            self.result.set_exception(UnavailableError("the engine was shut down while it was in use."))
+
     def _note_end(self, task: asyncio.Task[Result]) -> None:
         if task.cancelled():
-            self.result.cancel()
+            self.give_up()
         elif (error := task.exception()) is not None:
             self.result.set_exception(error)
         else:
@@ -54,6 +61,8 @@ class LoopThread:
     def __init__(self, name: str) -> None:
         self._loop = asyncio.new_event_loop()
         self._stop = asyncio.Event()
+        self._calls: set[_Call[Any]] = set()  # whose callers wait
+        self._process = os.getpid()
         self._thread = threading.Thread(target=self._main, name=name, daemon=True)
         try:
             self._thread.start()
@@ -65,28 +74,37 @@ class LoopThread:
         """Run the coroutine on the loop, and return its result. It is cancelled at an interrupt.
 
         Raises:
+            UnavailableError: the loop has been closed, before the call or during it.
             UsageError: the thread belongs to another process.
         """
-        if not self._thread.is_alive():
+        if os.getpid() != self._process:
             coroutine.close()
             raise UsageError(
                 "this process was forked from the one that started the engine.",
                 remedy="Use the engine there, or start another one here.",
             )
         call = _Call(coroutine)
+        self._calls.add(call)  # before the loop gets it: the thread gives up all calls when it has ended
         try:
-            self.post(call.start)
+            if not self._take(lambda: self._start(call)):
+                self._thread.join()  # which may be giving up the call itself
+                call.give_up()
             return call.result.result()
         except BaseException:
-            self.post(call.cancel)  # also when the interrupt came before there was a task
+            self._take(call.cancel)  # also when the interrupt came before there was a task
             raise
+        finally:
+            self._calls.discard(call)
 
     def post(self, function: Callable[[], object]) -> None:
-        """Call the function on the loop, after those given before; at once if this is its thread."""
+        """Call the function on the loop, after those given before; at once if this is its thread.
+
+        It is not called where the loop has ended.
+        """
         if threading.current_thread() is self._thread:
             function()
-        elif self._thread.is_alive():
-            self._loop.call_soon_threadsafe(function)
+        else:
+            self._take(function)
 
     def close(self) -> None:
         """Stop the loop, which cancels what it runs, and wait for the end of the thread.
@@ -100,6 +118,26 @@ class LoopThread:
     def _main(self) -> None:
         with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
             runner.run(self._until_stopped())
+        for call in tuple(self._calls):
+            call.give_up()  # the loop took it, and ended before it could start
+
+    def _start(self, call: _Call[Any]) -> None:
+        if self._stop.is_set():
+            call.give_up()  # a task that starts now would not be cancelled
+        else:
+            call.start()
+
+    def _take(self, function: Callable[[], object]) -> bool:
+        """Give the function to the loop; return whether the loop takes it still."""
+        if not self._thread.is_alive():
+            return False
+        try:
+            self._loop.call_soon_threadsafe(function)
+        except RuntimeError:
+            if not self._loop.is_closed():
+                raise
+            return False  # the thread closes the loop a moment before it ends
+        return True
 
     async def _until_stopped(self) -> None:
         await self._stop.wait()

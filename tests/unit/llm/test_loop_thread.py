@@ -7,14 +7,19 @@ import os
 import signal
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from penstock.errors import UsageError
+from penstock.errors import UnavailableError, UsageError
 from penstock.llm.loop_thread import LoopThread
 
 WAIT_S = 10.0  # a bound for hangs, never waited for
 NAME = "loop under test"
+
+
+async def _answer() -> int:
+    return 7
 
 
 def resources() -> tuple[set[str], list[threading.Thread]]:
@@ -123,15 +128,78 @@ def test_the_thread_itself_may_close_it() -> None:
     assert resources() == before
 
 
-def test_a_forked_process_is_told_and_leaves_the_loop_alone(loop: LoopThread) -> None:
-    async def answer() -> int:
-        return 7
+def test_nothing_is_lost_while_the_thread_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread closes the loop a moment before it ends: whoever comes between them is told."""
+    before = resources()
+    thread = LoopThread(NAME)
+    loop, closed, may_end, seen = thread._loop, threading.Event(), threading.Event(), []
+    close_loop = loop.close
 
+    def close_slowly() -> None:
+        close_loop()
+        closed.set()
+        assert may_end.wait(WAIT_S)
+
+    monkeypatch.setattr(loop, "close", close_slowly)
+    thread.post(thread._stop.set)
+    assert closed.wait(WAIT_S)
+    thread.post(lambda: seen.append("too late"))
+    with ThreadPoolExecutor(1) as callers:
+        caught = callers.submit(thread.run, _answer())
+        may_end.set()
+        with pytest.raises(UnavailableError, match="shut down"):
+            caught.result(WAIT_S)
+    thread.close()
+    assert seen == []
+    assert resources() == before
+
+
+def test_a_call_that_comes_with_the_end_is_told() -> None:
+    """Its start waits behind the order to stop, or behind the loop's last turn."""
+    thread = LoopThread(NAME)
+    held, may_go = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        held.set()
+        assert may_go.wait(WAIT_S)
+
+    thread.post(hold)
+    assert held.wait(WAIT_S)
+    thread.post(thread._stop.set)
+    with ThreadPoolExecutor(1) as callers:
+        caught = callers.submit(thread.run, _answer())
+        while not thread._calls:
+            pass
+        may_go.set()
+        with pytest.raises(UnavailableError, match="shut down"):
+            caught.result(WAIT_S)
+    thread.close()
+    with pytest.raises(UnavailableError, match="shut down"):
+        thread.run(_answer())
+
+
+def test_a_caller_whose_call_is_cancelled_by_the_end_is_told() -> None:
+    thread = LoopThread(NAME)
+    running = threading.Event()
+
+    async def endless() -> None:
+        running.set()
+        await asyncio.Event().wait()
+
+    with ThreadPoolExecutor(1) as callers:
+        caught = callers.submit(thread.run, endless())
+        assert running.wait(WAIT_S)
+        thread.close()
+        with pytest.raises(UnavailableError, match="shut down"):
+            caught.result(WAIT_S)
+
+
+def test_a_forked_process_is_told_and_leaves_the_loop_alone(loop: LoopThread) -> None:
     child = os.fork()
     if child == 0:
         code = 1
         try:
-            loop.run(answer())
+            loop.run(_answer())
         except UsageError:
             loop.post(lambda: os._exit(2))
             loop.close()
@@ -139,4 +207,4 @@ def test_a_forked_process_is_told_and_leaves_the_loop_alone(loop: LoopThread) ->
         finally:
             os._exit(code)
     assert os.waitpid(child, 0)[1] == 0
-    assert loop.run(answer()) == 7
+    assert loop.run(_answer()) == 7
