@@ -1,7 +1,7 @@
 """The pool of KV blocks: which ids are free, and how many references each of the others has.
 
-A block id means the same slots on every stage, so one pool in the engine core serves the whole pipe. Knows
-nothing of requests (`kvcache.allocator`) nor of bytes (`runner.device_kv`). What blocks hold, and what is
+A block id means the same slots on every stage, so one pool in the engine core serves the whole pipe. It knows
+no requests (`kvcache.allocator` does) and no bytes (`runner.device_kv` does). What blocks hold, and what is
 given up when no block is free, is the affair of a `PrefixCache`, if there is one.
 """
 
@@ -16,12 +16,13 @@ from penstock.kvcache.prefix_cache import NoPrefixCache, PrefixCache
 class BlockPool:
     """The block ids `0 .. num_blocks - 1`, each free, held, or cached and idle.
 
-    A block is held while it has references, from requests or copies. It is idle if it has none but its
-    content may be found again. Idle blocks are taken when none is free. The block freed last is taken first:
-    it is warm.
+    A block is held while it has references, of requests or of copies to and from the store. Without
+    references it is idle if the cache knows what it holds, and free otherwise. Free blocks are given out
+    first, the one freed last before the others, since it may still be in the CPU's caches; then idle ones are
+    evicted.
 
     Args:
-        cache: knows what blocks hold; without one no block is kept that has no holder.
+        cache: knows what blocks hold; without one a block is free as soon as its last reference goes.
     """
 
     def __init__(self, num_blocks: int, cache: PrefixCache | None = None) -> None:
@@ -33,13 +34,13 @@ class BlockPool:
 
     @property
     def num_free(self) -> int:
-        """The number of blocks that `take` could give out: free ones, and cached ones that nothing holds."""
+        """The number of blocks that `take` could give out: the free and the idle ones."""
         return len(self._free) + self.cache.num_idle
 
     def take(self, count: int) -> list[int] | None:
         """Give out `count` blocks, and return their ids; None, with nothing changed, when there are fewer.
 
-        Cached blocks that nothing holds are evicted if too few are free.
+        Idle blocks are evicted if too few are free.
         """
         if count > self.num_free:
             return None
@@ -52,14 +53,14 @@ class BlockPool:
         """Add a reference to each of these cached blocks, and count it as a use for the eviction order.
 
         Args:
-            priority: what the blocks are worth to the cache at least.
+            priority: the least priority that the blocks get; the cache evicts those of lower priority first.
         """
         for block in blocks:
             self.cache.use(block, priority)
             self._holders[block] += 1
 
     def pin(self, block: int) -> None:
-        """Add a reference to `block`, cached or not, so that it is not given out or evicted."""
+        """Add a reference to a held or idle block, so that it is not given out or evicted."""
         self.cache.hold(block)
         self._holders[block] += 1
 
@@ -70,8 +71,8 @@ class BlockPool:
 
         Args:
             depth: the block's place in the chain of its prompt's blocks.
-            content: the name.
-            priority: what the block is worth to the cache.
+            content: the hash that is the name.
+            priority: of the block; the cache evicts those of lower priority first.
         """
         freed = self.cache.name(block, depth, content, priority)
         if freed is not None:
@@ -80,10 +81,11 @@ class BlockPool:
     def give_back(self, blocks: list[int]) -> None:
         """Drop a reference to each block of a chain of blocks; cached blocks stay findable.
 
-        A block whose last reference goes is free, or, if it is cached, idle.
+        A block that loses its last reference becomes idle if it is cached, and free otherwise.
         """
         cache = self.cache
         cache.tick()
+        # The last block first: the end of a chain is evicted before its beginning, which more prompts share.
         for block in reversed(blocks):
             assert self._holders[block] > 0, f"block {block} is freed twice"
             self._holders[block] -= 1
@@ -101,7 +103,7 @@ class BlockPool:
         self._free += self.cache.forget(self.cache.names())
 
     def num_idle_of(self, blocks: Iterable[int]) -> int:
-        """Return how many of these blocks are cached and held by nothing."""
+        """Return how many of these blocks are idle."""
         return sum(map(self.cache.is_idle, blocks))
 
     def _evict(self) -> int:

@@ -1,17 +1,18 @@
 """Sends the tokens that the last stage sampled back to every earlier stage, on a path of its own.
 
-The first stage embeds the sampled ids, so it gets them (`SampledTokens`). Every other stage only computes
-positions, for which it needs to know how many ids there were and how many drafts were rejected; it gets no
-more than that (`SampledCounts`). A stage does not wait for samples when the step leaves, but when a plan says
-that it consumes them. In a full pipe of P stages that is P steps later:
+The first stage embeds the sampled ids, so it gets them (`SampledTokens`). A middle stage needs samples only
+to compute positions. It gets two counts for each row, of sampled ids and of rejected drafts
+(`SampledCounts`). A stage waits for samples only when it prepares a plan that consumes them. In a full pipe
+of P stages, plan n + P consumes the samples of step n:
 
     stage 0   | 0 | 1 | 2 | 3 |          plan 2 consumes the samples of step 0 (P = 2)
     stage 1       | 0 | 1 | 2 |
     samples           ^0  ^1  ^2
 
-`TokenSender` is used by the last stage's sink, a `SampleReceiver` by every other stage's (`pipeline.ports`).
-Both know from the plan's need-sampled mask whether there is a message at all [E4]. Rows carry a
-generation: a token for a row that was freed, or freed and given to another request, is dropped [E2] [E7].
+The last stage's sink has a `TokenSender`, and the sink of every earlier stage a `SampleReceiver`
+(`pipeline.ports`). Both know from the plan's need-sampled mask whether there is a message at all [E4]. A row
+has a generation number, which grows when it is given out again: a token for a row that was freed, or freed
+and given to another request, is dropped [E2] [E7].
 """
 
 from __future__ import annotations
@@ -78,7 +79,7 @@ def _counts(plan: ScheduledBatch, result: StepResult) -> SampledCounts:
         step_id=plan.step_id,
         epoch=plan.epoch,
         digest=plan.digest,
-        num_ids=[len(ids) - ids.count(-1) for ids in result.token_ids],
+        num_ids=[len(ids) - ids.count(-1) for ids in result.token_ids],  # -1: nothing could be sampled
         num_rejected=result.num_rejected,
     )
 
@@ -91,7 +92,7 @@ class PendingReturn:
     epoch: int
     digest: int
     rows: RowSnapshot
-    may_be_void: bool  # a window that may follow a wrong guess: then no ids come
+    may_be_void: bool  # the step may rest on a wrong guess; if it does, it comes without ids
 
 
 class SampleReceiver(ABC):
@@ -133,11 +134,11 @@ class SampleReceiver(ABC):
 
         Raises:
             WaitTimeoutError: they did not come in time.
-            ProtocolError: another message came.
+            ProtocolError: the message is of another step, or its content is invalid.
             LinkClosedError: the last stage has gone.
         """
         while self._pending and self._pending[0].step_id <= through_step:
-            # Samples come in the order of the steps, so that the oldest pending step is the only one due.
+            # Samples come in the order of the steps: the next message belongs to the oldest pending step.
             pending = self._pending.popleft()
             try:
                 self._write(pending, self._receive(pending))
@@ -165,8 +166,7 @@ class TokenReceiver(SampleReceiver):
     """The first stage's end of the token return: it receives sampled ids, to embed them in later steps.
 
     Args:
-        vocab_size: of the embedding; an id that is not below it is refused. Any id may come if it is left
-            out.
+        vocab_size: size of the embedding's vocabulary; an id that is not below it is refused.
     """
 
     def __init__(

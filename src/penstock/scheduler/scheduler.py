@@ -1,9 +1,9 @@
 """The scheduler: the one place that decides which requests run, when, and in which blocks [S3].
 
 The engine core calls `plan_step` whenever the pipe has room, and `settle_result` with each step's result, in
-step order. Plans are pure data, and ranks carry them out strictly in order. A row (a request's slot on every
-rank) or a KV block that is freed here can therefore be used again in the next plan, even while steps that use
-it are still in flight.
+step order. Plans are pure data, and ranks carry them out strictly in order. A row (the index of a running
+request in the tables of every rank) or a KV block that is freed here can therefore be used again in the next
+plan, even while steps that use it are still in flight.
 
 No torch, no I/O, no clock but the injected one, no randomness.
 """
@@ -57,7 +57,7 @@ class SchedulerParts(NamedTuple):
 
 
 class Scheduler:
-    """A scheduler with continuous batching and chunked prefill over `num_stages` stages.
+    """A scheduler over `num_stages` stages: requests join and leave at any step, and prompts run in chunks.
 
     Each phase of a request's life has a class: `Intake` takes it in, `Placement` puts it into plans,
     `ResultSettlement` takes its results, `Recovery` puts it back after a loss, `RequestEndings` ends it.
@@ -66,17 +66,17 @@ class Scheduler:
         allocator: gives out KV blocks; this scheduler is its only user.
         max_model_len: the model's longest prompt + output, in tokens. The limit in force is `max_len`.
         eos_token_ids: the model's own end-of-sequence ids.
-        seed: the engine's seed, for requests without one; clients draw theirs (`engine.client.seeds`).
+        seed: the engine's, for requests without a seed; mostly clients draw one (`engine.client.seeds`).
         clock: monotonic seconds.
-        costs: measured costs of the stages, to size plans by time (`scheduler.pacing`); None: fixed rules do.
-        tier: the KV store behind the same allocator; None: there is none.
-        depth: how many plans fill the pipe; None: one for each stage.
-        windows: speculative decoding, which adds drafts (guessed tokens) to plans; None: it is off.
+        costs: measured costs of the stages, by which plans are sized; None: fixed rules (`scheduler.pacing`).
+        tier: storage outside the devices, from which KV blocks can be loaded again; None: there is none.
+        depth: tells how many plans fill the pipe; None: always one for each stage.
+        windows: adds drafts (guessed tokens) to plans, where speculative decoding is on; None: it is off.
         gate: while it is closed no new request starts; running requests go on.
 
     Attributes:
         prefixes: the prefix cache, and the orders to ranks to copy its blocks to and from the store.
-        grammars: the grammars of running requests, and which of them the last stage has built.
+        grammars: the grammars of running requests, and which of them the last stage has compiled.
         windows: as given, or a stand-in that adds no drafts.
         paused: "keep": all requests stop where they are; "wait": started requests finish, and no new one
             starts; None: there is no pause.
@@ -155,10 +155,11 @@ class Scheduler:
 
     @property
     def useful_depth(self) -> int:
-        """The number of plans in flight that keep the pipe busy: normally as many as fill it.
+        """The number of plans in flight that are worth having: normally as many as fill the pipe.
 
-        If decoding requests are split into fewer plans (micro-batches), it is their number + 1: one more plan
-        then waits at the first stage for its token.
+        With more micro-batches than that it is their number. With fewer it is their number + 1, so that one
+        more plan waits at the first stage for its token; but not while prompts run, or windows of guesses
+        follow each other.
         """
         micro_batches, full = self._placement.num_micro_batches, self._depth.number
         is_full = self._placement.has_prompts or micro_batches >= full or self.windows.is_streaming
@@ -188,12 +189,12 @@ class Scheduler:
         """Queue a request and its followers (further sequences of the same prompt).
 
         Args:
-            output_ids: tokens that a lost core process had generated for the request, which goes on after
-                them, whatever the limits of the queue. None: the request is new.
-            num_scores: prompt tokens whose log-probabilities that core had returned.
+            output_ids: the request's tokens from before a core was lost. It goes on behind them, even if the
+                queue is full. None: the request is new.
+            num_scores: how many prompt tokens had their log-probabilities returned by then.
 
         Raises:
-            InvalidRequestError: the request can never run here, such as a too long one, or its id is in use.
+            InvalidRequestError: the request can never run here, as when it is too long; or its id is in use.
             NotFoundError: it is new and names a session that is not open.
             OverloadedError: it is new and the queue is full, in requests or in tokens.
         """
@@ -214,26 +215,31 @@ class Scheduler:
         return True
 
     def expire_requests(self) -> list[RequestUpdate]:
-        """End requests that have waited longer than `queue_timeout_s` to start; close idle sessions.
+        """End requests that have waited longer than `queue_timeout_s` to start, and close idle sessions.
 
-        Returns the last updates of these requests, with the error.
+        A session is idle when no request has used it for a while. Returns the last updates of these requests,
+        with the error.
         """
         return self._intake.expire_requests()
 
     def next_expiry(self) -> float | None:
-        """Return the clock time at which `expire_requests` next has work, or None if no new request waits."""
+        """Return the clock time at which the next waiting request times out; None if no new request waits."""
         return self._intake.next_expiry()
 
     def settle_orders(self, finished: list[OrderResult], use: StoreUse) -> None:
         """Apply the ranks' answers to orders to copy KV blocks between the cache and the store.
 
-        If blocks that a running request awaited failed to load, it starts again, with all running requests
-        that arrived after it.
+        If blocks that a running request awaited failed to load, it goes back in line and is computed again.
+        All running requests that arrived after it do so too, which keeps their order.
+
+        Args:
+            finished: orders that all ranks have answered, each with its outcome.
+            use: how the ranks have used the store since the last call.
         """
         self._placement.settle_orders(finished, use)
 
     def settle_grammars(self, reports: Sequence[BuiltGrammar]) -> list[RequestUpdate]:
-        """Apply the last stage's reports on built grammars; end requests whose grammar it cannot build.
+        """Apply the last stage's reports on compiled grammars; end requests whose grammar it cannot compile.
 
         Returns the last updates of these requests.
         """
@@ -243,12 +249,12 @@ class Scheduler:
         ]
 
     def plan_step(self, step_id: int) -> ScheduledBatch | None:
-        """Return the plan of step `step_id`, or None when no request may run now.
+        """Return the plan of step `step_id`, or None when no request may run and no order waits to be sent.
 
         Decodes come first, then chunks of running prompts, then new requests. `step_id` grows by one per plan
-        issued. While there are requests and no step is in flight, a plan is always returned, except if the
-        first in line waits for blocks from the store, all running requests wait for their grammars, the start
-        gate is closed, or there is a pause.
+        issued. While there are requests and no step is in flight, only four things lead to None: the first in
+        line waits for blocks from the store, all running requests wait for their grammars, the start gate is
+        closed, or there is a pause.
         """
         plan = PlanBuilder(step_id)
         if self.paused != "keep":
@@ -286,11 +292,11 @@ class Scheduler:
         return self._endings.fail_each(error, lambda request: concerns(request.request_id))
 
     def requeue(self) -> list[RequestUpdate]:
-        """Put running requests back in line after a loss of ranks, which will return no step in flight.
+        """Put running requests back in line after a loss of ranks; the steps in flight never return.
 
-        The ranks have forgotten all rows and blocks. Requests keep their tokens and their order. One that
-        was under way at the last loss too, and has gained no token since, may be the reason for both
-        (`scheduler.recovery`): it ends with an error, in an update that is returned.
+        The ranks have forgotten all rows, and what their KV blocks held. Requests keep their tokens and their
+        order. One that was under way at the last loss too, and has gained no token since, may be the reason
+        for both (`scheduler.recovery`): it ends with an error, in an update that is returned.
         """
         return self._recovery.requeue(self._issued)
 
@@ -325,7 +331,10 @@ class Scheduler:
         self._issued.check_invariants()
 
     def _speculate(self, plan: PlanBuilder) -> None:
-        """Add drafts (guessed tokens) to a plan's decodes; if it has none, plan on unverified guesses."""
+        """Add drafts (guessed tokens) to a plan's decodes.
+
+        If the plan is empty, let requests go on from guesses that no result has verified yet.
+        """
         running = self._queues.running
         self.windows.widen(plan, num_running=len(running), is_alone=self.is_one_alone)
         if not plan.rows and not plan.new_rows:
