@@ -1,9 +1,9 @@
 """Checks requests when they arrive, and again before they start.
 
-A request that arrives is refused if it could never finish here, or if too many wait already. Before it
-starts, and gets a row (its slot on every rank), all its known tokens must fit the free KV blocks. One block
-must stay free for each running request, so that those can go on for a while before a request must be
-preempted for them. `scheduler.queues` keeps the order of arrival.
+A request that arrives is refused if it could never finish here, or if too many wait already. Before it starts
+and gets a row (its index on every rank), all its known tokens must fit the free KV blocks. One more block
+must stay free for each running request. So the running ones can go on for a while before one of them must be
+preempted. `scheduler.queues` keeps the order of arrival.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from penstock.kvcache.block_hash import root_hash
 from penstock.request import GenerationRequest, SamplingParams
 from penstock.scheduler.queues import RequestQueues, RequestState
 
-POOLS_IN_QUEUE = 8  # as many tokens as fill the KV pool so often may wait
+POOLS_IN_QUEUE = 8  # unless a limit is set, this many times the tokens of the KV pool may wait
 _MASK64 = 2**64 - 1
 
 
@@ -113,8 +113,8 @@ class Admission:
     def refuse_overload(self, queues: RequestQueues, num_tokens: int, num_requests: int = 1) -> None:
         """Raise `OverloadedError` if the queue has no room for `num_requests` more, with `num_tokens` in all.
 
-        Requests that would find a free row (a running slot) at once do not count against the bound on
-        requests. The bound on tokens to prefill does not hold while no tokens wait.
+        Requests that would find a free row (an index on the ranks) at once do not count against the bound on
+        requests. The bound on waiting tokens does not apply while none wait.
         """
         limit = self._config.max_waiting_requests
         free_rows = self._config.max_num_seqs - len(queues.running)  # for those about to start
@@ -190,9 +190,9 @@ class Admission:
         return self.max_len if wanted is None else min(self.max_len, prompt_len + wanted)
 
     def _check_lengths(self, request: GenerationRequest) -> None:
-        """Raise `InvalidRequestError` unless the prompt, and one more token where one is generated, has room.
+        """Raise `InvalidRequestError` unless the prompt has room, and one token more if any is generated.
 
-        The last token of all needs no place in the KV cache, except where the prompt is pooled.
+        The very last token of a request needs no place in the KV cache, except where the prompt is pooled.
         """
         prompt_len, sampling = len(request.prompt_token_ids), request.sampling
         is_pooled = request.pooling is not None

@@ -5,15 +5,15 @@
             + per_attended x (tokens x context)    attention
             + max(head_read, per_sample x samples) the head and sampling, if the plan samples
 
-The two maxima are rooflines (Williams, Waterman, Patterson, "Roofline", CACM 2009): below `read / per_token`
-tokens a step costs the same however few they are, above it grows with them. A stage has two costs: *alone*,
-while no other stage computes, and *shared*; they differ where stages share memory bandwidth, and their
-difference decides whether two half micro-batches are better than a whole one. Fitted at start by
-`engine.core.calibration`, then from every report of the stages.
+The two maxima are rooflines (Williams, Waterman, Patterson, "Roofline", CACM 2009): up to `read / per_token`
+tokens the layers take the same time, and beyond that a time that grows with the tokens. A stage has two
+costs: *alone*, while no other stage computes, and *shared*. They differ where stages share memory bandwidth,
+and their difference decides whether two half micro-batches are better than a whole one. Costs are fitted at
+the start, from the steps of `engine.core.calibration`, and then again with every report of the stages.
 
-Samples of like shape are averaged into one, so that a long time of equal steps does not wash out what was
-learnt of others, and drift is followed. The fit minimises the relative error under coefficients that are not
-negative. Pure arithmetic; no clock.
+Samples of similar shape are averaged into one. So a long time of equal steps does not outweigh the samples of
+other steps, and the average follows a machine whose speed changes. The fit has the least relative error of
+all with coefficients that are not negative. Pure arithmetic; no clock.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from typing import NamedTuple
 
 from penstock.batch import ScheduledBatch
 
-_NEWEST_WEIGHT = 0.2  # of a sample in the average of its like
-_HALF_LIFE = 10  # reports until the weight of what was not seen again has halved
-_OLDEST_WEIGHT = 0.05
-_MAX_CLASSES = 32  # of like samples
+_NEWEST_WEIGHT = 0.2  # of a new sample in the average of similar ones
+_HALF_LIFE = 10  # reports after which the weight of an average without new samples has halved
+_OLDEST_WEIGHT = 0.05  # the least weight of an average
+_MAX_CLASSES = 32  # classes of similar samples
 _NEAREST = 3  # sizes next to the last bend that are tried for the next
 _AS_GOOD = 0.03  # relative error by which two fits may differ and count as equal
 _NEGLIGIBLE = 1e-12
@@ -65,9 +65,9 @@ class StageCost:
     """The coefficients from which the seconds of one stage for one plan follow.
 
     Attributes:
-        read, per_token: the layers take the larger of `read`, for reading their weights, and `per_token` for
-            each token.
-        overhead: seconds for each plan, besides.
+        read, per_token: the layers take `read` seconds for reading their weights, or `per_token` seconds for
+            each token, whichever is more.
+        overhead: seconds that each plan takes besides.
         per_attended: seconds of attention for each position that a token attends to.
         head_read, per_sample: as `read` and `per_token`, for the output head and each sampled position.
     """
@@ -87,12 +87,13 @@ class StageCost:
 
 
 class StepSample(NamedTuple):
-    """The times that a stage reported of one step, in seconds, waits for other stages left out.
+    """The seconds that a stage reported of one step, without its waits for other stages.
 
     Attributes:
         shape: the size of the step's plan.
         forward_s: the time of the layers.
-        sample_s: the time of the output head and of sampling; None: other work was in it.
+        sample_s: the time of the output head and of sampling; None: it is not known, as it had other work in
+            it.
         overhead_s: the time of all else.
     """
 
@@ -118,8 +119,7 @@ class CostModel:
 
         Args:
             samples: one sample for each step that had tokens.
-            alone: no other stage computed meanwhile. Such costs are kept apart from those with others
-                computing.
+            alone: no other stage computed meanwhile. Costs alone and costs beside others are kept apart.
         """
         kept = (self._alone if alone else self._shared)[stage]
         for sample in samples:
@@ -181,7 +181,7 @@ class _Averages:
     def __init__(self) -> None:
         self._rows: dict[
             tuple[int, int], tuple[int, list[float]]
-        ] = {}  # when last seen, average; newest last
+        ] = {}  # by class: when last seen, and the average; newest last
         self._time = 0
 
     def pass_time(self) -> None:
@@ -215,14 +215,14 @@ def fit_roofline(
     """Return the fit of `seconds = max(read, per_token x n) + per_attended x attended`.
 
     The result is (read, per_token, per_attended), each >= 0. The bend is the largest n at which `read`
-    decides. Several sizes are tried as the bend, and the one with the least error is taken. If the bend may
-    lie beyond all samples, it is taken to lie at twice the largest n: so plans grow until the bend is found.
-    `per_attended` is 0 unless samples of about the same n differ much in what they attend to.
+    decides. Several sizes are tried as the bend, and the one with the least error is taken. If a fit without
+    a bend is about as good, the bend is taken to lie at twice the largest n, so that plans grow until samples
+    show it. `per_attended` is 0 unless samples of about the same n differ much in what they attend to.
 
     Args:
         rows: (n, attended, seconds) of each sample; n counts tokens, or sampled positions.
         weights: the weight of each sample's relative error.
-        bend: the n at which the last fit bent; only sizes next to it are tried. 0: all sizes are.
+        bend: the bend of the last fit; only the sizes next to it are tried. 0: all sizes are tried.
     """
     sizes = sorted({row[0] for row in rows})
     limits = sorted(sizes, key=lambda size: abs(size - bend))[:_NEAREST] if bend else sizes

@@ -1,19 +1,20 @@
 """Tracks which grammars of structured output the last stage has built, and which rows wait for one [DR5].
 
     plan n       a row enters, of grammar 7 (`NewRow.grammar`)    the last stage begins to build it
-    plan n + 1   its prompt, but for the last token               other rows go on
+    plan n + 1   the row's prompt, but for the last token         other rows go on
     report       7 is built, by all ranks of the last stage       (`batch.GrammarsBuilt`)
-    plan n + 4   the last token, behind which it is sampled
+    plan n + 4   the last token of the prompt: the step samples the row
 
-So no step ever waits for a build. The token that is held back is the last one known, so that the rest of the
-prompt is computed meanwhile. If there is no other token, the row enters without any. If the grammar is built
-already, nothing is held back, and the row loses no step. Plans follow from the order of requests, results and
-reports, and from nothing else: ranks build and drop the grammars that plans name.
+To build a grammar is to compile it for the sampler. No step ever waits for a build. The token that is held
+back is the last one known, so that the rest of the prompt is computed meanwhile. If there is no other token,
+the row enters without any. If the grammar is built already, nothing is held back, and the row loses no step.
+Plans follow from the order of requests, results and reports, and from nothing else: ranks build and drop the
+grammars that plans name.
 
 Each grammar has a number, which is never used again. A built grammar that no row uses any more is kept for
-later requests, within the bounds below; the longest unused is dropped first. A grammar whose last row goes
-while it is being built is dropped at once. Ranks that are lost have built nothing: all rows enter again, and
-grammars get new numbers. No torch, no clock.
+later requests, within bounds on their number and bytes (`GrammarBuilds`); the longest unused is dropped
+first. A grammar whose last row goes while it is being built is dropped at once. When ranks are lost, all
+grammars are forgotten: the rows enter again, and grammars get new numbers. No torch, no clock.
 """
 
 from __future__ import annotations
@@ -29,10 +30,10 @@ from penstock.scheduler.queues import RequestState
 
 MAX_UNUSED = 64  # grammars that are kept although no row has them
 
-# What a grammar takes there (llguidance 1.9, measured): up to 120 bytes for each of its text when it is
-# built, and what is found out of its patterns while it is matched.
+# The memory of a grammar on a rank (llguidance 1.9, measured): up to 120 bytes for each byte of the grammar's
+# text when it is built, and later what matching adds, which works out its patterns step by step.
 BYTES_PER_BYTE = 128
-BYTES_AT_LEAST = 1 << 20  # more than the larger part of them ever gets to
+BYTES_AT_LEAST = 1 << 20  # more than most grammars ever take
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -40,8 +41,9 @@ class _Grammar:
     """A grammar that the last stage builds, has built, or keeps for later requests.
 
     Attributes:
-    num_bytes: estimated.
-    rows: requests that hold a row with it.
+        key: what the request asked for, encoded; equal keys share a grammar.
+        num_bytes: the estimated memory that it takes on a rank.
+        rows: requests that hold a row with it.
     """
 
     number: int
@@ -55,16 +57,16 @@ class GrammarBuilds:
     """The scheduler's record of the grammars of structured output that the last stage holds or builds.
 
     Args:
-        max_bytes: most bytes, as estimated, of all grammars on a rank of the last stage; a grammar that is
-            larger is held alone.
+        max_bytes: most bytes, as estimated, of all grammars on a rank of the last stage. A grammar that is
+            larger is used while no running request uses another.
         max_unused: most grammars that are kept for later requests while no running request uses them.
     """
 
     def __init__(self, max_bytes: int, max_unused: int = MAX_UNUSED) -> None:
         self._max_bytes, self._max_unused = max_bytes, max_unused
-        self._known: dict[bytes, _Grammar] = {}  # by what it says; the longest unused first
+        self._known: dict[bytes, _Grammar] = {}  # by `key`; of the unused ones the longest unused comes first
         self._by_number: dict[int, _Grammar] = {}
-        self._dropped: list[int] = []  # that the ranks have not been told of
+        self._dropped: list[int] = []  # numbers of dropped grammars that no plan has announced yet
         self._next_number = 0
 
     @property
@@ -99,8 +101,8 @@ class GrammarBuilds:
     def is_kept_by_older(self, request: RequestState, arrival: int) -> bool:
         """Return whether the request can start without taking room for a further grammar.
 
-        It can if it has no grammar, or if a running request that arrived before number `arrival` uses the
-        same.
+        It can if it has no grammar, or if a running request uses the same grammar and arrived before the one
+        with number `arrival`.
         """
         structured = _wanted(request)
         if structured is None:
@@ -111,8 +113,8 @@ class GrammarBuilds:
     def enter(self, request: RequestState) -> int:
         """Register a request that starts to run, and return the number of its grammar.
 
-        Returns `NO_GRAMMAR` if it needs none. If the last stage has not built the grammar, the request is
-        marked as waiting for it. Unused grammars that are too many now are dropped.
+        The number is `NO_GRAMMAR` if the request needs none. If the last stage has not built the grammar, the
+        request is marked as waiting for it. Unused grammars beyond the bounds are dropped.
         """
         structured = _wanted(request)
         if structured is None:
@@ -132,8 +134,8 @@ class GrammarBuilds:
     def leave(self, request: RequestState) -> None:
         """Release the grammar of a request that no longer runs.
 
-        If no other running request uses the grammar, it is kept for later ones if it is built, within the
-        bounds, and dropped if not.
+        If no other running request uses the grammar, it is dropped. A built one is kept for later requests
+        instead, within the bounds.
         """
         if request.grammar == NO_GRAMMAR:
             return

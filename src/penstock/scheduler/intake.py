@@ -24,7 +24,7 @@ class Intake:
     Args:
         admission: refuses requests that can never run here.
         queues: gets the accepted requests.
-        prefixes: is told of each request that joins, to look for its prefix; it has the sessions.
+        prefixes: looks for the prefix of each request that joins; it has the sessions.
         endings: ends the requests that have waited too long.
         queue_timeout_s: seconds that a request may wait for its first start.
         clock: monotonic seconds.
@@ -66,7 +66,7 @@ class Intake:
             self._prefixes.enter(state)
 
     def expire_requests(self) -> list[RequestUpdate]:
-        """End requests that have waited longer than `queue_timeout_s` without starting; close idle sessions.
+        """End requests that have waited longer than `queue_timeout_s` to start, and close idle sessions.
 
         Returns:
             The last update of each request that was ended, with the error.
@@ -86,6 +86,6 @@ class Intake:
         return updates
 
     def next_expiry(self) -> float | None:
-        """Return the clock time at which `expire_requests` next has work, or None if no new request waits."""
+        """Return the clock time at which the next waiting request times out; None if no new request waits."""
         request = self._queues.first_new()
         return None if request is None else request.arrival_time + self._queue_timeout_s

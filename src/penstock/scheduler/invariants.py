@@ -15,7 +15,7 @@ def check_consistency(
     allocator: BlockAllocator,
     pending: Sequence[RequestState],
 ) -> None:
-    """Assert that queues, rows (slots on the ranks), KV blocks and token counts agree with each other.
+    """Assert that queues, rows (indices on the ranks), KV blocks and token counts agree with each other.
 
     Args:
         pending: for each sampled token that is still in flight, the request that it is for.
@@ -35,6 +35,6 @@ def _check_running(request: RequestState, held_tokens: int) -> None:
     assert request.phase is RequestPhase.RUNNING
     assert request.num_scheduled <= held_tokens, f"{request} runs beyond its blocks"
     if not request.is_prefilling:
-        # The newest token has no KV yet, or never will; unless its hidden state is wanted.
+        # No step has written the newest token's keys and values, unless its hidden state is wanted.
         planned = max(1, len(request.token_ids) + request.num_awaited - (request.pooling is None))
         assert request.num_scheduled == planned, f"{request}: the two clocks disagree"

@@ -21,7 +21,7 @@ class IssuedSteps:
         self._issued: dict[int, PlanBuilder] = {}  # by step in flight
         self.returned_step = NO_STEP
         self.prefill_tokens = 0
-        self._consume_through = NO_STEP
+        self._consume_through = NO_STEP  # of the newest plan; see `issue`
 
     def __len__(self) -> int:
         return len(self._issued)
@@ -50,7 +50,7 @@ class IssuedSteps:
         return [] if issued is None else [request.request_id for request in issued.requests]
 
     def rows(self) -> set[int]:
-        """Return the rows (requests' slots on the ranks) that the steps in flight run or let enter."""
+        """Return the rows (requests' indices on the ranks) that the steps in flight run or let enter."""
         return {row for issued in self._issued.values() for row in issued.all_rows}
 
     def pending(self) -> list[RequestState]:
@@ -66,7 +66,7 @@ class IssuedSteps:
         ]
 
     def give_up(self) -> None:
-        """Forget all steps in flight, since none of them will return; the newest counts as returned."""
+        """Forget all steps in flight, since none of them will return; the newest then counts as returned."""
         self.returned_step = max(self._issued, default=self.returned_step)
         self._issued.clear()
         self.prefill_tokens = 0

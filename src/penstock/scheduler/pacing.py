@@ -3,21 +3,24 @@
 It answers three questions of `scheduler.placement` from the costs of the stages (`scheduler.cost_model`):
 
 - Into how many micro-batches are the decoding requests split? Into as many as fill the pipe (`PlanDepth`),
-  unless fewer have the shorter cycle: each of them reads the weights again [d10].
+  unless fewer give a shorter cycle (the time between two tokens of a request). Fewer can be faster, since
+  each micro-batch reads the weights again [d10].
 - How many prompt tokens may a plan take beside its decodes? As many as keep the cycle below the inter-token
-  target, but no fewer than lengthen the plan by half, or a slow machine would never finish a prompt. Tokens
-  that are multiplied while the weights are read cost nothing.
-- How large are chunks, if not held to the target? A prompt of N tokens in chunks of n passes P stages in
-  (N / n + P - 1) (overhead + per_token n) seconds, which is least for n = sqrt(N overhead / ((P - 1)
-  per_token)). The chunk is at least so large that multiplying takes as long as reading the weights. Larger
-  chunks hardly take longer, and smaller ones do if reading is slower than it was measured. So the largest
-  chunk that costs next to nothing more is taken. Beside decodes, the time of the plan without prompts stands
-  in place of the overhead, and the chunk is not enlarged. Chunks late in a long context are smaller, so that
-  they take as long as the first (e7).
+  target, but at least as many as lengthen the plan by half, or a slow machine would never finish a prompt.
+  Tokens that are multiplied while the weights are read cost nothing.
+- How large are chunks where the target does not limit them? A prompt of N tokens in chunks of n passes P
+  stages in (N / n + P - 1) (overhead + per_token n) seconds. This is least for n = sqrt(N overhead /
+  ((P - 1) per_token)). Three rules change this n:
 
-Sizes of chunks then follow from measured times and differ from run to run. That changes no token where a
-number does not depend on what is computed together with it, which our kernels promise and torch does not.
-Where a rank computes with torch there is no cost model, and `scheduler.chunking` cuts by plain rules.
+  - The chunk is at least so large that multiplying takes as long as reading the weights.
+  - The prompt may take 3 % longer for larger chunks, because smaller ones lose if reading is slower than it
+    was measured. Beside decodes the chunk is not enlarged so, and the time of the plan without prompts stands
+    in place of the overhead.
+  - Chunks late in a long context are smaller, so that they take as long as the first.
+
+So sizes of chunks follow from measured times, and differ from run to run. With our kernels that changes no
+token, because a number does not depend on what is computed together with it. torch does not promise that:
+where a rank computes with torch there is no cost model, and `scheduler.chunking` cuts by plain rules.
 """
 
 from __future__ import annotations
@@ -31,10 +34,10 @@ from penstock.scheduler.plan_builder import PlanBuilder
 
 MIN_CHUNK = 8  # tokens; fewer cost hardly less, since a stage reads all its weights for them
 _GRAIN = 4  # chunks that do not end a prompt are whole multiples of it
-_LENGTHEN = 1.5  # times its decodes' time, to which prompts may lengthen a plan whatever the target
-_MIN_GAIN = 0.05  # of the cycle, for which the number of micro-batches changes
+_LENGTHEN = 1.5  # prompts may lengthen a plan to this many times its decodes' time, whatever the target
+_MIN_GAIN = 0.05  # the part of the cycle that another number of micro-batches must save to be chosen
 _LATE_CHUNK = 4  # a chunk late in the context has at least a quarter of the first one's tokens
-_SLACK = 0.03  # of the time of a prompt in chunks of the best size, that larger chunks may cost
+_SLACK = 0.03  # the part of a prompt's least time that it may take longer for the sake of larger chunks
 _NEGLIGIBLE_S = 1e-9
 
 
@@ -44,7 +47,7 @@ class WireTime(NamedTuple):
     Attributes:
         latency: seconds of all links together, whatever they carry.
         per_token: seconds that one link takes for the hidden states of a token.
-        num_links: links between hosts. A link carries one plan at a time, as a stage computes one at a time.
+        num_links: links between hosts. Each carries one plan at a time, as a stage computes one at a time.
     """
 
     latency: float = 0.0
@@ -63,7 +66,7 @@ class PlanDepth(Protocol):
     """The number of plans in flight that keep all stages busy; it may change while the engine runs.
 
     Attributes:
-        number: plans that fill the pipe now.
+        number: how many plans fill the pipe now.
         largest: largest value that `number` may take; memory for so many plans in flight is allocated.
         wire: the time that plans take between stages.
     """
@@ -110,9 +113,9 @@ class Pacing:
     Args:
         model: the costs of the stages, which may change at any time.
         budget: the token limits of a plan, which hold in any case.
-        depth: how many plans fill the pipe, and what a wire between stages takes.
-        inter_token_target_s: the seconds between two tokens of a request that prompts beside it should keep
-            to.
+        depth: how many plans fill the pipe, and how long plans are on the wires between stages.
+        inter_token_target_s: seconds that should pass at most between two tokens of a request while prompts
+            run beside it.
     """
 
     def __init__(
@@ -127,10 +130,10 @@ class Pacing:
     def num_micro_batches(self, num_decoding: int, attended: int) -> int:
         """Return into how many micro-batches (plans that go round in turn) to split the decoding requests.
 
-        The choice is for a time without prompts to run, and has the shortest cycle by the stages' costs. It
-        is at most as many as fill the pipe: more lengthen the cycle, since the slowest stage runs all of
-        them. The last choice is kept unless another is clearly better, or it is above the number of stages.
-        While the costs are unknown, the choice is what fills the pipe.
+        The choice supposes that no prompts run, and has the shortest cycle by the stages' costs. It is at
+        most `PlanDepth.largest`: more would lengthen the cycle, since the slowest stage runs all of them. The
+        last choice is kept unless another is clearly better; a last choice above the number of stages is
+        not kept. While the costs are unknown, or nothing decodes, the choice is what fills the pipe.
 
         Args:
             num_decoding: requests that decode.
@@ -158,7 +161,7 @@ class Pacing:
     def _splits(self, num_decoding: int) -> list[int]:
         """Return the numbers of micro-batches to choose from, in order.
 
-        Of those above the number of stages, the ones that make micro-batches smaller than the one before.
+        A number above that of stages is left out if micro-batches get no smaller than with one fewer.
         """
         few, most = self._budget.num_stages, min(self._depth.largest, num_decoding)
         splits = list(range(1, min(few, most) + 1))
@@ -191,9 +194,10 @@ class Pacing:
         )
 
     def _share(self, costs: list[StageCost], backlog: int, decodes: StepShape) -> int:
-        """Return the prompt tokens for one plan, so that they pass the pipe soonest.
+        """Return how many prompt tokens one plan should take, so that all pass the pipe soonest.
 
-        They are at most an equal part of the backlog, so that the plans in flight are alike.
+        That is at most one part of the backlog for each stage, so that the plans in flight are alike, but at
+        least `MIN_CHUNK`.
         """
         share = -(-backlog // self._budget.num_stages)
         if self._budget.num_stages > 1:
@@ -208,7 +212,8 @@ class Pacing:
         best = max(math.sqrt(backlog * fixed_s / (others * per_token)), cost.read / per_token)
         if decodes.tokens:
             return round(min(best, backlog))
-        # Of (N / n + P - 1) (fixed + per_token n), N fixed / n + (P - 1) per_token n hangs on n.
+        # The time is (N / n + P - 1) (fixed + per_token n). Of it N fixed / n + (P - 1) per_token n varies
+        # with n. The largest n whose time is within the slack solves a quadratic equation.
         once_s, each_s = backlog * fixed_s, others * per_token
         varying_s = once_s / best + each_s * best
         whole_s = varying_s + backlog * per_token + others * fixed_s
@@ -220,7 +225,7 @@ class Pacing:
         """Return the seconds that a stage may spend on prompts in a plan that decodes wait for."""
         alone_s = cost.seconds(decodes)
         until_s = max(self._target_s / self._depth.number, _LENGTHEN * alone_s)
-        # While the weights are read, more rows than those of the decodes may be multiplied.
+        # Time left while the weights are read: prompt tokens can be multiplied in it for nothing.
         return until_s - alone_s + max(0.0, cost.read - cost.per_token * decodes.tokens)
 
 
@@ -242,8 +247,8 @@ class PlainPacing:
     def num_micro_batches(self, num_decoding: int, attended: int) -> int:
         """Return into how many micro-batches the decoding requests are split: as many as fill the pipe.
 
-        Where more plans than stages fill it, because of slow wires, there may be some more, so that all are
-        about equally large. `attended` is not used.
+        Where slow wires make more plans than stages fill the pipe, there may be some more micro-batches, so
+        that all are about equally large. `attended` is not used.
         """
         number = self._depth.number
         if number <= self._budget.num_stages:
@@ -263,7 +268,7 @@ class TimedBudget:
         seconds: the seconds that each stage may still spend on prompts; the budget changes this list.
         num_tokens: prompt tokens that the plan may still take.
         max_chunk: most tokens of a chunk.
-        min_chunk: tokens that the plan's first chunk may have, however long they take.
+        min_chunk: tokens that the plan's first chunk may have, even if their time exceeds `seconds`.
     """
 
     def __init__(
@@ -279,7 +284,8 @@ class TimedBudget:
     def take(self, start: int, remaining: int) -> int:
         """Return how many tokens the next chunk of a prompt gets, and take them and their time from the room.
 
-        The first chunk of a plan is never refused for lack of time: prompts get on whatever the target.
+        The first chunk of a plan is never refused for lack of time, so that prompts advance whatever the
+        target is.
 
         Args:
             start: the position of the chunk's first token.
@@ -316,8 +322,8 @@ def cycle_seconds(stage_seconds: list[float], micro_batches: int, latency: float
     A micro-batch passes all stages one after the other, and the slowest stage runs all micro-batches.
 
     Args:
-        stage_seconds: what each stage, or wire, takes for one micro-batch.
-        latency: seconds on the wire, there and back.
+        stage_seconds: what each stage, and each link between hosts, takes for one micro-batch.
+        latency: seconds that a micro-batch is on all wires, there and back.
     """
     return max(sum(stage_seconds) + latency, micro_batches * max(stage_seconds))
 

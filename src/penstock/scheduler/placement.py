@@ -1,16 +1,17 @@
 """Chooses the requests of a plan: decodes first, then prompt chunks, then newcomers.
 
-Cadence [E8]. A request's next decode may go into step n when the result of its last sampling step s has
-returned, or when n - s >= P, the number of stages: in a full pipe once per trip, with at most one sample per
-trip not yet returned. (Where there are fewer or more micro-batches than stages, `scheduler.pacing`, their
-number stands for P.) Three requests, two stages, `async_depth` 0; a plan takes ceil(3 / 2) decodes:
+How often a request decodes [E8]: its next decode may go into step n when the result of the step s that
+sampled it last has returned, or when n - s >= P, the number of stages. So in a full pipe a request decodes
+once per trip, with at most one sample per trip not yet returned. (Where the number of micro-batches is not
+that of stages, see `scheduler.pacing`, it stands for P.) Three requests, two stages, `async_depth` 0; a plan
+takes ceil(3 / 2) decodes:
 
     step        0     1     2     3     4
     stage 0    [ab]  [c ]  [ab]  [c ]  [ab]
     stage 1          [ab]  [c ]  [ab]  [c ]
     result of                0     1     2        a's id of step 0 is input of step 2: token_from = 0
 
-A plan's decodes are those unsampled for longest, so that a request left out of one plan leads the next.
+A plan takes the requests that were not sampled for longest, so that one left out of a plan leads the next.
 Called by `scheduler.scheduler`, which issues the plan and settles its result.
 """
 
@@ -39,19 +40,24 @@ _by_scheduled = attrgetter("num_scheduled")
 
 
 class Placement:
-    """Fills plans with requests; gives out rows (slots) and KV blocks, and takes them back by preemption.
+    """Fills plans with requests; gives out rows and KV blocks, and takes them back by preemption.
 
     Args:
         budget: the token limits of a plan.
         pacing: sizes plans, by time where times are known and cannot change tokens.
-        depth: how many plans fill the pipe.
+        depth: tells how many plans fill the pipe.
         micro_batches: micro-batches that the decoding requests are split into; None: `pacing` decides.
-        grammars: the grammars of running requests; told of each request that gets or loses a row.
+        queues: all live requests.
+        rows, allocator: give out the rows and the KV blocks.
+        admission: decides whether the free blocks suffice for a request to start.
+        prefixes: finds the blocks with which a request can begin.
+        grammars: the grammars of running requests; records which requests get and lose a row.
         clock: monotonic seconds.
 
     Attributes:
+        num_preemptions: how often a request has been preempted since the start.
         num_micro_batches: micro-batches that the decoding requests were split into for the last plan.
-        has_prompts: whether there were prompts to run then.
+        has_prompts: whether there were prompts to run for the last plan.
     """
 
     def __init__(
@@ -90,7 +96,7 @@ class Placement:
         """Fill a plan with all requests that may run in its step.
 
         Decodes go first, then chunks of prompts, then waiting requests, which start. Where KV blocks run out
-        for a decode, a younger request is preempted.
+        for a decode, the youngest running request is preempted, unless `choose_victim` spares it.
 
         Args:
             plan: the plan to be filled; it is empty.
@@ -123,7 +129,7 @@ class Placement:
             self._preempt_youngest()
 
     def check_invariants(self, pending: Sequence[RequestState]) -> None:
-        """Assert that rows (slots), KV blocks, token counts and queues agree.
+        """Assert that rows, KV blocks, token counts and queues agree.
 
         Args:
             pending: for each sampled token that is still in flight, the request that it is for.
@@ -132,12 +138,15 @@ class Placement:
         self._grammars.check_invariants(self._queues.running)
 
     def _count_prefill_tokens(self) -> int:
-        """Return the prompt tokens that could run now, those in line included if a row is free."""
+        """Return how many prompt tokens could run now; if a row is free, those of the line count too."""
         running = sum(request.num_runnable for request in self._queues.prefilling())
         return running + (self._queues.backlog_tokens if self._rows.num_free else 0)
 
     def _choose_micro_batches(self, decoding: list[RequestState], prefill_tokens: int) -> int:
-        """Return the configured number, or the best by time; at least P while prompts run."""
+        """Return the configured number of micro-batches, or else the best by time.
+
+        The best by time is at least the number of stages while prompts run.
+        """
         num_stages, largest = self._budget.num_stages, self._depth.largest
         if self._micro_batches is not None:
             return min(self._micro_batches, largest)
@@ -216,7 +225,8 @@ class Placement:
     def _admit(self, plan: PlanBuilder, budget: PromptBudget, newcomers: bool) -> None:
         """Start requests in their order; the first that does not fit holds up those behind it."""
         while self._rows.num_free and (request := self._order.next_request(newcomers=newcomers)) is not None:
-            must_wait = self._prefixes.must_wait(request)  # where it need not, more may be found
+            # Asked before `find`: it may make blocks findable that have come, when it ends a wait.
+            must_wait = self._prefixes.must_wait(request)
             cached_blocks = self._prefixes.find(request)
             coming = self._prefixes.on_the_way(request, len(cached_blocks))
             if must_wait and not coming:

@@ -41,12 +41,12 @@ class PlanBuilder:
         self.need_sampled: list[bool] = []
         self.token_from: list[int] = []
         self.new_rows: list[NewRow] = []
-        self.entering: list[RequestState] = []  # requests of these that have no tokens in the plan
+        self.entering: list[RequestState] = []  # requests of `new_rows` that have no tokens in the plan
         self.sampling: list[RequestState] = []  # aligned with the True entries of need_sampled
         self.drafts: dict[int, list[int]] = {}  # by row index
         self.awaited: list[int] = []
         self.scoring: list[tuple[RequestState, ScoredTokens]] = []
-        self.ending: list[RequestState] = []  # whose last step it is, without a sample
+        self.ending: list[RequestState] = []  # requests that this step ends without sampling a token
 
     @property
     def num_decodes(self) -> int:
@@ -56,7 +56,8 @@ class PlanBuilder:
     def window_sizes(self) -> list[int]:
         """The number of positions that the step samples of each sampled request, in plan order.
 
-        It is 1, or the number of the row's tokens if it has drafts (guessed tokens, which the step verifies).
+        For a row with drafts (guessed tokens, which the step verifies) it is the number of the row's tokens;
+        else it is 1.
         """
         return window_sizes(self.need_sampled, self.num_tokens, self.drafts)
 
@@ -78,16 +79,16 @@ class PlanBuilder:
 
     @property
     def all_rows(self) -> list[int]:
-        """The slot numbers of the plan's requests, and of those that enter with it, with tokens or without.
+        """The row numbers of the plan's requests, and of those that enter with it, with tokens or without.
 
-        A request that enters with tokens occurs twice.
+        The row of a request that enters with tokens occurs twice.
         """
         return [*self.rows, *(new.row for new in self.new_rows)]
 
     def add_decode(self, request: RequestState, blocks: list[int]) -> None:
-        """Add a row with one token of a request: the one that its last sampling step yields.
+        """Add a row with one token of a request: the one that the last step to sample the request yields.
 
-        That token need not be known yet: the plan names the step.
+        That token need not be known yet: the plan names the step that yields it.
 
         Args:
             blocks: ids of the KV blocks that the request gets in addition, often none.
@@ -115,8 +116,9 @@ class PlanBuilder:
     def add_guessed_window(self, request: RequestState, draft_ids: Sequence[int], blocks: list[int]) -> None:
         """Add a row of guessed tokens alone, which follow on guesses of the request that are still in flight.
 
-        The first of `draft_ids` guesses what the step in flight yields behind its last draft. The row must be
-        the only one of the plan, so that stages can leave the plan out if a guess was wrong.
+        The first of `draft_ids` guesses the token that the newest step in flight yields behind its own
+        drafts. The row must be the only one of the plan, so that stages can skip the plan if a guess was
+        wrong.
 
         Args:
             blocks: ids of the KV blocks that the request gets in addition.
@@ -130,7 +132,7 @@ class PlanBuilder:
         request.num_windows_ahead += 1
 
     def add_blocks(self, index: int, blocks: Sequence[int]) -> None:
-        """Append KV blocks, by their ids, to those that the row at `index` of the plan brings its request."""
+        """Append KV blocks (ids) to the new blocks that the request of the plan's row `index` gets."""
         self.new_blocks[index] = [*self.new_blocks[index], *blocks]
 
     def put_windows_last(self) -> None:
@@ -149,10 +151,10 @@ class PlanBuilder:
         self.drafts = {place: self.drafts[index] for place, index in enumerate(order) if index in self.drafts}
 
     def add_chunk(self, request: RequestState, num_tokens: int, blocks: list[int]) -> None:
-        """Add a row that prefills the next `num_tokens` tokens, known when the request last started.
+        """Add a row that prefills the next `num_tokens` tokens of a request.
 
-        The step samples the row if they reach the request's last known token and another may follow. Prompt
-        tokens whose log-probabilities are wanted are noted in the plan.
+        The step samples the row if the chunk reaches the request's last known token and another may follow.
+        The plan also notes the prompt tokens whose log-probabilities are wanted.
 
         Args:
             blocks: ids of the KV blocks that the request gets in addition.
@@ -193,6 +195,7 @@ class PlanBuilder:
         orders: Sequence[TierOrder] = (),
         residency: int = 0,
     ) -> ScheduledBatch:
+        """Return the finished plan; the arguments are those of its fields that are known only now."""
         return ScheduledBatch(
             step_id=self.step_id,
             rows=self.rows,

@@ -1,16 +1,17 @@
 """Ends embedding requests, which want a vector of their prompt in place of tokens.
 
-They are scheduled as any other. Their prompt runs in chunks, and `max_len`, which is its length, leaves no
-room for a sample. In the step of the last chunk the last stage has pooled the whole prompt. The result of
-that step ends them, as it ends requests that want no token of any kind (`PlanBuilder.ending`).
+They are scheduled as any other. Their prompt runs in chunks. Their `max_len` is the length of the prompt, so
+no token is sampled. In the step of the last chunk the last stage has pooled the whole prompt: the vector is
+complete. The result of that step ends the request, as it ends other requests that want no token
+(`PlanBuilder.ending`).
 
     chunk 0        chunk 1        chunk 2 (`ScheduledBatch.pooled`)
     [ . . . . ]    [ . . . . ]    [ . . ]  ──▶ result ──▶ the only update
 
 The hidden states of all their tokens are wanted, so they never start behind a cached prefix
 (`scheduler.prefix_reuse`). A request that starts again, after a preemption or the loss of a stage, is pooled
-from its first token again. A result that was in flight before the preemption counts too: the first that comes
-ends the request.
+from its first token again. If it was preempted while its last chunk was in flight, the result of that chunk
+still ends it.
 """
 
 from __future__ import annotations

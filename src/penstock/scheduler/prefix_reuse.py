@@ -5,8 +5,8 @@
     first chunk                       [ . . . . . ]    at least the newest known token: its logits are wanted
     findable        [ block ][ block ][ block ]        whole blocks of known tokens whose plan is issued
 
-Blocks become findable when the plan is issued that fills them, or, where a sampled token ends them, when that
-token is known. Called by `scheduler.scheduler` and `scheduler.placement`; decides nothing else.
+Blocks become findable when the plan is issued that fills them. Where a sampled token ends a block, that is
+when the token is known. Called by `scheduler.scheduler` and its parts; decides nothing else.
 """
 
 from __future__ import annotations
@@ -34,18 +34,19 @@ NO_MORE_NAMES = sys.maxsize  # as the number of blocks of a request that are nam
 class PrefixReuse:
     """Finds computed prefixes of requests in the cache or the KV store, and makes new blocks findable.
 
-    Blocks are found by their names: the name of a KV block is the hash of its content and of all before it.
+    Blocks are found by their names. The name of a KV block is a hash of its tokens and of all tokens before.
 
     Args:
         allocator: gives blocks out; without a prefix cache nothing is ever found.
         queues: all requests.
         sessions: keep the blocks that their requests leave.
-        tier: the store behind the pool; a request whose prefix is there waits for it.
-        ledger: records what the ranks are told; a `NoLedger` suffices where no plan is issued.
+        tier: the store behind the pool; a request waits while its prefix is loaded from there.
+        ledger: records which blocks each row has; a `NoLedger` suffices where no plan is issued.
 
     Attributes:
         sessions: as given; administrators open and close them.
-        num_queried, num_found: tokens of requests that have started, and those of them that were found.
+        num_queried, num_found: tokens of requests, counted at each start, and those of them that were found.
+            Embedding requests are left out.
     """
 
     def __init__(
@@ -63,8 +64,8 @@ class PrefixReuse:
         self._flushes: list[CacheFlush] = []  # the newest, and those that still empty the store
         self._rank_use = NO_STORE_USE
         self.num_queried = self.num_found = 0
-        self._unproven: RequestState | None = None  # the request that has begun before its blocks were there
-        self._numeric_class = ""  # of the ranks
+        self._unproven: RequestState | None = None  # the request that has begun before its blocks were loaded
+        self._numeric_class = ""  # of the ranks (`name_for`)
 
     def enter(self, request: RequestState) -> None:
         """Register a waiting request, and begin to look in the store for blocks of it that the pool lacks.
@@ -89,7 +90,7 @@ class PrefixReuse:
         leader = request.leader
         if leader is None or leader.phase is not RequestPhase.RUNNING:
             return False
-        if request.wants_scores:  # it is told those of the leader, if it has all before them
+        if request.wants_scores:  # the leader's scores are its own, if they follow on those that it has
             return leader.num_scores <= request.num_scores
         return max(num_found, leader.num_named) < request.num_shared // self._block_size
 
@@ -148,14 +149,16 @@ class PrefixReuse:
         Args:
             requests: the requests that the plan runs, or lets enter.
         """
-        orders = self.take_orders()  # before `note` orders that the blocks of this plan be stored
+        # Before `note`, which orders copies of the blocks that this plan fills: ranks carry orders out before
+        # they run the plan, so those orders go with a later one.
+        orders = self.take_orders()
         residency = self._ledger.digest_after(requests, orders)
         for request in requests:
             self.note(request)
         return orders, residency
 
     def distrust(self, request: RequestState) -> None:
-        """Make a request's blocks unfindable, in pool and store, because their numbers are not good."""
+        """Make a request's blocks unfindable, in pool and store, because they may hold wrong numbers."""
         self._allocator.forget(request.block_hashes)
         self._tier.distrust(request.block_hashes)
 
@@ -205,11 +208,11 @@ class PrefixReuse:
         if use is not NO_STORE_USE:
             self._rank_use = self._rank_use.plus(use)
         failed = [self._prove(loaded) for loaded in self._tier.settle_orders(finished)]
-        self._tier.take_answers(num_spare=len(self._queues.running))  # each may want another block
+        self._tier.take_answers(num_spare=len(self._queues.running))  # each may need another block
         return next((request for request in failed if request is not None), None)
 
     def on_the_way(self, request: RequestState, num_found: int) -> list[int]:
-        """Return the blocks being loaded behind the `num_found` cached ones, if the request may start before.
+        """Return the ids of the blocks being loaded behind the `num_found` cached ones, if it may start now.
 
         It may only where no other request runs, since a step that awaits blocks would delay the others too.
         """
@@ -251,10 +254,10 @@ class PrefixReuse:
         return self._tier.next_look()
 
     def lose_all(self) -> None:
-        """Forget blocks and open orders of the ranks, which are lost; requests look in the store again."""
+        """Forget what the blocks of lost ranks held, and their orders; requests look in the store again."""
         self._unproven = None
         self._tier.lose_all()
-        # The ranks that live report these two again.
+        # Not counts since the start: the ranks of the next epoch report these two again.
         self._rank_use = msgspec.structs.replace(self._rank_use, switched_off=0, host_bytes_used=0)
         self._forget_all()
         self._ledger.forget_all()

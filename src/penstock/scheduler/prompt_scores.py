@@ -9,17 +9,17 @@ A score is the log-probability of a prompt token, given the tokens before it, wi
     second chunk                        [.   .   .   .]          5 .. 8
     returned            num_scores = 4, then 8
 
-Each score is planned once for as long as its step is not lost. A request that is preempted computes its
-prompt again, but asks only for scores behind those planned. Results come in the order of the steps, and so
-scores come in the order of the tokens. When the steps in flight are lost, the request goes back to the
-scores that have returned; in another core, to those that the client has. A request starts at its first
-token, whatever a prefix cache has, until all its scores are planned.
+Each score is planned once, unless its step is lost. A request that is preempted computes its prompt again,
+but asks only for scores behind those planned. Results come in the order of the steps, so scores come in the
+order of the tokens. When the steps in flight are lost, the request plans again from the scores that have
+returned; in another core, from those that the client has. Until all its scores are planned, a request starts
+at its first token, whatever the prefix cache has.
 
-A request that follows another with the same prompt (`n`) has the same scores. Those of the leader also go to
-the followers in line, which wait for it (`scheduler.prefix_reuse`). If the leader has ended or gives way, a
-follower plans the rest itself and gets no more from it.
+With `n` choices, followers have the prompt of their leader and so the same scores. The leader's scores also
+go to the followers in line, which wait for them (`scheduler.prefix_reuse`). If the leader has ended or is
+preempted, a follower plans the rest itself and gets no more scores from the leader.
 
-Called by `scheduler.plan_builder` and `scheduler.scheduler`.
+Called by `scheduler.plan_builder` and `scheduler.result_settlement`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def plan_scores(request: RequestState, index: int, num_tokens: int) -> ScoredTok
     """Return which prompt tokens the request's next chunk, of `num_tokens` tokens, is to score.
 
     To score a token is to return its log-probability. These tokens count as planned, so no later chunk scores
-    them. None if no scores are wanted, or if those within reach were planned before a preemption.
+    them. Returns None if no scores are wanted, or if all within reach were planned before a preemption.
 
     Args:
         index: the place of the request's row in the plan.

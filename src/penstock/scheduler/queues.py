@@ -14,7 +14,7 @@
     pending                               [ s s ]    sampled in steps in flight, ids not known yet
     num_scheduled   |<-- KV written or planned -->|
 
-Owned by `scheduler.scheduler`, which alone calls it. Holds no policy, no blocks and no rows table.
+Owned by `scheduler.scheduler`; its parts call it. It decides nothing, and holds neither blocks nor rows.
 """
 
 from __future__ import annotations
@@ -54,7 +54,9 @@ class RequestState:
 
     Attributes:
         arrival: 0, 1, 2, ...; never used again; the KV blocks of the request are owned under this number.
-        max_len: tokens, prompt and output, at which it ends with "length".
+        stop_ids: token ids that end it with "stop".
+        max_len: the number of tokens (prompt + output) at which it ends with "length".
+        row: its index in the tables of the ranks while it runs; else `NO_ROW`.
         num_scheduled: positions whose keys and values are written by the plans issued so far, if all drafts
             that are in flight are right.
         num_rejected: drafts that were wrong since it got its row.
@@ -62,23 +64,26 @@ class RequestState:
             prefilling.
         num_pending: ids sampled by steps in flight, if all drafts are right.
         guessed_ids: drafts in flight, in order: what is guessed to follow the known tokens.
-        num_windows_ahead: steps in flight whose first token is one of these.
-        num_told: tokens that it had when a plan last ran it; the stages get all of these in time.
-        is_rewound: the next plan tells the stages to go on from its newest token.
-        last_sampled_step: step of the newest sample, returned or pending; the cadence counts from it.
+        num_windows_ahead: steps in flight whose first token is one of the `guessed_ids`.
+        num_told: the number of its tokens when a plan last ran it. The stages get these tokens in any case,
+            so a plan that rewinds its row brings only the later ones (`RewoundRow`).
+        is_rewound: a guess was wrong; the next plan tells the stages to continue from the newest token.
+        last_sampled_step: the step of its newest sample, returned or pending. When it may decode again counts
+            from that step (`scheduler.placement`).
         num_scores_planned, num_scores: scores (log-probabilities) of its prompt's tokens, from the second on:
             asked for by the plans issued so far, and returned (`scheduler.prompt_scores`).
-        lost_at: its `progress` at the last loss of ranks at which it was in a step; -1: there was none.
-        queue_seconds: time from arrival to first start; None before.
-        cache_root, block_hashes: root and names (content hashes) of its blocks, as far as they were wanted
-            (`kvcache.block_hash`).
+        lost_at: its `progress` at the last loss of ranks at which it was in a step or waited for its grammar;
+            -1: there was none.
+        queue_seconds: time from arrival to first start; None before that start.
+        cache_root, block_hashes: the hash that its chain of block names begins with, and the names of its
+            first blocks, as many as were computed so far (`kvcache.block_hash`).
         num_named: leading blocks that were given their names, so that other requests find them.
-        num_unproven: blocks behind the named ones that are still being loaded. Until they are there it runs
-            what it knows and no further, and none of its blocks is named.
-        num_void: of the pending ids, the oldest that are to be dropped: they follow blocks that failed to
-            load, or a wrong guess.
+        num_unproven: blocks behind the named ones that are still being loaded. Until they have come it
+            prefills its known tokens but does not decode, and none of its blocks is named.
+        num_void: how many of the pending ids are to be dropped, the oldest first: they rest on blocks that
+            failed to load, on a step that failed, or on a wrong guess.
         num_cached_tokens: tokens of its prompt that were found when it first started.
-        priority: what its blocks are worth to the cache.
+        priority: of its blocks; with the eviction policy "priority" the cache evicts low ones first.
         session_id: the session that keeps its blocks when it has ended; "": none.
         leader: the request that has the same prompt, and computes it first.
         num_shared: tokens of the prompt that it will find when the leader has computed them.
@@ -86,8 +91,10 @@ class RequestState:
         awaits_grammar: the grammar is being built, and no step may sample the row yet (`scheduler.grammars`).
         pooling: it ends with the vector of its prompt, and samples nothing (`scheduler.pooled`).
         may_draft: its next tokens may be guessed (`scheduler.windows`).
-        awaits_result: it is not placed before its newest token is known, because drafts may then follow.
-        awaits_drafts: it is not placed before a drafter has guessed, or has taken too long.
+        awaits_result: no plan takes it before its newest token is known, because drafts may then follow;
+            while prompts run it does not wait.
+        awaits_drafts: no plan takes it before a drafter has guessed, or has taken too long; while prompts run
+            it does not wait.
     """
 
     request_id: str
@@ -191,8 +198,8 @@ class RequestState:
     def num_to_prefill(self) -> int:
         """The number of tokens to run when the request starts, or starts again.
 
-        These are all tokens known now. The last token that the request may have at all need not be run, since
-        none follows, unless its hidden state is wanted. The number is at least one, so that there is a step
+        These are all tokens known now. Only the last token that `max_len` allows need not be run, since none
+        follows; it is run if its hidden state is wanted. The number is at least one, so that there is a step
         that ends the request.
         """
         return max(1, min(len(self.token_ids), self.max_len - (self.pooling is None)))
@@ -213,7 +220,8 @@ class RequestState:
     def num_runnable(self) -> int:
         """The number of tokens to prefill that may run now.
 
-        The last one waits while the request's grammar is being built, since it is sampled behind it.
+        The last known token waits while the request's grammar is being built: the step that runs this token
+        samples the next one.
         """
         return self.prefill_len - self.num_scheduled - self.awaits_grammar
 
@@ -222,7 +230,7 @@ class RequestState:
         """Whether the request has ever run, in this core process or in a lost one before it.
 
         A request also counts as started when its leader (the request with the same prompt that runs first)
-        has a row, had one, or has got anything, because the two begin as one.
+        has a row, had one, or has got tokens or scores, because leader and followers begin as one.
         """
         if self.queue_seconds is not None or self.progress > 0:
             return True
@@ -235,10 +243,10 @@ class RequestState:
 class RequestQueues:
     """The queues of all live requests (waiting, running, preempted), oldest first in each.
 
-    Running requests are older than all preempted ones, and those are older than all waiting ones. The
-    exception are requests that others may pass (`scheduler.start_order`): they start later, and take their
-    place by age. The youngest running request gives way, so that the oldest always gets its blocks, and none
-    starves.
+    Running requests are older than all preempted ones, and preempted ones are older than all waiting ones.
+    The exception are requests that others may pass (`scheduler.start_order`): they start later, and then take
+    their place by age. When blocks run out, the youngest running request is preempted. So the oldest always
+    gets its blocks, and none starves.
     """
 
     def __init__(self) -> None:
@@ -273,9 +281,9 @@ class RequestQueues:
     def decoding(self) -> list[RequestState]:
         """Return the running requests whose prompts are scheduled and that may sample another token.
 
-        They come oldest first. Left out are requests whose cached prefix is still being loaded, and those
-        that plans have taken up to `max_len` tokens already. This runs over all running requests for every
-        plan.
+        They come oldest first. Left out are requests whose prefix is still being loaded from the store, and
+        requests whose tokens up to `max_len` are all planned. This runs over all running requests for every
+        plan, so it is kept short.
         """
         return [
             request
@@ -296,7 +304,7 @@ class RequestQueues:
         return [request for request in (*self.preempted, *self.waiting) if request.leader is leader]
 
     def admit(self, request: RequestState, row: int) -> None:
-        """Move a request from the line to the running ones, to prefill its known tokens in slot `row`."""
+        """Move a request from the line to the running ones, to prefill its known tokens in row `row`."""
         self._queue_of(request).remove(request)
         self.backlog_tokens -= request.backlog_tokens
         request.phase = RequestPhase.RUNNING

@@ -1,7 +1,7 @@
 """Puts running requests back in line after a loss of ranks, and ends those that may be the reason.
 
-The ranks that come next know no row, no block and no grammar, so that the core forgets what the lost ones
-had. The tokens of the requests stay. Called by `scheduler.scheduler`.
+The ranks of the next epoch know no rows, blocks or grammars, so the core forgets which ones the ranks had.
+The tokens of the requests stay. Called by `scheduler.scheduler`.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ class Recovery:
         self.num_requeued = 0
 
     def requeue(self, issued: IssuedSteps) -> list[RequestUpdate]:
-        """Put all running requests at the head of the line, and forget the steps in flight.
+        """Put all running requests first in line, and forget the steps in flight.
 
         A request may be the reason for the loss if it was in a step in flight, or its grammar was being
         built, at this loss and at the one before, and it has gained no token between. Such a request ends
         with an error.
 
         Args:
-            issued: the steps in flight, which will not return; emptied.
+            issued: the steps in flight, which will not return; it is emptied.
 
         Returns:
             The last updates of the requests that were ended.

@@ -31,7 +31,7 @@ class RequestEndings:
 
     Args:
         queues: all live requests.
-        rows, allocator, prefixes, grammars, windows: what a request may hold something of.
+        rows, allocator, prefixes, grammars, windows: the parts of which a request may hold something.
 
     Attributes:
         num_failed_steps: steps for which a stage had no memory.
@@ -69,9 +69,10 @@ class RequestEndings:
         return failed(request, error)
 
     def fail_step(self, issued: PlanBuilder, error: ErrorInfo) -> list[RequestUpdate]:
-        """End with `error` the requests of a step that no stage could finish, and those that build on it.
+        """End with `error` the requests of a step that was not computed, and the requests that build on it.
 
-        The latter began with blocks that the step was to compute; these blocks are not found any more.
+        A request builds on the step if it began with blocks that the step was to compute. These blocks are
+        not found any more. Preempted requests do not end: their ids in flight are dropped.
 
         Args:
             issued: the plan of the step.
@@ -83,7 +84,7 @@ class RequestEndings:
         void: set[int] = set()
         for request, size in zip(issued.sampling, issued.window_sizes, strict=True):
             request.num_pending -= size
-            if request.num_void:  # behind a wrong guess: it goes on from before this step
+            if request.num_void:  # its tokens in this step are void already, so it loses nothing
                 request.num_void -= size
                 void.add(request.arrival)
         failed: list[RequestState] = []
@@ -93,7 +94,9 @@ class RequestEndings:
                 missing |= self._blocks_from(request, start - request.num_rejected)
                 failed.append(request)
         followers = self._holders_of(missing, failed)
-        for request in self._queues.preempted:  # the same tokens come when it runs again, from what is there
+        # What is in flight for a preempted request may rest on the failed step. It is dropped: when the
+        # request runs again it computes the same tokens from its known ones.
+        for request in self._queues.preempted:
             request.num_void, request.num_windows_ahead = request.num_pending, 0
             request.guessed_ids.clear()
         for request in failed + followers:
@@ -105,15 +108,15 @@ class RequestEndings:
         ]
 
     def _blocks_from(self, request: RequestState, position: int) -> set[int]:
-        """Return a request's blocks with tokens from `position` on, though it may have ended."""
+        """Return a request's blocks with tokens from `position` on; of an ended one those still findable."""
         first = max(0, position) // self._allocator.block_size
         named = self._allocator.find(request.block_hashes)
         return {*self._allocator.table(request.arrival)[first:], *named[first:]}
 
     def _holders_of(self, missing: set[int], known: Sequence[RequestState]) -> list[RequestState]:
-        """Return the running requests, but for the `known` ones, that began with missing blocks.
+        """Return the running requests that began with missing blocks, without the `known` ones.
 
-        What these compute is missing then, too.
+        The blocks of such a request from its first missing one on count as missing too.
         """
         tables = {
             request: self._allocator.table(request.arrival)

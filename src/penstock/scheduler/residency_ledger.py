@@ -1,10 +1,10 @@
 """The core's own residency table (`penstock.residency`), for the digest that each plan carries.
 
-The table says which KV blocks each row (a request's slot on the ranks) has, and what they hold. It is read
-from the row pool, the block tables and the requests when a plan is issued, and never from the plan. Ranks
-replay plans into tables of their own, and compare. So if a plan leaves out a block or names another row, or
-a table is changed behind the ranks' back, a rank notices. Called by `scheduler.prefix_reuse`; decides
-nothing.
+The table says which KV blocks each row (a request's index on the ranks) has, and what they hold. When a plan
+is issued the table is updated from the row pool, the block tables and the requests, and never from the plan.
+Ranks replay plans into tables of their own, and compare. So a rank notices if a plan leaves out a block or
+names another row, or if a block table changes without a plan that says so. Called by
+`scheduler.prefix_reuse`; decides nothing.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class NoLedger:
 
 
 class ResidencyLedger:
-    """The core's record of the KV blocks that each row (a request's slot on the ranks) holds.
+    """The core's record of the KV blocks that each row (a request's index on the ranks) holds.
 
     Args:
         allocator: its block tables are read.
@@ -43,12 +43,12 @@ class ResidencyLedger:
     def digest_after(self, requests: Sequence[RequestState], orders: Sequence[TierOrder]) -> int:
         """Record what a plan that is being issued changes, and return the digest of the whole record.
 
-        Call it before any block that the plan fills is made findable. Ranks compare the digest with their
-        own.
+        Call it before any block that the plan fills is made findable: until then `num_named` counts the
+        blocks that a starting request has found. Ranks compare the digest with their own.
 
         Args:
-            requests: requests whose tokens the plan runs, or that enter without any; no other block table has
-                grown since the plan before.
+            requests: those whose tokens the plan runs, that enter without any, or whose rows it rewinds. The
+                block tables of others have not grown since the plan before.
             orders: the orders to copy blocks that the plan carries.
         """
         table, residents, generations = self.table, self.table.rows, self._rows.generations

@@ -1,4 +1,4 @@
-"""Settles the result of a step: tokens are appended, scores and vectors handed out, and requests ended.
+"""Settles the result of a step: appends tokens, hands out scores and vectors, and ends requests.
 
     result of a step ──▶ scores of prompts ──▶ samples, in plan order ──▶ vectors, and prompts without output
 
@@ -31,8 +31,10 @@ class ResultSettlement:
     """Turns the results of steps into updates for the clients of the requests.
 
     Args:
+        queues: all live requests.
+        prefixes: makes the blocks that new tokens fill findable.
         endings: ends the requests whose last token has come, or that have failed.
-        windows: told what became of drafts (guessed tokens).
+        windows: learns which drafts (guessed tokens) were right.
 
     Attributes:
         prompt_tokens: prompt tokens of requests that have yielded their first token, or ended without one.
@@ -92,7 +94,7 @@ class ResultSettlement:
         return updates
 
     def _take_back(self, request: RequestState, num_rejected: int) -> None:
-        """Take rejected drafts off the scheduled clock, unless the request has lost its row since."""
+        """Take rejected drafts off `num_scheduled`, unless the request has lost its row since."""
         if request.phase is RequestPhase.RUNNING:
             request.num_scheduled -= num_rejected
             request.num_rejected += num_rejected
@@ -108,7 +110,7 @@ class ResultSettlement:
         """Append tokens up to the one that ends the request.
 
         Args:
-            num_drafts, num_accepted: that were decided on, and that were right.
+            num_drafts, num_accepted: drafts that the step decided on, and those of them that were right.
         """
         if request.num_outputs == 0:
             self.prompt_tokens += request.prompt_len
@@ -150,7 +152,7 @@ class ResultSettlement:
 def finish_reason(request: RequestState) -> FinishReason | None:
     """Return "stop" or "length" if `request` ends with its newest token, else None [D11].
 
-    Stop strings are not looked for here: the client finds them, which has the text (`engine.client.outputs`).
+    Stop strings are not looked for here: `engine.client.outputs`, which has the text, finds them.
 
     A stop id wins over a length reached by the same token. A stop id among the first `min_tokens` outputs
     ends nothing; the sampler does not let one through anyway.

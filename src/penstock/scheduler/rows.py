@@ -1,20 +1,20 @@
 """The rows of the ranks' row tables, as the core gives them out.
 
-A row is a request's index on every rank. When it is freed, the next plan says so (`freed_rows`); it may be
-given out again in that same plan, then under the next generation, so that tokens still in flight for the
-former request are recognised as late.
+A row is a request's index on every rank. When a row is freed, the next plan says so (`freed_rows`). That plan
+may already give it to another request, under the next generation number. So tokens that are still in flight
+for the former request are recognised as late.
 """
 
 from __future__ import annotations
 
 
 class RowPool:
-    """The rows `0 .. num_rows - 1` (slots of requests on the ranks); the last one freed goes out first."""
+    """The rows `0 .. num_rows - 1` (indices of requests on the ranks); the last one freed goes out first."""
 
     def __init__(self, num_rows: int) -> None:
         self.num_rows = num_rows
         self._free = list(range(num_rows - 1, -1, -1))
-        self.generations = [-1] * num_rows  # of the request that holds each row, or held it last
+        self.generations = [-1] * num_rows  # of the request that has each row, or had it last; -1: none yet
         self._unannounced: list[int] = []  # freed since the last plan
 
     @property

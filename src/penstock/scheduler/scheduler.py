@@ -253,8 +253,8 @@ class Scheduler:
 
         Decodes come first, then chunks of running prompts, then new requests. `step_id` grows by one per plan
         issued. While there are requests and no step is in flight, only four things lead to None: the first in
-        line waits for blocks from the store, all running requests wait for their grammars, the start gate is
-        closed, or there is a pause.
+        line waits for blocks from the store, each running request waits for its grammar or for guesses of a
+        drafter, the start gate is closed, or there is a pause.
         """
         plan = PlanBuilder(step_id)
         if self.paused != "keep":

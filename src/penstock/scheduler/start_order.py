@@ -4,10 +4,11 @@
     line    c: grammar 3   d: none   e: grammar 1   f: grammar 4   g: none
     start   d, e, g; c as soon as a or b has ended (and e, if it is a); then f
 
-A request without room keeps its place, and is asked first for every plan. Until it has room, a request behind
-it may start only if that takes none of the room: it has no grammar, or one that a row older than the request
-without room has too. Those rows end, so that no request waits for ever for a grammar. One that has room
-and is short of something else, such as blocks, holds up those behind it. Called by `scheduler.placement`.
+A request without room keeps its place, and is tried first for every plan. Until it has room, a request behind
+it may start only if that takes none of the room. That is so if the later request has no grammar, or the
+grammar of a running request that is older than the one without room. Running requests end sooner or later,
+so no request waits for ever for a grammar. A request that has room but is short of something else, such as
+blocks, holds up those behind it. Called by `scheduler.placement`.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ class StartGate:
     """A gate that can keep new requests from starting; this one is always open.
 
     Attributes:
-        reason: why it was shut at the last call of `is_open`; empty if it was open.
+        reason: why the gate was shut at the last call of `is_open`; empty if it was open.
     """
 
     reason = ""
@@ -49,8 +50,9 @@ class StartOrder:
     def next_request(self, *, newcomers: bool) -> RequestState | None:
         """Return the request that should start next, or None. It stays in line.
 
-        It is the oldest in line. If there is no memory for the compiled grammar of that one, it is the next
-        that needs no more of this memory.
+        It is the first in line. If the last stage has no room for the grammar of that one, it is the next
+        that needs no further room for a grammar. None if the line has no such request, or if more than
+        `MAX_PASSED` stand before it.
 
         Args:
             newcomers: whether requests may start that have never run; else they are skipped.

@@ -11,11 +11,12 @@ class SpeculationStats(msgspec.Struct, frozen=True, omit_defaults=True):
     Attributes:
         drafter: name of what guesses; empty where nothing does.
         num_drafted: drafts that were sent, and decided on by the last stage.
-        num_accepted: of these, those that were right, and came before the end of their request.
-        num_forced_drafted, num_forced_accepted: of both, those that a grammar forced.
+        num_accepted: drafts among these that were right, and that came before the end of their request.
         num_cancelled: drafts that were sent behind a wrong one, and never decided on.
-        is_exact: drafts change no token, because on all ranks a number does not depend on what is computed
-            with it.
+        is_exact: whether drafts change no token. That is so if on all ranks a number does not depend on what
+            is computed with it.
+        num_forced_drafted, num_forced_accepted: how many of `num_drafted` and of `num_accepted` a grammar
+            forced.
     """
 
     drafter: str = ""
@@ -32,7 +33,7 @@ class SpeculationStats(msgspec.Struct, frozen=True, omit_defaults=True):
         """Return these counts with the given ones added.
 
         Args:
-            is_forced: a grammar forced the given drafts, which are counted as such, too.
+            is_forced: a grammar forced the given drafts: they are counted among the forced ones too.
         """
         return msgspec.structs.replace(
             self,
@@ -56,16 +57,16 @@ class SpeculationStats(msgspec.Struct, frozen=True, omit_defaults=True):
 class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The scheduler's statistics: how many requests run and wait now, and totals since the start."""
 
-    paused: bool = False  # an administrator has asked for it (`penstock.operations`)
+    paused: bool = False  # by an administrator (`penstock.operations`)
     held_back: str = ""  # why no waiting request starts; empty: nothing stands in its way
     num_running: int = 0
     num_waiting: int = 0  # preempted requests included
     num_preemptions: int = 0
-    recovered_requests: int = 0  # that a lost stage has interrupted, counted once for each loss
-    failed_steps: int = 0  # for which a stage had no memory
+    recovered_requests: int = 0  # requests that a lost stage has interrupted, once for each loss
+    failed_steps: int = 0  # steps for which a stage had no memory
     prompt_tokens: int = 0  # of requests that have yielded their first token, or ended without one
     generated_tokens: int = 0
-    micro_batches: int = 0  # that the decoding requests were split into for the last plan
-    fill_plans: int = 0  # in flight that fill the pipe
+    micro_batches: int = 0  # into which the decoding requests were split for the last plan
+    fill_plans: int = 0  # how many plans in flight fill the pipe
     speculation: SpeculationStats = SpeculationStats()
-    wire_s: float = 0.0  # of a plan between the stages and back, without what its bytes take
+    wire_s: float = 0.0  # latency of all links between stages, there and back, for a plan of no bytes

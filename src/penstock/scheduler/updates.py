@@ -19,7 +19,7 @@ def tokens_came(
 
     Args:
         reason: why the last of them ends the request; None if it does not.
-        drafts: how many of them had been guessed, and how many guesses were wrong.
+        drafts: how many of these tokens were guessed before, and how many guesses were wrong.
     """
     token_ids, is_first = request.token_ids[-num_tokens:], request.num_outputs == num_tokens
     return RequestUpdate(

@@ -11,15 +11,17 @@ sending waits for its result (`RequestState.awaits_result`), though the pipe may
 prompts are computed, steps are bound by computing, and no request drafts.
 
 Where fewer requests run than plans fill the pipe, stages would wait. Then a window may follow one whose
-result is not back: its first token guesses what the last draft before it yields. It is a plan of its own, and
-only made when no other request may run. When a guess was wrong, all windows behind it are void: the last
-stage drops them, and the next plan, whatever it runs, rewinds the row, so that no step waits for them.
+result is not back: the first token of the later window guesses what the step before yields behind its last
+draft. Such a window is a plan of its own, and only made when no other request may run. When a guess was
+wrong, all windows behind it are void: the last stage drops them, and the next plan, whatever it runs, rewinds
+the row to its newest token, so that no step waits for a void one.
 
-A drafter may compute elsewhere, and have its guesses some time later than the result. Where that is worth it
-the request waits for them (`RequestState.awaits_drafts`), and no longer than they should take.
+A drafter may compute elsewhere, and have its guesses some time later than the result. If they are worth it
+the request waits for them (`RequestState.awaits_drafts`), but at most about twice as long as they should
+take.
 
 Called by `scheduler.scheduler` when a plan is made, and by `scheduler.result_settlement` when its result has
-come. What to guess is the drafter's affair (`speculation.drafter`); how much, that of
+come. The drafter chooses what to guess (`speculation.drafter`). How many guesses a plan takes follows from
 `speculation.window_sizes` and `speculation.streaming`.
 """
 
@@ -48,13 +50,13 @@ from penstock.speculation.streaming import (
 )
 from penstock.speculation.window_sizes import least_chance, window_sizes
 
-_WORTH_WAITING = 0.5  # chance of a draft, from which on the next plan of its request waits for its result
-_PATIENCE = 2.0  # times as long as guesses should take a request waits for them,
-_LEAST_PATIENCE_S = 0.005  # and so much longer
-_NEWEST_WEIGHT = 0.2  # of a plan, in the time that plans take
+_WORTH_WAITING = 0.5  # a request whose next draft is right with this chance waits for its result before it
+_PATIENCE = 2.0  # a request waits for guesses this many times as long as they should take,
+_LEAST_PATIENCE_S = 0.005  # and these seconds longer
+_NEWEST_WEIGHT = 0.2  # of the newest plan in the average time of plans
 _LEAST_STAGE_S = 1e-6
-_CHANCE_STEPS = 50  # in which chances are told apart where the answer is kept
-_FREE_TOKENS = 8  # of a step whose cost is not known: so many cost little more than one on most devices
+_CHANCE_STEPS = 50  # chances are rounded to 1/50 before a window's size is looked up among the kept ones
+_FREE_TOKENS = 8  # so many tokens are taken to cost no more than one where costs are not known
 
 
 class NoWindows:
@@ -72,8 +74,8 @@ class NoWindows:
         """Do nothing; `DraftWindows` adds drafts (guessed tokens) to a plan that has decodes alone.
 
         Args:
-            num_running: requests that have a row (slot), in this plan or in others.
-            is_alone: no other plan is in the pipe, so that its time is that of all stages added up.
+            num_running: requests that have a row, in this plan or in others.
+            is_alone: no other plan is in the pipe; the time of this one is that of all stages added up.
         """
 
     def go_ahead(self, plan: PlanBuilder, running: Sequence[RequestState], *, is_full: bool) -> None:
@@ -89,7 +91,7 @@ class NoWindows:
         The plan carries the answer as `ScheduledBatch.mtp`.
 
         Args:
-            num_running: requests that have a row (slot).
+            num_running: requests that have a row.
         """
         return {}
 
@@ -125,7 +127,7 @@ class NoWindows:
         """Do nothing; `DraftWindows` takes new guesses, and releases requests that waited long enough."""
 
     def next_due(self) -> float:
-        """Return the clock time at which `refresh` has work without news of a drafter: infinite, never."""
+        """Return the clock time at which `refresh` has work even if no drafter has news; here infinite."""
         return math.inf
 
     def wait_sources(self) -> Sequence[int]:
@@ -146,14 +148,16 @@ class DraftWindows(NoWindows):
     """Adds the guesses of a drafter (drafts) to plans, as far as verifying them is worth the time.
 
     Args:
+        drafter: guesses the next tokens of requests.
+        allocator: gives blocks for drafts, of those that no other row needs.
+        costs: the stages' costs; None: they are not known, and times of plans are measured in place of them.
         most: most drafts of a row in one step.
         max_tokens: most tokens of a plan.
-        depth: how many plans fill the pipe.
-        with_grammars: requests with a grammar (structured output) get drafts too.
-        guides: know what grammars force and forbid.
-        is_exact: as `SpeculationStats` has it.
-        costs: the stages' costs; None: they are not known, and times of plans are measured in place of them.
+        depth: tells how many plans fill the pipe.
         clock: monotonic seconds.
+        with_grammars: requests with a grammar (structured output) get drafts too.
+        guides: know which tokens grammars force and forbid.
+        is_exact: drafts change no token (`SpeculationStats`).
     """
 
     def __init__(
@@ -177,10 +181,11 @@ class DraftWindows(NoWindows):
         self._clock = clock
         self._with_grammars = with_grammars
         self._guides = guides
-        self._drafts: dict[int, Draft] = {}  # by request: what follows the tokens that it has
-        self._streamed: dict[int, int] = {}  # by request that streams: tokens of its windows
+        # By the arrival number of the request:
+        self._drafts: dict[int, Draft] = {}  # guesses that follow the tokens that it has
+        self._streamed: dict[int, int] = {}  # tokens of each window, where windows follow each other
         self._hopeful: dict[int, RequestState] = {}  # requests that a drafter still guesses for
-        self._waits = Waits()  # of those
+        self._waits = Waits()  # how long the hopeful ones have waited
         self._forced: set[int] = set()  # requests whose drafts in flight a grammar has forced
         self._rewound: list[tuple[RequestState, RewoundRow]] = []  # since the last plan
         self._stats = SpeculationStats(drafter.name, is_exact=is_exact)
@@ -221,7 +226,7 @@ class DraftWindows(NoWindows):
         return True
 
     def _spare_blocks(self, request: RequestState, num_guesses: int, num_running: int) -> list[int] | None:
-        """Return blocks for guesses, or None if other rows may need these for their next token."""
+        """Return new blocks for guesses, or None if other rows may need them for their next token."""
         num_tokens = request.num_scheduled + num_guesses
         return self._allocator.grow(request.arrival, num_tokens, num_spare=num_running)
 
@@ -243,7 +248,11 @@ class DraftWindows(NoWindows):
         (self._forced.add if draft.is_forced else self._forced.discard)(request.arrival)
 
     def _next_ids(self, request: RequestState, least_chance: float) -> Sequence[int]:
-        """Return a window behind the tokens in flight; empty if these are not all, or badly, guessed."""
+        """Return the ids of a window behind the tokens in flight.
+
+        It is empty if a token in flight has no guess, or another guess than the drafter has now. It is also
+        empty if the chance is below `least_chance` that these guesses and the next one are right.
+        """
         draft, ahead = self._drafts.get(request.arrival, NO_DRAFT), len(request.guessed_ids)
         if not request.is_guessed or list(draft.token_ids[:ahead]) != request.guessed_ids:
             return ()
@@ -259,12 +268,13 @@ class DraftWindows(NoWindows):
         counts, has_prompts = {}, plan.prefill_tokens > 0
         for index, request in enumerate(plan.requests):
             question = self._question(request)
-            left = request.max_len - len(request.token_ids) - 1  # tokens that may be guessed, and one behind
+            left = request.max_len - len(request.token_ids) - 1  # tokens to guess; one is sampled behind them
             if question is None or left < 2:
                 continue
             room = left - request.num_awaited  # if all drafts in flight are right
             least_chance = question.least_chance
-            if request.num_awaited > plan.num_tokens[index]:  # only a good guess makes it wait for results
+            # With other steps in flight, the request waits for their results only for a good guess.
+            if request.num_awaited > plan.num_tokens[index]:
                 least_chance = max(least_chance, _WORTH_WAITING)
             most = min(question.most, max(1, room))
             question = question._replace(most=most, least_chance=least_chance)
@@ -275,15 +285,16 @@ class DraftWindows(NoWindows):
             if not plan.need_sampled[index] or (is_decode and has_prompts) or room < 1:
                 counts[index] = 0
                 continue
-            if is_decode and not self._prices.has_gaps:  # one more than was worth sending now
+            if is_decode and not self._prices.has_gaps:  # at most one more than the drafts worth sending now
                 wanted = min(wanted, 1 + len(plan.drafts.get(index, ())))
             counts[index] = self._with_blocks(plan, index, wanted, num_running)
         return counts
 
     def _with_blocks(self, plan: PlanBuilder, index: int, wanted: int, num_running: int) -> int:
-        """Return how many tokens the last stage may guess of a row, and add blocks for them.
+        """Return how many tokens the last stage may guess of a row, and add blocks to the row for them.
 
-        The last stage keeps keys and values of each guess but the last.
+        The last stage keeps keys and values of each guess but the last. So one guess needs no block, and is
+        left where there are no blocks to spare.
         """
         wanted = min(wanted, self._prices.most)
         blocks = self._spare_blocks(plan.requests[index], wanted - 1, num_running)
@@ -309,9 +320,9 @@ class DraftWindows(NoWindows):
         if self._prices.is_timing:
             self._prices.returned(step_id, self._clock())
         num_drafts, num_right = size - 1, len(token_ids) - 1
-        if not request.guessed_ids:  # no window of it was in flight
+        if not request.guessed_ids:  # the request had no drafts in flight
             return num_drafts, num_right
-        # Whether the first guess of the window behind it was decided on.
+        # 1 if the step's samples also decide on the first guess of the window behind; else 0.
         reaches_next = int(request.num_windows_ahead > 0 and num_right == num_drafts)
         num_void = request.follow(token_ids, step_id)
         if num_void:
@@ -330,9 +341,9 @@ class DraftWindows(NoWindows):
         self._consider(request)
 
     def _consider(self, request: RequestState) -> None:
-        """Decide what the request does with the guesses that there are.
+        """Decide what the request does with the guesses that the drafter has now.
 
-        It goes on with them, alone or in a stream, or waits for more.
+        It goes on with them, in one window or in several that follow each other, or waits for more.
         """
         arrival, draft = request.arrival, self._propose(request)
         self._drop_guesses(arrival)
@@ -385,7 +396,7 @@ class DraftWindows(NoWindows):
         return min(map(self._due, self._hopeful), default=math.inf)
 
     def _due(self, arrival: int) -> float:
-        """Return when a request goes on in any case; infinite if it does not wait."""
+        """Return the clock time until which a request waits for guesses; infinite if it does not wait."""
         return self._waits.until(arrival) if self._hopeful[arrival].awaits_drafts else math.inf
 
     def wait_sources(self) -> Sequence[int]:
@@ -412,7 +423,7 @@ class DraftWindows(NoWindows):
         prices, token_ids, sampling = self._prices, request.token_ids, request.sampling
         if not request.may_draft or prices.is_pointless:
             return None
-        most = min(prices.reach, request.max_len - len(token_ids) - 1)  # one is sampled behind them
+        most = min(prices.reach, request.max_len - len(token_ids) - 1)  # one token is sampled behind drafts
         if most <= 0 or (sampling.structured is not None and not self._with_grammars):
             return None
         least_chance = 0.0 if prices.has_gaps else prices.least_chance
@@ -436,12 +447,12 @@ class _Prices:
         costs, depth, most: as for `DraftWindows`.
 
     Attributes:
-        most: as given.
+        most: most drafts of a row in one step.
         num_running: requests that have a row.
-        has_gaps: stages wait while each request has one plan in the pipe.
-        num_busy: stages that compute at once.
-        reach: tokens that may be guessed: of one window, and, where stages wait, of those that follow it.
-        least_chance: of a draft that is worth its time beside a plan such as the last one.
+        has_gaps: fewer requests run than plans fill the pipe, so stages wait if each has one plan in it.
+        num_busy: how many stages compute at once.
+        reach: most tokens to guess: of one window, and, where stages wait, of the windows that follow it.
+        least_chance: of one draft that is worth its time in a plan such as the last one.
     """
 
     def __init__(self, costs: CostModel | None, depth: PlanDepth, most: int) -> None:
@@ -449,8 +460,9 @@ class _Prices:
         self._depth = depth
         self.most = most
         self._shape = _Shape(1, 0, is_alone=True)  # of the newest plan
-        self._made_at: dict[int, float] = {}  # by step, where costs are not known
-        self._trip_s = float(_FREE_TOKENS * depth.number)  # of a plan there; anything, to begin with
+        self._made_at: dict[int, float] = {}  # by step, where costs are not known: when it was planned
+        # Average seconds of a trip, there; until the first result replaces it any value will do.
+        self._trip_s = float(_FREE_TOKENS * depth.number)
         self._has_trips = False
         self._streamed_sizes = KeptSizes()
         self.least_chance = 0.0
@@ -499,8 +511,9 @@ class _Prices:
     def _num_rows(self) -> int:
         """The rows of the newest plan; where no stage waits, at least as many as plans have on average.
 
-        Drafts look cheap in a plan of few rows, and they fill it up: the other rows come later, in plans of
-        few rows, too. So more plans than stages would go round, each with drafts in the place of rows.
+        Without this bound, drafts would look cheap in a plan that happens to have few rows, and fill it. The
+        other rows would come in later plans of few rows, which drafts fill too. So more plans than stages
+        would go round, with drafts in the place of rows.
         """
         share = 0 if self.has_gaps else self.num_running // self._depth.number
         return max(self._shape.num_rows, share)
@@ -554,7 +567,10 @@ class _Prices:
         return seconds
 
     def worth_waiting(self, draft: Draft, waited_s: float) -> int:
-        """Return with how many guesses a request should go on; no more than there are if at once."""
+        """Return the number of guesses for which a request should wait.
+
+        If it is not more than the draft has, the request should go on at once.
+        """
         rows, seconds = self._num_rows, self._step_seconds()
         return guesses_worth_waiting(draft, self.most, rows, seconds, waited_s)
 
@@ -563,7 +579,7 @@ class _Shape(NamedTuple):
     """The shape of a plan, as far as it decides the price of drafts.
 
     Attributes:
-        attended: positions, of one token, on average.
+        attended: positions that one of its tokens attends to, on average.
         is_alone: no other plan was in the pipe with it.
     """
 
