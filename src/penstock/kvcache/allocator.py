@@ -1,12 +1,13 @@
 """Assigns KV blocks to requests, in a block table for each.
 
 The scheduler asks for enough blocks to hold a number of tokens; the answer is the ids to append to the
-request's block table on every rank. Owners are the scheduler's arrival numbers, which are never used again,
-unlike request ids and rows. Blocks given back may be given out by the very next plan: ranks run plans in
-order.
+request's block table on every rank. The owner of a table is a request, by its arrival number, which unlike
+request ids and rows is never used again. Blocks given back may be given out by the very next plan: ranks run
+plans in order.
 
-A table may begin with blocks that others hold too, or have held (`attach`): they are whole, and never written
-again. Others find its own blocks once these have names (`name`), which are hashes of their content.
+A table may begin with blocks that other owners hold too, or have held (`attach`): these are full, and never
+written again. Other requests find the owner's own blocks once they have names (`name`), which are hashes of
+their content.
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ class BlockAllocator:
 
         Args:
             matched_blocks: ids of these blocks; if there are none, nothing is done.
-            priority: what they are worth to the cache at least, now that this owner uses them.
+            priority: the least priority that the blocks get; the cache evicts those of lower priority first.
         """
         assert owner not in self._tables
         if matched_blocks:
@@ -92,7 +93,7 @@ class BlockAllocator:
 
         Args:
             hashes: the names: hashes of what the blocks are being filled with, one for each block.
-            priority: what the blocks are worth to the cache.
+            priority: of the blocks; the cache evicts those of lower priority first.
         """
         table = self._tables[owner]
         for depth, content in enumerate(hashes, first):
@@ -119,7 +120,7 @@ class BlockAllocator:
     def reserve(self, count: int) -> list[int]:
         """Take `count` blocks from the pool, pinned, and return their ids.
 
-        The caller has checked that there are so many. `release_reserved` ends it.
+        The caller has checked that there are so many. `release_reserved` ends the reservation.
         """
         blocks = self.pool.take(count)
         assert blocks is not None
@@ -127,9 +128,9 @@ class BlockAllocator:
         return blocks
 
     def release_reserved(self, blocks: Sequence[int], first: int, hashes: Sequence[bytes]) -> None:
-        """Release reserved blocks, after the first of them, one for each hash, have got these names.
+        """Name the leading ones of these reserved blocks, one for each hash, and release all of them.
 
-        Named blocks become findable; others are free if no owner holds them.
+        Named blocks become findable; the others become free unless an owner holds them.
 
         Args:
             blocks: ids of the reserved blocks, which follow each other in a prompt.

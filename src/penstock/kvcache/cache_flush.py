@@ -1,11 +1,12 @@
 """A flush of the cache, which lasts until all copies are over that were under way when it began [H16].
 
-    asked ── nothing is found from here on ──▶ all open orders answered, or lost ──▶ done
-                                                       └── store emptied as well ──▶ done
+    asked ── pool: nothing is found any more ──▶ all open orders answered, or lost ──▶ done
+                                                         └── store emptied as well ──▶ done
 
 Blocks that are being copied are held until all ranks have answered, so a flush frees them no earlier. The
-store is emptied last, since what is still on its way there would stay. Made by `scheduler.prefix_reuse`, for
-`engine.core.operations_in_force`, which looks now and then whether it is done. Knows no clock.
+store is emptied after that, since a block that is still being copied there would stay. A flush is made by
+`scheduler.prefix_reuse`, for `engine.core.operations_in_force`, which looks now and then whether it is done.
+No clock here.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class CacheFlush:
         if self._tier.has_open(self._orders):
             return False
         self._orders = frozenset()
-        # Not before: a copy that was still under way would stay in the store that was emptied.
+        # Only now, since a copy still under way would put its block into the store that was emptied.
         if self._to_empty is not None and self._emptying is None:
             self._emptying = self._to_empty.empty_store()
         return self._emptying is None or self._emptying.is_done

@@ -4,12 +4,12 @@
     lfu        the one that was found least often; of those the one that was let go longest ago
     priority   the one whose users mattered least; of those the one that was let go longest ago
 
-Time is a count of events, never a clock. Blocks of one request are let go at one time. Then the deeper one
-goes first, since nothing behind a missing block can be found, and of equally deep ones the one with the
-lower hash [H10]. A block is found whenever one behind it is found, so it is never worth less than those
-behind it.
+Time is a count of events, never a clock. The blocks of a request are let go in one event. Among them the
+deepest is evicted first (depth is the place in the chain of a prompt's blocks), since nothing behind a
+missing block can be found; of equally deep ones it is the one with the lower hash [H10]. Whenever a block is
+found, all blocks before it in the chain are found too, so they are never worth less.
 
-Blocks that open sessions keep (`kvcache.sessions`) go last of all, by the same policy.
+Blocks that open sessions keep (`kvcache.sessions`) are evicted after all others, by the same policy.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class EvictionOrder(Protocol):
 
 
 class HeapOrder:
-    """An eviction order as a heap; entries of blocks that have left stay until they come up.
+    """An eviction order as a heap; entries of blocks that have left it stay until they reach the top.
 
     Args:
         policy: decides which property of a block counts before the time at which it was let go.
@@ -120,8 +120,9 @@ class HeapOrder:
 class LruOrder:
     """An eviction order by the time at which blocks were let go, for which a queue suffices.
 
-    Blocks are added in the order of these times; restored ones are not, and lie in a heap beside. No two are
-    equal: blocks of one event are let go as a chain, the deepest first (`BlockPool.give_back`).
+    Blocks are added in the order of these times. Within one event that is right too: blocks are let go as a
+    chain, the deepest first (`BlockPool.give_back`). Restored blocks come in any order, so they lie in a heap
+    beside the queue.
     """
 
     def __init__(self) -> None:

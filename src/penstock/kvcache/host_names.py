@@ -3,13 +3,13 @@
     store or load ordered ──▶ in memory on every rank ──memory is full, or a copy failed──▶ given up by all
 
 Every rank has room for an equal number of blocks, however many bytes its own part of a block takes
-(`engine.supervisor.host_blocks`). So the core alone chooses which block memory gives up: the one used
+(`engine.supervisor.host_blocks`). So the core alone can choose which block memory gives up: the one used
 longest ago. A plan tells all ranks, which forget given-up blocks before they carry out the orders of that
-plan. Without a store behind memory, such a block is struck from the catalogue at once: no request waits for
-half of a block.
+plan. Without a store behind memory, the catalogue lists blocks in memory. A block given up is then removed
+from the catalogue at once, so that no request waits for a block that only some ranks still have.
 
-A block counts from the order to copy it on, so that memory is never fuller than it seems. Called by
-`kvcache.storage_tier` and its parts; knows no bytes.
+A block counts as in memory from the order to copy it there, so that memory is never fuller than it seems.
+Called by `kvcache.storage_tier` and its parts; nothing here handles bytes.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ from collections.abc import Iterable, Sequence
 from penstock.batch import OrderStatus
 from penstock.kvcache.stored_names import StoredNames
 
-MOST_UNHEARD = 4096  # given-up names that the plans in flight may bear; they are lost with an epoch
+# So many of the given-up names last announced are remembered: the plans that carry them may be lost with an
+# epoch, and then they are announced again.
+MOST_UNHEARD = 4096
 
 
 class HostNames:
@@ -33,10 +35,10 @@ class HostNames:
     def __init__(self, max_blocks: int) -> None:
         self._max_blocks = max_blocks
         self._names: OrderedDict[bytes, None] = OrderedDict()  # what was used longest ago comes first
-        self._copying: Counter[bytes] = Counter()  # open orders of each; such a block is not given up
-        self._doomed: set[bytes] = set()  # of these, those that are to be given up when they may be
-        self._given_up: list[bytes] = []  # that no plan has told yet
-        self._told: deque[bytes] = deque(maxlen=MOST_UNHEARD)
+        self._copying: Counter[bytes] = Counter()  # open orders by name; such a block is not given up
+        self._doomed: set[bytes] = set()  # names in `_copying` that are to be given up when the copy ends
+        self._given_up: list[bytes] = []  # names that no plan has announced yet
+        self._told: deque[bytes] = deque(maxlen=MOST_UNHEARD)  # names that plans have announced
 
     def __contains__(self, name: bytes) -> bool:
         return name in self._names
@@ -105,7 +107,7 @@ class HostNames:
     def drop(self, names: Iterable[bytes]) -> None:
         """Give up the blocks of these names that are in memory.
 
-        A block that is being copied is given up when the copy ends, unless that stores it anew.
+        A block that is being copied is given up when the copy ends, unless that copy stores it again.
         """
         for name in names:
             if name in self._copying:
@@ -118,9 +120,9 @@ class HostNames:
         self.drop(list(self._names))
 
     def count_there(self, names: Sequence[bytes]) -> int:
-        """Return how many leading `names` of those that the catalogue lists can be loaded.
+        """Return how many of these `names`, from the first on, can be loaded; the catalogue has listed them.
 
-        These are all, since a store is behind memory.
+        With a store behind memory all of them can.
         """
         return len(names)
 
@@ -159,7 +161,7 @@ class OnlyHostNames(HostNames):
 
     Args:
         max_blocks: blocks that each rank has room for, at least one.
-        stored: told of each block that is gone.
+        stored: each block that is given up is removed from these names.
     """
 
     def __init__(self, max_blocks: int, stored: StoredNames) -> None:
@@ -167,7 +169,10 @@ class OnlyHostNames(HostNames):
         self._stored = stored
 
     def count_there(self, names: Sequence[bytes]) -> int:
-        """Return how many leading `names` are in memory still; the catalogue that listed them may be late."""
+        """Return how many of these `names`, from the first on, are still in memory.
+
+        The catalogue has listed them, but blocks may have been given up since.
+        """
         return next((index for index, name in enumerate(names) if name not in self), len(names))
 
     def _give_up(self, name: bytes) -> None:

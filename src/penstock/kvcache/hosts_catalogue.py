@@ -3,10 +3,11 @@
     look up ──▶ own store: the first n are there ──▶ all other hosts: how many of these n? ──▶ the least
     enter, strike, empty ──▶ own store and all others
 
-The core reads the store of its own host. Where one store serves all hosts there is no other one. Where each
-host has a store to itself (on its disk), one rank of it answers for the layers of all ranks there. So a block
-counts as stored if every host can load its part. Questions go over the channels of plans and are never waited
-for. With an epoch they are lost, and asked again in the next one (`kvcache.prefetching`).
+The core reads the store of its own host. Where one store serves all hosts, that is the only one. Where each
+host has a store to itself (on its disk), one rank of the host answers for the layers of all ranks there. So a
+block counts as stored if every host can load its part. Questions go over the channels that carry plans, and
+the core never waits for the answers. When an epoch ends its open questions are lost; they are asked again in
+the next one (`kvcache.prefetching`).
 
 Implements `kvcache.stored_names.Catalogue`.
 """
@@ -33,6 +34,10 @@ class HostsEmptying:
     """The deletion of a model's blocks in the stores of all hosts, while it is under way.
 
     Implements `kvcache.stored_names.Emptying`.
+
+    Args:
+        own: the deletion in the core's own store.
+        num_others: other hosts that are to empty their stores.
     """
 
     def __init__(self, own: Emptying, num_others: int) -> None:
@@ -58,7 +63,7 @@ class _Question:
     """A question to other hosts.
 
     Attributes:
-        count: leading blocks that all hosts have that have answered.
+        count: how many leading blocks the hosts have that have answered so far: the least of their counts.
         num_awaited: hosts that have not answered.
     """
 
@@ -80,18 +85,18 @@ class HostsCatalogue:
         self._asked: dict[int, Sequence[bytes]] = {}  # names by ticket: the own store is asked
         self._questions: dict[int, _Question] = {}  # by ticket: other hosts are asked
         self._answered: list[tuple[int, int]] = []
-        self._numbers = itertools.count()  # of emptyings
+        self._numbers = itertools.count()  # of deletions in other hosts' stores
         self._emptyings: dict[int, HostsEmptying] = {}
 
     def meet(self, sites: StoreSites, calls: StoreCalls) -> bool:
         """Use these stores from now on, over the ranks of a new epoch; return whether they may be others.
 
-        Unless one store serves all hosts, before and after, they may be. Then open questions are forgotten.
+        They may not if one store serves all hosts, before and after. Else open questions are forgotten.
         Implements `Catalogue.meet`.
         """
         if sites == self._sites == ONE_STORE:
             return False
-        # Before the sites are exchanged: it goes by the sites that were asked.
+        # While the old sites are still set: whether questions were open depends on these.
         self.lose_all()
         self._sites, self._calls = sites, calls if sites.others else NO_STORE_CALLS
         return True
@@ -99,7 +104,7 @@ class HostsCatalogue:
     def lose_all(self) -> None:
         """Forget the questions to other hosts, since the ranks that would answer are lost.
 
-        Emptying their stores has failed then.
+        Deletions that are under way in stores of other hosts count as failed.
         """
         self._calls = NO_STORE_CALLS
         if self._sites.others:
@@ -113,7 +118,8 @@ class HostsCatalogue:
     def look_up(self, ticket: int, names: Sequence[bytes]) -> None:
         """Ask how many of the first of these names are in the stores of all hosts; does not wait.
 
-        The own store is asked first, other hosts when it has answered. `answers` returns the result.
+        The core's own store is asked first, and the other hosts when that one has answered. `answers` returns
+        the result.
         Implements `Catalogue.look_up`.
 
         Args:
@@ -125,8 +131,8 @@ class HostsCatalogue:
     def answers(self) -> list[tuple[int, int]]:
         """Return (ticket, number of leading names stored) of the questions answered since the last call.
 
-        What the own store has answered is passed on to the other hosts as a question. Implements
-        `Catalogue.answers`.
+        When the core's own store has answered, the other hosts are asked about the names that it has.
+        Implements `Catalogue.answers`.
         """
         for ticket, count in self._own.answers():
             if (names := self._asked.pop(ticket, None)) is not None:
@@ -179,7 +185,7 @@ class HostsCatalogue:
         self._own.close()
 
     def _ask_others(self, ticket: int, names: Sequence[bytes]) -> None:
-        """Ask the other hosts about the blocks that the own store has."""
+        """Ask the other hosts about the blocks that the core's own store has."""
         others = self._sites.others if names else ()
         if not others:
             self._answered.append((ticket, len(names)))

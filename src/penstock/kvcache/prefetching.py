@@ -3,9 +3,9 @@
     LOOKED_UP ──found──▶ LOADING ──▶ (no longer waits)
         └──────nothing found, no room, or too late──▶ (no longer waits)
 
-Blocks are reserved in the pool before they are ordered, and found by others once all ranks have answered.
-How long a request waits is a policy [H3]: for a time, not at all, or until each block has come or failed.
-Called by `kvcache.storage_tier`.
+Blocks are reserved in the pool before their loads are ordered. Other requests find them once all ranks have
+answered. How long a request waits is a policy [H3]: for a time, not at all, or until each block has come or
+failed. Called by `kvcache.storage_tier`.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from penstock.kvcache.host_names import AnyHostNames
 from penstock.kvcache.stored_names import Catalogue, StoredNames
 from penstock.kvcache.tier_orders import TierOrders
 
-EARLY_S = 0.5  # longest load, judged by the last one, behind which a request begins before it is done
-LOOK_S = 0.001  # between two looks for what the catalogue has answered
-ANSWER_S = 10.0  # for the catalogue's answer, where a request waits for all of its blocks
+EARLY_S = 0.5  # a request may begin before its load is done if that should take no more, by the last load
+LOOK_S = 0.001  # seconds between two looks for what the catalogue has answered
+ANSWER_S = 10.0  # seconds for the catalogue's answer, where a request waits for all of its blocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,9 +64,10 @@ class Prefetch:
         give_up_at: clock time until which the request waits.
         blocks: ids of the pool's blocks that are reserved for the leading `names`.
         open_orders: orders to load that are not answered, each with its index in `blocks`.
-        is_flushed: the cache was flushed: what comes is not made findable.
-        good: indices of the blocks that were loaded.
-        held: ids of the blocks of `before`, pinned while others are loaded: without them those are not found.
+        is_flushed: the cache was flushed, so the blocks that come are not made findable.
+        good: indices in `blocks` of those that were loaded.
+        held: ids of the blocks of `before`. They are pinned until the loads are over: if one of them were
+            evicted, the loaded blocks behind it could not be found.
         ordered_at: clock time at which the loads were ordered.
     """
 
@@ -75,7 +76,7 @@ class Prefetch:
     give_up_at: float
     blocks: list[int] = field(default_factory=list)
     open_orders: dict[int, int] = field(default_factory=dict)  # order: index in `blocks`
-    is_flushed: bool = False  # what comes is not to be found any more
+    is_flushed: bool = False
     good: set[int] = field(default_factory=set)
     held: list[int] = field(default_factory=list)
     ordered_at: float = -math.inf
@@ -98,8 +99,8 @@ class _Manner:
     """The recent behaviour of the store.
 
     Attributes:
-        is_slow: it did not answer in time: no request waits for it until it has.
-        block_s: what each block of the last load took; infinite if one failed, and before the first load.
+        is_slow: an answer or a load was too late. No request waits until the catalogue answers in time again.
+        block_s: seconds for each block of the last load; infinite if one failed, and before the first load.
     """
 
     is_slow: bool = False
@@ -128,9 +129,9 @@ class Prefetching:
     A name is the content hash of a block. Requests are known by their arrival numbers.
 
     Args:
-        allocator: gives the blocks of the pool into which is loaded.
+        allocator: gives blocks of the pool to load into.
         catalogue: asked which names the store has; answers come later.
-        stored: the names that this core knows to be stored; told of each answer.
+        stored: the names that this core knows to be stored; learns from each answer.
         orders: takes the orders to the ranks.
         memory: the record of the blocks that ranks keep in host memory; what they load is kept there, too.
         clock: monotonic seconds.
@@ -152,9 +153,9 @@ class Prefetching:
         self._clock = clock
         self._patience = patience
         self._prefetches: dict[int, Prefetch] = {}  # by the arrival number of the request
-        self._tickets: dict[int, tuple[int, float]] = {}  # of open questions: whose, and asked when
+        self._tickets: dict[int, tuple[int, float]] = {}  # of open questions: the request, and asked when
         self._manner = _Manner()
-        self._loads: dict[int, int] = {}  # order: whose
+        self._loads: dict[int, int] = {}  # by open order: the request
 
     @property
     def all_open_orders(self) -> list[int]:
@@ -166,9 +167,10 @@ class Prefetching:
         return order in self._loads
 
     def next_look(self) -> float:
-        """Return the clock time at which to look for news even if no rank has answered; infinite: none.
+        """Return the clock time at which to look for news even if no rank has answered.
 
-        Then the catalogue may have answered, or a request has waited long enough.
+        By then the catalogue may have answered, or a request has waited long enough. Infinite if there is
+        nothing to wait for.
         """
         now = self._clock()
         prefetches = [prefetch for prefetch in self._prefetches.values() if not prefetch.is_flushed]
@@ -196,7 +198,7 @@ class Prefetching:
     def ask_again(self) -> None:
         """Repeat all open questions to the catalogue, which will not answer the old ones.
 
-        The requests wait from now on for as long as at first.
+        The requests may wait for the answers as long, from now on, as they might at first.
         """
         asked, self._tickets = self._tickets, {}
         now = self._clock()
@@ -227,12 +229,15 @@ class Prefetching:
     def on_the_way(self, arrival: int) -> tuple[int, list[int]]:
         """Return which blocks of a request are being loaded, if the request may start before they have come.
 
-        It may not if one of them has failed, if the load, by the last one, takes longer than `EARLY_S`, or if
-        the request waits no longer: within its step it would wait on.
+        It may not start in three cases:
+
+        - one of the blocks has failed;
+        - the load should take longer than `EARLY_S`, judged by the last load;
+        - the time is over for which the request may wait, since its step would wait for the blocks too.
 
         Returns:
-            The place of the first of them among the request's blocks, and their ids; none if it may not
-            start.
+            The place of the first of these blocks among the request's blocks, and their ids; no ids if the
+            request may not start.
         """
         prefetch = self._prefetches.get(arrival)
         if prefetch is None or prefetch.is_flushed or not prefetch.blocks:
@@ -251,7 +256,7 @@ class Prefetching:
     def forget_request(self, arrival: int) -> None:
         """Forget a request that starts or has ended, unless ranks load blocks of it.
 
-        Those blocks become findable all the same, and the request is forgotten when they have come.
+        Blocks being loaded become findable all the same, and the request is forgotten when they have come.
         """
         prefetch = self._prefetches.get(arrival)
         if prefetch is not None and not prefetch.open_orders:
@@ -268,7 +273,7 @@ class Prefetching:
             if self._clock() - asked_at < self._patience.answer_s:
                 self._manner.is_slow = False
             prefetch = self._prefetches.get(arrival)
-            if prefetch is None:  # it has started, or gone, or the ranks were lost since it was asked
+            if prefetch is None:  # the request has started or ended since, or the ranks were lost
                 continue
             count = self._memory.count_there(prefetch.names[:count])
             self._reserve(prefetch, count, num_spare)
@@ -283,15 +288,15 @@ class Prefetching:
                 self._release(self._prefetches.pop(arrival), 0)
 
     def _reserve(self, prefetch: Prefetch, count: int, num_spare: int) -> None:
-        """Reserve blocks for the load, and pin those before them, so that none of these is evicted."""
+        """Reserve blocks for the load, and pin the cached blocks before them, so that none is evicted."""
         prefetch.held = self._allocator.find(prefetch.before)
-        # Pinned before room is counted and blocks are taken: both count idle blocks, and these may be idle.
+        # Pinned first, since these may be idle: idle blocks count as room, and taking blocks may evict them.
         self._allocator.pin(prefetch.held)
         room = max(0, self._allocator.num_free_blocks - num_spare)
         prefetch.blocks = self._allocator.reserve(min(count, room))
 
     def _release(self, prefetch: Prefetch, count: int) -> None:
-        """Release what was reserved; the first `count` blocks become findable."""
+        """Release the reserved and the held blocks; the first `count` reserved ones become findable."""
         first = len(prefetch.before)
         self._allocator.release_reserved(prefetch.blocks, first, prefetch.names[:count])
         self._allocator.unpin(prefetch.held)
@@ -300,8 +305,8 @@ class Prefetching:
         """Record the outcome of an order to load, which all ranks have answered.
 
         Returns:
-            The outcome of the request's load, if this was its last open order; the blocks that have come are
-            findable then. Else an empty list.
+            The outcome of the request's load in a list, if this was its last open order; else an empty list.
+            The leading blocks that have come are findable then, unless the cache was flushed meanwhile.
         """
         arrival = self._loads.pop(order)
         prefetch = self._prefetches[arrival]

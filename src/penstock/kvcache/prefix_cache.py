@@ -1,16 +1,17 @@
-"""Knows what blocks hold, and which of those without a holder to keep: one index for the whole pipe.
+"""Knows what KV blocks hold, and which unused ones to evict first; one index serves the whole pipe.
 
-A block id means the same slots on every stage, so what is found here is there on all of them, whatever their
-number. A block gets its name, a hash of its content, when the plan that fills it is issued: ranks run plans
-in order, so a later plan may read it at once.
+A block id means the same slots on every stage, so a block that is found here is there on all stages. A block
+gets its name, a hash of its content, when the plan that fills it is issued: ranks run plans in order, so the
+next plan may already read the block.
 
     taken ──named──▶ cached, held ──let go by all──▶ idle ──evicted──▶ taken for something else
                           ▲                            │
                           └─────────found again────────┘
 
-Two requests may compute the same block side by side; the first one's is named, the other's stays without a
-name. The last block of a prompt that is found whole is computed again, for the logits, and takes the name.
-Owned by `kvcache.block_pool`, which counts the holders. Pure: no clock, no randomness.
+Two requests may compute the same block side by side. Then the block of the first gets the name, and the block
+of the other stays without one. If a prompt is found as a whole, its last block is computed again, since the
+logits of the last token are wanted; the new block takes the name from the old one if that is idle. Owned by
+`kvcache.block_pool`, which counts the holders. Pure: no clock, no randomness.
 """
 
 from __future__ import annotations
@@ -136,12 +137,12 @@ class PrefixCache:
     def name(self, block: int, depth: int, content: bytes, priority: int = 0) -> int | None:
         """Give a held block the name (hash) of what it is being filled with.
 
-        If another held block has the name already, that one keeps it; an idle block gives it away.
+        If another block has the name already, it keeps the name while it is held; an idle one loses it.
 
         Args:
             depth: the block's place in the chain of its prompt's blocks.
-            content: the name.
-            priority: what the block is worth to an eviction policy that asks for it.
+            content: the hash that is the name.
+            priority: of the block; the policy "priority" evicts blocks of lower priority first.
 
         Returns:
             The id of the idle block that has lost the name, and is free now; None if there was none.
@@ -164,7 +165,7 @@ class PrefixCache:
         """Record that a request has found a block and holds it: an idle block leaves the eviction order.
 
         Args:
-            priority: the request's; the block keeps the highest of all.
+            priority: of the request; the block keeps the highest priority of all requests that used it.
         """
         self.hold(block)
         self._uses[block] += 1
@@ -180,9 +181,9 @@ class PrefixCache:
         return self._uses[block]
 
     def tick(self) -> None:
-        """Begin another event: blocks let go from now on were let go later than all before.
+        """Begin another event: blocks let go from now on count as let go later than all before.
 
-        Events stand in place of a clock.
+        The eviction order counts events in place of time.
         """
         self._now += 1
 
@@ -205,7 +206,7 @@ class PrefixCache:
 
     def evict(self) -> int:
         """Choose the idle block to give up, take its name away, and return its id; there must be one."""
-        # Out of the order before it loses its name, which is part of its worth.
+        # The block leaves the order before it loses its name, because its place there depends on the name.
         block = self._order.pop(self._worth)
         self._unname(block)
         self.num_evicted += 1

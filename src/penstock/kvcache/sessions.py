@@ -7,14 +7,14 @@
 Kept blocks are given up last (`kvcache.eviction`), and never make a request wait. A session keeps the names
 of blocks (their hashes, `kvcache.block_hash`), whether the blocks are there or not. There are three bounds:
 
-    of each session     its capacity: what only older turns had goes first, and of one turn the deepest block,
-                        since nothing behind a missing one can be found
-    of all together     half of the pool: the session goes short that was used longest ago
-    in time             a session without a request for its idle timeout is closed, here and by itself
+    of each session     its capacity: names that only older turns had go first, and of one turn the deepest
+                        block, since nothing behind a missing one can be found
+    of all together     half of the pool: the session that was used longest ago loses names first
+    in time             a session without a request for its idle timeout is closed by the core (`expire`)
 
-Only the order in which blocks are given up depends on all this, so plans name other blocks, and no token
-changes. Owned by `scheduler.prefix_reuse`; opened and closed by `engine.core.operations_in_force`; clients
-hear of it by `take_changes`.
+Only the order in which blocks are given up depends on sessions. So they change which blocks plans name, and
+no token. Owned by `scheduler.prefix_reuse`; opened and closed by `engine.core.operations_in_force`.
+`take_changes` says which sessions were opened and closed, for clients.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from penstock.kvcache.allocator import BlockAllocator
 from penstock.kvcache.stats import SessionStats
 from penstock.operations import CloseSession, OpenSession
 
-KEPT_SHARE = 2  # one part in so many of the pool
+KEPT_SHARE = 2  # sessions keep at most the pool's blocks divided by this
 
 
 def unknown_session(session_id: str) -> NotFoundError:
@@ -47,8 +47,10 @@ class _Session:
     """An open session.
 
     Attributes:
+        asked: the operation that opened the session, or last changed its bounds.
+        max_blocks: most names that are kept for it.
         live: arrival numbers of its requests that have not ended.
-        names: that are kept for it; the first is given up first.
+        names: names of blocks that are kept for it; the first is given up first.
     """
 
     asked: OpenSession
@@ -81,8 +83,8 @@ class Sessions:
         self._max_sessions = max_sessions
         self._clock = clock
         self._open: OrderedDict[str, _Session] = OrderedDict()  # used longest ago first
-        self._keepers: Counter[bytes] = Counter()  # sessions that keep each name
-        self._look_at = math.inf  # nobody is idle for too long before
+        self._keepers: Counter[bytes] = Counter()  # how many sessions keep each name
+        self._look_at = math.inf  # before this time no session has been idle for too long
         self._changed: dict[str, OpenSession | None] = {}  # since the last `take_changes`; None: closed
         self.num_reaped = 0
 
@@ -120,7 +122,7 @@ class Sessions:
     def open(self, operation: OpenSession) -> None:
         """Open a session (a conversation whose KV blocks are kept between requests), or change its bounds.
 
-        A session that is open already gets the bounds of the operation, which counts as a use.
+        A session that is open already gets the bounds of the operation; that counts as a use of the session.
 
         Raises:
             InvalidRequestError: there is no prefix cache.
@@ -152,7 +154,7 @@ class Sessions:
         self._changed[operation.session_id] = operation
 
     def close(self, session_id: str) -> None:
-        """Close a session: its blocks are kept no longer, and its requests go on.
+        """Close a session: its blocks are not kept any longer, and its requests continue.
 
         Raises:
             NotFoundError: the session is not open.
@@ -221,7 +223,7 @@ class Sessions:
         self._open.move_to_end(session.asked.session_id)
 
     def _keep(self, session: _Session, names: Sequence[bytes]) -> None:
-        """Keep names, which are worth more than all that the session keeps already, the first most."""
+        """Keep names: the session gives them up after all others that it keeps, and the first one last."""
         for name in reversed(names):
             if name in session.names:
                 session.names.move_to_end(name)

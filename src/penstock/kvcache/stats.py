@@ -15,14 +15,14 @@ class CacheStats(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     prefix_tokens: int = 0  # of requests that have started, or started again
     prefix_hit_tokens: int = 0  # of these, found in the prefix cache
     cached_blocks: int = 0  # that a request could find, held ones included
-    evicted_blocks: int = 0  # that something else has taken the place of
+    evicted_blocks: int = 0  # cached blocks that were given up for other content
 
 
 class StoreStats(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The counts of KV blocks copied to the store and from it since the start, and how the store was used."""
 
-    stored_blocks: int = 0  # all parts of which the ranks have put into the store
-    loaded_blocks: int = 0  # and got from it
+    stored_blocks: int = 0  # whose parts all ranks have put into the store
+    loaded_blocks: int = 0  # whose parts all ranks have got from it
     failed_blocks: int = 0  # that could not be stored or loaded
     use: StoreUse = NO_STORE_USE  # by ranks and core together
 

@@ -4,18 +4,18 @@
     in the catalogue ──a request that begins so waits──▶ blocks reserved ──order──▶ every rank loads its part
                                     ──all have answered──▶ named in the pool, idle: found as any other block
 
-The core decides, ranks carry out, and nothing counts before all of them have answered. So a block is stored
-or loaded on all stages or on none, whatever each of them met with [H5] [H6] [H13]. The catalogue says
+The core decides, ranks carry out, and no copy counts before all ranks have answered. So a block is stored or
+loaded on all stages or on none, even if a copy fails on one of them [H5] [H6] [H13]. The catalogue says
 that all parts of a block were stored once. It is a hint: a part that is gone or bad only makes a load fail.
 
 A request whose blocks are being loaded may begin before they are there, where no other runs. Ranks then wait
 for each layer before they run it, and the core waits with the result until all have answered. If some blocks
 do not come, the core drops the result, and the request begins again behind the blocks that have come.
 
-A block that is being copied is pinned in the pool. There are three parts: `kvcache.write_back` stores blocks,
-`kvcache.prefetching` loads them, and `kvcache.stored_names` records what is known of the store.
-`kvcache.host_names` knows which blocks ranks keep in host memory in front of it. Called by the scheduler, in
-the core's thread.
+A block that is being copied is pinned in the pool. The tier has four parts: `kvcache.write_back` stores
+blocks, `kvcache.prefetching` loads them, `kvcache.stored_names` records which blocks the store has, and
+`kvcache.host_names` records which blocks ranks keep in host memory in front of the store. Called by the
+scheduler, in the core's thread.
 """
 
 from __future__ import annotations
@@ -99,14 +99,15 @@ class StorageTier:
         return len(self._orders) > 0
 
     def next_look(self) -> float:
-        """Return the clock time at which to look for news even if no rank has answered; infinite: none.
+        """Return the clock time at which to look for news even if no rank has answered.
 
-        Then the catalogue may have answered, or a request has waited long enough.
+        By then the catalogue may have answered, or a request has waited long enough. Infinite if there is
+        nothing to wait for.
         """
         return self._prefetching.next_look()
 
     def take_orders(self) -> list[TierOrder]:
-        """Remove and return the orders to copy blocks that ranks have not got, for the plan being issued."""
+        """Remove and return the orders to copy blocks that no plan carries yet, for the plan being issued."""
         return self._orders.take_orders()
 
     def take_given_up(self) -> list[bytes]:
@@ -173,7 +174,7 @@ class StorageTier:
     def forget_request(self, arrival: int) -> None:
         """Forget a request that starts or has ended, unless ranks load blocks of it.
 
-        Those blocks become findable all the same, and the request is forgotten when they have come.
+        Blocks being loaded become findable all the same, and the request is forgotten when they have come.
         """
         self._prefetching.forget_request(arrival)
 
@@ -206,12 +207,12 @@ class StorageTier:
                 continue
             self.totals.num_failed += status != "done"
         self._stored.enter(entered)
-        # Only when all answers are taken: how many more begin depends on the orders that are still open.
+        # After all answers are taken: how many more copies may begin depends on the orders still open.
         self._write_back.order_more()
         return loaded
 
     def distrust(self, names: Sequence[bytes]) -> None:
-        """Make the blocks of these names unfindable in the store and in host memory: they are not good."""
+        """Make the blocks of these names unfindable in the store and in host memory: they may be wrong."""
         self._stored.distrust(names)
         self._write_back.disown(names)
         self._memory.drop(names)
@@ -219,8 +220,8 @@ class StorageTier:
     def meet(self, sites: StoreSites, calls: StoreCalls) -> None:
         """Use the stores in which the ranks of a new epoch (after a loss, or at the start) keep blocks.
 
-        If they are others than before, what is known of them is forgotten, and waiting requests are looked up
-        again.
+        If they may be others than before, all names known to be stored are forgotten, and the catalogue is
+        asked again for waiting requests.
 
         Args:
             sites: which stores these are, and which layers' parts of blocks each has.

@@ -1,6 +1,6 @@
 """Finds where the ranks of a pipeline keep their parts of blocks: in the core's store, or in their hosts'.
 
-Ranks say it when they have loaded their weights. Used by the core, once an epoch, and by
+Each rank reports its host's store when it has loaded its weights. Used by the core, once an epoch, and by
 `kvcache.hosts_catalogue`. Pure.
 """
 

@@ -1,7 +1,7 @@
 """The names of blocks that are known to be in the store, and the catalogue that is asked about the rest.
 
 A name is the content hash of a KV block. Looking names up in the catalogue may take long, so questions are
-answered later: `kvcache.hosts_catalogue` implements it.
+answered later. `kvcache.hosts_catalogue` implements `Catalogue`.
 """
 
 from __future__ import annotations

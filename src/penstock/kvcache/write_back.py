@@ -1,4 +1,4 @@
-"""Decides which KV blocks ranks store, and orders it, a few at a time.
+"""Decides which KV blocks ranks store, and orders them to be stored, a few at a time.
 
     named, or found often enough ──▶ waiting line ──few at a time──▶ order ──all ranks have answered──▶ stored
 
@@ -16,8 +16,8 @@ from penstock.kvcache.host_names import AnyHostNames
 from penstock.kvcache.stored_names import StoredNames
 from penstock.kvcache.tier_orders import TierOrders
 
-MAX_OPEN_STORES = 256  # blocks that are being copied at once, or a quarter of the pool
-MAX_WAITING_STORES = 1 << 16  # blocks that are to be stored when others have been
+MAX_OPEN_STORES = 256  # blocks that are copied at once, or a quarter of the pool where that is less
+MAX_WAITING_STORES = 1 << 16  # blocks in the waiting line; further ones are not stored
 
 
 class WriteBack:
@@ -46,10 +46,10 @@ class WriteBack:
         self._known = stored
         self._orders, self._memory = orders, memory
         self._store_when_found = store_when_found
-        self._stores: dict[int, tuple[int, bytes]] = {}  # open: block and name
-        self._to_store: deque[tuple[int, bytes]] = deque()
-        self._pending: set[bytes] = set()  # names of both
-        self._disowned: set[bytes] = set()  # names of open ones that are not to be found
+        self._stores: dict[int, tuple[int, bytes]] = {}  # by open order: block and name
+        self._to_store: deque[tuple[int, bytes]] = deque()  # the waiting line: block and name
+        self._pending: set[bytes] = set()  # names in `_stores` and `_to_store`
+        self._disowned: set[bytes] = set()  # names in `_stores` that are not to be found when stored
 
     @property
     def open_orders(self) -> list[int]:
@@ -137,14 +137,14 @@ class WriteBack:
         most = min(MAX_OPEN_STORES, max(1, self._allocator.num_blocks // 4))
         while self._to_store and len(self._stores) < most:
             block, name = self._to_store[0]
-            # Looked up anew: since it was queued the block may have been evicted, and hold something else.
+            # Looked up again, since the block may have been evicted and hold something else by now.
             is_there = self._allocator.find([name]) == [block]
             if is_there and not self._memory.make_room(name):
                 return  # until an order is answered
             self._to_store.popleft()
             if is_there:
-                # Pinned before it is ordered, until all ranks have answered: they read it beside their steps.
+                # Pinned until all ranks have answered, because they read the block while other steps run.
                 self._allocator.pin([block])
                 self._stores[self._orders.order_copy(False, block, name)] = block, name
-            else:  # it was given up meanwhile
+            else:  # the block was evicted while it waited
                 self._pending.discard(name)
