@@ -1,13 +1,13 @@
 """Computes how many guesses a request should wait for, if its drafter takes time for each.
 
-With n guesses that are right with chance c, each if all before it were, a step yields 1 + c + ... + c^n
-tokens. It takes C(rows (n + 1)) seconds where all rows of its plan bring as many. A request that has none in
-hand and waits for n, m seconds each, gets
+With n guesses, each of which is right with chance c if all before it were, a step yields 1 + c + ... + c^n
+tokens. The step takes C(rows (n + 1)) seconds if all rows of its plan bring n guesses. A request that has no
+guess yet, and waits m seconds for each of n guesses, gets
 
     (1 - c^(n + 1)) / (1 - c)  /  (C(rows (n + 1)) + n m)      tokens a second
 
-and n = 0 is to go on without. Time that it has waited already counts, too: what matters is tokens a second
-from one step to the next. No clock of its own.
+With n = 0 it goes on without guesses. Time that the request has waited already counts too, since what matters
+is tokens a second from one step to the next. No clock here.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from collections.abc import Callable
 
 from penstock.speculation.drafter import Draft
 
-_MOST_CHANCE = 0.99  # that is believed
-_MARGIN = 0.03  # of the rate, that waiting must gain
-_MOST_VAIN = 3  # times that a request waits in vain, until it hears of guesses again
+_MOST_CHANCE = 0.99  # higher chances are not believed
+_MARGIN = 0.03  # the part of the rate that waiting must gain
+_MOST_VAIN = 3  # a request that waited in vain so often does not wait again before guesses have come
 
 
 def guesses_worth_waiting(
@@ -30,8 +30,8 @@ def guesses_worth_waiting(
     Where that is no more than it has, it should not wait.
 
     Args:
-        draft: the guesses that it has, and how long more take.
-        most: guesses of a step.
+        draft: the guesses that it has, and how long further ones take.
+        most: most guesses of the request in a step.
         num_rows: rows of the plan that it would be in.
         seconds: the time that a step of so many tokens takes.
         waited_s: seconds since the request could have gone on.
@@ -54,32 +54,37 @@ class Waits:
     def __init__(self) -> None:
         self._since: dict[int, float] = {}
         self._until: dict[int, float] = {}
-        self._num_vain: dict[int, int] = {}  # since guesses have come
+        self._num_vain: dict[int, int] = {}  # vain waits since guesses last came
 
     def waited_s(self, arrival: int, now: float) -> float:
-        """Return the seconds since it could have gone on; the first call says that it can now."""
+        """Return the seconds since the request could have gone on: since the first call after `end`."""
         return now - self._since.setdefault(arrival, now)
 
     def goes_on(self, arrival: int, now: float, longest: float) -> bool:
-        """Return whether its wait, which was to last so long at its beginning, does not end now."""
+        """Return whether a request's wait goes on; if its time is over, count it as vain.
+
+        Args:
+            now: clock time.
+            longest: seconds that the wait may last; the value of the first call after `end` counts.
+        """
         if now < self._until.setdefault(arrival, now + longest):
             return True
         self._num_vain[arrival] = self._num_vain.get(arrival, 0) + 1
         return False
 
     def are_vain(self, arrival: int) -> bool:
-        """Return whether it should not wait again until it has heard of guesses."""
+        """Return whether a request should not wait again before guesses have come."""
         return self._num_vain.get(arrival, 0) >= _MOST_VAIN
 
     def until(self, arrival: int) -> float:
         return self._until.get(arrival, math.inf)
 
     def heard(self, arrival: int) -> None:
-        """Note that guesses have come."""
+        """Note that guesses for the request have come."""
         self._num_vain.pop(arrival, None)
 
     def end(self, arrival: int) -> None:
-        """End the wait, since the next token has come."""
+        """End the request's wait, since the next token has come."""
         self._since.pop(arrival, None)
         self._until.pop(arrival, None)
 

@@ -1,11 +1,11 @@
 """The seam for drafters, which guess the next tokens of a request.
 
-The scheduler asks a drafter for tokens when a result of a request has come, and tells it what became of the
-last ones. A drafter decides nothing: how many of its tokens are used follows from their chance and from what
-a step costs (`speculation.window_sizes`), and whether they are right is decided on the last stage.
+The scheduler asks a drafter for tokens when a result of a request has come, and reports how many of the last
+ones were right. A drafter decides nothing. How many of its tokens are used follows from their chance and from
+what a step costs (`speculation.window_sizes`). Whether they are right is decided on the last stage.
 
-A drafter that computes elsewhere (`drafting.model_drafter`) answers with what is there, and says how long
-more takes; the scheduler looks again when it has news.
+A drafter that computes elsewhere (`drafting.model_drafter`) answers with the guesses that it has by then, and
+says how long further ones take. The scheduler asks again when the drafter has news.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ class Draft:
     Attributes:
         token_ids: in order; empty where the drafter has no guess.
         chance: the chance that a token is right if all before it were, between 0 and 1.
-        more_s: seconds until one more token is guessed, and again for each that follows; infinite: none
-            will be.
-        is_forced: a grammar leaves no other choice.
+        more_s: seconds until one more token is guessed, and again for each further one; infinite: no more
+            will be guessed.
+        is_forced: a grammar allows no other tokens than these.
     """
 
     token_ids: Sequence[int] = ()
@@ -43,10 +43,10 @@ class Question(NamedTuple):
     """A request whose next tokens are to be guessed.
 
     Attributes:
-        request: its number, which is never used again.
+        request: its arrival number, which is never used again.
         token_ids: all of its tokens, prompt and output. Between two questions they only grow.
-        most: tokens to guess.
-        least_chance: a guess that is less likely is of no use now.
+        most: the most tokens to guess.
+        least_chance: a guess that is right with less than this chance is of no use now.
         prompt_len: tokens of the prompt.
         sampling: how its tokens are chosen.
     """
@@ -63,8 +63,8 @@ class Drafter(Protocol):
     """Guesses tokens of many requests.
 
     Attributes:
-        name: for metrics and logs.
-        is_at_tail: the last stage guesses, as `wants` says; else neither `wants` nor `hear` is called.
+        name: its name in metrics and logs.
+        is_at_tail: the last stage guesses, as `wants` says. If false, neither `wants` nor `hear` is called.
     """
 
     name: str
@@ -85,24 +85,25 @@ class Drafter(Protocol):
         """Return how many tokens the last stage is to guess of a request in the plan that is made.
 
         Args:
-            num_busy: stages that compute at once, each of which has an equal share of the time.
+            num_busy: how many stages compute at once; the last stage's part of a step is one of so many.
 
         Returns:
-            At most `question.most`; None: the stage need not even read the request's tokens.
+            1 to `question.most`; None: the stage guesses none and need not read the request's tokens.
         """
         ...
 
     def hear(self, request: int, num_known: int, token_ids: Sequence[int]) -> None:
         """Take the last stage's guesses behind the first `num_known` tokens of the request.
 
-        Called before the newest of these tokens are asked about.
+        Called before `propose` is called with the newest of these tokens.
         """
         ...
 
     def accept(self, request: int, num_drafted: int, num_accepted: int) -> None:
-        """Learn how many tokens of the last guess were tried, and how many of these were right.
+        """Learn how many drafts a step decided on, and how many of these were right.
 
-        A drafter that compares its guesses with the tokens of the next question need not use this.
+        Drafts that a grammar forced are left out. A drafter that compares its guesses with the tokens of the
+        next question need not use this.
         """
         ...
 
@@ -111,9 +112,9 @@ class Drafter(Protocol):
         ...
 
     def poll(self) -> Collection[int]:
-        """Return the requests of which more has been guessed since the last call.
+        """Return the requests for which more has been guessed since the last call.
 
-        It is worth asking about these again.
+        For these `propose` has news.
         """
         ...
 
@@ -127,7 +128,7 @@ class Drafter(Protocol):
 
 
 class OwnGuesses:
-    """The defaults of a drafter that guesses by itself; one that lets the last stage guess overrides all."""
+    """The defaults of a drafter that guesses itself; one that lets the last stage guess overrides them."""
 
     @property
     def is_at_tail(self) -> bool:
@@ -150,4 +151,4 @@ class LocalDrafter(OwnGuesses):
         return ()
 
     def close(self) -> None:
-        """Do nothing: it holds nothing that is to be closed."""
+        """Do nothing: this drafter holds nothing that must be closed."""

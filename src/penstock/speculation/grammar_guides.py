@@ -3,14 +3,15 @@
     schema     {"name": …, "age": …}
     text       {"name": "Ada"              what may follow is     , "age":     and nothing else
 
-The keys of an object, its punctuation and the rest of a choice that is all but made are known before any
-layer runs. So the core keeps a matcher for each request that drafts and has a grammar: it cuts what a drafter
-guessed before the first token that the grammar forbids, and where the grammar forces a text, that is the
-guess. It is always right: the mask of the last stage, too, allows a forced text in its usual tokens alone.
+The keys of an object, its punctuation and the rest of a choice of which one option is left are known before
+any layer runs. So the core keeps a matcher for each request that drafts and has a grammar. It cuts a
+drafter's guess before the first token that the grammar forbids. Where the grammar forces a text, that text
+can be the guess instead. A forced guess is always right, because the last stage allows a forced text in its
+usual tokens alone, too.
 
-The last stage has a matcher of its own, which decides (`sample.grammar_rows`); what is found here changes no
-token. A grammar is built in a thread beside the core, once for all requests that have it; until then nothing
-is guessed for them. A grammar of which anything goes wrong here is not guided any more.
+The last stage has a matcher of its own, which decides (`sample.grammar_rows`); guides change no token. A
+grammar is built in a thread beside the core, once for all requests that have it; until then nothing is
+guessed for them. If a matcher fails here, its request gets no drafts any more.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ _logger = logging.getLogger(__name__)
 
 
 class NoGuides:
-    """Leaves drafts as they are, so that only the last stage sees to what a grammar forbids."""
+    """Leaves drafts as they are, so that only the last stage finds tokens that a grammar forbids."""
 
     def guided(
         self,
@@ -53,12 +54,12 @@ class NoGuides:
         """Return the draft of a request with a grammar.
 
         Args:
-            request: the number that it has for the drafter.
+            request: its number in questions to the drafter.
             structured: its grammar.
-            prompt_len: tokens that the grammar does not speak of.
+            prompt_len: tokens of the prompt, to which the grammar does not apply.
             token_ids: all tokens that it has. They only grow between two calls.
             draft: the drafter's guess.
-            most: tokens to guess.
+            most: the most tokens to guess.
         """
         return draft
 
@@ -82,7 +83,7 @@ class GrammarGuides(NoGuides):
         self._building = ThreadPoolExecutor(1, thread_name_prefix="draft-grammar")
         self._open_vocabulary = cache(open_vocabulary)
         self._vocab_size = vocab_size
-        self._built: OrderedDict[bytes, Future[Matcher]] = OrderedDict()  # to be copied
+        self._built: OrderedDict[bytes, Future[Matcher]] = OrderedDict()  # requests get copies of these
         self._guides: dict[int, _Guide] = {}
 
     def open(self) -> None:
@@ -143,11 +144,11 @@ class _Guide:
     """The matcher of one request.
 
     Args:
-        built: a matcher at the beginning of a text.
-        num_read: tokens that it does not speak of.
+        built: a matcher at the beginning of a text, once it is built.
+        num_read: tokens of the prompt, to which the grammar does not apply.
 
     Attributes:
-        is_lost: the matcher cannot say any more what follows.
+        is_lost: the matcher has failed, or the text has ended, so it cannot say what follows.
     """
 
     def __init__(self, built: Future[Matcher], num_read: int) -> None:
@@ -158,7 +159,7 @@ class _Guide:
 
     @property
     def is_ready(self) -> bool:
-        """Whether the grammar is there and all that was read follows it."""
+        """Whether the grammar is built and the matcher can say what follows."""
         if self._matcher is None and not self.is_lost and self._built.done():
             self._matcher = self._built.result().copy()
         return self._matcher is not None and not self.is_lost
@@ -169,20 +170,20 @@ class _Guide:
         new = token_ids[self._num_read :]
         self._num_read = len(token_ids)
         self._matcher.accept(new)
-        self.is_lost = bool(self._matcher.error)  # behind the end of a text, for one
+        self.is_lost = bool(self._matcher.error)  # for example, tokens came behind the end of the text
 
     def forced(self, most: int) -> Sequence[int]:
-        """Return the tokens that must follow."""
+        """Return the tokens that must follow, at most `most`; none if there is a choice."""
         assert self._matcher is not None
         return () if self.is_lost else self._matcher.forced()[:most]
 
     def allowed(self, draft_ids: Sequence[int]) -> Sequence[int]:
-        """Return the tokens of a draft that may follow."""
+        """Return the first tokens of a draft, up to one that the grammar forbids."""
         assert self._matcher is not None
         return () if self.is_lost or not draft_ids else draft_ids[: self._matcher.num_allowed(draft_ids)]
 
 
 def _promise(draft: Draft) -> float:
-    """Return how many tokens of a draft can be expected to be right."""
+    """Return how many tokens of a draft are right on average."""
     chance, length = min(draft.chance, 0.999), len(draft.token_ids)
     return chance * (1.0 - chance**length) / (1.0 - chance)

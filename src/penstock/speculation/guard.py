@@ -1,9 +1,9 @@
 """The guard around a drafter, which keeps a faulty one from harming requests.
 
-Drafts change no token, so that a drafter is never worth a request: one that raises, takes too long or guesses
-ids that are not tokens is switched off until the engine starts again, with one line in the log. Requests go
-on without drafts. (A call cannot be interrupted: one that never comes back holds up the core, which the
-supervisor notices by its missing heartbeat.)
+Drafts change no token, so no request may fail for them. A drafter that raises, takes too long or guesses ids
+that are not tokens is switched off until the engine starts again, with one line in the log. Requests go on
+without drafts. (A call cannot be interrupted. If one never returns, the core hangs, and the supervisor
+notices its missing heartbeat.)
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class GuardedDrafter:
 
     Args:
         drafter: the drafter that is called.
-        vocab_size: ids that the model has.
+        vocab_size: the number of ids that the model has; a guess that is not below it is a fault.
         clock: monotonic seconds.
     """
 
@@ -37,7 +37,7 @@ class GuardedDrafter:
         self._is_at_tail = drafter.is_at_tail
         self._vocab_size = vocab_size
         self._clock = clock
-        self._promised: set[int] = set()  # requests that were told of more to come
+        self._promised: set[int] = set()  # requests for which the drafter has promised more guesses
 
     def propose(self, question: Question) -> Draft:
         draft = self._call(lambda drafter: drafter.propose(question))
@@ -79,7 +79,8 @@ class GuardedDrafter:
         news = self._call(lambda drafter: drafter.poll())
         if news is not None:
             return news
-        promised, self._promised = self._promised, set()  # nothing more will come
+        # Nothing more will come; as news, this lets the requests that wait for guesses go on.
+        promised, self._promised = self._promised, set()
         return promised
 
     def wait_sources(self) -> Sequence[int]:
@@ -91,7 +92,7 @@ class GuardedDrafter:
             self._drafter = None
 
     def _call(self, call: Callable[[Drafter], Result]) -> Result | None:
-        """Return the drafter's answer; None if it is switched off, or is now."""
+        """Return the drafter's answer; None if it is switched off, or if this call switches it off."""
         if self._drafter is None:
             return None
         began = self._clock()

@@ -1,7 +1,6 @@
-"""The guesses of a drafter for one request, held against the tokens that then come.
+"""The guesses of a drafter for one request, compared with the tokens that then come.
 
-A guess is compared with the tokens that come in its place, whether or not it was sent; so the chance that a
-guess is right is measured at no cost. Pure.
+A guess is compared even if it was not sent. So the chance that a guess is right is measured at no cost. Pure.
 """
 
 from __future__ import annotations
@@ -10,10 +9,10 @@ import math
 from collections.abc import Sequence
 
 FIRST_CHANCE = 0.7  # of a guess, until something is measured
-_NEWEST_WEIGHT = 0.05  # of a token in the measured chance,
-_FIRST_COUNTS_AS = 4  # and what is assumed of it at first weighs as much as so many tokens
-LEAST_USE = 0.15  # chance of the last guess that is still asked for
-LEAST_CHANCE = 0.2  # of guesses that are asked for at all
+_NEWEST_WEIGHT = 0.05  # the least weight of a new token in the measured chance
+_FIRST_COUNTS_AS = 4  # the chance to begin with weighs as much as so many tokens
+LEAST_USE = 0.15  # the last guess that is asked for is right, with all before it, with this chance or more
+LEAST_CHANCE = 0.2  # where a guess is right with less chance, none is asked for, but for trials
 
 
 class Chance:
@@ -48,7 +47,7 @@ class GuessedText:
 
     @property
     def num_behind(self) -> int:
-        """The number of tokens that were read and that the newest guess does not know of."""
+        """The number of tokens that were read behind those that the newest guess follows."""
         return self._num_read - self._num_known
 
     def hear(self, num_known: int, token_ids: Sequence[int]) -> None:
@@ -82,8 +81,11 @@ class GuessedText:
 
 
 def useful(chance: float, least: float = LEAST_USE) -> int:
-    """Return how many guesses in a row are of use: all come true with that chance at least.
+    """Return how many guesses in a row are of use: the most that are all right with chance `least`.
 
-    It is one in any case.
+    One is always of use.
+
+    Args:
+        chance: the chance that a guess is right if all before it were.
     """
     return max(1, int(math.log(least) / math.log(min(chance, 0.99))))

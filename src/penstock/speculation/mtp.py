@@ -1,8 +1,9 @@
 """The core's side of the MTP layer, which guesses on the last stage.
 
-Plans say of which rows the layer reads the tokens, and how many it guesses (`wants`); results bring what it
-has guessed (`hear`). Where its guesses are too seldom right to be of use it is left out, and read and asked
-for a stretch of some texts, to see whether that has changed.
+The MTP layer (multi-token prediction) is a layer of the checkpoint that was trained to guess the next tokens.
+Plans say for which rows the layer reads the tokens, and how many it guesses (`wants`); results bring its
+guesses (`hear`). Where guesses are right too seldom to be of use, the layer is left out. It is then tried on
+stretches of some texts, to see whether that has changed.
 """
 
 from __future__ import annotations
@@ -19,17 +20,17 @@ from penstock.speculation.guessed_text import (
     useful,
 )
 
-# Where guesses are of no use, one token is guessed behind each of so many tokens
+# A trial: where guesses are of no use, one token is guessed behind each of so many tokens.
 _TRIAL_TOKENS = 24
-_TRIAL_REQUESTS = 8  # of one in so many requests, of which the layer reads the prompt as well,
-_TRIAL_EVERY = 256  # and of every request after so many tokens of its answer, and again
+_TRIAL_REQUESTS = 8  # one in so many requests begins with a trial, for which the layer reads the prompt too
+_TRIAL_EVERY = 256  # every request has a trial each time its answer has got so many tokens more
 
 
 class MTPDrafter(LocalDrafter):
     """A drafter whose guesses come from the last stage.
 
     Args:
-        guess_share: the cost of a guess, as a share of a step of the whole model.
+        guess_share: the cost of a guess, as a share of the cost of a step of the whole model.
     """
 
     name = "mtp"
@@ -37,7 +38,7 @@ class MTPDrafter(LocalDrafter):
     def __init__(self, guess_share: float) -> None:
         self._guess_share = guess_share
         self._texts: dict[int, _Text] = {}
-        self._chance = Chance(FIRST_CHANCE)  # of all requests
+        self._chance = Chance(FIRST_CHANCE)  # measured on all requests
 
     @property
     def is_at_tail(self) -> bool:
@@ -62,7 +63,7 @@ class MTPDrafter(LocalDrafter):
         return Draft(guessed[: question.most], text.chance.value) if guessed else NO_DRAFT
 
     def accept(self, request: int, num_drafted: int, num_accepted: int) -> None:
-        """Do nothing: the tokens themselves tell when they are read."""
+        """Do nothing: the next tokens show how many guesses were right."""
 
     def forget(self, request: int) -> None:
         self._texts.pop(request, None)
@@ -78,7 +79,8 @@ class _Text(GuessedText):
     """The guesses of one request.
 
     Attributes:
-        heard: a guess that is newer than the tokens with which the one before is compared.
+        heard: the newest guess as `hear` brought it. It is taken up only after the new tokens were compared
+            with the guess before it.
     """
 
     heard: tuple[int, Sequence[int]] | None = None

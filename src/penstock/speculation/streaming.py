@@ -1,19 +1,19 @@
 """The choice whether windows of one request follow each other through the pipe, and how large they are.
 
     waiting     | w0 |    |    | w1 |    |    |      a window enters when the result of the last is back
-    streaming   | w0 | w1 | w2 | w3 | w4 | w5 |      it enters at once, and guesses what that will yield
+    streaming   | w0 | w1 | w2 | w3 | w4 | w5 |      it enters at once, and guesses what the last will yield
 
-A window takes the *trip* through all stages and back; streaming, one leaves the pipe every *beat*, which is
-the time of the slowest stage. A guess is right with chance c if all before it were. So until the first wrong
-guess there come c / (1 - c) right ones and one token more, and c^n / (1 - c^n) windows of n tokens follow
-the first before one is void. Tokens a second are
+A window takes the time of a *trip* through all stages and back. When windows stream, one leaves the pipe
+every *beat*, which is the time of the slowest stage. A guess is right with chance c if all before it were. So
+there are c / (1 - c) right guesses and one token more before the first wrong guess, and c^n / (1 - c^n)
+windows of n tokens follow the first window before one is void. Tokens a second are
 
     waiting     (1 - c^n) / (1 - c)  /  trip alone(n)
     streaming    1 / (1 - c)  /  (trip(n) + beat(n) c^n / (1 - c^n))
 
-Where each guess takes time, a window that waits for its result waits for n - 1 of them too, and those that
-stream leave no sooner than they come. With n = 1 and D = trip / beat the second is (R + 1) / ((R + D) beat),
-R = c / (1 - c): the law of docs/speculative-decoding.md. Pure arithmetic.
+Where each guess takes time, a waiting request waits for n - 1 guesses too before its next window, and a beat
+is no shorter than the guesses of a window take. With n = 1, D = trip / beat and R = c / (1 - c), the rate of
+streaming is (R + 1) / ((R + D) beat): the law of docs/speculative-decoding.md. Pure arithmetic.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-LEAST_CHANCE_AHEAD = 0.05  # that a window is of use, below which it is not sent ahead
-LEAST_CHANCE_QUEUED = 0.5  # the same of one that waits at the first stage, where the right one may find it
-KEPT_PLANS = 32  # for so many plans a size is kept at most,
-_PRICE_STEP = 0.2  # and while no price has gone to another step of so much in its logarithm
+LEAST_CHANCE_AHEAD = 0.05  # a window is sent ahead if it is of use with this chance,
+LEAST_CHANCE_QUEUED = 0.5  # and with this one if it would wait at the first stage, before the right one
+KEPT_PLANS = 32  # a size is kept for so many plans at most,
+_PRICE_STEP = 0.2  # and while the logarithm of each price, rounded to such steps, stays the same
 _LEAST_S = 1e-6
-_MOST_CHANCE = 0.99  # that is believed
-_MARGIN = 0.05  # of the rate, that streaming must gain
+_MOST_CHANCE = 0.99  # higher chances are not believed
+_MARGIN = 0.05  # the part of the rate that streaming must gain
 
 
 class PipeTimes(NamedTuple):
     """The times that windows take, in seconds.
 
     Attributes:
-        alone: times of each stage for a window of so many tokens, while no other stage computes.
-        shared: the same, while all do.
-        latency: sum over all ways between the stages and back.
-        num_streams: requests that take turns on the stages.
-        guess: time of one guess, where guesses have to be waited for.
+        alone: returns the time of each stage for a window of so many tokens, while no other stage computes.
+        shared: returns the same while all stages compute.
+        latency: time on all links between stages and back, added up.
+        num_streams: requests whose windows take turns on the stages.
+        guess: time of one guess, where the request has to wait for guesses; else 0.
     """
 
     alone: Callable[[int], Sequence[float]]
@@ -50,11 +50,12 @@ class PipeTimes(NamedTuple):
 
 
 def streamed_size(chance: float, most: int, times: PipeTimes) -> int:
-    """Choose the tokens of each window of a request that streams; 0: it should not.
+    """Choose how many tokens each window of a request has if windows stream; 0: they should not stream.
 
     Args:
         chance: the chance that a guess is right if all before it were.
-        most: tokens of a window.
+        most: most tokens of a window.
+        times: the times that windows take.
     """
     chance = min(chance, _MOST_CHANCE)
     sizes = range(1, most + 1)
@@ -79,14 +80,15 @@ def _streaming_rate(chance: float, size: int, times: PipeTimes) -> float:
 class KeptSizes:
     """The sizes of streamed windows, each worked out once while prices are about the same.
 
-    Nearly every token of a text brings a guess, and to work a size out takes 100 us and more. A size that was
-    chosen because large windows seemed cheap must not outlive the first measurement of one.
+    Nearly every token of a text brings a guess, and to work a size out takes 100 us and more, so sizes are
+    kept. But prices are compared for every plan: a size that was chosen because large windows seemed cheap
+    must not outlive the first measurement of a large window.
     """
 
     def __init__(self) -> None:
         self._sizes: dict[tuple[int, int, int], int] = {}  # by chance, most and requests
-        self._kept_from = 0  # the plan since which these are kept
-        self._prices: list[int] = []  # in steps, for which they are right
+        self._kept_from = 0  # the step since which these sizes are kept
+        self._prices: list[int] = []  # the prices for which the sizes are right, in steps
         self._is_new_plan = True
 
     def planned(self, step_id: int) -> None:
@@ -99,7 +101,13 @@ class KeptSizes:
     def of(
         self, key: tuple[int, int, int], prices: Callable[[], list[float]], work_out: Callable[[], int]
     ) -> int:
-        """Return the kept size; work it out if there is none for these prices, in seconds."""
+        """Return the kept size; work it out if none is kept for these prices.
+
+        Args:
+            key: what the size depends on besides the prices.
+            prices: returns the prices in seconds; called once for each plan.
+            work_out: returns the size.
+        """
         if self._is_new_plan:
             self._is_new_plan = False
             steps = [round(math.log(max(price, _LEAST_S)) / _PRICE_STEP) for price in prices()]

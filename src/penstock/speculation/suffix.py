@@ -4,15 +4,16 @@
                   ^^^^^^^^^^^^^^^          ^^^^^^^^^^^^^^^   the same three tokens
                                   ^ cursor                  so "fox" is the guess
 
-Code that is edited, answers that quote and lists whose items look alike repeat long pieces. The drafter
-keeps, for each request, where every token was seen last, every sequence of three and every one of eight.
-While the text goes on as it did before, the cursor moves with it, and a guess costs no search. Where the text
-leaves the old one, a new place is looked up: the longest sequence first, as it is right most often. A single
-token is right so seldom that its guess is worth sending only where it costs next to nothing.
+Code that is edited, answers that quote and lists whose items look alike repeat long pieces. For each request
+the drafter keeps the place where each token, each sequence of three tokens and each of eight was seen last.
+While the text goes on as it did there, the cursor moves with it, and a guess costs no search. Where the text
+departs from the old one, a new place is looked up. The longest sequence is tried first, as its guess is right
+most often. The guess behind a single token is right so seldom that it is worth sending only where it costs
+next to nothing.
 
-Each token that comes also says whether the cursor had it right, whether or not the guess was sent. So the
-chance of a draft is measured at no cost, by how many tokens agree before it: for this request, and, while
-little is known of it, for all of them.
+Each token that comes shows whether the cursor was right, even if the guess was not sent. So the chance of a
+draft is measured at no cost, for each class of how many tokens before the cursor agree with the end of the
+text. A request begins with the chances measured on all requests, and then measures its own.
 
 Prompt lookup is the idea of Saxena (2023); suffix trees over more texts are arXiv 2411.04975. Memory is
 linear in the text, and time is linear in the tokens that came since the last call, of which each call takes a
@@ -29,21 +30,21 @@ from penstock.speculation.drafter import NO_DRAFT, Draft, LocalDrafter, Question
 
 LENGTHS = (8, 3, 1)  # tokens of a sequence that is looked up
 MOST_READ = 4096  # tokens that one call takes in; the rest of a long prompt follows with the next
-_FEW = 128  # tokens that are followed one by one, more than a window has; others are a prompt
-_RUN_BOUNDS = (2, 3, 8, 20)  # tokens in a row that are the same before the cursor: below, between and above
+_FEW = 128  # so many new tokens are followed one by one; more, as of a prompt, are noted all at once
+_RUN_BOUNDS = (2, 3, 8, 20)  # of the classes: how many tokens in a row agree before the cursor
 _NEWEST_WEIGHT = 0.1  # of a token in the measured chance
-_FIRST_CHANCES = (0.2, 0.4, 0.4, 0.7, 0.9)  # until something is measured
+_FIRST_CHANCES = (0.2, 0.4, 0.4, 0.7, 0.9)  # by class, until something is measured
 _NOWHERE = -1
 
 
 class SuffixDrafter(LocalDrafter):
-    """Guesses from each request's own text."""
+    """Guesses the next tokens of a request from its own text."""
 
     name = "suffix"
 
     def __init__(self) -> None:
         self._texts: dict[int, _Text] = {}
-        self._chances = list(_FIRST_CHANCES)  # of all requests
+        self._chances = list(_FIRST_CHANCES)  # by class, measured on all requests
 
     def propose(self, question: Question) -> Draft:
         token_ids, most = question.token_ids, question.most
@@ -62,7 +63,7 @@ class SuffixDrafter(LocalDrafter):
         return Draft(found, chance)
 
     def accept(self, request: int, num_drafted: int, num_accepted: int) -> None:
-        """Do nothing: the tokens themselves tell when they are read."""
+        """Do nothing: the next tokens show how many guesses were right."""
 
     def forget(self, request: int) -> None:
         self._texts.pop(request, None)
@@ -72,7 +73,7 @@ class _Text:
     """The index of one request's text.
 
     Args:
-        chances: by class of the run, to begin with.
+        chances: the chance of a guess by class, to begin with; this object changes the list.
 
     Attributes:
         num_read: tokens that were taken in.
@@ -84,8 +85,8 @@ class _Text:
         self.num_read = 0
         self.cursor = _NOWHERE
         self._run = 0  # tokens in a row that are the same before the cursor and at the end of the text
-        # Hash of a sequence -> position behind it, where it was seen last. Where two have one hash, a guess
-        # is wrong.
+        # Hash of a sequence -> position behind the place where it was seen last. If two sequences have one
+        # hash, the guess may be wrong, which does no harm.
         self._ends: dict[int, int] = {}
 
     @property
@@ -107,7 +108,7 @@ class _Text:
         self.num_read = end
 
     def _skip(self, token_ids: Sequence[int], end: int) -> None:
-        """Note the sequences that end up to `end`, all at once, since these tokens were not guessed."""
+        """Note all sequences of new tokens up to `end` at once; no guess is compared with these tokens."""
         for length in LENGTHS:
             first = max(0, self.num_read - length + 1)  # where the first new sequence begins
             shifted = (token_ids[first + offset : end] for offset in range(length))

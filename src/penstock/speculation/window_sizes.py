@@ -1,14 +1,15 @@
 """The number of drafts of each row that are worth their time.
 
-A step over n tokens takes C(n) seconds and yields one token for each row, and for each draft its chance of
-being accepted. Drafts are added in falling order of that chance, as long as the step yields no fewer tokens a
-second than without the next one:
+A step over n tokens takes C(n) seconds. It yields one token for each row, and each draft adds, on average, as
+much of a token as its chance to be right. Drafts are added in falling order of that chance, as long as the
+step yields no fewer tokens a second than without the next one:
 
     (tokens + chance) / C(n + 1)  >=  tokens / C(n)
 
-While a step is bound by reading weights, C hardly grows and drafts cost next to nothing; where it is bound by
-computing (many rows, or a slow processor) a draft must be nearly certain, and soon none is worth it. So
-speculation ends by itself where it would lose, and comes back when rows become few or the text predictable.
+While a step is bound by reading weights, C hardly grows and drafts cost next to nothing. Where a step is
+bound by computing (many rows, or a slow processor), a draft must be nearly certain, and with more rows no
+draft is worth its time. So speculation ends by itself where it would lose, and comes back when rows become
+few or the text predictable.
 
 The d-th draft of a row counts with chance ** d: it is of use only if all before it are right. Pure
 arithmetic.
@@ -21,9 +22,9 @@ from collections.abc import Callable, Sequence
 
 from penstock.speculation.drafter import Draft
 
-LEAST_CHANCE = 0.2  # below, a draft is never sent: what a step costs is not known so exactly
-_LEAST_S = 1e-9  # of a step
-_MARGIN = 0.02  # of the rate, that a draft must gain
+LEAST_CHANCE = 0.2  # a less likely draft is never sent: what a step costs is not known so exactly
+_LEAST_S = 1e-9  # no step counts as shorter
+_MARGIN = 0.02  # the part of the rate that a draft must gain
 
 
 def least_chance(num_tokens: int, seconds: Callable[[int], float]) -> float:
@@ -42,15 +43,15 @@ def window_sizes(drafts: Sequence[Draft], num_tokens: int, seconds: Callable[[in
     """Choose how many tokens of each draft to send.
 
     Args:
-        drafts: those of the rows that bring any.
+        drafts: one for each row that has any.
         num_tokens: tokens of the step without drafts, at least one for each row.
-        seconds: the time that a step of so many tokens takes; grows with them.
+        seconds: returns the time of a step of so many tokens, which grows with them.
 
     Returns:
-        [len(drafts)] tokens of each.
+        [len(drafts)] the number of tokens of each draft.
     """
     sizes = [0] * len(drafts)
-    # Chances in falling order; a row's next draft comes into question when the one before was taken.
+    # The next draft of each row, the likeliest first; it can be added only behind the one before it.
     waiting = [(-draft.chance, index) for index, draft in enumerate(drafts) if draft.token_ids]
     heapq.heapify(waiting)
     yielded, now = float(num_tokens), max(seconds(num_tokens), _LEAST_S)
