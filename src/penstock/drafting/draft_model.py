@@ -12,11 +12,11 @@ from penstock.kvcache.block_pool import BlockPool
 from penstock.process.config import DrafterConfig
 from penstock.rank.loading import available_bytes, build_runner, load_rank
 
-KV_SHARE = 0.1  # share of the memory that is free once the weights are loaded
+KV_SHARE = 0.1  # the part of the memory that is free once the weights are loaded that the KV cache may take
 
 
 def open_turns(config: DrafterConfig) -> DraftTurns:
-    """Load the model.
+    """Load the draft model, and return turns that run it.
 
     Raises:
         NotEnoughMemoryError: not a single block of keys and values fits.
@@ -46,7 +46,7 @@ def open_turns(config: DrafterConfig) -> DraftTurns:
 
 
 def _num_blocks(config: DrafterConfig, block_bytes: int, available: int) -> int:
-    """Return as many blocks as all requests at full length could use, if they fit."""
+    """Return as many blocks as all requests at full length could use, or as many as fit."""
     rank = config.rank
     wanted = rank.max_num_seqs * -(-rank.max_model_len // rank.block_size)
     fitting = int(KV_SHARE * available) // block_bytes

@@ -1,15 +1,15 @@
 """The turns of a draft model: the texts that it computes next, and its guesses.
 
-Each turn is one step of the model over all texts that have work: those that lag behind compute some of their
-tokens, those that do not guess one more. Guesses that turn out right stay as they are, with their keys and
-values, so that a text which is guessed well costs one token for each guess:
+Each turn is one step of the model over the texts that have work. A text computes tokens that it lacks keys
+and values for; if these are all, the step also guesses the next token. Guesses that turn out right stay as
+they are, with their keys and values, so that a text which is guessed well costs one token for each guess:
 
-    known     a b c                    a b c d e              a b c d e
-    guessed         d e f g                    f g                    f x     one was wrong: what follows it
-    computed  ^^^^^^^^^^^ (all but g)                                        is guessed anew
+    known     a b c                    a b c d e              a b c d e h
+    guessed         d e f g                    f g                        …   f was wrong: what follows h
+    computed  ^^^^^^^^^^^ (all but g)                                        is guessed again
 
-A text has a row and blocks while there is room; the one asked about longest ago loses both first, and
-computes its tokens again when it is asked about.
+A text has a row and blocks while there is room. If there is none, the text that was asked about longest ago
+loses both, and its tokens are computed again when it is next asked about.
 
 Called by `drafting.drafter_process`, which has the model. Pure bookkeeping.
 """
@@ -32,12 +32,16 @@ class _Text:
     """The text of one request.
 
     Attributes:
-        token_ids: the known ones, and behind them the guesses.
-        num_computed: number of these whose keys and values are in its blocks.
-        wanted: guesses that there should be.
-        is_cut: more were asked for than there is room for behind its tokens.
-        is_foreign: it has ids that this model does not have.
-        asked_at: number of the newest ask.
+        request: its arrival number.
+        prompt_len: tokens of its prompt.
+        sampling: how its guesses are chosen.
+        token_ids: the known tokens, and behind them the guesses.
+        num_known: how many of `token_ids` are known.
+        num_computed: how many of `token_ids` have their keys and values in its blocks.
+        wanted: how many guesses it should have.
+        is_cut: more guesses were asked for than fit behind its tokens.
+        is_foreign: it has ids that this model does not have, so nothing is guessed for it.
+        asked_at: number of the newest `Ask` about it.
         row: row in the row table, or `_NO_ROW`.
         blocks: blocks that hold its keys and values.
         is_entered: the row table has all of its tokens.
@@ -71,7 +75,7 @@ class _Text:
         return self.num_known > 0 and len(self.token_ids) - self.num_known < self.wanted
 
     def learn(self, token_ids: list[int]) -> None:
-        """Take the tokens that have come behind the known ones; guesses that were right stay."""
+        """Take the tokens that have come behind the known ones; right guesses keep their keys and values."""
         guessed, end = self.guesses, self.num_known + len(token_ids)
         right = 0
         while right < min(len(guessed), len(token_ids)) and guessed[right] == token_ids[right]:
@@ -88,13 +92,14 @@ class DraftTurns:
     """The texts of one draft model.
 
     Args:
-        forward: runs a plan: [sampled rows] the id of each; -1: none could be sampled.
-        allocator: allocator of the model's blocks.
-        num_rows: rows of its row table.
-        max_len: tokens of a text, guesses included.
-        max_tokens: tokens of a plan.
-        vocab_size: ids of the model that is guessed; larger ids cannot be guesses.
-        own_vocab_size: ids of this model; texts with larger ids are not guessed. None: the same.
+        forward: runs a plan, and returns the id sampled for each sampled row; -1: none could be sampled.
+        allocator: gives out the draft model's blocks.
+        num_rows: rows of the draft model's row table.
+        max_len: most tokens of a text, guesses included.
+        max_tokens: most tokens of a plan.
+        vocab_size: number of ids of the model whose tokens are guessed; a guess must be below it.
+        own_vocab_size: number of ids of the draft model; nothing is guessed for a text with an id that is not
+            below it. None: as `vocab_size`.
     """
 
     def __init__(
@@ -116,7 +121,7 @@ class DraftTurns:
         self._vocab_size = vocab_size
         self._texts: dict[int, _Text] = {}
         self._free_rows = list(range(num_rows))
-        self._new_blocks: dict[int, list[int]] = {}  # by request: for the next plan
+        self._new_blocks: dict[int, list[int]] = {}  # by request: blocks that the next plan announces
         self._refused: list[Guess] = []
         self._num_asks = 0
         self._step = 0
@@ -126,7 +131,7 @@ class DraftTurns:
         return any(text.has_work for text in self._texts.values())
 
     def take(self, asked: Asked) -> None:
-        """Take a message of the core."""
+        """Take a message of the core: its questions, and the requests that have ended."""
         for ask in asked.asks:
             self._take(ask)
         for request in asked.forgotten:
@@ -162,14 +167,14 @@ class DraftTurns:
         self._refused.append(Guess(text.request, text.num_known, text.guesses, is_all=True))
 
     def take_refused(self) -> list[Guess]:
-        """Return the guesses of texts that were refused more since the last call."""
+        """Return the guesses of texts for which no more will be guessed, since the last call."""
         refused, self._refused = self._refused, []
         return refused
 
     def turn(self) -> tuple[list[Guess], int]:
-        """Run one step; return the guesses of each text that has one more now, and the tokens computed."""
+        """Run one step; return the guesses of each text that has got one more, and how many tokens ran."""
         running = self._choose()
-        if not running:  # none of them fits
+        if not running:  # no text has room for a token
             for text in self._texts.values():
                 if text.has_work:
                     self._refuse(text)
@@ -192,7 +197,10 @@ class DraftTurns:
         return guesses, plan.total_tokens
 
     def _choose(self) -> list[tuple[_Text, int]]:
-        """Return the texts of the next step, and how many tokens of each: those that guess come first."""
+        """Return the texts of the next step, with how many tokens each runs.
+
+        Texts with the fewest tokens to compute come first, since they guess soonest.
+        """
         waiting = sorted(
             (text for text in self._texts.values() if text.has_work),
             key=lambda text: (text.num_missing, text.asked_at),
@@ -209,7 +217,7 @@ class DraftTurns:
     def _has_room(self, text: _Text, num_tokens: int, kept: list[_Text]) -> bool:
         """Give a text a row, and blocks for so many tokens; return whether there was room.
 
-        Other texts lose theirs for it, but for those kept.
+        If there is too little, other texts lose their rows and blocks, except those in `kept`.
         """
         while not self._free_rows and text.row == _NO_ROW:
             if not self._vacate_oldest([text, *kept]):
@@ -224,7 +232,10 @@ class DraftTurns:
         return True
 
     def _vacate_oldest(self, kept: list[_Text]) -> bool:
-        """Take row and blocks from another text; return whether there was one."""
+        """Take row and blocks from the text asked about longest ago, but none of `kept`.
+
+        Returns whether there was one.
+        """
         others = [text for text in self._texts.values() if text.row != _NO_ROW and text not in kept]
         if others:
             self._vacate(min(others, key=lambda text: text.asked_at))

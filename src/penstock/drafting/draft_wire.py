@@ -20,19 +20,21 @@ from penstock.batch import RowSampling
 from penstock.errors import LinkClosedError
 
 MOST_IDS = 8192  # ids of one message: with five bytes each they fit a socket's buffer several times
-MOST_GUESSES = 256  # texts of one message
-MOST_SAMPLING_BYTES = 1 << 14  # of what a request says of its tokens; one that says more is not guessed
+MOST_GUESSES = 256  # guesses of one message, each for one text
+MOST_SAMPLING_BYTES = 1 << 14  # of a request's encoded sampling; if it has more, nothing is guessed for it
 _PACKET_BYTES = 1 << 18
-_MOST_QUEUED = 256  # packets, if the other end does not read
+_MOST_QUEUED = 256  # packets that wait while the other end does not read; with more the connection fails
 
 
 class Ask(msgspec.Struct, frozen=True, array_like=True):
-    """Tokens of a request that the drafter does not know yet.
+    """Tokens of a request that the drafting process does not know yet, and how many to guess behind them.
 
     Attributes:
-        start: position of the first of them. Guesses from there on are replaced by them.
-        wanted: tokens to guess behind them.
-        prompt_len, sampling: with the first tokens of a request; how it chooses its tokens.
+        request: its arrival number.
+        start: position of the first of `token_ids`. They take the place of guesses from there on.
+        wanted: how many tokens to guess behind them; 0: more tokens of the request follow.
+        prompt_len, sampling: how many tokens the prompt has, and how the request's tokens are chosen. They
+            come with the first tokens of a request only.
     """
 
     request: int
@@ -44,7 +46,12 @@ class Ask(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Asked(msgspec.Struct, frozen=True, array_like=True):
-    """A message of the core. `forgotten`: requests that have ended."""
+    """A message of the core.
+
+    Attributes:
+        asks: questions, in the order in which they came up.
+        forgotten: arrival numbers of requests that have ended.
+    """
 
     asks: list[Ask] = []
     forgotten: list[int] = []
@@ -54,7 +61,8 @@ class Guess(msgspec.Struct, frozen=True, array_like=True):
     """All tokens that are guessed to follow the first `num_known` tokens of a request.
 
     Attributes:
-        is_all: no more will be guessed, whatever was asked for: the text is too long, or has no room.
+        is_all: no more will be guessed for these tokens, whatever was asked for: the text is too long, has
+            ids that the draft model does not have, or found no room, or no token could be sampled.
     """
 
     request: int
@@ -64,11 +72,14 @@ class Guess(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Guessed(msgspec.Struct, frozen=True, array_like=True):
-    """A message of the drafting process, after each of its steps; without guesses it says that it goes on.
+    """A message of the drafting process.
+
+    It is sent when the model is loaded, after each step of the model, and when a question leaves the process
+    nothing to do. It may have no guesses.
 
     Attributes:
-        token_s: seconds that one more token of each takes.
-        is_idle: there was nothing left to do.
+        token_s: seconds that a step takes in which texts guess one token more.
+        is_idle: the process has nothing left to do.
     """
 
     guesses: list[Guess] = []
@@ -85,11 +96,11 @@ def draft_sockets() -> tuple[socket.socket, socket.socket]:
 
 
 class DraftSocket(Generic[Received]):
-    """One end of the connection.
+    """One end of the connection between the core and the drafting process.
 
     Args:
         end: the socket, which belongs to this object from now on.
-        received: type of the messages that come.
+        received: type of the messages that this end receives.
     """
 
     def __init__(self, end: socket.socket, received: type[Received]) -> None:
@@ -102,10 +113,10 @@ class DraftSocket(Generic[Received]):
         return self._end.fileno()
 
     def send(self, message: Asked | Guessed) -> None:
-        """Send a message now, or keep it until `flush`.
+        """Send a message, or, if the socket is full, keep it until the next `flush` or `send`.
 
         Raises:
-            LinkClosedError: the other end is gone, or reads nothing.
+            LinkClosedError: the other end is closed, or has not read for so long that too many are kept.
         """
         self._queue.append(msgspec.msgpack.encode(message))
         self.flush()
@@ -113,7 +124,7 @@ class DraftSocket(Generic[Received]):
             raise LinkClosedError("the other end reads no messages.")
 
     def flush(self) -> None:
-        """Send what was kept. Raises as `send` does."""
+        """Send the kept messages, as far as the socket takes them. Raises as `send` if the end is closed."""
         try:
             while self._queue:
                 self._end.send(self._queue[0])

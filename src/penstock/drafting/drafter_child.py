@@ -1,6 +1,6 @@
 """Starts the process of a draft model, and ends it.
 
-Called where the core is made. The process dies with the thread that has started it. Torch-free.
+Called where the core is made. Linux ends the process when the thread ends that has started it. Torch-free.
 """
 
 from __future__ import annotations
@@ -28,8 +28,11 @@ _END_S = 1.0
 class DrafterChild:
     """A child process with a draft model. Implements `model_drafter.DraftingProcess`.
 
+    Args:
+        config: the draft model, and how it is run.
+
     Attributes:
-        socket: the socket to it.
+        socket: the core's end of the connection to the process.
     """
 
     def __init__(self, config: DrafterConfig) -> None:
@@ -47,14 +50,15 @@ class DrafterChild:
         self._is_closed = False
 
     def await_ready(self, limit_s: float, is_over: Callable[[], bool] = lambda: False) -> None:
-        """Wait until the model is loaded.
+        """Wait until the model is loaded. The process is ended if that fails.
 
         Args:
-            is_over: says that it is not needed any more; the call returns then.
+            limit_s: the longest wait, in seconds.
+            is_over: returns True when the model is not needed any more; then the call returns.
 
         Raises:
-            PenstockError: it could not be loaded; the error is the process' own.
-            WaitTimeoutError: it takes longer than `limit_s`.
+            PenstockError: the model could not be loaded; the error is the process' own.
+            WaitTimeoutError: loading takes longer than `limit_s`.
         """
         deadline = time.monotonic() + limit_s
         while not (self._member.is_ready or is_over()):
@@ -65,13 +69,13 @@ class DrafterChild:
                 raise self._named(WaitTimeoutError(f"it had not loaded after {limit_s:g} s."))
 
     def _named(self, error: PenstockError) -> PenstockError:
-        """Return the error with the note that it is about the draft model: others are loaded, too."""
+        """End the process; return the error with the note that the draft model has it, not the main model."""
         self.close()
         message, param = f"the draft model: {error.message}", "speculative_model"
         return error_from_info(msgspec.structs.replace(error.info(), message=message, param=param))
 
     def why_ended(self) -> PenstockError | None:
-        """Return the error that it has reported, or how it ended; None: it runs."""
+        """Return the error that the process has reported, or how it ended; None: it runs."""
         self._member.read_status()
         has_ended = self._member.failure is not None or self._member.exit_code is not None
         return error_from_info(self._member.end()) if has_ended else None
@@ -79,7 +83,7 @@ class DrafterChild:
     def close(self) -> None:
         """End the process, whatever it does. May be called twice.
 
-        Waits a moment for its end, and no longer: a process that hangs in the kernel does not end at once.
+        It waits up to a second for the end: a process that hangs in the kernel does not end at once.
         """
         if not self._is_closed:
             self._is_closed = True

@@ -1,8 +1,8 @@
 """The process of a draft model: `python -m penstock.drafting.drafter_process`.
 
-Loads the model as a rank with all layers, says that it is ready, and guesses (`drafting.draft_turns`)
-whatever the core asks for over its socket, until that is closed. Started by `drafting.drafter_child`. Sets up
-the process before torch is imported.
+The process loads the model as a rank with all layers, and reports that it is ready. Then it guesses
+(`drafting.draft_turns`) whatever the core asks for over its socket, until the socket is closed. Started by
+`drafting.drafter_child`. It sets up the process before it imports torch.
 """
 
 from __future__ import annotations
@@ -21,10 +21,12 @@ from penstock.process.child import Ready, StatusWriter, bound_thread_pools, ente
 from penstock.process.config import DrafterProcessConfig
 
 SOCKET_OPTION = "--socket-fd"
-_FEW_TOKENS = 16  # of a step: it is bound by reading weights, and tells what one token takes
-# Of the newest step. What counts is the time while the stages wait for guesses; beside them it takes longer.
+# A step of so few tokens is bound by reading weights, so its time is that of one token.
+_FEW_TOKENS = 16
+# Weights of the newest step in the time of a token. Faster steps weigh more: the time that counts is the one
+# while stages wait for guesses, and a step takes longer while stages compute beside it.
 _FASTER_WEIGHT, _SLOWER_WEIGHT = 0.5, 0.03
-_NUM_TRIALS = 3  # tokens, before the first request
+_NUM_TRIALS = 3  # tokens that are guessed before the first request, to measure their time
 
 Returned = TypeVar("Returned")
 
@@ -49,7 +51,7 @@ def _serve(config: DrafterProcessConfig, status: StatusWriter, options: argparse
         while True:
             for asked in connection.receive(wait=not turns.has_work):
                 turns.take(asked)
-                if not turns.has_work:  # the guesses that there are do, or there can be no more
+                if not turns.has_work:  # the text has as many guesses as are wanted, or can have no more
                     connection.send(Guessed(turns.take_refused(), token_s))
             if turns.has_work:
                 seconds, (guesses, num_tokens) = _timed(turns.turn)
@@ -64,7 +66,7 @@ def _serve(config: DrafterProcessConfig, status: StatusWriter, options: argparse
 
 
 def _warm_up(turns: DraftTurns) -> float:
-    """Guess behind a made-up text; return the seconds of a token then."""
+    """Guess behind a made-up text; return the least seconds that a token took."""
     text = [0] * _FEW_TOKENS
     turns.take(Asked([Ask(request=-1, start=0, token_ids=text, wanted=_NUM_TRIALS, prompt_len=len(text))]))
     seconds = [_timed(turns.turn)[0] for _ in range(_NUM_TRIALS)]

@@ -1,14 +1,15 @@
 """A drafter whose guesses come from a small model in a process of its own: the core's side.
 
-The process (`drafting.drafter_process`) is told of the tokens that are new, and guesses on from there until
-it has as many as are wanted. The core never waits for it: a question is answered with what has come that
-still fits the text, and the scheduler decides whether to wait for more. While a window is on its way through
-the stages the model may guess on, as if all of it were right.
+The process (`drafting.drafter_process`) gets the new tokens of a request, and guesses on from there until it
+has as many guesses as are wanted. The core never waits for the process. A question is answered with the
+guesses that have come and still fit the text, and the scheduler decides whether to wait for more. While a
+window is on its way through the stages the draft model may guess on, as if the whole window were right.
 
-The model chooses its tokens as the request does, with the same dice: where both models think alike they also
-throw alike, so that sampled texts are guessed nearly as well as greedy ones.
+The draft model chooses its tokens with the sampling parameters and the random numbers of the request. So
+where both models have the same probabilities they draw the same token, and sampled texts are guessed nearly
+as well as greedy ones.
 
-Each token that comes says whether the newest guess had it right. Where guesses are too seldom right to be of
+Each token that comes shows whether the newest guess was right. Where guesses are right too seldom to be of
 use, the model is asked for one token now and then, to see whether that has changed. Torch-free.
 """
 
@@ -35,10 +36,10 @@ from penstock.errors import LinkClosedError, PenstockError, WaitTimeoutError
 from penstock.speculation.drafter import NO_DRAFT, Draft, OwnGuesses, Question
 from penstock.speculation.guessed_text import FIRST_CHANCE, LEAST_CHANCE, Chance, GuessedText, useful
 
-SILENCE_S = 60.0  # of the process, while it has work; a step of a small model takes far less
-_TRIAL_EVERY = 24  # tokens, where they are not
-_MOST_BEHIND = 64  # tokens of a text: it takes about as long as one to compute them
-_SAMPLING_AS_IDS = MOST_SAMPLING_BYTES // 5  # as many as take so many bytes
+SILENCE_S = 60.0  # the longest time without a message while the process has work; a step takes far less
+_TRIAL_EVERY = 24  # tokens from one trial to the next, where guesses are of no use
+_MOST_BEHIND = 64  # so many tokens are computed in about the time of one
+_SAMPLING_AS_IDS = MOST_SAMPLING_BYTES // 5  # how many ids (of five bytes) a request's sampling counts as
 
 
 class DraftingProcess(Protocol):
@@ -48,7 +49,7 @@ class DraftingProcess(Protocol):
     def socket(self) -> DraftSocket[Guessed]: ...
 
     def why_ended(self) -> PenstockError | None:
-        """Return the error that it has reported, or how it ended; None: it runs."""
+        """Return the error that the process has reported, or how it ended; None: it runs."""
         ...
 
     def close(self) -> None:
@@ -57,7 +58,7 @@ class DraftingProcess(Protocol):
 
 
 class ModelDrafter(OwnGuesses):
-    """Guesses with another model. It answers nothing until that is loaded.
+    """Guesses with another model; until that model is loaded there are no guesses.
 
     Args:
         process: the process, which belongs to this drafter.
@@ -73,10 +74,10 @@ class ModelDrafter(OwnGuesses):
         self._texts: dict[int, _Text] = {}
         self._asks: list[Ask] = []  # to be sent
         self._forgotten: list[int] = []
-        self._chance = Chance(FIRST_CHANCE)  # of all requests
+        self._chance = Chance(FIRST_CHANCE)  # measured on all requests
         self._token_s = math.inf
-        self._silent_since: float | None = None  # while it has work
-        with contextlib.suppress(LinkClosedError):  # `poll` says so
+        self._silent_since: float | None = None  # None: the process has no work
+        with contextlib.suppress(LinkClosedError):  # `poll` raises it again
             self._socket.send(Asked())  # it is answered once the model is loaded
 
     def propose(self, question: Question) -> Draft:
@@ -102,7 +103,7 @@ class ModelDrafter(OwnGuesses):
         return math.isfinite(self._token_s)
 
     def _wanted(self, text: _Text, question: Question) -> tuple[int, bool]:
-        """Return how many tokens to ask for, and whether only to see if guesses are right again."""
+        """Return how many tokens to ask for, and whether that is a trial, to see if guesses are of use again."""
         if text.chance.value >= max(question.least_chance, LEAST_CHANCE):
             return min(question.most, useful(text.chance.value)), False
         return int(len(question.token_ids) >= text.tried_at + _TRIAL_EVERY), True
@@ -125,7 +126,7 @@ class ModelDrafter(OwnGuesses):
         text.wanted = wanted
 
     def accept(self, request: int, num_drafted: int, num_accepted: int) -> None:
-        """Do nothing: the tokens themselves tell when they are read."""
+        """Do nothing: the next tokens show how many guesses were right."""
 
     def forget(self, request: int) -> None:
         if self._texts.pop(request, None) is not None:
@@ -136,7 +137,7 @@ class ModelDrafter(OwnGuesses):
 
         Raises:
             LinkClosedError: the process has ended.
-            WaitTimeoutError: it has work, and has said nothing for long.
+            WaitTimeoutError: the process has work, and has sent nothing for `SILENCE_S`.
         """
         try:
             self._send()
@@ -191,8 +192,9 @@ class _Text(GuessedText):
         sampling: how guesses are chosen.
 
     Attributes:
-        num_told, wanted: those of the newest ask.
-        tried_at: tokens that there were then.
+        num_told: how many tokens the process has been sent.
+        wanted: how many guesses the newest `Ask` wanted.
+        tried_at: the number of tokens at the newest `Ask`.
         is_all: nothing will be guessed beyond the newest guess.
     """
 
@@ -208,15 +210,15 @@ class _Text(GuessedText):
 
     @property
     def is_followed(self) -> bool:
-        """Whether the process has computed the text, but for the newest tokens."""
+        """Whether the process has computed the text, except for a few of the newest tokens."""
         return self._has_guess and self.num_behind <= _MOST_BEHIND
 
     def take(self, guess: Guess) -> None:
-        """Take the newest guess."""
+        """Take the newest guess of the process."""
         self.hear(guess.num_known, guess.token_ids)
         self.is_all, self._has_guess = guess.is_all, True
 
 
 def _drawn_by(sampling: RowSampling) -> RowSampling:
-    """Return how guesses are chosen: as the request's tokens are, but for what changes no token."""
+    """Return the sampling for guesses: the request's, without log-probabilities and without a grammar."""
     return msgspec.structs.replace(sampling, num_logprobs=-1, num_prompt_logprobs=-1, structured=None)
