@@ -103,7 +103,7 @@ class ModelDrafter(OwnGuesses):
         return math.isfinite(self._token_s)
 
     def _wanted(self, text: _Text, question: Question) -> tuple[int, bool]:
-        """Return how many tokens to ask for, and whether that is a trial, to see if guesses are of use again."""
+        """Return how many tokens to ask for, and whether as a trial, to see if guesses are of use again."""
         if text.chance.value >= max(question.least_chance, LEAST_CHANCE):
             return min(question.most, useful(text.chance.value)), False
         return int(len(question.token_ids) >= text.tried_at + _TRIAL_EVERY), True
