@@ -12,7 +12,8 @@ def clear_records(store: KVStore, prefix: bytes, clock: Callable[[], float], dea
     """Delete every record that `store.scan(prefix)` yields, page by page, so that other work can go on.
 
     Args:
-        deadline: clock time, checked before each page is deleted.
+        prefix: a namespace; empty for all records.
+        deadline: time of `clock` after which no further page is deleted.
 
     Returns:
         The number of deleted records.

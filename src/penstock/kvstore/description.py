@@ -1,8 +1,8 @@
 """The description of a namespace for people: a small record beside its blocks, which says what they are of.
 
-A namespace is a hash, and does not tell what it was made of. Ranks that store blocks put this record there
-too, again with each few of them, so that it is never what was used longest ago. `penstock cache` shows it; it
-decides nothing.
+A namespace is a hash, which does not show what it was made of. The catalogue writes this record again with
+all new entries (`kvstore.catalogue`), so that it is never the record used longest ago. `penstock cache` shows
+it; nothing else reads it.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ class Description(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         kind: whatever else decides the numbers, such as how weights are quantised.
         block_size: tokens per block.
-        quota_bytes: quota of the engine which opened the store last; None: it keeps to none.
-        opened_at: seconds since 1970, by the clock of that engine's host.
+        quota_bytes: quota of the engine that last wrote the description; None: it has none.
+        opened_at: when that engine opened the store: seconds since 1970, by the clock of its host.
     """
 
     model: str
@@ -42,12 +42,12 @@ def description_key(namespace: bytes) -> bytes:
 
 
 def encoded(description: Description) -> bytes:
-    """Return the payload of its record."""
+    """Return the payload of the record that holds this description."""
     return msgspec.json.encode(description)
 
 
 def decoded(payload: bytes) -> Description | None:
-    """Return a description; None for other bytes, or one that a later version has made otherwise."""
+    """Return the description that a payload holds; None if this version cannot read it."""
     try:
         return msgspec.json.decode(payload, type=Description)
     except msgspec.DecodeError:

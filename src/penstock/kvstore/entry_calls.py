@@ -1,8 +1,8 @@
 """The rank's side of a catalogue that is not the core's: it carries out the core's calls to its host's store.
 
-Where hosts have a store each, the core asks one rank of each host about the entries there, and has them made
-and struck there. The rank hands the calls on, and never waits: a thread of the catalogue carries them out.
-Answers of an epoch that is over go nowhere.
+Where hosts have a store each, the core calls one rank of each host: to ask about the entries of blocks in its
+store, and to make and delete entries. The rank hands the calls on, and never waits: a thread of the catalogue
+carries them out. Answers to calls of an epoch that is over are dropped.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ class EntryCalls:
     """Carries out calls of the core at the catalogue of a store. Belongs to one thread.
 
     Args:
-        open_catalogue: opens it; called at the first call, as most ranks are never asked.
+        open_catalogue: opens the catalogue; called at the core's first call, as most ranks never get one.
     """
 
     def __init__(self, open_catalogue: Callable[[], StoreCatalogue]) -> None:
         self._open_catalogue = open_catalogue
-        self._catalogues: list[StoreCatalogue] = []  # none, or one
+        self._catalogues: list[StoreCatalogue] = []  # empty until the first call, then one
         self._tickets = itertools.count()
         self._counting: dict[int, int] = {}  # number of the call, by the ticket of the question
         self._emptyings: dict[int, StoreEmptying] = {}  # by the number of the call
@@ -36,7 +36,7 @@ class EntryCalls:
         return bool(self._counting or self._emptyings)
 
     def carry_out(self, call: EntryCall) -> None:
-        """Begin a call."""
+        """Begin to carry out a call of the core."""
         catalogue = self._catalogue()
         if call.what == "count":
             ticket = next(self._tickets)
@@ -50,13 +50,13 @@ class EntryCalls:
             self._emptyings[call.number] = catalogue.empty()
 
     def collect(self) -> EntryAnswers | None:
-        """Return what was answered since the last call; None: nothing."""
+        """Return the answers to the core that are ready now; None: none is."""
         if not self.is_busy:
             return None
         counts = {
             self._counting.pop(ticket): count
             for ticket, count in self._catalogue().answers()
-            if ticket in self._counting  # else it was asked in an epoch that is over
+            if ticket in self._counting  # else the core asked in an epoch that is over
         }
         emptied: dict[int, ErrorInfo | None] = {
             number: emptying.error for number, emptying in self._emptyings.items() if emptying.is_done
@@ -66,12 +66,12 @@ class EntryCalls:
         return EntryAnswers(counts=counts, emptied=emptied) if counts or emptied else None
 
     def reset(self) -> None:
-        """Forget all calls: their answers are not waited for any more."""
+        """Forget all calls, since the core does not wait for their answers any more."""
         self._counting.clear()
         self._emptyings.clear()
 
     def close(self) -> None:
-        """Close the catalogue; calls that were begun are carried out."""
+        """Close the catalogue; calls that were begun are carried out first, if the store is not too slow."""
         for catalogue in self._catalogues:
             catalogue.close()
 
@@ -82,7 +82,7 @@ class EntryCalls:
 
 
 class NoEntryCalls:
-    """The calls of a rank whose store is also the core's: there are none, as the core asks it itself."""
+    """A stand-in for a rank that uses the core's store or none: the core never calls it."""
 
     is_busy = False
 

@@ -1,8 +1,8 @@
 """The errors of a library below a store, raised as a `StoreError`.
 
-Used by the stores. Of the library's text only the first line is kept: what follows is for its own makers,
-and may hold what nobody should read. An object store's own code for the error, such as NoSuchBucket, is below
-that line and is put before it, as the address and the credentials go wrong in ways that only the code tells.
+Used by the stores. Of the library's text only the first line is kept: what follows is for the library's
+makers, and may hold secrets. An object store's own code for the error, such as NoSuchBucket, stands below
+that line. It is put in front, since only the code shows what is wrong with an address or credentials.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ def reported(address: str, remedy: str, kinds: tuple[type[Exception], ...]) -> I
     Args:
         address: address of the store, without passwords.
         remedy: what the operator can do, as a sentence.
+        kinds: the types of errors that are raised so; others pass as they are.
     """
     try:
         yield
@@ -37,7 +38,7 @@ def place_of(url: str) -> str:
     parts = urlsplit(url)
     try:
         port = parts.port
-    except ValueError:  # no number; the library below says so
+    except ValueError:  # the port is not a number; the library below will say so
         port = None
     end = "" if port is None else f":{port}"
     return f"{parts.scheme}://{parts.hostname or ''}{end}{parts.path}"

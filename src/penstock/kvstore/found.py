@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-SCAN_KEYS = 256  # that a scan gives at a time
+SCAN_KEYS = 256  # keys that a scan gives at a time
 
 _T = TypeVar("_T")
 
@@ -27,7 +27,8 @@ def in_pages(page: Callable[[bytes], list[Found]]) -> Iterator[list[Found]]:
     """Yield all pages, in order of keys. Nothing is held open between two pages.
 
     Args:
-        page: returns the next records behind a key; an empty list at the end.
+        page: returns the next records behind a key, or from the first on for an empty key; an empty list at
+            the end.
     """
     after = b""
     while records := page(after):

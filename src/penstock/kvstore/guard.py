@@ -1,17 +1,18 @@
 """A store that cannot hurt its callers: it may only miss [R9].
 
-Around any `KVStore`. Seals what goes in and verifies what comes out, so that a wrong byte is never believed,
-and turns every exception into "not there". A store that keeps failing is switched off for a while:
+The guard stands around any `KVStore`. It seals what goes in and verifies what comes out, so that a wrong byte
+is never believed, and turns every exception into "not there". A store that keeps failing is switched off for
+a while:
 
                     5 failures within 60 s
-      ┌──▶ closed ──────────────────────────▶ open: everything misses, nothing is asked
+      ┌──▶ closed ──────────────────────────▶ open: everything misses, the store is not called
       │                                         │ ▲
-      │ it succeeds                  after 60 s │ │ it fails
+      │ the call succeeds            after 60 s │ │ the call fails
       └──────────────────────────── one call is let through
 
 The words are those of an electric circuit: while it is *open*, nothing flows. Called by the threads that move
-blocks to the store and back. Does not hurry a store that is slow: callers that wait for it need deadlines of
-their own.
+blocks to the store and back. The guard does not bound the time of a call: callers that wait for a store need
+deadlines of their own.
 """
 
 from __future__ import annotations
@@ -46,12 +47,12 @@ class StoreCounts:
     """The counts of a guarded store since it was made.
 
     Attributes:
-        num_hits: records that `get` has found; a bad one does not count.
+        num_hits: records that `get` has found, without bad ones.
         num_bytes_read, num_bytes_written: bytes of payloads.
-        num_verify_failures: records that were not what their key says.
-        num_failures: calls of the store that raised, or gave half an answer.
+        num_verify_failures: records that were damaged, or not of their key.
+        num_failures: calls of the store that raised, or did not return one answer for each key.
         is_open: the circuit is open: the store is switched off.
-        last_failure: why the last failed call failed.
+        last_failure: why the last call that failed did so; None: none has failed.
     """
 
     num_hits: int = 0
@@ -64,7 +65,7 @@ class StoreCounts:
 
 
 class Circuit:
-    """The rule by which a store that fails is left alone. Not thread-safe.
+    """The rule by which a store that keeps failing is not called for a while. Not thread-safe.
 
     Args:
         clock: seconds, never going back.
@@ -81,9 +82,10 @@ class Circuit:
         return self._next_try is not None
 
     def may_ask(self) -> bool:
-        """Return whether this call may go through.
+        """Return whether this call may go through; after one that may, call `succeed` or `fail`.
 
-        Of an open circuit one may, now and then; `succeed` or `fail` must be called after it.
+        While the circuit is open only one call at a time may, the first `PAUSE_SECONDS` after the last
+        failure.
         """
         if self._next_try is None:
             return True
@@ -118,7 +120,7 @@ class GuardedStore:
         self._clock = clock
         self._circuit = Circuit(clock)
         self._counts = StoreCounts()
-        self._lock = threading.Lock()  # of circuit and counts; never held while the store is asked
+        self._lock = threading.Lock()  # for circuit and counts; never held while the store is called
 
     def counts(self) -> StoreCounts:
         """Return a copy of the counts."""
@@ -160,8 +162,9 @@ class GuardedStore:
         return payloads
 
     def used(self, keys: Sequence[bytes]) -> None:
-        """Note that these were read one by one, and belong together."""
-        if keys and not self._circuit.is_open:  # it says nothing of how the store is
+        """Note that the records of these keys were used together (`KVStore.used`)."""
+        # Never the one call that an open circuit lets through: many stores do nothing here, and never fail.
+        if keys and not self._circuit.is_open:
             self._ask(lambda: self._store.used(keys))
 
     def put(self, records: Mapping[bytes, bytes]) -> bool:
@@ -185,7 +188,11 @@ class GuardedStore:
         """Do nothing: this store keeps nothing in memory."""
 
     def clear(self, prefix: bytes, seconds: float) -> ErrorInfo | None:
-        """Delete all records whose keys begin so, in so many seconds; return why some may be left."""
+        """Delete all records whose keys begin with `prefix`, in at most about `seconds`.
+
+        Returns:
+            Why some records may be left; None if all were deleted.
+        """
 
         def clear() -> int:
             return clear_records(self._store, prefix, self._clock, self._clock() + seconds)
@@ -194,14 +201,14 @@ class GuardedStore:
         return failure
 
     def close(self) -> None:
-        """Close the store, even through an open circuit; the last call."""
+        """Close the store, even while the circuit is open. No call may follow."""
         try:
             self._store.close()
         except Exception as error:
             self._note_failure(error)
 
     def _ask(self, call: Callable[[], _T]) -> _T | None:
-        """Return the answer of the store; None when it fails or is not asked."""
+        """Return the answer of the store; None when the call fails or the store is switched off."""
         return self._try(call)[0]
 
     def _try(self, call: Callable[[], _T]) -> tuple[_T | None, ErrorInfo | None]:

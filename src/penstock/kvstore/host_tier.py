@@ -1,14 +1,14 @@
 """The host tier (L2): the newest payloads of a store in this process's memory, up to a number of bytes.
 
-    computed ──put──▶ memory ──write-through: at once; write-back: when it must go, or at the end──▶ store
-    wanted   ◀─get─── memory ◀──what is not there─────────────────────────────────────────────────── store
+    computed ──put──▶ memory ──write-through: at once; write-back: on leaving memory, or at the end──▶ store
+    wanted   ◀─get─── memory ◀──what memory lacks───────────────────────────────────────────────────── store
 
-It is a guarded store with memory in front, and is used like one. Each rank has one of its own
-part of each block. The core chooses which blocks stay (`kvcache.host_names`) and every rank does as told by
-`release`, so a block is in memory on all ranks or on none. A rank gives up payloads by itself only where it
-would need more than its bytes: after a loss, or for a load that is larger than memory. Worth its memory where
-blocks lie on a device: on a host whose KV cache is in the same memory the cache itself had better be larger
-(docs/perf-log.md has the figures).
+A host tier is a guarded store with memory in front, and is used as one. Each rank has a host tier, for its
+own parts of blocks. The core chooses which blocks leave memory (`kvcache.host_names`), and every rank then
+calls `release` for them, so a block is in memory on all ranks or on none. A rank gives up payloads by itself
+only where it would need more than its bytes: after a loss, or for a load that is larger than memory. A host
+tier is of use where the KV cache is in the memory of a GPU. If the KV cache is in the host's memory, a larger
+cache is the better use of that memory (docs/perf-log.md has the figures).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from penstock.kvstore.guard import GuardedStore
 from penstock.kvstore.names import KEY_BYTES
 from penstock.kvstore.store import KVStore
 
-ENTRY_BYTES = 200  # of memory for each payload, beside it and its key
+ENTRY_BYTES = 200  # memory that Python needs for each payload, besides the payload and its key
 
 
 def block_bytes(num_records: int, record_bytes: int) -> int:
@@ -63,7 +63,8 @@ class HostTier(GuardedStore):
     Args:
         store: keeps what memory has no room for; closed with this one.
         max_bytes: most bytes of memory, for payloads, their keys and what Python needs for them.
-        writes_back: a payload goes to the store when memory needs its room, or at the end; else at once.
+        writes_back: a payload goes to the store when it leaves memory, or at the end; else at once.
+        clock: seconds, never going back.
     """
 
     def __init__(
@@ -76,7 +77,8 @@ class HostTier(GuardedStore):
     ) -> None:
         super().__init__(store, clock)
         self._max_bytes, self._writes_back = max_bytes, writes_back
-        self._memory_lock = threading.Lock()  # guards what follows; never held while the store is asked
+        # Guards the fields below; never held while the store is called.
+        self._memory_lock = threading.Lock()
         self._payloads: OrderedDict[bytes, bytes] = OrderedDict()  # what was used longest ago comes first
         self._unwritten: set[bytes] = set()  # the payloads that the store does not have
         self._num_bytes = self._num_bytes_hit = self._num_hits = self._num_bytes_kept = 0
@@ -132,7 +134,7 @@ class HostTier(GuardedStore):
         return super().clear(prefix, seconds)
 
     def close(self) -> None:
-        """Write to the store what it does not have, and close it."""
+        """Write the payloads that the store does not have to it, and close it."""
         with self._memory_lock:
             unwritten = {key: self._payloads[key] for key in self._payloads if key in self._unwritten}
             self._payloads.clear()
@@ -150,7 +152,7 @@ class HostTier(GuardedStore):
                 self._payloads.move_to_end(key)
 
     def _keep(self, records: Mapping[bytes, bytes], *, are_written: bool) -> dict[bytes, bytes]:
-        """Put records into memory, the first as used last; return those that had to go and are not stored."""
+        """Put payloads into memory, the first as used last; return those that left it and are not stored."""
         gone: dict[bytes, bytes] = {}
         with self._memory_lock:
             for key in reversed(list(records)):

@@ -21,7 +21,7 @@ from penstock.kvstore.record import unseal
 from penstock.kvstore.store import KVStore, directory_of, keeps_quota, open_store
 
 GET_KEYS = 16  # records that are in memory at once
-SAMPLE_RECORDS = 256
+SAMPLE_RECORDS = 256  # that `verify_sample` looks at
 
 
 class ReadableStore(Protocol):
@@ -39,8 +39,10 @@ class Namespace:
     """A namespace of a store.
 
     Attributes:
-        num_blocks: blocks of which all parts were stored, by the catalogue.
-        num_bytes: bytes of records.
+        num_blocks: blocks that have an entry in the catalogue (`kvstore.catalogue`).
+        num_records: all records: parts of blocks, entries, and the description.
+        num_bytes: bytes of these records.
+        description: what the namespace is of, for people; None: there is no valid record of it.
     """
 
     name: bytes
@@ -59,11 +61,12 @@ class Verified:
 
 
 def open_to_read(url: str) -> ReadableStore:
-    """Return the store at this address, which is not made where there is none.
+    """Return the store at this address; a directory that does not exist is not made.
 
     Raises:
-        UsageError: no such kind of address, or none that another process could have filled.
-        StoreError: there is none, or it cannot be read. Buckets and servers are asked when they are used.
+        UsageError: the kind of address is unknown, or is `memory:`, which no other process can have filled.
+        StoreError: there is no such directory, or it cannot be read. Buckets and servers are contacted later,
+            when they are used.
     """
     if url.lower().startswith("memory:"):
         raise UsageError("the KV store memory: ends with its process.", remedy="Give a directory or a URL.")
@@ -76,13 +79,14 @@ def open_to_read(url: str) -> ReadableStore:
 
 
 def open_to_clear(url: str) -> KVStore:
-    """Return the store at this address for deleting records. Raises as `open_to_read`."""
+    """Return the store at this address for deleting records. It raises the errors of `open_to_read`."""
     open_to_read(url).close()
     directory = directory_of(url)
     if directory is None or not keeps_quota(url):
         return open_store(url)
     size = (directory / DATA_FILE).stat().st_size
-    return LmdbStore(directory, quota_bytes=size + max(size // 8, MIN_QUOTA_BYTES))  # room to note what goes
+    # Deleting copies pages, so the file needs some room to grow.
+    return LmdbStore(directory, quota_bytes=size + max(size // 8, MIN_QUOTA_BYTES))
 
 
 def survey(store: ReadableStore) -> list[Namespace]:
@@ -133,6 +137,6 @@ def verify_sample(store: ReadableStore) -> Verified:
 def _verify(store: ReadableStore, keys: Sequence[bytes], verified: Verified) -> None:
     for some in some_at_a_time(keys, GET_KEYS):
         for key, record in zip(some, store.get(some), strict=True):
-            if record is not None:  # else it has gone meanwhile
+            if record is not None:  # else it was deleted meanwhile
                 verified.num_looked_at += 1
                 verified.num_bad += unseal(key, record) is None

@@ -1,7 +1,7 @@
 """The layers of which a store has the parts of a block: all, or those that the ranks of one host have.
 
-Hosts with a store each keep the layers of their own ranks there. An entry of the catalogue says which these
-are: the payload is empty for all layers, as one store for all ranks has them. Pure.
+Where each host has a store to itself, the store has the layers of that host's ranks. An entry of the
+catalogue says which layers these are. Its payload is empty for all layers, as in a store of all ranks. Pure.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-_COUNT_BYTES = 2  # of the number of layers; `kvstore.names` allows no more
+_COUNT_BYTES = 2  # of the number of layers; keys (`kvstore.names`) have as many for a layer
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class LayerShare:
         return LayerShare(self.bits | other.bits, max(self.num_layers, other.num_layers))._settled()
 
     def encoded(self) -> bytes:
-        """Return the payload of an entry for blocks of which these layers are there."""
+        """Return the payload of an entry for blocks of which these layers are stored."""
         if self.is_whole:
             return b""
         bits = self.bits.to_bytes(-(-self.num_layers // 8), "little")
@@ -58,7 +58,7 @@ class LayerShare:
 
     @classmethod
     def decoded(cls, payload: bytes) -> LayerShare:
-        """Return the share that a payload says; no layers for one that a later version has made otherwise."""
+        """Return the share that a payload holds; no layers if this version cannot read it."""
         if not payload:
             return WHOLE
         num_layers = int.from_bytes(payload[:_COUNT_BYTES], "little")
@@ -67,7 +67,7 @@ class LayerShare:
         return cls(bits, num_layers)._settled() if is_known and not bits >> num_layers else NO_LAYERS
 
     def _settled(self) -> LayerShare:
-        """Return the same share; all layers are one value, whichever model they are of."""
+        """Return the same share, in one form: `WHOLE` for all layers, however many the model has."""
         return WHOLE if self.is_whole else self
 
 

@@ -1,8 +1,8 @@
 """A view of an LMDB directory that changes nothing, also while others use it.
 
-Reading here does not count as use, so that looking does not decide what is given up next. Where others use
-the directory its `lock.mdb` must be writable for this reader, which enters itself there. A copy without that
-file needs no right to write.
+Reading here does not count as use, so it does not change which records are given up next. If the directory
+has a `lock.mdb`, this reader must be able to write to that file, in which LMDB lists all readers. A copy
+without that file needs no right to write.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _NOT_OURS = "Give the directory of --kv-store, which holds data.mdb."
 
 
 class LmdbReader:
-    """A `KVStore` that is only read. One process opens a directory once.
+    """An LMDB directory that is only read; a process may open a directory once at a time.
 
     Raises:
         StoreError: there is no such directory, it is not a store of KV blocks, or it cannot be read.

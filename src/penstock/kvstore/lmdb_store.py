@@ -2,20 +2,22 @@
 
 Several processes may have the directory open at once, reading and writing; one process opens it once.
 
-**Quota.** The data file is never larger than the quota; four fifths of it may be in use, the rest is what
-copying on write needs. Before a write would pass that, what was used longest ago is given up. Writing is a
-use, and so is being found by `get`; `scan` is not. Uses by reading are kept in memory and written with the
-next `put`, with `close`, or when there are many, so that reads stay reads; a process that is killed forgets
-its last ones, which makes the order approximate and nothing else. Of one call the first key counts as used
-last: it is the beginning of a chain of blocks, behind which nothing can be found once it is missing. Of
-several quotas for one directory each process follows its own, so the smallest counts.
+**Quota.** The data file does not grow beyond the quota; one that is larger already may grow a little
+(`LmdbTables`). Four fifths of the quota may be in use; the rest is for copies of pages, since LMDB copies a
+page before it changes it. If a write would exceed the four fifths, the records used longest ago are given up
+first. A `put` counts as use, and so does being found by `get`; a `scan` does not. Uses by `get` are kept in
+memory, so that reading writes nothing. They are written with the next `put`, with `close`, or when there are
+many. A process that is killed forgets its last uses, so the order is approximate. Of one call the first key
+counts as used last: it begins a chain of blocks, and without it nothing of the chain can be found. If
+processes have different quotas for one directory, each follows its own, so the smallest has effect.
 
-**Failure.** A full map or disk gives up records and tries again, a few times. A directory that has vanished
-or been replaced is made anew at the next call. All else is a `StoreError`, and the directory is opened again
-at the next call. A process that stands still in the middle of a read keeps what is given up meanwhile from
-being written over: a full store stays full until that one goes on or ends. One that stands still in the
-middle of a write makes all others wait. A file that is cut short while it is open ends the process
-(SIGBUS): the directory is trusted, and nobody else's to write to (security rule 9).
+**Failure.** If the map or the disk is full, records are given up and the write is tried again, a few times. A
+directory that has vanished or been replaced is made again at the next call. All else is a `StoreError`, and
+the directory is opened again at the next call. While a process stands still in the middle of a read, LMDB
+cannot use the pages of records that are given up: a full store stays full until that process continues or
+ends. While a process stands still in the middle of a write, all others wait. A file that is cut short while
+it is open ends the process (SIGBUS). Nothing guards against that, since no other user may write to the
+directory (security rule 9).
 """
 
 from __future__ import annotations
@@ -34,8 +36,8 @@ from penstock.kvstore.lmdb_tables import LmdbTables
 from penstock.kvstore.names import MAX_KEY_BYTES, MIN_KEY_BYTES
 
 MIN_QUOTA_BYTES = 1 << 20
-MAX_TOUCHED = 4096  # keys whose last use is in memory only
-_NO_QUOTA_BYTES = 1 << 40  # addresses, not space
+MAX_TOUCHED = 4096  # most keys whose last use is in memory only
+_NO_QUOTA_BYTES = 1 << 40  # of addresses; it takes no space on the disk
 _MAX_BATCH_BYTES = 64 << 20
 _MAX_TRIES = 8
 _FULL = (lmdb.MapFullError, lmdb.DiskError)
@@ -46,7 +48,7 @@ _REMEDY = (
 
 
 class LmdbStore:
-    """A `KVStore`.
+    """A `KVStore` in an LMDB directory.
 
     Args:
         directory: made with mode 0700 where it is missing. One that others can write to is refused.
@@ -68,7 +70,7 @@ class LmdbStore:
         self._max_live_bytes = self._max_bytes * 4 // 5
         self._batch_bytes = min(_MAX_BATCH_BYTES, self._max_bytes // 16)
         self._lock = threading.Lock()
-        self._touched: dict[bytes, None] = {}  # in order of use
+        self._touched: dict[bytes, None] = {}  # keys whose uses are not written yet, in order of use
         self._tables: LmdbTables | None = None
         self._is_closed = False
         with self._opened():
@@ -89,7 +91,7 @@ class LmdbStore:
             self._touch(keys)
 
     def put(self, records: Mapping[bytes, bytes]) -> None:
-        """Keep records as `KVStore.put` does, in batches, each of which is there whole or not at all."""
+        """Keep records as `KVStore.put` does, in batches; each batch is stored as a whole or not at all."""
         _check(list(records))
         with self._opened() as tables:
             for batch in self._batches(records):
@@ -147,7 +149,7 @@ class LmdbStore:
             self._touched[key] = None
 
     def _flush(self, tables: LmdbTables) -> None:
-        """Write down what was used. A full store loses that: the order need not be exact."""
+        """Write the uses that are kept in memory; if the store is full they are lost, which does no harm."""
         touched, self._touched = self._touched, {}
         if touched:
             try:
@@ -156,7 +158,7 @@ class LmdbStore:
                 return
 
     def _batches(self, records: Mapping[bytes, bytes]) -> Iterator[dict[bytes, bytes]]:
-        """Yield the records for one transaction each, last keys first."""
+        """Yield batches of records for one transaction each, last keys first, so that the first is newest."""
         batch: dict[bytes, bytes] = {}
         num_bytes = 0
         for key in reversed(list(records)):
@@ -178,7 +180,7 @@ class LmdbStore:
                 remedy="Give the store a larger quota.",
             )
         if tables.live_bytes() + room > self._max_live_bytes:
-            self._flush(tables)  # what was just read should not go
+            self._flush(tables)  # so that records just read do not count as used longest ago
             tables.evict(self._max_live_bytes - room)
         for _ in range(_MAX_TRIES):
             try:
@@ -191,9 +193,9 @@ class LmdbStore:
         tables.write(batch, ())
 
     def _give_way(self, tables: LmdbTables, room: int) -> None:
-        """Give up records, as the map or the disk is full before the quota is.
+        """Give up records, since the map or the disk is full although the quota is not.
 
-        Too few free pages lie side by side, a reader keeps them, or the disk has no more.
+        That happens if too few free pages lie side by side, a reader keeps them, or the disk has no space.
         """
         step = max(2 * room, tables.live_bytes() // 8)
         tables.evict(max(0, tables.live_bytes() - step))

@@ -1,13 +1,13 @@
 """The tables of an open LMDB directory: records, and when each was last used.
 
     records   key     ─▶ record
-    used      key     ─▶ count of uses at the last one      tells which entry of `order` is this key's
+    used      key     ─▶ count at its last use              the key's entry in `order`
     order     count   ─▶ key                                ascending: what was used longest ago comes first
 
-The count is a clock that goes on with every use by any process; wall clocks take no part. Every change is one
-transaction: after kill -9 or a power cut the tables are as before it or as after it, and agree. Errors are
-LMDB's own or `OSError`, and `StoreError` for a directory that cannot be used. Decides nothing: `lmdb_store`
-does. Not thread-safe.
+The count stands in place of a clock: it grows with every use by any process. Every change is one transaction:
+after kill -9 or a power cut the tables agree with each other, and are as before the change or as after it.
+Errors are LMDB's own or `OSError`, and `StoreError` for a directory that cannot be used. Decides nothing:
+`lmdb_store` does. Not thread-safe.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from penstock.errors import StoreError
 from penstock.kvstore.found import Found
 
 DATA_FILE = "data.mdb"
-_MAX_READERS = 1024  # transactions of all processes at once
+_MAX_READERS = 1024  # reading transactions at once, of all processes
 _COUNT_BYTES = 8
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
-_RECORD_TREE_PAGES = 8  # that a put may copy beside the record's own
+_RECORD_TREE_PAGES = 8  # pages of the tables' trees that a put may copy besides the pages of records
 
 
 class LmdbTables:
@@ -36,11 +36,12 @@ class LmdbTables:
 
     Args:
         directory: made with mode 0700 where it is missing; its files have 0600.
-        max_bytes: largest size of the data file, unless it is larger already: it never shrinks.
+        max_bytes: largest size of the data file. A file that is larger already stays so, and may grow by an
+            eighth of this: LMDB's files never shrink.
 
     Raises:
         lmdb.Error, OSError: the directory cannot be opened.
-        PermissionError: others could write to the directory.
+        StoreError: the path is not a directory, or others can write to it.
     """
 
     def __init__(self, directory: Path, max_bytes: int) -> None:
@@ -66,10 +67,10 @@ class LmdbTables:
             raise
 
     def _fill_up_file(self, max_bytes: int) -> None:
-        """Fill a file that was cut short with zeros, and make room in one that is too large.
+        """Fill up a data file that was cut short with zeros, and let one that is too large grow a little.
 
-        The zeros are found to be bad; touching what is missing would end the process (SIGBUS). A file that is
-        larger than it may become gets room in which records can be given up.
+        Reading a missing page would end the process (SIGBUS); zeros are found to be bad. A file that is
+        larger than its limit needs room too, because giving up records copies pages.
         """
         page_bytes = self._environment.stat()["psize"]
         needed = (self._environment.info()["last_pgno"] + 1) * page_bytes
@@ -84,7 +85,7 @@ class LmdbTables:
         return status.st_dev, status.st_ino
 
     def is_on_disk(self) -> bool:
-        """Return whether the file is there; if it was deleted or replaced, writing to it is lost."""
+        """Return whether the data file is still there; if it is deleted or replaced, writes to it are lost."""
         try:
             return self._identity_on_disk() == self._identity
         except OSError:
@@ -94,7 +95,7 @@ class LmdbTables:
     def _transaction(self, *, write: bool) -> Iterator[Any]:
         try:
             transaction = self._environment.begin(write=write, buffers=True)
-        except lmdb.MapResizedError:  # another process may let the file grow further than we
+        except lmdb.MapResizedError:  # another process has a larger limit, and let the file grow beyond ours
             self._environment.set_mapsize(0)
             transaction = self._environment.begin(write=write, buffers=True)
         with transaction:
@@ -113,7 +114,8 @@ class LmdbTables:
     def write(self, records: Mapping[bytes, bytes], touched: Iterable[bytes]) -> None:
         """Keep records and note uses, in one transaction.
 
-        Uses of `touched` are noted first, each in order; keys that are not there any more are passed over.
+        The uses of `touched` are noted first, in order, then those of `records`. Keys whose records have been
+        given up since are passed over.
         """
         with self._transaction(write=True) as transaction:
             for key, record in records.items():
@@ -153,8 +155,9 @@ class LmdbTables:
         transaction.delete(stamp, db=self._order)
 
     def evict(self, max_live_bytes: int) -> int:
-        """Give up what was used longest ago until the rest takes no more than this; return how many went."""
-        self._environment.reader_check()  # one that died reading would keep the pages of all that goes
+        """Give up records used longest ago until the rest takes at most `max_live_bytes`; return how many."""
+        # Forget readers that have died: for them LMDB would keep the pages of all records given up here.
+        self._environment.reader_check()
         num_evicted = 0
         with self._transaction(write=True) as transaction:
             while self._live_bytes(transaction) > max_live_bytes:
@@ -167,15 +170,16 @@ class LmdbTables:
         return num_evicted
 
     def settle(self) -> None:
-        """Make a transaction: freed pages can be used by the next but one, unless a reader needs them."""
+        """Make a small transaction, so that pages freed before can be used by the next one.
+
+        LMDB gives freed pages out again only to the next transaction but one, and not while a reader uses
+        them.
+        """
         with self._transaction(write=True) as transaction:
             transaction.put(b"settled", os.urandom(_COUNT_BYTES))
 
     def live_bytes(self) -> int:
-        """Return the bytes that records and their order take in the file, in whole pages.
-
-        The rest of the file is free or grows back.
-        """
+        """Return the bytes that records and their order take in the file, in whole pages."""
         with self._transaction(write=False) as transaction:
             return self._live_bytes(transaction)
 
@@ -187,7 +191,7 @@ class LmdbTables:
         return live
 
     def room_for(self, records: Mapping[bytes, bytes]) -> int:
-        """Return the bytes that these records may add, no less than they will."""
+        """Return the most bytes that these records may add to the file."""
         page = self._environment.stat()["psize"]
         return page * sum(len(record) // page + 2 for record in records.values()) + page * _RECORD_TREE_PAGES
 

@@ -1,6 +1,7 @@
 """Counts what a rank has done with its KV store since its last report.
 
-Differences: the core, which adds them up for all ranks, need not know which has begun again from nothing.
+Ranks report differences. So the core, which adds them up for all ranks, need not know that a rank was started
+again and counts from 0.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from penstock.kvstore.guard import GuardedStore
 
 
 class StoreMeter:
+    """Counts the use of a rank's store from one `read` to the next."""
+
     def __init__(self, store: GuardedStore) -> None:
         self._store = store
         self._told = NO_STORE_USE
@@ -23,5 +26,5 @@ class StoreMeter:
         return now.since(previous)
 
     def forget_state(self) -> None:
-        """Tell again whether the store is switched off and how much is in memory: the core has forgotten."""
+        """Report again if the store is switched off, and what memory it takes: the core has forgotten both."""
         self._told = msgspec.structs.replace(self._told, switched_off=0, host_bytes_used=0)

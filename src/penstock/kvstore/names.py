@@ -4,11 +4,11 @@
     │ namespace 16 B │ hash of the block 32 B         │ layer │ head │   layer and head: u16, big-endian
     └────────────────┴────────────────────────────────┴───────┴──────┘
 
-So records of one block, and of one layer within it, follow each other in byte order. Two stages never meet,
-as they hold other layers [H17], yet no stage, rank or epoch is in a name: what was written with two
-stages of one rank is found with three, or by two ranks [d15]. Called to move blocks to a store
-and back, and to know whether a model is still the same. Reads files of the model for
-`model_identity` and `file_identities`; nothing else here touches anything.
+So records of one block, and of one layer within it, follow each other in byte order. Two stages never write
+the same record, as they hold different layers [H17]. Yet a name does not contain a stage, rank or epoch: a
+record that was written with two stages is found with three stages, or with two ranks in a stage [d15]. Called
+to move blocks to a store and back, and to know whether a model is still the same. `model_identity` and
+`file_identities` read files of the model; the other functions only compute.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class _Hash(Protocol):
 
 
 def record_key(namespace: bytes, block_hash: bytes, layer: int, head: int) -> bytes:
-    """Return the key of what one head of one layer keeps of a block.
+    """Return the key of the part of a block that belongs to one head of one layer.
 
     Args:
         layer: number in the model, in [0, 65536), whichever stage has it.
@@ -57,12 +57,12 @@ def record_key(namespace: bytes, block_hash: bytes, layer: int, head: int) -> by
 
 
 def is_entry(key: bytes) -> bool:
-    """Return whether a key is of an entry of the catalogue; each block that is stored whole has one."""
+    """Return whether this is the key of an entry of the catalogue, which has one for each stored block."""
     return len(key) == KEY_BYTES and _PLACE.unpack_from(key, KEY_BYTES - _PLACE.size)[0] == ENTRY_LAYER
 
 
 def namespace(identity: bytes, *, dtype: str, block_size: int, kind: str) -> bytes:
-    """Return 16 bytes that all records share which may stand for each other.
+    """Return the 16 bytes that begin all keys of records that can be used in place of each other.
 
     Args:
         identity: identity of the model's files (`model_identity`).
@@ -79,18 +79,24 @@ def namespace(identity: bytes, *, dtype: str, block_size: int, kind: str) -> byt
 def model_identity(directory: Path) -> bytes:
     """Return 32 bytes that say which model this is.
 
-    A hash of the content of config.json and, for each `*.safetensors` file in order of names, of its name,
-    size and header (of a GGUF file, its first MiB), and of 64 KiB each from the start, the middle and the end
-    of its data. Not of all data: that would read every byte of a checkpoint at every start.
+    They are a hash of:
 
-    Told apart: other architectures, shapes, dtypes, quantisations, shardings into files, and trainings of the
-    same shapes, for those change numbers everywhere. Not told apart: two checkpoints of equal headers that
-    differ only between the samples, such as one edited by hand in a few rows. The tokenizer and the files'
-    dates and places do not count: keys and values follow from token ids and weights alone.
+    - the content of config.json;
+    - for each `*.safetensors` file, in order of names: its name, size and header, and 64 KiB each from the
+      start, the middle and the end of its data;
+    - for each GGUF file: the same, with its first MiB in place of the header, and no config.json.
+
+    The hash is not over all data, since every start would then read every byte of a checkpoint.
+
+    It tells apart other architectures, shapes, dtypes, quantisations, divisions into files, and trainings of
+    the same shapes, since a training changes numbers everywhere. It does not tell apart two checkpoints of
+    equal headers that differ only between the samples, such as one edited by hand in a few rows. The
+    tokenizer and the files' dates and places do not count: keys and values follow from token ids and weights
+    alone.
 
     Raises:
-        ModelConfigError: there is no config.json that can be read.
-        CheckpointError: there is no safetensors file, or one is not in that format.
+        ModelConfigError: the directory has no config.json that can be read.
+        CheckpointError: the directory has no safetensors file, or a file is not in its format.
     """
     state = hashlib.sha256(b"penstock model\0")
     if directory.is_dir():
@@ -102,7 +108,7 @@ def model_identity(directory: Path) -> bytes:
 
 
 def file_identities(directory: Path) -> dict[str, bytes]:
-    """Return 16 bytes for config.json and for each weight file, over what `model_identity` takes of it.
+    """Return a hash of 16 bytes for config.json and each weight file, of what `model_identity` reads of it.
 
     Raises what `model_identity` raises.
     """
@@ -127,7 +133,7 @@ def _add_config(state: _Hash, directory: Path) -> None:
 
 
 def _weight_files(directory: Path) -> list[Path]:
-    """Return the files with weights in a directory; of a GGUF model all its parts."""
+    """Return the files with weights in a directory; for a GGUF file, all files of that model."""
     if not directory.is_dir():
         return part_paths(directory)
     files = sorted(directory.glob("*.safetensors"), key=lambda path: path.name)
@@ -174,7 +180,7 @@ def _add_content(state: _Hash, path: Path) -> None:
 
 
 def _add_samples(state: _Hash, file: BinaryIO, begin: int, end: int) -> None:
-    """Add 64 KiB from start, middle and end of `[begin, end)`; they overlap where there is less."""
+    """Add 64 KiB from start, middle and end of `[begin, end)`; the three overlap in a short range."""
     last = max(begin, end - SAMPLE_BYTES)
     for offset in (begin, (begin + last) // 2, last):
         file.seek(offset)

@@ -5,8 +5,8 @@ One object for each record, named by its key in hexadecimal:
     0123…(namespace) / ab12 / ab12…  ◀── the rest: block hash, layer, head
 
 An object is written as a whole or not at all. Credentials, region and endpoint come from the environment, as
-the makers of each store define (AWS_…, GOOGLE_…, AZURE_…). Nothing is ever given up here: that is up to the
-bucket's own rules. Loads `obstore`; only `store.open_store` imports this.
+the makers of each store define (AWS_…, GOOGLE_…, AZURE_…). Records are given up only by the bucket's own
+rules. Loads `obstore`; only `store.open_store` imports this.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ _REMEDY = "Check the address, the network, and the credentials in the environmen
 _ERRORS = (BaseError, OSError, ValueError)
 _NO_BUCKET = ("NoSuchBucket", "ContainerNotFound")  # codes of S3 and Google, and of Azure
 
-# Settings of connections, which obstore does not take from the environment where it is given any.
+# Settings of connections. When obstore gets any of these from its caller, it takes none from the environment,
+# so they are read from there and passed on.
 _PREFIXES = {"s3": "AWS", "gs": "GOOGLE", "az": "AZURE"}
 _CLIENT_SETTINGS = ("allow_http", "allow_invalid_certificates", "proxy_url", "proxy_ca_certificate")
 
@@ -68,11 +69,11 @@ def _client_options(scheme: str) -> Any:
 
 
 class ObjectStore:
-    """A `KVStore`.
+    """A `KVStore` in a bucket or a directory.
 
     Args:
         objects: one of obstore's stores.
-        address: its name in errors, without passwords.
+        address: the store's name in errors, without passwords.
     """
 
     def __init__(self, objects: Any, address: str) -> None:
@@ -104,15 +105,15 @@ class ObjectStore:
                 return
             named = [(key_of(entry["path"]), entry["size"]) for entry in page]
             records = [Found(key, size) for key, size in named if key is not None]
-            for some in some_at_a_time(records, SCAN_KEYS):  # some kinds give all at once
+            for some in some_at_a_time(records, SCAN_KEYS):  # some kinds of stores list all objects at once
                 yield list(some)
 
     def close(self) -> None:
         self._threads.shutdown(cancel_futures=True)
 
     def _all(self, call: Callable[[Any], _T], items: Iterable[Any]) -> list[_T]:
-        """Make several calls at once; raise the first error, and begin no others after it."""
-        with reported(self._place, _REMEDY, (*_ERRORS, RuntimeError)):  # RuntimeError: it is closed
+        """Make a call for each item, several at once; raise the first error, and cancel calls not begun."""
+        with reported(self._place, _REMEDY, (*_ERRORS, RuntimeError)):  # RuntimeError: the pool is closed
             return list(self._threads.map(call, items))
 
     def _get(self, key: bytes) -> bytes | None:

@@ -1,8 +1,8 @@
 """A store that is opened when it is first asked, and again when that has failed [R9].
 
-Core and ranks must live without their store, also while they start: so whether it can be opened is one more
-thing that a guarded store may get wrong. Where they are threads of one process they share it, since an LMDB
-directory may be opened but once by a process.
+Core and ranks must work without their store, also while they start. So a store is opened behind the guard,
+where a failure to open it is a miss like any other. If core and ranks are threads of one process they share
+the store, since a process may open an LMDB directory only once.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from penstock.kvstore.store import KVStore, open_store
 
 
 class OpenedLater:
-    """A `KVStore` whose every method may raise what `open_store` does."""
+    """A `KVStore` that the first call opens; so every method may raise the errors of `open_store`."""
 
     def __init__(self, url: str, quota_bytes: int | None) -> None:
         self._url, self._quota_bytes = url, quota_bytes
@@ -53,7 +53,7 @@ class OpenedLater:
 
 
 class _SharedStores:
-    """The stores that this process has open, by address, each with how many use it."""
+    """The stores that this process has open, by address, each with the number of its users."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -80,11 +80,12 @@ _shared = _SharedStores()
 def open_guarded(
     url: str | None, *, quota_bytes: int | None = None, host_bytes: int = 0, writes_back: bool = False
 ) -> GuardedStore:
-    """Return the store at this address, which may only miss.
+    """Return the store at this address behind a guard, so that its failures are misses.
 
     Args:
-        url: None: there is none behind the memory.
-        host_bytes: bytes of this process's memory in front of it.
+        url: the address; None: there is no store behind the memory.
+        quota_bytes: as for `open_store`.
+        host_bytes: bytes of this process's memory in front of the store; 0: none.
         writes_back: see `HostTier`.
     """
     store: KVStore = NoStore() if url is None else OpenedLater(url, quota_bytes)

@@ -1,9 +1,9 @@
-"""The store of a host other than the head's: where that host's own command line says, for a tier of the head.
+"""The store of a host other than the head: the head needs a tier, and the host's own command line says where.
 
-The head says that there is a tier, of which kind its store is, what its records are called and how much may
-be kept. Where the store is and with which credentials it is opened every host knows by itself: neither a path
-nor an address crosses a link. A store in a directory (LMDB) is one for each host. Stores of all other kinds
-have an address at which all hosts meet the same records.
+The head tells the host the kind of the store, the namespace of its records and how much may be kept. Every
+host knows by itself where the store is and with which credentials it is opened: neither a path nor an address
+crosses a link. A store in a directory (LMDB) is one for each host. Stores of all other kinds have an address
+at which all hosts find the same records.
 """
 
 from __future__ import annotations
@@ -56,9 +56,9 @@ class OwnStore:
     """The place where a host keeps KV blocks.
 
     Args:
-        host: its name.
-        address: the address that its command line gives; None: none.
-        directory: for a store in a directory, where no address is given.
+        host: the name of the host.
+        address: the address that the host's command line gives; None: it gives none.
+        directory: where a store in a directory lies if no address is given.
         tell: takes a line for the user of this host when a tier is refused.
     """
 

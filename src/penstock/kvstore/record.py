@@ -6,9 +6,9 @@
     └───────┴─────────┴────────────┴────────────────┴─────────────────┴──────┴─────────┘
     little-endian; the checksum is over key and payload
 
-The key is in it so that a record which lies under another's name is found out [R9]. The checksum finds
-accidents, not an enemy: writers of a store are trusted (security rule 9). It is chosen for speed: every
-byte that comes from a store goes through it before the first token. Pure.
+A record contains its key, so that one which lies under another key is found out [R9]. The checksum finds
+damage, not forgery: writers of a store are trusted (security rule 9). It is chosen for speed, since every
+byte that comes from a store is checked before the first token. Pure.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The records on a Redis or Valkey server, through the library `redis` (extra `stores`).
 
-A record is a string under `penstock:` and its key. Nothing is ever given up here: that is up to the server
-(`maxmemory`, with the policy `allkeys-lru`). Loads `redis`; only `store.open_store` imports this.
+A record is a Redis string whose name is `penstock:` and the record's key. Records are given up only by the
+server (`maxmemory`, with the policy `allkeys-lru`). Loads `redis`; only `store.open_store` imports this.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from penstock.kvstore.failures import place_of, reported
 from penstock.kvstore.found import SCAN_KEYS, Found, some_at_a_time
 from penstock.kvstore.names import MAX_KEY_BYTES, MIN_KEY_BYTES
 
-_SECONDS = 5.0  # for the whole answer to what was sent at once
+_SECONDS = 5.0  # for the whole answer to one command, or to several that were sent together
 _CONNECT_SECONDS = 2.0
 _PREFIX = b"penstock:"
-_MAX_KEYS = 64  # of one command
+_MAX_KEYS = 64  # of one command, or commands that are sent together
 _REMEDY = "Check that the server is up, its address and password, and how much memory it may use."
 _ERRORS = (redis.RedisError, OSError, ValueError)
 
@@ -39,17 +39,18 @@ def open_redis(url: str) -> RedisStore:
             connection_class=_TLSConnection if address.startswith("rediss:") else _Connection,
             socket_timeout=_SECONDS,
             socket_connect_timeout=_CONNECT_SECONDS,
-            # The server may have closed a connection since. A server that is late would be late again.
+            # One more try, since the server may have closed a connection that was not used for a while; none
+            # after a timeout, since a server that is late would be late again.
             retry=Retry(NoBackoff(), 1, supported_errors=(redis.ConnectionError,)),
         )
     return RedisStore(client, address)
 
 
 def _raise_first(answers: Sequence[object]) -> None:
-    """Raise the first error among them.
+    """Raise the first of these answers that is an error.
 
-    Where the library raises it, its text holds the whole command: that takes a second for a record of some
-    megabytes.
+    The library could raise it by itself. But then it would put the whole command into the error's text, which
+    takes a second for a record of some megabytes.
     """
     for answer in answers:
         if isinstance(answer, Exception):
@@ -69,10 +70,10 @@ class _TLSConnection(redis.SSLConnection):
 
 
 class _TimedSocket:
-    """A socket that limits the time of a whole answer.
+    """A socket that limits the time of a whole answer, counted from the last time that something was sent.
 
-    The timeout of a socket starts again with each piece that arrives, so an answer that arrives a byte at a
-    time would hold its reader for hours.
+    The timeout of an ordinary socket starts again with each piece that arrives, so an answer that arrives a
+    byte at a time would hold its reader for hours.
     """
 
     def __init__(self, inner: Any) -> None:
@@ -112,12 +113,12 @@ class _TimedSocket:
 
 
 class RedisStore:
-    """A `KVStore`.
+    """A `KVStore` on a Redis or Valkey server.
 
     Args:
         client: a `redis.Redis`; its `mget`, `delete`, `scan`, `close`, and `pipeline` of `set` and `strlen`
             are used.
-        address: its name in errors, without passwords.
+        address: the store's name in errors, without passwords.
     """
 
     def __init__(self, client: Any, address: str) -> None:
@@ -135,7 +136,7 @@ class RedisStore:
         """Do nothing: the server decides what is given up."""
 
     def put(self, records: Mapping[bytes, bytes]) -> None:
-        """Keep records, the first key last, so that a server that gives up the oldest keeps it longest."""
+        """Keep records; the first is sent last, so a server that gives up the oldest keeps it longest."""
         with reported(self._place, _REMEDY, _ERRORS):
             for some in some_at_a_time(list(reversed(list(records))), _MAX_KEYS):
                 pipeline = self._client.pipeline(transaction=False)
@@ -170,7 +171,7 @@ class RedisStore:
             pipeline = self._client.pipeline(transaction=False)
             for key in some:
                 pipeline.strlen(_PREFIX + key)
-            sizes = pipeline.execute(raise_on_error=False)  # of what is no string there is none
+            sizes = pipeline.execute(raise_on_error=False)  # an error for a value that is not a string
             pairs = zip(some, sizes, strict=True)
             records += [Found(key, size) for key, size in pairs if isinstance(size, int)]
         return records

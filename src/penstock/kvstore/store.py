@@ -5,8 +5,8 @@
     redis:// rediss://         a Redis or Valkey server                                     `redis_store`
     memory:                    a dict; for tests
 
-Stores keep bytes and judge nothing: what a record is says `record`, what it is called `names`. They raise
-`StoreError`; callers that must not be hurt by that put a `guard` around them. Torch-free.
+Stores keep bytes and do not check them: `record` defines the form of a record, and `names` its key. Stores
+raise `StoreError`; callers that must not fail with it put a `guard` around them. Torch-free.
 """
 
 from __future__ import annotations
@@ -30,42 +30,45 @@ _REMEDY = f"Give a path, or one of {', '.join(f'{name}://' for name in _SCHEMES[
 class KVStore(Protocol):
     """A store of records by key. Keys have 32 to 64 bytes.
 
-    Several threads may call at once; every call may block. It has one method more than seams have here:
-    `used`, as only the loader of a chain knows what belongs together.
+    Several threads may call at once; every call may block. `used` is a method apart from `get` because only
+    the loader of a chain of blocks knows which records belong together.
 
-    All methods raise `StoreError` for whatever goes wrong: disk full or read-only, server gone, no right to
-    it. What a failed `put` or `delete` has done of its work is open.
+    All methods raise `StoreError` for whatever goes wrong: disk full or read-only, server gone, access
+    denied. A `put` or `delete` that fails may have done a part of its work.
     """
 
     def get(self, keys: Sequence[bytes]) -> list[bytes | None]:
         """Return the record of each key, None where there is none."""
 
     def used(self, keys: Sequence[bytes]) -> None:
-        """Note that these were used together just now.
+        """Note that the records of these keys were used together just now, as a chain of blocks.
 
-        Where a store gives up what was used longest ago, the first counts as used last, in whatever order
-        they were read.
+        Where a store gives up what was used longest ago, the first key counts as used last, in whatever order
+        they were read: without the first block of a chain the others cannot be found.
         """
 
     def put(self, records: Mapping[bytes, bytes]) -> None:
-        """Keep records, replacing those of the same keys; a store with a quota may give up others for it.
+        """Keep records, replacing those of the same keys; a store with a quota may give up others for them.
 
-        Where a store gives up what was used longest ago, the first of one call counts as used last.
+        Where a store gives up what was used longest ago, the first record of a call counts as used last.
         """
 
     def delete(self, keys: Sequence[bytes]) -> None:
         """Delete records; unknown keys are passed over."""
 
     def scan(self, prefix: bytes = b"") -> Iterator[list[Found]]:
-        """Yield the records whose keys begin so (a namespace, or nothing), some or none at a time.
+        """Yield the records whose keys begin with `prefix` in pages, which may be empty.
 
-        They come in any order, and it does not count as use. Records that come or go meanwhile may be in it
-        or not, and one may be in it twice; the caller may delete what has been found. Raises while it is
-        iterated.
+        Records come in any order, and a scan does not count as use. Records that are put or deleted meanwhile
+        may be missing, and one may come twice. The caller may delete records that have come. Errors are
+        raised while the pages are iterated.
+
+        Args:
+            prefix: a namespace; empty for all records.
         """
 
     def close(self) -> None:
-        """Close files and connections; the last call."""
+        """Close files and connections. No call may follow."""
 
 
 class MemoryStore:
@@ -101,13 +104,14 @@ def open_store(url: str, *, quota_bytes: int | None = None) -> KVStore:
     """Return the store at this address.
 
     Args:
-        url: as in the drawing above.
-        quota_bytes: size that an LMDB directory is kept to; None for as much as the disk holds. Others are
-            bounded where they are: by rules of the bucket, or by the server's `maxmemory`.
+        url: the address, of one of the kinds above.
+        quota_bytes: size that an LMDB directory is kept to; None for as much as the disk holds. Other stores
+            are bounded by the rules of the bucket, or by the server's `maxmemory`.
 
     Raises:
-        UsageError: no such kind of address, a quota that cannot be kept, or the extra is not installed.
-        StoreError: the store cannot be reached. Object stores and Redis are first asked when they are used.
+        UsageError: the kind of address is unknown, a store of this kind cannot keep a quota, or the extra
+            `stores` is not installed.
+        StoreError: the store cannot be opened. Buckets and Redis servers are first contacted when used.
     """
     scheme, rest = _split(url)
     if scheme == "lmdb":
@@ -126,10 +130,10 @@ def open_store(url: str, *, quota_bytes: int | None = None) -> KVStore:
 def kind_of(url: str) -> str:
     """Return the kind of the store at this address: its scheme, and `lmdb` for a plain path.
 
-    Raises as `open_store`.
+    `rediss`, which is Redis with TLS, is of the kind `redis`. Raises as `open_store`.
     """
     scheme = _split(url)[0]
-    return "redis" if scheme in _REDIS_SCHEMES else scheme  # with TLS or without it is one server
+    return "redis" if scheme in _REDIS_SCHEMES else scheme  # hosts may reach one server in both ways
 
 
 def keeps_quota(url: str) -> bool:
@@ -138,7 +142,7 @@ def keeps_quota(url: str) -> bool:
 
 
 def directory_of(url: str) -> Path | None:
-    """Return where a store on this machine lies; None for all others. Raises as `open_store`."""
+    """Return the directory of a store on this machine; None for other stores. Raises as `open_store`."""
     scheme, rest = _split(url)
     if scheme == "file":
         return Path(unquote(urlsplit(url).path))
@@ -159,7 +163,7 @@ def _split(url: str) -> tuple[str, str]:
 
 
 def _optional_store(scheme: str, url: str) -> KVStore:
-    """Return a store of the extra `stores`, whose libraries are loaded only when it is asked for."""
+    """Return a store of the extra `stores`, whose libraries are loaded only here, when one is needed."""
     library = "redis" if scheme in _REDIS_SCHEMES else "obstore"
     try:
         if library == "redis":
