@@ -85,7 +85,7 @@ class LmdbTables:
         return status.st_dev, status.st_ino
 
     def is_on_disk(self) -> bool:
-        """Return whether the data file is still there; if it is deleted or replaced, writes to it are lost."""
+        """Return whether the data file is there; if it was deleted or replaced, writes to it are lost."""
         try:
             return self._identity_on_disk() == self._identity
         except OSError:

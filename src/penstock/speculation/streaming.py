@@ -12,8 +12,8 @@ windows of n tokens follow the first window before one is void. Tokens a second 
     streaming    1 / (1 - c)  /  (trip(n) + beat(n) c^n / (1 - c^n))
 
 Where each guess takes time, a waiting request waits for n - 1 guesses too before its next window, and a beat
-is no shorter than the guesses of a window take. With n = 1, D = trip / beat and R = c / (1 - c), the rate of
-streaming is (R + 1) / ((R + D) beat): the law of docs/speculative-decoding.md. Pure arithmetic.
+lasts at least as long as the guesses of a window. With n = 1, D = trip / beat and R = c / (1 - c), the rate
+of streaming is (R + 1) / ((R + D) beat): the law of docs/speculative-decoding.md. Pure arithmetic.
 """
 
 from __future__ import annotations
