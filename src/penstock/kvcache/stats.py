@@ -13,8 +13,8 @@ class CacheStats(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     num_blocks: int = 0
     free_blocks: int = 0
     prefix_tokens: int = 0  # of requests that have started, or started again
-    prefix_hit_tokens: int = 0  # of these, found in the prefix cache
-    cached_blocks: int = 0  # that a request could find, held ones included
+    prefix_hit_tokens: int = 0  # those of `prefix_tokens` that were found in the prefix cache
+    cached_blocks: int = 0  # blocks that a request could find, held ones included
     evicted_blocks: int = 0  # cached blocks that were given up for other content
 
 

@@ -26,5 +26,5 @@ class StoreMeter:
         return now.since(previous)
 
     def forget_state(self) -> None:
-        """Report again if the store is switched off and how much is in memory, as the core has forgotten it."""
+        """Report again if the store is switched off and how much is in memory: the core forgot both."""
         self._told = msgspec.structs.replace(self._told, switched_off=0, host_bytes_used=0)

@@ -225,7 +225,7 @@ class Placement:
     def _admit(self, plan: PlanBuilder, budget: PromptBudget, newcomers: bool) -> None:
         """Start requests in their order; the first that does not fit holds up those behind it."""
         while self._rows.num_free and (request := self._order.next_request(newcomers=newcomers)) is not None:
-            # Asked before `find`: it may make blocks findable that have come, when it ends a wait.
+            # Called before `find`, since it may end the wait and make the blocks that have come findable.
             must_wait = self._prefixes.must_wait(request)
             cached_blocks = self._prefixes.find(request)
             coming = self._prefixes.on_the_way(request, len(cached_blocks))

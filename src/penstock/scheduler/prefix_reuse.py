@@ -28,7 +28,7 @@ from penstock.kvcache.stored_names import StoreCalls
 from penstock.scheduler.queues import RequestPhase, RequestQueues, RequestState
 from penstock.scheduler.residency_ledger import NoLedger, ResidencyLedger
 
-NO_MORE_NAMES = sys.maxsize  # as the number of blocks of a request that are named
+NO_MORE_NAMES = sys.maxsize  # as `RequestState.num_named`: no further block of the request gets its name
 
 
 class PrefixReuse:

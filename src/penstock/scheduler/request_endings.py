@@ -72,7 +72,7 @@ class RequestEndings:
         """End with `error` the requests of a step that was not computed, and the requests that build on it.
 
         A request builds on the step if it began with blocks that the step was to compute. These blocks are
-        not found any more. Preempted requests do not end: their ids in flight are dropped.
+        not found any more. Other preempted requests go on, but their ids in flight are dropped.
 
         Args:
             issued: the plan of the step.

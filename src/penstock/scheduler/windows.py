@@ -50,7 +50,7 @@ from penstock.speculation.streaming import (
 )
 from penstock.speculation.window_sizes import least_chance, window_sizes
 
-_WORTH_WAITING = 0.5  # a request whose next draft is right with this chance waits for its result before it
+_WORTH_WAITING = 0.5  # a request waits for its result if the draft behind it is right with this chance
 _PATIENCE = 2.0  # a request waits for guesses this many times as long as they should take,
 _LEAST_PATIENCE_S = 0.005  # and these seconds longer
 _NEWEST_WEIGHT = 0.2  # of the newest plan in the average time of plans
