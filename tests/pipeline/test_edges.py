@@ -1,4 +1,4 @@
-"""The cases that break pipelines (e9), each with exact tokens, in every way to run a pipe."""
+"""The cases that break pipelines, each with exact tokens, in every way to run a pipe."""
 
 from __future__ import annotations
 
@@ -99,13 +99,13 @@ def llm(request: pytest.FixtureRequest, model: Path) -> Iterator[LLM]:
 
 
 @pytest.mark.parametrize("case", sampled(CASES, 11))
-def test_e9_edge_cases_give_the_tokens_of_each_request_alone(
+def test_edge_cases_give_the_tokens_of_each_request_alone(
     case: str, llm: LLM, expected: dict[str, list[tuple[list[int], str | None]]]
 ) -> None:
     assert outcome(llm, CASES[case]) == expected[case]
 
 
-def test_e9_a_stop_in_the_midst_of_a_cycle_ends_only_its_own_request(model: Path) -> None:
+def test_a_stop_in_the_midst_of_a_cycle_ends_only_its_own_request(model: Path) -> None:
     """The stop id of one request is a token that it samples while two more of its steps are in flight."""
     requests = CASES["all end in the same step"]
     with engine(model, async_depth=0) as llm:
@@ -126,7 +126,7 @@ def test_e9_a_stop_in_the_midst_of_a_cycle_ends_only_its_own_request(model: Path
         ]
 
 
-def test_e9_a_stop_string_ends_a_text_alike_however_many_plans_run_ahead() -> None:
+def test_a_stop_string_ends_a_text_alike_however_many_plans_run_ahead() -> None:
     """It is found in the text, by the front, when further tokens of the request are already on their way."""
     prompts = ["Once upon a time", "The river", "A small house", "In the morning"]
 
@@ -169,6 +169,6 @@ def test_settings_that_make_no_pipe_are_refused_by_name(layout: dict[str, Any], 
 
 
 @pytest.mark.parametrize("partition", ["2,2,", "2,a", "4", "1,2", "2,3", "0,4", "2;2"])
-def test_e2_partitions_that_cut_no_model_are_refused(partition: str, model: Path) -> None:
+def test_partitions_that_cut_no_model_are_refused(partition: str, model: Path) -> None:
     with pytest.raises(PartitionError):
         engine(model, pipeline_parallel_size=2, partition=partition)

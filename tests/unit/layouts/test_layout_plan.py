@@ -28,7 +28,7 @@ def planned(model: str | Path, *words: str) -> dict[str, Any]:
     return report
 
 
-def test_e5_the_numbers_of_a_70b_model_on_four_devices(tmp_path: Path) -> None:
+def test_the_numbers_of_a_70b_model_on_four_devices(tmp_path: Path) -> None:
     report = planned(write_shape(tmp_path, "llama-70b"), "--devices", "a100-80g:4", "--concurrency", "32")
     ranks = report["per_rank"]
     assert [(rank["stage"], rank["tp_rank"], rank["layers"]) for rank in ranks] == [
@@ -47,7 +47,7 @@ def test_e5_the_numbers_of_a_70b_model_on_four_devices(tmp_path: Path) -> None:
     assert 1e3 * ranks[0]["all_reduce_s"] == pytest.approx(0.14, abs=0.005)
 
 
-def test_e5_blocks_of_sixteen_tokens(tmp_path: Path) -> None:
+def test_blocks_of_sixteen_tokens(tmp_path: Path) -> None:
     words = ["--devices", "a100-80g:4", "--block-size", "16"]
     report = planned(write_shape(tmp_path, "llama-70b"), *words)
     rank = report["per_rank"][0]
@@ -55,7 +55,7 @@ def test_e5_blocks_of_sixteen_tokens(tmp_path: Path) -> None:
     assert 8192 // 16 * rank["kv_block_bytes"] == 640 << 20
 
 
-def test_e5_what_crosses_between_stages(tmp_path: Path) -> None:
+def test_what_crosses_between_stages(tmp_path: Path) -> None:
     path = write_shape(tmp_path, "llama-70b")
     (hop,) = planned(path, "--devices", "h100:1x2@100Gbit", "--concurrency", "256", "--pp", "2")["hops"] or [
         {}
@@ -67,7 +67,7 @@ def test_e5_what_crosses_between_stages(tmp_path: Path) -> None:
     assert 1e6 * hop["hidden_and_residual_s"] == pytest.approx(9.3, abs=0.05)
 
 
-def test_e6_the_bubbles_of_equal_stages(tmp_path: Path) -> None:
+def test_the_bubbles_of_equal_stages(tmp_path: Path) -> None:
     words = ["--devices", "a100-80g:4", "--pp", "4", "--tp", "1"]
     report = planned(write_shape(tmp_path, "llama-70b"), *words)
     rounded = {number: round(bubble, 4) for number, bubble in report["bubble_of_equal_stages"].items()}

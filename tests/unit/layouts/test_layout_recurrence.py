@@ -19,7 +19,7 @@ from penstock.layouts.recurrence import bubble_of_one_pass, pass_plans, steady_s
         (2, 1, 0.5),
     ],
 )
-def test_e6_bubbles_of_one_pass(num_stages: int, num_micro_batches: int, bubble: float) -> None:
+def test_bubbles_of_one_pass(num_stages: int, num_micro_batches: int, bubble: float) -> None:
     assert bubble_of_one_pass(num_stages, num_micro_batches) == pytest.approx(bubble, abs=5e-5)
 
 

@@ -56,7 +56,7 @@ def test_a1_ranges_tile_the_layers_in_order(num_stages: int, extra: int, policy:
         (80, 4, [20, 20, 20, 20]),
     ],
 )
-def test_a2_e1_remainder_goes_to_stages_from_the_second_last_backwards(
+def test_a2_remainder_goes_to_stages_from_the_second_last_backwards(
     num_layers: int, num_stages: int, expected: list[int]
 ) -> None:
     assert counts(num_layers, num_stages) == expected
@@ -94,7 +94,7 @@ E2 = [
 
 
 @pytest.mark.parametrize(("text", "num_layers", "expected"), E2)
-def test_a3_e2_override_by_environment(text: str, num_layers: int, expected: list[tuple[int, int]]) -> None:
+def test_a3_override_by_environment(text: str, num_layers: int, expected: list[tuple[int, int]]) -> None:
     assert partition_layers(num_layers, 4, overridden(4, "even", text)) == expected
 
 
@@ -137,7 +137,7 @@ def test_a3_one_stage_ignores_the_override() -> None:
         ("0,5,5,10", 20, "leaves a stage without layers"),
     ],
 )
-def test_a3_e2_a_wrong_override_is_named(text: str, num_layers: int, message: str) -> None:
+def test_a3_a_wrong_override_is_named(text: str, num_layers: int, message: str) -> None:
     with pytest.raises(PartitionError, match=message) as by_environment:
         partition_layers(num_layers, 4, overridden(4, "even", text))
     assert isinstance(by_environment.value, ValueError)

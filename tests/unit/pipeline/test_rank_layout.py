@@ -16,7 +16,7 @@ from penstock.pipeline.rank_layout import RankCoordinates, RankLayout
         ((2, 1, 4), [(0, 1), (2,), (3, 4, 5, 6)]),
     ],
 )
-def test_c2_e3_d13_ranks_of_a_stage_are_side_by_side(
+def test_c2_d13_ranks_of_a_stage_are_side_by_side(
     tp_sizes: tuple[int, ...], groups: list[tuple[int, ...]]
 ) -> None:
     layout = RankLayout(tp_sizes=tp_sizes)
@@ -25,7 +25,7 @@ def test_c2_e3_d13_ranks_of_a_stage_are_side_by_side(
     assert stages == [[stage] * tp_size for stage, tp_size in enumerate(tp_sizes)]
 
 
-def test_c2_e3_replicas_follow_one_another() -> None:
+def test_c2_replicas_follow_one_another() -> None:
     layout = RankLayout(tp_sizes=(1, 1), data_parallel_size=2)
     assert [(place.replica, place.stage) for place in layout.places] == [(0, 0), (0, 1), (1, 0), (1, 1)]
 

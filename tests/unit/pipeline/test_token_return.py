@@ -170,7 +170,7 @@ def test_e4_both_ends_count_the_same_messages(seed: int) -> None:
     assert ends.early.inner.recv(0) is None
 
 
-def test_e9_a_prefill_only_batch_and_an_empty_one_send_nothing() -> None:
+def test_a_prefill_only_batch_and_an_empty_one_send_nothing() -> None:
     ends = Ends()
     plans = [
         make_plan(

@@ -85,7 +85,7 @@ def test_i13_throttled_ranks_and_memory_limits(stages: list[tuple[int, int, int]
         ((165, 165), (5, 5), 8, (4, 4)),
     ],
 )
-def test_e4_layers_follow_speed_within_memory(
+def test_layers_follow_speed_within_memory(
     tflops: Sequence[float], capacities: Sequence[int], num_layers: int, expected: tuple[int, ...]
 ) -> None:
     tables = [
@@ -97,7 +97,7 @@ def test_e4_layers_follow_speed_within_memory(
     assert found.layers == expected
 
 
-def test_e4_61_layers_with_a_heavy_last_stage() -> None:
+def test_61_layers_with_a_heavy_last_stage() -> None:
     """Milliseconds as TensorRT-LLM measured them: 6.3 a layer, 17.8 more for what follows the layers."""
     tables = [linear(6_300_000, num_layers=61) for _ in range(3)]
     tables.append(linear(6_300_000, 17_800_000, num_layers=61))

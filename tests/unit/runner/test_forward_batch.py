@@ -190,7 +190,7 @@ def test_a_batch_whose_samples_have_not_come_cannot_be_completed() -> None:
         complete_batch(begun, rows, pool.for_step(1))
 
 
-def test_e9_an_empty_plan_is_a_batch_without_tokens() -> None:
+def test_an_empty_plan_is_a_batch_without_tokens() -> None:
     rows = make_rows()
     batch = build(make_plan(0), rows, make_pool(rows))
     assert batch.num_tokens == 0
@@ -200,7 +200,7 @@ def test_e9_an_empty_plan_is_a_batch_without_tokens() -> None:
     assert len(batch.sampled) == 0
 
 
-def test_e9_a_chunk_that_ends_at_the_prompts_end_samples() -> None:
+def test_a_chunk_that_ends_at_the_prompts_end_samples() -> None:
     rows = make_rows()
     pool = make_pool(rows)
     first = Part(row=0, num_tokens=4, start=0, blocks=[5, 6], sampled=False)

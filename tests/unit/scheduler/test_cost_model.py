@@ -1,4 +1,4 @@
-"""What steps cost, learnt from samples (e7, d10)."""
+"""What steps cost, learnt from samples [d10]."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ def test_attended_by_is_the_sum_over_tokens(start: int, num_tokens: int) -> None
     assert attended_by(start, num_tokens) == sum(start + i + 1 for i in range(num_tokens))
 
 
-def test_e7_costs_are_found_again_from_steps_of_many_shapes() -> None:
+def test_d10_costs_are_found_again_from_steps_of_many_shapes() -> None:
     (found,) = taught(STAGE).costs() or []
     for name in ("read", "per_token", "per_attended", "overhead", "head_read", "per_sample"):
         assert getattr(found, name) == pytest.approx(getattr(STAGE, name), rel=0.05), name
 
 
-def test_e7_noise_of_a_tenth_moves_predictions_by_less() -> None:
+def test_d10_noise_of_a_tenth_moves_predictions_by_less() -> None:
     rng = random.Random(3)
     model = CostModel(1)
     shapes = [StepShape(n, n * context, n) for n in (1, 4, 8, 32, 128) for context in (16, 400)]

@@ -1,4 +1,4 @@
-"""Plans of equal time, the inter-token target, and how many micro-batches (e7, d10)."""
+"""Plans of equal time, the inter-token target, and how many micro-batches [d10]."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def sizes(found: Pacing, length: int) -> list[int]:
     return chunks
 
 
-def test_e7_chunks_shrink_while_the_context_grows_and_take_equal_time() -> None:
+def test_d10_chunks_shrink_while_the_context_grows_and_take_equal_time() -> None:
     chunks = sizes(pacing(taught(LONG_CONTEXT, LONG_CONTEXT)), 4000)
     full = chunks[:-1]
     assert sum(chunks) == 4000

@@ -46,7 +46,7 @@ def test_d11_exactly_max_tokens_and_no_step_beyond(
     assert sum(plan.total_tokens for plan in rig.plans) == 5 + max_tokens - 1
 
 
-def test_e9_model_length_ends_a_request_without_overshoot() -> None:
+def test_model_length_ends_a_request_without_overshoot() -> None:
     rig = CoreRig(async_depth=2, latency=None, eos_token_ids=(), max_model_len=9)
     rig.add("r", 5, max_tokens=None)
     rig.run_until_idle()
@@ -55,7 +55,7 @@ def test_e9_model_length_ends_a_request_without_overshoot() -> None:
     assert rig.num_dropped == 0
 
 
-def test_e9_a_chunk_that_ends_exactly_at_the_prompts_end_samples() -> None:
+def test_a_chunk_that_ends_exactly_at_the_prompts_end_samples() -> None:
     rig = CoreRig(scheduler=SchedulerConfig(prefill_chunk=4))
     rig.add("r", 8, max_tokens=2, ignore_eos=True)
     rig.run_until_idle()
@@ -242,7 +242,7 @@ def test_requests_start_in_order_of_arrival_even_if_a_later_one_would_fit() -> N
 # The end of a request
 
 
-def test_e9_a_request_that_ends_while_later_steps_of_it_are_in_flight() -> None:
+def test_a_request_that_ends_while_later_steps_of_it_are_in_flight() -> None:
     rig = CoreRig(async_depth=2, latency=None, eos_token_ids=())
     rig.add("free", [4, 5], max_tokens=8)
     rig.run_until_idle()
@@ -260,7 +260,7 @@ def test_e9_a_request_that_ends_while_later_steps_of_it_are_in_flight() -> None:
     assert rig.num_dropped == 1
 
 
-def test_e9_a_row_freed_and_used_again_within_a_trip_gets_a_higher_generation() -> None:
+def test_e7_a_row_freed_and_used_again_within_a_trip_gets_a_higher_generation() -> None:
     config = SchedulerConfig(max_num_seqs=1)
     rig = CoreRig(async_depth=2, latency=None, eos_token_ids=(), scheduler=config)
     rig.add("free", [4, 5], max_tokens=8)

@@ -175,7 +175,7 @@ def kv_plan(num_stages: int, *, is_invariant: bool = True, num_blocks: int = 64)
 
 
 @pytest.mark.parametrize("num_stages", [1, 2, 3])
-def test_e7_d10_costs_alone_and_shared_are_found(num_stages: int) -> None:
+def test_d10_costs_alone_and_shared_are_found(num_stages: int) -> None:
     clock = FakeClock()
     pipe = SimulatedPipe(clock, num_stages)
     found = calibrate(pipe, core_config(num_stages), kv_plan(num_stages), clock)

@@ -167,7 +167,7 @@ def test_other_policies_and_one_stage_measure_nothing(
     resolve(config, [HOST])
 
 
-def test_e2_the_variable_overrides_the_default_policy_only(
+def test_the_variable_overrides_the_default_policy_only(
     fake: FakeMeasuring, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(PARTITION_VARIABLE, "5,1")

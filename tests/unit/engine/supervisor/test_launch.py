@@ -470,7 +470,7 @@ def wide_model(tmp_path: Path) -> str:
         ("2", [(0,), (1,)], [(0, 1)]),
     ],
 )
-def test_c1_c2_e3_ranks_are_joined_in_pipelines_and_in_stages(
+def test_c1_c2_ranks_are_joined_in_pipelines_and_in_stages(
     wide_model: str, tp_sizes: str, pipelines: list[tuple[int, ...]], stages: list[tuple[int, ...]]
 ) -> None:
     num_stages = tp_sizes.count(",") + 1
@@ -624,7 +624,7 @@ def test_i13_one_setting_for_all_one_a_stage_or_one_a_rank() -> None:
     assert devices.rank_devices == ["cuda", "cuda", "cpu"]
 
 
-def test_c2_e3_i1_i4_replicas_follow_one_another_and_share_the_host(model: str) -> None:
+def test_c2_i1_i4_replicas_follow_one_another_and_share_the_host(model: str) -> None:
     parallel = ParallelConfig(data_parallel_size=2, pipeline_parallel_size=2, tensor_parallel_size="1,2")
     host = HostResources(num_cpus=6, free_bytes=1 << 30, num_gpus=0, cpus=(0, 1, 2, 3, 4, 5))
     plans = resolve_replicas(EngineConfig(model=ModelConfig(model=model), parallel=parallel, seed=5), [host])
