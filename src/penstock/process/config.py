@@ -1,7 +1,7 @@
 """The configs that child processes are given at start, on their inherited pipes.
 
-Frozen values, encoded by msgspec. `engine.supervisor.launch` makes them from the settings (`config`). Where a
-process meets the others in an epoch it is told later (`process.endpoints`).
+They are frozen values, encoded by msgspec. `engine.supervisor.launch` makes most of them from the settings
+(`config`). The endpoints at which a process meets the others in an epoch come later (`process.endpoints`).
 """
 
 from __future__ import annotations
@@ -33,23 +33,25 @@ def rank_name(stage: int, tp_rank: int, tp_size: int) -> str:
 
 
 def rank_names(stages: Sequence[int]) -> list[str]:
-    """Return the names of ranks, given the stage of each, stage by stage."""
+    """Return the names of all ranks, from the stage of each rank; ranks of one stage stand side by side."""
     return [
         rank_name(stage, rank - stages.index(stage), stages.count(stage)) for rank, stage in enumerate(stages)
     ]
 
 
 class StoreConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """The tiers of KV blocks beyond the pool, as core and ranks open them.
+    """The tiers where KV blocks are kept besides the devices, as core and ranks open them.
 
     Attributes:
-        url: URL of the store; None: there is only the host tier.
-        host_blocks: blocks that each rank has room for in the host tier; 0: there is none.
+        url: URL of the store; None: there is only the host tier, which is memory of the host.
+        quota_bytes: the most bytes that the store may hold; None: the store keeps no quota.
+        host_blocks: blocks that each rank has room for in the host tier; 0: there is no host tier.
         writes_back: see `kvstore.host_tier`.
         write_bytes_per_s: see `runner.kv_transfer`.
-        namespace: that of all records of this model, dtype, quantisation and block size (`kvstore.names`).
-        description: that namespace, for people (`kvstore.description`).
-        host: name of the host that has this store to itself; empty: the core uses the same one.
+        namespace: name that all records of one model, dtype, quantisation and block size share
+            (`kvstore.names`).
+        description: what the namespace stands for, to be shown to people (`kvstore.description`).
+        host: name of the host that has a store of its own; empty: the rank uses the core's store.
     """
 
     url: str | None
@@ -65,11 +67,11 @@ class StoreConfig(msgspec.Struct, frozen=True, kw_only=True):
 class FirstLoad(msgspec.Struct, frozen=True, kw_only=True):
     """The record of what a rank read when its engine started, for the rank that takes its place.
 
-    It is empty for a rank without a predecessor.
+    The record is empty for a rank that replaces no other.
 
     Attributes:
-        identity: identity of the sampled model (`kvstore.names.model_identity`).
-        digests: a table of `weights.read_digests`, of samples and of every tensor.
+        identity: hash over samples of the model's files (`kvstore.names.model_identity`).
+        digests: checksums of samples and of every tensor, a table of `weights.read_digests`.
     """
 
     identity: bytes = b""
@@ -77,31 +79,33 @@ class FirstLoad(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RankConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """The config of one rank, given at start. Its layers are `[start_layer, end_layer)`.
+    """The config of one rank, given at start. The rank has the layers `[start_layer, end_layer)`.
 
     Attributes:
-        quantization: how to quantise weights at load. "none" for a checkpoint that is quantised already: its
-            tensors are held as they are.
-        gguf_dequantize: weights of a GGUF file become numbers of the dtype at load.
+        quantization: how to quantise weights at load. It is "none" if the checkpoint is quantised already:
+            its tensors are then held as they are.
+        gguf_dequantize: the quantised weights of a GGUF file become numbers of `dtype` at load.
         device: `cpu`, or one GPU such as `cuda:0`.
-        num_sharers: ranks in the same memory, this one counted.
+        num_sharers: number of ranks that share the memory of the device, this one counted.
         kernels: which of our CPU kernels to use, as in `ParallelConfig`.
-        numeric_class: class in which they must compute, as there.
-        cpus: cores of this rank's compute threads, one each and no other rank's; empty: not pinned.
+        numeric_class: class in which the kernels must compute, as in `ParallelConfig`.
+        cpus: the CPU cores of this rank's compute threads: one core for each thread, shared with no other
+            rank. Empty: the threads are not pinned.
         faults: faults that a test has armed; a rank that takes the place of another has none.
-        tp_rank, tp_size: its place among the ranks that share the stage's layers, and how many they are.
-        tp_sizes: number of ranks of each stage; empty: one rank each.
-        expert_parallel: the ranks of a stage have experts whole, and not each a part of all.
+        tp_rank, tp_size: number of this rank among those that share the stage's layers, and how many share
+            them.
+        tp_sizes: number of ranks of each stage; empty: every stage has one.
+        expert_parallel: each rank of a stage has some experts whole, instead of a part of every expert.
         are_threads: the ranks are threads of one process.
-        replica: which pipeline it belongs to; None where there is one.
+        replica: number of the pipeline that the rank belongs to; None: there is only one pipeline.
         model_impl: whose layers run, as in `ModelConfig`.
-        store: where KV blocks are kept beyond the cache; None: nowhere.
-        host: name of the machine that it runs on.
-        prefill_chunk: prompt tokens of one row in one plan at most; 0: as many as a plan has.
-        mtp: the last stage guesses tokens with the MTP layer of the checkpoint.
-        first_load: what must still be on the disk.
-        model_identity: identity of the model whose tensors are in the directory, where the host knows it;
-            empty: the rank takes samples of the files.
+        store: where KV blocks are kept besides the device; None: nowhere.
+        host: name of the machine that the rank runs on.
+        prefill_chunk: the most prompt tokens of one row in one plan; 0: as many as a plan has room for.
+        mtp: the last stage guesses tokens with the checkpoint's own layer for multi-token prediction (MTP).
+        first_load: what the rank must find on the disk if it replaces another.
+        model_identity: identity of the model whose tensors are in the directory, if the host knows it;
+            empty: the rank computes it from samples of the files.
     """
 
     model_path: str  # resolved directory; empty: the rank is told later, by `UseModel`
@@ -118,9 +122,9 @@ class RankConfig(msgspec.Struct, frozen=True, kw_only=True):
     kv_cache_bytes: int | None
     max_num_seqs: int
     max_num_batched_tokens: int
-    depth: int  # plans in flight at most
-    link_frames: int  # frames that a link holds, each end of it where it is between hosts
-    max_drafts: int = 0  # of a row in one step
+    depth: int  # the most plans in flight
+    link_frames: int  # frames that a link holds; between hosts, each of its two ends holds as many
+    max_drafts: int = 0  # the most guessed tokens of a row in one step
     prefill_chunk: int = 0
     mtp: bool = False
     tied_head: TiedHead = "load"
@@ -161,12 +165,12 @@ class RankConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def has_mtp(self) -> bool:
-        """Whether this rank has the MTP layer, or its share of it."""
+        """Whether this rank has the MTP layer, whole or in part."""
         return self.mtp and self.is_last
 
     @property
     def num_layers(self) -> int:
-        """The number of its layers, without an MTP layer."""
+        """The number of the rank's layers, an MTP layer not counted."""
         return self.end_layer - self.start_layer
 
     @property
@@ -176,17 +180,17 @@ class RankConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def name(self) -> str:
-        """The name for messages within its pipeline."""
+        """The name of the rank in messages, without the number of its replica."""
         return rank_name(self.stage, self.tp_rank, self.tp_size)
 
     @property
     def max_num_samples(self) -> int:
-        """The most samples of one step."""
+        """The most tokens that one step can sample."""
         return min(self.max_num_seqs * (1 + self.max_drafts), self.max_num_batched_tokens)
 
     @property
     def is_output(self) -> bool:
-        """Whether this rank tells what was sampled: the first of the last stage [D8]."""
+        """Whether this is the output rank, the first of the last stage, which sends what was sampled [D8]."""
         return self.is_last and self.tp_rank == 0
 
     @property
@@ -201,16 +205,19 @@ class RankConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def receivers(self) -> range:
-        """The ranks of the next stage that this one sends to: each gets its share from one of the senders."""
+        """The numbers of the ranks of the next stage that this rank sends to.
+
+        Each rank of the next stage receives from exactly one rank of this stage.
+        """
         return range(0) if self.is_last else range(self.tp_rank, self.next_tp_size, self.tp_size)
 
 
 class DrafterConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """A model that drafts, as its process loads it.
+    """The draft model, as its process loads it.
 
     Attributes:
-        rank: config of a rank with all layers.
-        vocab_size: ids of the model that is guessed.
+        rank: config of a rank that has all layers of the draft model.
+        vocab_size: number of token ids of the served model, whose tokens are guessed.
     """
 
     rank: RankConfig
@@ -228,17 +235,19 @@ class CoreConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The config of the engine core, given at start.
 
     Attributes:
-        replica: which pipeline it is the core of; None where there is one.
-        stall_timeout_s: with plans in flight and no result for this long, the pipeline counts as lost.
-        is_stall_timeout_fixed: the user has chosen it; else it holds until a plan with tokens has crossed the
-            stages, and from then on follows what plans take.
-        cpus: cores that the core's process may use; empty: all.
-        store: as for the ranks.
-        model_path: resolved directory, whose tokenizer says what grammars mean; empty: it is not needed.
-        num_links: links between hosts, on the way of a plan through the stages.
-        drafter: the model that drafts; None: there is none.
-        guess_share: cost of a guess of the MTP layer, as a share of a step of one token.
-        record_decisions: file in which its decisions are recorded; empty: nowhere.
+        replica: number of the core's pipeline; None: there is only one pipeline.
+        stall_timeout_s: the pipeline counts as lost if plans are in flight and no result has come for so
+            many seconds.
+        is_stall_timeout_fixed: True: the user has chosen `stall_timeout_s`. False: it holds until a plan with
+            tokens has crossed the stages; from then on the limit follows the time that plans take.
+        cpus: CPU cores that the core's process may use; empty: all.
+        store: as in `RankConfig`.
+        model_path: directory of the model, whose tokenizer the core needs to follow grammars; empty: the
+            core does not need it.
+        num_links: number of links between hosts that a plan crosses on its way through the stages.
+        drafter: the draft model; None: there is none.
+        guess_share: cost of a guess of the MTP layer, as a share of the cost of a step of one token.
+        record_decisions: file in which the core's decisions are recorded; empty: they are not recorded.
     """
 
     parallel: ParallelConfig
@@ -262,7 +271,7 @@ class CoreConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RankProcessConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """The config pipe's content for a rank; its neighbours come later, in `RankEndpoints`."""
+    """The config pipe's content for a rank; the ends of its connections come later (`RankEndpoints`)."""
 
     rank: RankConfig
     parent_pid: int
@@ -272,11 +281,12 @@ class MeasureConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The measurements to be made of a rank.
 
     Attributes:
-        rank: the rank as in service, but for its layers: only as many as are timed.
-        num_rows: rows of the decode steps, rising.
-        context: tokens of each row, the one that it decodes included.
-        prefill_tokens: tokens of the chunk of a prompt.
-        case_s: seconds for each number of rows, and for the chunk; more if a step takes longer.
+        rank: config of the rank as in service, except that it has only the layers that are timed.
+        num_rows: numbers of rows of the decode steps to time, in rising order.
+        context: tokens of each row, with the one that it decodes.
+        prefill_tokens: tokens of the prompt chunk to time.
+        case_s: seconds to spend on each number of rows, and on the chunk. A step that takes longer is
+            finished.
     """
 
     rank: RankConfig
@@ -287,13 +297,13 @@ class MeasureConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SpareProcessConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """The config pipe's content for a spare; which rank it becomes comes later: `BecomeRank`.
+    """The config pipe's content for a spare; an order tells it later which rank it becomes (`BecomeRank`).
 
     Attributes:
-        threads: the most that the rank may have.
-        nice: niceness of its imports; 0 where the rank waits for them.
-        successor_path: path of a socket where the next worker may take it over (`process.successor`); empty:
-            it ends with its parent.
+        threads: the most threads that the rank may have.
+        nice: niceness of the spare while it imports; 0 if a rank waits for the imports.
+        successor_path: path of a socket where the next worker may take the spare over
+            (`process.successor`); empty: the spare ends with its parent.
     """
 
     threads: int
@@ -303,14 +313,14 @@ class SpareProcessConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MeasureProcessConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """The config pipe's content for a process that measures; when to begin comes later."""
+    """The config pipe's content for a process that measures; `BeginMeasuring` tells it later to begin."""
 
     measure: MeasureConfig
     parent_pid: int
 
 
 class CoreProcessConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """The config pipe's content for the core. Where the ranks are comes later: `CoreEndpoints`."""
+    """The config pipe's content for the core; the ends of its connections come later (`CoreEndpoints`)."""
 
     core: CoreConfig
     parent_pid: int
@@ -318,7 +328,7 @@ class CoreProcessConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StageShape(msgspec.Struct, frozen=True, kw_only=True):
-    """The shape of a stage: layers `[start_layer, end_layer)`, on this many ranks of a host."""
+    """The shape of a stage: the layers `[start_layer, end_layer)` on `num_ranks` ranks of one host."""
 
     start_layer: int
     end_layer: int
@@ -327,15 +337,15 @@ class StageShape(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class HostLink(msgspec.Struct, frozen=True, kw_only=True):
-    """The measured way between two hosts that is in use.
+    """The network path between two hosts that is in use, as it was measured.
 
     Attributes:
-        hosts: their names.
-        interfaces: interface of each of them, on this way.
-        bytes_per_s_out: from the first host to the second.
-        bytes_per_s_in: from the second host to the first.
-        reduced_bytes_per_s_out, reduced_bytes_per_s_in: the most that it has carried since it was found to be
-            slow, less than half as much; 0 where it was not.
+        hosts: names of the two hosts.
+        interfaces: network interface of each host on this path.
+        bytes_per_s_out: speed from the first host to the second.
+        bytes_per_s_in: speed from the second host to the first.
+        reduced_bytes_per_s_out, reduced_bytes_per_s_in: if the path was found to be slow in this direction,
+            the most that it has carried while it was becoming slow; else 0.
     """
 
     hosts: tuple[str, str]
@@ -352,18 +362,19 @@ class HostLink(msgspec.Struct, frozen=True, kw_only=True):
         return bool(self.reduced_bytes_per_s_out or self.reduced_bytes_per_s_in)
 
     def bytes_per_s(self, sender: str) -> float:
-        """Return the bytes per second away from one of the two hosts."""
+        """Return the speed from `sender`, one of the two hosts, to the other host."""
         return self.bytes_per_s_out if sender == self.hosts[0] else self.bytes_per_s_in
 
 
 class ApiProcessConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """The config pipe's content for the API process. The listening socket comes as `listen_fd`.
+    """The config pipe's content for the API process, which inherits the listening socket as `listen_fd`.
 
     Attributes:
-        model_names: names under which clients may ask for the model; the first is the one in answers.
-        hold_s: connections wait this long for the engine, where one is there, before they are answered 503.
-        has_prefix_cache: whether each replica keeps what it has computed.
-        hidden_size: numbers of a token's hidden state, and of a whole vector.
+        model_names: names under which clients may ask for the model; answers have the first one.
+        hold_s: the API process answers nothing before the engine has answered it, or so many seconds have
+            passed since it started; connections wait meanwhile.
+        has_prefix_cache: whether each replica keeps the KV blocks of earlier prompts for later ones.
+        hidden_size: how many numbers a token's hidden state has, and so a vector that is not cut.
         token_bytes: bytes that cross from stage to stage for each token.
         pooling, chat_template: as in `ModelConfig`.
     """

@@ -1,7 +1,7 @@
 """Orders from the supervisor to the core and the ranks, with the descriptors that they take.
 
-A message is one packet of JSON over a socket pair; descriptors travel beside it, and stand in it as their
-places among them. The end of the socket means that the supervisor is gone. Torch-free.
+A message is one packet of JSON over a socket pair. Its descriptors travel beside the packet; in the JSON
+stands the index of each in the list of descriptors. When the socket ends, the supervisor is gone. Torch-free.
 """
 
 from __future__ import annotations
@@ -25,21 +25,23 @@ from penstock.process.pipe_hosts import PipeHosts
 from penstock.process.readiness import await_readable
 
 _MAX_BYTES = 1 << 16
-_MAX_DESCRIPTORS = 250  # of one message: the kernel takes 253
+_MAX_DESCRIPTORS = 250  # in one message; the kernel takes at most 253
 
 
 EndedRequests = Literal["none", "started", "all"]
 
 
 class Stop(msgspec.Struct, frozen=True, tag="stop"):
-    """Stop work: release the ranks and leave."""
+    """An order to stop: the core lets its ranks go, and the process ends."""
 
 
 class EpochLost(msgspec.Struct, frozen=True, tag="epoch_lost"):
-    """The pipe is broken and will be joined again: give up the steps in flight, and wait for new ends.
+    """The message that the epoch is over: the core gives up the steps in flight, and waits for the next one.
 
     Attributes:
-        ends: requests that end with the error, as it may be long: none, those that have started, or all.
+        error: why the epoch is over.
+        ends: which requests end with the error, because the next epoch may take long to begin: none, those
+            that have started, or all.
     """
 
     error: ErrorInfo
@@ -47,30 +49,30 @@ class EpochLost(msgspec.Struct, frozen=True, tag="epoch_lost"):
 
 
 class BeginMeasuring(msgspec.Struct, frozen=True, tag="begin_measuring"):
-    """All ranks that are measured are ready.
+    """An order to a measuring process to begin: all ranks that are measured have loaded.
 
     Attributes:
-        meeting: the meeting of the ranks of the stage, if there are several.
+        meeting: where the ranks of the stage add up their parts of tensors, if the stage has several ranks.
     """
 
     meeting: MeetingEndpoint | None = None
 
 
 class BecomeRank(msgspec.Struct, frozen=True, tag="become_rank"):
-    """An order to a spare process: live as the rank whose config is there."""
+    """An order to a spare process to become the rank whose config can be read from `config_fd`."""
 
     config_fd: int
 
     def read(self) -> RankConfig:
-        """Read the config to its end; once."""
+        """Read and return the config; it can be read only once."""
         return read_config(self.config_fd, RankProcessConfig).rank
 
 
 class UseModel(msgspec.Struct, frozen=True, kw_only=True, tag="use_model"):
-    """An order to a rank that was started without a model: its own host has it now.
+    """An order to a rank that was started without a model, which its own host has now.
 
     Attributes:
-        path: path of a directory that has what the rank reads.
+        path: path of a directory that has the files which the rank reads.
         identity: identity of the whole model (`kvstore.names.model_identity`).
     """
 
@@ -79,17 +81,17 @@ class UseModel(msgspec.Struct, frozen=True, kw_only=True, tag="use_model"):
 
 
 class AttachLink(msgspec.Struct, frozen=True, kw_only=True, tag="attach_link"):
-    """An order to a rank within an epoch: its end of another link, to be opened when a plan says so."""
+    """An order to a rank within an epoch: its end of a new link, which it opens when a plan says so."""
 
     number: int
     endpoint: LinkEndpoint
 
 
 class ExchangeLink(msgspec.Struct, frozen=True, tag="exchange_link"):
-    """An order to the core: put this order into a plan, as both ranks have been handed their ends.
+    """An order to the core to put a link order into a plan, since both ranks have been handed their ends.
 
     Attributes:
-        order: its step may be moved to a later one.
+        order: the link order for the ranks; the core may move it to a later step than it names.
     """
 
     order: LinkOrder
@@ -110,7 +112,10 @@ ControlMessage = (
 
 
 class ControlSocket:
-    """The supervisor's end, and until `close_child_end` the child's, which the child inherits."""
+    """The two ends of a control socket in the supervisor, which keeps one; the child inherits the other.
+
+    The supervisor closes its copy of the child's end with `close_child_end`.
+    """
 
     def __init__(self) -> None:
         self._own, self._child = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -120,7 +125,7 @@ class ControlSocket:
         return self._child.fileno()
 
     def send(self, message: ControlMessage) -> None:
-        """Send a message. Never fails: that the child is gone is noticed elsewhere."""
+        """Send a message; if the child is gone the message is dropped, and its end is noticed elsewhere."""
         descriptors: list[int] = []
 
         def place(fd: int) -> int:
@@ -141,23 +146,23 @@ class ControlSocket:
         self._child.close()
 
 
-CONTROL_OPTION = "--control-fd"  # of a child that has one
+CONTROL_OPTION = "--control-fd"  # option of a child that inherits a control socket
 
 
 class ControlReader:
     """The child's end of a control socket.
 
     Args:
-        fd: inherited descriptor; closed by `close`.
+        fd: inherited descriptor of the socket; `close` closes it.
     """
 
     def __init__(self, fd: int) -> None:
         self._socket = socket.socket(fileno=fd)
-        self._kept: deque[ControlMessage] = deque()  # by `await_model` and `await_link`
+        self._kept: deque[ControlMessage] = deque()  # kept for `receive` by `await_model` and `await_link`
 
     @classmethod
     def inherited(cls, options: argparse.Namespace) -> ControlReader:
-        """Return the reader of this process, from the arguments of its start (`CONTROL_OPTION`)."""
+        """Return the reader of this process; the descriptor is an argument of its start: `CONTROL_OPTION`."""
         return cls(options.control_fd)
 
     def fileno(self) -> int:
@@ -165,14 +170,17 @@ class ControlReader:
         return self._socket.fileno()
 
     def has_news(self) -> bool:
-        """Return whether `receive` would return at once: what was said before is then over."""
+        """Return whether a message has come, or the supervisor is gone.
+
+        An epoch that the child is about to join may then be over.
+        """
         return bool(self._kept or await_readable([self._socket], 0.0))
 
     def await_model(self, rank: RankConfig) -> RankConfig | None:
-        """Wait for the model of a rank that was started without; other messages are kept for `receive`.
+        """Wait for the model of a rank that was started without one; other messages are kept for `receive`.
 
         Returns:
-            The config with the model; None when the rank is to leave.
+            The config with the model; None if the rank is told to stop.
         """
         if rank.model_path:
             return rank
@@ -186,8 +194,8 @@ class ControlReader:
         """Wait for this rank's end of a link within an epoch. Ends of other links are kept for later calls.
 
         Raises:
-            LinkClosedError: the epoch is over.
-            WaitTimeoutError: it was not handed over in time.
+            LinkClosedError: another order has come, so that the epoch is over.
+            WaitTimeoutError: the end was not handed over in time.
         """
         for message in self._kept:
             if isinstance(message, AttachLink) and message.number == number:
@@ -203,9 +211,10 @@ class ControlReader:
         raise LinkClosedError(f"the epoch ended before link {number} was handed over.")
 
     def receive(self) -> ControlMessage:
-        """Wait for the next message; `Stop` when the supervisor is gone. The descriptors are the caller's.
+        """Wait for the next message and return it; if the supervisor is gone, return `Stop`.
 
-        Ends of links that no plan has named are dropped: their epoch is over.
+        The descriptors of the message belong to the caller. Ends of links that no plan has named are closed:
+        their epoch is over.
 
         Raises:
             ProtocolError: the message is not one that this build knows.
@@ -249,13 +258,13 @@ def descriptors_of(message: ControlMessage) -> list[int]:
 
 
 def close_descriptors(message: ControlMessage) -> None:
-    """Close all descriptors that came with a message; what was opened of them goes on with its own."""
+    """Close all descriptors that came with a message; the links and channels opened from them stay open."""
     for fd in descriptors_of(message):
         os.close(fd)
 
 
 def _with_descriptors(value: Any, renumber: Callable[[int], int]) -> Any:
-    """Return a copy of nested fields in which those called `..._fd` and `..._fds` are renumbered."""
+    """Return a copy of nested fields in which `renumber` has replaced all fields `..._fd` and `..._fds`."""
     if isinstance(value, list):
         return [_with_descriptors(entry, renumber) for entry in value]
     if not isinstance(value, dict):

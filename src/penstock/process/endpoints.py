@@ -1,9 +1,9 @@
 """The endpoints at which a process meets the others in one epoch, as it gets them over its control socket.
 
-An endpoint is one end of a connection, as its host hands it to a process: a value of one of several kinds.
-The kind is the tag of its struct, and decides which carrier opens it (`pipeline.links.link_carriers` and
-`pipeline.links.channel_carriers`). Hosts make endpoints (`hosts.rank_host`); a file descriptor in one is
-called `..._fd`, and becomes the receiver's own on the way (`process.control`).
+An endpoint is one end of a connection, as the host hands it to a process: a value of one of several kinds.
+The kind is the tag of the struct, and decides which carrier opens it (`pipeline.links.link_carriers` and
+`pipeline.links.channel_carriers`). Hosts make endpoints (`hosts.rank_host`). A field `..._fd` is a file
+descriptor; on the way to the process, `process.control` replaces it by a descriptor of that process.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ Opened = TypeVar("Opened")
 
 
 class RingHandle(msgspec.Struct, frozen=True, kw_only=True, tag="ring"):
-    """A ring in shared memory as inherited file descriptors; nothing of it has a name."""
+    """A ring in shared memory, as file descriptors; neither the memory nor the eventfds have a name."""
 
     memory_fd: int
-    data_fd: int  # eventfd semaphore: frames written and not yet read
-    space_fd: int  # eventfd semaphore: frames free to write
+    data_fd: int  # eventfd semaphore: counts frames that are written and not yet read
+    space_fd: int  # eventfd semaphore: counts free places for frames
     frame_bytes: int
     num_frames: int
 
@@ -33,7 +33,7 @@ class RingHandle(msgspec.Struct, frozen=True, kw_only=True, tag="ring"):
 
 
 class MemoryHandle(msgspec.Struct, frozen=True, kw_only=True, tag="memory"):
-    """A link in the memory of one process, between threads (`pipeline.links.memory`)."""
+    """A link between threads, in the memory of their process (`pipeline.links.memory`)."""
 
     number: int
 
@@ -51,7 +51,7 @@ class SocketHandle(msgspec.Struct, frozen=True, kw_only=True, tag="socket_handle
 
 
 class MeetingHandle(msgspec.Struct, frozen=True, kw_only=True, tag="shared_memory"):
-    """The meeting of the ranks of a stage for one epoch, as inherited descriptors (`distributed.meeting`)."""
+    """The meeting where ranks of a stage add up tensors, as inherited descriptors (`distributed.meeting`)."""
 
     memory_fd: int
     store_fd: int
@@ -64,8 +64,8 @@ class DialledStream(msgspec.Struct, frozen=True, kw_only=True, tag="dialled"):
     """A stream that this process dials.
 
     Attributes:
-        host: an IPv4 or IPv6 address, or a name.
-        own_address: address from which it is dialled; empty: any.
+        host: the address to dial, of IPv4 or IPv6, or a name.
+        own_address: address of this machine from which to dial; empty: any.
     """
 
     host: str
@@ -83,7 +83,7 @@ class ConnectedStream(msgspec.Struct, frozen=True, kw_only=True, tag="connected"
     """A stream that the host has connected.
 
     Attributes:
-        side: which of the two this end is; it decides which end begins a handshake.
+        side: whether this end has dialled or accepted; it decides which end begins a handshake.
     """
 
     stream_fd: int
@@ -94,7 +94,7 @@ StreamWay = DialledStream | AcceptedStream | ConnectedStream
 
 
 class PlainText(msgspec.Struct, frozen=True, tag="plain_text"):
-    """Bytes cross as they are, without proof of the peer: to measure within a host, and for tests."""
+    """A stream without encryption or proof of the peer: for measurements within a host, and for tests."""
 
 
 PLAIN_TEXT = PlainText()
@@ -113,7 +113,7 @@ class Certified(msgspec.Struct, frozen=True, kw_only=True, tag="certified"):
 
 
 class Challenged(msgspec.Struct, frozen=True, kw_only=True, tag="challenged"):
-    """Plain text, after both ends have proved that they belong to the epoch (`trust.challenge`).
+    """A stream in plain text, whose ends first prove that they belong to the epoch (`trust.challenge`).
 
     Attributes:
         credentials_fd: credentials of this end, with the key of the epoch.
@@ -133,9 +133,12 @@ class StreamPath(msgspec.Struct, frozen=True, kw_only=True):
     """The way in which one end of a stream between hosts is made and ended.
 
     Attributes:
+        way: how the stream comes about: dialled, accepted, or connected already.
         end_fd: an eventfd; once it is written the stream is over at this end. Many streams may share it.
-        open_timeout_s: for the other end to come, from when this end is opened; it may be loading still.
-        precedence: low: what is written waits for other streams of the host, where they meet.
+        security: how the two ends prove their identity, and whether the bytes are encrypted.
+        open_timeout_s: seconds from the opening of this end in which the other end must come; its process
+            may still be loading.
+        precedence: the bytes of a stream with "low" let those of other streams of the host go first.
     """
 
     way: StreamWay
@@ -171,7 +174,10 @@ class StreamChannelHandle(msgspec.Struct, frozen=True, kw_only=True, tag="stream
 
 
 class HeldEnd(msgspec.Struct, frozen=True, kw_only=True, tag="held"):
-    """An end that the agent of another host holds for its process (`hosts.agent`); no process gets it."""
+    """A stand-in for an end that the agent of another host has and hands to its own process (`hosts.agent`).
+
+    The head knows the end by this number; no process gets this value.
+    """
 
     number: int
 
@@ -188,7 +194,7 @@ def opener_of(
     """Return the function that opens endpoints of this kind.
 
     Args:
-        openers: by type of endpoint, all of one seam.
+        openers: the functions that open the endpoints of one seam, by type of endpoint.
         name: name of the connection, for the error.
 
     Raises:
@@ -210,12 +216,14 @@ def _kind(endpoint: type) -> str:
 
 
 class RankEndpoints(msgspec.Struct, frozen=True, kw_only=True, tag="rank_endpoints"):
-    """The endpoints of a rank's neighbours in one epoch."""
+    """The endpoints at which a rank meets the core and other ranks in one epoch."""
 
     epoch: int
-    plans: ChannelEndpoint  # from the core, and back to it
-    tokens: list[ChannelEndpoint]  # output rank: to each rank of earlier stages, in order; those: from it
-    results: ChannelEndpoint | None = None  # output rank: to the core
+    plans: ChannelEndpoint  # plans from the core, and reports back to it
+    # Samples. Of the output rank: one to each rank of earlier stages, in their order. Of a rank of an earlier
+    # stage: the only one, from the output rank. Other ranks have none.
+    tokens: list[ChannelEndpoint]
+    results: ChannelEndpoint | None = None  # of the output rank alone: to the core
     incoming: LinkEndpoint | None = None
     outgoing: list[LinkEndpoint] = []  # to each of `RankConfig.receivers`
     meeting: MeetingEndpoint | None = None  # of the ranks of the stage, if there are several
@@ -235,7 +243,7 @@ class CoreEndpoints(msgspec.Struct, frozen=True, kw_only=True, tag="core_endpoin
     """The endpoints at which the core meets the ranks in one epoch."""
 
     epoch: int
-    plans: list[ChannelEndpoint]  # to each rank, stage by stage
-    stages: list[int]  # of each rank
+    plans: list[ChannelEndpoint]  # one to each rank, stage by stage
+    stages: list[int]  # the stage of each rank, in the same order
     results: ChannelEndpoint  # from the output rank
-    restarts: Restarts = Restarts()  # up to this epoch
+    restarts: Restarts = Restarts()  # of all epochs up to this one

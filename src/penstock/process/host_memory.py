@@ -1,7 +1,7 @@
 """The memory of this host that a process may still take, and how much the host has. Torch-free.
 
-Read by `engine.supervisor.launch` before anything is started, by `rank.rank` once the weights are loaded, and
-by the front while it serves.
+`hosts.resources` reads it before ranks are started, and a rank when it has loaded its weights. While the
+engine serves, the core (`engine.core.memory_gate`) and the HTTP server read it.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from pathlib import Path
 
 _MEMINFO = Path("/proc/meminfo")
 _PROCESS = Path("/proc/self")
-_FORGET_PEAK = "5"  # what clears VmHWM, in clear_refs
+_FORGET_PEAK = "5"  # written to clear_refs, it resets VmHWM, the peak of resident memory
 _CGROUP = Path("/sys/fs/cgroup")
 
 
 def host_available_bytes(meminfo: Path = _MEMINFO, cgroup: Path = _CGROUP) -> int:
-    """Return the bytes that could be allocated now: the kernel's, bounded by the container's limit."""
+    """Return the bytes that could be allocated now, by the kernel's estimate and the container's limit."""
     host = _host_available(meminfo)
     return min(host, _cgroup_available(cgroup, host))
 
@@ -30,9 +30,10 @@ def _host_available(meminfo: Path) -> int:
 
 
 def _cgroup_available(cgroup: Path, unlimited: int) -> int:
-    """Return what a container's limit leaves, or `unlimited` without one (control groups version 2).
+    """Return the bytes that a container's limit leaves, or `unlimited` if there is none (cgroups version 2).
 
-    Files that were read count as used there, and are given up when memory is wanted, as in `MemAvailable`.
+    The control group counts cached files as used memory. The kernel gives them up when memory is wanted, so
+    they count as available here, as in `MemAvailable`.
     """
     try:
         limit = (cgroup / "memory.max").read_text().strip()
@@ -55,13 +56,13 @@ def peak_resident_bytes(process: Path = _PROCESS) -> int:
 
 
 def forget_peak(process: Path = _PROCESS) -> None:
-    """Let the peak of resident memory count from now on, where the kernel lets a process do so."""
+    """Let the peak of resident memory count from now on; does nothing where the kernel does not allow it."""
     with contextlib.suppress(OSError):
         (process / "clear_refs").write_text(_FORGET_PEAK)
 
 
 def give_back_freed_pages() -> None:
-    """Return freed memory to the system; the C library keeps up to 64 MiB of it for the next allocation."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # of glibc alone
+    """Return freed memory to the system: otherwise the C library keeps some of it for later allocations."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # only glibc has it
     if trim is not None:
         trim(0)

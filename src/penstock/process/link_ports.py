@@ -1,7 +1,7 @@
 """The range of ports at which a host accepts links from other hosts, and a socket in it.
 
-Owns `--link-ports` as a value. Hosts listen before they invite others, so that a dialler that is refused
-knows that the host will not come. Serves nothing itself.
+It owns `--link-ports` as a value. A host listens before it asks another one to dial. A dialler that is
+refused therefore knows that nobody will accept its connection later. This module serves nothing itself.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ import msgspec
 
 from penstock.errors import PortInUseError, UsageError
 
-BACKLOG = 64  # connections that wait to be accepted; each costs one socket
+BACKLOG = 64  # the most connections that wait to be accepted; each costs one socket
 _RANGE = re.compile(r"(?P<first>\d{1,5})(?:-(?P<last>\d{1,5}))?")
 
 
 class PortRange(msgspec.Struct, frozen=True):
-    """The ports from `first` to `last`, both counted. (0, 0): any port that is free."""
+    """The ports from `first` to `last`, both included. With (0, 0) the kernel chooses a free port."""
 
     first: int
     last: int
@@ -50,11 +50,11 @@ def listen_in_range(host: str, ports: PortRange = DEFAULT_LINK_PORTS) -> socket.
     """Return a socket that listens at the first free port of the range.
 
     Args:
-        host: an address of this machine, or a name of one; the first address that it stands for is taken.
+        host: an address of this machine, or a name; of several addresses of a name, the first is used.
 
     Raises:
         UsageError: this machine does not have the address.
-        PortInUseError: every port of the range is taken or not allowed.
+        PortInUseError: every port of the range is in use, or this process may not use it.
     """
     family, address = _resolve(host)
     for port in range(ports.first, ports.last + 1):

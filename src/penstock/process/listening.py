@@ -1,10 +1,10 @@
 """The HTTP socket: it checks where the server may listen, and names the process that is in the way.
 
-The supervisor binds it before anything is loaded, so that a busy port is known at once and the address is
-kept over a restart of the API process. Serves nothing itself.
+The supervisor binds the socket before anything is loaded, so that a busy port is known at once. It keeps the
+socket over a restart of the API process. This module serves nothing itself.
 
-With `reuse_port` two servers may have the same port: the new one listens only when it is ready, and from then
-on the kernel gives it every new connection (`take_over`), so that the old one can be ended in peace.
+With `reuse_port` two servers may have the same port. The new server listens only when it is ready. From then
+on the kernel gives it every new connection (`take_over`), so that the old server can finish its requests.
 """
 
 from __future__ import annotations
@@ -32,12 +32,13 @@ _IMPLIED_PORTS = frozenset({("http", "80"), ("https", "443")})
 
 
 def listen(config: ServerConfig) -> socket.socket:
-    """Bind, and listen unless the port is to be taken over later.
+    """Return the bound HTTP socket; it listens, unless the port is to be taken over later (`reuse_port`).
 
     Raises:
-        UsageError: the address does not exist, or is open to others without a key; or a key is blank, or an
-            origin of pages or a host name is none; or the certificate cannot be used.
-        PortInUseError: the port is taken (names the process where it can be seen) or not allowed.
+        UsageError: a setting cannot be used. The address does not exist, or other machines reach it and no
+            key is set. Or a key, an origin of web pages, a host name or the certificate is not valid.
+        PortInUseError: the port is taken, or this process may not use it. The error names the process that
+            has the port, if we are allowed to see it.
     """
     refuse_bad_keys(config.api_keys, config.admin_keys)
     refuse_bad_origins(config.allowed_origins)
@@ -62,8 +63,8 @@ def listen(config: ServerConfig) -> socket.socket:
 def take_over(listener: socket.socket) -> None:
     """Let the kernel give all new connections of a shared port to this socket, which has begun to listen.
 
-    It is the second of its group as long as the server before it lives. A classic BPF program chooses the
-    second; where there is one alone, the kernel falls back to that one.
+    The sockets that share a port form a group, and this one is the second as long as the old server lives. A
+    classic BPF program chooses the second; if the group has only one socket, the kernel takes that one.
     Source: socket(7), SO_ATTACH_REUSEPORT_CBPF.
     """
     program = ctypes.create_string_buffer(struct.pack("@HBBI", _BPF_RETURN, 0, 0, _SECOND))
@@ -78,7 +79,7 @@ def url(listener: socket.socket, scheme: str = "http") -> str:
 
 
 def refuse_bad_keys(keys: Sequence[str], admin_keys: Sequence[str]) -> None:
-    """Raise `UsageError` for a key that is empty or only blanks, and for one of both kinds."""
+    """Raise `UsageError` for a key that is empty or blank, and for an API key that is also an admin key."""
     for name, group in (("api_keys", keys), ("admin_keys", admin_keys)):
         blank = next((index for index, key in enumerate(group) if not key.strip()), None)
         if blank is not None:
@@ -115,7 +116,7 @@ def refuse_bad_origins(origins: Sequence[str]) -> None:
 
 
 def refuse_bad_hosts(hosts: Sequence[str]) -> None:
-    """Raise `UsageError` for text that is not a host name or address, as clients write it in a `Host`."""
+    """Raise `UsageError` for text that is not a host name or address as in the HTTP header `Host`."""
     for index, host in enumerate(hosts):
         if re.fullmatch(_HOST, host.lower()) is None:
             raise UsageError(
@@ -170,7 +171,7 @@ def _bind_error(config: ServerConfig, error: OSError) -> PortInUseError | UsageE
 
 
 def _owner(port: int) -> tuple[int, str] | None:
-    """Return (pid, name) of the process that listens on a TCP port, where we are allowed to see it."""
+    """Return pid and name of the process that listens on a TCP port; None if we may not see it."""
     inodes = _listening_inodes(port)
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit() and _holds_socket(entry, inodes):

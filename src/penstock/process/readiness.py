@@ -1,8 +1,8 @@
 """Waits for objects with a file descriptor to become readable or writable, whatever the descriptor's number.
 
-`select.select` knows the first 1,024 descriptors only and fails for others. A head of many ranks may have
-more where the limit of its process allows it, and so may a program that uses `LLM`. Called wherever a process
-waits for a few objects now and then; loops that wait in every step keep a `select.poll` of their own.
+`select.select` fails for descriptors from 1,024 on. The supervisor of many ranks may have more of them, and
+so may a program that uses `LLM`. The module is called wherever a process waits for a few objects now and
+then; loops that wait in every step keep a `select.poll` of their own.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ Source = TypeVar("Source", bound=int | HasDescriptor)
 
 
 def await_readable(sources: Sequence[Source], timeout_s: float | None = None) -> list[Source]:
-    """Wait until something can be read from one of the sources, or it has ended; return those, in order.
+    """Wait until a source can be read or has ended, and return all such sources in the given order.
 
     Args:
         sources: objects with a descriptor, or descriptors.
-        timeout_s: the list is empty after so many seconds; 0: the call returns at once; None: there is no
-            limit.
+        timeout_s: after so many seconds an empty list is returned; 0: the call returns at once; None: it
+            waits without a limit.
     """
     return _await(sources, select.POLLIN, timeout_s)
 
 
 def await_writable(sources: Sequence[Source], timeout_s: float | None = None) -> list[Source]:
-    """Wait until one of the sources takes more bytes, or has ended; otherwise as `await_readable`."""
+    """Wait until a source takes more bytes or has ended, and return all such sources, as `await_readable`."""
     return _await(sources, select.POLLOUT, timeout_s)
 
 

@@ -1,9 +1,9 @@
 """Reports to the service manager that started this process, such as systemd, when it is ready.
 
-The protocol is that of `sd_notify(3)`: a datagram of lines `NAME=value` to the Unix socket that
-`NOTIFY_SOCKET` names, by a path or, behind an `@`, by an abstract name. Without the variable nothing is sent.
-A datagram that the manager does not take is given up: the service neither waits for its manager nor ends
-because of it. Used by `penstock serve` (`engine.supervisor.service_reporter`) and `penstock worker`.
+The protocol is that of `sd_notify(3)`: a datagram of lines `NAME=value` to a Unix socket. The variable
+`NOTIFY_SOCKET` has the path of the socket or, behind an `@`, its abstract name. Without the variable nothing
+is sent. A datagram that the manager does not take is dropped: the service neither waits for the manager nor
+ends because of it. Used by `penstock serve` (`engine.supervisor.service_reporter`) and `penstock worker`.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ MAX_STATUS = 500  # characters
 
 
 class ServiceNotifier(Protocol):
-    """The service manager that has started this process and waits to hear of it."""
+    """The service manager that has started this process and waits for reports on its state."""
 
     def ready(self) -> None:
-        """Report that the start is over."""
+        """Report that this process has started and serves."""
         ...
 
     def stopping(self) -> None:
-        """Report that the end has begun."""
+        """Report that this process has begun to stop."""
         ...
 
     def status(self, text: str) -> None:
-        """Show a line of text; of several lines the first one."""
+        """Show a line of text about the state; of a text with several lines, show the first."""
         ...
 
 

@@ -1,4 +1,4 @@
-"""The signals as something to wait for, instead of their actions."""
+"""Turns the signals that end a process into a source that a loop can wait for."""
 
 from __future__ import annotations
 
@@ -20,13 +20,16 @@ class SignalSource:
         return self._reader.fileno()
 
     def clear(self) -> None:
-        """Take the signals that have come, so that only the next one makes it readable."""
+        """Take the signals that have come, so that the source is readable again only at the next one."""
         self._reader.recv(64)
 
 
 @contextlib.contextmanager
 def signals_of_the_end() -> Iterator[SignalSource]:
-    """Let SIGTERM, SIGINT and SIGHUP only make the source readable; for the main thread."""
+    """Let SIGTERM, SIGINT and SIGHUP do nothing but make a source readable, within the `with` block.
+
+    Only the main thread may call it.
+    """
     reader, writer = socket.socketpair()
     reader.setblocking(False)
     writer.setblocking(False)

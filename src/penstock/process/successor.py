@@ -4,10 +4,11 @@
     listens at a path, in a directory of its user
     its worker is gone: it waits for some seconds
                                             ◀──        connects, and sends the descriptors that a parent gives
-    what it is                              ──▶        has it as if it had started it
+    tells what it is                        ──▶        uses the spare as if it had started it
 
-A spare has no weights and no part in anything, so that nothing of the first worker is left in it but its
-imports. Only processes of the same user are spoken with. Used by `rank.spare` and `hosts.local`.
+The spare has imported modules, and has no weights and no part in any epoch. Nothing that the first worker
+has told it matters to the next one. Both sides refuse processes of other users. Used by `rank.spare` and
+`hosts.local`.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ import msgspec
 from penstock.process.child import StatusWriter
 from penstock.process.control import ControlReader
 
-WAIT_S = 10.0  # of a spare whose worker is gone: for whoever starts the worker again
-ANSWER_S = 0.5  # for either side to say its word
+WAIT_S = 10.0  # so long a spare whose worker is gone waits for the next worker
+ANSWER_S = 0.5  # so long either side waits for a message of the other
 _NUM_DESCRIPTORS = 3
 _MAX_BYTES = 4096
 _CREDENTIALS = struct.Struct("3i")  # process, user and group, as `SO_PEERCRED` gives them
@@ -41,7 +42,7 @@ class SpareSelf(msgspec.Struct, frozen=True, kw_only=True):
     """The facts that a spare tells of itself.
 
     Attributes:
-        threads: the most threads of a rank that it can become.
+        threads: the most threads that the rank may have which the spare becomes.
         own_bytes: as in `process.child.Warm`.
     """
 
@@ -50,7 +51,13 @@ class SpareSelf(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class NewParent(NamedTuple):
-    """The descriptors that a parent gives; they belong to the holder of this value."""
+    """The descriptors that a parent gives to a process; the owner of this value closes them.
+
+    Attributes:
+        control_fd: the child's end of a control socket (`process.control`).
+        status_fd: the pipe for status lines (`process.child`).
+        output_fd: where standard output and standard error go.
+    """
 
     control_fd: int
     status_fd: int
@@ -65,7 +72,7 @@ class SuccessorDoor:
         clock: monotonic seconds.
 
     Raises:
-        OSError: it cannot be made.
+        OSError: the socket cannot be made.
     """
 
     def __init__(self, path: Path, clock: Callable[[], float] = time.monotonic) -> None:
@@ -77,7 +84,12 @@ class SuccessorDoor:
         self._listener.listen(1)
 
     def await_parent(self, own: SpareSelf, seconds: float = WAIT_S) -> NewParent | None:
-        """Wait for the next worker; None if there is none in this time."""
+        """Wait for the next worker, tell it about this spare, and return the descriptors that it has given.
+
+        Args:
+            own: what the worker is told about this spare.
+            seconds: how long to wait; None is returned if no worker has come by then.
+        """
         deadline = self._clock() + seconds
         while (left_s := deadline - self._clock()) > 0:
             self._listener.settimeout(left_s)
@@ -91,7 +103,7 @@ class SuccessorDoor:
                 if parent is not None:
                     try:
                         connection.send(msgspec.json.encode(own))
-                    except OSError:  # nobody waits for it any more
+                    except OSError:  # that worker has gone already
                         _close_all(parent)
                     else:
                         return parent
@@ -103,7 +115,7 @@ class SuccessorDoor:
 
 
 class NoSuccessor:
-    """The door of a spare that ends with its parent: there is none."""
+    """The null `SuccessorDoor`, for a spare that ends with its parent: nobody takes it over."""
 
     def await_parent(self, own: SpareSelf) -> None:
         return None
@@ -116,7 +128,8 @@ def take_over(path: Path, parent: NewParent) -> tuple[int, SpareSelf]:
     """Become the parent of a spare process that waits at a path; return its process number, and its facts.
 
     Args:
-        parent: descriptors that the spare gets; they stay the caller's.
+        path: path of the socket where the spare waits.
+        parent: descriptors that the spare gets copies of; the caller keeps and closes its own.
 
     Raises:
         OSError: no spare waits there.
@@ -134,7 +147,7 @@ def take_over(path: Path, parent: NewParent) -> tuple[int, SpareSelf]:
 
 
 def follow(parent: NewParent, status: StatusWriter) -> ControlReader:
-    """Report and print to another parent from now on; return the reader of its orders."""
+    """Report and print to a new parent from now on, and return the reader of that parent's orders."""
     status.move_to(parent.status_fd)
     for output in (sys.stdout, sys.stderr):
         os.dup2(parent.output_fd, output.fileno())
@@ -146,7 +159,8 @@ def follow(parent: NewParent, status: StatusWriter) -> ControlReader:
 def end_with(fd: int) -> None:
     """End this process when the other end of a socket is closed.
 
-    A parent that did not start this process holds that end.
+    A parent that did not start this process holds the other end. The kernel would end this process only with
+    the parent that started it.
     """
     own = os.dup(fd)
 
@@ -160,7 +174,7 @@ def end_with(fd: int) -> None:
 
 
 def _receive_parent(connection: socket.socket) -> NewParent | None:
-    """Return the descriptors from the next worker; None if it is gone, or sends something else."""
+    """Return the descriptors from the next worker; None if the worker is gone, or sends something else."""
     _require_own_user(connection)
     _, descriptors, _, _ = socket.recv_fds(connection, _MAX_BYTES, _NUM_DESCRIPTORS)
     if len(descriptors) != _NUM_DESCRIPTORS:
@@ -177,7 +191,7 @@ def _close_all(descriptors: Iterable[int]) -> None:
 
 
 def _require_own_user(connection: socket.socket) -> int:
-    """Return the number of the process at the other end; raises `PermissionError` for one of another user."""
+    """Return the number of the process at the other end; raise `PermissionError` if its user is another."""
     raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     pid, user, _ = _CREDENTIALS.unpack(raw)
     if user != os.getuid():

@@ -1,4 +1,4 @@
-"""The certificate of an HTTPS server: checked before anything is loaded, and read by the API process."""
+"""Loads the certificate of an HTTPS server: at start to check it, and in the API process to serve with it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def server_context(config: ServerConfig) -> ssl.SSLContext | None:
     """Return the context that encrypts connections; None where the server speaks plain HTTP.
 
     Raises:
-        UsageError: a file cannot be read or is not PEM, the key is encrypted, or it is not the certificate's.
+        UsageError: a file cannot be read or is not PEM, or the key is encrypted or of another certificate.
     """
     if not config.ssl_certfile or not config.ssl_keyfile:
         return None
