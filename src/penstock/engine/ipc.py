@@ -1,8 +1,8 @@
 """The wire between the engine core and its clients: messages, and the two ends of a zmq socket pair.
 
-The core holds a `CoreSocket` (ROUTER), a client a `ClientSocket` (DEALER). Messages are msgspec structs, one
-frame each; decoding checks their types. Nothing is dropped: high-water marks are off, because what is under
-way is bounded by the requests that were admitted.
+The core has a `CoreSocket` (ROUTER), and each client a `ClientSocket` (DEALER). Messages are msgspec structs,
+one zmq frame each; decoding checks their types. zmq's limits on queued messages (high-water marks) are off,
+so that it drops none: the requests that were admitted bound how many there can be.
 
 A socket is bound either to a path (`ipc:///...`) or to an inherited listening descriptor (`fd:7`), which has
 no name that could be left behind (`hosts.local_socket`). Only this module and
@@ -26,16 +26,16 @@ from penstock.pipeline.links.plan_channel import bind_socket, has_message
 from penstock.process.pipe_hosts import PipeHosts
 from penstock.request import GenerationRequest, RequestUpdate
 
-HEARTBEAT_S = 1.0  # a core that has nothing to tell says so once a second
+HEARTBEAT_S = 1.0  # the core sends its statistics at least so often, also when nothing happens
 SILENCE_S = 10 * HEARTBEAT_S
-AWAY_S = 60.0  # as long as a client waits for another core when one has gone
+AWAY_S = 60.0  # so long a client waits for the next core when one is lost
 
 
 def silence_limit_s(heartbeat_limit_s: float) -> float:
-    """Return the seconds of silence after which a client with running requests gives the core up.
+    """Return the seconds of silence after which a client with running requests gives up the core.
 
-    They are more than `heartbeat_limit_s`, after which the supervisor kills a silent core: another core may
-    then come in time.
+    It is more than `heartbeat_limit_s`, after which the supervisor kills a silent core. The next core may
+    therefore come before clients give up.
     """
     return max(SILENCE_S, heartbeat_limit_s + SILENCE_S / 2)
 
@@ -48,13 +48,13 @@ class AddRequest(msgspec.Struct, frozen=True, tag="add"):
     """A client's message to run a request, which may have been begun by a core that was lost.
 
     Attributes:
-        output_ids: tokens that the lost core had generated for it, if any.
-        num_scores: log-probabilities of prompt tokens that the lost core had returned.
+        output_ids: tokens that a lost core had generated for the request; None: the request is new.
+        num_scores: how many log-probabilities of prompt tokens a lost core had returned.
     """
 
     request: GenerationRequest
     output_ids: list[int] | None = None
-    num_scores: int = 0  # of the tokens of its prompt
+    num_scores: int = 0
 
 
 class AbortRequests(msgspec.Struct, frozen=True, tag="abort"):
@@ -67,20 +67,21 @@ class AbortRequests(msgspec.Struct, frozen=True, tag="abort"):
 
 
 class GetTrace(msgspec.Struct, frozen=True, tag="get_trace", omit_defaults=True):
-    """A client's question for the timed work of the stages, which the core answers with a `Trace`.
+    """A client's request for the timed work of the stages, which the core answers with a `Trace`.
 
     Attributes:
-        seen: None asks for the work of the last seconds, of the first rank of each stage. A list has keys of
-            reports, and asks for the work of all ranks: of each what came after its report in the list.
+        seen: None: the client wants the work of the last seconds, of the first rank of each stage. A list:
+            it has the key of the newest report of each rank that the client has, and the client wants the
+            work of all ranks since those reports.
     """
 
-    seen: list[SpansKey] | None = None  # the newest of each rank
+    seen: list[SpansKey] | None = None
 
 
 class Operate(msgspec.Struct, frozen=True, tag="operate"):
     """A client's message to carry out an administrator's operation, such as a pause.
 
-    An `Operated` of the same number answers it when the operation is complete.
+    An `Operated` with the same number answers it when the operation is complete or has failed.
     """
 
     number: int
@@ -91,11 +92,11 @@ class Welcome(msgspec.Struct, frozen=True, tag="welcome", kw_only=True):
     """The core's answer to `Hello`: the pipeline is ready, with what clients need to know of it.
 
     Attributes:
-        num_blocks: KV blocks on each rank, of `block_size` tokens.
-        max_model_len: most tokens of prompt and output together: the model's, or what the KV cache holds.
+        num_blocks: number of KV blocks on each rank, each of `block_size` tokens.
+        max_model_len: the most tokens of prompt and output together, by the model and the KV cache.
         stages: what each rank reported when it had loaded.
-        seed: the engine's own, from which the seeds of sequences without one are derived.
-        num_sequences: sequences that this core was asked for so far, by all clients.
+        seed: the engine's seed, from which the seeds of sequences without a seed are derived.
+        num_sequences: number of sequences that this core was asked for so far, by all clients.
     """
 
     num_blocks: int
@@ -132,8 +133,9 @@ class Operated(msgspec.Struct, frozen=True, tag="operated"):
 class SessionsChanged(msgspec.Struct, frozen=True, tag="sessions"):
     """The core's message to every client about cache sessions that were opened, changed or closed.
 
-    A session keeps the KV blocks that its requests have computed. The message has the changes since the last
-    one; the first after a `Welcome` has all open sessions, and is not sent if there are none.
+    A session keeps the KV blocks that its requests have computed. A message has the changes since the last
+    such message. Only the one that follows a `Welcome` has all open sessions; it is not sent if there are
+    none.
     """
 
     opened: list[OpenSession]
@@ -147,7 +149,7 @@ CoreToClient = Welcome | StepUpdates | Trace | Operated | SessionsChanged | Pipe
 class CoreGone:
     """A value that `ClientSocket.drain` returns in place of a message: the connection to the core is lost.
 
-    Another core may come to the same address.
+    Another core may later listen at the same address.
     """
 
 
@@ -162,7 +164,7 @@ def _open(kind: int) -> tuple[zmq.Context[zmq.Socket[bytes]], zmq.Socket[bytes]]
     socket.setsockopt(zmq.LINGER, 0)
     socket.setsockopt(zmq.SNDHWM, 0)
     socket.setsockopt(zmq.RCVHWM, 0)
-    socket.setsockopt(zmq.RECONNECT_IVL, -1)  # the next core must be greeted: `ClientSocket.reconnect`
+    socket.setsockopt(zmq.RECONNECT_IVL, -1)  # never by itself: the next core must get a `Hello` first
     socket.setsockopt(zmq.HANDSHAKE_IVL, 0)  # wait for a core that is still starting
     return context, socket
 
@@ -182,13 +184,13 @@ class _Endpoint:
 class CoreSocket(_Endpoint):
     """The core's end of the wire, with many clients, each known by an opaque id.
 
-    When it is closed, messages that are still to be sent get half a second.
+    When it is closed, messages that are not sent yet are tried for half a second more.
     """
 
     def __init__(self, address: str) -> None:
         super().__init__(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 500)
-        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # else a send to a lost client would not fail
+        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # otherwise a send to a lost client would not fail
         bind_socket(self._socket, address)
         self._poller = zmq.Poller()
         self._polled: tuple[int, ...] | None = None  # descriptors that are waited for beside the socket
@@ -197,7 +199,7 @@ class CoreSocket(_Endpoint):
         """Wait until a client's message has come or one of `others` is readable, at most `timeout_s` seconds.
 
         Args:
-            others: file descriptors.
+            others: file descriptors to wait for besides the socket.
 
         Returns:
             Those of `others` that are readable.
@@ -289,7 +291,8 @@ class ClientSocket(_Endpoint):
         received: list[CoreToClient | CoreGone] = []
         if self._socket.closed:
             return received
-        lost = self._is_lost() or self._has_no_peer  # first: what the core sent before it comes before it
+        # Read first: what the core had sent before it was lost then comes before the `CoreGone`.
+        lost = self._is_lost() or self._has_no_peer
         while (frame := _receive_now(self._socket)) is not None:
             received.append(_decode_to_client(frame))
         return [*received, CoreGone()] if lost else received
@@ -319,7 +322,7 @@ def _descriptor(socket: zmq.Socket[bytes]) -> int:
 
 
 def _receive_now(socket: zmq.Socket[bytes]) -> bytes | None:
-    """Return the next message, or the last part of one; None when there is none."""
+    """Return the last part of the next message, often its only one; None if no message has come."""
     try:
         return socket.recv_multipart(zmq.NOBLOCK)[-1]
     except zmq.Again:

@@ -45,14 +45,15 @@ _USE_TOTALS = (
 
 
 class StageMemory(msgspec.Struct, frozen=True, kw_only=True):
-    """The memory of a stage in bytes, summed over its ranks, by its use.
+    """The bytes of memory that a stage uses for each purpose, summed over the stage's ranks.
 
     Attributes:
-        weight_bytes: weights, as they are held.
-        kv_bytes: KV cache.
+        weight_bytes: the weights, in the form in which they are held.
+        kv_bytes: the KV cache.
         peak_bytes: what the largest plan was measured to take in addition.
-        margin_bytes: left free on purpose.
-        stranded_bytes: unused; it could be KV cache, did the smallest rank not set the number of blocks.
+        margin_bytes: what is left free on purpose.
+        stranded_bytes: what is unused. It could be KV cache, but all ranks have as many blocks as the rank
+            with the least memory.
     """
 
     stage: int
@@ -86,9 +87,9 @@ def stage_memory(ranks: Sequence[RankLoaded], num_blocks: int) -> list[StageMemo
 
 
 def with_peaks_of(ranks: Sequence[RankLoaded], before: Sequence[RankLoaded]) -> list[RankLoaded]:
-    """Return the ranks' reports, with memory peaks from `before` where a rank has not measured its own.
+    """Return the ranks' reports, with memory peaks from `before` if a rank has not measured its own peak.
 
-    A rank that replaces another measures nothing, and gets the peak of the rank of the same stage and number.
+    A rank that replaces another one measures nothing, and gets the peak of the rank that it replaces.
     """
     known = {(rank.stage, rank.tp_rank): rank.peak_bytes for rank in before}
     return [
@@ -109,28 +110,28 @@ class CoreStats(msgspec.Struct, frozen=True, kw_only=True):
     cache: CacheStats = CacheStats()
     store: StoreStats = StoreStats()
     sessions: SessionStats = SessionStats()
-    plan_interval_ms: int = 0  # an administrator has slowed the engine down; 0: not
-    open_operations: int = 0  # of administrators, accepted and not complete
-    step_id: int  # of the next plan
-    inflight: int  # plans submitted, result not settled
-    last_result_age_s: float  # since a result last came, infinite before the first; probes keep it near 1
+    plan_interval_ms: int = 0  # least time between plans if an administrator has slowed the engine down; or 0
+    open_operations: int = 0  # operations of administrators that are accepted and not complete
+    step_id: int  # id of the next step
+    inflight: int  # number of plans that were submitted and whose results are not settled
+    last_result_age_s: float  # seconds since the last result, infinite before the first; probes keep it low
     stalled_s: (
-        float  # since a result came or the oldest plan in flight was submitted; 0 when none is in flight
+        float  # seconds for which a result has been due; 0 if no plan is in flight
     )
-    stall_limit_s: float  # beyond it the pipe is not ready: seconds, more for a plan of many tokens
+    stall_limit_s: float  # if `stalled_s` is more, the engine is not ready; it grows with a plan's tokens
     epoch: int
     loss: ErrorInfo | None = None  # why the pipe is broken, until a step has crossed it again
-    is_loss_lasting: bool = False  # it has been tried again and again: no request should wait for the pipe
+    is_loss_lasting: bool = False  # recovery has failed again and again: requests do not wait for the pipe
     restarts: Restarts = Restarts()
     stage_times: list[StageTimes] = []  # the newest report of each stage that has sent one
     stage_memory: list[StageMemory] = []
-    numeric_classes: list[str] = []  # of each rank, stage by stage (`process.numeric_class`)
+    numeric_classes: list[str] = []  # the class of each rank, stage by stage (`process.numeric_class`)
 
 
 def without_requests(stats: CoreStats) -> CoreStats:
-    """Return the last statistics of a core that has gone, without what went with it.
+    """Return the last statistics of a lost core as they are shown while there is no core.
 
-    Totals stay; no request runs or waits, no plan is in flight, and all KV blocks are free.
+    Totals stay as they were. No request runs or waits, no plan is in flight, and all KV blocks are free.
     """
     return msgspec.structs.replace(
         stats,
@@ -143,7 +144,7 @@ def without_requests(stats: CoreStats) -> CoreStats:
 
 
 def with_totals_of(stats: CoreStats, before: CoreStats) -> CoreStats:
-    """Return a core's statistics, with the totals of the core before it added."""
+    """Return a core's statistics, with the totals in `before`, of the cores before it, added to its own."""
     scheduler = _added(stats.scheduler, before.scheduler, _SCHEDULER_TOTALS)
     speculation = _added(scheduler.speculation, before.scheduler.speculation, _SPECULATION_TOTALS)
     use = _added(stats.store.use, before.store.use, _USE_TOTALS)
@@ -161,13 +162,13 @@ def with_totals_of(stats: CoreStats, before: CoreStats) -> CoreStats:
 class SteadyStats:
     """The statistics of an engine whose core may be replaced: their totals never fall.
 
-    While there is no core, they are those of the last core's last message; a new core's totals are added to
-    those of all cores before it.
+    The totals of a new core are added to those of all cores before it. While there is no core, the statistics
+    are those of the last message of the last core.
     """
 
     def __init__(self) -> None:
         self._last: CoreStats | None = None
-        self._before: CoreStats | None = None  # with the totals of all cores before this one
+        self._before: CoreStats | None = None  # has the totals of all cores before the present one
 
     def note(self, stats: CoreStats) -> None:
         """Record the newest statistics of the core, which may be another core than the last time."""
@@ -189,7 +190,7 @@ class SteadyStats:
 
 
 def summed(parts: Sequence[Part], **others: Any) -> Part:
-    """Return one struct for several of the same type: fields are summed, except `others`, which are given."""
+    """Return one struct for several of the same type; `others` has fields that are given and not summed."""
     names = (name for name in parts[0].__struct_fields__ if name not in others)
     sums = {name: sum(getattr(part, name) for part in parts) for name in names}
     return type(parts[0])(**sums, **others)

@@ -1,8 +1,8 @@
 """Keeps the unfinished admin operations of one client, so that it can send them to a new core.
 
 An operation is what an administrator asks of a running engine. A pause, a slower pace and open sessions
-outlive the core that was asked for them: the next core begins with them. Kept by
-`engine.client.async_engine`, which keeps requests in `engine.client.live_requests`.
+outlive the core that was asked for them: the next core begins with them. `engine.client.async_engine` owns
+one `AskedOperations`; it keeps its requests in `engine.client.live_requests`.
 """
 
 from __future__ import annotations
@@ -20,10 +20,11 @@ from penstock.operations import CloseSession, OpenSession, Operation, OperationD
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """An operation that the core was asked for, or will be, and that is not answered.
+    """An operation that the core has been asked for, or will be asked for, and has not answered.
 
     Attributes:
-        answer: gets the result. The caller may cancel it.
+        message: the message that asks the core for the operation.
+        answer: a future that gets the result; the caller may cancel it.
         num_requests: sequences that this client had asked for before the operation
             (`LiveRequests.num_asked`).
     """
@@ -44,10 +45,10 @@ class AskedOperations:
     def __init__(self) -> None:
         self._numbers = itertools.count()
         self._open: dict[int, Asked] = {}
-        self._first: dict[int, Operation] = {}  # that this core was asked for before any other, not complete
+        self._first: dict[int, Operation] = {}  # those of `first` that this core has not completed yet
         self._is_paused = False
         self._interval_ms = 0
-        self._closing: dict[str, OpenSession] = {}  # that are closed, and whose end is not
+        self._closing: dict[str, OpenSession] = {}  # closed sessions whose `CloseSession` is unanswered
         self.sessions: dict[str, OpenSession] = {}
         self.knows_sessions = False
 
@@ -74,10 +75,10 @@ class AskedOperations:
         }
 
     def note(self, stats: CoreStats) -> None:
-        """Take from the core's statistics whether it is paused, and its pace.
+        """Take from the core's statistics whether the core is paused, and its pace.
 
-        Both are left as they are while an operation that changes them is not answered: the statistics may be
-        older than the operation. From the first statistics on, the core's sessions count as known.
+        Neither is taken while an operation that changes it is not answered: the statistics may be older than
+        the operation. From the first statistics on, the core's sessions count as known.
         """
         self.knows_sessions = True
         if not self._is_open(Pause, Resume):
@@ -99,9 +100,9 @@ class AskedOperations:
         self.sessions |= {session.session_id: session for session in changed.opened}
 
     def close(self, message: Operated) -> None:
-        """Give an operation its answer, the result from the core, and remember the state that it has changed.
+        """Give an operation the core's result, and remember the state of the core that it has changed.
 
-        A result of an operation that is not waited for is ignored.
+        The result of an operation that nobody waits for is ignored.
         """
         self._first.pop(message.number, None)
         pending = self._open.pop(message.number, None)
@@ -118,10 +119,10 @@ class AskedOperations:
             pending.answer.set_result(message.done)
 
     def first(self) -> list[Operate]:
-        """Return the messages that bring a new core to the state of the last one, to be sent before others.
+        """Return the messages that bring a new core to the state of the last core, to be sent before others.
 
-        They pause it, slow it down and open its sessions. A session that is being closed is opened too, since
-        the new core will be asked again to close it.
+        They pause the new core, slow it down and open the sessions. A session that is being closed is opened
+        too, since the new core will be asked again to close it.
         """
         wanted: list[Operation] = [Pause("keep")] if self._is_paused else []
         if self._interval_ms:
@@ -131,9 +132,10 @@ class AskedOperations:
         return [Operate(number, operation) for number, operation in self._first.items()]
 
     def again(self, requests: Iterable[tuple[int, AddRequest]]) -> list[Operate | AddRequest]:
-        """Return the messages that ask a new core for all unfinished operations and requests, in old order.
+        """Return the messages that ask a new core for all unfinished operations and requests.
 
-        An operation thus applies to the requests that preceded it, and to none that came after it.
+        They are in the order in which the last core was asked. An operation thus applies to the requests that
+        preceded it, and to no request that came after it.
 
         Args:
             requests: as `LiveRequests.again` returns them.

@@ -19,9 +19,9 @@ class AskedTraces:
         self._answers: deque[asyncio.Future[list[StageSpans]]] = deque()
 
     def ask(self) -> asyncio.Future[list[StageSpans]]:
-        """Return the future of one more trace, which the caller asks the core for.
+        """Return the future of one more trace; the caller then asks the core for the trace.
 
-        The caller may cancel it.
+        The caller may cancel the future.
         """
         answer: asyncio.Future[list[StageSpans]] = asyncio.get_running_loop().create_future()
         self._answers.append(answer)

@@ -1,4 +1,4 @@
-"""Tracks whether the core of an engine is there and its stages work, from its messages and its silence."""
+"""Tracks whether an engine's core runs and the stages work, by the core's messages and its silence."""
 
 from __future__ import annotations
 
@@ -22,10 +22,13 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         vector: lengths of the vectors that the model gives.
-        pooling: token states that a vector is made of, where a request does not say.
-        max_num_seqs, max_waiting_requests: together, how many requests may be alive at once.
-        stale_after_s: seconds without a message from the core, heartbeats included, until it is not ready.
-        silence_limit_s: seconds without a message until streams end.
+        max_model_len: the most tokens of prompt and output together.
+        vocab_size: token ids are below this.
+        pooling: which hidden states a vector is made of, if the request does not say so.
+        max_num_seqs, max_waiting_requests: the most requests that run, and that wait, at once.
+        stale_after_s: if the core has sent nothing for so many seconds, not even a heartbeat, the engine
+            counts as not ready.
+        silence_limit_s: if the core has sent nothing for so many seconds, all streams end.
     """
 
     max_model_len: int
@@ -39,7 +42,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def from_config(cls, config: ApiProcessConfig, vector: VectorShape) -> EngineInfo:
-        """Return the facts that the configuration of an API process has, with the lengths of vectors."""
+        """Return the facts from the configuration of an API process, and from the lengths of vectors."""
         return cls(
             max_model_len=config.max_model_len,
             vocab_size=config.vocab_size,
@@ -55,13 +58,14 @@ class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
     """The state of the engine: whether its stages return tokens now, and if not, why.
 
     Attributes:
-        ready: its stages return tokens, or would if there were requests.
-        stage: the stage at fault, when one is known.
-        reason: why it is not ready; "" when it is.
+        ready: the stages return tokens, or would if there were requests.
+        stage: number of the stage at fault; None if no single stage is known to be at fault.
+        reason: why the engine is not ready; "" if it is ready.
         since: Unix time of the last change of `ready`.
-        stats: the core's statistics as of its last message; None where there are none to show.
-        is_full: as many requests wait as may: one more would be refused.
-        is_recovering: it is not ready, but accepts requests, which wait for what is being started again.
+        stats: the core's statistics as of its last message; None if there are none to show.
+        is_full: as many requests wait as may wait: one more would be refused.
+        is_recovering: the engine is not ready, but accepts requests; they wait until the core or the stages
+            that were lost have started again.
         hosts: hosts that the stages run on, as far as the core has reported them.
     """
 
@@ -78,13 +82,13 @@ class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
 class CoreHealth:
     """The health of the core, judged by its messages and by how long it has been silent.
 
-    The core's statistics say how long its stages have owed it a result, and how long is too long for what
-    they compute. When idle it probes every stage once a second, so a stage that does not answer shows at
-    once.
+    The core's statistics say how long a result of the stages has been due, and how long is too long for the
+    plan that they compute. An idle core sends a probe through every stage once a second, so that a stage
+    which does not answer is soon noticed.
 
     Attributes:
         stats: the core's statistics as of its last message; None while there is no core.
-        hosts: hosts that the stages run on, as the core has reported last; kept when the core goes.
+        hosts: hosts that the stages run on, by the core's last report; they are kept when the core is lost.
     """
 
     def __init__(self, info: EngineInfo, clock: Callable[[], float], wall_clock: Callable[[], float]) -> None:
@@ -93,19 +97,19 @@ class CoreHealth:
         self._wall_clock = wall_clock
         self._checked_at = clock()
         self._heard_at: float | None = None
-        self._gone_at: float | None = None  # when the core went; None while it is there, and before the first
-        self._has_lost_core = False  # ever
+        self._gone_at: float | None = None  # when the core was lost; None while, or before, there is a core
+        self._has_lost_core = False  # whether a core was ever lost
         self.stats: CoreStats | None = None
         self.hosts = NO_PIPE_HOSTS
         self._was_ready = False
         self._since = wall_clock()
 
     def heard_from_core(self) -> None:
-        """Record that a core has answered this client's greeting, so that there is a core."""
+        """Record that a core has answered this client's `Hello`: from now on there is a core."""
         self._heard_at, self._gone_at = self._clock(), None
 
     def beat(self, stats: CoreStats) -> None:
-        """Record the core's newest statistics, and that it was heard just now."""
+        """Record the core's newest statistics, and that a message of the core has come just now."""
         self._heard_at = self._clock()
         self.stats = stats
 
@@ -116,7 +120,7 @@ class CoreHealth:
 
     @property
     def has_core(self) -> bool:
-        """Whether a core has answered this client, and is connected still."""
+        """Whether a core has answered this client and is still connected."""
         return self._heard_at is not None and self._gone_at is None
 
     def silence_s(self) -> float:
@@ -126,8 +130,8 @@ class CoreHealth:
     def gave_up(self) -> PenstockError | None:
         """Return the error with which all streams should end now; None while they should wait for the core.
 
-        It is an error if the core has been away or silent for too long. To be called once a second: after a
-        longer pause, in which this process itself was stopped, the answer is None.
+        There is an error if the core has been lost or silent for too long. To be called once a second. If the
+        last call is `SILENCE_S` or more ago, this process itself was stopped, and None is returned.
         """
         unchecked_s, self._checked_at = self._clock() - self._checked_at, self._clock()
         if unchecked_s >= SILENCE_S:
@@ -142,15 +146,16 @@ class CoreHealth:
         return WaitTimeoutError(f"the engine core has sent nothing for {self.silence_s():.0f} s.")
 
     def require_core(self) -> None:
-        """Raise an error if the core cannot be asked anything now. The error says why."""
+        """Raise an error that says why, if nothing can be asked of the core now."""
         if self._gone_at is not None:
             raise error_from_info(CORE_AWAY.info())
         self.require_prospects()
 
     def require_prospects(self) -> None:
-        """Raise an error if a new request must be refused now. The error says why.
+        """Raise an error that says why, if a new request must be refused now.
 
-        While a core or a stage is being started again, requests are not refused: they wait.
+        While a core or a stage is being started again, requests wait and are not refused, unless that has
+        failed for too long.
         """
         refusal = self._refusal()
         if refusal is not None:

@@ -1,4 +1,4 @@
-"""The socket of a client to its core, read by an event loop."""
+"""The socket from a client to its core, which an event loop reads."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ class CoreLink:
 
     Args:
         address: where the core listens.
-        take: called with each message, on the event loop, as soon as it has come.
+        take: called on the event loop with each message, as soon as the message has come.
     """
 
     def __init__(self, address: str, take: Callable[[CoreToClient | CoreGone], None]) -> None:
         self._socket = ClientSocket(address)
         self._take = take
-        self._loop: asyncio.AbstractEventLoop | None = None  # that reads the socket
+        self._loop: asyncio.AbstractEventLoop | None = None  # the loop that reads the socket
         self._is_read_due = False
 
     def open(self) -> None:
@@ -36,9 +36,10 @@ class CoreLink:
         self.open()
 
     def send(self, message: ClientToCore) -> None:
-        """Send a message without waiting. If there is no core it is lost, and `take` gets a `CoreGone`."""
+        """Send a message without waiting; without a core the message is lost, and `take` gets `CoreGone`."""
         self._socket.send(message)
-        # The descriptor is edge-triggered and sending may use up the edge: look once more, once for a burst.
+        # The descriptor is edge-triggered, and sending may use up its edge, so that messages that have come
+        # would cause no event: the socket is read once more, once for all messages that are sent now.
         if not self._is_read_due:
             self._is_read_due = True
             asyncio.get_running_loop().call_soon(self.read)

@@ -1,8 +1,8 @@
 """Keeps the unfinished requests of one client with their tokens, so that it can send them to a new core.
 
-Only the core knows how far the scheduler is with a request. What another core needs to go on is kept here:
-the request, the tokens that have come, and how many *scores*, the log-probabilities of its prompt's tokens.
-Kept by `engine.client.async_engine`.
+Only the core knows how far the scheduler is with a request. What another core needs to go on with it is kept
+here: the request, the tokens that have come, and the number of *scores* (log-probabilities of the prompt's
+tokens) that have come. `engine.client.async_engine` owns one `LiveRequests`.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ class _Live:
     number: int
     request: GenerationRequest
     output_ids: list[int] = field(default_factory=list)
-    num_scores: int = 0  # of its prompt's tokens
-    is_sent: bool = True  # to the present core
-    lost_at: int = -1  # its progress when a core that had it was lost last
+    num_scores: int = 0  # log-probabilities of prompt tokens that have come
+    is_sent: bool = True  # whether the present core has been sent the sequence
+    lost_at: int = -1  # `progress` when a core that had the sequence was last lost; -1: none was lost
 
     @property
     def progress(self) -> int:
@@ -32,10 +32,10 @@ class _Live:
 class LiveRequests:
     """The sequences of one client that have not ended, by id, in the order in which they were added.
 
-    Each has a number, counted from 0. A request for several outputs of a prompt is as many sequences.
+    Each sequence has a number, counted from 0. A request for several outputs has one sequence for each.
 
     Attributes:
-        num_asked: sequences that were ever added; the number of the next one.
+        num_asked: how many sequences were ever added, which is also the number of the next one.
     """
 
     def __init__(self) -> None:
@@ -52,7 +52,7 @@ class LiveRequests:
     def add(self, request: GenerationRequest) -> None:
         """Add the sequences of a request that is sent to the core now.
 
-        A later core is sent each of them as a request of its own.
+        If the core is lost, each sequence is sent to the next core as a request of its own.
         """
         self._add(request, is_sent=True)
 
@@ -84,10 +84,10 @@ class LiveRequests:
         self._live.clear()
 
     def core_lost(self) -> list[RequestUpdate]:
-        """Record that the core is lost, so that its sequences are sent to the next one.
+        """Record that the core is lost, so that its sequences are sent to the next core.
 
-        A sequence is given up if a core was lost with it before, and it has got no token or score since: it
-        may be the reason for both losses.
+        A sequence is given up if an earlier core was lost too while it had the sequence, and no token or
+        score of the sequence has come since: the sequence may be the reason for both losses.
 
         Returns:
             The last update, with an error, of each sequence that is given up.
@@ -108,9 +108,9 @@ class LiveRequests:
         return given_up
 
     def again(self) -> list[tuple[int, AddRequest]]:
-        """Return the sequences that the present core has not been sent, with their numbers.
+        """Return the sequences that were not sent to the present core, with their numbers.
 
-        They count as sent now.
+        From now on they count as sent.
         """
         unsent = [live for live in self._live.values() if not live.is_sent]
         for live in unsent:

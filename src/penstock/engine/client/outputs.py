@@ -1,10 +1,11 @@
-"""Turns token updates into text: one `OutputAssembler` per request, and the results that `LLM` gives.
+"""Turns token updates into text: one `OutputAssembler` per sequence, and the results that `LLM` returns.
 
-The core ends a request at stop ids and lengths. Stop *strings* need text and are found here: the assembler
-cuts the text at the stop string, counts only the tokens up to the one that completed it, and the caller then
-aborts the request in the core. Tokens that were already under way are dropped.
+The core ends a request at stop ids and lengths. Stop *strings* need text and are found here. The assembler
+cuts the text at the stop string, and counts the tokens up to the one that completed the string. The caller
+then aborts the request in the core. Tokens that were already under way are dropped.
 
-Used by `engine.client.streams` and by `llm` (whole results). Does no I/O.
+Used by `engine.client.streams`, `engine.client.async_engine` and `llm`; the HTTP server uses its `TextDelta`.
+Does no I/O.
 """
 
 from __future__ import annotations
@@ -27,13 +28,14 @@ class TextDelta(msgspec.Struct, frozen=True, gc=False):
     """The output of a request since the previous delta.
 
     Attributes:
-        text: characters to append; may be empty although tokens came (text is held back while it may still
-            become a stop string or an unfinished character).
+        text: characters to append. It may be empty although tokens came: text is held back while it may
+            become a stop string, or while a character is not finished.
         token_ids: tokens that came.
-        logprobs: one entry per token id, when they were asked for.
-        finish_reason: set on the last delta.
+        logprobs: one entry per token id; None if the request does not ask for them.
+        finish_reason: why the sequence has ended, on the last delta; None before.
         stop_reason: the stop string or stop id that ended the request; None for an end-of-sequence id.
-        prompt_logprobs: entries of the next prompt tokens, from the second on; they come before all else.
+        prompt_logprobs: entries of the next prompt tokens. The first prompt token has none. All of them come
+            before the first output.
         vector: float32 bytes of the finished vector of a pooled request (`engine.client.vectors`); else
             empty.
     """
@@ -64,13 +66,13 @@ def merge_deltas(deltas: Sequence[TextDelta]) -> TextDelta:
     )
 
 
-MAX_NUMBERS_AT_ONCE = 4096  # of a delta for a stream, some 6 ms of work to write
+MAX_NUMBERS_AT_ONCE = 4096  # ids and log-probabilities that a reader gets at once: about 6 ms to write
 
 
 def num_at_once(deltas: Sequence[TextDelta]) -> int:
     """Return how many deltas, from the first on, a reader gets at once, so that writing them is soon done.
 
-    They are at least one, and as many as have `MAX_NUMBERS_AT_ONCE` token ids and log-probabilities together.
+    Together they have at most `MAX_NUMBERS_AT_ONCE` token ids and log-probabilities; but there is always one.
     """
     if len(deltas) == 1:
         return 1
@@ -83,7 +85,7 @@ def num_at_once(deltas: Sequence[TextDelta]) -> int:
 
 
 def small_deltas(delta: TextDelta) -> list[TextDelta]:
-    """Return a delta, cut into several if it has more prompt log-probabilities than are given at once."""
+    """Return a delta, cut into several if it has more prompt log-probabilities than a reader gets at once."""
     scores = delta.prompt_logprobs
     if not scores or _num_numbers(delta) <= MAX_NUMBERS_AT_ONCE:
         return [delta]
@@ -102,12 +104,12 @@ def _num_numbers(delta: TextDelta) -> int:
 class Assembler(Protocol):
     """Turns the core's updates of one sequence into output for the client.
 
-    It is text (`OutputAssembler`) or a vector (`engine.client.vectors`).
+    The output is text (`OutputAssembler`) or a vector (`engine.client.vectors`).
     """
 
     @property
     def num_tokens(self) -> int:
-        """The number of tokens generated so far, without any after a stop string."""
+        """The number of tokens generated so far; those after a stop string do not count."""
         ...
 
     def append(self, update: RequestUpdate) -> TextDelta:
@@ -119,9 +121,9 @@ class OutputAssembler:
     """Makes the text of one sequence from its tokens, and ends it at a stop string.
 
     Args:
-        sampling: stop strings, `min_tokens` (no stop string is looked for in the text of that many first
-            tokens), and what to show.
-        detokenizer: turns this sequence's tokens into text, from the end of its prompt on.
+        sampling: has the stop strings, `min_tokens`, and what to show. In the text of the first `min_tokens`
+            tokens no stop string is looked for.
+        detokenizer: turns this sequence's tokens into text, from the end of the prompt on.
     """
 
     def __init__(self, sampling: SamplingParams, detokenizer: Detokenizer) -> None:
@@ -131,7 +133,7 @@ class OutputAssembler:
         self._min_tokens = sampling.min_tokens
         self._scanner = stop_scanner(sampling.stop_strings, include_stop=self._include_stop)
         self._by_token = not isinstance(self._scanner, NoStops)
-        self.num_tokens = 0  # generated, up to the stop
+        self.num_tokens = 0  # generated so far, up to the stop string
 
     def append(self, update: RequestUpdate) -> TextDelta:
         """Take an update of the core that is not an error, and return its text and tokens as a delta.
@@ -154,13 +156,13 @@ class OutputAssembler:
         return TextDelta(text, update.token_ids, update.logprobs)
 
     def _shown_ids(self, update: RequestUpdate) -> list[int]:
-        """Return the ids that have text: an id that ended the request has none, unless it is wanted."""
+        """Return the ids whose text is shown; a stop id that ended the request is shown only if requested."""
         if update.stop_token_id is None or self._include_stop:
             return update.token_ids
         return update.token_ids[:-1]
 
     def _scan(self, token_ids: list[int]) -> tuple[str, str, int]:
-        """Feed ids one by one. Returns the text to show, the stop string found or "", and the tokens read."""
+        """Feed ids one by one; return the text to show, the stop string or "", and how many ids were read."""
         shown = ""
         for index, token_id in enumerate(token_ids):
             text = self._detokenizer.feed((token_id,))
@@ -227,11 +229,12 @@ class CompletionOutput:
 
     Attributes:
         index: number of this sequence among those of its prompt.
-        token_ids: generated ids, the one that ended the request included.
-        logprobs: per token, log-probabilities by token id: the chosen one and the likeliest.
-        cumulative_logprob: sum over the chosen tokens.
-        finish_reason: "stop" or "length".
-        stop_reason: the stop string or stop id that ended it; None for an end-of-sequence id or a length.
+        token_ids: generated ids, with the id that ended the request.
+        logprobs: for each token, log-probabilities by token id: of the chosen token and of the likeliest.
+        cumulative_logprob: sum of the log-probabilities of the chosen tokens.
+        finish_reason: "stop" or "length"; None if the sequence has not ended yet.
+        stop_reason: the stop string or stop id that ended the sequence; None for an end-of-sequence id or a
+            length.
     """
 
     index: int = 0
@@ -277,12 +280,12 @@ class RequestOutput:
     """The result of one prompt (fields as in vLLM).
 
     Attributes:
-        prompt: its text; None when it was given as token ids.
+        prompt: text of the prompt; None if the prompt was given as token ids.
         outputs: the sequences that were generated for it.
         num_cached_tokens: prompt tokens whose KV was found in the cache.
-        metrics: how many tokens that were guessed ahead were accepted and rejected.
-        prompt_logprobs: for each token of the prompt, log-probabilities by token id, if requested; None for
-            the first token, which nothing precedes.
+        metrics: how many guessed tokens (drafts) were accepted and rejected.
+        prompt_logprobs: for each token of the prompt, log-probabilities by token id. The entry of the first
+            token is None, since nothing precedes it. The whole list is None if it was not requested.
     """
 
     request_id: str
@@ -296,7 +299,7 @@ class RequestOutput:
 
 
 def completion_output(deltas: Sequence[TextDelta], tokenizer: Tokenizer, index: int = 0) -> CompletionOutput:
-    """Return the generated sequence that all deltas of a request make up.
+    """Return the generated sequence that all deltas of one sequence make up.
 
     Args:
         index: number of the sequence among those of its prompt.
@@ -357,7 +360,7 @@ def prompt_logprobs(
     """Return the log-probabilities of each token of a prompt, by token id; None for the first token.
 
     Args:
-        entries: as they have come, for all tokens but the first.
+        entries: one for each token from the second on.
     """
     pairs = zip(prompt_token_ids[1:], entries, strict=True)
     return [None, *(position_logprobs(token_id, entry, tokenizer) for token_id, entry in pairs)]

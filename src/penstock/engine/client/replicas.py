@@ -32,13 +32,13 @@ class Replicas:
 
     Args:
         engines: the client of each replica, at least one.
-        has_prefix_cache: whether each replica keeps what it has computed for prompts that begin the same.
+        has_prefix_cache: whether each replica keeps the KV blocks of prompts for later prompts.
     """
 
     def __init__(self, engines: Sequence[AsyncEngine], *, has_prefix_cache: bool = False) -> None:
         self._engines = list(engines)
         self._starts: list[asyncio.Task[None]] = []
-        self._router = Router[int](has_cache=has_prefix_cache)  # numbers of engines
+        self._router = Router[int](has_cache=has_prefix_cache)  # knows replicas by their numbers
 
     async def start(self, timeout_s: float | None = None) -> None:
         """Connect to all replicas and wait until one is ready; the others may come later.
@@ -60,23 +60,28 @@ class Replicas:
         return min(engine.max_model_len for engine in self._engines)
 
     def add(self, request_id: str, prompt_token_ids: list[int], sampling: SamplingParams) -> RequestStream:
-        """Start one sequence, and return its stream; `sampling.n` must be 1. Otherwise as `add_all`."""
+        """Start one sequence as `add_all` does, and return its stream; `sampling.n` must be 1."""
         (stream,) = self.add_all(request_id, prompt_token_ids, sampling)
         return stream
 
     def add_all(
         self, request_id: str, prompt_token_ids: list[int], sampling: SamplingParams
     ) -> list[RequestStream]:
-        """Start `sampling.n` sequences in the replica with the least to compute before them.
+        """Start `sampling.n` sequences in the replica that has the least to compute before them.
 
-        Returns their streams.
+        - If that replica is full or has no core, the next best replica takes them.
+        - If the core itself refuses them, because its queue has filled meanwhile, no other is tried.
+        - Sequences of a session go to the replica that has the session. If that replica is full or not ready,
+          another one takes them without the session.
 
-        Where that replica is full or away, the next best one takes them. A refusal by a core is final: its
-        queue has filled meanwhile. Sequences of a session go to the replica that has the session; if it is
-        not ready or full, another replica takes them without the session.
+        Returns:
+            The streams of the sequences.
 
-        Raises what `AsyncEngine.add_all` does. For a session that no replica has: `NotFoundError`, or
-        `UnavailableError` while a replica has not reported its sessions.
+        Raises:
+            NotFoundError: no replica has the session.
+            OverloadedError, UnavailableError: no replica takes the sequences, or one that may have the
+                session has not reported its sessions yet.
+            PenstockError: whatever else `AsyncEngine.add_all` raises.
         """
         home = self._home(sampling.session_id)
         away = msgspec.structs.replace(sampling, session_id="")
@@ -88,9 +93,9 @@ class Replicas:
         return self._start(prompt_token_ids, start, home)
 
     def embed(self, request_id: str, prompt_token_ids: list[int], params: PoolingParams) -> RequestStream:
-        """Start to pool a prompt into a vector, in the replica with the least to compute before it.
+        """Start to pool a prompt into a vector, in the replica that has the least to compute before it.
 
-        Returns its stream, and raises what `AsyncEngine.embed` does.
+        Returns the stream of the vector, and raises what `AsyncEngine.embed` does.
         """
         return self._start(
             prompt_token_ids, lambda replica: replica.embed(request_id, prompt_token_ids, params)
@@ -105,7 +110,8 @@ class Replicas:
         """Start a request in the first replica that takes it.
 
         Args:
-            home: the replica to go to if it is there and has room.
+            start: starts the request in a replica, or raises `OverloadedError` or `UnavailableError`.
+            home: number of the replica that is tried first if it is ready and has room; None: no replica.
         """
         loads = {
             index: Load(engine.tokens_ahead, status.ready and not status.is_full)
@@ -126,11 +132,11 @@ class Replicas:
         raise refusals[0]
 
     def _home(self, session_id: str) -> int | None:
-        """Return the replica that has this session; None where there is no session.
+        """Return the number of the replica that has this session; None if `session_id` is empty.
 
         Raises:
-            NotFoundError: none has it.
-            UnavailableError: one that has not come yet may have it.
+            NotFoundError: no replica has the session.
+            UnavailableError: no replica is known to have it, but one has not reported its sessions yet.
         """
         if not session_id:
             return None
@@ -146,9 +152,9 @@ class Replicas:
         raise unknown_session(session_id)
 
     def status(self) -> EngineStatus:
-        """Return one status for all: ready if any replica is ready, full if all ready replicas are full.
+        """Return one status for all replicas: ready if any is ready, full if all that are ready are full.
 
-        The reason names the replicas that are not ready.
+        `reason` names the replicas that are not ready.
         """
         statuses = self.statuses()
         is_ready = any(status.ready for status in statuses)
@@ -165,7 +171,7 @@ class Replicas:
         )
 
     def statuses(self) -> list[EngineStatus]:
-        """Return the status of each replica; it has no statistics if the replica has no core now."""
+        """Return the status of each replica; the status of one without a core has no statistics."""
         return [status for engine in self._engines for status in engine.statuses()]
 
     async def trace(self) -> list[StageSpans]:
@@ -200,9 +206,10 @@ class Replicas:
     async def operate(self, operation: Operation, timeout_s: float) -> list[OperationDone]:
         """Ask every replica to carry out an administrator's operation; wait, and return the result of each.
 
-        A replica that is away does it when it is back. An operation on a session goes to one replica: the one
-        that has the session, or was asked to open it, or else the one with the fewest sessions. Raises what
-        `AsyncEngine.operate` does; the other replicas have done it all the same.
+        A replica without a core carries it out when it has one again. An operation on a session goes to a
+        single replica. This is the one that has the session or was asked to open or close it; a new session
+        goes to a ready replica with the fewest sessions. Raises what `AsyncEngine.operate` raises for any
+        replica; the other replicas have carried out the operation all the same.
         """
         if isinstance(operation, OpenSession | CloseSession):
             index = self._replica_for(operation)
@@ -222,12 +229,12 @@ class Replicas:
         ]
 
     def _replica_for(self, operation: OpenSession | CloseSession) -> int:
-        """Return the replica that has the session, or is to have it.
+        """Return the number of the replica that has the session, or is to have it.
 
         Raises:
-            NotFoundError: none has the session that is to be closed.
-            UnavailableError: one that has not come yet, or not since this process was started again, may have
-                the session; opened elsewhere it would be open twice.
+            NotFoundError: no replica has the session that is to be closed.
+            UnavailableError: a replica that has not reported its sessions to this process yet may have the
+                session. If another replica opened it, it would be open twice.
         """
         try:
             home = self._home(operation.session_id)
@@ -236,7 +243,7 @@ class Replicas:
         except (NotFoundError, UnavailableError) as error:
             for index, engine in enumerate(self._engines):
                 if operation.session_id in engine.sessions_asked:
-                    return index  # it may be away, and will do what it was asked for when it is back
+                    return index  # even if it has no core now: the next core will be asked again
             if isinstance(operation, CloseSession):
                 raise
             if isinstance(error, UnavailableError) and not operation.is_new:
@@ -256,7 +263,11 @@ class Replicas:
 def merged_stats(replica_stats: Sequence[CoreStats | None]) -> CoreStats | None:
     """Return the statistics of all replicas as of one engine: sums, and the worst of what cannot be added.
 
-    A None in the list is a replica without statistics. Returns None if all are.
+    Args:
+        replica_stats: the statistics of each replica; None: it has none now.
+
+    Returns:
+        The statistics; None if no replica has any.
     """
     known = [(replica, stats) for replica, stats in enumerate(replica_stats) if stats is not None]
     if not known:

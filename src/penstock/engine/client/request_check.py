@@ -15,7 +15,7 @@ class RequestLimits(msgspec.Struct, frozen=True, kw_only=True):
     """The bounds that the served model sets for requests.
 
     Attributes:
-        max_model_len: most tokens of prompt and output together.
+        max_model_len: the most tokens of prompt and output together.
         vocab_size: token ids are below this.
         vector: lengths of the vectors that the model gives.
     """
@@ -31,9 +31,9 @@ class RequestLimits(msgspec.Struct, frozen=True, kw_only=True):
         self._check_prompt_length(len(prompt_token_ids), room=0 if sampling.max_tokens == 0 else 1)
 
     def check_pooled(self, prompt_token_ids: list[int], params: PoolingParams) -> None:
-        """Raise `InvalidRequestError` if the prompt, or the wanted length of its vector, is out of bounds.
+        """Raise `InvalidRequestError` if the prompt, or the requested length of the vector, is out of bounds.
 
-        Unlike before a generation, the prompt may fill the model's context: no token follows it.
+        Other than with a generation, the prompt may fill the model's context, since no token follows it.
         """
         self.vector.check(params.dimensions)
         self._check_ids(prompt_token_ids)
@@ -58,7 +58,7 @@ class RequestLimits(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def shortened(self, sampling: SamplingParams, num_prompt_tokens: int) -> SamplingParams:
-        """Return `sampling` with `max_tokens` lowered, if need be, to what fits behind the prompt."""
+        """Return `sampling` with `max_tokens` lowered to what fits behind the prompt, but not below 1."""
         room = self.max_model_len - num_prompt_tokens
         if sampling.max_tokens is None or sampling.max_tokens <= room:
             return sampling

@@ -1,12 +1,12 @@
-"""Chooses the replica of a request: the one that has least to compute before its first token.
+"""Chooses the replica of a request: the one that has least to compute before the request's first token.
 
 What a replica has to compute are these tokens:
 
-    tokens ahead of it in the replica  +  its own that the replica has not cached
+    tokens of requests before it  +  tokens of its own prompt that the replica has not cached
 
-A replica is taken to have cached the beginnings of prompts that were sent to it, in whole chunks. Does no
-I/O: `engine.client.replicas` says how much work each replica has, and `examples/ray_serve.py` does so for
-replicas that come and go.
+The router assumes that a replica has cached the prompts that were sent to it. It remembers their beginnings
+in multiples of 64 tokens. It does no I/O: `engine.client.replicas` says how much work each replica has, and
+`examples/ray_serve.py` does so for replicas that come and go.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from typing import Generic, NamedTuple, TypeVar
 
-DECODE_TOKENS = 16  # a request that decodes counts as a prompt of so many: it takes part in each step
-_CHUNK = 64  # tokens; beginnings are remembered in multiples
-_MAX_CHUNKS = 64  # of a prompt that are looked at
-_MAX_REMEMBERED = 1 << 16
+DECODE_TOKENS = 16  # a request that decodes counts as so many prompt tokens, since it is in each step
+_CHUNK = 64  # tokens; beginnings of prompts are remembered in multiples of it
+_MAX_CHUNKS = 64  # so many multiples of a prompt are looked at
+_MAX_REMEMBERED = 1 << 16  # beginnings of prompts, for each replica
 
 Replica = TypeVar("Replica", bound=Hashable)
 
@@ -27,8 +27,8 @@ class Load(NamedTuple):
     """The load of one replica, as the router needs it for one request.
 
     Attributes:
-        ahead: tokens that the replica has to compute before it comes to another request.
-        has_room: whether it takes requests; replicas that are away or full come last.
+        ahead: tokens that the replica has to compute before it comes to a new request.
+        has_room: whether the replica takes requests; those that are not ready or full are tried last.
     """
 
     ahead: int
@@ -39,7 +39,7 @@ class Router(Generic[Replica]):
     """Orders replicas for each request, and remembers where requests went.
 
     Args:
-        has_cache: whether replicas keep the keys and values of prompts for later ones.
+        has_cache: whether replicas keep the KV blocks of prompts for later prompts.
     """
 
     def __init__(self, *, has_cache: bool) -> None:
@@ -50,8 +50,8 @@ class Router(Generic[Replica]):
     def order(self, prompt: Sequence[int], loads: Mapping[Replica, Load]) -> list[Replica]:
         """Return the replicas in the order in which a request should try them, the best first.
 
-        Those with room come first; among them the one with the fewest tokens to compute until the request has
-        its first token.
+        Replicas with room come before others. Within both groups, replicas with fewer tokens to compute
+        before the request's first token come first; of equal ones, those that got fewer requests so far.
         """
         hashes = list(_beginnings(prompt)) if self._has_cache else []
         costs = {
@@ -77,7 +77,7 @@ class Router(Generic[Replica]):
             seen.popitem(last=False)
 
     def forget_others(self, replicas: Collection[Replica]) -> None:
-        """Forget all replicas that are not among these: they have ended, and their caches with them."""
+        """Forget all replicas except these; the others have ended, and their caches with them."""
         for replica in self._num_routed.keys() - replicas:
             del self._num_routed[replica]
             self._seen.pop(replica, None)
@@ -89,7 +89,7 @@ class Router(Generic[Replica]):
 
 
 def _beginnings(prompt: Sequence[int]) -> Iterator[int]:
-    """Yield a hash for each beginning of whole chunks, the shortest first."""
+    """Yield a hash for each beginning of the prompt of a multiple of `_CHUNK` tokens, the shortest first."""
     value = 0
     for end in range(_CHUNK, min(len(prompt), _CHUNK * _MAX_CHUNKS) + 1, _CHUNK):
         value = hash((value, *prompt[end - _CHUNK : end]))

@@ -1,7 +1,8 @@
 """Makes one request for the `n` sequences of a prompt: the others start once the first has computed it.
 
 Called by `engine.client.async_engine` and `llm.offline_requests`. The core takes all sequences or none. The
-others wait until the first has computed the prompt, and then reuse its KV blocks (`scheduler.prefix_reuse`).
+others wait until the first has computed the prompt, and then reuse the prompt's KV blocks
+(`scheduler.prefix_reuse`).
 """
 
 from __future__ import annotations
@@ -11,14 +12,14 @@ import msgspec
 from penstock.request import Follower, GenerationRequest, SamplingParams
 from penstock.scheduler.admission import derive_seed
 
-_SIBLINGS = 0x5DEECE66D  # sets these seeds apart from those of requests that bring none
+_SIBLINGS = 0x5DEECE66D  # makes these seeds differ from those that are drawn for requests without a seed
 
 
 def sibling_seed(seed: int | None, index: int) -> int | None:
-    """Return the seed of sequence `index` among those of a request with this seed: for 0 the seed itself.
+    """Return the seed of sequence `index` of a request with this seed; the first sequence has `seed` itself.
 
-    None stays None: each sequence then gets a seed derived from the engine's, by its place in the order of
-    arrival.
+    None stays None: `engine.client.seeds` or the core then derives a seed for each sequence from the
+    engine's seed.
     """
     if seed is None or index == 0:
         return seed
@@ -30,7 +31,7 @@ def with_siblings(
 ) -> GenerationRequest:
     """Return one request for `sampling.n` sequences of the prompt.
 
-    The first has the id `request_id`; sequence i > 0 has that id with `/i` behind it.
+    The first sequence has the id `request_id`. Sequence i > 0 has the id `request_id/i`.
     """
     assert not sampling.bad_words, "bad words must be ids here: the core has no tokenizer"
     return GenerationRequest(

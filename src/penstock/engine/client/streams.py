@@ -1,8 +1,8 @@
 """The output of a sequence in the core: a stream of text, or one vector, for one reader.
 
-What came between two reads is merged, so a stream never holds more than the output of its own request. A
-reader that comes late gets large output in pieces, between which the event loop serves others. `OpenStreams`
-hands each update of the core to the stream that it belongs to, for every kind of client.
+Output that came between two reads is merged into one delta. If it is large, the reader gets it in several
+parts, between which the event loop serves others. A stream never holds more than the output of its own
+sequence. `OpenStreams` hands each update of the core to the stream of its sequence, for every kind of client.
 """
 
 from __future__ import annotations
@@ -29,15 +29,16 @@ class RequestStream:
     """The output of one sequence, text or a vector, as it comes from the core. One reader at a time.
 
     Args:
-        prompt_tokens: number of tokens of its prompt; 0 where the prompt is counted with an earlier sequence.
+        request_id: id of the sequence.
+        prompt_tokens: number of tokens of the prompt; 0 if they are counted with an earlier sequence of it.
         assembler: makes the text or the vector.
-        abort: called with the sequence's id to end it in the core.
+        abort: called with the id of the sequence, to end the sequence in the core.
 
     Attributes:
         cached_tokens: how many of `prompt_tokens` were found in a cache.
-        drafts: how many tokens that were guessed ahead were accepted and rejected.
-        queue_seconds: time that the request waited in the core; None before its first update.
-        error: the error that the sequence has ended with; None if it has not ended, or with its output.
+        drafts: how many guessed tokens were accepted and rejected.
+        queue_seconds: time that the sequence waited in the core; None until the core has reported it.
+        error: the error with which the sequence has ended; None if it has not ended, or has not failed.
         has_ended: no update will come any more.
     """
 
@@ -54,9 +55,9 @@ class RequestStream:
         self._assembler = assembler
         self._abort = abort
         self._deltas: list[TextDelta] = []
-        self._is_behind = False  # the reader has not had all that had come when it read last
-        self._news: asyncio.Future[None] | None = None  # the reader waits for any update
-        self._end: asyncio.Future[None] | None = None  # the reader waits for the last one
+        self._is_behind = False  # the last read has left a part of what had come
+        self._news: asyncio.Future[None] | None = None  # set while the reader waits for any update
+        self._end: asyncio.Future[None] | None = None  # set while the reader waits for the last update
 
     @property
     def completion_tokens(self) -> int:
@@ -71,7 +72,7 @@ class RequestStream:
                 before is returned first.
         """
         if self._is_behind:
-            await asyncio.sleep(0)  # the part before has taken long enough
+            await asyncio.sleep(0)  # let the event loop serve others: the part before has taken long enough
         while not self._deltas and not self.has_ended:
             self._news = asyncio.get_running_loop().create_future()
             try:
@@ -85,7 +86,7 @@ class RequestStream:
     async def whole(self) -> TextDelta:
         """Wait until the sequence has ended, and return all its unread output as one delta.
 
-        Raises what `result` does. The reader is not woken at each update before the end.
+        Raises what `result` does. Unlike `next`, it is not woken at each update before the end.
         """
         if not self.has_ended:
             self._end = asyncio.get_running_loop().create_future()
@@ -105,7 +106,7 @@ class RequestStream:
     def cancel(self) -> None:
         """Abort the sequence in the core at once, and end this stream with an `AbortedError`.
 
-        Harmless after the end and when called twice.
+        Does nothing if the sequence has ended.
         """
         if not self.has_ended:
             self._abort(self.request_id)
@@ -152,7 +153,7 @@ class RequestStream:
 
 
 class OpenStreams:
-    """The streams of one client whose sequences have not ended, by their ids.
+    """The streams of one client whose sequences have not ended, by the ids of the sequences.
 
     Args:
         abort: called with the id of a sequence to end it in the core.
@@ -167,24 +168,24 @@ class OpenStreams:
 
     @property
     def tokens_ahead(self) -> int:
-        """The estimated tokens that the core computes for these streams before it comes to a new request."""
+        """An estimate of the tokens that the core computes for these streams before a new request's turn."""
         prompts = sum(
             stream.prompt_tokens for stream in self._streams.values() if not stream.completion_tokens
         )
         return prompts + DECODE_TOKENS * len(self._streams)
 
     def ids_in_use(self, request: GenerationRequest) -> set[str]:
-        """Return the ids of the request's sequences that open streams have already."""
+        """Return the ids of the request's sequences that are already ids of open streams."""
         ids = {request.request_id, *(follower.request_id for follower in request.followers)}
         return ids & self._streams.keys()
 
     def open(self, request: GenerationRequest, make: MakeAssembler) -> list[RequestStream]:
         """Create and return a stream for each sequence of the request.
 
-        Only the first counts the prompt's tokens.
+        Only the first stream counts the prompt's tokens.
 
         Args:
-            make: returns what makes the text or the vector of one sequence.
+            make: returns the assembler that makes the text or the vector of one sequence.
         """
         streams = []
         for sequence in request.alone():
@@ -194,7 +195,7 @@ class OpenStreams:
         return streams
 
     def deliver(self, updates: Iterable[RequestUpdate]) -> list[RequestStream]:
-        """Give each update to the stream of its sequence, and return the streams that have ended by it."""
+        """Give each update to the stream of its sequence, and return the streams that have ended."""
         ended = []
         for update in updates:
             stream = self._streams.get(update.request_id)

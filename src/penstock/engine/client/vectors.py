@@ -1,7 +1,7 @@
-"""Turns the pooled states of a request into the client's vector: cut, then scaled to length 1 if wanted.
+"""Turns the pooled vector of a request into the client's vector: cut, then scaled to length 1 if wanted.
 
-Used where outputs are made (`engine.client.async_engine`, `llm`). The last stage does the pooling itself: it
-makes one vector of the hidden states of a prompt (`sample.pooling`).
+The last stage does the pooling: it makes one vector of the hidden states of a prompt (`sample.pooling`).
+This module is used where outputs are made (`engine.client.async_engine`, `llm`).
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ def finished_vector(pooled: bytes, params: PoolingParams) -> Vector:
     """Return the first `dimensions` numbers of a pooled vector, scaled to Euclidean length 1 if wanted.
 
     Args:
-        pooled: float32 bytes, as in `RequestUpdate.vector`. A vector of zeros stays as it is.
-        params: `dimensions` (None: all numbers) and whether to `normalize`.
+        pooled: float32 bytes, as in `RequestUpdate.vector`. A vector of zeros cannot be scaled, and is
+            returned as it is.
+        params: has `dimensions` (None: all numbers), and `normalize` if the vector is to be scaled.
     """
     wide = np.frombuffer(pooled, dtype="<f4").astype(np.float64)[: params.dimensions]
     length = float(np.sqrt(wide @ wide))
@@ -36,7 +37,7 @@ def finished_vector(pooled: bytes, params: PoolingParams) -> Vector:
 class VectorAssembler:
     """Makes the output of a request for a vector: one delta. Implements `outputs.Assembler`."""
 
-    num_tokens = 0  # generated
+    num_tokens = 0  # a vector has no generated tokens
 
     def __init__(self, params: PoolingParams) -> None:
         self._params = params

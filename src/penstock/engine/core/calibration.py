@@ -1,14 +1,14 @@
 """Measures, before the first request, what the stages cost and how many plans to issue ahead.
 
-Sends plans of made-up requests through the real pipe: decodes and prompt chunks of several sizes, each with
-one plan in flight (*alone*) and with a full pipe (*shared*). The stages' own reports teach the cost model;
-how soon results follow one another decides `async_depth`, the plans beyond those that fill the pipe, where
-that is `auto`. This also touches all memory and runs all code once, so that the first request does not pay
-for it.
+It sends plans of made-up requests through the real pipe: decodes and prompt chunks of several sizes. Each
+size is tried with one plan in flight (*alone*) and with a full pipe (*shared*). The stages' reports teach the
+cost model. If `async_depth` (the plans issued beyond those that fill the pipe) is `auto`, the time from one
+result to the next decides it. The trials also touch memory and run code for the first time, so that the first
+request does not pay for that.
 
-The made-up requests are removed and the steps counted: the engine core goes on from `next_step`. Called by
-`engine.core.core_assembly`. No trial begins once `BUDGET_S` seconds have passed, but for the first two,
-without which nothing is known.
+Afterwards the made-up requests are removed. Their steps count, so that the engine core goes on from
+`next_step`. The first trial alone and the first with a full pipe always run, since nothing would be known
+without them; no other trial begins after `BUDGET_S` seconds. Called by `engine.core.core_assembly`.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from penstock.process.config import CoreConfig
 from penstock.scheduler.cost_model import CostModel
 
 BUDGET_S = 3.0
-_NUM_FOR_DEPTH = 2  # of the cases, that the depth is chosen by
+_NUM_FOR_DEPTH = 2  # only so many cases are tried with each `async_depth`, to choose one
 _POLL_S = 0.02
 _CONTEXT = 64  # tokens before a decode
-_CHUNK = 32  # tokens of a prompt chunk: bound by arithmetic, and soon done
-_LATE = 448  # tokens before a late chunk
-_AHEAD_GAIN = 0.02  # of the time between results, for which a plan is issued ahead
+_CHUNK = 32  # tokens of a prompt chunk: enough that arithmetic sets the time, and few enough to be quick
+_LATE = 448  # tokens before a decode or chunk with a long context
+_AHEAD_GAIN = 0.02  # a plan is issued ahead if it saves at least this share of the time between results
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,12 +42,12 @@ class Calibration:
     Attributes:
         next_step: step id of the core's first plan.
         async_depth: plans to issue beyond those that fill the pipe.
-        costs: what learns the costs of plans; `NO_COSTS` where plans are not sized by time.
+        costs: learns the costs of plans; `NO_COSTS` if plans are not sized by time.
     """
 
     next_step: int = 0
     async_depth: int = 0
-    costs: CostLearner | NoCosts = NO_COSTS  # without: plans are not sized by time
+    costs: CostLearner | NoCosts = NO_COSTS
 
     @classmethod
     def none(cls, parallel: ParallelConfig) -> Calibration:
@@ -57,7 +57,7 @@ class Calibration:
 
 @dataclass(frozen=True, slots=True)
 class _Case:
-    """A set of similar rows: `num_tokens` each, from position `start` on."""
+    """The rows of a trial's plans, which are all alike: `num_tokens` tokens from position `start` on."""
 
     num_rows: int
     num_tokens: int
@@ -69,8 +69,8 @@ def calibrate(
 ) -> Calibration:
     """Measure the stages with made-up plans, and return the result.
 
-    Nothing is measured if the numbers that some rank computes depend on the size of a plan. Sizing plans by
-    time would then change tokens.
+    Nothing is measured if the bits that some rank computes for a row depend on the other rows of a plan.
+    Sizing plans by time could then change tokens.
 
     Args:
         executor: a started executor; no plan has been submitted yet.
@@ -92,6 +92,7 @@ def calibrate(
         if number and clock() >= ends_at:
             break
         trials.run_alone(case)
+        # In alternating order, so that no depth is always the one that is tried first.
         for depth in depths[:: 1 if number % 2 == 0 else -1] if number < _NUM_FOR_DEPTH else depths[:1]:
             if seconds[depths[0]] and clock() >= ends_at:
                 break
@@ -101,8 +102,11 @@ def calibrate(
 
 
 def _cases(config: CoreConfig, capacity: int) -> Iterator[_Case]:
-    """The most telling first. Contexts differ from case to case, or their part in the time could not be told
-    from that of the tokens."""
+    """Yield the cases to try, the most telling first.
+
+    Contexts differ from case to case. Otherwise the cost of a context could not be separated from the cost of
+    the tokens.
+    """
     longest = min(capacity, config.max_model_len)
     most = min(config.scheduler.max_num_seqs, config.scheduler.max_num_batched_tokens)
     chunk = min(_CHUNK, config.scheduler.max_num_batched_tokens, longest)
@@ -114,9 +118,9 @@ def _cases(config: CoreConfig, capacity: int) -> Iterator[_Case]:
 
 
 def _best_depth(seconds: dict[int, list[float]]) -> int:
-    """Return the depth with the least time between results, in the trials that all depths ran.
+    """Return the `async_depth` with the least time between results, by the cases that were tried with all.
 
-    One step ahead is chosen only for a clear gain.
+    1 is chosen only if it saves `_AHEAD_GAIN` of the time at 0.
     """
     if len(seconds) == 1:
         return next(iter(seconds))
@@ -126,7 +130,7 @@ def _best_depth(seconds: dict[int, list[float]]) -> int:
 
 
 class _Trials:
-    """The made-up plans, in order, through an executor that nothing else uses."""
+    """Sends the made-up plans, in order, through an executor that nothing else uses."""
 
     def __init__(
         self, executor: Executor, config: CoreConfig, clock: Callable[[], float], epoch: int
@@ -138,19 +142,24 @@ class _Trials:
         self._config = config
         self._clock = clock
         self._epoch = epoch
-        self._rows: list[int] = []  # held by the plan before
-        self._num_back = 0
-        self._came_at: list[float] = []
+        self._rows: list[int] = []  # the rows of the last plan, which the next one frees
+        self._num_back = 0  # results that have come
+        self._came_at: list[float] = []  # clock seconds at which each of them came
 
     def run_alone(self, case: _Case) -> None:
-        """Run two plans, one after the other; the first finds caches cold and memory untouched."""
+        """Run two plans, one after the other, and learn from the second.
+
+        The first finds caches cold and memory untouched.
+        """
         self._run(case, in_flight=1, before=1, count=1, alone=True)
 
     def run_full(self, case: _Case, async_depth: int) -> float:
-        """Run P plans through a full pipe, with others before and after them to fill and empty it.
+        """Run P plans through a full pipe, where P is the number of stages.
+
+        P more plans before them fill the pipe, and P after them keep it full.
 
         Returns:
-            Seconds that the P plans took, from result to result.
+            Seconds from the result before those of the P plans to the last of theirs.
         """
         return self._run(
             case,
@@ -161,7 +170,11 @@ class _Trials:
         )
 
     def _run(self, case: _Case, *, in_flight: int, before: int, count: int, alone: bool) -> float:
-        """Send plans, keeping `in_flight` under way; learn from `count` of them after the first `before`."""
+        """Send plans, of which up to `in_flight` are under way; learn from `count` after `before`.
+
+        Args:
+            alone: no plan meets another; then none is sent after those that are learnt from.
+        """
         first = self.next_step + before
         after = 0 if alone else self.num_stages
         for _ in range(before + count + after):
@@ -175,7 +188,7 @@ class _Trials:
         return self._came_at[first + count - 1] - self._came_at[first - 1]
 
     def finish(self) -> None:
-        """Free the rows, ask for the times that are still to come, and learn from them."""
+        """Send a plan that frees the rows and asks for the stages' reports, wait for these, and learn."""
         self._submit(
             ScheduledBatch(
                 step_id=self.next_step,
@@ -193,7 +206,7 @@ class _Trials:
     def _plan(self, case: _Case) -> ScheduledBatch:
         """Return the next plan, whose rows take the place of the rows of the plan before.
 
-        All of them write to one set of blocks, which is never read afterwards.
+        All rows write to the same blocks, which no other request reads later.
         """
         step, rows = self.next_step, list(range(case.num_rows))
         freed, self._rows = self._rows, rows
@@ -229,7 +242,7 @@ class _Trials:
         self.next_step += 1
 
     def _await(self, num_back: int) -> None:
-        """Wait until `num_back` results have come in all."""
+        """Wait until `num_back` results have come, counted from the first plan."""
         deadline = self._clock() + self._config.stall_timeout_s
         while self._num_back < num_back:
             self._poll(deadline)
@@ -247,7 +260,7 @@ class _Trials:
         self._came_at += [self._clock()] * len(results)
 
     def _has_reported(self, stage: int) -> bool:
-        """Return whether the report of a stage has come that the last plan asked for."""
+        """Return whether the report of a stage that the last plan has asked for has come."""
         last = self.next_step - 1
         reports = [spans for spans in self._executor.reports.spans() if spans.stage == stage]
         return bool(reports) and any(step == last for _, step, _ in reports[-1].steps)

@@ -1,10 +1,10 @@
 """The engine core: keeps the stages busy with plans, and turns their results into updates for clients.
 
-One object between a `Scheduler`, which makes plans, and an `Executor`, which runs them on the ranks. A
-process loop (`engine.core.core_process`), a thread or a test calls `step` after any event (a result came, a
-request came, `next_wakeup` passed); every call first settles the results that have come and then submits
-plans until the pipe is full or no request may run. Never sleeps on its own, starts nothing, and reads only
-the injected clock.
+The core stands between a `Scheduler`, which makes plans, and an `Executor`, which runs them on the ranks. The
+loop of the core's process (`engine.core.core_server`), a thread or a test calls `step` after any event: a
+result or a request has come, or the time of `next_wakeup`. Every call first settles the results that have
+come. It then submits plans until the pipe is full or no request may run. It waits only if the caller gives a
+timeout. The core starts nothing, and reads only the injected clock.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from penstock.process.numeric_class import class_of_pipe
 from penstock.request import GenerationRequest, RequestUpdate
 from penstock.scheduler.scheduler import Scheduler
 
-_DRAFT_POLL_S = 0.002  # where only results can be waited for
+_DRAFT_POLL_S = 0.002  # `step` can wait only for results, so it looks for guesses of the drafter as often
 
 
 class EngineCore:
@@ -41,11 +41,11 @@ class EngineCore:
 
     Args:
         scheduler: makes the plans; this core is its only caller.
-        executor: has been started; runs plans in order and returns one result per plan, in order.
+        executor: a started executor, which runs plans in order and returns one result per plan, in order.
         parallel: gives the largest number of plans in flight [D1] [S8].
         clock: monotonic seconds.
         calibration: step id of the first plan, how many plans are issued ahead, and what learns their costs.
-        recovers: whether a broken pipe will be connected anew (`enter_epoch`); else its loss is the end.
+        recovers: whether a broken pipe will be connected anew (`enter_epoch`); if not, its loss is final.
         stall_limit: how long a plan may be in the stages until the pipeline counts as lost.
         wire: measures the time of plans between the stages.
         epoch, restarts: the executor's epoch (one set of connections), and process restarts before it.
@@ -53,7 +53,7 @@ class EngineCore:
         vocab_size: token ids in results are below this.
 
     Attributes:
-        leave_s: seconds that stages may have needed for what was in them when the epoch was lost.
+        leave_s: when the epoch was last lost, seconds that stages may need to finish their steps in flight.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class EngineCore:
 
     @property
     def failure(self) -> ErrorInfo | None:
-        """The error that ended the pipeline for good, or None; after it nothing is accepted or submitted."""
+        """The error that ended the pipeline for good, or None; then nothing is accepted or submitted."""
         return self._failure
 
     @property
@@ -110,7 +110,7 @@ class EngineCore:
 
     @property
     def epoch(self) -> int:
-        """The number of the present epoch, or between two epochs that of the one that is over."""
+        """The number of the present epoch; between two epochs, the number of the last one."""
         return self._epoch
 
     @property
@@ -145,16 +145,16 @@ class EngineCore:
     ) -> None:
         """Queue a request; the next `step` may run it.
 
-        `output_ids` and `num_scores` are tokens, and a number of prompt log-probabilities, that a lost core
-        returned for it. Raises `InvalidRequestError` or `OverloadedError` to refuse it, or the cause if the
-        pipeline is lost.
+        `output_ids` are tokens, and `num_scores` a number of prompt log-probabilities, that a lost core has
+        returned for the request. Raises `InvalidRequestError` or `OverloadedError` to refuse the request, or
+        `failure` if the pipeline was lost for good.
         """
         if self._failure is not None:
             raise error_from_info(self._failure)
         self._scheduler.add_request(request, output_ids, num_scores)
 
     def abort(self, request_id: str) -> bool:
-        """End a request in any state; no update of it follows [D13]. Returns False if there is none."""
+        """End a request in any state; no update of it follows [D13]. Returns False if it does not exist."""
         return self._scheduler.abort_request(request_id)
 
     def operate(self, ticket: Ticket, operation: Operation) -> list[RequestUpdate]:
@@ -165,11 +165,12 @@ class EngineCore:
         """Settle the results that have come, then submit plans until the pipe is full [D2].
 
         Args:
-            timeout_s: when nothing has come and plans are in flight, wait this long for a result at most.
+            timeout_s: the longest wait for a result, if nothing has come yet.
 
         Returns:
-            Updates in the order of their steps; empty when nothing has come. When the pipeline is lost, one
-            last update for each request, with `finish_reason` "error"; afterwards always empty.
+            Updates in the order of their steps; empty if nothing has come. When the pipeline is lost for
+            good, they end with a last update for each request, with `finish_reason` "error"; after that
+            the list is always empty.
         """
         updates: list[RequestUpdate] = []
         if self._failure is not None:
@@ -189,7 +190,7 @@ class EngineCore:
         return updates
 
     def lose_epoch(self, error: ErrorInfo, *, ends: EndedRequests = "none") -> list[RequestUpdate]:
-        """Give up connections and steps in flight for this error; requests keep their tokens and wait.
+        """Give up connections and steps in flight because of this error; requests keep their tokens and wait.
 
         Args:
             ends: which requests (none, started or all) end with the error instead of waiting.
@@ -202,7 +203,7 @@ class EngineCore:
         if self.has_pipe:
             self._executor.abandon()
             self._executor = NO_EXECUTOR
-            # Before the steps are forgotten: it depends on how large they are.
+            # Before `give_up` forgets the steps: `leave_s` depends on how large they are.
             self.leave_s = self._steps.leave_s()
             self._steps.give_up()
             updates += self._scheduler.requeue()
@@ -222,7 +223,7 @@ class EngineCore:
         """Go on over ranks that are connected anew; a probe (a plan without requests) is due at once.
 
         Args:
-            executor: has been started, for plans from `steps_in_flight[1]` of this epoch.
+            executor: a started executor of this epoch; its first plan is step `steps_in_flight[1]`.
             restarts: how often processes were started again up to this epoch.
             ranks: what each rank has reported in this epoch, stage by stage.
         """
@@ -247,7 +248,7 @@ class EngineCore:
         return self._scheduler.windows.wait_sources() if self._failure is None else ()
 
     def next_wakeup(self) -> float:
-        """Return the clock time at which `step` has work even without an event; infinite if none."""
+        """Return the clock time at which `step` has work even without an event; infinite if there is none."""
         expiry = self._scheduler.next_expiry()
         scheduler = self._scheduler
         looks = scheduler.prefixes.next_look(), scheduler.windows.next_due()
@@ -288,7 +289,7 @@ class EngineCore:
         return self._executor.reports.spans()
 
     def rank_spans(self, seen: Container[SpansKey]) -> list[StageSpans]:
-        """Return the timed work of each rank since its report whose key is in `seen`, for a live view."""
+        """Return the timed work of each rank since its newest report in `seen`, which has keys of reports."""
         return self._executor.reports.rank_spans(seen)
 
     def check_invariants(self) -> None:
@@ -297,13 +298,13 @@ class EngineCore:
         self._scheduler.check_invariants()
 
     def _meet(self, ranks: Sequence[RankLoaded]) -> None:
-        """Adopt an epoch's ranks: name blocks by their numeric class, and find blocks in their stores."""
+        """Adopt an epoch's ranks: name KV blocks by their numeric class, and find blocks in their stores."""
         self._ranks = with_peaks_of(ranks, self._ranks)
         self._scheduler.prefixes.name_for(class_of_pipe(ranks))
         self._scheduler.prefixes.meet_stores(store_sites(ranks), self._executor)
 
     def _turn(self, executor: Executor, updates: list[RequestUpdate]) -> None:
-        # Results before the look at the clock: a step whose result has come is not late.
+        # Results are taken before the clock is read: a step whose result has come is not late.
         self._take(executor, 0.0, updates)
         self._steps.check_progress()
         updates += self._scheduler.expire_requests()
@@ -324,7 +325,10 @@ class EngineCore:
             self._feed.fill(executor, self._epoch)
 
     def _take(self, executor: Executor, timeout_s: float, updates: list[RequestUpdate]) -> None:
-        """Settle the results that have come; that of a step behind loads waits for all ranks' answers."""
+        """Settle the results that have come.
+
+        If a step waits for KV blocks from the store, its result waits until all ranks have answered.
+        """
         self._steps.add_results(executor.poll_results(timeout_s))
         reports = executor.reports
         self._scheduler.settle_orders(reports.finished_orders(), reports.store_use())

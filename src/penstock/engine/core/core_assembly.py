@@ -1,6 +1,6 @@
 """Builds scheduler and core once ranks are connected, and proves that a step crosses all stages.
 
-Called by the core's process and by callers that run a core in a thread. Torch-free.
+Called by the core's process, and by programs that run a core in a thread. Torch-free.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ from penstock.speculation.suffix import SuffixDrafter
 if TYPE_CHECKING:
     from penstock.grammar.matcher import Vocabulary
 
-CATALOGUE_BYTES = 1 << 20  # beside the entries of the blocks
+CATALOGUE_BYTES = 1 << 20  # for the list of blocks in host memory, besides the entries of the blocks
 
 _logger = logging.getLogger(__name__)
 
@@ -76,12 +76,14 @@ def build_core(
     """Return core and scheduler over an executor that has been started; the stages are measured first.
 
     Args:
+        executor: a started executor.
         kv_plan: what the ranks reported at start, and the number of KV blocks.
-        recovers: whether a broken pipe will be connected anew; else its loss is the end.
-        drafting: the process of the draft model where its owner has started it before; it need not be ready.
-            Otherwise it is started here if the config has one, and belongs to the core.
-        guides: keep guesses for requests within their grammars; None: they are opened here (`open_guides`).
-        recorder: records what scheduler and core read, for a replay; belongs to the core.
+        recovers: whether a broken pipe will be connected anew; if not, its loss is final.
+        drafting: the process of the draft model, if the caller has started it; it need not be ready. None:
+            if the config has a draft model, its process is started here, and the core closes it.
+        guides: keep guessed tokens within the grammars of requests; None: they are opened here
+            (`open_guides`).
+        recorder: records what scheduler and core read, for a replay; the core closes it.
     """
     with ExitStack() as undone:
         if drafting is None and (drafting := start_drafting(config)) is not None:
@@ -139,18 +141,21 @@ def build_core(
 
 
 def _core_class(recorder: NoRecorder) -> Callable[..., EngineCore]:
-    """Return what makes the core, of the arguments of `EngineCore`."""
+    """Return the constructor of the core, which takes the arguments of `EngineCore`."""
     return partial(RecordedCore, recorder) if isinstance(recorder, DecisionRecorder) else EngineCore
 
 
 def _drafter(config: CoreConfig, drafting: DrafterChild | None, clock: Callable[[], float]) -> Drafter:
-    """Return the drafter of the chosen method. A replay asks none, and `off` neither."""
+    """Return the drafter of the chosen method.
+
+    With the method `off`, and in a replay, the drafter that is returned is never asked for guesses.
+    """
     if drafting is not None:
         return ModelDrafter(drafting, clock)
     match config.speculation.method:
         case "mtp":
             return MTPDrafter(config.guess_share)
-        case "auto" | "off" | "suffix" | "draft_model":  # the last without its process: a replay
+        case "auto" | "off" | "suffix" | "draft_model":  # a draft model without a process: in a replay
             return SuffixDrafter()
         case other:  # a name of `SpeculativeMethod` without a case: mypy refuses this line
             assert_never(other)
@@ -167,13 +172,13 @@ def start_drafting(config: CoreConfig) -> DrafterChild | None:
 def depth_and_wire(
     parallel: ParallelConfig, costs: CostModel | None, *, num_links: int
 ) -> tuple[PlanDepth, AnyWireTimes]:
-    """Return what decides how many plans fill the pipe, and what measures the links between hosts for it.
+    """Return what decides how many plans fill the pipe, and what measures the links between hosts for that.
 
-    Where no more plans may be in flight than there are stages, the number is fixed and nothing is measured.
+    If no more plans than stages may fill the pipe, the number is fixed and nothing is measured.
 
     Args:
         costs: learnt costs of the stages; None: they are not known.
-        num_links: links between hosts that a plan crosses on its way through the stages.
+        num_links: number of links between hosts that a plan crosses on its way through the stages.
     """
     num_stages = parallel.pipeline_parallel_size
     largest = parallel.depth - parallel.max_async_depth
@@ -184,13 +189,13 @@ def depth_and_wire(
 
 
 def open_guides(config: CoreConfig, *, at_once: bool = True) -> NoGuides:
-    """Return the guides, which keep tokens that are guessed ahead within the grammar of their request.
+    """Return the guides, which keep guessed tokens within the grammar of their request.
 
-    Where nothing is guessed, they do nothing.
+    If nothing is guessed, or the vocabulary cannot be read, the guides do nothing.
 
     Args:
-        at_once: read the vocabulary now, which holds up everything in this process, maybe for seconds; else
-            the first request with a grammar does.
+        at_once: True: read the vocabulary now. That holds up everything else in this process, perhaps for
+            seconds. False: it is read when the first request with a grammar comes.
     """
     if not (config.speculation.is_on and config.model_path):
         return NO_GUIDES
@@ -241,7 +246,8 @@ def _windows(
         max_tokens=config.scheduler.max_num_batched_tokens,
         depth=depth,
         clock=clock,
-        # Ranks that share the last stage must end a window at the same place, and each makes its own masks.
+        # Ranks that share the last stage must end a window (a row's known token and drafts) at the same
+        # place, but each makes the masks of a grammar itself.
         with_grammars=config.parallel.tp_sizes[-1] == 1,
         guides=guides,
         is_exact=not others,
@@ -249,7 +255,11 @@ def _windows(
 
 
 def _stall_limit(config: CoreConfig, recovers: bool) -> StallLimit:
-    """Return the stall limit; where a lost pipe would not be joined again it is generous, for debuggers."""
+    """Return the limit on how long a plan may take until the pipe counts as lost.
+
+    If the user has set it, or a lost pipe is not connected again, it is fixed. Without recovery a measured
+    limit would be too strict for somebody who halts a stage in a debugger.
+    """
     if config.is_stall_timeout_fixed or not recovers:
         return FixedLimit(config.stall_timeout_s)
     return MeasuredLimit(config.stall_timeout_s)
@@ -266,7 +276,7 @@ def _tier(config: CoreConfig, allocator: BlockAllocator, clock: Callable[[], flo
     if config.store is None:
         return NoStorageTier()
     url = config.store.url
-    # Without a store the list of what the ranks have in memory is in memory too.
+    # Without a store, the list of the blocks that the ranks have in host memory is kept in memory here.
     num_blocks = config.store.host_blocks
     listed = CATALOGUE_BYTES + num_blocks * block_bytes(1, 0) if url is None else 0
     store = open_guarded(url, quota_bytes=config.store.quota_bytes, host_bytes=listed)

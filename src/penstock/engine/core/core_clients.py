@@ -1,6 +1,6 @@
-"""The clients of a core: their connections, their requests, and the messages that each is sent.
+"""The clients of a core: their connections, their requests, and the messages that are sent to them.
 
-Owned by `engine.core.core_server`. Knows no request but by its id.
+Owned by `engine.core.core_server`. It knows a request only by the ids of the request's sequences.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class CoreClients:
     """Knows the clients of a core and their requests, and sends each client its updates.
 
     Args:
-        socket: the core's end of the wire to all of them.
+        socket: the core's end of the wire to all clients.
         abort: called with the id of a request whose client has gone.
         stats: returns the core's present statistics, which are sent with all updates.
     """
@@ -50,7 +50,7 @@ class CoreClients:
 
         From now on it also gets what is sent to all.
         """
-        # Known before it is sent anything: if it has gone already, `send` takes it out again.
+        # Added before the first `send`, which removes the client again if it has already gone.
         self._known.add(client)
         for message in messages:
             self.send(client, message)
@@ -61,7 +61,7 @@ class CoreClients:
         self._owners |= {sequence.request_id: client for sequence in request.alone()}
 
     def disown(self, request_id: str) -> None:
-        """Forget which client a request belongs to, so that its updates are sent to none."""
+        """Forget which client a request belongs to, so that no client is sent updates of the request."""
         self._owners.pop(request_id, None)
 
     def refuse(self, client: bytes, request: GenerationRequest, error: PenstockError) -> None:
@@ -97,7 +97,7 @@ class CoreClients:
     def send(self, client: bytes, message: CoreToClient) -> None:
         """Send a client a message.
 
-        If it has gone, abort its requests, which it cannot do itself [R13].
+        If the client has gone, its requests are aborted here, since it cannot abort them any more [R13].
         """
         if self._socket.send(client, message):
             return

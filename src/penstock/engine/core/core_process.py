@@ -1,7 +1,7 @@
 """The engine core as a process: `python -m penstock.engine.core.core_process`.
 
-It connects to the ranks, in the first epoch to which all of them come, proves that a step crosses all stages,
-and serves clients until the supervisor tells it to stop. Started by the supervisor. Torch-free.
+It connects to the ranks, in the first epoch to which all of them come. It proves that a step crosses all
+stages, and then serves clients until the supervisor tells it to stop. Started by the supervisor. Torch-free.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from penstock.process.control import CONTROL_OPTION, ControlReader, Stop
 from penstock.process.endpoints import CoreEndpoints
 from penstock.speculation.grammar_guides import NoGuides
 
-LOAD_GRACE_S = 60.0  # for the supervisor to end, and name, the stage that does not load
+LOAD_GRACE_S = 60.0  # so long after the load timeout the supervisor may take to end and name a slow stage
 
 
 def _serve(
@@ -49,7 +49,7 @@ def _serve(
     pulse = keep_saying_alive(status)
     recorder = open_recorder(config.core)
     closing.callback(recorder.close)
-    drafting = start_drafting(config.core)  # on any cores: before this process is bound to some
+    drafting = start_drafting(config.core)  # before this process is bound to CPU cores: the child is free
     if drafting is not None:
         closing.callback(drafting.close)
     if config.core.cpus:
@@ -57,10 +57,12 @@ def _serve(
     clients = CoreSocket(config.client_address)
     closing.callback(clients.close)
     if drafting is not None:
-        # Before the ranks look how much memory is free. A core that replaces another has endpoints: no wait.
+        # The draft model loads before the ranks look how much memory is free. A core that replaces another
+        # one has its endpoints already (`has_news`), and does not wait.
         drafting.await_ready(config.core.parallel.load_timeout_s, control.has_news)
         status.write(DrafterLoaded())
-    # While the ranks load, too. A core whose ranks are waiting leaves it to the first request with a grammar.
+    # The vocabulary is read while the ranks load. If ranks wait for this core (`has_news`), it is read later,
+    # for the first request with a grammar.
     guides = open_guides(config.core, at_once=not control.has_news())
     stopping = closing.enter_context(ExitStack())
     joined = _join_first(config.core, control, status.write, stopping, drafting, guides, recorder)
@@ -70,9 +72,9 @@ def _serve(
     server = CoreServer(core, executor, clients, welcome, control, report=status.write, beat=pulse.beat)
     stopping.pop_all()
     stopping.callback(server.shutdown)
-    del executor, joined  # it is the server's, and goes with its epoch
+    del executor, joined  # the server owns the executor now, and drops it when the epoch ends
     status.write(Ready(epoch=core.epoch, numeric_classes=core.numeric_classes))
-    gc.freeze()  # what was made so far lives for ever; the collector need not look at it again
+    gc.freeze()  # all objects made so far stay until the end; the garbage collector can skip them
     server.run()
     return 0
 
@@ -88,8 +90,8 @@ def _join_first(
 ) -> tuple[Executor, EngineCore, Welcome] | None:
     """Join the first epoch to which all ranks come; return None if this process is told to stop.
 
-    The executor ends with `stopping`. Where another core was before, a rank that is lost ends only the epoch:
-    the next one is waited for.
+    The executor ends with `stopping`. If a rank is lost meanwhile, the error is raised at the first start of
+    the engine. If this core replaces another one, only the epoch ends, and the next one is waited for.
     """
     while not isinstance(ends := control.receive(), Stop):
         if not isinstance(ends, CoreEndpoints):
@@ -116,7 +118,7 @@ def _start(
     guides: NoGuides,
     recorder: NoRecorder,
 ) -> tuple[EngineCore, Welcome]:
-    """Return a core over ranks that have come and have proved to work, and the welcome for its clients."""
+    """Return a core over ranks that are proved to work, and the `Welcome` message for the core's clients."""
     kv_plan = executor.start(control.has_news)
     core, scheduler = build_core(
         config,
@@ -142,7 +144,8 @@ def _start(
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the engine core in this process until it is told to stop, and return the exit code."""
-    with ExitStack() as closing:  # closed after a failure is reported: the ranks' end must not be seen first
+    # Closed only after a failure is reported: otherwise the supervisor could see first that the ranks end.
+    with ExitStack() as closing:
         return run_child(
             entry_points.CORE,
             arguments,

@@ -1,8 +1,8 @@
-"""The loop of the core's process: clients, ranks and the supervisor, on one thread.
+"""The loop of the core's process: it serves clients, ranks and the supervisor on one thread.
 
     wait for any of them ──▶ obey the supervisor ──▶ take what clients sent ──▶ step ──▶ send updates ──▶ …
 
-`engine.core.core_process` makes one and runs it until the supervisor says stop.
+`engine.core.core_process` makes a `CoreServer` and runs it until the supervisor tells it to stop.
 """
 
 from __future__ import annotations
@@ -40,30 +40,33 @@ from penstock.process.endpoints import NO_RESTARTS, CoreEndpoints, Restarts
 from penstock.process.pipe_hosts import PipeHosts
 from penstock.process.rhythm import next_beat
 
-ABANDON_S = 2.0
+ABANDON_S = 2.0  # so long, at the end, steps in flight may take to come back
 POLL_S = 0.1
 
 
 class _Epoch(NamedTuple):
-    """The epoch that the core is in, or joins, and the number of process restarts until then."""
+    """The epoch that the core is in or joins, and the counts of process restarts before it."""
 
     number: int
     restarts: Restarts
 
 
 class CoreServer:
-    """Serves the clients of one core and steps it, also over losses of ranks, until the supervisor says stop.
+    """The server of one core: it serves clients and steps the core until the supervisor tells it to stop.
+
+    It goes on when ranks are lost: the core then enters the next epoch.
 
     Args:
-        core: in the epoch of its executor.
+        core: a core that has entered the epoch of `executor`.
         executor: executor of the core.
         socket: the core's end of the wire to its clients.
-        welcome: message to a client that says hello.
-        control: messages from the supervisor.
-        join: makes the executor of another epoch, which is then started.
+        welcome: the answer to a client's `Hello`.
+        control: brings the messages of the supervisor.
+        join: begins to connect to the ranks of another epoch, and returns the executor.
+        report: called with an event for the supervisor: the core leaves an epoch by itself, a step has
+            crossed all stages after a loss, or a link was found to be slow or well again.
         beat: called whenever the loop turns, as a sign of life.
-        report: called with an event for the supervisor: the core leaves an epoch by itself, has come through
-            another one, or has found a link to be slow or well again.
+        clock: monotonic seconds.
     """
 
     def __init__(
@@ -95,7 +98,7 @@ class CoreServer:
         self._last_beat = clock()
 
     def run(self) -> None:
-        """Serve clients in this thread until the supervisor says stop."""
+        """Serve clients in this thread until the supervisor tells the process to stop."""
         while True:
             ready = self._socket.wait([*self._sources, *self._core.wait_sources()], self._patience())
             if self._control.fileno() in ready and not self._obey(self._control.receive()):
@@ -103,8 +106,8 @@ class CoreServer:
             for client, request in self._socket.drain():
                 self._take(client, request)
             self._join_ranks()
-            # In every turn, whatever has ended the wait: the ranks' descriptors are edge-triggered, so that
-            # what is not taken now causes no other event.
+            # In every turn, whatever has ended the wait: the ranks' descriptors are edge-triggered, so a
+            # result that is not taken now causes no further event.
             self._advance()
             self._tell_done()
             self._tell_supervisor()
@@ -136,28 +139,28 @@ class CoreServer:
         return True
 
     def _lose(self, lost: EpochLost) -> None:
-        """Lose the epoch; the supervisor knows the first cause, whatever the core has noticed."""
+        """Lose the epoch, for the supervisor's reason: it knows the first cause, which the core may not."""
         if not self._core.has_pipe:
-            self._executor.abandon()  # not all ranks had come
+            self._executor.abandon()  # an executor that still waits for ranks, if there is one
         updates = self._core.lose_epoch(lost.error, ends=lost.ends)
-        # This very object: `_tell_supervisor` compares identities, and would report the loss back to where it
-        # came from.
+        # The same object as `core.loss`: `_tell_supervisor` compares identities. Another object would make it
+        # report the loss back to the supervisor.
         self._told_loss = lost.error
         self._use(NO_EXECUTOR)
         self._clients.send_updates(updates)
         self._beat()
 
     def _begin_epoch(self, ends: CoreEndpoints) -> None:
-        """Connect to the ends of a new epoch; `_join_ranks` waits for the ranks there."""
-        # Steps are not counted anew: the ranks' logs of the new epoch begin with this step.
+        """Begin to connect to the ranks of a new epoch; `_join_ranks` enters it once they have come."""
+        # Steps are not counted anew: the ranks' decision logs of the new epoch begin with this step.
         _, first_step = self._core.steps_in_flight
         start = AllocateKV(num_blocks=self._welcome.num_blocks, epoch=ends.epoch, first_step=first_step)
         self._epoch = _Epoch(ends.epoch, ends.restarts)
         self._use(self._join(ends, start))
-        gc.collect()  # the executor of the epoch before, and the memory of its ring
+        gc.collect()  # frees the executor of the last epoch, with the memory of its ring
 
     def _join_ranks(self) -> None:
-        """Enter the epoch once all ranks are there."""
+        """Enter the epoch if all ranks have come; do nothing within an epoch."""
         if self._core.has_pipe:
             return
         try:
@@ -184,7 +187,7 @@ class CoreServer:
             self._clients.send(client, Operated(number, how))
 
     def _tell_supervisor(self) -> None:
-        """Report a loss that the supervisor may not know of, and its end."""
+        """Report a loss that the supervisor may not know of, and later the recovery from it."""
         loss = self._core.loss
         if loss is not self._told_loss:
             self._told_loss = loss
@@ -201,7 +204,11 @@ class CoreServer:
         return max(0.0, min(self._core.next_wakeup(), next_beat(self._last_beat, HEARTBEAT_S)) - now)
 
     def _advance(self) -> None:
-        """Step until nothing moves: descriptors are edge-triggered, and a submit may use up the edge."""
+        """Step the core until nothing changes any more, and send the updates.
+
+        The descriptors are edge-triggered, and submitting a plan may use up an edge: a result that came
+        meanwhile would cause no event.
+        """
         while True:
             self._pulse()
             before = self._core.steps_in_flight
@@ -214,7 +221,7 @@ class CoreServer:
             self._beat()
 
     def _abandon(self) -> None:
-        """End what still runs, and settle the steps in flight, so that ranks do not send to a closed end."""
+        """Abort all requests, and settle the steps in flight: no rank may send to a closed connection."""
         for request_id in self._clients.live_requests:
             self._core.abort(request_id)
         deadline = self._clock() + ABANDON_S

@@ -1,7 +1,7 @@
 """Learns the costs of plans, the seconds that stages take for them, from the reports of the stages.
 
-`engine.core.calibration` and `engine.core.core` report which plans they submit, and hand over what the stages
-report; `scheduler.cost_model` learns. Knows no executor.
+`engine.core.calibration` and `engine.core.plan_feed` report which plans they submit, and hand over the
+reports of the stages. `scheduler.cost_model` has the model that is taught. Knows no executor.
 """
 
 from __future__ import annotations
@@ -17,17 +17,18 @@ from penstock.trace.phases import Phase
 
 OVERHEAD = (Phase.TAKE, Phase.COMM, Phase.PUT)
 LEARN_INTERVAL_S = 1.0
-_MAX_SHAPES = 4096  # of steps that no stage has reported yet
-_MAX_SAMPLES = 128  # of one report: a tiny model makes thousands of steps a second
+_MAX_SHAPES = 4096  # the most steps that are remembered for later reports of stages
+_MAX_SAMPLES = 128  # the most that one report teaches: a tiny model makes thousands of steps a second
 
 
 class StepTimes(NamedTuple):
     """The time that one stage spent on one step, in seconds, without waiting.
 
     Attributes:
-        forward_s: in the layers.
-        sample_s: in the vocabulary head and sampling, on the last stage.
-        overhead_s: taking inputs, copying hidden states, and sending results.
+        step: id of the step.
+        forward_s: time in the layers.
+        sample_s: time in the output layer and the sampler, on the last stage.
+        overhead_s: time for taking inputs, copying hidden states, and sending results.
     """
 
     step: int
@@ -45,8 +46,8 @@ class _Told(NamedTuple):
     """The facts about a step that was submitted.
 
     Attributes:
-        alone: only one stage at a time computes for it.
-        samples_only: the sampling phase of the last stage is the head and sampling, and nothing else.
+        alone: no other plan with work was in flight, so that only one stage at a time computed.
+        samples_only: the sampling phase of the last stage is the output layer and the sampler, nothing else.
     """
 
     shape: StepShape
@@ -72,8 +73,8 @@ NO_COSTS = NoCosts()
 class CostLearner:
     """Teaches a cost model how long stages take for plans, from the plans submitted and the stages' reports.
 
-    In the sampling phase, requests with a grammar wait for masks, and those to be pooled add up states, which
-    is not a cost of the head. Of steps with such a request the sampling time is not learnt.
+    The sampling time of a step is not learnt if one of its requests has a grammar or is pooled. In that phase
+    they wait for masks or add up hidden states, which is not a cost of the output layer.
 
     Args:
         model: the cost model to teach.
@@ -83,8 +84,8 @@ class CostLearner:
         self.model = model
         self._next_at = -math.inf  # clock seconds at which `follow` learns again
         self._steps: dict[int, _Told] = {}  # by step id, the oldest first
-        self._special_rows: set[int] = set()  # with a grammar or a pooling
-        self._seen_ns: dict[int, int] = {}  # by stage: when the newest report that was learnt from had begun
+        self._special_rows: set[int] = set()  # rows whose request has a grammar or is pooled
+        self._seen_ns: dict[int, int] = {}  # by stage: `began_ns` of the newest report that was learnt from
 
     def submitted(self, plan: ScheduledBatch, *, alone: bool) -> None:
         """Record a plan that is submitted now, so that its times can be learnt from when stages report them.
@@ -94,7 +95,7 @@ class CostLearner:
         """
         self._special_rows.difference_update(plan.freed_rows, [new.row for new in plan.new_rows])
         self._special_rows |= {new.row for new in plan.new_rows if _is_special(new)}
-        # What waits for the store, or scores prompts, says nothing of other plans.
+        # A plan that waits for the store, or scores prompts, says nothing about other plans.
         if not plan.rows or plan.awaited or plan.scored:
             return
         samples_only = not plan.mtp and self._special_rows.isdisjoint(plan.rows)
@@ -103,9 +104,7 @@ class CostLearner:
             del self._steps[next(iter(self._steps))]
 
     def follow(self, now: float, reports: Callable[[], Sequence[StageSpans]]) -> None:
-        """Learn from the stages' reports if `LEARN_INTERVAL_S` has passed since the last time.
-
-        Else do nothing.
+        """Learn from the stages' reports, unless that was done less than `LEARN_INTERVAL_S` ago.
 
         Args:
             now: clock seconds.
@@ -124,7 +123,7 @@ class CostLearner:
             samples: dict[bool, list[StepSample]] = defaultdict(list)
             for times in step_times(report):
                 step = self._steps.get(times.step)
-                if step is not None and times.forward_s:  # else it was void, and was not computed
+                if step is not None and times.forward_s:  # a void step, after a wrong guess, is not computed
                     sample_s = times.sample_s if step.samples_only else None
                     sample = StepSample(step.shape, times.forward_s, sample_s, times.overhead_s)
                     samples[step.alone].append(sample)

@@ -1,24 +1,26 @@
-"""Finds out whether a link between two hosts has become slow, from what the stages at its ends report.
+"""Finds out whether a link between two hosts has become slow, from the reports of the stages at both ends.
 
     sender     |copies frame 7 into the link|
     receiver         waits ...............................|copies frame 7 out of it|
                                     ▲ latency ▲ carrying ▲
 
-No clock is read on the way: the reports that make traces say when a frame, the hidden states of one plan, was
-handed to the link and when the next stage had it (`engine.core.pipe_watch` puts both on one clock). Plans
-without tokens, the probes, tell the latency of the link. What a frame with tokens takes beyond that is the
-time of its bytes; it begins when the frame before has come, if that was still on its way. Frames that follow
-each other so are a run, and a run is compared with what it would take at the measured speed:
+A frame has the hidden states of one plan. The stages' reports, which also make traces, say when a frame was
+handed to the link and when the next stage had it; `engine.core.pipe_watch` puts both times on one clock.
+Probes, the plans without tokens, show the latency of the link. A frame with tokens takes longer: the rest is
+the time in which its bytes are carried. If the frame before it was still on its way, that time begins when
+the frame before has arrived. Frames that follow each other without a pause are a *run*. The time of a run is
+compared with the time for the same bytes at the measured speed:
 
-- slow: it took more than twice as long, even if all doubts are in its favour;
-- well: it took not more than twice as long, even if all doubts are against it;
-- neither: too few bytes to tell. An idle link is not judged.
+- slow: the run took more than twice as long, even if all errors of measurement are in its favour;
+- well: the run took at most twice as long, even if all errors of measurement are against it;
+- neither: the run had too few bytes to tell. An idle link is therefore not judged.
 
-Only frames count that the receiver has waited for: when a frame came that a busy receiver took late cannot be
-known.
+Only frames that the receiver has waited for count. If a busy receiver takes a frame late, nobody knows when
+it arrived.
 
-A link becomes slow when all runs were slow in some windows of time in a row, and is well again likewise, so
-that a stall, or other traffic for some seconds, changes nothing.
+Runs are judged in windows of some seconds. A link becomes slow when all runs of several windows in a row were
+slow. It is well again when each of several windows in a row had a run that was well. A stall, or other
+traffic for some seconds, therefore changes nothing.
 """
 
 from __future__ import annotations
@@ -34,27 +36,27 @@ from penstock.process.config import HostLink
 from penstock.process.pipe_hosts import PipeHosts
 from penstock.trace.phases import Phase
 
-SLOWNESS = 2.0  # times as long as at the measured speed
+SLOWNESS = 2.0  # a slow run takes so many times as long as at the measured speed
 WINDOW_NS = 10_000_000_000
-NUM_WINDOWS = 3  # in a row, until a link counts as slow, or as well again
-LEAST_RUNS = 3  # that tell, of a window
-FORGET_WINDOWS = 6  # without any: those before are forgotten
-LEAST_NS = 2_000_000  # at the measured speed, of a run that tells
-LEAST_WAIT_NS = 200_000  # of a receiver that has come before its frame
-SPARE_NS = 3_000_000  # that a run may take in addition: two processes have to be woken
-SPARE_TRIPS = 8  # of the way, in addition: TCP opens its window from round trip to round trip
-LONG_RUN = 10  # times what may come in addition: then a run is judged while it goes on
-NUM_PROBES = 10  # the last ones tell the latency, and how much it varies
-MAX_STEPS = 1024  # of a report: of a tiny model they are left out
+NUM_WINDOWS = 3  # so many windows in a row change what a link counts as
+LEAST_RUNS = 3  # a window with fewer judged runs does not count
+FORGET_WINDOWS = 6  # after so many windows that did not count, the windows before are forgotten
+LEAST_NS = 2_000_000  # a run is judged only if it takes at least so long at the measured speed
+LEAST_WAIT_NS = 200_000  # a receiver that waits so long was there before its frame
+SPARE_NS = 3_000_000  # a run may take so much longer, since two processes have to be woken
+SPARE_TRIPS = 8  # and so many round trips of the link: TCP opens its window from one to the next
+LONG_RUN = 10  # a run of more than so many times this spare time is judged while it goes on
+NUM_PROBES = 10  # so many last probes show the latency, and how much it varies
+MAX_STEPS = 1024  # a report of more steps, as from a tiny model, is left out
 
 
 class _Passage(NamedTuple):
     """The passage of a step through one stage, in nanoseconds of the head's time.
 
     Attributes:
-        arrived_ns: its hidden states were there, or the stage came to them.
-        waited_ns: that the stage has waited for them until then.
-        sent_ns: its own ones were handed to the link.
+        arrived_ns: when the stage began to take the hidden states, which may have come before.
+        waited_ns: how long the stage had waited for them until then; 0: they were there already.
+        sent_ns: when the stage had handed its own hidden states to the next link.
     """
 
     step: int
@@ -65,7 +67,7 @@ class _Passage(NamedTuple):
 
 
 def passages_of(report: StageSpans) -> Iterator[_Passage]:
-    """Yield when each step of a report that crossed a link came to the stage, and when it was sent on."""
+    """Yield the passage of each step in a report; steps that crossed no link are left out."""
     ends = [index for index, _, _ in report.steps[1:]] + [len(report.phases)]
     starts_ns = list(accumulate(report.durations_ns, initial=report.start_ns))
     for (begin, step, num_tokens), end in zip(report.steps, ends, strict=True):
@@ -87,20 +89,20 @@ class _Verdict:
     """The verdict of many runs about a link.
 
     Attributes:
-        is_slow: as of now.
-        bytes_per_s: the most that a run has carried while it was becoming slow.
+        is_slow: whether the link counts as slow now.
+        bytes_per_s: the highest speed of a run while the link was becoming slow.
     """
 
     def __init__(self) -> None:
         self.is_slow = False
         self.bytes_per_s = 0.0
         self._window = 0
-        self._runs: list[bool] = []  # of the window: whether each was slow
+        self._runs: list[bool] = []  # for each judged run of the window: whether it was slow
         self._judged = 0  # the last window with enough runs
-        self._num_against = 0  # windows in a row that say the opposite of `is_slow`
+        self._num_against = 0  # windows in a row that speak against `is_slow`
 
     def add(self, at_ns: int, is_slow: bool, bytes_per_s: float) -> bool:
-        """Take a run that tells; return whether `is_slow` has changed."""
+        """Take a run that was slow or well; return whether `is_slow` has changed."""
         window = at_ns // WINDOW_NS
         has_changed = window != self._window and self._close()
         self._window = window
@@ -110,7 +112,7 @@ class _Verdict:
         return has_changed
 
     def _close(self) -> bool:
-        """Judge the window that is over."""
+        """Judge the window that is over; return whether `is_slow` has changed."""
         runs, self._runs = self._runs, []
         if len(runs) < LEAST_RUNS:
             return False
@@ -127,11 +129,11 @@ class _Verdict:
 
 
 class _Run:
-    """A run of frames that followed each other without a pause, and that the receiver has waited for.
+    """A run of frames that followed each other without a pause; only frames that were waited for count.
 
     Attributes:
-        expected_ns: that they take at the measured speed.
-        least_ns, most_ns: that they took.
+        expected_ns: the time that the frames take at the measured speed.
+        least_ns, most_ns: the bounds of the time that they took.
     """
 
     def __init__(self) -> None:
@@ -139,14 +141,16 @@ class _Run:
 
 
 class _Hop:
-    """A link from one stage to the next, which is on another host.
+    """A link from one stage to the next stage, which is on another host.
 
     Args:
         speed: bytes per second, as measured.
+        token_bytes: bytes that cross the link for each token.
 
     Attributes:
-        spare_ns: that a run may take in addition.
-        fuzz_ns: by which two instants of the ends may be wrong to each other.
+        verdict: whether the link is slow.
+        spare_ns: how much longer a run may take, before it is compared with `SLOWNESS`.
+        fuzz_ns: the most by which the clocks of the two ends may wrongly shorten or lengthen a time.
     """
 
     def __init__(self, speed: float, token_bytes: int) -> None:
@@ -154,15 +158,15 @@ class _Hop:
         self.spare_ns = self.fuzz_ns = 0
         self._speed = speed
         self._token_ns = 1e9 * token_bytes / max(speed, 1.0)
-        self._sent: dict[int, _Passage] = {}  # by step, those that have not come yet as far as is known
-        self._arrived: dict[int, _Passage] = {}
+        self._sent: dict[int, _Passage] = {}  # by step, those whose arrival was not reported yet
+        self._arrived: dict[int, _Passage] = {}  # by step, those whose sending was not reported yet
         self._latencies: deque[int] = deque(maxlen=NUM_PROBES)
         self._run = _Run()
-        self._free_ns = 0  # when the last frame had come, or was taken
-        self._is_exact = False  # the receiver has waited for it
+        self._free_ns = 0  # when the last frame had arrived, or was taken by a busy receiver
+        self._is_exact = False  # whether the receiver has waited for it, so that this is when it arrived
 
     def note(self, sent: Sequence[_Passage], arrived: Sequence[_Passage]) -> bool:
-        """Take what both ends report; return whether the verdict has changed."""
+        """Take the passages at both ends; return whether the verdict has changed."""
         self._sent |= {passage.step: passage for passage in sent}
         self._arrived |= {passage.step: passage for passage in arrived}
         common = sorted(self._sent.keys() & self._arrived.keys())
@@ -206,11 +210,11 @@ class _Hop:
 
 
 class _WatchedLink(NamedTuple):
-    """A link that is watched, from one stage to the next: what is learnt of it holds as long as this stays.
+    """The facts about a watched link; what was learnt about the link holds as long as they stay the same.
 
     Attributes:
-        sender, receiver: hosts of the two stages.
-        link: the path between these hosts, as measured.
+        sender, receiver: names of the hosts of the two stages.
+        link: the network path between these hosts, as measured.
         token_bytes: bytes that cross for each token.
     """
 
@@ -220,7 +224,7 @@ class _WatchedLink(NamedTuple):
     token_bytes: int
 
     def begin(self) -> _Hop:
-        """Return a hop of which nothing is known."""
+        """Return a hop for this link, about which nothing is learnt yet."""
         return _Hop(self.link.bytes_per_s(self.sender), self.token_bytes)
 
 
@@ -230,12 +234,13 @@ class LinkWatch:
     def __init__(self) -> None:
         self._hops: dict[int, tuple[_Hop, _WatchedLink]] = {}  # by the stage that sends
         self._hosts = PipeHosts()
-        self._newest: dict[int, int] = {}  # by stage: the last step that was looked at
+        self._newest: dict[int, int] = {}  # by stage: the last step of the newest report that was taken
 
     def lay(self, hosts: PipeHosts) -> None:
         """Set the hosts that the stages run on.
 
-        What is known of a link between two stages stays if its hosts and its measured speed are as before.
+        What was learnt about a link between two stages is kept if its hosts and its measured speed are as
+        before.
         """
         known, self._hops, self._hosts = self._hops, {}, hosts
         by_hosts = {frozenset(link.hosts): link for link in hosts.links}
@@ -263,7 +268,7 @@ class LinkWatch:
         """Learn from the stages' reports, and return the links that have become slow, or are well again.
 
         Args:
-            reports: with times of one clock; those that were seen before are skipped.
+            reports: reports with times of one clock; those that were taken before are skipped.
         """
         passages = self._new_passages(reports)
         judged = []
@@ -282,7 +287,7 @@ class LinkWatch:
         return judged
 
     def _new_passages(self, reports: Sequence[StageSpans]) -> dict[int, list[_Passage]]:
-        """Return what has passed each stage at an end of a watched link since the last look."""
+        """Return, by stage, the new passages through stages at the ends of watched links."""
         ends = {end for stage in self._hops for end in (stage, stage + 1)}
         known = {clock.host for clock in self._hosts.clocks}
         passages: dict[int, list[_Passage]] = {}

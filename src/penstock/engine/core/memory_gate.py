@@ -5,9 +5,9 @@
     limit          - - - -╲- - - - - - - - - -╱- - - - -
                    open    │      shut        │   open       running requests go on all the time
 
-Waiting requests are not refused: they start when memory is back, or wait until the queue's limits end them.
-Asked by `scheduler.scheduler` for every plan; looks once a second at most, at the memory of the core's host
-and at what the stages on CPUs have reported of theirs.
+Waiting requests are not refused. They start when memory is free again, or wait until the queue's limits end
+them. `scheduler.scheduler` asks the gate for every plan. At most once a second the gate looks at the memory
+of the core's host, and at the free memory that stages on CPUs have reported for their hosts.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _logger = logging.getLogger(__name__)
 class MemoryGate(StartGate):
     """A gate that lets no waiting request start while a host has less free memory than a limit.
 
-    It opens again when every host has a quarter more than that.
+    It opens again when every host has a quarter more than the limit.
 
     Args:
         min_bytes: the limit.
@@ -35,7 +35,7 @@ class MemoryGate(StartGate):
         available: returns the bytes that the core's host can still give.
 
     Attributes:
-        reason: why it is shut; empty while it is open.
+        reason: why the gate is shut; empty while it is open.
         told: returns the newest reports of the stages; set by the gate's owner.
     """
 
@@ -70,10 +70,10 @@ class MemoryGate(StartGate):
         self.reason = reason
 
     def _free(self) -> Iterator[tuple[int, str]]:
-        """Yield what each host has left, with words for the host."""
+        """Yield the free bytes of each host, with words that name the host."""
         try:
             yield self._available(), "the host"
-        except OSError:  # a host that does not say
+        except OSError:  # a host whose memory cannot be read does not shut the gate
             yield self._enough, "the host"
         for times in self.told():
             if times.free_bytes is not None:
@@ -81,7 +81,7 @@ class MemoryGate(StartGate):
 
     @property
     def _enough(self) -> int:
-        """The free memory that opens a gate which is shut."""
+        """The free memory that opens the gate again when it is shut."""
         return self._min_bytes + self._min_bytes // 4
 
 

@@ -1,11 +1,12 @@
 """Applies admin operations at plan boundaries, and reports when every rank has passed that boundary.
 
-    accept ──▶ in force at once ──▶ quiet: nothing runs that must not, ─▶ a plan made from then on ──▶ done
-                                    no copy is under way that was        has crossed all stages
-                                    when the cache was flushed
+    accept ──▶ in force at once ──▶ quiet ──▶ a plan made from then on has crossed all stages ──▶ done
 
-When no plan is in flight, an empty one is sent for that purpose. A stage that is lost in between delays
-the end: the first plan of the next epoch serves as well. Belongs to `engine.core.core`; knows no clock.
+An operation is quiet when nothing is left of the state before it. A pause is quiet when no request runs that
+must not run. A flush of the cache is quiet when no copy of a block is under way that had begun before it.
+Other operations are quiet at once. If no plan is in flight then, an empty one is sent to prove the rest. If a
+stage is lost meanwhile, the first plan of the next epoch serves as well. Owned by `engine.core.core`; knows
+no clock.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from penstock.operations import (
 from penstock.request import RequestUpdate
 from penstock.scheduler.scheduler import Scheduler
 
-Ticket = tuple[bytes, int]  # of a client, and its number for the operation
+Ticket = tuple[bytes, int]  # the id of a client, and the client's number for the operation
 
 
 @dataclass(slots=True, eq=False)
@@ -45,7 +46,7 @@ class _Open:
     accepted_step: int
     flush: CacheFlush | None = None
     aborted: list[str] | UnsetType = UNSET
-    proving_step: int | None = None  # the first that was planned when all was quiet
+    proving_step: int | None = None  # the first step that was planned after the operation was quiet
 
 
 class OperationsInForce:
@@ -59,11 +60,11 @@ class OperationsInForce:
     def __init__(self, scheduler: Scheduler, pace: Pace) -> None:
         self._scheduler = scheduler
         self.pace = pace
-        self._next_step = 0  # as told last: the next one, when no plan is in flight
-        # A core that takes another's place is asked for as many sessions at once as there may be: nothing
-        # here looks at all operations for each of them.
-        self._open: dict[_Open, None] = {}  # oldest first
-        self._unquiet: dict[_Open, None] = {}  # of these, those without a proving step
+        self._next_step = 0  # the next step to be planned, as the caller has said last
+        # Sets that keep their order. A core that replaces another one is asked to open all sessions at once,
+        # so nothing here may go through all operations for each of them.
+        self._open: dict[_Open, None] = {}  # operations in force and not complete, the oldest first
+        self._unquiet: dict[_Open, None] = {}  # of these, the ones without a proving step
         self._done: list[tuple[Ticket, OperationDone]] = []
 
     def accept(self, ticket: Ticket, operation: Operation, next_step: int) -> list[RequestUpdate]:
@@ -71,7 +72,7 @@ class OperationsInForce:
 
         Args:
             ticket: identifies the operation when it is done.
-            next_step: the plan of this step is the first one under the operation.
+            next_step: id of the first step that is planned under the operation.
 
         Returns:
             The last update of each request that the operation ends.
@@ -115,7 +116,7 @@ class OperationsInForce:
 
     @property
     def wants_plan(self) -> bool:
-        """Whether an operation waits only for a plan to cross all stages; an empty one will do."""
+        """Whether an operation waits only for a plan to cross all stages; an empty plan will do."""
         self._note_quiet()
         return len(self._open) > len(self._unquiet)
 
@@ -127,7 +128,7 @@ class OperationsInForce:
     def settled(self, step_id: int, next_step: int) -> None:
         """Record that the plan of this step has crossed all stages.
 
-        Operations that waited for it are complete.
+        Operations that waited for that plan are now complete.
 
         Args:
             next_step: id of the next step to be planned.

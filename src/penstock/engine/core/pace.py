@@ -2,9 +2,9 @@
 
     plan n ──── interval ────▶ plan n+1 ──── interval ────▶ plan n+2        probes go in between as ever
 
-The core asks before it makes a plan, and wakes when the next may be made: no thread sleeps, so that results,
-probes, aborts and health are as prompt as ever. Owned by `engine.core.operations_in_force`; set between two
-plans.
+`engine.core.plan_feed` asks whether a plan may be made, and the core wakes when the next one may be made. No
+thread sleeps meanwhile, so that results, probes, aborts and health are as prompt as ever. Made by
+`engine.core.core`; `engine.core.operations_in_force` sets the interval.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 
 class Pace:
-    """The least interval between two plans with work. Probes, which have none, are not held up.
+    """The least interval between two plans with work; probes, which have no work, are not held up.
 
     Args:
         clock: monotonic seconds.
@@ -37,7 +37,7 @@ class Pace:
         self._planned_at = self._clock()
 
     def next_wakeup(self) -> float:
-        """Return the clock time at which the next plan may be made; infinite if it may be now."""
+        """Return the clock time at which the next plan may be made; infinite if it may be made now."""
         return math.inf if self.allows_plan else self._due_at
 
     @property

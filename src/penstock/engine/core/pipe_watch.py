@@ -1,9 +1,9 @@
-"""Knows the hosts that the stages run on, and puts what all stages report on one clock.
+"""Knows the hosts that the stages run on, and puts the reports of all stages on one clock.
 
-A stage reports instants of its own host's clock. The supervisor tells by how much the clock of each host
-differs from the head's (`process.pipe_hosts`), and here the reports are shifted by it. A trace then shows
-what followed what, and the links between the hosts can be watched (`engine.core.link_watch`). Used by
-`engine.core.core_server`.
+A stage reports times of its own host's clock. The supervisor sends by how much the clock of each host differs
+from the head's clock (`process.pipe_hosts`), and the reports are shifted by that here. A trace then shows
+events of all hosts in their order, and the links between hosts can be watched (`engine.core.link_watch`).
+Used by `engine.core.core_server`.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ class PipeWatch:
     def note(self, hosts: PipeHosts) -> None:
         """Take the supervisor's newest report of the hosts.
 
-        A link that has changed, or that no stage uses any more, does not count as slow.
+        A link that has changed, or that no stage uses any more, does not count as slow any longer.
         """
         self._told = hosts
         self._links.lay(hosts)
 
     def shown(self) -> list[PipeHosts]:
-        """Return the hosts for clients to show, with the reduced speeds of slow links.
+        """Return the hosts for clients to show, with the reduced speeds of slow links, in a list of one.
 
-        It is a list of one; it is empty as long as nothing was reported, as on a single host.
+        The list is empty if the supervisor has sent no hosts, as on a single host.
         """
         if not self._told.stages:
             return []
@@ -49,7 +49,10 @@ class PipeWatch:
     def follow(self, reports: Callable[[], Sequence[StageSpans]]) -> list[LinkJudged]:
         """Learn from the stages' reports, and return the links that have become slow, or are well again.
 
-        To be called each second or so; `reports` returns the reports.
+        To be called about once a second.
+
+        Args:
+            reports: returns the stages' reports.
         """
         if not self._told.links:
             return []

@@ -1,7 +1,8 @@
-"""Finds how many plans in flight keep every stage busy: one for each stage, and more for wires between.
+"""Finds how many plans in flight keep every stage busy: one for each stage, and more for links between hosts.
 
-A plan is on its way for as long as all stages and all wires (links between hosts) take for it, the way back
-included. Meanwhile the slowest of them could take other plans, so that the pipe is full with
+In this module, links between hosts are called wires. The trip of a plan takes the time of all stages and all
+wires, with the way of the result back to the core. Meanwhile the slowest of them could work on other plans,
+so that the pipe is full with
 
     (sum of stages + wires) / slowest        plans, rounded up: two stages of 10 ms and 30 ms of wire take 5
 
@@ -9,10 +10,10 @@ included. Meanwhile the slowest of them could take other plans, so that the pipe
     stage 1             | 0 | 1 | 2 | 3 |
     result                            ^0  ^1
 
-What stages take for a plan is predicted by their costs, or where those are not known is what they have
-reported. What wires take is measured by `engine.core.wire_times`. The number follows an average over the last
-plans, so that large chunks of prompts, which need few, do not queue up as many as small decodes do. Read by
-the scheduler, which knows it as `scheduler.pacing.PlanDepth`. No clock here.
+The time of a stage for a plan is predicted by the learnt costs. Where they are not known, it is the average
+that the stage has reported. `engine.core.wire_times` measures the wires. The number follows averages over the
+last plans: large chunks of prompts need fewer plans in flight than small decodes, and should not queue up.
+The scheduler reads the number through `scheduler.pacing.PlanDepth`. This module reads no clock.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ from penstock.scheduler.cost_model import CostModel, StepShape
 from penstock.scheduler.pacing import NO_WIRE_TIME
 from penstock.scheduler.plan_builder import PlanBuilder
 
-_NEWEST_WEIGHT = 0.2  # of a plan in the averages
-_MARGIN = 0.05  # of the number: the share of the slowest stage's time that another plan must be worth
+_NEWEST_WEIGHT = 0.2  # weight of the newest plan in the averages
+_MARGIN = 0.05  # a number that is too small by at most this share is right: another plan would gain little
 
 
 class WireDepth:
@@ -33,13 +34,14 @@ class WireDepth:
     It implements `scheduler.pacing.PlanDepth`.
 
     Args:
-        num_stages: P, the least number.
-        largest: the most plans that may be in flight.
-        costs: of the stages; None: they are not known, and what stages report counts.
+        num_stages: number of stages, which is also the least number of plans.
+        largest: the most plans that may fill the pipe.
+        costs: learnt costs of the stages; None: they are not known, and `reported` counts.
 
     Attributes:
-        wire: times of the wires; written by what measures them.
-        reported: seconds of each stage for a plan, on average; written by what gets the reports.
+        number: how many plans fill the pipe now.
+        wire: times of the wires; written by `engine.core.wire_times`.
+        reported: seconds of each stage for a plan, on average; written by `engine.core.wire_times`.
         trip_s: seconds from a plan to its result, without queues; an average over the last plans.
     """
 
@@ -50,11 +52,11 @@ class WireDepth:
         self.wire = NO_WIRE_TIME
         self.reported: list[float] = []
         self.trip_s = 0.0
-        self._slowest_s = 0.0  # of a stage or a link, an average as `trip_s`
+        self._slowest_s = 0.0  # seconds of the slowest stage or link for a plan, an average as `trip_s`
         self._costs = costs
 
     def planned(self, plan: PlanBuilder) -> None:
-        """Choose the number anew, by the size of a plan that is issued now.
+        """Choose `number` anew, by the size of a plan that is issued now.
 
         Implements `PlanDepth.planned`.
         """
@@ -70,7 +72,7 @@ class WireDepth:
         self.number = self._chosen()
 
     def _stage_seconds(self, plan: PlanBuilder, num_tokens: int) -> list[float]:
-        """Return what each stage takes for a plan; empty if nothing is known of that."""
+        """Return the seconds that each stage takes for a plan; empty if nothing is known about them."""
         costs = None if self._costs is None else self._costs.costs()
         if costs is None:
             return self.reported
@@ -78,7 +80,7 @@ class WireDepth:
         return [cost.seconds(shape) for cost in costs]
 
     def _chosen(self) -> int:
-        """Return the number as it is, if it is right within the margin; else the least that is."""
+        """Return `number` unchanged if it is right within the margin; else the least number that is right."""
         exact = self.trip_s / self._slowest_s if self._slowest_s else 0.0
         least, most = math.ceil((1.0 - _MARGIN) * exact), math.ceil((1.0 - _MARGIN / 2) * exact)
         number = self.number if least <= self.number <= most else least

@@ -1,9 +1,10 @@
-"""Fills the pipe: makes plans while there is room for them, and notes why a plan comes late.
+"""Fills the pipe with plans while there is room for them, and records why a plan comes late.
 
     room in the pipe? ──▶ pace allows it? ──▶ a request may run? ──▶ plan ──▶ executor
           no: held              no                 no: starved
 
-Owned by `engine.core.core`, which settles results; the scheduler decides what is in a plan.
+A plan says whether it was held because the pipe was full, or starved because no request could run. Owned by
+`engine.core.core`, which settles results; the scheduler decides what is in a plan.
 """
 
 from __future__ import annotations
@@ -27,11 +28,12 @@ class PlanFeed:
     """Gets plans from the scheduler and submits them to an executor, while the pipe has room.
 
     Args:
-        steps: steps in flight; what is submitted joins them.
-        pace: how fast plans may follow one another.
-        operations: say whether ranks report their times after the next plan.
-        calibration: how many plans are issued ahead, and what learns from them.
-        wire: measures the time between the stages, and for that wants the pipe empty now and then.
+        scheduler: makes the plans.
+        steps: the steps in flight, to which the submitted ones are added.
+        pace: limits how fast plans may follow one another.
+        operations: knows whether ranks should report their times after the next plan.
+        calibration: says how many plans are issued ahead, and learns the costs of plans.
+        wire: measures the time between the stages; for that it wants the pipe to be empty now and then.
     """
 
     def __init__(
@@ -49,7 +51,7 @@ class PlanFeed:
         self._operations = operations
         self._calibration = calibration
         self._wire = wire
-        self._meta = _STARVED  # of the next plan: why it is not issued now
+        self._meta = _STARVED  # what the next plan will say about why it is not issued now
 
     @property
     def interval_ms(self) -> int:
@@ -57,7 +59,7 @@ class PlanFeed:
         return self._pace.interval_ms
 
     def next_wakeup(self) -> float:
-        """Return the clock time at which the pace allows the next plan; infinite if it does now."""
+        """Return the clock time at which the pace allows the next plan; infinite if it allows one now."""
         return self._pace.next_wakeup()
 
     def fill(self, executor: Executor, epoch: int) -> None:
@@ -65,9 +67,9 @@ class PlanFeed:
         if self._wire.wants_look and not self._look(executor, epoch):
             return
         while len(self._steps) < self._scheduler.useful_depth + self._calibration.async_depth:
-            # Asked before there is a plan: one that is made has changed the scheduler, and must be issued.
+            # Asked before a plan is made: making it changes the scheduler, so that it must then be issued.
             if not self._pace.allows_plan:
-                self._meta = NO_META  # ranks wait for a plan
+                self._meta = NO_META  # neither held nor starved: ranks wait because the engine is slowed down
                 return
             plan = self._scheduler.plan_step(self._steps.next_step)
             if plan is None:
@@ -82,15 +84,17 @@ class PlanFeed:
         self._submit(self._scheduler.plan_probe(self._steps.next_step), executor, epoch)
 
     def learn(self, now: float, executor: Executor) -> None:
-        """Learn what plans and wires (links between hosts) cost from the stages' reports.
+        """Learn the costs of plans and wires (links between hosts) from the stages' reports.
 
-        `now`: clock seconds.
+        Args:
+            now: clock seconds.
+            executor: has the reports.
         """
         self._calibration.costs.follow(now, executor.reports.spans)
         self._wire.follow(now, executor.reports)
 
     def _look(self, executor: Executor, epoch: int) -> bool:
-        """Send a plan that meets no other once the pipe is empty; return whether others may follow."""
+        """Send a probe once the pipe is empty, so that it meets no other plan; return whether it was sent."""
         if len(self._steps):
             self._meta = _HELD
             return False
@@ -103,6 +107,6 @@ class PlanFeed:
             meta = msgspec.structs.replace(meta, wants_times=True)
         plan = msgspec.structs.replace(plan, epoch=epoch, meta=meta)
         self._calibration.costs.submitted(plan, alone=self._scheduler.is_one_alone)
-        # In flight before it is sent: the time to send it counts as time in the stages.
+        # The step is in flight before it is sent, so that the time to send it counts as time in the stages.
         step = self._steps.push(plan)
         step.digest = executor.submit_plan(plan)

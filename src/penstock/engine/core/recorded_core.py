@@ -1,6 +1,7 @@
 """An engine core whose calls are recorded, so that its decisions can be replayed (`decisions.recorder`).
 
-Used in place of an `EngineCore` where recording was asked for; it decides nothing itself.
+`engine.core.core_assembly` makes it in place of an `EngineCore` if recording was requested. It decides
+nothing of its own.
 """
 
 from __future__ import annotations
@@ -33,11 +34,11 @@ Result = TypeVar("Result")
 
 
 class RecordedCore(EngineCore):
-    """An `EngineCore` that reports each call, and the updates that it returns, to a recorder.
+    """An `EngineCore` that reports each call, and the updates that the call returns, to a recorder.
 
     Args:
-        recorder: takes the calls. The core's clock and executor report to it too. The record of the core's
-            making, which was begun before, ends here.
+        recorder: takes the calls; the core's clock and executor report to it too. The caller has begun a
+            record of the making of this core, which the constructor ends.
         parts, settings: arguments of `EngineCore`.
     """
 

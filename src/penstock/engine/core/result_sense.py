@@ -1,7 +1,7 @@
 """Checks that the result of a step is usable, since the last stage may run on a faulty or hostile host.
 
-Whether it is the right one, and complete, is checked with its plan (`engine.core.steps_in_flight`). Here is
-checked what holds for each result: ids of the vocabulary for rows that have not failed, and lists that fit
+`engine.core.steps_in_flight` compares a result with its plan. This module checks what must hold for every
+result: that its ids are in the vocabulary, except the last one of a failed row, and that its lists fit
 together. The scheduler and the clients then need no checks.
 """
 
@@ -11,7 +11,7 @@ from penstock.batch import StepResult
 from penstock.errors import ProtocolError
 from penstock.request import TokenLogprobs
 
-MAX_VOCAB_SIZE = 1 << 31  # beyond that of any model
+MAX_VOCAB_SIZE = 1 << 31  # larger than the vocabulary of any model
 _FLOAT_BYTES = 4
 
 
@@ -19,8 +19,8 @@ def require_sense(result: StepResult, vocab_size: int, stage: int) -> None:
     """Raise `ProtocolError` if the result has ids that no token has, or lists that do not fit together.
 
     Args:
-        vocab_size: of the model.
-        stage: stage that the result came from.
+        vocab_size: number of token ids of the model.
+        stage: number of the stage that the result came from.
     """
     failed = result.failed
     for row, ids in enumerate(result.token_ids):
@@ -32,7 +32,7 @@ def require_sense(result: StepResult, vocab_size: int, stage: int) -> None:
 
 
 def _wrong_lists(result: StepResult, vocab_size: int) -> str:
-    """Return what is wrong with the lists beside the sampled ids, as words for an error; empty: nothing."""
+    """Return what is wrong with the lists beside the sampled ids, as words for an error; "" if all fit."""
     num_rows = len(result.token_ids)
     if len(result.logprobs) not in (0, num_rows):
         return f"{num_rows} rows, but log-probabilities of {len(result.logprobs)}"

@@ -1,9 +1,9 @@
 """The steps on their way through the stages, the results that have come for them, and how long they take.
 
-    submitted ──▶ [ ring of plans ] ──a result has come──▶ [ results ] ──in step order──▶ settled
+    submitted ──▶ [ plans in flight ] ──a result has come──▶ [ results ] ──in step order──▶ settled
 
-A result that may not be settled yet waits here. Says when nothing has come for too long, when the pipe is to
-be probed, and whether a result is that of its step. Owned by `engine.core.core`; decides nothing.
+A result that may not be settled yet waits here. This module finds out when no result has come for too long,
+when a probe is due, and whether a result belongs to its step. Owned by `engine.core.core`, which acts on it.
 """
 
 from __future__ import annotations
@@ -32,26 +32,26 @@ class StepInFlight:
     """A plan on its way through the stages.
 
     Attributes:
-        num_sampled: requests of which a token is sampled in this step.
-        digest: the plan's checksum, which its result must bear.
+        num_sampled: number of rows of which a token is sampled in this step.
+        digest: digest of the plan, which its result must have too.
     """
 
     plan: ScheduledBatch
     num_sampled: int
     submitted_at: float  # clock seconds
-    digest: int = 0  # as sealed
+    digest: int = 0  # 0 until the executor has sealed the plan
 
 
 class StepsInFlight:
     """The steps that were submitted and are not settled: their results have not come, or are not handled yet.
 
     Args:
-        parallel: gives the largest depth [D1] [S8].
+        parallel: gives the largest number of plans in flight [D1] [S8].
         first_step: step id of the first plan.
         clock: monotonic seconds.
         stall_limit: how long a plan may take until the pipeline counts as lost.
-        wire: is told of all plans, and when their results come.
-        concerned_by: returns a text on the requests of a step, for messages.
+        wire: measures the time of plans between the stages; it is told of all plans and results.
+        concerned_by: returns a text that names the requests of a step, for messages.
         vocab_size: token ids in results are below this.
     """
 
@@ -69,7 +69,7 @@ class StepsInFlight:
         self._inflight: InflightQueue[StepInFlight] = InflightQueue(
             parallel.depth, num_stages=parallel.pipeline_parallel_size, first_step=first_step
         )
-        self._results: deque[StepResult] = deque()  # that have come, and are not settled
+        self._results: deque[StepResult] = deque()  # results that have come and are not settled
         self._clock = clock
         self._stall_limit = stall_limit
         self._wire = wire
@@ -113,15 +113,15 @@ class StepsInFlight:
         """Remove the oldest step, and return its plan and its result, which must have come.
 
         Raises:
-            ProtocolError: the result is not that of this step, or makes no sense.
+            ProtocolError: the result does not belong to this step, or is not valid.
         """
         result = self._results.popleft()
-        # Checked while the step is still in the ring: errors name the requests of the oldest step there.
+        # Checked before the step is removed: errors name the requests of the oldest step in flight.
         _check_result(result, self._inflight, epoch, self._concerned)
         require_sense(result, self._vocab_size, self._inflight.num_stages - 1)
         step, now = self._inflight.pop(), self._clock()
         self._wire.crossed(step.plan, now - step.submitted_at)
-        if not step.plan.awaited:  # else its result has waited for the store
+        if not step.plan.awaited:  # otherwise its result may have waited for the store
             self._stall_limit.crossed(step.plan.total_tokens, step.submitted_at, now)
         return step.plan, result
 
@@ -130,7 +130,7 @@ class StepsInFlight:
         self._last_result_at = self._clock()
 
     def give_up(self) -> None:
-        """Forget all steps and results: no others will return. Step ids go on from where they were."""
+        """Forget all steps and results, since no more results will come; step ids are not used again."""
         self._inflight.clear()
         self._results.clear()
         self._wire.forget()
@@ -144,9 +144,9 @@ class StepsInFlight:
         return self._clock() - self._last_result_at
 
     def stalled_s(self) -> float:
-        """Return the seconds for which a result has been owed; 0 if no step is in flight.
+        """Return the seconds for which a result has been due; 0 if no step is in flight.
 
-        They count from the last settled result, or from when the oldest step was submitted if that is later.
+        They count from the last settled result, or from the submission of the oldest step if that was later.
         """
         return self._clock() - self._waiting_since() if len(self._inflight) else 0.0
 
@@ -170,7 +170,7 @@ class StepsInFlight:
             )
 
     def due(self) -> float:
-        """Return the clock time for the next look: whether the steps are stalled, or a probe is due."""
+        """Return the clock time at which to look again whether the steps are stalled, or a probe is due."""
         if len(self._inflight) == 0:
             return next_beat(self._last_result_at, PROBE_INTERVAL_S)
         return min(self._waiting_since() + self.loss_limit_s(), self._stall_limit.next_look(self._clock()))
@@ -185,7 +185,7 @@ class StepsInFlight:
     def leave_s(self) -> float:
         """Return how many seconds stages may go on with the steps in flight, if these are given up now.
 
-        It is the limit of the slowest plan: a stage may have begun with a chunk behind the oldest step.
+        It is the longest limit of all plans in flight: a stage may already work on a step behind the oldest.
         """
         sizes = {step.plan.total_tokens for step in self._inflight.entries()} or {0}
         return max(self._stall_limit.leave_s(num_tokens) for num_tokens in sizes)
@@ -196,7 +196,7 @@ class StepsInFlight:
     def _has_lost(self, counts_from: float) -> bool:
         """Return whether the oldest step has been in the stages for too long.
 
-        A step whose result is here waits for the store, and not for the stages.
+        If results have come and are not settled, the oldest step waits for the store, and not for the stages.
         """
         if len(self._inflight) == 0 or self.has_results:
             return False
@@ -209,7 +209,7 @@ class StepsInFlight:
         return max(self._last_result_at, self._inflight.oldest().submitted_at)
 
     def _concerned(self) -> str:
-        """Return the requests of the oldest step in flight, for a message."""
+        """Return a text that names the requests of the oldest step in flight, for a message."""
         return self._concerned_by(self._inflight.oldest_step)
 
 
@@ -222,7 +222,7 @@ def _check_result(
     token that the plan names, or no score at all.
 
     Args:
-        concerned_by: returns a text on the requests that the oldest step in flight concerns.
+        concerned_by: returns a text that names the requests of the oldest step in flight.
     """
     due, stage = inflight.oldest_step, inflight.num_stages - 1
     if len(inflight) == 0 or result.step_id != due:

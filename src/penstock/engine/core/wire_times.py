@@ -1,16 +1,20 @@
-"""Measures what plans take between the stages and back, with the core's clock and the stages' reports.
+"""Measures the time of plans between the stages and back, with the core's clock and the stages' reports.
 
-    round trip of a plan = what its stages took + what the wires took + queues
+    round trip of a plan = time in the stages + time on the wires + time in queues
 
-Wires are the links between hosts. No clocks of two hosts are compared. A plan that is sent while no plan with
-tokens is in flight meets no queue: its round trip, less what the stages report that they took for it, is the
-time of the wires. Plans without tokens tell the latency, since they take the stages next to nothing; the
-others tell how much comes to it for each token. An idle engine sends one without tokens each second, its
-probe. A busy one lets the pipe run empty now and then, for about a hundredth of its time, and sends one
-first: a queue of its own making would look like a longer wire, more plans would make the queue longer, and a
-wire that has become faster would not be noticed.
+Wires are the links between hosts. Clocks of different hosts are never compared. If a plan is sent while no
+plan with tokens is in flight, it waits in no queue. Its round trip less the time that the stages report is
+then the time on the wires:
 
-The engine core reports its plans here, and `engine.core.plan_depth` gets what was measured.
+- A plan without tokens shows the latency, since it takes the stages next to no time.
+- A plan with tokens shows how much each token adds to the latency.
+
+An idle engine sends a plan without tokens each second, its probe. A busy engine lets the pipe run empty now
+and then, for about a hundredth of its time, and then sends a probe first. Without that, only plans that wait
+in queues would be measured. A queue would look like a longer wire, the core would send more plans, and the
+queue would grow. A wire that has become faster would not be noticed.
+
+The engine core reports its plans here, and `engine.core.plan_depth` gets the measured times.
 """
 
 from __future__ import annotations
@@ -25,12 +29,12 @@ from penstock.engine.core.plan_depth import WireDepth
 from penstock.executor.base import Reports
 from penstock.scheduler.pacing import WireTime
 
-FOLLOW_S = 1.0  # between two times that reports are looked at: stages report about as often
-LOOK_S = 10.0  # without a plan that met no other, after which the pipe is to run empty
-LOOK_TRIPS = 100  # the same in trips of a plan: what a look costs at most is one of them
-_NUM_SAMPLES = 3  # of which the least counts: a sample may be late, and never early
-_MIN_TOKENS = 8  # of a plan that tells of the time of a token: with fewer it is lost in that of the way
-_MAX_UNREPORTED = 16  # plans that stages have not reported of yet
+FOLLOW_S = 1.0  # between two looks at the reports: stages report about as often
+LOOK_S = 10.0  # after so long without a probe that met no other plan, the pipe is to run empty
+LOOK_TRIPS = 100  # but only after so many trips of a plan: running empty costs about one trip
+_NUM_SAMPLES = 3  # the least of so many last samples counts: a sample may be too long, but never too short
+_MIN_TOKENS = 8  # plans with fewer tokens do not show the time of a token: the latency hides it
+_MAX_UNREPORTED = 16  # the most measured plans that wait for the stages' reports
 
 
 class NoWireTimes:
@@ -62,12 +66,12 @@ class WireTimes:
     """Measures the latency and the time per token of the wires (links between hosts) of one pipeline.
 
     Args:
-        depth: gets what is measured.
-        num_stages: P; a plan tells something once each of them has reported on it.
-        num_links: links between hosts that a plan crosses on its way through the stages.
+        depth: gets the measured times.
+        num_stages: number of stages; a plan with tokens is evaluated once all of them have reported on it.
+        num_links: number of links between hosts that a plan crosses on its way through the stages.
 
     Attributes:
-        wants_look: no plan may be issued until the pipe is empty, and then one without tokens first.
+        wants_look: True: no plan may be issued until the pipe is empty; then a probe is to be sent first.
     """
 
     def __init__(self, depth: WireDepth, num_stages: int, num_links: int) -> None:
@@ -76,12 +80,12 @@ class WireTimes:
         self._num_stages = num_stages
         self._num_links = num_links
         self._num_working = 0  # plans with tokens in flight
-        self._unqueued: set[int] = set()  # steps in flight that were sent while there was none
-        self._unreported: dict[int, tuple[int, float]] = {}  # of these: tokens and round trip, by step
+        self._unqueued: set[int] = set()  # steps in flight that were sent while no plan with tokens was
+        self._unreported: dict[int, tuple[int, float]] = {}  # of those that are back: tokens and round trip
         self._latencies: deque[float] = deque(maxlen=_NUM_SAMPLES)
         self._per_token: deque[float] = deque(maxlen=_NUM_SAMPLES)
-        self._busy: dict[int, tuple[int, int]] = {}  # by stage: steps, and nanoseconds for them, so far
-        self._mean_s: dict[int, float] = {}  # by stage: seconds for a plan, in the report before
+        self._busy: dict[int, tuple[int, int]] = {}  # by stage: number of steps so far, nanoseconds for them
+        self._mean_s: dict[int, float] = {}  # by stage: mean seconds for a plan, by the newest report
         self._has_looked = False
         self._looked_at = math.inf
         self._next_at = -math.inf  # clock seconds at which `follow` looks again
@@ -105,7 +109,7 @@ class WireTimes:
             return
         self._unqueued.remove(plan.step_id)
         if plan.awaited:
-            return  # its result has waited for the store
+            return  # its result may have waited for the store
         if num_tokens == 0:
             self._has_looked = True
             self._latencies.append(seconds)
@@ -116,11 +120,11 @@ class WireTimes:
             del self._unreported[next(iter(self._unreported))]
 
     def forget(self) -> None:
-        """Forget the plans in flight, which will not return, and all samples, as the wires may be others now.
+        """Forget the plans in flight, which will not return, and all samples: the wires may have changed.
 
-        The times that were last passed on stay in force until the first plan afterwards gives new ones.
+        The times that were passed on last stay in force until new ones are measured.
         """
-        self.wants_look = True  # it costs nothing: the pipe is empty
+        self.wants_look = True  # a look costs nothing now: the pipe is empty
         self._num_working = 0
         self._unqueued.clear()
         self._unreported.clear()
@@ -129,10 +133,11 @@ class WireTimes:
         self._busy.clear()
 
     def follow(self, now: float, reports: Reports) -> None:
-        """Learn from the stages' reports if `FOLLOW_S` has passed since the last time; else do nothing.
+        """Learn from the stages' reports, unless that was done less than `FOLLOW_S` ago.
 
         Args:
             now: clock seconds.
+            reports: has the reports of the stages.
         """
         if now < self._next_at:
             return
@@ -146,7 +151,7 @@ class WireTimes:
             self.wants_look = True
 
     def _match(self, reports: Sequence[StageSpans]) -> None:
-        """Take from round trips what the stages took, where all of them have reported."""
+        """Subtract the time in the stages from the round trips of plans on which all stages have reported."""
         stages: dict[int, dict[int, float]] = defaultdict(dict)  # seconds of each stage, by step
         for report in reports:
             for times in step_times(report, self._unreported):
@@ -168,12 +173,12 @@ class WireTimes:
         self._depth.wire = WireTime(latency, per_token, self._num_links)
 
     def _average(self, reports: Sequence[StageTimes]) -> None:
-        """Write what each stage takes for a plan on average, once all of them have reported of some."""
+        """Pass on the mean time of each stage for a plan, once all stages have reported some plans."""
         for times in reports:
             steps, busy_ns = self._busy.get(times.stage, (0, 0))
             if times.num_steps > steps:
                 self._mean_s[times.stage] = (times.busy_ns - busy_ns) / (times.num_steps - steps) / 1e9
-            self._busy[times.stage] = times.num_steps, times.busy_ns  # probes have no tokens, but take time
+            self._busy[times.stage] = times.num_steps, times.busy_ns  # probes are counted too
         if len(self._mean_s) == self._num_stages:
             self._depth.reported = list(self._mean_s.values())
 

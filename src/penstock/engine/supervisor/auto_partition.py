@@ -1,7 +1,8 @@
 """Implements `--partition auto`: ranks are measured, and the best split of the layers replaces `auto`.
 
-Called before `launch.resolve` by the supervisor and by `llm`, and by the command `plan`. Starts one measuring
-process per rank (`planner.measure`) unless the cache knows the costs; all have ended when it returns.
+The supervisor and `llm` call it before they call `launch`; the command `plan` calls it too. It starts one
+measuring process for each rank (`planner.measure`), unless the costs are remembered from an earlier start.
+All these processes have ended when it returns.
 """
 
 from __future__ import annotations
@@ -28,9 +29,9 @@ from penstock.planner.report import comma_separated, partition_lines
 from penstock.planner.stage_costs import StageCosts
 from penstock.process.config import MeasureConfig, RankConfig
 
-MEASURE_S = 3.0  # of all cases together; a step that takes longer gets it
-_MAX_PREFILL_TOKENS = 256  # of the chunk that is timed; a longer one costs about as much for each token
-_LAYERS_BYTES = 256 << 20  # weights that are timed: more than caches hold
+MEASURE_S = 3.0  # for all cases together; a single step that takes longer is finished
+_MAX_PREFILL_TOKENS = 256  # of the chunk that is timed; each token of a longer one costs about as much
+_LAYERS_BYTES = 256 << 20  # of weights are timed, more than the CPU's caches hold
 _QUANTIZED_ITEM_SIZES = {"int8": 1.0, "int4": 0.5}
 
 
@@ -43,7 +44,7 @@ def settle_partition(config: EngineConfig, hosts: Hosts, reporter: Reporter) -> 
     Raises:
         UsageError: the mix cannot be read, or what `launch.resolve` raises.
         NotEnoughMemoryError: no split fits.
-        PenstockError: a rank could not be measured; the first cause.
+        PenstockError: a rank could not be measured; the error is the first cause.
     """
     parallel = config.parallel
     mix = Mix.parse(parallel.partition_mix)
@@ -61,7 +62,7 @@ def choose_partition(config: EngineConfig, mix: Mix, hosts: Hosts, reporter: Rep
     The costs are measured now, or remembered from an earlier start.
 
     Args:
-        mix: numbers of prompt and output tokens of a typical request, for which the split is to be good.
+        mix: numbers of prompt and output tokens of a typical request, for which the split is optimised.
     """
     resources = hosts.resources()
     plan = _plan_of_any_split(config, resources)
@@ -94,12 +95,12 @@ def _stages(number: int) -> str:
 
 
 def _plan_of_any_split(config: EngineConfig, hosts: Sequence[HostResources]) -> LaunchPlan:
-    """Return a plan that is right in all but the layers of the ranks."""
+    """Return a launch plan in which everything is right except the layers of the ranks."""
     return resolve(config.with_partition("last"), hosts)
 
 
 def _with_free_memory(costs: StageCosts, rank: RankConfig, hosts: Sequence[HostResources]) -> StageCosts:
-    """Return the costs with what is free on the host now, which differs at every start."""
+    """Return the costs with the memory that is free on the host now, which differs at every start."""
     if rank.device != "cpu":
         return costs
     return msgspec.structs.replace(costs, available_bytes=_free_bytes(rank, hosts))
@@ -108,7 +109,7 @@ def _with_free_memory(costs: StageCosts, rank: RankConfig, hosts: Sequence[HostR
 def measure_configs(
     plan: LaunchPlan, prefill_chunk: int, mix: Mix, hosts: Sequence[HostResources]
 ) -> list[MeasureConfig]:
-    """Return for each rank the config of the process that measures it: which steps it is to time."""
+    """Return, for each rank, the config of its measuring process, which says what steps are timed."""
     first = plan.ranks[0]
     context = mix.mean_length(first.max_model_len)
     longest = min(prefill_chunk, first.max_num_batched_tokens, first.max_model_len, _MAX_PREFILL_TOKENS)
@@ -139,7 +140,10 @@ def _free_bytes(rank: RankConfig, hosts: Sequence[HostResources]) -> int:
 
 
 def _hardware(rank: RankConfig, hosts: Sequence[HostResources]) -> list[object]:
-    """Return what the rank's host is made of, with its name where another host is made of the same."""
+    """Return a description of the hardware of the rank's host, by which costs are remembered.
+
+    The host's name is added if another host has the same hardware.
+    """
     own = _host_of(rank, hosts)
     has_twin = any(host.name != own.name and host.hardware == own.hardware for host in hosts)
     return [*own.hardware, own.name if has_twin else ""]
@@ -150,7 +154,11 @@ def _host_of(rank: RankConfig, hosts: Sequence[HostResources]) -> HostResources:
 
 
 def _num_timed_layers(plan: LaunchPlan, rank: RankConfig, hosts: Sequence[HostResources]) -> int:
-    """Return as many layers as exceed caches, if a stage and half of its free memory can hold them."""
+    """Return how many layers are timed: enough to exceed the CPU's caches, and at least two.
+
+    They are fewer if no stage gets so many, or if they do not fit into the rank's share of half of the host's
+    free memory.
+    """
     spec = plan.spec
     num_neighbours = sum(other.host == rank.host for other in plan.ranks)
     layer_bytes = max(1, int(spec.layer_parameters() * _item_size(spec, rank)))
@@ -160,14 +168,17 @@ def _num_timed_layers(plan: LaunchPlan, rank: RankConfig, hosts: Sequence[HostRe
 
 
 def _item_size(spec: ModelSpec, rank: RankConfig) -> float:
-    """Return about the bytes of a parameter."""
+    """Return the approximate number of bytes of a parameter."""
     if spec.quantization is not None:
         return spec.quantization.mean_bits / 8
     return _QUANTIZED_ITEM_SIZES.get(rank.quantization, ITEM_SIZES[rank.dtype])
 
 
 def _with_layers(rank: RankConfig, count: int, num_layers: int) -> RankConfig:
-    """Return the rank with its end of the model, if any, and `count` layers; it reads a tied head itself."""
+    """Return the config of a rank with `count` layers, and with the embedding or output layer of its stage.
+
+    The measured rank has no neighbours, so it reads an output layer that is tied to the embedding itself.
+    """
     start = 0 if rank.is_first else num_layers - count if rank.is_last else 1
     return msgspec.structs.replace(
         rank, start_layer=start, end_layer=start + count, tied_head="load", depth=1, link_frames=1

@@ -1,7 +1,7 @@
 """Implements `--numeric-class`: checks that all ranks can compute in the class that was chosen.
 
 Ranks of one numeric class compute the same bits. Called by `engine.supervisor.launch`, before a process
-starts. Whether the kernels of a host can be built for the class is only known there, to its ranks
+starts. Whether the kernels can be built for the class on a host is found out later, by the ranks there
 (`rank.compute_choice`).
 """
 
@@ -24,7 +24,7 @@ def require_class(
     devices: Sequence[str],
     hosts: Sequence[HostResources],
 ) -> None:
-    """Raise `UsageError` if a class was chosen and a host cannot compute in it, or our kernels do not run.
+    """Raise `UsageError` if a class was chosen, but a host cannot compute in it or torch would compute.
 
     Args:
         dtype: type of the numbers of weights and hidden states.
@@ -52,7 +52,7 @@ def require_class(
 def _without_kernels(
     parallel: ParallelConfig, spec: ModelSpec, dtype: str, devices: Sequence[str]
 ) -> Iterator[str]:
-    """Yield the reasons why torch would compute all or a part."""
+    """Yield the reasons why torch, and not our kernels, would compute all or a part of the model."""
     if any(device != "cpu" for device in devices):
         yield "some ranks run on a GPU"
     if parse_kernels(parallel.kernels).enabled != frozenset(KERNEL_NAMES):

@@ -1,7 +1,8 @@
 """Decides where and how the draft model, which guesses tokens ahead, runs beside the served model.
 
-It runs next to the core in a process of its own, like a pipeline of one stage: so the code of
-`engine.supervisor.launch` decides its settings too. Called from there. Starts nothing.
+The draft model runs on the core's host in a process of its own, like a pipeline of one stage. The code of
+`engine.supervisor.launch`, which calls this module, therefore decides the settings of that process too. This
+module starts nothing.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from penstock.tokenizer.sources.model_files import vocabulary_file
 from penstock.tokenizer.vocabularies import vocabulary_difference
 from penstock.weights.checkpoint import Checkpoint
 
-CHUNK_TOKENS = 256  # of a text that it computes at once; a guess for another request waits for that
+CHUNK_TOKENS = 256  # the most tokens of a text that it computes at once; guesses for other requests wait
 _PARAM = "speculative_model"
 
 Decide = Callable[[EngineConfig, HostResources], RankConfig]
@@ -40,20 +41,20 @@ def drafter_config(
     """Return the config of the draft model's process, or None if no model drafts.
 
     Args:
-        spec, directory: of the served model.
-        ranks: ranks that serve it, of all replicas.
-        head: host of the core, with the memory that the weights of its ranks leave.
+        spec, directory: what the served model is, and where its files are.
+        ranks: the ranks of all replicas, which serve that model.
+        head: the core's host, with the free memory that is left when its ranks have loaded their weights.
         decide: returns the config of the only rank of an engine with one stage, on a host.
 
     Raises:
         UsageError: the draft model has another vocabulary, or a setting cannot be met.
-        ModelError: it cannot be read.
-        NotEnoughMemoryError: it does not fit beside the ranks.
+        ModelError: the draft model cannot be read.
+        NotEnoughMemoryError: the draft model does not fit into memory beside the ranks.
     """
     model = config.speculation.speculative_model
     if model is None:
         return None
-    num_drafters = config.parallel.data_parallel_size  # each replica has a core, and so one of its own
+    num_drafters = config.parallel.data_parallel_size  # each replica has a core, and each core a drafter
     own = msgspec.structs.replace(head, free_bytes=head.free_bytes // num_drafters)
     num_cpus = _num_idle_cpus(ranks, head) // num_drafters
     try:
@@ -72,7 +73,7 @@ def drafter_config(
 
 
 def require_mtp(config: EngineConfig, spec: ModelSpec, directory: Path) -> None:
-    """Raise `UsageError` if the model's own MTP layer is to guess tokens ahead, and it has none."""
+    """Raise `UsageError` if the model's own MTP layer is to guess tokens, but the model has no such layer."""
     if config.speculation.method != "mtp":
         return
     own = "" if spec.implementation == "penstock" else ", with the layers of transformers"
@@ -110,7 +111,7 @@ def _engine_config(config: EngineConfig, model: str, first: RankConfig, num_idle
     """Return the config of an engine of one stage that serves the draft model."""
     speculation = config.speculation
     device = speculation.speculative_device
-    if device == "auto":  # quantised weights are for the CPU
+    if device == "auto":  # quantised weights run only on the CPU
         device = first.device if speculation.speculative_quantization == "none" else "cpu"
     scheduler = SchedulerConfig(
         max_num_seqs=config.scheduler.max_num_seqs,
@@ -135,10 +136,10 @@ def _engine_config(config: EngineConfig, model: str, first: RankConfig, num_idle
 
 
 def _num_idle_cpus(ranks: Sequence[RankConfig], head: HostResources) -> int:
-    """Return the number of the head's cores that no rank computes on.
+    """Return the number of the head's CPU cores that no rank computes on; it may be 0 or less.
 
-    Where there is none the draft model takes one thread: it computes while a stage does as well, and of two
-    threads that wait for each other one would be held up.
+    The draft model then gets one thread. With two on busy cores, a stage would often hold up one of them, and
+    the other would wait for it.
     """
     return head.num_cpus - sum(rank.threads for rank in ranks if rank.host == head.name)
 

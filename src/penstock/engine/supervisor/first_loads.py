@@ -1,6 +1,6 @@
-"""Keeps digests of the weights that ranks read at the first load, to check those of ranks that replace them.
+"""Keeps digests of the weights that ranks have read first, to check what their replacements read.
 
-One table of digests (checksums) serves all ranks, so that what several of them have read is kept once.
+One table of digests (checksums) serves all ranks, so that a tensor that several ranks read is kept once.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from penstock.weights.read_digests import parse_table
 class FirstLoads:
     """The digests of the weights that the ranks of one pipeline have read at the first load.
 
-    What was reported first of a tensor or a rank stays, whatever is added later.
+    The first report about a tensor or a rank stays; later ones change nothing.
     """
 
     def __init__(self) -> None:
         self._digests: dict[bytes, bytes] = {}
-        self._identities: dict[int, bytes] = {}  # of the model as each rank has sampled it, by member index
+        self._identities: dict[int, bytes] = {}  # by member index: a hash over samples of the model's files
 
     def add(self, digests: bytes) -> None:
-        """Add the digests that a rank reports, a table of `weights.read_digests`."""
+        """Add the digests that a rank reports, in a table of `weights.read_digests`."""
         for key, digest in parse_table(digests).items():
             self._digests.setdefault(key, digest)
 

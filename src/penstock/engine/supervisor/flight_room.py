@@ -1,8 +1,8 @@
 """Decides how many plans may be in flight at most, and how many frames the links between stages hold.
 
-A frame has the hidden states of one plan. On one host there is room for a plan in each stage and for those
-issued ahead. A wire between hosts holds plans too; how many is measured later (`engine.core.plan_depth`), and
-here is room for as many as that may be. Called by `engine.supervisor.launch`.
+A frame has the hidden states of one plan. On one host, as many plans may be in flight as there are stages and
+plans issued ahead. Between hosts, plans are on the wires too. How many that should be is measured later
+(`engine.core.plan_depth`); here is decided how many it may be at most. Called by `engine.supervisor.launch`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from penstock.config.engine import PLANS_ON_WIRES, ParallelConfig
 from penstock.hosts.resources import HostResources
 from penstock.process.config import RankConfig
 
-LINK_BYTES = 256 << 20  # of the frames at each end of a link between hosts
+LINK_BYTES = 256 << 20  # the most bytes for the frames at each end of a link between hosts
 
 
 def with_plans_in_flight(parallel: ParallelConfig, homes: Sequence[HostResources]) -> ParallelConfig:
@@ -38,9 +38,8 @@ def with_link_frames(
 ) -> list[RankConfig]:
     """Return the ranks of one replica with `link_frames`: how many frames each link to the next stage holds.
 
-    A frame has the hidden states of one plan. On one host the next stage takes a frame as soon as it can, so
-    that there are as many as plans issued ahead, and one. Between hosts all plans that are not in a stage may
-    be in the link, if memory allows.
+    On one host the next stage takes a frame as soon as it can, so one more than the plans issued ahead is
+    enough. Between hosts, all plans that are not in a stage may be in the link, if memory allows.
 
     Args:
         parallel: has the largest number of plans in flight.
@@ -65,7 +64,9 @@ def notes_on_frames(ranks: Sequence[RankConfig], given: ParallelConfig, frame_by
     """Return a sentence for the user if links between hosts hold fewer frames than the plans in flight need.
 
     Args:
-        given: the settings as the user gave them. For a number of plans that was `auto` nothing is said.
+        ranks: ranks of one replica, with `link_frames`.
+        given: the settings as the user gave them; if `max_plans_in_flight` is `auto`, there is no sentence.
+        frame_bytes: size of a frame.
     """
     frames = max(rank.link_frames for rank in ranks)
     wanted = given.depth - given.pipeline_parallel_size + 1

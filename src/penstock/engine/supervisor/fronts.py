@@ -1,6 +1,6 @@
-"""The processes that use an engine: an API process, or the program that started the supervisor.
+"""The users of an engine: an API process, or the program that started the supervisor.
 
-The supervisor is given one of them, its front, and treats both alike.
+The supervisor is given one of them, its *front*, and treats both alike.
 """
 
 from __future__ import annotations
@@ -24,27 +24,32 @@ from penstock.process import entry_points, listening
 from penstock.process.child import encode_config
 from penstock.process.config import ApiProcessConfig
 
-HOLD_S = 5.0  # for a connection that comes while another API process starts
+HOLD_S = 5.0  # an API process that replaces another answers nothing before the engine answers, or so long
 
 
 class EngineUser(Protocol):
-    """The interface of an engine's user to the supervisor: an API process, or a program that uses `LLM`."""
+    """The interface of an engine's user to the supervisor; the user is an API process or an `LLM` program."""
 
     def open(self) -> None:
-        """Claim what may be refused, such as a port, before anything is loaded."""
+        """Claim what the system may refuse, such as a port, before anything is loaded."""
         ...
 
     def start(self, watch: MemberWatch, plan: LaunchPlan, clients: Sequence[LocalSocket]) -> None:
-        """Start the user's process, if it has one to start; called again when that process was lost.
+        """Start the user's process, unless it runs already; called again when that process was lost.
 
         Args:
             watch: gets the process, to watch it.
-            clients: sockets at which the cores of all replicas meet their clients.
+            plan: launch plan of the first replica.
+            clients: for each replica, the socket where the core meets its clients.
         """
         ...
 
     def address(self, client: LocalSocket) -> str:
-        """Return the address at which users connect once all is ready: a URL, or that of a core's socket."""
+        """Return the address at which users connect once all is ready: a URL, or the address of a socket.
+
+        Args:
+            client: the socket where the core of the first replica meets its clients.
+        """
         ...
 
     @property
@@ -63,7 +68,7 @@ class EngineUser(Protocol):
 class ApiProcessFront:
     """The user of a server's engine: an API process, which speaks HTTP.
 
-    Its listening socket is bound here and inherited, by the process that replaces a lost one too.
+    The listening socket is bound here. The process inherits it, and so does a process that replaces it.
     """
 
     lifelines: Sequence[Waitable] = ()
@@ -71,7 +76,8 @@ class ApiProcessFront:
     def __init__(self, engine: EngineConfig, server: ServerConfig) -> None:
         self._engine = engine
         self._server = server
-        # The first has an engine to wait for that loads; it says so, unless another server has the port.
+        # The first API process answers at once that the engine loads. With `reuse_port` it answers nothing
+        # before the engine does, since another server may still serve the port.
         self._hold_s = math.inf if server.reuse_port else 0.0
         self._listener: socket.socket | None = None
 
@@ -125,8 +131,9 @@ class CallingProgram:
     """The program that started the supervisor, and that connects a client of its own to the core.
 
     Args:
-        lifeline_fd: a pipe that the caller holds open as long as it lives.
-        caller_pid: watched as well, since forked children of the caller may hold the pipe too.
+        lifeline_fd: a pipe that the program holds open as long as it lives.
+        caller_pid: process number of the program, which is watched as well: forked children of the program
+            may hold the pipe open after its end.
     """
 
     drain_s = 0.0

@@ -1,10 +1,10 @@
 """Computes how many KV blocks each rank may keep in host memory.
 
-The number is the bytes of a host, divided by what one block takes over all ranks there. Ranks have unequal
-parts of a block: other numbers of layers and heads. With equal bytes for each, the rank with the largest part
-would keep the fewest blocks, and the others' rest would be of no use: so every rank gets room for the same
-number of blocks. Each host has as many bytes, and the one whose ranks have the largest part of a block
-decides. Torch-free; called by `engine.supervisor.launch`.
+A block is of use only if all ranks have their part of it, so every rank gets room for the same number of
+blocks. Ranks have different numbers of layers and heads, and so parts of a block of different sizes. With
+equal bytes for each rank, some memory could not be used. Every host gives the same number of bytes; the
+number of blocks is these bytes divided by the bytes of one block over all ranks of a host. The host whose
+ranks need the most for a block decides. Torch-free; called by `engine.supervisor.launch`.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def host_blocks(host_bytes: int, spec: ModelSpec, ranks: Sequence[RankConfig], i
         itemsize: bytes of a number of the KV cache.
 
     Raises:
-        UsageError: it is not 0, and on some host there is not even room for one block.
+        UsageError: `host_bytes` is not 0, but is too little for one block on some host.
     """
     each_bytes: Counter[str] = Counter()
     for rank in ranks:
@@ -58,6 +58,10 @@ def host_blocks(host_bytes: int, spec: ModelSpec, ranks: Sequence[RankConfig], i
 
 
 def host_tier_bytes(spec: ModelSpec, rank: RankConfig, itemsize: int) -> int:
-    """Return the bytes of host memory that a rank may fill with KV blocks."""
+    """Return the bytes of host memory that a rank may fill with KV blocks.
+
+    Args:
+        itemsize: bytes of a number of the KV cache.
+    """
     num_blocks = 0 if rank.store is None else rank.store.host_blocks
     return num_blocks * rank_block_bytes(spec, rank, itemsize)

@@ -1,10 +1,10 @@
 """Decides on which hosts the next epoch of a pipeline runs, and which lost hosts are still waited for.
 
-    all are there ──a host is lost──▶ it is waited for ──it is back──▶ over the hosts of before
-                                        │        └──another host can take its place──▶ over that one too
-                                        └──the time is over──▶ over those that are there
+    all are there ──a host is lost──▶ it is waited for ──it is back──▶ epoch on the same hosts
+                                        │        └──another host can take its place──▶ epoch with that host
+                                        └──the time is over──▶ epoch on the hosts that are there
 
-It is told which hosts are there and what time it is, and knows no host and no clock. Used by
+The caller says which hosts are connected and what time it is; no host and no clock is known here. Used by
 `engine.supervisor.pipe_layout`.
 """
 
@@ -12,19 +12,19 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-RETURN_S = 1.0  # in which a host is back whose connection broke, sooner than another one has its stages
+RETURN_S = 1.0  # a host whose connection broke is back by then, before another host could have loaded stages
 
 
 class HostChoice:
-    """Chooses the hosts of one pipeline for each epoch, the time until a process of it is lost.
+    """Chooses the hosts of one pipeline for each epoch; an epoch lasts until a process of it is lost.
 
     Args:
-        names: names of the hosts that the first epoch runs on; so many are to serve together.
-        rejoin_timeout_s: seconds for which each of them is waited for when it is lost.
-        of_others: names of the hosts of other replicas, which take over only where no other host is left.
+        names: names of the hosts that the first epoch runs on; later epochs run on at most as many.
+        rejoin_timeout_s: seconds for which a lost host is waited for.
+        of_others: names of the hosts of other replicas, which take over only if no other host is connected.
 
     Attributes:
-        laid_over: names of the hosts of the present epoch, or between two of the last one.
+        laid_over: names of the hosts of the present epoch; between two epochs, those of the last one.
     """
 
     def __init__(
@@ -52,10 +52,10 @@ class HostChoice:
         self._missing_since = {name: since.get(name, now) for name in self.laid_over if name not in there}
 
     def next_hosts(self, there: Sequence[str], now: float) -> tuple[str, ...]:
-        """Return the names of the hosts that the next epoch is to run on; none while a host is waited for.
+        """Return the names of the hosts that the next epoch is to run on; empty while a host is waited for.
 
-        Hosts that come back while the pipeline serves without them are among them. Where more are connected
-        than serve together, those of the present pipeline go before the others.
+        Hosts that came back while the pipeline served without them are considered too. If more hosts are
+        connected than serve together, hosts of the last epoch are preferred.
 
         Args:
             there: names of the hosts that are connected.

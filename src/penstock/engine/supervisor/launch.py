@@ -1,8 +1,8 @@
 """Decides from an `EngineConfig` the configuration of each process, the same for every backend.
 
 `resolve` replaces every "auto" by a value (model directory, layer ranges, dtype, device, threads and their
-cores) and refuses settings that do not go together; `--partition auto` has become numbers before
-(`engine.supervisor.auto_partition`). Called by the supervisor (processes) and by `llm` (ranks as threads).
+cores), and refuses settings that do not go together. `--partition auto` was replaced by numbers before
+(`engine.supervisor.auto_partition`). Called by the supervisor, and by `llm` for ranks that are threads.
 Starts nothing and opens no socket.
 """
 
@@ -53,9 +53,9 @@ from penstock.pipeline.rank_layout import RankLayout
 from penstock.process.config import CoreConfig, HostLink, RankConfig, StageShape, StoreConfig
 from penstock.scheduler.admission import derive_seed
 
-STALL_GRACE_S = 5.0  # the ranks, which know what they wait for, speak before the core does
+STALL_GRACE_S = 5.0  # the core waits so much longer than a rank, which knows the peer that it waits for
 
-_REPLICAS = 0x2545F4914F6CDD1D  # sets the seeds of engines apart from those of sequences
+_REPLICAS = 0x2545F4914F6CDD1D  # makes the seeds of replicas differ from those of sequences
 
 FloatType = Literal["float32", "bfloat16", "float16"]
 
@@ -64,12 +64,12 @@ QUANTIZATION_BITS = {"int8": 8, "int4": 4}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _WeightForm:
-    """The form in which the weights are held, and where.
+    """The form in which the weights are held, and the devices that hold them.
 
     Attributes:
-        quantization: what is left to do at load, as in `RankConfig`.
-        bits: that a parameter takes at least; parameters that are not quantised take more.
-        notes: what the user did not ask for in so many words.
+        quantization: how to quantise weights at load, as in `RankConfig`.
+        bits: the least bits that a parameter takes; parameters that are not quantised take more.
+        notes: sentences for the user about decisions that no setting asked for.
     """
 
     devices: list[str]  # of each rank of all replicas: "cpu" or "cuda:N"
@@ -80,10 +80,11 @@ class _WeightForm:
 
 
 class LaunchPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """The plan of a replica: everything that is decided of it before a process starts.
+    """The plan of a replica: everything about it that is decided before a process starts.
 
     Attributes:
-        ranks: of one replica, stage by stage, those of one stage side by side.
+        model_path: directory of the model's files.
+        ranks: configs of the replica's ranks, stage by stage; those of one stage stand side by side.
         notes: sentences for the user, about what was decided for them.
         host_links: the links between hosts that are in use, with their measured speeds.
     """
@@ -92,7 +93,7 @@ class LaunchPlan(msgspec.Struct, frozen=True, kw_only=True):
     spec: ModelSpec
     ranks: list[RankConfig]
     core: CoreConfig
-    frame_bytes: int  # of a link between stages
+    frame_bytes: int  # size of a frame of the links between stages
     notes: tuple[str, ...] = ()
     host_links: tuple[HostLink, ...] = ()
 
@@ -115,7 +116,7 @@ class LaunchPlan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def resolve(config: EngineConfig, hosts: Sequence[HostResources]) -> LaunchPlan:
-    """Return the launch plan of the only replica, or of the first; raises what `resolve_replicas` does."""
+    """Return the launch plan of the first replica, often the only one, as `resolve_replicas` does."""
     return resolve_replicas(config, hosts)[0]
 
 
@@ -132,8 +133,8 @@ def resolve_replicas(
     """Return the launch plan of each replica, with everything decided that does not need a tensor.
 
     Args:
-        hosts: in the order in which stages are given to them; the first is the head, where the core runs.
-        of_stages: the host of each stage, for all replicas; None: as `placement.hosts_of_ranks` has it.
+        hosts: the hosts, in the order in which they get stages; the first is the head, where the core runs.
+        of_stages: the host of each stage, in all replicas; None: `placement.hosts_of_ranks` decides.
 
     Raises:
         UsageError, PartitionError: a setting cannot be met by this model or machine.
@@ -304,7 +305,7 @@ def _threads_and_cpus(
 
 
 def with_faults(plan: LaunchPlan, faults: Sequence[Fault]) -> LaunchPlan:
-    """Return the plan, each of whose ranks has those faults that a test has armed for it."""
+    """Return the plan with the faults that a test has armed in the configs of the ranks that they are for."""
     ranks = [
         msgspec.structs.replace(
             rank,
@@ -347,7 +348,7 @@ def _core_config(
 
 
 def _speculation(config: EngineConfig, spec: ModelSpec, form: _WeightForm) -> SpeculationConfig:
-    """Return the speculation settings; `auto` is off where torch computes, so that tokens could change."""
+    """Return the speculation settings; `auto` becomes `off` if torch computes, since tokens could change."""
     speculation = config.speculation
     is_invariant = (
         all(device == "cpu" for device in form.devices)
@@ -361,13 +362,13 @@ def _speculation(config: EngineConfig, spec: ModelSpec, form: _WeightForm) -> Sp
 
 
 def _kind(spec: ModelSpec, form: _WeightForm, ranges: Sequence[tuple[int, int]], sizes: Sequence[int]) -> str:
-    """Return what decides the numbers of KV blocks besides the model and its dtype."""
+    """Return, as text, what decides the numbers in KV blocks besides the model and its dtype."""
     widths = "" if form.quantization == "none" else _widths(ranges, sizes)
     return f"{spec.implementation}, {'dequantised ' * spec.is_dequantized}{form.quantization} weights{widths}"
 
 
 def _widths(ranges: Sequence[tuple[int, int]], sizes: Sequence[int]) -> str:
-    """Return which layers several ranks share, as text: each rounds its part of quantised activations."""
+    """Return which layers several ranks share, as text: each rank rounds its own part of the activations."""
     shared: list[tuple[int, int, int]] = []
     for (start, end), size in zip(ranges, sizes, strict=True):
         if shared and shared[-1][2] == size:
@@ -380,10 +381,10 @@ def _widths(ranges: Sequence[tuple[int, int]], sizes: Sequence[int]) -> str:
 def _store_config(
     config: EngineConfig, directory: Path, kind: str, dtype: str, num_host_blocks: int
 ) -> StoreConfig | None:
-    """Return how the tiers beyond the pool are opened, and the name of this model's records there.
+    """Return how the tiers besides the devices are opened; None if the user wants none.
 
     Args:
-        kind: whatever else decides the numbers.
+        kind: what decides the numbers in KV blocks besides model and dtype, as `_kind` returns it.
         num_host_blocks: blocks that each rank has room for in the host tier.
     """
     cache = config.cache
@@ -414,7 +415,7 @@ def _store_config(
 
 
 def _step_timeout_s(config: EngineConfig) -> float:
-    """Return the user's timeout, or one that a slow machine does not reach with the largest plan."""
+    """Return the user's timeout, or one that is long enough for the largest plan on a slow machine."""
     configured_s = config.parallel.step_timeout_s
     return configured_s if configured_s is not None else 60.0 + 0.1 * config.scheduler.max_num_batched_tokens
 
@@ -422,7 +423,7 @@ def _step_timeout_s(config: EngineConfig) -> float:
 def _weight_form(
     model: ModelConfig, parallel: ParallelConfig, spec: ModelSpec, homes: Sequence[HostResources]
 ) -> _WeightForm:
-    """Choose device, dtype and quantisation together: quantised weights are for the CPU, without float16."""
+    """Choose device, dtype and quantisation together: quantised weights need the CPU, and not float16."""
     quantization, requested_devices = _quantization(model.quantization, spec), parallel.rank_devices
     is_quantized = quantization != "none" or spec.quantization is not None
     moves_head = spec.tie_word_embeddings and parallel.pipeline_parallel_size > 1
@@ -464,7 +465,7 @@ def _weight_form(
 
 
 def _quantization(quantization: Quantization, spec: ModelSpec) -> Quantization:
-    """Return the quantisation to apply at load: none for a checkpoint that is quantised already."""
+    """Return the quantisation to apply at load: "none" for a checkpoint that is quantised already."""
     if spec.quantization is None:
         return quantization
     if quantization not in ("none", spec.quantization.kind):
@@ -513,7 +514,7 @@ def _dtype(requested_dtype: str, spec: ModelSpec) -> FloatType:
 
 
 def longest_request(requested_len: int | None, spec: ModelSpec) -> int:
-    """Return the most tokens of prompt and output, as requested or the model's. Raises `UsageError`."""
+    """Return the most tokens of prompt and output, as requested or the model's; or raise `UsageError`."""
     own = spec.max_position_embeddings
     if requested_len is None:
         return own
@@ -528,7 +529,7 @@ def longest_request(requested_len: int | None, spec: ModelSpec) -> int:
 
 
 def _check_tensor_parallel(parallel: ParallelConfig, spec: ModelSpec, form: _WeightForm) -> None:
-    """Refuse what ranks of one stage cannot share, or what is not built for them."""
+    """Raise an error if the ranks of one stage cannot share this model, or run on these devices."""
     if max(parallel.tp_sizes) == 1:
         return
     layout = RankLayout(tp_sizes=tuple(parallel.tp_sizes), data_parallel_size=parallel.data_parallel_size)
@@ -562,7 +563,7 @@ def _weight_bytes(
     form: _WeightForm,
     homes: Sequence[HostResources],
 ) -> Counter[str]:
-    """Return by host the bytes that the weights of its ranks on the CPU take at least."""
+    """Return, by the name of the host, the least bytes that the weights of its ranks on the CPU take."""
     parallel = config.parallel
     of_stages = [spec.stage_parameters(start, end) for start, end in ranges]
     if config.speculation.method == "mtp":
@@ -580,12 +581,12 @@ def _weight_bytes(
 
 
 def _with_weights(host: HostResources, weight_bytes: Counter[str]) -> HostResources:
-    """Return the host as it is once the weights of its ranks are loaded."""
+    """Return the host with the memory that is free once the weights of its ranks are loaded."""
     return msgspec.structs.replace(host, free_bytes=max(0, host.free_bytes - weight_bytes[host.name]))
 
 
 def _check_weights_fit(weight_bytes: Counter[str], homes: Sequence[HostResources]) -> None:
-    """Refuse at once what would fail after a long load; how much KV fits is for the ranks to measure."""
+    """Raise an error now if the weights do not fit, and not after a long load; ranks measure room for KV."""
     for host in homes:
         weights = weight_bytes[host.name]
         if weights <= host.free_bytes:

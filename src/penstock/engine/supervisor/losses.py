@@ -1,8 +1,8 @@
 """Tracks the current epoch, which members have left it or are lost, and when the next one begins.
 
 Members are the processes of core and ranks; an epoch is the time in which the same members are connected. The
-supervisor and its `PipelineProcesses` report what they see, in member indices and seconds, and do what
-follows; no process and no clock here.
+supervisor and its `PipelineProcesses` report what they see, in member indices and seconds, and act on the
+answers. This module knows no process and no clock.
 """
 
 from __future__ import annotations
@@ -13,28 +13,28 @@ from typing import Generic, TypeVar
 
 from penstock.errors import ErrorInfo
 
-CORE = -1  # its member index, beside those of the ranks the stages
-MAX_LOSSES = 3  # without a success between them; from then on with growing pauses, and running requests end
+CORE = -1  # member index of the core; the member index of a rank is its number
+MAX_LOSSES = 3  # after more losses without a success, pauses grow and running requests end
 MAX_RETRY_S = 60.0
-_JUST_AFTER_S = 0.001  # a silence is too long when it is longer than its limit
-LONG_LOOK_S = 2.0  # between two looks: then it was the supervisor that had no time
-LOADING_LIMIT_S = 60.0  # for a process that loads: importing a library may hold everything up
-ELSEWHERE_LIMIT_S = 5.0  # at least, for a process elsewhere: by then its host is known to be away, if it is
+_JUST_AFTER_S = 0.001  # a silence is too long only when it is longer than its limit
+LONG_LOOK_S = 2.0  # if two looks are further apart, the supervisor itself had no time between them
+LOADING_LIMIT_S = 60.0  # least limit for a process that loads: importing a library may hold everything up
+ELSEWHERE_LIMIT_S = 5.0  # least limit on other hosts: by then it is known whether the host is connected
 
 Key = TypeVar("Key")
 
 
 class BackOff:
-    """Says when to try again what has failed: at once at first, then after pauses that double."""
+    """Decides when to try again what has failed: at once at first, and later after pauses that double."""
 
     def __init__(self) -> None:
-        self._num = 0  # losses since it went well
-        self._first_at = 0.0  # of those
+        self._num = 0  # losses since the last success
+        self._first_at = 0.0  # time of the first of these losses
         self._retry_at = math.inf
 
     @property
     def is_repeated(self) -> bool:
-        """Whether it has failed so often without a success that no request should be kept waiting."""
+        """Whether there were so many losses without a success that no request should be kept waiting."""
         return self._num > MAX_LOSSES
 
     @property
@@ -51,11 +51,11 @@ class BackOff:
         return pause_s
 
     def pause_s(self, now: float) -> float:
-        """Return the seconds that are left until it should be tried again."""
+        """Return the seconds that are left until the next try."""
         return max(0.0, self._retry_at - now)
 
     def is_due(self, now: float) -> bool:
-        """Return whether it is time to try again; it is so from then on until `begin` is called."""
+        """Return whether it is time to try again; from then on the answer is True until `begin` is called."""
         return now >= self._retry_at
 
     def begin(self) -> None:
@@ -68,18 +68,19 @@ class BackOff:
 
 
 class Heartbeats(Generic[Key]):
-    """Finds child processes that have been silent for too long. Each says every second that it is alive.
+    """Finds child processes that have been silent for too long; each reports every second that it is alive.
 
     Args:
-        limit_s: seconds of silence; children that load or run on other hosts may have more.
+        limit_s: seconds after which silence is too long; for children that load or run on other hosts, the
+            limit may be longer.
     """
 
     def __init__(self, limit_s: float) -> None:
         self._limit_s = limit_s
         self._looked_at = math.inf
-        self._heard_from = -math.inf  # silence before it does not count
-        self._away_at: dict[Key, float] = {}  # when children last could not be heard, as their host was away
-        self._due_at = math.inf  # when the next silence is too long, if it lasts
+        self._heard_from = -math.inf  # silence before this time does not count
+        self._away_at: dict[Key, float] = {}  # by child: when its host was last seen not connected
+        self._due_at = math.inf  # when the next child is silent for too long, if it is not heard before
 
     def due_in(self, now: float) -> float:
         """Return in how many seconds the next child is silent for too long, if none is heard meanwhile."""
@@ -101,12 +102,12 @@ class Heartbeats(Generic[Key]):
         Args:
             heard_at: when each child was heard last, in monotonic seconds.
             now: monotonic seconds.
-            loading: those that are not ready yet.
-            elsewhere: those on other hosts.
-            away: those whose host is not connected; their silence begins when it is back.
+            loading: children that are not ready yet.
+            elsewhere: children on other hosts.
+            away: children whose host is not connected; their silence begins when the host is back.
         """
         if now - self._looked_at > LONG_LOOK_S:
-            self._heard_from = now  # all may have stood still, and have had no time to speak since
+            self._heard_from = now  # the children may have stood still too, and have had no time to report
         self._looked_at = now
         away_at = self._away_at | dict.fromkeys(away, now)
         self._away_at = {key: at for key, at in away_at.items() if key in heard_at}
@@ -126,11 +127,11 @@ class Losses:
     """The epochs of one pipeline, and which of its members (core and ranks, known by index) are lost.
 
     Args:
-        leave_s: seconds that members have to leave an epoch that is over; then they count as hung.
+        leave_s: seconds that members have to leave an epoch that is over; after that they count as hung.
 
     Attributes:
-        epoch: number of the present epoch, or between two of the one that is over.
-        missing: members to start again; None within an epoch.
+        epoch: number of the present epoch; between two epochs, number of the last one.
+        missing: indices of members to start again; None within an epoch.
         causes: errors because of which members have left the present epoch by themselves.
     """
 
@@ -139,11 +140,11 @@ class Losses:
         self.missing: set[int] | None = None
         self.causes: list[ErrorInfo] = []
         self._leave_s = leave_s
-        self._patience_s = leave_s  # in the epoch that is over
+        self._patience_s = leave_s  # seconds to leave the present epoch, once it is over
         self._left: dict[int, int] = {}  # the newest epoch that each member has left
         self._leave_by = math.inf
-        self._leaving_s = leave_s  # the patience with the epoch that is over
-        self._away_at: dict[int, float] = {}  # when members last could not say so, as their host was away
+        self._leaving_s = leave_s  # seconds to leave the epoch that is over
+        self._away_at: dict[int, float] = {}  # by member: when its host was last seen not connected
         self._back_off = BackOff()
 
     @property
@@ -159,12 +160,13 @@ class Losses:
     def leave(self, epoch: int, cause: ErrorInfo, member: int, *, leave_s: float | None = None) -> None:
         """Record that a member has left an epoch by itself.
 
-        If it is the present epoch, the caller is to `end` it for all members.
+        If it is the present epoch, the caller then ends it for all members (`end`).
 
         Args:
             epoch: number of the epoch.
-            cause: why the member has left it.
-            leave_s: seconds that the others may take, where the member knows better than the configuration.
+            cause: why the member has left the epoch.
+            leave_s: seconds that other members may take to leave, if the member knows a shorter time than
+                the configuration has.
         """
         self._left[member] = epoch
         if epoch == self.epoch and self.missing is None:
@@ -173,10 +175,10 @@ class Losses:
                 self._patience_s = min(leave_s, self._patience_s)
 
     def end(self, lost: Set[int], now: float) -> float:
-        """End the epoch with these members lost; return the seconds until the next one should begin.
+        """End the epoch with these members lost; return the seconds until the next epoch should begin.
 
-        Members that are lost before the next one has begun belong to the same loss: with a host that is gone,
-        links break at once, and its members count as lost once it has not come back.
+        Members that are lost before the next epoch has begun belong to the same loss. If a host is gone, for
+        example, links break at once, but its members count as lost only when it has not come back in time.
         """
         self.causes.clear()
         is_further = self.missing is not None
@@ -188,7 +190,7 @@ class Losses:
         return self._back_off.lose(now)
 
     def give_up(self, members: Set[int]) -> None:
-        """Add members that the caller has ended between two epochs to those that are started again."""
+        """Record that the caller has ended these members between two epochs; they are started again."""
         assert self.missing is not None, "the epoch has not ended"
         self.missing |= members
 
@@ -199,7 +201,7 @@ class Losses:
     def begin(self) -> list[int]:
         """Begin the next epoch, and return the indices of the members to start for it."""
         started = sorted(self.missing or ())
-        self._left |= dict.fromkeys(started, self.epoch)  # they were never there
+        self._left |= dict.fromkeys(started, self.epoch)  # new processes, which were never in that epoch
         self.epoch, self.missing = self.epoch + 1, None
         self._patience_s = self._leave_s
         self._back_off.begin()
@@ -208,7 +210,7 @@ class Losses:
     def recovered(self, now: float) -> float:
         """Record that a step has crossed all stages in this epoch.
 
-        Returns the seconds since the first loss before it.
+        Returns the seconds since the first loss since the last success.
         """
         self._leave_by = math.inf
         return self._back_off.succeed(now)
@@ -216,13 +218,13 @@ class Losses:
     def hung(self, members: set[int], now: float, away: Collection[int] = ()) -> set[int]:
         """Return which of these members have not left the epoch that is over, though their time is up.
 
-        Each is returned once.
+        Each member is returned once.
 
         Args:
             members: indices of members that are ready.
             now: monotonic seconds.
-            away: members whose host is not connected, so that they can say nothing. Once it is back they have
-                as long again.
+            away: members whose host is not connected, so that they can report nothing. Once the host is back
+                they have the whole time again.
         """
         self._away_at |= dict.fromkeys(away, now)
         over = self.epoch if self.missing is not None else self.epoch - 1

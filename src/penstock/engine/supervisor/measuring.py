@@ -1,7 +1,7 @@
 """Starts the processes that measure ranks, each on its host, and gathers what they report.
 
-Called by `engine.supervisor.auto_partition`, in the thread that must outlive the processes. They load at
-their own pace; timing begins when all are ready. All have ended when `measure` returns or raises.
+Called by `engine.supervisor.auto_partition`. The processes end with the thread that calls `measure`, which
+has ended them all when it returns or raises. Each loads at its own pace; timing begins when all have loaded.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from penstock.process.control import BeginMeasuring
 from penstock.process.endpoints import MeetingEndpoint
 from penstock.trust.peer_names import rank_role
 
-LOOK_S = 1.0  # for hosts that must hear that the head is there
-TIMEOUT_S = 900.0  # to measure, once all have loaded; a rank that dies is noticed at once
+LOOK_S = 1.0  # the longest wait without a message to other hosts, which shows them that the head lives
+TIMEOUT_S = 900.0  # for the measurements, once all have loaded; a rank that dies is noticed at once
 
 
 def measure(
@@ -43,8 +43,9 @@ def measure(
         clock: monotonic seconds.
 
     Raises:
-        PenstockError: what a rank has reported; `StageLostError` if it died without a word,
-            `WaitTimeoutError` if it is not done in time.
+        StageLostError: a measuring process ended without a report.
+        WaitTimeoutError: the measurements were not done in time.
+        PenstockError: the error that a measuring process has reported.
     """
     with contextlib.ExitStack() as stack:
         fleet = stack.enter_context(contextlib.closing(_Fleet(hosts, clock)))
@@ -60,7 +61,7 @@ def measure(
 def _meetings(
     ranks: Sequence[RankConfig], hosts: Hosts, closing: contextlib.ExitStack
 ) -> dict[int, Connection]:
-    """Return where the ranks of each stage meet that several share."""
+    """Return the meeting of each stage that has several ranks, by the number of the stage."""
     meetings = {}
     for first in ranks:
         if first.tp_size > 1 and first.tp_rank == 0:
@@ -89,7 +90,7 @@ class _Fleet:
         clock: monotonic seconds.
 
     Attributes:
-        costs: costs from the processes that are done.
+        costs: the costs that processes have reported when they were done.
     """
 
     def __init__(self, hosts: Hosts, clock: Callable[[], float]) -> None:
@@ -125,7 +126,7 @@ class _Fleet:
                 )
 
     def _hear(self, deadline: float) -> bool:
-        """Wait for news and take them; return whether there are any, or may yet be."""
+        """Wait for reports and take them; return False if there were none and the deadline has passed."""
         remaining = deadline - self._clock()
         news, _ = self._watch.wait(min(LOOK_S, max(0.0, remaining)))
         self._hosts.tend(self._clock())
@@ -134,7 +135,7 @@ class _Fleet:
 
     def _take_news(self, news: Collection[Member]) -> None:
         for member in news:
-            has_ended = member.exit_code is not None  # first: then all that it said is in the pipe
+            has_ended = member.exit_code is not None  # asked first: then all its reports are in the pipe
             self._watch.hear(member)
             if has_ended:
                 self._bury(member)

@@ -1,8 +1,10 @@
-"""Tracks the numeric class of each rank of a pipeline, epoch by epoch, and what the user is told of it.
+"""Tracks the numeric class of each rank of a pipeline, epoch by epoch, and what the user is told about it.
 
-    all ranks in one class           nothing: tokens are those of every other pipe of that class, bit for bit
-    several classes                  which rank has which, and how all would compute in one
-    a rank in another than before    that, and what it was: its host was exchanged, or its kernels are gone
+The user is told
+
+    all ranks have one class         nothing: tokens are those of every other pipe of that class, bit for bit
+    ranks have several classes       which rank has which class, and how all ranks would compute in one
+    the class of a rank changes      the old and the new class: its host was exchanged, or its kernels failed
 
 Used by `engine.supervisor.pipeline_processes`.
 """
@@ -33,8 +35,8 @@ class NumericClasses:
         They name ranks whose class has changed, and say when ranks are of several classes.
 
         Args:
-            ranks: of the pipeline, stage by stage, with the hosts that they run on in this epoch.
-            classes: class of each of them.
+            ranks: ranks of the pipeline, stage by stage, with the hosts that they run on in this epoch.
+            classes: the class of each of these ranks.
         """
         before, self._classes = self._classes, list(classes)
         notes = [
@@ -54,7 +56,7 @@ class NumericClasses:
         )
 
     def _remedy(self, ranks: Sequence[RankConfig]) -> str:
-        """Return how all ranks would compute in one class, as far as names show."""
+        """Return a sentence on how all ranks would compute in one class, as far as the names show it."""
         names = [own.partition(" ")[0] for own in self._classes]
         if any("torch" in own for own in self._classes) or not set(names) <= set(NUMERIC_CLASSES):
             return "Run every rank with our kernels for one class."
@@ -64,7 +66,7 @@ class NumericClasses:
 
 
 def unlike_replicas(replicas: Sequence[NumericClasses]) -> list[str]:
-    """Return a sentence for the user if each replica is of one class, but not all of the same."""
+    """Return a sentence for the user if each replica has a single class, but replicas have different ones."""
     own = [set(replica.present) for replica in replicas]
     if any(len(classes) != 1 for classes in own) or len(set().union(*own)) == 1:
         return []

@@ -1,9 +1,9 @@
 """Decides where the ranks of a pipeline run, from epoch to epoch: on the same hosts as before, or on others.
 
-A lost host is waited for (`host_choice`). If it does not come back, its stages are placed again over the
-hosts that are there, if memory allows (`stage_spread`), and `launch` plans for these hosts as at a start: a
-rank that keeps its host and its threads goes on, the others are started. Decides, and starts nothing. Used by
-`engine.supervisor.pipeline_processes`.
+A lost host is waited for (`host_choice`). If it does not come back, all stages are placed anew over the hosts
+that are connected, if memory allows (`stage_spread`). `launch` then plans for these hosts as at a start.
+Ranks that keep their host, device and threads go on; the others are started again. This module decides, and
+starts nothing. Used by `engine.supervisor.pipeline_processes`.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from penstock.process.config import RankConfig
 
 
 class Settlement(NamedTuple):
-    """The decision on which hosts the next epoch of a pipeline runs, or that none is possible yet.
+    """The decision on which hosts the next epoch of a pipeline runs, or that it cannot begin yet.
 
     Attributes:
         is_settled: the epoch can begin, as `PipeLayout.plan` says.
         notes: sentences for the user.
-        refusal: why the pipeline cannot run on the hosts that are there, as of now; None if it can, or if a
-            host is waited for.
+        refusal: why the pipeline cannot run on the hosts that are connected now; None if it can run there,
+            or if a lost host is still waited for.
     """
 
     is_settled: bool
@@ -50,12 +50,12 @@ class PipeLayout:
 
     Args:
         plan: launch plan of the first epoch.
-        hosts: all hosts; others may join them.
-        config: what the plan was made of.
+        hosts: all hosts; more may join later.
+        config: config from which the plan was made.
         clock: monotonic seconds.
 
     Attributes:
-        plan: launch plan of the present epoch, or of the next one once that is settled.
+        plan: launch plan of the present epoch, or of the next epoch once that is settled.
     """
 
     def __init__(
@@ -74,15 +74,15 @@ class PipeLayout:
         self._choice = HostChoice(names, config.cluster.rejoin_timeout_s, of_others=set(hosts) - own)
         num_replicas = config.parallel.data_parallel_size
         self._beside = replicas_beside(plan.core.replica or 0, num_replicas, len(hosts))
-        self._spare_hosts: set[str] = set()  # that are there and have no part, which was said
-        self._awaited: tuple[str, ...] = ()  # of which it was said that they are waited for
-        self._refused: tuple[str, ...] = ()  # of which it was said that it does not go without them
+        self._spare_hosts: set[str] = set()  # connected hosts without stages of this pipeline
+        self._awaited: tuple[str, ...] = ()  # lost hosts; the user was told that they are waited for
+        self._refused: tuple[str, ...] = ()  # lost hosts; the user was told that others cannot take over
         self._told = ToldHosts(hosts, clock)
 
     def look(self) -> list[str]:
         """Record which hosts are connected.
 
-        Returns a sentence for the user on those that can newly take stages. To be called each second.
+        Returns a sentence for the user if more hosts can take stages now. To be called each second.
         """
         there = self._hosts.names_there
         self._choice.look(there, self._clock())
@@ -92,17 +92,17 @@ class PipeLayout:
         return [f"{_listed(new)} can take stages from the next epoch on."] if new else []
 
     def tell(self, core: Member) -> None:
-        """Send the core what is new of its stages' hosts; to be called each second while it serves."""
+        """Send the core what has changed about its stages' hosts; to be called each second in service."""
         self._told.tell(core, self.plan)
 
     def settle(self, loaded: Mapping[int, RankLoaded], living: Set[int]) -> Settlement:
-        """Decide on which hosts the next epoch runs; called again until that is settled.
+        """Decide on which hosts the next epoch runs; to be called again until that is settled.
 
-        If they are others than before, `plan` is replaced.
+        If these are not the hosts of the last epoch, `plan` is replaced.
 
         Args:
-            loaded: what ranks have reported when they had loaded, by number.
-            living: numbers of the ranks that hold their weights.
+            loaded: by the number of a rank, what it reported when it had loaded.
+            living: numbers of the ranks that still hold their weights.
         """
         names = self._choice.next_hosts(self._hosts.names_there, self._clock())
         if not names:
@@ -114,13 +114,13 @@ class PipeLayout:
         try:
             notes = self._lay_over(names, loaded, living)
         except (PenstockError, OSError) as error:
-            # Where no host is missing it was to be laid over more of them, and can stay as it is.
+            # If no host is missing, hosts that came back were to take stages; it can also go on as before.
             return self._refuse(missing, names, describe(error)) if missing else Settlement(is_settled=True)
         self._awaited = self._refused = ()
         return Settlement(is_settled=True, notes=notes)
 
     def _wait(self) -> Settlement:
-        """Return that a host is waited for, with a note once for each loss."""
+        """Return a settlement that waits for a host, with a note to the user once for each loss."""
         missing = self._choice.missing
         if self._awaited == missing:
             return Settlement(is_settled=False)
@@ -133,7 +133,7 @@ class PipeLayout:
         return Settlement(is_settled=False, notes=[note])
 
     def _refuse(self, missing: Sequence[str], names: Sequence[str], error: ErrorInfo) -> Settlement:
-        """Return that the hosts which are there cannot take over; the user is told once for each loss."""
+        """Return a settlement in which no connected host can take over; the user is told once for each loss."""
         refusal = HostMissingError(
             f"the pipeline waits for {self._with_stages(missing)}; {_listed(names)} cannot take over: "
             f"{error.message}",
@@ -153,10 +153,10 @@ class PipeLayout:
     def _lay_over(
         self, names: Sequence[str], loaded: Mapping[int, RankLoaded], living: Set[int]
     ) -> list[str]:
-        """Change the plan to one over these hosts, and return what is different.
+        """Change the plan to one over these hosts, and return sentences on what has changed.
 
         Raises:
-            NotEnoughMemoryError: the stages do not fit there.
+            NotEnoughMemoryError: the stages do not fit on these hosts.
             PenstockError, OSError: what `launch.resolve_replicas` raises.
         """
         before = {rank.stage: rank.host for rank in self.plan.ranks}
@@ -176,12 +176,12 @@ class PipeLayout:
         return [f"{reason}{', '.join(moves)}."] if moves else []
 
     def _room(self, host: HostResources) -> HostRoom:
-        """Return what a host has for this pipeline: all replicas that share it look for room at once."""
+        """Return a host's room for this pipeline, a share: all replicas there may look for room at once."""
         share = host.free_bytes // len(self._beside)
         return HostRoom(name=host.name, free_bytes=share, num_gpus=host.num_gpus)
 
     def _with_held(self, host: HostResources, demands: Sequence[StageDemand]) -> HostResources:
-        """Return what a host would have if it held none of our weights, which a plan counts anew."""
+        """Return a host with the memory that it would have without our weights, which a plan counts anew."""
         held_bytes = sum(demand.held_bytes for demand in demands if demand.host == host.name)
         free_bytes = host.free_bytes + len(self._beside) * held_bytes
         return msgspec.structs.replace(host, free_bytes=free_bytes)
@@ -189,7 +189,7 @@ class PipeLayout:
     def _demand(
         self, stage: int, names: Sequence[str], loaded: Mapping[int, RankLoaded], living: Set[int]
     ) -> StageDemand:
-        """Return what a stage needs, by what its ranks have said when they had loaded."""
+        """Return the memory that a stage needs, by what its ranks reported when they had loaded."""
         num_blocks = min((message.max_blocks for message in loaded.values()), default=0)
         ranks = {number: rank for number, rank in enumerate(self.plan.ranks) if rank.stage == stage}
         on_cpu = [number for number, rank in ranks.items() if rank.device_type == "cpu" and number in loaded]
@@ -214,13 +214,14 @@ class PipeLayout:
     def _planned(self, homes: Sequence[HostResources]) -> LaunchPlan:
         """Return the present plan with ranks placed as at a start over these hosts, one for each stage."""
         config = self._config
-        if config.parallel.device == "auto":  # what a stage has computed on decides its numbers: it stays so
+        # A stage stays on the type of device that it has computed on, which decides its numbers.
+        if config.parallel.device == "auto":
             devices = ",".join(rank.device_type for rank in self.plan.ranks)
             parallel = msgspec.structs.replace(config.parallel, device=devices)
             config = msgspec.structs.replace(config, parallel=parallel)
-        # Ranks keep their tiers as they were at the start: neither a store nor host memory is looked at anew.
+        # Ranks keep their tiers of KV blocks from the start (`_placed_as`): nothing is decided anew here.
         config = msgspec.structs.replace(config, cache=_without_tiers(config.cache))
-        # Replicas elsewhere have no part in it.
+        # Only the replicas on the same hosts share threads and GPUs with this one.
         parallel = msgspec.structs.replace(config.parallel, data_parallel_size=len(self._beside))
         config = msgspec.structs.replace(config, parallel=parallel)
         head = self._hosts.head.resources()
@@ -233,7 +234,7 @@ class PipeLayout:
 
 
 def _placed_as(rank: RankConfig, other: RankConfig) -> RankConfig:
-    """Return the rank with the place of the other one, and all else as it was settled at the start."""
+    """Return the config of `rank` with the place (host, device, threads, cores) of `other`."""
     return msgspec.structs.replace(
         rank, host=other.host, device=other.device, threads=other.threads, cpus=other.cpus
     )

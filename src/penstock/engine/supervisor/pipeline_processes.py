@@ -4,12 +4,12 @@
                                                      ▲                      │
                                                      └──────lost again──────┘
 
-A member is the process of the core or of a rank. The loss of one ends the epoch: connections are closed, and
-all get new ones. Only what was lost is started again; the other stages keep their weights, and a core that
-lives keeps its requests. Where that fails again and again it is tried with growing pauses, and running
-requests end. A member need not report its own end. Where the next epoch runs is decided by
-`engine.supervisor.pipe_layout`: a member whose place has changed is ended and started anew. Used by
-`engine.supervisor.supervisor`, in its thread.
+A member is the process of the core or of a rank. The loss of a member ends the epoch: all connections are
+closed, and all members get new ones. Only what was lost is started again; the other stages keep their
+weights, and a core that lives keeps its requests. If that fails again and again, the pauses between tries
+grow, and running requests end. The end of a member is noticed even if the member reports nothing.
+`engine.supervisor.pipe_layout` decides where the next epoch runs: a rank whose place has changed is ended and
+started anew. Used by `engine.supervisor.supervisor`, in the supervisor's thread.
 """
 
 from __future__ import annotations
@@ -53,18 +53,19 @@ from penstock.process.control import EpochLost, ExchangeLink, Stop
 from penstock.process.endpoints import Restarts
 from penstock.runner.kv_demand import stranded_bytes
 
-COMPANY_S = 0.05  # after a loss: what ends one member often ends others
-DUMP_S = 0.05  # for a member to print where its threads are
+COMPANY_S = 0.05  # a pause after a loss, since what ends one member often ends others
+DUMP_S = 0.05  # so long a member has to print where its threads are
 
 
 class PipelineProcesses:
     """Starts, connects and replaces the processes of one replica, its *members*: its core and its ranks.
 
     Args:
-        layout: where each of them runs, from epoch to epoch.
+        layout: decides where each rank runs, from epoch to epoch.
         hosts: all hosts.
-        watch: gets the processes as members; its events about them come back by `take`.
-        standbys: ranks that wait beside the pipe to replace a lost one; belong to this replica.
+        watch: watches the processes; the owner passes their events on to `take`.
+        reporter: gets events for the user.
+        standbys: ranks that wait beside the pipe to replace a lost one; this replica closes them.
 
     Attributes:
         client: the socket where the core meets its clients.
@@ -87,14 +88,14 @@ class PipelineProcesses:
         self._standbys = standbys
         plan = layout.plan
         self._wiring = Wiring(plan, hosts)
-        self._members: dict[int, Member] = {}  # by member index, those that have not been buried
-        self._placed: dict[int, RankConfig] = {}  # by member index, what each rank was started as
-        self._ranks: dict[int, RankLoaded] = {}  # by member index, what those that were ready have said
+        self._members: dict[int, Member] = {}  # by member index, members whose process was not reaped
+        self._placed: dict[int, RankConfig] = {}  # by member index, the config that each rank was started for
+        self._ranks: dict[int, RankLoaded] = {}  # by member index, what each rank reported when it was ready
         self._first_loads = FirstLoads()
         self.classes = NumericClasses()
         self._restarts: Counter[int] = Counter()
         self._losses = Losses(leave_s=plan.ranks[0].wait_timeout_s / plan.num_stages)  # as a step may take
-        self._rank_indices = range(len(plan.ranks))  # those of ranks are their numbers
+        self._rank_indices = range(len(plan.ranks))  # the member index of a rank is its number
 
     @property
     def members(self) -> list[Member]:
@@ -103,12 +104,12 @@ class PipelineProcesses:
 
     @property
     def _plan(self) -> LaunchPlan:
-        """The plan of the present epoch, or of the next one once it is settled."""
+        """The plan of the present epoch, or of the next epoch once that is settled."""
         return self._layout.plan
 
     @property
     def have_loaded(self) -> bool:
-        """Whether all ranks have loaded their weights, and the core the draft model, if there is one."""
+        """Whether all ranks have loaded their weights, and the core has loaded its draft model, if any."""
         return all(self._members[index].has_loaded for index in _loading(self._plan, self._members))
 
     @property
@@ -168,10 +169,11 @@ class PipelineProcesses:
             try:
                 self._begin_epoch()
             except (OSError, PenstockError) as error:
-                # No memory, or a host or a file that has gone: perhaps later.
+                # There is no memory, or a host or a file has gone: a later try may work.
                 self._lose(PeerError(f"no new epoch can begin: {error}.").info(), {})
         core = self._members.get(CORE)
-        if core is not None and core.is_ready:  # one that still waits for ranks would take it as a new epoch
+        # A core that still waits for ranks would take any message as a sign that its epoch is over.
+        if core is not None and core.is_ready:
             self._layout.tell(core)
 
     def keep_standbys(self, now: float) -> None:
@@ -180,7 +182,7 @@ class PipelineProcesses:
         self._standbys.tend(now, ranks, self._ranks, self._replacement)
 
     def exchange_link(self, sender: RankAddress, receiver: RankAddress, first_step: int = 0) -> None:
-        """Replace the link between two ranks within the present epoch, from `first_step` on or later."""
+        """Replace the link between two ranks within the present epoch, from step `first_step` on or later."""
         assert self.is_whole, "lost ranks rejoin in another epoch"
         exchange = self._wiring.exchange_link(sender, receiver, first_step)
         for index, rank in enumerate(self._plan.ranks):
@@ -191,14 +193,14 @@ class PipelineProcesses:
         self._members[CORE].hand(ExchangeLink(exchange.order))
 
     def kill_hung(self) -> None:
-        """Kill ranks that have not left an epoch which has been over for long; they count as lost."""
+        """Kill ranks that have not left the epoch that is over in time; they count as lost."""
         ready = {index for index, member in self._members.items() if index != CORE and member.is_ready}
         away = {index for index in ready if self._members[index].is_away}
         for index in self._losses.hung(ready, time.monotonic(), away):
             self.kill(self._members[index], f"has not left epoch {self._losses.epoch - 1}")
 
     def kill_slow_loaders(self) -> None:
-        """Kill ranks that have not loaded for too long: a disk, or another machine's, may never answer."""
+        """Kill ranks that have not loaded within the load timeout: their disk or file server may hang."""
         limit_s, now = self._plan.core.parallel.load_timeout_s, time.monotonic()
         for index, member in self._members.items():
             if index != CORE and not member.has_loaded and now - member.started_at > limit_s:
@@ -207,9 +209,9 @@ class PipelineProcesses:
     def kill(self, member: Member, reason: str) -> None:
         """Kill a process that does not react; before, it and all members print where their threads are."""
         for each in {*self.members, member}:
-            if each.has_spoken:  # and so has set itself up to be asked
+            if each.has_spoken:  # only then it has set up the signal that prints the threads
                 each.show_threads()
-                time.sleep(DUMP_S)  # one after the other, to be read
+                time.sleep(DUMP_S)  # one after the other, so that what they print does not mix
         member.kill(reason)
 
     def stop_all(self) -> None:
@@ -217,7 +219,7 @@ class PipelineProcesses:
         for member in self._members.values():
             member.hand(Stop())
             if not member.is_ready:
-                member.kill_now()  # it loads, and looks at nothing until it has
+                member.kill_now()  # it still loads, and takes no orders meanwhile
 
     def close(self) -> None:
         """Close all connections and end the standbys; the members are ended by `MemberWatch`."""
@@ -264,31 +266,35 @@ class PipelineProcesses:
 
         def has_ended() -> bool:
             for member in self.members:
-                if member.failure is not None:  # it has said so, and is about to leave
+                if member.failure is not None:  # it has reported its failure, and is about to exit
                     member.kill_now()
             return self._has_ended() or not self._are_hosts_there()
 
         self._watch.hear_until(has_ended, CAUSE_GRACE_S)
 
     def _end_epoch(self) -> None:
-        """End the epoch for all; members that have ended are started again, at once at first."""
+        """End the epoch for all members; those that have ended are started again, maybe after a pause."""
         ended = self._ended()
-        guilty = ended[max(ended)] if ended else None  # a rank before the core
+        guilty = ended[max(ended)] if ended else None  # a rank rather than the core, whose index is -1
         cause = self._watch.first_cause(guilty, self.members) if guilty else first_cause(self._losses.causes)
         self._lose(cause, self._ended())  # finding the cause may have taken a while
 
     def _is_settled(self) -> bool:
-        """Return whether it is known where the next epoch runs; if it cannot, requests end."""
+        """Return whether it is decided where the next epoch runs; if it can run nowhere, requests end."""
         loaded = {index for index, member in self._members.items() if index != CORE and member.has_loaded}
         settlement = self._layout.settle(self._ranks, loaded)
         for text in settlement.notes:
             self._reporter.report(Notice(text=text))
-        if settlement.refusal is not None and CORE in self._members:  # each time: others may have come
+        # At each refusal, not only the first: more requests may have come since.
+        if settlement.refusal is not None and CORE in self._members:
             self._members[CORE].hand(EpochLost(settlement.refusal, "all"))
         return settlement.is_settled
 
     def _have_ways(self) -> bool:
-        """Return whether the ways between the hosts of the pipe are known, and were looked at."""
+        """Return whether the network paths between the hosts of the pipe are known well enough to begin.
+
+        If no rank is started, the paths are looked at again once in this epoch.
+        """
         routes = self._hosts.routes
         names = {self._hosts.head.name, *(rank.host for rank in self._plan.ranks)}
         if self._losses.missing or any(self._has_moved(index) for index in self._members):
@@ -300,11 +306,11 @@ class PipelineProcesses:
         return any(member.exit_code is not None for member in self.members)
 
     def _are_hosts_there(self) -> bool:
-        """Return whether all hosts of ranks are there; if not, links break and ranks live."""
+        """Return whether all hosts of ranks are connected; without a host links break, but ranks may live."""
         return all(self._hosts[rank.host].is_there for rank in self._placed.values())
 
     def _ended(self) -> dict[int, Member]:
-        """Return the members that have ended, by member index; all that they said has been heard."""
+        """Return the members that have ended, by member index, after all their reports were taken."""
         ended = {index: member for index, member in self._members.items() if member.exit_code is not None}
         for member in ended.values():
             self._watch.hear(member)
@@ -328,7 +334,7 @@ class PipelineProcesses:
                 retry_s=pause_s,
             )
         )
-        # Before the connections end, from which the core could only see that they did.
+        # The core gets the cause before its connections end, since their end alone does not tell it why.
         if CORE not in lost:
             self._members[CORE].hand(EpochLost(cause, "started" if losses.is_repeated else "none"))
         self._wiring.end()
@@ -359,9 +365,9 @@ class PipelineProcesses:
 
 
 def begin_together(replicas: Sequence[PipelineProcesses]) -> bool:
-    """Begin the first epoch of all replicas if all have loaded their weights, and return whether they had.
+    """Begin the first epoch of all replicas if all have loaded their weights; return whether they have.
 
-    Only then is known how much memory is free for KV caches.
+    How much memory is free for KV caches is known only when all weights are loaded.
     """
     have_loaded = all(replica.have_loaded for replica in replicas)
     if have_loaded:
@@ -371,7 +377,7 @@ def begin_together(replicas: Sequence[PipelineProcesses]) -> bool:
 
 
 def _loading(plan: LaunchPlan, indices: Iterable[int]) -> list[int]:
-    """Return those of the members that load weights: the core has some where a model drafts."""
+    """Return the indices of the members that load weights, with the core if it has a draft model."""
     return [index for index in indices if index != CORE or plan.core.drafter is not None]
 
 
@@ -402,7 +408,7 @@ def _startup_notices(
 
 
 def _named(rank: RankConfig) -> dict[str, Any]:
-    """Return the names of a rank, for a report."""
+    """Return the fields of an event that say which rank it is about."""
     tp_rank = rank.tp_rank if rank.tp_size > 1 else None
     return {"replica": rank.replica, "stage": rank.stage, "tp_rank": tp_rank}
 
@@ -420,8 +426,9 @@ def _has_loaded(rank: RankConfig, member: Member, event: child_process.WeightsLo
 def _replacement(rank: RankConfig, ranks: Iterable[RankLoaded], first_load: FirstLoad) -> RankConfig:
     """Return the config of a rank that is started again.
 
-    It is as at the start, but for what the other ranks have settled, which hold their KV cache and the
-    weights of the first load. A tied head that is sent down the pipe is sent in every epoch.
+    It is the config of the first start, except that the number of KV blocks is settled, since other ranks
+    keep their KV caches. The new rank must find the weights of the first load on its disk. An output layer
+    that is sent down the pipe because it is tied to the embedding is sent in every epoch.
     """
     num_blocks = min(message.max_blocks for message in ranks)
     return msgspec.structs.replace(

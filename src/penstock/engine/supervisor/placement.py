@@ -1,6 +1,7 @@
 """Decides the host of each rank, and the rank's device, threads and CPU cores there.
 
-Called by `engine.supervisor.launch`. Ranks come stage by stage, those of one stage side by side.
+Called by `engine.supervisor.launch`. In all lists, ranks stand stage by stage, those of one stage side by
+side.
 """
 
 from __future__ import annotations
@@ -40,13 +41,13 @@ def hosts_of_replica(replica: int, num_replicas: int, hosts: Sequence[Named]) ->
 
 
 def replicas_beside(replica: int, num_replicas: int, num_hosts: int) -> list[int]:
-    """Return the numbers of the replicas that run on the same hosts as this one, itself included."""
+    """Return the numbers of the replicas that run on the same hosts as `replica`, with its own."""
     own = _group_of(replica, num_replicas, num_hosts)
     return [other for other in range(num_replicas) if _group_of(other, num_replicas, num_hosts) == own]
 
 
 def _group_of(replica: int, num_replicas: int, num_hosts: int) -> tuple[int, int]:
-    """Return in which group of hosts a replica is, and how many groups there are."""
+    """Return the number of the group of hosts that a replica runs on, and the number of groups."""
     num_groups = min(num_replicas, num_hosts)
     return replica * num_groups // num_replicas, num_groups
 
@@ -70,7 +71,7 @@ def on_each_host(
 def devices_of_ranks(requested_devices: list[str], host: HostResources) -> list[str]:
     """Return `cpu` or `cuda:N` for each rank of a host: ranks that leave it open take the GPUs in turn.
 
-    A missing GPU is refused by the rank, which knows why torch does not see it.
+    If a GPU is missing, the rank refuses it later: it knows why torch does not see the GPU.
     """
     in_turn = itertools.count()
     automatic = "cuda" if host.num_gpus else "cpu"
@@ -81,10 +82,10 @@ def devices_of_ranks(requested_devices: list[str], host: HostResources) -> list[
 
 
 def shared_threads(devices: list[str], num_cpus: int) -> list[int]:
-    """Return the number of threads of each rank of a host, which share its CPU cores.
+    """Return the number of threads of each rank of a host; the ranks share the CPU cores of the host.
 
-    Ranks on the CPU share them evenly, but for one core to drive each GPU; the rank on that GPU gets one
-    thread. Where all ranks are on GPUs, they share the cores evenly.
+    A rank on a GPU gets one thread, with a core of its own. Ranks on the CPU share the other cores evenly. If
+    all ranks are on GPUs, they share all cores evenly.
     """
     num_on_cpu = devices.count("cpu")
     if not num_on_cpu:
@@ -98,8 +99,8 @@ def cpus_of_ranks(
 ) -> list[tuple[int, ...]]:
     """Return the CPU cores to which the threads of each rank of a host are bound, rank by rank.
 
-    All are empty where ranks are not pinned. A rank on a GPU is never bound; but the cores that its threads
-    need are left to it.
+    If ranks are not pinned, all tuples are empty. A rank on a GPU is never bound, but no other rank is bound
+    to the cores that its threads need.
 
     Raises:
         UsageError: ranks are to be pinned (`--pin-threads on`) and cannot be.
@@ -112,7 +113,8 @@ def cpus_of_ranks(
             remedy="Use fewer --threads-per-rank, or --pin-threads auto.",
             param="pin_threads",
         )
-    # Left to themselves, threads find free cores if there are any; and of two engines one need not wait.
+    # With `auto`, threads are bound only if they fill the machine. Otherwise they find free cores themselves,
+    # and two engines on one machine do not wait for the same cores.
     fills_the_machine = ends[-1] == len(host.cpus)
     if parallel.pin_threads == "off" or reason or not (fills_the_machine or parallel.pin_threads == "on"):
         return [()] * len(threads)
@@ -125,13 +127,13 @@ def cpus_of_ranks(
 def cpus_of_core(ranks: list[RankConfig], head: HostResources) -> tuple[int, ...]:
     """Return the CPU cores for the engine core's process: any but those that output ranks are bound to.
 
-    A result wakes the engine core up on the CPU core where it was sent, and there it would push the sender
-    aside, which has the next micro-batch to run. The engine core is bound to none where output ranks are not
-    bound, or in a pipe of one stage.
+    A result wakes the engine core's process on the CPU core where the result was sent. There it would push
+    aside the output rank, which has the next micro-batch to run. The tuple is empty (any CPU core) if output
+    ranks are not bound, or if the pipe has one stage.
 
     Args:
-        ranks: of all replicas.
-        head: where the engine core runs.
+        ranks: ranks of all replicas.
+        head: the host where the engine core runs.
     """
     outputs = [rank for rank in ranks if rank.is_output and rank.host == head.name]
     theirs = {cpu for rank in outputs for cpu in rank.cpus}

@@ -1,7 +1,7 @@
 """The events that a supervisor reports while it works, and a plain way to print them.
 
-A `Reporter` is an interface with one method; the command line may give one with bars and colours. Events are
-values, also sent as JSON lines over the status pipe of a supervisor that an `LLM` started.
+A `Reporter` is an interface with one method; the command line has an implementation with bars and colours.
+Events are plain values. A supervisor that an `LLM` has started sends them as JSON lines over its status pipe.
 """
 
 from __future__ import annotations
@@ -28,8 +28,9 @@ class _OfRank(msgspec.Struct, frozen=True, kw_only=True):
     """An event about a rank.
 
     Attributes:
-        tp_rank: None where it is the only one of its stage.
-        replica: None where there is one.
+        stage: number of the rank's stage.
+        tp_rank: number of the rank within its stage; None: it is the only one.
+        replica: number of the rank's replica; None: there is only one replica.
     """
 
     stage: int
@@ -54,7 +55,7 @@ class StageLoaded(_OfRank, frozen=True, kw_only=True, tag_field="event", tag="st
     """An event when a rank has loaded its weights.
 
     Attributes:
-        bytes_read: tensor data that it has read from files.
+        bytes_read: bytes of tensor data that the rank has read from files.
     """
 
     process: str  # how people find it, such as "pid 4711"
@@ -63,7 +64,7 @@ class StageLoaded(_OfRank, frozen=True, kw_only=True, tag_field="event", tag="st
 
 
 class ModelFound(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag="model_found"):
-    """An event when the model is found and the settings go together; processes are started next.
+    """An event when the model is found and the settings fit together; processes are started next.
 
     Attributes:
         directory: where the model's files are.
@@ -100,12 +101,14 @@ class StageReady(_OfRank, frozen=True, kw_only=True, tag_field="event", tag="sta
     """An event when a rank is ready to serve, with the use of its memory.
 
     Attributes:
-        parts: what it holds, such as "embed, layers 0-3".
-        tensor_bytes: its weights.
-        kv_bytes: its KV cache.
-        peak_bytes: what its largest plan was measured to take in addition; 0: nothing was measured.
-        margin_bytes: what it leaves free on purpose.
-        stranded_bytes: unused; it could be KV cache, did the smallest rank not set the number of blocks.
+        parts: the parts of the model that the rank holds, such as "embed, layers 0-3".
+        tensor_bytes: bytes of its weights.
+        num_blocks: number of KV blocks, the same on all ranks.
+        kv_bytes: bytes of its KV cache.
+        peak_bytes: bytes that its largest plan was measured to take in addition; 0: nothing was measured.
+        margin_bytes: bytes that it leaves free on purpose.
+        stranded_bytes: bytes that are unused, since all ranks have as many KV blocks as the one with the
+            least memory.
     """
 
     process: str  # how people find it, such as "pid 4711"
@@ -122,9 +125,9 @@ class EngineReady(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", 
     """An event when all stages are ready, and the API process too, if there is one.
 
     Attributes:
-        address: URL of the server; for a caller's own engine, where its client connects.
+        address: URL of the server; for a program with `LLM`, the address of the core's socket.
         seconds: time since the start.
-        prompt_form: richest form of prompt that the model takes.
+        prompt_form: as in `process.child.TextSideLoaded`.
     """
 
     address: str
@@ -133,16 +136,16 @@ class EngineReady(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", 
 
 
 class StageLost(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag="stage_lost"):
-    """An event when the pipe is broken, as a rank or the core is lost.
+    """An event when the pipe is broken, because a rank or the core is lost or has left the epoch.
 
-    Running requests wait for its recovery.
+    Running requests wait until it has recovered, unless it was lost too often.
 
     Attributes:
         error: the first cause.
         epoch: number of the epoch that has ended.
         restarts: names of ranks that are started again.
         restarts_core: the engine core is started again too.
-        retry_s: seconds until then.
+        retry_s: seconds until they are started again.
         others: errors of further processes that have ended.
         trace: stack traces of processes that have ended with an internal error.
     """
@@ -162,7 +165,7 @@ class Recovered(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", ta
 
     Attributes:
         epoch: number of the new epoch.
-        notes: what is not as it was, or not as it should be.
+        notes: sentences for the user about numeric classes that have changed or are mixed.
     """
 
     epoch: int
@@ -180,7 +183,7 @@ class SpareReady(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", t
     """An event when a host has a process ready in which a lost rank can start again quickly.
 
     Attributes:
-        own_bytes: memory that this process holds.
+        own_bytes: bytes of memory that this process holds and shares with no other.
     """
 
     host: str
@@ -196,7 +199,7 @@ class HostSaid(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag
     """An event for a line of text that was printed on another host.
 
     Attributes:
-        process: the process that has printed it, such as "stage 1"; "" is the worker, the host's own program.
+        process: name of the process that has printed the line, such as "stage 1"; "": the worker itself.
     """
 
     host: str
@@ -283,7 +286,10 @@ class SteadyReporter:
 
 
 class LogReporter:
-    """A reporter for programs that hold the engine as a library: it logs each event but progress as INFO."""
+    """A reporter for programs that use the engine as a library: it logs all events, except progress of loads.
+
+    Events are logged as INFO.
+    """
 
     def report(self, event: Event) -> None:
         if not isinstance(event, LoadProgress) and (line := event_line(event)):
@@ -318,7 +324,7 @@ class PlainReporter:
 
 
 def event_line(event: Event) -> str:
-    """Return an event as one line of text, or more for a table; empty for an event that needs no line."""
+    """Return an event as text: mostly one line, sometimes more; empty for an event that needs no line."""
     match event:
         case LoadProgress():
             share = min(100, 100 * event.done_bytes // max(1, event.total_bytes))
@@ -372,7 +378,7 @@ def _pause(seconds: float) -> str:
 
 
 def _plans(event: StageReady) -> str:
-    """Return what is in the memory of a rank beside its weights, as text, where it was measured."""
+    """Return, as text, what the memory of a rank holds besides weights; empty if it was not measured."""
     if not event.peak_bytes:
         return ""
     parts = megabytes(event.kv_bytes), megabytes(event.peak_bytes), megabytes(event.margin_bytes)

@@ -1,7 +1,7 @@
 """Reports the server's state to the service manager that started it, besides what is shown to people.
 
-`cli.serve` puts it around its own reporter, so that a unit of systemd with `Type=notify` counts as started
-when all stages serve, and as stopping when the server drains.
+`cli.serve` wraps its own reporter in a `ServiceReporter`. A systemd unit with `Type=notify` then counts as
+started when all stages serve, and as stopping when the server drains.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _SHOWN = (EngineReady, StageLost, Recovered, FrontLost, FrontRecovered, Draining
 
 
 class ServiceReporter:
-    """Gives each event to another reporter, and tells the service manager first of those that concern it.
+    """Gives each event to another reporter, and before that reports the server's state to the manager.
 
     Args:
         reporter: shows events to people.

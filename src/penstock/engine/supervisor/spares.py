@@ -1,10 +1,10 @@
 """Decides when each host keeps a spare process for a rank that is lost: while the engine is whole.
 
-A rank that takes over such a process is back sooner by the start of an interpreter and its imports. Engines
-that live only for a moment never start one. After a loss the next one is started soon after a step has
-crossed the pipe: another loss may follow, and the imports give way to all steps. Hosts that stand by to take
-stages keep one too. Decides when; what a spare is, and whether there is memory for one, is the business of
-the host (`RankHost.keep_spare`). Used by `engine.supervisor.supervisor`.
+A rank that takes over a spare process saves the time to start an interpreter and to import. An engine that
+lives only for a moment never starts a spare. After a loss, the next spare is started soon after a step has
+crossed the pipe, since another loss may follow; its imports run with low priority. Hosts without stages,
+which could take some, keep a spare too. This module decides when. The host decides what a spare is and
+whether there is memory for one (`RankHost.keep_spare`). Used by `engine.supervisor.supervisor`.
 """
 
 from __future__ import annotations
@@ -17,39 +17,40 @@ from penstock.hosts.rank_host import RankHost
 from penstock.process.config import RankConfig
 from penstock.process.rhythm import next_beat
 
-WHOLE_S = 10.0  # without a loss, before the first spares are started
-WHOLE_AGAIN_S = 1.0  # before spares are started after a loss
+WHOLE_S = 10.0  # so long the engine has to be whole before the first spares are started
+WHOLE_AGAIN_S = 1.0  # so long it has to be whole before spares are started after a loss
 LOOK_EVERY_S = 1.0
-LOOK_READY_S = 5.0  # at a host whose spare waits: it may have died, or memory may have become short
+LOOK_READY_S = 5.0  # between looks at a ready spare, which may have died, or memory may have become short
 
 
 class Spares:
     """Keeps the spare processes, one on each host that has ranks or stands by to get some.
 
     Args:
-        hosts: by name; others may come.
-        ranks: of all replicas; empty: no spares are kept.
+        hosts: all hosts, by name; more may join later.
+        ranks: ranks of all replicas; empty: no spares are kept.
+        reporter: gets an event when a spare is ready.
     """
 
     def __init__(
         self, hosts: Mapping[str, RankHost], ranks: Iterable[RankConfig], reporter: Reporter
     ) -> None:
         self._hosts = hosts
-        self._threads: dict[str, int] = {}  # of each host the most that one of its ranks has
+        self._threads: dict[str, int] = {}  # for each host, the most threads that one of its ranks has
         for rank in ranks:
             self._threads[rank.host] = max(rank.threads, self._threads.get(rank.host, 0))
         self._reporter = reporter
         self._ready: set[str] = set()  # hosts whose spare is ready and was reported
         self._whole_since: float | None = None
         self._patience_s = WHOLE_S
-        self._looked_at: dict[str, float] = {}  # at each host, while the engine is whole
+        self._looked_at: dict[str, float] = {}  # when each host was looked at, while the engine is whole
 
     def tend(self, now: float, *, is_whole: bool) -> None:
         """Start and check the spares; to be called at least every second.
 
         Args:
             now: monotonic seconds.
-            is_whole: all ranks serve; while they do not, nothing is done.
+            is_whole: all ranks serve; otherwise nothing is done.
         """
         if not is_whole:
             self._whole_since = None
@@ -73,7 +74,7 @@ class Spares:
     def _keep(self, host: RankHost, threads: int) -> None:
         try:
             own_bytes = host.keep_spare(threads)
-        except OSError:  # no descriptors, no memory: perhaps later
+        except OSError:  # there are no descriptors or no memory; a later try may work
             own_bytes = 0
         if own_bytes and host.name not in self._ready:
             self._reporter.report(SpareReady(host=host.name, own_bytes=own_bytes))

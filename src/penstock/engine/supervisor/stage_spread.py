@@ -1,11 +1,11 @@
 """Spreads the stages of a pipeline over hosts anew, by the memory that is free there.
 
-Numbers only: what stages need comes from the ranks that have loaded them, what is free from the hosts. Used
-by `engine.supervisor.pipe_layout` when hosts are lost, or are back.
+It works with numbers alone: what stages need was reported by the ranks that have loaded them, and what is
+free by the hosts. Used by `engine.supervisor.pipe_layout` when hosts are lost, or are back.
 
     host     tower        desk (lost)    shelf
     before   stage 0, 1   stage 2, 3     stage 4, 5
-    after    stage 0, 1, 2               stage 3, 4, 5      each host has one block of neighbours
+    after    stage 0, 1, 2               stage 3, 4, 5      each host has one run of neighbouring stages
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from penstock.errors import NotEnoughMemoryError
 
-MAX_PERMUTED = 4  # hosts whose order along the pipeline is tried out
+MAX_PERMUTED = 4  # with at most so many hosts besides the head, all their orders are tried out
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,12 +29,12 @@ class StageDemand:
 
     Attributes:
         host: name of the host where the stage was, if that host is there; else "".
-        num_bytes: weights and KV cache.
-        held_bytes: weights in memory at `host`, free again when the stage goes elsewhere.
-        missing_bytes: what its lost ranks take at `host` in addition.
-        growth_bytes: what its living ranks may fill at `host` with KV blocks in host memory, or have filled.
-            Counted where the host gets another stage.
-        num_gpus: number of its ranks on a GPU.
+        num_bytes: bytes of weights, KV cache and KV blocks in host memory, if all is loaded anew.
+        held_bytes: bytes of weights in memory at `host`, which are free again if the stage goes elsewhere.
+        missing_bytes: bytes that the lost ranks of the stage take at `host` in addition.
+        growth_bytes: bytes that its living ranks may fill at `host` with KV blocks in host memory, or have
+            filled. They are counted only if the host gets another stage.
+        num_gpus: number of ranks of the stage that are on a GPU.
     """
 
     host: str
@@ -50,7 +50,7 @@ class HostRoom:
     """The room that a host has for stages.
 
     Attributes:
-        free_bytes: free memory, beside what its stages hold.
+        free_bytes: free memory; what stages on the host hold is not free.
     """
 
     name: str
@@ -61,9 +61,8 @@ class HostRoom:
 def spread(stages: Sequence[StageDemand], rooms: Sequence[HostRoom]) -> list[str]:
     """Return the name of the host of each stage: neighbouring stages share one, as evenly as memory allows.
 
-    Each host gets one run of neighbours. Of solutions that are equally even that one wins that leaves most
-    stages where they are. The first host, which is the head, keeps the first stage at least; others may get
-    none.
+    Each host gets one run of neighbouring stages. Of equally even solutions, the one that moves the fewest
+    stages wins. The first of `rooms` gets at least the first stage; other hosts may get none.
 
     Raises:
         NotEnoughMemoryError: the stages do not fit on the hosts.
@@ -76,26 +75,26 @@ def spread(stages: Sequence[StageDemand], rooms: Sequence[HostRoom]) -> list[str
 
 
 class _Blocks(NamedTuple):
-    """Stages cut into a block for each host."""
+    """Stages cut into a run of neighbours for each host."""
 
-    unevenness: int
+    unevenness: int  # sum of the squares of the lengths
     num_moved: int  # stages that go to another host than the one that has them
     sizes: tuple[int, ...]
 
 
 def _orders(rooms: Sequence[HostRoom]) -> Iterator[Sequence[HostRoom]]:
-    """Yield the orders of the hosts along the pipeline, the given one first."""
+    """Yield the orders of the hosts along the pipeline, the given one first; the first host stays first."""
     head, *others = rooms
     orders = itertools.permutations(others) if len(others) <= MAX_PERMUTED else [others]
     return ([head, *order] for order in orders)
 
 
 def _best_blocks(stages: Sequence[StageDemand], rooms: Sequence[HostRoom]) -> _Blocks | None:
-    """Return the best blocks for hosts in this order; None if none fit."""
+    """Return the best runs of stages for hosts in this order; None if the stages do not fit."""
 
     @functools.cache
     def best(host: int, first: int) -> _Blocks | None:
-        """For the hosts from `host` on, and the stages from `first` on."""
+        """Return the best runs for the hosts from `host` on, with the stages from `first` on."""
         if host == len(rooms):
             return _Blocks(0, 0, ()) if first == len(stages) else None
         found: list[_Blocks] = []
@@ -112,7 +111,7 @@ def _best_blocks(stages: Sequence[StageDemand], rooms: Sequence[HostRoom]) -> _B
 
 
 def _fits(room: HostRoom, block: range, stages: Sequence[StageDemand]) -> bool:
-    """Return whether a host can take these stages, once its others have left."""
+    """Return whether a host can take these stages, once its other stages have left it."""
     gets_more = any(stages[number].host != room.name for number in block)
     needed_bytes = num_gpus = num_own_gpus = 0
     for number, stage in enumerate(stages):
@@ -124,7 +123,7 @@ def _fits(room: HostRoom, block: range, stages: Sequence[StageDemand]) -> bool:
             needed_bytes += stage.growth_bytes if is_own and gets_more else 0
         elif is_own:
             needed_bytes -= stage.held_bytes
-    # What is free on a GPU nobody here knows: each rank gets one of its own, or stays where it is.
+    # The free memory of a GPU is not known here: each rank gets a GPU of its own, or stays where it is.
     return needed_bytes <= max(0, room.free_bytes) and num_gpus <= max(room.num_gpus, num_own_gpus)
 
 

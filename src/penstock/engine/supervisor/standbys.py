@@ -2,12 +2,12 @@
 
     none ────the pipe has been whole for a while──▶ loading ──WeightsLoaded──▶ waiting ──take──▶ a member
       ▲                                                │                          │
-      └─────────── it has ended, or its place is another one now ◀────────────────┘
+      └──── it has ended, or the rank that it stands for has moved ◀──────────────┘
 
-A standby is a process like that of any rank, for the same layers and with the same checks of what it reads;
-it is handed no endpoints. A rank that is lost is then replaced without reading weights. It costs the memory
-of the weights a second time, so that there are none unless the user asks for them. Decides when;
-`RankHost.start_rank` does it, on whatever host the rank is for. Used by
+A standby is a process like that of the rank, with the same layers and the same checks of what it reads; only
+endpoints are not handed to it. If the rank is lost, the standby replaces it without reading weights. It costs
+the memory of the weights a second time, so there are no standbys unless the user asks for them. This module
+decides when; `RankHost.start_rank` starts the process on the rank's host. Used by
 `engine.supervisor.pipeline_processes`, in the supervisor's thread.
 """
 
@@ -23,8 +23,8 @@ from penstock.hosts.member import Member
 from penstock.hosts.rank_host import RankHost
 from penstock.process.config import RankConfig
 
-WHOLE_S = 10.0  # without a loss, before one is started
-KEEP_FREE_BYTES = 2 << 30  # of the host's memory, beyond the weights of the standby
+WHOLE_S = 10.0  # so long the pipe has to be whole before a standby is started
+KEEP_FREE_BYTES = 2 << 30  # so much of the host's memory must stay free besides the weights of the standby
 
 
 class StandbyRanks(Protocol):
@@ -41,9 +41,9 @@ class StandbyRanks(Protocol):
 
         Args:
             now: monotonic seconds.
-            ranks: of the pipe; none while it is not whole.
-            loaded: what they have reported when they had loaded, by number.
-            config_of: makes the config of the process that may replace a rank, by number.
+            ranks: ranks of the pipe; empty while it is not whole.
+            loaded: by the number of a rank, what it reported when it had loaded.
+            config_of: makes the config of a process that may replace a rank, from the number of the rank.
         """
         ...
 
@@ -80,7 +80,7 @@ NO_STANDBYS = NoStandbys()
 
 @dataclass(slots=True, eq=False)
 class _Standby:
-    rank: RankConfig  # for whom, as the pipe knows that rank
+    rank: RankConfig  # config of the rank that it stands for, as in the plan of the pipe
     member: Member
     was_announced: bool = False
 
@@ -89,8 +89,9 @@ class Standbys:
     """Keeps a standby for each rank of some stages.
 
     Args:
-        hosts: by name.
-        stages: numbers of the stages whose ranks have one.
+        hosts: all hosts, by name.
+        stages: numbers of the stages whose ranks get a standby.
+        reporter: gets notices about standbys.
     """
 
     def __init__(self, hosts: Mapping[str, RankHost], stages: Collection[int], reporter: Reporter) -> None:
@@ -109,8 +110,8 @@ class Standbys:
     ) -> None:
         """Start, check and end the standbys; to be called at least every second.
 
-        Implements `StandbyRanks.tend`. They are started once the pipe has been whole for `WHOLE_S`, where the
-        host has memory to spare.
+        Implements `StandbyRanks.tend`. Standbys are started once the pipe has been whole for `WHOLE_S`, on
+        hosts that have memory to spare.
         """
         for standby in [*self._standbys]:
             self._hear(standby, now)
@@ -135,10 +136,10 @@ class Standbys:
         standby = self._of(rank)
         if standby is None:
             return None
-        # Heard first: it may have loaded, or ended, since the last look.
+        # Its reports are read first: it may have loaded, or ended, since the last look.
         standby.member.read_status()
         if not standby.member.has_loaded or standby.member.exit_code is not None:
-            return None  # its end is seen to by `tend`
+            return None  # `tend` removes a standby that has ended
         self._standbys.remove(standby)
         standby.member.begin_as(_name(rank), rank.stage, member_index)
         self._say(rank, "takes over, with its weights in memory")
@@ -153,7 +154,7 @@ class Standbys:
         return next((standby for standby in self._standbys if standby.rank == rank), None)
 
     def _has_room(self, rank: RankConfig, loaded: RankLoaded) -> bool:
-        """Return whether the rank's host can spare the memory; that of a GPU is not looked at."""
+        """Return whether the rank's host can spare the memory; memory of a GPU is not looked at."""
         host = self._hosts[rank.host]
         if not host.is_there:
             return False
@@ -164,11 +165,11 @@ class Standbys:
         name = f"{_name(rank)} standby"
         try:
             self._standbys.append(_Standby(rank, self._hosts[rank.host].start_rank(config, name, -1)))
-        except OSError:  # no descriptors, no memory: later
+        except OSError:  # there are no descriptors or no memory: it is tried again after `WHOLE_S`
             self._whole_since = now
 
     def _hear(self, standby: _Standby, now: float) -> None:
-        """Take what a standby has said; one that has ended is removed, and tried again after a while."""
+        """Take the reports of a standby; one that has ended is removed, and started again after a while."""
         standby.member.read_status()
         if standby.member.exit_code is not None:
             self._say(standby.rank, f"has ended: {standby.member.end().message}")
@@ -188,7 +189,7 @@ class Standbys:
 
 
 def standbys_of(stages: Collection[int], hosts: Mapping[str, RankHost], reporter: Reporter) -> StandbyRanks:
-    """Return what keeps standbys for the ranks of these stages; without stages, what keeps none."""
+    """Return the keeper of standbys for the ranks of these stages; without stages, one that keeps none."""
     return Standbys(hosts, stages, reporter) if stages else NO_STANDBYS
 
 

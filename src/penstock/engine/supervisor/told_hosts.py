@@ -1,8 +1,8 @@
 """Sends a core the hosts of its stages, with the measured network paths and clock offsets between them.
 
-A core needs this to put the times of all stages on one clock, and its clients show it. Stages and links are
-sent as soon as they change, clocks every few seconds. What the core then finds out about the links is
-reported to the user. Used by `engine.supervisor.pipe_layout` and `engine.supervisor.pipeline_processes`.
+A core needs them to put the times of all stages on one clock, and its clients show them. They are sent when
+stages or links change, and every few seconds because clocks drift. What the core then reports about slow
+links is passed on to the user. Used by `engine.supervisor.pipe_layout`, `pipeline_processes` and `fronts`.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from penstock.process.child import LinkJudged
 from penstock.process.pipe_hosts import NO_PIPE_HOSTS, PipeHosts
 from penstock.process.rhythm import next_beat
 
-CLOCKS_EVERY_S = 5.0  # in which two clocks drift apart by less than half a millisecond
-MOVED_NS = 1_000_000  # of a clock that began anew with its host: no drift
+CLOCKS_EVERY_S = 5.0  # in this time two clocks drift apart by less than half a millisecond
+MOVED_NS = 1_000_000  # a larger change is not drift: the host, and with it the clock, has started anew
 
 
 class ToldHosts:
-    """Sends one core the facts about its stages' hosts, and remembers what it was sent.
+    """Sends one core the facts about its stages' hosts, and remembers what was sent.
 
     Args:
         hosts: all hosts.
@@ -41,9 +41,12 @@ class ToldHosts:
         self._told_at = -math.inf
 
     def tell(self, core: Member, plan: LaunchPlan) -> None:
-        """Send a core that serves the hosts, links and clocks of its stages, if there is news of them.
+        """Send a core the hosts, links and clocks of its stages, if they have changed or some time has passed.
 
-        All is sent again every few seconds, as clocks drift. Where there is one host, nothing is sent.
+        Without other hosts nothing is sent.
+
+        Args:
+            core: a core that serves; one that still joins would take the message as the end of its epoch.
         """
         if len(self._hosts) == 1:
             return
@@ -69,7 +72,7 @@ def token_bytes(plan: LaunchPlan) -> int:
 
 
 def link_speed_report(link: LinkJudged) -> Caution | Notice:
-    """Return the message for the user on a link that has become slow while in use, or is well again."""
+    """Return the message for the user about a link that has become slow while in use, or is well again."""
     way, measured = f"The link from {link.sender} to {link.receiver}", speed_text(link.measured_bytes_per_s)
     if not link.is_slow:
         return Notice(text=f"{way} has recovered: it carries at least half of the measured {measured}.")

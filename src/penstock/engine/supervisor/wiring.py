@@ -1,15 +1,15 @@
 """Connects the processes of one epoch: links, channels of messages, and the meetings of stages.
 
-What a connection is made of is up to the hosts of its ends (`hosts.connections`). A process gets the
+The hosts of both ends decide what a connection is made of (`hosts.connections`). A process gets the
 endpoints of its own ends and no others.
 
     core ══plan══ every rank                       rank ──link──▶ each of its receivers in the next stage
              output rank ──results──▶ core         output rank ──tokens──▶ every rank of earlier stages
     ranks of one stage share a meeting
 
-`══` goes both ways, `──▶` one way. The receiver accepts a connection; a plan channel is accepted by the core.
-At a meeting, ranks add up their partial results. Within an epoch a link may be exchanged for another one
-(`Wiring.exchange_link`).
+`══` goes both ways, `──▶` one way. The receiver accepts a connection, and the core accepts a plan channel. At
+a meeting, ranks of one stage add up their partial results. Within an epoch a link may be replaced by a new
+one (`Wiring.exchange_link`).
 """
 
 from __future__ import annotations
@@ -35,8 +35,9 @@ class LinkExchange:
     """A link that is to take the place of another one between two ranks, within an epoch.
 
     Attributes:
-        order: for the core, once the ends are handed over: from which step on the new link is used.
-        ends: for each of its two ranks.
+        order: the order for the core, to be sent once the ends are handed over; it names the first step of
+            the new link.
+        ends: for each of the two ranks, the message with its end of the new link.
         connection: connection of the new link; `delivered` is to be called once the ends are handed over.
     """
 
@@ -48,7 +49,7 @@ class LinkExchange:
 class Wiring:
     """The connections between the processes of one pipeline in one epoch, which are made here.
 
-    Raises what `hosts.connections.connect` does; then nothing is left of it.
+    Raises what `hosts.connections.connect` does; then no connection is left open.
     """
 
     def __init__(self, plan: LaunchPlan, hosts: Hosts, epoch: int = 0) -> None:
@@ -60,7 +61,7 @@ class Wiring:
         self._tokens: dict[RankAddress, Connection] = {}  # by receiver
         self._results: list[Connection] = []
         self._meetings: dict[int, Connection] = {}
-        self._replaced: dict[int, Connection] = {}  # by the number of the link that takes their place
+        self._replaced: dict[int, Connection] = {}  # old links, by the number of the new link
         self._numbers = itertools.count(1)
         self._frame_bytes = plan.frame_bytes
         self._places = {
@@ -69,7 +70,7 @@ class Wiring:
         }
         try:
             self._create(plan)
-        except BaseException:  # no more descriptors: those made so far are given back for the next try
+        except BaseException:  # such as no more descriptors: those used so far are freed for the next try
             self.close()
             raise
 
@@ -147,7 +148,7 @@ class Wiring:
         """Make a new link between two ranks of neighbouring stages; the old one is kept until `release_link`.
 
         Args:
-            first_step: first step to cross the new link; a later one if it is too late for that.
+            first_step: the first step that is to cross the new link; if it is too late for that, a later one.
 
         Raises what `hosts.connections.connect` does; then the old link stays.
         """
@@ -170,15 +171,15 @@ class Wiring:
         )
 
     def release_link(self, epoch: int, number: int) -> None:
-        """Close the old link that the new link `number` has replaced: nothing is in it any more.
+        """Close the old link that the new link `number` has replaced: no frame is in it any more.
 
-        A number of another epoch is ignored.
+        If the epoch is another one, nothing is done.
         """
-        if epoch == self._epoch and number in self._replaced:  # else it has ended with its epoch
+        if epoch == self._epoch and number in self._replaced:  # otherwise it has ended with its epoch
             self._replaced.pop(number).end()
 
     def delivered(self) -> None:
-        """Record that all processes have been given their ends; copies that may not stay open are closed."""
+        """Record that all processes have their ends; copies that may not stay open here are closed."""
         for connection in self._connections:
             connection.delivered()
 
@@ -189,7 +190,7 @@ class Wiring:
         self._forget()
 
     def close(self) -> None:
-        """Close the supervisor's ends of all connections; processes go on with theirs.
+        """Close the supervisor's copies of all ends; processes go on with their own.
 
         May be called twice.
         """
