@@ -115,9 +115,7 @@ class CoreStats(msgspec.Struct, frozen=True, kw_only=True):
     step_id: int  # id of the next step
     inflight: int  # number of plans that were submitted and whose results are not settled
     last_result_age_s: float  # seconds since the last result, infinite before the first; probes keep it low
-    stalled_s: (
-        float  # seconds for which a result has been due; 0 if no plan is in flight
-    )
+    stalled_s: float  # seconds for which a result has been due; 0 if no plan is in flight
     stall_limit_s: float  # if `stalled_s` is more, the engine is not ready; it grows with a plan's tokens
     epoch: int
     loss: ErrorInfo | None = None  # why the pipe is broken, until a step has crossed it again

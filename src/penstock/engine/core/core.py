@@ -169,8 +169,7 @@ class EngineCore:
 
         Returns:
             Updates in the order of their steps; empty if nothing has come. When the pipeline is lost for
-            good, they end with a last update for each request, with `finish_reason` "error"; after that
-            the list is always empty.
+            good, a last update for each request, with `finish_reason` "error"; from then on always empty.
         """
         updates: list[RequestUpdate] = []
         if self._failure is not None:
@@ -325,10 +324,7 @@ class EngineCore:
             self._feed.fill(executor, self._epoch)
 
     def _take(self, executor: Executor, timeout_s: float, updates: list[RequestUpdate]) -> None:
-        """Settle the results that have come.
-
-        If a step waits for KV blocks from the store, its result waits until all ranks have answered.
-        """
+        """Settle the results that have come; a step that loads KV blocks waits for all ranks' answers."""
         self._steps.add_results(executor.poll_results(timeout_s))
         reports = executor.reports
         self._scheduler.settle_orders(reports.finished_orders(), reports.store_use())

@@ -133,7 +133,7 @@ class PipeLayout:
         return Settlement(is_settled=False, notes=[note])
 
     def _refuse(self, missing: Sequence[str], names: Sequence[str], error: ErrorInfo) -> Settlement:
-        """Return a settlement in which no connected host can take over; the user is told once for each loss."""
+        """Return a settlement in which no connected host can take over, with a note once for each loss."""
         refusal = HostMissingError(
             f"the pipeline waits for {self._with_stages(missing)}; {_listed(names)} cannot take over: "
             f"{error.message}",

@@ -64,7 +64,6 @@ class PipelineProcesses:
         layout: decides where each rank runs, from epoch to epoch.
         hosts: all hosts.
         watch: watches the processes; the owner passes their events on to `take`.
-        reporter: gets events for the user.
         standbys: ranks that wait beside the pipe to replace a lost one; this replica closes them.
 
     Attributes:
@@ -172,8 +171,7 @@ class PipelineProcesses:
                 # There is no memory, or a host or a file has gone: a later try may work.
                 self._lose(PeerError(f"no new epoch can begin: {error}.").info(), {})
         core = self._members.get(CORE)
-        # A core that still waits for ranks would take any message as a sign that its epoch is over.
-        if core is not None and core.is_ready:
+        if core is not None and core.is_ready:  # one that waits for ranks would take it as the epoch's end
             self._layout.tell(core)
 
     def keep_standbys(self, now: float) -> None:
@@ -285,16 +283,12 @@ class PipelineProcesses:
         settlement = self._layout.settle(self._ranks, loaded)
         for text in settlement.notes:
             self._reporter.report(Notice(text=text))
-        # At each refusal, not only the first: more requests may have come since.
-        if settlement.refusal is not None and CORE in self._members:
+        if settlement.refusal is not None and CORE in self._members:  # each time: requests may have come
             self._members[CORE].hand(EpochLost(settlement.refusal, "all"))
         return settlement.is_settled
 
     def _have_ways(self) -> bool:
-        """Return whether the network paths between the hosts of the pipe are known well enough to begin.
-
-        If no rank is started, the paths are looked at again once in this epoch.
-        """
+        """Return whether the network paths between the hosts of the pipe are known, and were reviewed."""
         routes = self._hosts.routes
         names = {self._hosts.head.name, *(rank.host for rank in self._plan.ranks)}
         if self._losses.missing or any(self._has_moved(index) for index in self._members):

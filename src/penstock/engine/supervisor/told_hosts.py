@@ -41,7 +41,7 @@ class ToldHosts:
         self._told_at = -math.inf
 
     def tell(self, core: Member, plan: LaunchPlan) -> None:
-        """Send a core the hosts, links and clocks of its stages, if they have changed or some time has passed.
+        """Send a core the hosts, links and clocks of its stages, if they have changed or time has passed.
 
         Without other hosts nothing is sent.
 
