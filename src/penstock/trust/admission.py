@@ -1,15 +1,15 @@
 """The admission to a cluster: its tokens with their uses, and the certificate of each host.
 
-A certificate that is not in the book is refused, so to revoke one is to take it out. All of it stands in one
-private file of the head's state directory, under a lock, so that a restart neither renews a token nor forgets
-what was revoked. Secrets of tokens are not in it, but keys that prove them are.
+A certificate that is not in the book is refused; to revoke one is to remove it. The book is one private file
+in the head's state directory, written under a lock. A restart therefore neither renews a token nor forgets
+what was revoked. The file has no secrets of tokens, but the keys with which proofs of them are checked.
 
     book = AdmissionBook(directory, wall_clock)
     book.allow(token, max_joins=1, life_s=3600)
-    seat = book.reserve(is_proved_by)   a use of the token, for as long as the join takes
+    seat = book.reserve(is_proved_by)   holds one use of the token while the worker joins
     book.commit(seat, host, serial)  or  book.cancel(seat)
 
-A join that breaks off gives its use back; its certificate was never entered and so is not taken.
+A join that breaks off gives the use of the token back. Its certificate was never entered, so it is refused.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from penstock.trust.join_token import JoinToken
 from penstock.trust.private_files import locked, make_private_directory, read_private, replace_private
 
 DEFAULT_LIFE_S = 3600.0  # --join-token-ttl
-MAX_TOKENS = 16  # remembered; the oldest is forgotten, and is then a wrong one
-_BACKWARDS_S = 300.0  # by which the clock of the head may be set back while a token lives
+MAX_TOKENS = 16  # so many tokens are remembered; an older one is forgotten, and is refused as unknown
+_BACKWARDS_S = 300.0  # the head's clock may be set back by so much while a token is valid
 _FILE, _LOCK = "admission.json", "admission.lock"
-CERTIFICATE_REVOKED = "certificate_revoked"  # code of the error
+CERTIFICATE_REVOKED = "certificate_revoked"  # code of the error for a certificate that is not in the book
 _NEW_TOKEN = "Delete the token file of the head and restart the head, which makes a new token."
 
 
@@ -38,7 +38,7 @@ class _Token(msgspec.Struct, kw_only=True):
     """The record of a token."""
 
     proof_key: bytes
-    begin: float  # when it was first allowed, in seconds since the epoch of Unix
+    begin: float  # when it was first allowed, in Unix time (seconds since 1970)
     life_s: float
     max_joins: int
     num_joins: int = 0
@@ -46,14 +46,14 @@ class _Token(msgspec.Struct, kw_only=True):
 
 
 class _Book(msgspec.Struct, kw_only=True):
-    """The content of the file."""
+    """The content of the book's file."""
 
     tokens: list[_Token] = []
-    serials: dict[str, list[str]] = {}  # by host, of its certificate, in hexadecimal; two during a renewal
+    serials: dict[str, list[str]] = {}  # by host: hexadecimal serials of its certificates; two in a renewal
 
 
 class Seat(msgspec.Struct, frozen=True, kw_only=True):
-    """A use of a token that is held while a worker joins."""
+    """A use of a token, which is held while a worker joins."""
 
     number: int
     proof_key: bytes
@@ -62,11 +62,11 @@ class Seat(msgspec.Struct, frozen=True, kw_only=True):
 class AdmissionBook:
     """The tokens, hosts and revocations of a cluster.
 
-    Safe for threads, and for several heads of one directory.
+    Safe for several threads, and for several heads that use the same directory.
 
     Args:
         directory: directory of the head's state.
-        wall_clock: seconds since the epoch of Unix.
+        wall_clock: Unix time (seconds since 1970).
     """
 
     def __init__(self, directory: Path, wall_clock: Callable[[], float]) -> None:
@@ -80,10 +80,17 @@ class AdmissionBook:
     @staticmethod
     def is_in(directory: Path) -> bool:
         """Return whether a head has begun a book in this directory."""
-        return os.path.isfile(directory / _FILE)  # false too where it may not be looked at
+        return os.path.isfile(directory / _FILE)  # also False if this user may not look into the directory
 
     def allow(self, token: JoinToken, max_joins: int, life_s: float = DEFAULT_LIFE_S) -> None:
-        """Take a token from now on. One that is known keeps its beginning, its uses and its revocation."""
+        """Accept a token from now on.
+
+        If the token is known, its age and the number of its uses go on, and it stays revoked if it was.
+
+        Args:
+            max_joins: how often workers may join with the token.
+            life_s: seconds from the first call in which the token is valid.
+        """
         key = token.proof_key()
         with self._changed() as book:
             known = next((entry for entry in book.tokens if entry.proof_key == key), None)
@@ -94,26 +101,26 @@ class AdmissionBook:
             known.life_s, known.max_joins = life_s, max_joins
 
     def require_usable(self, token: JoinToken) -> None:
-        """Refuse a token with which nobody could join any more, so that the head can say so when it starts.
+        """Raise an error if nobody can join with a token any more, so that the head can say so at its start.
 
         Raises:
-            JoinTokenError: it is expired, used up or revoked, or was never allowed.
+            JoinTokenError: the token is expired, used up or revoked, or was never allowed.
         """
         key = token.proof_key()
         entry = next((entry for entry in self._read().tokens if entry.proof_key == key), None)
         self._require_usable(entry)
 
     def revoke_all_tokens(self) -> None:
-        """Take no token that was allowed until now. Hosts that have joined stay."""
+        """Refuse all tokens that were allowed until now; hosts that have joined stay."""
         with self._changed() as book:
             for entry in book.tokens:
                 entry.is_revoked = True
 
     def revoke_host(self, host: str) -> bool:
-        """Take the certificate of a host no longer. The host may join anew with a token.
+        """Refuse the certificate of a host from now on; the host may join anew with a token.
 
         Returns:
-            Whether the host had one.
+            Whether the host had a certificate.
         """
         with self._changed() as book:
             return book.serials.pop(host, None) is not None
@@ -130,20 +137,21 @@ class AdmissionBook:
         }
 
     def num_usable_tokens(self) -> int:
-        """Return with how many tokens a worker could join now."""
+        """Return the number of tokens with which a worker could join now."""
         return sum(map(self._is_usable, self._read().tokens))
 
     def reserve(self, is_proved_by: Callable[[bytes], bool]) -> Seat:
         """Hold a use of the token that a worker has proved.
 
         Args:
-            is_proved_by: whether the worker's proof was made with this key; compares in constant time.
+            is_proved_by: returns whether the worker's proof was made with this key; compares in constant
+                time.
 
         Raises:
-            JoinTokenError: no token was proved, or the one that was is expired, used up or revoked.
+            JoinTokenError: the proof fits no token, or its token is expired, used up or revoked.
         """
         with self._mutex:
-            proved = [entry for entry in self._read().tokens if is_proved_by(entry.proof_key)]  # all tried
+            proved = [entry for entry in self._read().tokens if is_proved_by(entry.proof_key)]  # all
             key = self._require_usable(proved[0] if proved else None).proof_key
             self._num_seats += 1
             seat = Seat(number=self._num_seats, proof_key=key)
@@ -151,10 +159,11 @@ class AdmissionBook:
             return seat
 
     def commit(self, seat: Seat, host: str, serial: int) -> None:
-        """Count the use and take this certificate of the host alone, as the worker has stored it.
+        """Count the use, and accept only this certificate of the host, which the worker has stored.
 
         Raises:
-            JoinTokenError: in the meantime the token was revoked, or used up by a join at another head.
+            JoinTokenError: meanwhile the token was revoked or has expired, or joins at another head have
+                used it up.
         """
         with self._changed() as book:
             self._seats.pop(seat.number, None)
@@ -163,39 +172,44 @@ class AdmissionBook:
             book.serials[host] = [f"{serial:x}"]
 
     def cancel(self, seat: Seat) -> None:
-        """Give the use back, as the join broke off. Nothing happens after a commit."""
+        """Give the use back, because the join broke off; does nothing after `commit`."""
         with self._mutex:
             self._seats.pop(seat.number, None)
 
     def offer(self, host: str, present: int, renewed: int) -> None:
-        """Take a newer certificate of a host beside the present one, since the newer one may not arrive.
+        """Accept a newer certificate of a host beside its present one, since the newer one may not arrive.
+
+        Args:
+            present: serial of the present certificate.
+            renewed: serial of the newer certificate.
 
         Raises:
-            CertificateError: as `require_known`, of the present one.
+            CertificateError: the present certificate is not accepted any more (`require_known`).
         """
         with self._changed() as book:
-            _require_known(book, host, present)  # it may be revoked since the host has proved itself
+            _require_known(book, host, present)  # it may have been revoked after the host had proved itself
             book.serials[host] = [f"{present:x}", f"{renewed:x}"]
 
     def renew(self, host: str, present: int, serial: int) -> None:
-        """Take one certificate alone of a host that has joined again and stored it.
+        """Accept only one certificate of a host that has joined again and has stored this certificate.
 
         Args:
             present: serial of the certificate with which the host has proved itself.
             serial: serial of the certificate that the host has from now on, which may be the same.
 
         Raises:
-            CertificateError: as `require_known`, of the present one.
+            CertificateError: the present certificate is not accepted any more (`require_known`).
         """
         with self._changed() as book:
             _require_known(book, host, present)  # as in `offer`
             book.serials[host] = [f"{serial:x}"]
 
     def require_known(self, host: str, serial: int) -> None:
-        """Refuse a certificate that is not the one of its host.
+        """Raise an error if a certificate is not one that the book has for its host.
 
         Raises:
-            CertificateError: it is revoked, replaced by a newer one, or its join was never finished.
+            CertificateError: the certificate is revoked or was replaced by a newer one, or its join was never
+                finished.
         """
         _require_known(self._read(), host, serial)
 
@@ -232,9 +246,9 @@ class AdmissionBook:
 
     @contextlib.contextmanager
     def _changed(self) -> Iterator[_Book]:
-        """Read the book, and write it back when the block has changed it.
+        """Read the book, and write it back if the `with` block has changed it.
 
-        A book that stays as it is needs no room: on a full disk hosts come back with their certificates.
+        An unchanged book is not written, so that hosts can come back with their certificates on a full disk.
         """
         with self._mutex, locked(self._lock_path):
             book = self._read()

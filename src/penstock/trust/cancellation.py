@@ -1,11 +1,11 @@
-"""Ends, from another thread, a thread's work for a head that may never answer.
+"""Ends the work of a thread that waits for a head, from another thread: the head may never answer.
 
-    one thread                                 another one
+    the thread that waits                      another thread
     cancellation.add(socket)                   cancellation.cancel()
     socket.recv(…)  ◀── ends at once ──────────┘
 
-Used where a worker joins (`trust.joining`), is given a token (`trust.token_prompt`) and fetches weights
-(`hosts.weights`). Does not close sockets: their makers do.
+Used where a worker joins (`trust.joining`), asks for a token (`trust.token_prompt`) and fetches weights
+(`hosts.weights`). It does not close sockets; the code that made them does.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ import weakref
 
 
 class CancelledError(Exception):
-    """The result is not wanted any more."""
+    """The work was cancelled, because its result is not wanted any more."""
 
 
 class Cancellation:
-    """Ends a job from another thread: at once, also where it waits at a socket. Thread-safe."""
+    """Ends a job from another thread, at once, even while the job waits at a socket. Thread-safe."""
 
     def __init__(self) -> None:
         self._is_cancelled = threading.Event()
@@ -38,10 +38,10 @@ class Cancellation:
             self._is_cancelled.set()
             for each in self._sockets:
                 with contextlib.suppress(OSError):  # it is closed, or was never connected
-                    socket.socket.shutdown(each, socket.SHUT_RDWR)  # without a word of TLS, which blocks
+                    socket.socket.shutdown(each, socket.SHUT_RDWR)  # not TLS's own, which blocks
 
     def pause(self, seconds: float) -> None:
-        """Wait; raises `CancelledError` at once when the job is cancelled."""
+        """Wait for so many seconds; raise `CancelledError` at once when the job is cancelled."""
         self._is_cancelled.wait(seconds)
         self.check()
 
@@ -51,11 +51,11 @@ class Cancellation:
             raise CancelledError
 
     def add(self, each: socket.socket) -> None:
-        """Shut this socket down when the job is cancelled; raises `CancelledError` if it already is."""
+        """Let `cancel` shut this socket down; raise `CancelledError` if the job is already cancelled."""
         with self._mutex:
             self._sockets.add(each)
         self.check()
 
 
 def hold_nothing(each: socket.socket) -> None:
-    """Do nothing; used for `Cancellation.add` where the job is never cancelled."""
+    """Do nothing; takes the place of `Cancellation.add` for a job that is never cancelled."""

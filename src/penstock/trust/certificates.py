@@ -1,9 +1,9 @@
 """The keys and certificates of a cluster: made, signed and checked by `cryptography` (extra `hosts`).
 
-Keys are P-256: every OpenSSL takes them for TLS 1.3, in FIPS mode too, which Ed25519 is not sure of. Only
-this module uses the library; it can be imported without it, and then says at the first use what is missing.
-Ranks do not need it: they are handed certificates that exist. Keys and certificates are bytes at this seam,
-PEM where they are kept and DER where they are compared or sent.
+Keys are P-256, which every OpenSSL accepts for TLS 1.3, in FIPS mode too; that is not sure for Ed25519. Only
+this module uses the library. The module can be imported without it, and then raises an error at the first
+call that names what is missing. Ranks do not need the library, since they are handed finished certificates.
+Keys and certificates are bytes here: PEM where they are kept, and DER where they are compared or sent.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ except ModuleNotFoundError:
 else:
     _IS_INSTALLED = True
 
-CLOCK_SKEW_S = 2 * 24 * 3600.0  # by which clocks of two hosts may differ
+CLOCK_SKEW_S = 2 * 24 * 3600.0  # the clocks of two hosts may differ by so much
 AUTHORITY_LIFE_S = 30 * 365 * 24 * 3600.0
-HOST_LIFE_S = 365 * 24 * 3600.0  # renewed when a host joins again in the second half of it
-LINK_LIFE_S = 24 * 3600.0  # of a rank: its connections are made in the first seconds of an epoch
-PUBLIC_KEY_BYTES = 91  # of a P-256 key as DER
+HOST_LIFE_S = 365 * 24 * 3600.0  # of an agent's; it is renewed when its host joins again in the second half
+LINK_LIFE_S = 24 * 3600.0  # of a rank's or visitor's: connections are made at the beginning of an epoch
+PUBLIC_KEY_BYTES = 91  # length of a P-256 key as DER
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 
 
 def _with_library(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-    """Refuse the call with the remedy where the library is not installed."""
+    """Make a function raise an error that names the remedy, if the library is not installed."""
 
     def checked(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
         if not _IS_INSTALLED:
@@ -72,13 +72,13 @@ def fingerprint(public_key: bytes) -> bytes:
 
 
 def cluster_name(public_key: bytes) -> str:
-    """Return the name of the cluster whose authority has this key, as certificates spell it."""
+    """Return the name of the cluster whose authority has this key, as it stands in certificates."""
     return fingerprint(public_key)[:16].hex()
 
 
 @_with_library
 def signing_request(key_pem: bytes) -> bytes:
-    """Return a request (DER) for a certificate of this key. The name is not in it: the head decides that."""
+    """Return a request (DER) for a certificate of this key, without a name, which the head decides."""
     request = x509.CertificateSigningRequestBuilder().subject_name(x509.Name([]))
     return request.sign(_load_key(key_pem), hashes.SHA256()).public_bytes(serialization.Encoding.DER)
 
@@ -88,7 +88,7 @@ def sign_authority(key_pem: bytes, now: float) -> bytes:
     """Return the self-signed certificate (PEM) of a cluster's authority.
 
     Args:
-        now: seconds since the epoch of Unix, as everywhere here.
+        now: Unix time (seconds since 1970), as everywhere in this module.
     """
     key = _load_key(key_pem)
     name = _common_name(f"Penstock cluster {cluster_name(_public_der(key.public_key()))[:8]}")
@@ -107,10 +107,10 @@ def sign_name(
     """Return a certificate (PEM) that gives a name to the key of a request.
 
     Args:
-        request: DER, of a peer that has proved itself; all that it says but its key is ignored.
+        request: the request (DER) of a peer that has proved itself; only the key in it is used.
 
     Raises:
-        CertificateError: the request is damaged, not signed by its own key, or its key is not P-256.
+        CertificateError: the request is damaged or not signed by its own key, or the key is not P-256.
     """
     key, authority = _load_key(authority_key), x509.load_pem_x509_certificate(authority_pem)
     subject = _common_name(f"{name.role} of {name.host}"[:64])
@@ -134,8 +134,8 @@ def check_signed(certificate: bytes, authority_key: bytes, now: float) -> PeerNa
         certificate, authority_key: DER.
 
     Raises:
-        WrongClusterError: another authority has signed it, or it is not one of a cluster.
-        CertificateError: it is not valid at this time.
+        WrongClusterError: another authority has signed the certificate, or it is not one of a cluster.
+        CertificateError: the certificate is not valid at this time.
     """
     try:
         found = x509.load_der_x509_certificate(certificate)
@@ -159,10 +159,10 @@ def check_signed(certificate: bytes, authority_key: bytes, now: float) -> PeerNa
 
 @_with_library
 def read_certificate(certificate_pem: bytes) -> tuple[int, PeerName, float]:
-    """Return serial number, name and end (seconds since the epoch of Unix) of a certificate of our own.
+    """Return serial number, name and end of validity (Unix time) of a certificate of our own cluster.
 
     Raises:
-        CertificateError: it is damaged.
+        CertificateError: the certificate is damaged.
     """
     try:
         found = x509.load_pem_x509_certificate(certificate_pem)
@@ -176,7 +176,7 @@ def certified_key(certificate_pem: bytes) -> bytes:
     """Return the public key (DER) that a certificate is for.
 
     Raises:
-        CertificateError: it is damaged, or the key is not P-256.
+        CertificateError: the certificate is damaged, or the key is not P-256.
     """
     try:
         return _public_der(x509.load_pem_x509_certificate(certificate_pem).public_key())
@@ -186,7 +186,7 @@ def certified_key(certificate_pem: bytes) -> bytes:
 
 @_with_library
 def is_pair(key_pem: bytes, certificate_pem: bytes) -> bool:
-    """Return whether a certificate is for this key; false too where one of them is damaged."""
+    """Return whether a certificate is for this key; also False if one of the two is damaged."""
     try:
         certificate = x509.load_pem_x509_certificate(certificate_pem)
         return _public_der(certificate.public_key()) == public_key_of(key_pem)
@@ -198,7 +198,7 @@ def is_pair(key_pem: bytes, certificate_pem: bytes) -> bool:
 
 if _IS_INSTALLED:
     _USAGES = x509.oid.ExtendedKeyUsageOID
-    _UNREADABLE: tuple[type[Exception], ...] = (  # what the library raises over bytes from outside
+    _UNREADABLE: tuple[type[Exception], ...] = (  # what the library raises for bytes that it cannot read
         *(ValueError, TypeError, InvalidSignature, UnsupportedAlgorithm),
         *(x509.InvalidVersion, x509.ExtensionNotFound, x509.DuplicateExtension),
         *(x509.UnsupportedGeneralNameType, x509.AttributeNotFound),
@@ -246,7 +246,7 @@ def _name_in(certificate: x509.Certificate) -> PeerName:
 def _builder(
     subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePublicKey, now: float, life_s: float
 ) -> x509.CertificateBuilder:
-    """Begin a certificate that is valid from `CLOCK_SKEW_S` before now to as long after its life."""
+    """Begin a certificate that is valid for `life_s` from now, and `CLOCK_SKEW_S` before and after that."""
     builder = x509.CertificateBuilder().subject_name(subject).issuer_name(issuer).public_key(key)
     builder = builder.serial_number(x509.random_serial_number())
     builder = builder.not_valid_before(_time(now - CLOCK_SKEW_S))

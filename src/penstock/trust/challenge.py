@@ -1,18 +1,18 @@
 """A challenge that proves both sides of a connection in plain text, by the key of an epoch.
 
-Links are in plain text only where the command lines of both hosts say `--insecure-links`. Then anybody that
-can read the wire can read hidden states, and anybody that can change packets can change them; but nobody can
-open a link without the key, which the head gives to the processes of one epoch over their encrypted channels.
+Links are in plain text only if the command lines of both hosts have `--insecure-links`. Then an attacker on
+the network can read hidden states, and change them by changing packets. But nobody can open a link without
+the key of the epoch, which the head gives to the processes of that epoch over encrypted channels.
 
     dialler                                                      accepter
-    OPENING, nonce (32), length and name of the dialler    ──▶   one of those that it expects?
+    OPENING, nonce (32), length and name of the dialler    ──▶   checks that it expects this name
                                           ◀──   nonce (32), HMAC over both nonces and both names, as accepter
     HMAC over the same, as dialler                         ──▶
-                                                           ◀──   welcome: what follows is the link's
+                                                           ◀──   welcome; all bytes after it are the link's
 
-Each side proves itself over a nonce of the other, in a text that names its role, so that nothing can be
-played back to another side or time. No message has a field of free length but the name, which is compared and
-not read.
+Each side proves itself with a text that has the other side's nonce and its own role. A proof can therefore
+not be used again, for another side or at another time. Only the name has a free length; it is compared with
+the expected names, and never parsed.
 """
 
 from __future__ import annotations
@@ -38,10 +38,11 @@ def new_epoch_key() -> bytes:
 
 
 class _Challenge:
-    """The common part of both sides: a message is as long as `_needed` says, and goes to `_next` once whole.
+    """The common part of both sides: a message of `_needed` bytes is passed to `_next` once it is whole.
 
     Args:
-        needed, take: those of the first message that this side waits for.
+        key: the key of the epoch.
+        needed, take: length and receiver of the first message that this side waits for.
     """
 
     def __init__(self, key: bytes, needed: int, take: Callable[[bytes], None]) -> None:
@@ -73,10 +74,10 @@ class _Challenge:
 
 
 class DialledChallenge(_Challenge):
-    """The side that has connected; a `Conversation`.
+    """The side that has connected. Implements `Conversation`.
 
     Args:
-        key: of the epoch.
+        key: the key of the epoch.
         own, peer: names of this process and of the process that it wants to reach.
     """
 
@@ -101,15 +102,15 @@ class DialledChallenge(_Challenge):
 
 
 class AcceptedChallenge(_Challenge):
-    """The side that was connected to; a `Conversation`.
+    """The side that has accepted the connection. Implements `Conversation`.
 
     Args:
-        key: of the epoch.
+        key: the key of the epoch.
         own: name of this process.
-        expected: processes that may connect.
+        expected: names of the processes that may connect.
 
     Attributes:
-        peer: which of them it is, once it has proved itself.
+        peer: name of the process that has connected, once it has proved itself.
     """
 
     def __init__(self, key: bytes, own: PeerName, expected: Collection[PeerName]) -> None:
@@ -155,7 +156,10 @@ class AcceptedChallenge(_Challenge):
 
 
 def _proof(key: bytes, role: bytes, nonces: bytes, names: tuple[PeerName, PeerName]) -> bytes:
-    """Return the proof. Names hold no line end, and nonces have a fixed length: one text has one meaning."""
+    """Return the proof of a side: an HMAC over role, names and nonces.
+
+    Names have no line ends and nonces have a fixed length, so no two sets of these give the same text.
+    """
     dialler, accepter = (name.uri.encode() for name in names)
     return hmac.digest(key, b"\n".join((OPENING + role, dialler, accepter, nonces)), "sha256")
 

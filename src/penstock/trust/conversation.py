@@ -1,7 +1,8 @@
 """The interface between a handshake on a connection and the socket that carries its bytes.
 
-A conversation knows no socket and no clock, so that every order of bytes can be tested. Its driver
-sends what it has to say, hands it what arrives, never more than it wants, and reports the end.
+A conversation knows no socket and no clock, so that every order of bytes can be tested. Its driver, such as
+`trust.door`, sends the bytes that the conversation has to send. It hands over the bytes that arrive, never
+more than are wanted, and reports the end of the stream.
 """
 
 from __future__ import annotations
@@ -10,47 +11,49 @@ from typing import Protocol
 
 from penstock.errors import LinkClosedError, ProtocolError
 
-WELCOME = b"\x06"  # of `Welcoming`
+WELCOME = b"\x06"  # the byte that `Welcoming` sends
 
 
 class Conversation(Protocol):
-    """One side of the first words on a connection."""
+    """One side of a handshake on a connection."""
 
     @property
     def wanted(self) -> int:
-        """The most bytes that `receive` takes next; 0 when all is said."""
+        """The most bytes that `receive` takes next; 0: the handshake needs no more bytes."""
         ...
 
     def take_outgoing(self) -> bytes:
-        """Return what is to be sent now, once."""
+        """Return the bytes that are to be sent now; each byte is returned only once."""
         ...
 
     def receive(self, data: bytes) -> None:
-        """Take what has arrived.
+        """Take bytes that have arrived.
 
         Raises:
-            PenstockError: the peer is refused; what `take_outgoing` then returns tells it so.
+            PenstockError: the peer is refused; `take_outgoing` then returns what the peer is told, if
+                anything.
         """
         ...
 
     def end_of_stream(self) -> None:
-        """Take the end of the stream: the peer has closed the connection though more was wanted.
+        """Take the end of the stream: the peer has closed the connection, though more bytes were wanted.
 
         Raises:
-            PenstockError: always; it says what the peer may have missed.
+            PenstockError: always; the error suggests why the peer may have closed it.
         """
         ...
 
     def abandon(self) -> None:
-        """Release what is held for the peer: the connection is closed before all is said and sent."""
+        """Release what is held for the peer, since the connection is closed before the handshake is over."""
         ...
 
 
 class Welcoming:
-    """The last word of the side that accepts a link, once the other has proved itself; a `Conversation`.
+    """The last message of the side that accepts a link, once the dialler has proved itself.
 
-    What the dialler sends of its own comes only behind it. So a peer that has not proved itself has no reason
-    to send much (`trust.door`), and a dialler that is refused knows it before its link counts as open.
+    Implements `Conversation`. The dialler sends its own data only after this message. A peer that has not
+    proved itself therefore has no reason to send much (`trust.door`), and a dialler that is refused notices
+    it before its link counts as open.
     """
 
     wanted = 0
@@ -73,7 +76,7 @@ class Welcoming:
 
 
 class Welcomed:
-    """The side that has dialled and proved itself, and waits for that word; a `Conversation`."""
+    """The side that has dialled and proved itself, and waits for the welcome. Implements `Conversation`."""
 
     def __init__(self) -> None:
         self.wanted = len(WELCOME)

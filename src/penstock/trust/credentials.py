@@ -1,8 +1,8 @@
 """The credentials of a process for others of its cluster: key, certificate, the authority's certificate.
 
-An agent keeps its own in a private file and joins again with it. A rank gets some for one epoch: as a
-descriptor of memory without a name, never as a path or an environment variable, which other processes can
-see.
+An agent keeps its credentials in a private file, and joins again with them. A rank gets credentials for one
+epoch, as a descriptor of memory without a name. They are never in a named file or an environment variable,
+which other processes could see.
 
     agent                                            rank
     key, request = new_key(), signing_request(key)
@@ -27,11 +27,14 @@ _MAX_BYTES = 1 << 16
 
 
 class Credentials(msgspec.Struct, frozen=True, kw_only=True):
-    """The key, certificate and authority, each as PEM. Their text shows none of it.
+    """The key and certificate of a process and the certificate of the authority; `repr` shows none of them.
 
     Attributes:
-        epoch_key: 32 random bytes that only the processes of one epoch have, for links in plain text
-            (`trust.challenge`); empty where links are encrypted.
+        key_pem: private key of the process.
+        certificate_pem: certificate of the process.
+        authority_pem: certificate of the cluster's authority.
+        epoch_key: 32 random bytes that only the processes of one epoch have, to prove themselves on links in
+            plain text (`trust.challenge`); empty for credentials that are not for links.
     """
 
     key_pem: bytes
@@ -43,7 +46,7 @@ class Credentials(msgspec.Struct, frozen=True, kw_only=True):
         return "Credentials(…)"
 
     def save(self, path: Path) -> None:
-        """Write them to a private file in a private directory, in place of older ones.
+        """Write the credentials to a private file in a private directory, in place of older ones.
 
         Raises:
             UsageError: the directory cannot be used, or others may enter it.
@@ -57,7 +60,7 @@ class Credentials(msgspec.Struct, frozen=True, kw_only=True):
 
         Raises:
             FileNotFoundError: there is no such file.
-            UsageError: others may read it, or it is damaged.
+            UsageError: other users may read the file, or it is damaged.
         """
         content = read_private(path)
         try:
@@ -68,7 +71,7 @@ class Credentials(msgspec.Struct, frozen=True, kw_only=True):
             ) from error
 
     def to_memory(self) -> int:
-        """Return a descriptor of sealed memory that holds them; the caller closes it."""
+        """Return a descriptor of sealed memory with the credentials; the caller closes it."""
         handle = os.memfd_create("penstock-credentials", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             _write_all(handle, msgspec.msgpack.encode(self))
@@ -84,7 +87,7 @@ class Credentials(msgspec.Struct, frozen=True, kw_only=True):
         """Read what `to_memory` has written, and close the descriptor.
 
         Raises:
-            ProtocolError: it holds something else.
+            ProtocolError: the memory holds something else.
         """
         try:
             content = os.pread(handle, _MAX_BYTES, 0)  # the offset is shared with other processes

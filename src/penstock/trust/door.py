@@ -1,14 +1,14 @@
 """Accepts connections, and hands on those whose peers authenticate themselves in time.
 
-Until then a peer costs a socket, `max_bytes` and `timeout_s`, and at most `max_peers` are at the door at
-once: more of them wait in the queue of the kernel. One thread serves a door, and no peer can hold it up,
-since nothing here waits for a single one.
+Until a peer is authenticated, it costs no more than a socket, `max_bytes` and `timeout_s`. At most
+`max_peers` are at the door at once; others wait in the kernel's queue. One thread serves a door. No peer can
+hold it up, since nothing here waits for a single peer.
 
-    door = Door(listener, secure, begin, on_refused)   secure: puts TLS on a socket; begin: its conversation
-    for entered in door.serve(timeout_s):              waits at most so long; its socket does not block
-        use(entered.connection, entered.conversation)
+    door = Door(listener, secure, begin, on_refused)   secure puts TLS on a socket, begin starts to converse
+    for entered in door.serve(timeout_s):              waits at most timeout_s
+        use(entered.connection, entered.conversation)  the connection does not block
 
-The head has one for workers (`trust.joining`); carriers between hosts have one for their links.
+The head has a door for workers (`trust.worker_door`); carriers between hosts have doors for their links.
 """
 
 from __future__ import annotations
@@ -38,7 +38,9 @@ class DoorLimits(msgspec.Struct, frozen=True, kw_only=True):
     """The most that a peer may cost before it has proved itself.
 
     Attributes:
-        max_bytes: bytes that arrive from it, those of TLS included.
+        max_peers: peers at the door at once.
+        max_bytes: bytes that arrive from a peer, with those of TLS.
+        timeout_s: seconds in which a peer must have proved itself.
     """
 
     max_peers: int = 64
@@ -50,16 +52,17 @@ DEFAULT_LIMITS = DoorLimits()
 
 
 def shown_address(address: tuple[object, ...]) -> str:
-    """Return host and port of a socket's address for a message; IPv6 in brackets."""
+    """Return host and port of a socket's address for a message, with an IPv6 address in brackets."""
     host, port = address[:2]
     return f"[{host}]:{port}" if ":" in str(host) else f"{host}:{port}"
 
 
 class Entered(Generic[Speaker]):
-    """A connection whose peer has proved itself. The socket does not block; it is the caller's.
+    """A connection whose peer has proved itself.
 
     Attributes:
-        conversation: all is said in it.
+        connection: the socket, which does not block; the caller closes it.
+        conversation: the finished conversation with the peer.
         address: address of the peer, for messages.
     """
 
@@ -82,20 +85,20 @@ class _Visitor(Generic[Speaker]):
         self.connection = connection
         self.address = address
         self.deadline = deadline
-        self.conversations: list[Speaker] = []  # none until the handshake is over
+        self.conversations: list[Speaker] = []  # one, or none until the handshake of TLS is over
         self._begin = begin
         self._unsent = b""
 
     @property
     def events(self) -> int:
-        """The events to wait for when a plain socket would have waited."""
+        """The events to wait for when a socket without TLS would block."""
         return selectors.EVENT_WRITE if self._unsent else selectors.EVENT_READ
 
     def advance(self, max_bytes: int) -> None:
-        """Go on as far as it goes without waiting. All is said when this returns.
+        """Continue handshake and conversation without waiting; when this returns, both have ended well.
 
         Raises:
-            ssl.SSLWantReadError, ssl.SSLWantWriteError, BlockingIOError: it is the peer's turn.
+            ssl.SSLWantReadError, ssl.SSLWantWriteError, BlockingIOError: the peer has to act first.
             PenstockError: the peer is refused.
             OSError: the connection is broken.
         """
@@ -115,14 +118,14 @@ class _Visitor(Generic[Speaker]):
             self.flush()
 
     def flush(self) -> None:
-        """Send what the conversation has to say."""
+        """Send the bytes that the conversation has to send."""
         for conversation in self.conversations:
             self._unsent += conversation.take_outgoing()
         while self._unsent:
             self._unsent = self._unsent[self.connection.send(self._unsent) :]
 
     def close(self) -> None:
-        """Send a refusal, as far as it goes at once, and close."""
+        """Close the connection, after sending what the peer is told, as far as that does not wait."""
         for conversation in self.conversations:
             conversation.abandon()
         with contextlib.suppress(OSError):
@@ -131,12 +134,15 @@ class _Visitor(Generic[Speaker]):
         self.connection.close()
 
     def _require_few_bytes(self, max_bytes: int) -> None:
-        """Ask the kernel what has arrived, since TLS keeps parts of messages where nothing counts them."""
+        """Raise an error if too many bytes have arrived, by the kernel's count.
+
+        Bytes cannot be counted here, since TLS keeps incomplete messages to itself.
+        """
         info = self.connection.getsockopt(
             socket.IPPROTO_TCP, socket.TCP_INFO, _RECEIVED_OFFSET + _RECEIVED.size
         )
         if len(info) < _RECEIVED_OFFSET + _RECEIVED.size:
-            return  # a kernel without the counter: the bounds of OpenSSL and of the conversation hold
+            return  # an old kernel without the counter; the limits of OpenSSL and the conversation still hold
         (received,) = _RECEIVED.unpack_from(info, _RECEIVED_OFFSET)
         if received > max_bytes:
             raise ProtocolError(
@@ -149,10 +155,11 @@ class Door(Generic[Speaker]):
     """A door, as the module describes it. Not thread-safe: one thread serves it.
 
     Args:
-        listener: bound and listening; closed with the door.
-        secure: puts TLS on a socket that does not block, without the handshake; or returns it as it is.
+        listener: a listening socket, which is closed with the door.
+        secure: puts TLS on a socket that does not block, without a handshake; or returns the socket as it is.
         begin: starts the conversation with a peer whose handshake is over; may raise PenstockError.
-        on_refused: called with the address of a peer that was not let in, and why.
+        on_refused: called with the address of a peer that was not let in, and with the reason.
+        limits: the most that peers may cost.
         clock: monotonic seconds.
     """
 
@@ -183,11 +190,14 @@ class Door(Generic[Speaker]):
         return len(self._visitors)
 
     def fileno(self) -> int:
-        """Return a descriptor that is readable when `serve` has something to do, except by `patience_s`."""
+        """Return a descriptor that is readable when `serve` has something to do.
+
+        `serve` must also be called after `patience_s` seconds, to send away peers that are late.
+        """
         return self._selector.fileno()
 
     def serve(self, timeout_s: float) -> list[Entered[Speaker]]:
-        """Do what there is to do; wait for it, at most so long.
+        """Accept and advance peers; if there is nothing to do, wait for at most `timeout_s` seconds.
 
         Returns:
             The connections that were let in.
@@ -211,7 +221,7 @@ class Door(Generic[Speaker]):
         self._listener.close()
 
     def patience_s(self) -> float:
-        """Return the seconds until a peer has not proved itself in time; infinite while there are none."""
+        """Return the seconds until the first peer is late; infinite if no peer is at the door."""
         deadlines = [visitor.deadline - self._clock() for visitor in self._visitors]
         return max(0.0, min(deadlines, default=math.inf))
 
@@ -219,14 +229,14 @@ class Door(Generic[Speaker]):
         while self.num_visitors < self._limits.max_peers:
             try:
                 accepted, address = self._listener.accept()
-            except OSError:  # nobody waits, it is gone already, or there are no descriptors for now
+            except OSError:  # no peer waits, or it is gone already, or there are no descriptors now
                 return
             accepted.setblocking(False)
             shown = shown_address(address)
             deadline = self._clock() + self._limits.timeout_s
             try:
                 connection = self._secure(accepted)
-            except OSError as error:  # it is gone already
+            except OSError as error:  # the peer is gone already
                 accepted.close()
                 self._on_refused(shown, refusal(error))
                 continue
@@ -257,7 +267,7 @@ class Door(Generic[Speaker]):
     def _refuse(self, visitor: _Visitor[Speaker], error: PenstockError) -> None:
         self._forget(visitor)
         try:
-            self._on_refused(visitor.address, error)  # first: who sees the end has been reported
+            self._on_refused(visitor.address, error)  # reported before the peer can see the end
         finally:
             visitor.close()
 

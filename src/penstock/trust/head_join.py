@@ -1,7 +1,7 @@
 """The head's side of the join protocol, without sockets and clocks (`trust.join_messages` draws it).
 
-A worker with a token gets a certificate and comes back with it; a worker with a certificate is let in. The
-first is known only by its proof, the second by the TLS handshake.
+A worker with a token gets a certificate, and connects again with it. A worker with a certificate is let in.
+The proof of its token authenticates the first one, and the TLS handshake the second.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ NOBODY = PeerName(cluster="", host="", role="")
 
 
 class ConnectedHosts:
-    """The names that are in use: of the head's own host, of connected workers and of those that join.
+    """The names of hosts that are in use: of the head, of connected workers, and of workers that join now.
 
     Thread-safe.
 
@@ -60,7 +60,7 @@ class ConnectedHosts:
         """Take a name.
 
         Raises:
-            NameTakenError: it is in use.
+            NameTakenError: the name is in use.
         """
         with self._mutex:
             if host in self._names:
@@ -71,10 +71,10 @@ class ConnectedHosts:
             self._names.add(host)
 
     def require(self, host: str) -> None:
-        """Refuse a host that is not in the cluster now.
+        """Raise an error if a host is not in the cluster now.
 
         Raises:
-            JoinError: its worker has not joined, or its connection is lost.
+            JoinError: the host's worker has not joined, or the connection to it is lost.
         """
         with self._mutex:
             if host not in self._names:
@@ -85,7 +85,7 @@ class ConnectedHosts:
                 )
 
     def leave(self, host: str) -> None:
-        """Give a name back: the connection of its worker is gone."""
+        """Give a name back, since the connection to the worker of that name is gone."""
         with self._mutex:
             self._names.discard(host)
 
@@ -94,7 +94,10 @@ class HeadDesk(msgspec.Struct, frozen=True, kw_only=True):
     """The head's data for every conversation with a worker.
 
     Attributes:
-        certificate: the head's certificate, DER, as its TLS handshake shows it.
+        identity: signs certificates.
+        book: knows tokens and accepted certificates.
+        connected: names of hosts that are in use.
+        certificate: the head's certificate (DER), as its TLS handshake shows it.
         version: version of Penstock; the worker's must be the same.
     """
 
@@ -106,17 +109,20 @@ class HeadDesk(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class HeadJoin:
-    """A conversation with one worker; a `Conversation`.
+    """The head's side of joining one worker. Implements `Conversation`.
 
     Args:
+        desk: the head's data.
         peer: the worker's certificate, or `NO_CERTIFICATE`.
 
     Attributes:
-        host: name of the worker, "" until it has proved itself.
-        is_connected: the worker has joined with its certificate: the connection goes on, and the name of the
-            host stays taken until `ConnectedHosts.leave`. Otherwise the worker closes it and comes back.
-        serial: number of the certificate that a connected worker has from now on; 0 before.
-        visitor: host that has come to look whether it could join; else `NOBODY`. The connection goes on.
+        host: name of the worker's host; "" until the worker has joined.
+        is_connected: the worker has joined with its certificate. The connection then goes on, and the name
+            of the host stays taken until `ConnectedHosts.leave`. A worker that has joined with a token
+            closes the connection, and connects again with its certificate.
+        serial: serial number of the certificate that a connected worker has from now on; 0 before.
+        visitor: name of a host that only looks whether it could join, whose connection goes on; for all
+            others `NOBODY`.
     """
 
     def __init__(self, desk: HeadDesk, peer: PeerCertificate) -> None:
@@ -180,7 +186,7 @@ class HeadJoin:
             raise garbage()
 
     def _proved_request(self, given: bytes, body: bytes) -> tuple[Seat, JoinRequest]:
-        """Check the proof first: until then the body is only hashed."""
+        """Check the proof of a request, and then read the request; before that, the body is only hashed."""
         desk = self._desk
 
         def is_proved_by(key: bytes) -> bool:
@@ -204,15 +210,15 @@ class HeadJoin:
         def store() -> None:
             desk.book.commit(seat, request.host, serial)
             self.host = request.host
-            desk.connected.leave(request.host)  # it comes back with its certificate
+            desk.connected.leave(request.host)  # the worker connects again, with its certificate
 
         self._welcome(certificate, store)
 
     def _visit(self, given: bytes, body: bytes) -> None:
-        """Give a host that has the token a certificate with which it can be measured, and nothing else."""
+        """Give a host that has the token a certificate for measurements of the network, and nothing else."""
         desk = self._desk
         seat, request = self._proved_request(given, body)
-        desk.book.cancel(seat)  # a visit uses nothing up
+        desk.book.cancel(seat)  # a visit does not count as a use of the token
         name = PeerName(cluster=desk.identity.name, host=request.host, role=VISITOR_ROLE)
 
         def store() -> None:
@@ -268,26 +274,27 @@ class HeadJoin:
         self._store()
         if not self.is_connected:
             self._release = _nothing
-        # else the name of the host is let go of if DONE cannot be sent: the door then abandons this
+        # If a connected worker cannot be sent DONE, the door calls `abandon`, which releases its host's name.
         self._await = None
         self._outgoing += framed(Kind.DONE)
 
 
 class WeightsVisit(Welcoming):
-    """A connection over which a worker that has joined fetches weights; a `Conversation`.
+    """The head's side of a connection over which a joined worker fetches weights. Implements `Conversation`.
 
     Args:
+        desk: the head's data.
         peer: the worker's certificate.
 
     Attributes:
-        host: name of the worker.
+        host: name of the worker's host.
 
     Raises:
-        JoinError: it has not joined, or its certificate is revoked.
-        ProtocolError: it is not a worker of this cluster.
+        JoinError: the worker has not joined, or its certificate is revoked.
+        ProtocolError: the peer is not a worker of this cluster.
     """
 
-    is_connected = False  # as an agent
+    is_connected = False  # this is not the connection of an agent
 
     def __init__(self, desk: HeadDesk, peer: PeerCertificate) -> None:
         super().__init__()
@@ -299,7 +306,7 @@ HeadConversation = HeadJoin | WeightsVisit
 
 
 def _known_agent(desk: HeadDesk, peer: PeerCertificate) -> PeerName:
-    """Return the name in the certificate of a worker that has joined before; raises `PenstockError`."""
+    """Return the name in the certificate of a worker that has joined before; raise an error for others."""
     name = peer.name
     if name.role != AGENT_ROLE or name.cluster != desk.identity.name:
         raise garbage()

@@ -1,7 +1,7 @@
-"""The private directories of running processes: a process that uses one holds its lock.
+"""The private directories of running processes: a process that uses a directory holds a lock on it.
 
-A process that is killed deletes nothing, but its lock goes with it: by that the next process knows that
-the directory is not used any more, and deletes it.
+A process that is killed deletes nothing, but its lock ends with it. The next process finds the directory
+without a lock, and deletes it.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from penstock.trust.private_files import make_private_directory
 
 
 class HeldDirectory:
-    """A private directory, kept from `delete_unheld` until `release`. Several processes may hold it.
+    """A private directory that `delete_unheld` does not delete until `release`.
 
-    What an earlier holder of the name has left in it is still there.
+    Several processes may hold it. What an earlier holder has left in it is still there.
 
     Args:
-        path: made if it is not there.
+        path: path of the directory, which is made if it does not exist.
 
     Raises:
-        UsageError: it cannot be used, or others may enter it.
+        UsageError: the directory cannot be used, or other users may enter it.
     """
 
     def __init__(self, path: Path) -> None:
@@ -33,20 +33,20 @@ class HeldDirectory:
         self._handle = _held(path)
 
     def delete(self) -> None:
-        """Delete it with all that is in it, and release it. May be called twice."""
+        """Delete the directory with all that is in it, and release it. May be called twice."""
         if self._handle >= 0:
             shutil.rmtree(self.path, ignore_errors=True)
         self.release()
 
     def release(self) -> None:
-        """Leave the directory as it is, to the next holder. May be called twice."""
+        """Release the lock, and leave the directory as it is. May be called twice."""
         handle, self._handle = self._handle, -1
         if handle >= 0:
             os.close(handle)
 
 
 def delete_unheld(parent: Path) -> None:
-    """Delete all directories in a directory that no process holds.
+    """Delete all subdirectories of `parent` that no process holds.
 
     On a file system without locks nothing is deleted.
     """
@@ -61,13 +61,13 @@ def delete_unheld(parent: Path) -> None:
 
 
 def _held(path: Path) -> int:
-    """Return an open directory with a lock on it, which is still the one of this name."""
+    """Return a descriptor of the directory, with a lock on it; the directory is made if need be."""
     while True:
         make_private_directory(path)
         try:
             handle = _opened(path)
         except FileNotFoundError:
-            continue  # it has been deleted since it was made
+            continue  # another process has deleted it since it was made
         except OSError as error:
             raise UsageError(f"the directory {path} cannot be used: {error.strerror}.") from error
         with contextlib.suppress(OSError):  # a file system without locks
@@ -82,7 +82,7 @@ def _opened(path: Path) -> int:
 
 
 def _is_still(path: Path, handle: int) -> bool:
-    """Return whether the open directory has this name now."""
+    """Return whether the path still names the open directory."""
     with contextlib.suppress(FileNotFoundError):
         return os.path.samestat(path.stat(), os.fstat(handle))
     return False

@@ -1,7 +1,7 @@
 """The identity of a cluster: the key of its head, which signs the certificates of all its processes.
 
-It is kept in one private file of the head's state directory and survives restarts. A head that loses it has
-another cluster: workers then refuse the head, until they are given a new token.
+The key is kept in a private file of the head's state directory and survives restarts. A head that loses it
+begins another cluster: workers then refuse the head until they are given a new token.
 """
 
 from __future__ import annotations
@@ -26,13 +26,14 @@ class ClusterIdentity:
     """The authority of a cluster.
 
     Args:
-        key_pem, certificate_pem: those of the authority.
-        wall_clock: seconds since the epoch of Unix.
+        key_pem, certificate_pem: private key and certificate of the authority.
+        wall_clock: Unix time (seconds since 1970).
 
     Attributes:
-        public_key: DER; its SHA-256 is the fingerprint that tokens carry.
-        name: name of the cluster, as `PeerName.cluster` has it.
-        run: run of the head, as `PeerName.run` has it; another one in each object, so after each start.
+        certificate_pem: certificate of the authority.
+        public_key: public key of the authority (DER); tokens have a part of its SHA-256.
+        name: name of the cluster, as in `PeerName.cluster`.
+        run: name of this run of the head, as in `PeerName.run`; each object, so each start, has a new one.
     """
 
     def __init__(self, key_pem: bytes, certificate_pem: bytes, wall_clock: Callable[[], float]) -> None:
@@ -46,7 +47,7 @@ class ClusterIdentity:
 
     @classmethod
     def open(cls, directory: Path, wall_clock: Callable[[], float]) -> ClusterIdentity:
-        """Return the identity that is kept in a state directory; at the first call, make it.
+        """Return the identity that is kept in a state directory; if there is none, make it.
 
         Raises:
             UsageError: the library is missing, the directory cannot be used, others may read the key, or the
@@ -59,7 +60,7 @@ class ClusterIdentity:
         except FileNotFoundError:
             key = certificates.new_key()
             create_private(path, key + certificates.sign_authority(key, wall_clock()))
-            content = read_private(path)  # of another process, if that was faster
+            content = read_private(path)  # the content of another process, if that was faster
         key, mark, certificate = content.partition(_BEGIN)
         if not certificates.is_pair(key, mark + certificate):
             raise UsageError(
@@ -70,7 +71,7 @@ class ClusterIdentity:
         return cls(key, mark + certificate, wall_clock)
 
     def head_credentials(self, host: str) -> Credentials:
-        """Return a new key and certificate of the head itself. They are never written to a file.
+        """Return a new key and certificate of the head itself, which are never written to a file.
 
         Raises:
             UsageError: the name of the host cannot stand in a certificate.
@@ -84,7 +85,7 @@ class ClusterIdentity:
         """Return a new key and certificate for the links of a process in one epoch, and the epoch's key.
 
         Args:
-            name: with the run of this identity, since no end expects another one.
+            name: name of the process, with the run of this identity: no peer expects another run.
         """
         assert name.run == self.run, "a process of another run of the head"
         epoch_key = self._epoch_keys.setdefault(name.epoch, new_epoch_key())
@@ -105,8 +106,8 @@ class ClusterIdentity:
     def sign_link(self, request: bytes, name: PeerName) -> bytes:
         """Return the certificate (PEM) of a process for the links of one epoch.
 
-        The head calls this for an agent whose connection is authenticated. It says the name itself: host,
-        role and epoch come from its own plan and not from the agent.
+        The head calls this for an agent whose connection is authenticated, and decides the name itself: host,
+        role and epoch come from the head's plan, and not from the agent.
 
         Raises:
             CertificateError: the request is damaged.

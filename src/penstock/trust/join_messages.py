@@ -5,21 +5,21 @@ Inside TLS 1.3 each message is a header of 7 bytes and a body of msgpack:
     protocol (2 bytes) | kind (1) | length of the body (4) | body
 
     head                                             worker
-    HELLO   public key (91), then Hello       ──▶    checks the key against its pin, and that it has signed
-                                                     the head's certificate; only then it reads on
+    HELLO   public key (91), then Hello       ──▶    checks that the key fits its token or certificate, and
+                                                     has signed the head's certificate; then it reads on
                                               ◀──    JOIN    proof (32), then JoinRequest: with a token
                                               ◀──    REJOIN  RejoinRequest: with a certificate
-                                              ◀──    VISIT   as JOIN, or as REJOIN: a host that looks whether
-                                                     it could join; no use of the token is counted
-    WELCOME Welcome                           ──▶    stores what is new
+                                              ◀──    VISIT   body as of JOIN or REJOIN: a host only looks
+                                                     whether it could join; it uses no token up
+    WELCOME Welcome                           ──▶    stores its new certificate, if any
                                               ◀──    STORED
     DONE                                      ──▶
-    REFUSED ErrorInfo, in place of either     ──▶
+    REFUSED ErrorInfo                         ──▶    in place of WELCOME or DONE
                                               ◀──    OTHER_VERSION, in place of a request
 
 The header, and the place of the public key in HELLO, are the same in every version, so that each side can
 name the version of the other. The proof is an HMAC over the head's certificate, the head's nonce and the body
-behind it: the head reads no byte of a JOIN before it has checked it.
+behind the proof. The head parses no byte of a JOIN before it has checked the proof.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ import msgspec
 from penstock.errors import OtherVersionError, ProtocolError
 
 PROTOCOL = 1
-MAX_BYTES = 16 << 10  # of all messages of a peer that has not proved itself, and of each message
-NOT_JOINED = "not_joined"  # code of the error; the connection of the worker may be broken for a moment
+MAX_BYTES = 16 << 10  # the most bytes of all messages of a peer in this protocol together
+NOT_JOINED = "not_joined"  # code of an error; the worker's connection may only be broken for a moment
 NONCE_BYTES = PROOF_BYTES = 32
 HEADER = struct.Struct(">HBI")
 _CONTEXT = b"penstock join 1"
@@ -45,7 +45,7 @@ Message = TypeVar("Message", bound=msgspec.Struct)
 
 
 class Kind(enum.IntEnum):
-    """The kind of a message, which follows from its header."""
+    """The kind of a message, which stands in its header."""
 
     HELLO = 1
     JOIN = 2
@@ -62,7 +62,7 @@ _KINDS = frozenset(Kind)
 
 
 class Hello(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The first words of the head.
+    """The first message of the head, behind its public key.
 
     Attributes:
         version: version of Penstock.
@@ -76,11 +76,12 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class JoinRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A worker with a token wants a certificate.
+    """The request of a worker that has a token and wants a certificate.
 
     Attributes:
-        host: the name that it wants.
-        request: request for the certificate, DER.
+        version: version of Penstock.
+        host: the name that the worker wants for its host.
+        request: signing request for the certificate (DER).
     """
 
     version: str
@@ -89,10 +90,11 @@ class JoinRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class RejoinRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A worker with a certificate is back.
+    """The request of a worker that has a certificate and connects again.
 
     Attributes:
-        request: request for a newer certificate, DER; empty where the present one is young.
+        version: version of Penstock.
+        request: signing request for a newer certificate (DER); empty: the worker needs none yet.
     """
 
     version: str
@@ -100,10 +102,10 @@ class RejoinRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 class Welcome(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The worker is let in.
+    """The head's answer to a request that it accepts.
 
     Attributes:
-        certificate: PEM; empty where none was requested.
+        certificate: the new certificate (PEM); empty if none was requested.
     """
 
     certificate: bytes = b""
@@ -114,7 +116,10 @@ def proof(key: bytes, head_certificate: bytes, nonce: bytes, body: bytes) -> byt
 
     Args:
         key: `JoinToken.proof_key`.
-        head_certificate: DER, as the TLS handshake has shown it; a host in between has another one.
+        head_certificate: the head's certificate (DER) as the TLS handshake has shown it. An attacker in
+            between would show another one, for which the proof is of no use.
+        nonce: the head's random bytes for this connection.
+        body: the body of the request.
     """
     parts = (head_certificate, nonce, body)
     digests = b"".join(hashlib.sha256(part).digest() for part in parts)
@@ -128,10 +133,10 @@ def framed(kind: Kind, body: bytes = b"") -> bytes:
 
 
 def decode(body: bytes, message: type[Message]) -> Message:
-    """Read a body.
+    """Return the message that a body encodes.
 
     Raises:
-        ProtocolError: it is not such a message.
+        ProtocolError: the body is not a message of this type.
     """
     try:
         return msgspec.msgpack.decode(body, type=message)
@@ -143,7 +148,7 @@ class Frame(msgspec.Struct, frozen=True, kw_only=True):
     """A message as it came.
 
     Attributes:
-        protocol: version of the other side's protocol.
+        protocol: the other side's version of the join protocol.
     """
 
     protocol: int
@@ -152,10 +157,10 @@ class Frame(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MessageReader:
-    """Cuts a stream into messages, and never asks for a byte behind the present one.
+    """Cuts a stream into messages, and never wants a byte behind the end of the present message.
 
     Args:
-        max_bytes: most bytes of all messages together, headers included.
+        max_bytes: the most bytes of all messages together, with their headers.
     """
 
     def __init__(self, max_bytes: int = MAX_BYTES) -> None:
@@ -172,7 +177,7 @@ class MessageReader:
         """Take at most `wanted` bytes, and return a message once it is whole.
 
         Raises:
-            ProtocolError: it is not a header, or the message is too long.
+            ProtocolError: the data is not a header, or the message is too long.
         """
         assert len(data) <= self.wanted
         self._buffer += data
@@ -187,7 +192,7 @@ class MessageReader:
         return frame
 
     def _checked_length(self) -> int:
-        """Return the length of the body; no memory is taken before it is known to be small."""
+        """Return the length of the body, after checking that it is small enough to be kept in memory."""
         _, kind, length = HEADER.unpack(self._buffer)
         if kind not in _KINDS:
             raise garbage()
@@ -202,7 +207,7 @@ class MessageReader:
 
 
 def garbage() -> ProtocolError:
-    """Return the error about a peer that says something else than the protocol has at this place."""
+    """Return the error about a peer that sends what the protocol does not have at this place."""
     return ProtocolError(
         "the other side does not speak the join protocol.",
         remedy="Check that the address is the one printed by the head.",

@@ -2,11 +2,13 @@
 
     A-ABCD-EFGH-…       one character for the version, then 14 groups of 4
 
-The 56 characters are base32 of 35 bytes: 16 random ones, 16 of the SHA-256 of the cluster's public key, and a
-checksum of 3. To pass for the cluster, a key must be found whose hash has the same 16 bytes; that takes 2^128
-tries, as guessing the secret does, since nobody but the owner of the cluster chooses its first key. The
-checksum tells a slip of the pen from a wrong token. Reading takes small letters, spaces, line ends and
-dashes, and the digits 0 and 1 for the letters O and I, which base32 has in their place.
+The 56 characters are base32 of 35 bytes: 16 random bytes (the secret), the first 16 bytes of the SHA-256 of
+the cluster's public key (the pin), and a checksum of 3 bytes. An attacker that wants to pass for the cluster
+must find another key whose hash has the same 16 bytes. That takes 2^128 tries, as many as guessing the secret
+takes: only the owner of the cluster has chosen its key, so finding any two keys with one hash does not help.
+The checksum distinguishes a mistyped token from a wrong one. Reading accepts small letters, spaces, line
+ends, dashes and underscores. It also accepts the digits 0 and 1 for the letters O and I, since base32 lacks
+these digits.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ _SEPARATORS = dict.fromkeys(map(ord, " \t\r\n-_"))
 
 
 class JoinToken:
-    """A secret of a cluster and the pin of its key. Its `repr` shows neither.
+    """A secret of a cluster, and the pin of the cluster's key; `repr` shows neither.
 
     Args:
         secret: 16 random bytes.
@@ -58,7 +60,7 @@ class JoinToken:
         """Read a token that was copied or typed.
 
         Raises:
-            JoinTokenError: it is mistyped, or of another version. The message does not repeat it.
+            JoinTokenError: the text is mistyped, or of another version. The message does not repeat the text.
         """
         characters = text.translate(_SEPARATORS).upper()
         version, body = characters[:1], characters[1:].translate(_LOOK_ALIKES)
@@ -74,7 +76,7 @@ class JoinToken:
         return cls(payload[:SECRET_BYTES], payload[SECRET_BYTES:])
 
     def text(self) -> str:
-        """Return the token as people copy it. It belongs in a private file and nowhere else."""
+        """Return the token as people copy it; this text belongs in a private file and nowhere else."""
         payload = self._secret + self._pin
         body = base64.b32encode(payload + _checksum(payload)).decode("ascii")
         return "-".join([VERSION, *(body[start : start + 4] for start in range(0, _NUM_CHARACTERS, 4))])
@@ -89,17 +91,17 @@ class JoinToken:
         return hmac.compare_digest(fingerprint(public_key)[:PIN_BYTES], self._pin)
 
     def proof_key(self) -> bytes:
-        """Return the key with which the secret is proved and checked. It does not lead back to the secret."""
+        """Return the key with which the secret is proved and checked; the secret cannot be found from it."""
         return hmac.digest(self._secret, b"penstock join proof", "sha256")
 
 
 def head_token(path: Path, public_key: bytes) -> JoinToken:
-    """Return the token of the head: the content of a private file, which is written when it is not there.
+    """Return the token of the head, the content of a private file, which is made if it does not exist.
 
     Raises:
-        UsageError: others may read the file, or it cannot be written.
-        JoinTokenError: it does not hold a token.
-        WrongClusterError: its token is for another cluster.
+        UsageError: other users may read the file, or it cannot be written.
+        JoinTokenError: the file does not hold a token.
+        WrongClusterError: the token in the file is for another cluster.
     """
     create = JoinToken.new(public_key)
     try:
@@ -119,8 +121,8 @@ def worker_token(path: Path) -> JoinToken:
 
     Raises:
         FileNotFoundError: there is no such file.
-        UsageError: others may read it, or it cannot be read.
-        JoinTokenError: it does not hold a token.
+        UsageError: other users may read the file, or it cannot be read.
+        JoinTokenError: the file does not hold a token.
     """
     try:
         return JoinToken.parse(read_private(path).decode("utf-8"))

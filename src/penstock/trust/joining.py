@@ -1,9 +1,9 @@
 """Joins a worker to its head: the first time with a token, and from then on with the certificate that it got.
 
 credentials = join_with_token(address, token, host="desk", version=…, path=…)     once
-head = rejoin(address, credentials, version=…, path=…)                            whenever it is back
+head = rejoin(address, credentials, version=…, path=…)                            at every connection
 head.connection                                                                   mutual TLS 1.3
-connection = connect_for_weights(address, credentials, head.name)                 one more, beside it
+connection = connect_for_weights(address, credentials, head.name)                 a second connection
 """
 
 from __future__ import annotations
@@ -51,18 +51,18 @@ from penstock.trust.worker_join import (
 )
 
 Address = tuple[str, int]
-Hold = Callable[[socket.socket], None]  # as `Cancellation.add`: is given each socket before it is waited for
-TIMEOUT_S = 10.0  # for all of a join
+Hold = Callable[[socket.socket], None]  # such as `Cancellation.add`: gets each socket before a wait at it
+TIMEOUT_S = 10.0  # for a whole join
 REFUSED_BY_HEAD = "refused_by_head"  # code of a refusal in TLS by a head that has proved itself
 
 
 class JoinedHead:
-    """The head, as a worker has it after it has joined.
+    """The head as a worker knows it after the worker has joined.
 
     Attributes:
-        connection: blocks; it is the caller's.
+        connection: the connection to the head, which blocks; the caller closes it.
         name: name of the head's process.
-        credentials: credentials of this worker from now on; newer than before where it was time.
+        credentials: credentials of this worker from now on; new ones if it was time to renew them.
     """
 
     def __init__(self, connection: ssl.SSLSocket, name: PeerName, credentials: Credentials) -> None:
@@ -87,10 +87,14 @@ def join_with_token(
 
     Args:
         address: host name or IP address of the head, and port.
-        host: name that this worker wants.
-        version: of Penstock.
-        path: of the file.
-        hold: lets another thread end this call.
+        token: the join token.
+        host: name that this worker wants for its host.
+        version: version of Penstock.
+        path: path of the file for the credentials.
+        timeout_s: seconds for the whole join.
+        hold: gets the sockets of this call, so that another thread can end it.
+        clock: monotonic seconds.
+        wall_clock: Unix time.
 
     Raises:
         JoinError: the head, or this worker, refuses; the type says why (`penstock.errors`).
@@ -139,11 +143,13 @@ def rejoin(
     """Connect to the head with the certificate of this host.
 
     Args:
-        path: of the file that keeps the credentials; written where they are renewed.
-        hold: lets another thread end this call.
+        credentials: credentials of this worker.
+        version: version of Penstock.
+        path: path of the file that keeps the credentials; it is written if they are renewed.
+        timeout_s, hold, clock, wall_clock: as in `join_with_token`.
 
     Raises:
-        As `join_with_token`; CertificateError where the certificate is revoked or expired (`needs_token`).
+        As `join_with_token`; CertificateError if the certificate is revoked or expired (`needs_token`).
     """
     claim = CertificateClaim(credentials, version, wall_clock())
     context = link_client_context(credentials)
@@ -154,7 +160,7 @@ def rejoin(
 
 
 def needs_token(error: PeerError) -> bool:
-    """Return whether the head has proved itself and takes the certificate of this host no longer.
+    """Return whether the head has proved itself and no longer accepts the certificate of this host.
 
     All other errors of `rejoin` can come from anybody on the network, or pass by themselves.
     """
@@ -173,11 +179,13 @@ def connect_for_weights(
     """Open one more connection to the head, over which this host fetches weights.
 
     Args:
+        address: host name or IP address of the head, and port.
+        credentials: credentials of this worker.
         head: name of the head that this host has joined.
-        hold: lets another thread end this call.
+        timeout_s, hold, clock: as in `join_with_token`.
 
     Returns:
-        A connection that blocks; it is the caller's.
+        A connection that blocks; the caller closes it.
 
     Raises:
         JoinError: the head, or this worker, refuses.
@@ -200,9 +208,9 @@ def connect_for_weights(
 
 
 def _keeping(path: Path, kept: Sequence[Credentials] = ()) -> Callable[[Credentials], None]:
-    """Return a function that saves credentials in a file.
+    """Return a function that saves credentials in a file, except those in `kept`, which are there already.
 
-    Those that it holds already are left there: a full disk does not keep a host away.
+    A host can therefore come back with its credentials even if the disk is full.
     """
     return lambda credentials: None if credentials in kept else credentials.save(path)
 
@@ -222,7 +230,7 @@ def _joined(
     wall_clock: Callable[[], float],
     hold: Hold = hold_nothing,
 ) -> Iterator[JoinedHead]:
-    """Connect and join. The connection is closed when this or the block fails."""
+    """Connect and join; the connection is closed if this fails, or the `with` block does."""
     deadline = clock() + timeout_s
     kept: list[Credentials] = []
 
@@ -237,7 +245,7 @@ def _joined(
         if certificate is None:  # no version of TLS lets a server have none
             raise ProtocolError("the head showed no certificate.", code="tls_failed")
         conversation = WorkerJoin(claim, certificate, store, wall_clock())
-        proved = peer_name(connection)  # now, since an alert ends what TLS knows of its peer
+        proved = peer_name(connection)  # read now: after an alert TLS does not know its peer any more
         try:
             converse(connection, conversation, deadline, clock)
         except ssl.SSLError as error:
@@ -264,7 +272,7 @@ def _secured(
 
 
 def _connected(address: Address, deadline: float, clock: Callable[[], float], hold: Hold) -> socket.socket:
-    """Connect to the first address of a name that answers; each has its share of the time that is left."""
+    """Connect to the first of a name's addresses that answers; each gets a share of the time that is left."""
     places = socket.getaddrinfo(*address, type=socket.SOCK_STREAM)
     for num_left in range(len(places), 0, -1):
         family, kind, protocol, _, place = places[-num_left]
@@ -286,11 +294,12 @@ def _connected(address: Address, deadline: float, clock: Callable[[], float], ho
 def _refusal_after_handshake(proved: PeerName, error: ssl.SSLError) -> PeerError:
     """Return the error that the other side means by ending TLS after the handshake.
 
-    In TLS 1.3 that is where a server refuses the certificate of its client, and by then the server has
-    proved itself: the alert is encrypted. During the handshake anybody can send one.
+    In TLS 1.3 a server refuses the certificate of its client after the client's handshake. The server has
+    then proved itself, and its alert is encrypted. During the handshake anybody could send an alert.
 
     Args:
-        proved: name of the other side, which the handshake has checked; none where it checks nothing.
+        proved: name of the other side, if the handshake has checked it; else a name without a role.
+        error: the error of TLS.
     """
     refused = refusal(error)
     if isinstance(refused, CertificateError) and proved.role == HEAD_ROLE:
@@ -304,14 +313,14 @@ def converse(
     deadline: float,
     clock: Callable[[], float] = time.monotonic,
 ) -> None:
-    """Carry a conversation to its end over a socket that blocks. The socket's timeout is changed.
+    """Carry a conversation to its end over a socket that blocks; the timeout of the socket is changed.
 
     Args:
-        deadline: time by `clock`.
+        deadline: time by `clock` at which the conversation must have ended.
 
     Raises:
         PenstockError: one side refuses the other.
-        TimeoutError, OSError: of the socket.
+        TimeoutError, OSError: the deadline has passed, or the connection is broken.
     """
     try:
         while True:
@@ -342,11 +351,11 @@ def _left_s(deadline: float, clock: Callable[[], float]) -> float:
 
 @contextlib.contextmanager
 def _explained(address: Address) -> Iterator[None]:
-    """Raise what goes wrong with a socket as an error that names the head."""
+    """Turn errors of sockets in the `with` block into errors that name the head."""
     shown = shown_address(address)
     try:
         yield
-    except PenstockError:  # some are a TimeoutError too
+    except PenstockError:  # raised as it is; some of these are a TimeoutError too
         raise
     except TimeoutError as error:
         raise WaitTimeoutError(

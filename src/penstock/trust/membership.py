@@ -1,11 +1,12 @@
 """The way in which a worker joins its cluster: by its certificate, or by a join token if it has none.
 
-A worker that has a certificate believes nobody but its head that the certificate is of no use. Anybody on the
-network can answer at the head's address with another certificate, or break a handshake with an alert in plain
-text. So a token is needed once more in two cases only:
+Only the head itself can make a worker give up its certificate. Anybody on the network can answer at the
+head's address with another certificate, or break a handshake with an alert in plain text. A worker that has a
+certificate therefore joins with a token again in two cases only:
 
-- the head has proved itself and refuses the certificate: it is revoked or expired (`joining.needs_token`);
-- the token at hand is for another cluster: the head was set up anew, and the token was brought from it.
+- The head has proved itself and refuses the certificate, which is revoked or expired (`joining.needs_token`).
+- The join fails, and the token at hand is for another cluster than the certificate. The head was set up anew,
+  and somebody has brought its new token.
 
 Used by `hosts.worker`, in a thread of `hosts.join_attempts`.
 """
@@ -40,6 +41,7 @@ class Membership:
         head: address where the head listens.
         name: name of this host.
         path: path of the file with the certificate.
+        tokens: source of join tokens.
         tell: takes lines for the user.
     """
 
@@ -56,9 +58,9 @@ class Membership:
             self._credentials.append(Credentials.load(path))
 
     def is_final(self, error: PeerError) -> bool:
-        """Return whether there is no use in another try: the user must do something first.
+        """Return whether another try is of no use, because the user must do something first.
 
-        A host that has never joined ends with the first error.
+        For a host that has never joined, every error is final.
         """
         return not self._credentials or isinstance(error, OtherVersionError) or error.code == NO_TOKEN
 
@@ -77,7 +79,7 @@ class Membership:
             return self._rejoin(cancellation)
         except (CertificateError, WrongClusterError) as error:
             return self._join_with(self._other_token(error, cancellation), cancellation)
-        except UsageError as error:  # of this host or of the head, such as a full disk: it may pass
+        except UsageError as error:  # here or at the head, such as a full disk: a later try may succeed
             raise JoinError(error.message, remedy=error.remedy) from error
 
     def _rejoin(self, cancellation: Cancellation) -> JoinedHead:
@@ -106,12 +108,12 @@ class Membership:
     def _other_token(
         self, error: CertificateError | WrongClusterError, cancellation: Cancellation
     ) -> JoinToken:
-        """Return the token to join with after this refusal; raises `JoinError` where there is to be none."""
+        """Return the token to join with after this refusal; raise `JoinError` if the certificate is kept."""
         if needs_token(error):
             self._tell(f"{error.message} A token is needed again.")
             try:
                 return self._tokens.ask(cancellation)
-            except UsageError as missing:  # the file may come yet
+            except UsageError as missing:  # the file may still come
                 raise JoinError(missing.message, remedy=missing.remedy, code=error.code) from error
         token = self._tokens.at_hand()
         if token is None or token.is_pin_of(certified_key(self._credentials[0].authority_pem)):
@@ -120,7 +122,7 @@ class Membership:
 
 
 def _kept(error: CertificateError | WrongClusterError) -> JoinError:
-    """Return the error for the user of a host that goes on trying with its certificate."""
+    """Return the error that tells the user that this host goes on trying with its certificate."""
     return type(error)(
         f"{error.message} Any host on the network can cause this, so this host keeps its certificate and "
         "tries again.",

@@ -2,14 +2,14 @@
 
 A name stands in the certificate as a URI, so that it cannot be taken for a DNS name or an address:
 
-    penstock://3f9c…/host/desk/agent/0             the agent of the host `desk`; 0 where no epoch is meant
+    penstock://3f9c…/host/desk/agent/0             the agent of the host `desk`; 0: it is of no epoch
     penstock://3f9c…/host/desk/rank-3/5b07…/17     rank 3 in epoch 17 of the head's run 5b07…
     penstock://3f9c…/host/tower/head/0             the head
 
-The cluster is the beginning of the fingerprint of its key. A run is all that the head does between its start
-and its end. Epochs begin at 0 in each run, so that the run must stand in the name of a process of an epoch:
-else a certificate of yesterday would be good for the same epoch of today. Imports no library, so that a rank
-needs none.
+The name of a cluster is the beginning of the fingerprint of the cluster's key. A run is the time between the
+start and the end of a head. Epochs begin at 0 in each run, so the name of a process of an epoch has the run
+too: otherwise a certificate of yesterday would be valid for the epoch of the same number today. The module
+does not import `cryptography`, so that a rank does not need it.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ class PeerName(msgspec.Struct, frozen=True, kw_only=True):
     """The name of a process, as its certificate or its challenge proves it.
 
     Attributes:
-        cluster: 32 hexadecimal digits of the fingerprint of the cluster's key.
-        host: as `HostResources.name` has it.
-        role: `HEAD_ROLE`, `AGENT_ROLE`, `VISITOR_ROLE` of a host that looks whether it could join, or the
-            word of a rank or core (`rank_role`).
-        run: run of the head, in which the epoch is counted (`new_run`); "" for the head and for agents.
-        epoch: epoch of the connections that it may make; 0 for the head and for agents.
+        cluster: the first 32 hexadecimal digits of the fingerprint of the cluster's key.
+        host: name of the host, as in `HostResources.name`.
+        role: `HEAD_ROLE`, `AGENT_ROLE`, the role of a rank or core (`rank_role`, `core_role`), or
+            `VISITOR_ROLE` for a host that only looks whether it could join.
+        run: run of the head in which the epoch is counted (`new_run`); "" for head, agents and visitors.
+        epoch: epoch of the connections that the process may make; 0 for head, agents and visitors.
     """
 
     cluster: str
@@ -59,7 +59,7 @@ class PeerName(msgspec.Struct, frozen=True, kw_only=True):
         """Return the name that a URI spells.
 
         Raises:
-            ValueError: it is not a name of a cluster.
+            ValueError: the URI is not a name of a process of a cluster.
         """
         match = _URI.fullmatch(uri)
         if match is None:
@@ -80,7 +80,7 @@ def new_run() -> str:
 
 
 def rank_role(rank: int, replica: int | None = None) -> str:
-    """Return the role of a rank by its number in the pipeline, and that of the pipeline if there are more."""
+    """Return the role of a rank; `replica` is the number of its pipeline, or None if there is only one."""
     return f"rank-{rank}" + ("" if replica is None else f"-of-{replica}")
 
 
@@ -90,11 +90,11 @@ def core_role(replica: int | None = None) -> str:
 
 
 def require_host_name(name: str) -> None:
-    """Refuse a host name that a certificate could not carry.
+    """Raise an error if a host name cannot stand in a certificate.
 
     Raises:
-        UsageError: it has other characters than letters, digits, dots, dashes and underscores, or is too
-            long.
+        UsageError: the name has other characters than letters, digits, dots, dashes and underscores, does not
+            begin and end with a letter or digit, or is empty or too long.
     """
     if HOST_NAME.fullmatch(name) is None:
         raise UsageError(

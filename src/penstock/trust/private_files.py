@@ -23,7 +23,7 @@ def make_private_directory(path: Path) -> None:
     """Make a directory with mode 0700, unless it is there.
 
     Raises:
-        UsageError: it belongs to another user, others may enter it, or it cannot be made.
+        UsageError: the directory belongs to another user, other users may enter it, or it cannot be made.
     """
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -37,9 +37,9 @@ def read_private(path: Path) -> bytes:
     """Return the content of a private file.
 
     Raises:
-        FileNotFoundError: it does not exist.
-        UsageError: others may read it, it belongs to another user, it is too long, or it is not a regular
-            file.
+        FileNotFoundError: the file does not exist.
+        UsageError: other users may read the file, it belongs to another user, it is too long, or it is not a
+            regular file.
     """
     try:
         handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
@@ -48,7 +48,7 @@ def read_private(path: Path) -> bytes:
     except OSError as error:
         raise UsageError(f"{path} cannot be read: {error.strerror}.") from error
     try:
-        status = os.fstat(handle)  # of what is open: a name may change its file
+        status = os.fstat(handle)  # of the open file: the name may stand for another file by now
         if not stat.S_ISREG(status.st_mode):
             raise UsageError(f"{path} is not a regular file.")
         _require_own(path, status, f"chmod 600 {path}")
@@ -62,15 +62,15 @@ def read_private(path: Path) -> bytes:
 
 
 def create_private(path: Path, content: bytes) -> bool:
-    """Write a private file, unless there is one.
+    """Write a private file, unless a file of this name exists.
 
-    The name appears with the whole content behind it; of two processes one wins.
+    The name appears only when the file has the whole content. If two processes write, one of them wins.
 
     Returns:
-        Whether the file is this one.
+        Whether the file has this content; False: a file of this name existed.
 
     Raises:
-        UsageError: it cannot be written.
+        UsageError: the file cannot be written.
     """
     with _written_beside(path, content) as temporary:
         try:
@@ -81,10 +81,10 @@ def create_private(path: Path, content: bytes) -> bool:
 
 
 def replace_private(path: Path, content: bytes) -> None:
-    """Write a private file in place of the one that may be there.
+    """Write a private file in place of an older file, if there is one.
 
     Raises:
-        UsageError: it cannot be written; the old one is then as it was.
+        UsageError: the file cannot be written; an older file is then unchanged.
     """
     with _written_beside(path, content) as temporary:
         os.replace(temporary, path)
@@ -92,7 +92,10 @@ def replace_private(path: Path, content: bytes) -> None:
 
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Hold the lock of this name against other processes and other threads.
+    """Hold a lock in the `with` block, which keeps out other processes and other threads.
+
+    Args:
+        path: path of the lock's file, which is made if it does not exist.
 
     Raises:
         UsageError: the file of the lock cannot be made.
@@ -110,7 +113,7 @@ def locked(path: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _written_beside(path: Path, content: bytes) -> Iterator[Path]:
-    """Write a temporary file in the same directory; it is gone afterwards, unless it was renamed."""
+    """Write a temporary file in the directory of `path`; it is deleted afterwards, unless it was renamed."""
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     try:
         handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)

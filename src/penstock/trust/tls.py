@@ -1,14 +1,15 @@
 """The TLS between the processes of a cluster: version 1.3 only, and a check of the peer's name.
 
-The authority of the cluster is the only one that is trusted; there are no session tickets, so that every
-connection proves both sides anew. OpenSSL checks the chain and its dates. It does not check which process of
-the cluster the peer is: callers do, with `require_peer`, before they use a connection.
+Only the authority of the cluster is trusted. There are no session tickets, so that every connection proves
+both sides anew. OpenSSL checks the chain of certificates and their dates. It does not check which process of
+the cluster the peer is: callers do that with `require_peer`, before they use a connection.
 
     connection = under_tls(link_client_context(credentials), sock)
     connection.do_handshake()
     require_peer(connection, {expected})
 
-Used by the head and the agents when workers join, and by the carriers between hosts. Needs no library.
+Used by the head and the agents when workers join, and by the carriers between hosts. It uses Python's own
+`ssl`, and not `cryptography`.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from penstock.trust.peer_names import PeerName
 
 
 class PeerCertificate(msgspec.Struct, frozen=True, kw_only=True):
-    """The name and serial of the peer by its certificate, which the handshake has checked."""
+    """The name and serial number in the peer's certificate, which the handshake has checked."""
 
     name: PeerName
     serial: int
@@ -45,13 +46,13 @@ class PeerCertificate(msgspec.Struct, frozen=True, kw_only=True):
 NO_CERTIFICATE = PeerCertificate(name=PeerName(cluster="", host="", role=""), serial=0)
 
 
-WEIGHTS_PROTOCOL = "penstock-weights/1"  # of ALPN: what a worker says that comes for weights
+WEIGHTS_PROTOCOL = "penstock-weights/1"  # in ALPN: a worker that connects to fetch weights offers it
 
 
 def join_server_context(credentials: Credentials) -> ssl.SSLContext:
-    """Return the context with which the head lets workers join: with or without a certificate.
+    """Return the context with which the head accepts workers, with or without a certificate.
 
-    A worker that comes for weights says so in the handshake (`WEIGHTS_PROTOCOL`).
+    A worker that connects to fetch weights says so in the handshake (`WEIGHTS_PROTOCOL`).
     """
     context = _context(ssl.PROTOCOL_TLS_SERVER)
     context.verify_mode = ssl.CERT_OPTIONAL
@@ -64,7 +65,7 @@ def token_client_context() -> ssl.SSLContext:
     """Return the context with which a worker without a certificate connects.
 
     OpenSSL checks nothing here, since the worker does not have the authority's certificate. `WorkerJoin`
-    checks the head against the pin of the token before the worker says a word.
+    checks the head against the pin of the token before the worker sends anything.
     """
     context = _context(ssl.PROTOCOL_TLS_CLIENT)
     context.verify_mode = ssl.CERT_NONE
@@ -72,41 +73,41 @@ def token_client_context() -> ssl.SSLContext:
 
 
 def link_server_context(credentials: Credentials) -> ssl.SSLContext:
-    """Return the context with which a process accepts connections of its cluster: both show a certificate."""
+    """Return the context with which a process accepts connections; both sides show a certificate."""
     return _mutual_context(ssl.PROTOCOL_TLS_SERVER, credentials)
 
 
 def link_client_context(credentials: Credentials) -> ssl.SSLContext:
-    """Return the context with which a process connects to its cluster: both sides show a certificate."""
+    """Return the context with which a process connects to another; both sides show a certificate."""
     return _mutual_context(ssl.PROTOCOL_TLS_CLIENT, credentials)
 
 
 def weights_client_context(credentials: Credentials) -> ssl.SSLContext:
-    """Return the context with which a worker fetches weights: as for links, and it says what it wants."""
+    """Return the context with which a worker connects to fetch weights: as for links, with ALPN."""
     context = link_client_context(credentials)
     context.set_alpn_protocols([WEIGHTS_PROTOCOL])
     return context
 
 
 def under_tls(context: ssl.SSLContext, connected: socket.socket, *, is_server: bool = False) -> ssl.SSLSocket:
-    """Return a connection that speaks TLS, before its handshake. It takes the place of `connected`.
+    """Return a TLS connection before its handshake, which takes over the socket `connected`.
 
     Raises:
-        OSError: the peer has reset the connection already; it is closed.
+        OSError: the peer has already reset the connection, which is then closed.
     """
     try:
         return context.wrap_socket(connected, server_side=is_server, do_handshake_on_connect=False)
     except OSError as error:
         for frame, _ in traceback.walk_tb(error.__traceback__):
             half_made = frame.f_locals.get("self")
-            if isinstance(half_made, ssl.SSLSocket):  # which Python (3.11) leaves open, and nobody else has
+            if isinstance(half_made, ssl.SSLSocket):  # Python (3.11) leaves it open, and nobody else has it
                 half_made.close()
         connected.close()
         raise
 
 
 def peer_certificate(connection: ssl.SSLSocket) -> PeerCertificate:
-    """Return the peer's name and serial, after the handshake; `NO_CERTIFICATE` where it showed none.
+    """Return the peer's name and serial, after the handshake; `NO_CERTIFICATE` if the peer showed none.
 
     Raises:
         CertificateError: the certificate carries no name of a cluster.
@@ -125,7 +126,7 @@ def peer_name(connection: ssl.SSLSocket) -> PeerName:
     """Return the name of the peer, after the handshake of a mutual connection.
 
     Raises:
-        CertificateError: its certificate carries no name of a cluster.
+        CertificateError: the peer's certificate has no name of a cluster.
     """
     return peer_certificate(connection).name
 
@@ -134,8 +135,8 @@ def require_peer(connection: ssl.SSLSocket, expected: Collection[PeerName]) -> P
     """Return which of the expected processes the peer is; to be called before the connection is used.
 
     Raises:
-        CertificateError: it is another process, such as a rank of an epoch, or of a run of the head, that is
-            over.
+        CertificateError: the peer is another process, such as a rank of an epoch that is over, or of an
+            earlier run of the head.
     """
     name = peer_name(connection)
     if name not in expected:
@@ -151,19 +152,20 @@ def require_peer(connection: ssl.SSLSocket, expected: Collection[PeerName]) -> P
 
 
 class CertifiedDialler(Welcomed):
-    """The side of a link that has connected, after its handshake: it waits to be welcome; a `Conversation`.
+    """The side of a link that has connected; after its handshake it waits for the welcome.
 
-    With TLS 1.3 its handshake ends before the other side has looked at its certificate.
+    Implements `Conversation`. With TLS 1.3 the handshake of this side ends before the other side has checked
+    the certificate of this side.
 
     Args:
-        connection: after its handshake.
-        expected: processes that may be there.
+        connection: the connection after its handshake.
+        expected: names that the peer may have.
 
     Attributes:
-        peer: which of them it is.
+        peer: the name of the peer.
 
     Raises:
-        CertificateError: it is another one.
+        CertificateError: the peer has another name.
     """
 
     def __init__(self, connection: ssl.SSLSocket, expected: Collection[PeerName]) -> None:
@@ -172,10 +174,10 @@ class CertifiedDialler(Welcomed):
 
 
 class CertifiedPeer(Welcoming):
-    """The side of a link that was connected to, after its handshake; a `Conversation`.
+    """The side of a link that has accepted the connection; after its handshake it sends the welcome.
 
-    The peer is known by its certificate and has nothing to say. Arguments, attributes and errors as for
-    `CertifiedDialler`.
+    Implements `Conversation`. The certificate proves the peer, which sends nothing here. Arguments,
+    attributes and errors are those of `CertifiedDialler`.
     """
 
     def __init__(self, connection: ssl.SSLSocket, expected: Collection[PeerName]) -> None:
@@ -184,12 +186,12 @@ class CertifiedPeer(Welcoming):
 
 
 def own_certificate_der(credentials: Credentials) -> bytes:
-    """Return the certificate as its peers see it."""
+    """Return the certificate of a process as DER, as its peers see it."""
     return ssl.PEM_cert_to_DER_cert(credentials.certificate_pem.decode("ascii"))
 
 
 def refusal_of_certificate(error: ssl.SSLError) -> JoinError | None:
-    """Return the peer's refusal of our certificate, if the error is one; it may follow the handshake."""
+    """Return the peer's refusal of our certificate, if the error is one; it may come after the handshake."""
     if error.reason in _OTHER_AUTHORITY:
         return WrongClusterError("the other side belongs to another cluster and refused our certificate.")
     if error.reason in _BAD_CERTIFICATE:
@@ -198,7 +200,7 @@ def refusal_of_certificate(error: ssl.SSLError) -> JoinError | None:
 
 
 def refusal(error: OSError) -> PeerError:
-    """Return a failed handshake or a broken connection as an error that a user can read."""
+    """Return the error for a user about a failed handshake or a broken connection."""
     if isinstance(error, ssl.SSLCertVerificationError):
         return _distrust(error)
     if isinstance(error, ssl.SSLEOFError | ssl.SSLZeroReturnError):
@@ -259,7 +261,10 @@ def _mutual_context(protocol: int, credentials: Credentials) -> ssl.SSLContext:
 
 
 def _load(context: ssl.SSLContext, credentials: Credentials) -> None:
-    """Give a context its key and authority. OpenSSL reads keys from files only: this one has no name."""
+    """Load key, certificate and authority into a context.
+
+    OpenSSL reads keys from files only, so the key is put into a file in memory that has no name.
+    """
     context.verify_flags |= ssl.VERIFY_X509_STRICT
     context.load_verify_locations(cadata=credentials.authority_pem.decode("ascii"))
     with os.fdopen(os.memfd_create("penstock-key", os.MFD_CLOEXEC), "wb") as file:

@@ -1,8 +1,8 @@
 """Reads a worker's join token from a file, or asks for it on the terminal.
 
-What is typed is unseen, and asked for again after a slip. A worker asks in a thread, beside its signals, so
-that what is typed must not be waited for when it is to end (`typed_line`). Used by `penstock worker` and
-`penstock doctor`.
+The terminal does not show what is typed, and a mistyped token is asked for again. A worker asks in a thread,
+while its main thread waits for signals. `typed_line` can therefore be cancelled, so that the worker can end.
+Used by `penstock worker` and `penstock doctor`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from penstock.trust.cancellation import Cancellation, CancelledError
 from penstock.trust.join_token import JoinToken, worker_token
 
 JOIN_TOKEN = "PENSTOCK_JOIN_TOKEN"  # the variable of the environment that may hold the token of a worker
-NO_TOKEN = "no_token"  # code of the error
+NO_TOKEN = "no_token"  # code of the error if no token was given
 LOOK_S = 0.2  # between two looks for a file
 _MAX_TRIES = 3
 _TERMINAL = "/dev/tty"
@@ -34,20 +34,23 @@ class Tokens(Protocol):
     """A source of the join token of a worker."""
 
     def at_hand(self) -> JoinToken | None:
-        """Return the token that is there without asking a user; None where there is none."""
+        """Return the token that can be read without asking a user; None if there is none."""
         ...
 
     def ask(self, cancellation: Cancellation) -> JoinToken:
-        """Return the token, from a user if need be; raises as `given_token`, or `CancelledError`."""
+        """Return the token, which a user is asked for if need be.
+
+        Raises what `given_token` does, or `CancelledError`.
+        """
         ...
 
 
 class GivenTokens:
-    """The content of a file, or what a user types. Implements `Tokens`.
+    """The token that is in a file, or that a user types. Implements `Tokens`.
 
     Args:
         path: path of the file; None: the user is asked.
-        settle: returns when all lines that were said before stand on the terminal, above the question.
+        settle: returns when all earlier lines of output stand on the terminal, above the question.
     """
 
     def __init__(self, path: Path | None, settle: Callable[[], object] = lambda: None) -> None:
@@ -73,7 +76,7 @@ class EnvironmentToken:
     """The token in the environment of a process. Implements `Tokens`.
 
     Args:
-        text: of the token.
+        text: the text of the token.
     """
 
     def __init__(self, text: str) -> None:
@@ -89,19 +92,20 @@ class EnvironmentToken:
 
 
 def environment_token(path: Path | None, environment: Mapping[str, str]) -> EnvironmentToken | None:
-    """Return the token in the environment; None where there is none, or a file is named.
+    """Return the token in the environment; None if there is none, or if a file is to be read instead.
 
     Args:
-        path: of the file; None: none is named.
+        path: path of the file that the user has named; None: the user has named none.
+        environment: variables of the environment.
     """
     text = environment.get(JOIN_TOKEN) if path is None else None
     return EnvironmentToken(text) if text else None
 
 
 class AwaitedTokens:
-    """The content of a file that the head may still have to write. Implements `Tokens`.
+    """The token in a file that the head may not have written yet. Implements `Tokens`.
 
-    It is for hosts that are started all at once.
+    It is for hosts that are all started at once.
 
     Args:
         path: path of the file, where all hosts see it.
@@ -145,11 +149,12 @@ def given_token(path: Path | None, ask: Callable[[str], str] = getpass.getpass) 
     """Return the token that a user has given: the content of a file, or typed where no file is named.
 
     Args:
-        ask: as for `ask_token`.
+        path: path of the file; None: the token is typed.
+        ask: as in `ask_token`.
 
     Raises:
-        UsageError: the file is missing, or others may read it.
-        JoinTokenError: it does not hold a token, or none was typed.
+        UsageError: the file is missing, or other users may read it.
+        JoinTokenError: the file does not hold a token, or none was typed.
     """
     if path is None:
         return ask_token(ask)
@@ -164,11 +169,11 @@ def given_token(path: Path | None, ask: Callable[[str], str] = getpass.getpass) 
 
 
 def typed_line(prompt: str, cancellation: Cancellation) -> str:
-    """Return the line that a user types at the terminal, unseen; from the standard input without a terminal.
+    """Return the line that a user types unseen at the terminal; without one, a line of standard input.
 
     Raises:
         EOFError: there is nothing to read.
-        CancelledError: the line is not wanted any more. The terminal is as before.
+        CancelledError: the call was cancelled. The terminal is then as before.
     """
     own, other = socket.socketpair()
     with own, other, _input() as (reading, writing):
@@ -179,7 +184,7 @@ def typed_line(prompt: str, cancellation: Cancellation) -> str:
             while not line.endswith(b"\n"):
                 if own.fileno() in await_readable([reading, own.fileno()]):
                     raise CancelledError
-                typed = os.read(reading, 1)  # and nothing of the next line
+                typed = os.read(reading, 1)  # one byte, so that nothing of the next line is taken
                 if not typed and not line:
                     raise EOFError
                 line += typed or b"\n"
@@ -188,7 +193,7 @@ def typed_line(prompt: str, cancellation: Cancellation) -> str:
 
 @contextlib.contextmanager
 def _input() -> Iterator[tuple[int, int]]:
-    """Yield the descriptors to read a line from and to show the prompt at."""
+    """Yield the descriptor from which the line is read, and the one to which the prompt is written."""
     try:
         terminal = os.open(_TERMINAL, os.O_RDWR | os.O_NOCTTY | os.O_CLOEXEC)
     except OSError:  # a service has none
@@ -205,7 +210,7 @@ def _input() -> Iterator[tuple[int, int]]:
 
 @contextlib.contextmanager
 def _unseen(reading: int, writing: int) -> Iterator[None]:
-    """Show nothing of what is typed meanwhile, where this is a terminal."""
+    """Let the terminal not show what is typed in the `with` block; do nothing if it is not a terminal."""
     if not os.isatty(reading):
         yield
         return
@@ -217,7 +222,7 @@ def _unseen(reading: int, writing: int) -> Iterator[None]:
         yield
     finally:
         termios.tcsetattr(reading, termios.TCSAFLUSH, before)
-        os.write(writing, b"\n")  # the one that was typed was not seen
+        os.write(writing, b"\n")  # the line end that the user typed was not shown
 
 
 def _asked(ask: Callable[[str], str], prompt: str) -> str:

@@ -4,9 +4,11 @@ door = worker_door(listener, identity, book, connected, head_host, version, on_r
 for entered in door.serve(timeout_s):
     if entered.conversation.is_connected:     the agent of `conversation.host`, over mutual TLS 1.3
         ...
-    elif isinstance(entered.conversation, WeightsVisit):     the same host, for weights
+    elif isinstance(entered.conversation, WeightsVisit):     a connection to fetch weights
         ...
-    else:                                     has its certificate, and comes back with it
+    elif entered.conversation.visitor != NOBODY:             a host that only looks whether it could join
+        ...
+    else:                                     the worker has got a certificate, and connects again with it
         entered.connection.close()
 """
 
@@ -45,10 +47,14 @@ def worker_door(
     """Open the door for workers.
 
     Args:
-        listener: bound and listening; the door closes it.
+        listener: a listening socket, which the door closes.
+        identity: the authority of the cluster.
+        book: tokens and accepted certificates.
+        connected: names of hosts that are in use.
         head_host: name of the head's own host.
         version: version of Penstock.
-        on_refused: called with the address of a peer that was not let in, and why.
+        on_refused: called with the address of a peer that was not let in, and with the reason.
+        limits: the most that peers may cost.
         clock: monotonic seconds.
 
     Raises:

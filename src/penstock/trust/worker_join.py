@@ -1,7 +1,7 @@
 """The worker's side of the join protocol, without sockets and clocks (`trust.join_messages` draws it).
 
-It says nothing before it knows that the head has the cluster's key. How it then proves itself is its claim: a
-token at its first join (`TokenClaim`), its certificate whenever it comes back (`CertificateClaim`).
+The worker sends nothing before it knows that the head has the cluster's key. A *claim* is the way in which it
+then proves itself: a token at its first join (`TokenClaim`), and later its certificate (`CertificateClaim`).
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ from penstock.trust.peer_names import AGENT_ROLE, HEAD_ROLE, VISITOR_ROLE, PeerN
 
 
 class Claim(Protocol):
-    """The claim of a worker: how it knows its head, and proves itself to it."""
+    """The claim of a worker: how it recognises its head, and how it proves itself to the head."""
 
     def is_of_cluster(self, public_key: bytes) -> bool:
-        """Return whether the head's cluster, whose key (DER) this is, is the one to join."""
+        """Return whether this key (DER) of the head's cluster is that of the cluster to join."""
         ...
 
     def request(self, hello: Hello, head_certificate: bytes) -> bytes:
@@ -54,7 +54,8 @@ class Claim(Protocol):
         """Return the credentials that the worker has from now on.
 
         Args:
-            certificate: PEM, from the head; empty where none was requested.
+            hello: the first message of the head.
+            certificate: the certificate (PEM) from the head; empty if none was requested.
         """
         ...
 
@@ -68,10 +69,10 @@ class Claim(Protocol):
 
 
 class TokenClaim:
-    """A worker that has a token.
+    """The claim of a worker that has a token.
 
     Raises:
-        UsageError: the name cannot be that of a host, or the library is missing.
+        UsageError: the name cannot be that of a host, or the library `cryptography` is missing.
     """
 
     def __init__(self, token: JoinToken, host: str, version: str) -> None:
@@ -103,7 +104,7 @@ class TokenClaim:
 
 
 class TokenVisit(TokenClaim):
-    """A host that has a token, and only looks whether it could join."""
+    """The claim of a host that has a token, and only looks whether it could join."""
 
     def request(self, hello: Hello, head_certificate: bytes) -> bytes:
         return framed(Kind.VISIT, self._proved_request(hello, head_certificate))
@@ -113,10 +114,14 @@ class TokenVisit(TokenClaim):
 
 
 class CertificateClaim:
-    """A worker that comes back; in the second half of its certificate's life it requests a newer one.
+    """The claim of a worker that has a certificate.
+
+    In the second half of the certificate's life the worker requests a newer one.
 
     Args:
-        now: seconds since the epoch of Unix.
+        credentials: credentials of the worker.
+        version: version of Penstock.
+        now: Unix time (seconds since 1970).
     """
 
     def __init__(self, credentials: Credentials, version: str, now: float) -> None:
@@ -148,7 +153,7 @@ class CertificateClaim:
 
 
 class CertificateVisit(CertificateClaim):
-    """A worker that has joined before, and only looks whether it still could; no certificate is renewed."""
+    """The claim of a worker with a certificate that only looks whether it could join; it renews nothing."""
 
     def request(self, hello: Hello, head_certificate: bytes) -> bytes:
         return framed(Kind.VISIT, msgspec.msgpack.encode(RejoinRequest(version=self._version)))
@@ -158,12 +163,13 @@ class CertificateVisit(CertificateClaim):
 
 
 class WorkerJoin:
-    """A conversation with the head; a `Conversation`.
+    """The worker's side of joining the head. Implements `Conversation`.
 
     Args:
-        head_certificate: DER, as the TLS handshake has shown it.
-        store: keeps the credentials where they survive the worker; called before the head counts the join.
-        now: seconds since the epoch of Unix.
+        claim: how the worker proves itself.
+        head_certificate: the head's certificate (DER), as the TLS handshake has shown it.
+        store: saves the credentials so that they survive a restart; called before the head counts the join.
+        now: Unix time (seconds since 1970).
 
     Attributes:
         head: name of the head, once it has proved itself.
@@ -211,7 +217,7 @@ class WorkerJoin:
         self._await = None
 
     def _take_hello(self, frame: Frame) -> None:
-        """Check the head by the fixed bytes of its message before anything else of it is read."""
+        """Check the head by its public key, before anything else of its message is parsed."""
         if frame.kind != Kind.HELLO:
             raise garbage()
         public_key = frame.body[: certificates.PUBLIC_KEY_BYTES]
@@ -219,7 +225,7 @@ class WorkerJoin:
             raise _wrong_cluster()
         head = certificates.check_signed(self._head_certificate, public_key, self._now)
         if head.role != HEAD_ROLE or head.cluster != certificates.cluster_name(public_key):
-            raise _wrong_cluster()  # a worker of the cluster has a certificate too, and is not its head
+            raise _wrong_cluster()  # workers have a certificate of the cluster too, but are not the head
         if frame.protocol != PROTOCOL:
             self._outgoing += framed(Kind.OTHER_VERSION)
             raise other_protocol(frame.protocol)
@@ -251,7 +257,7 @@ class WorkerJoin:
             raise garbage()
 
     def _require_own(self, credentials: Credentials) -> None:
-        """Refuse a certificate of another key or name, with which the worker could not come back."""
+        """Raise an error for a certificate of another key or name, with which the worker could not rejoin."""
         _, name, _ = certificates.read_certificate(credentials.certificate_pem)
         own = PeerName(cluster=self.head.cluster, host=self._claim.host(), role=self._claim.role())
         if name != own or not certificates.is_pair(credentials.key_pem, credentials.certificate_pem):
