@@ -69,11 +69,11 @@ from penstock.process.endpoints import HeldEnd
 from penstock.trust.credentials import Credentials
 from penstock.trust.peer_names import PeerName
 
-HEARTBEAT_S = 1.25  # that the head does not ask, which it does each second: its answer is a sign of life
+HEARTBEAT_S = 1.25  # a sign of life after so long without one: normally answers to the head, each second, do
 HEAD_LIMIT_S = (
-    30.0  # of silence: the supervisor may be busy for a while, and a head that died is seen at once
+    30.0  # the longest silence of the head: its supervisor may be busy; the death of its host shows at once
 )
-KEEP_RANKS_S = 5.0  # without a connection: more than the head waits for this host (`SILENCE_LIMIT_S`)
+KEEP_RANKS_S = 5.0  # so long ranks run without a connection: longer than the head waits (`SILENCE_LIMIT_S`)
 
 
 NO_LOG = NoLog()
@@ -107,7 +107,7 @@ class AllowedNames:
         """Return the credentials that the head has sent for the process `name`.
 
         Raises:
-            ProtocolError: it has sent none.
+            ProtocolError: the head has sent none.
         """
         if name not in self._by_name:
             raise ProtocolError(f"this host has no credentials for {name.role} in epoch {name.epoch}.")
@@ -119,7 +119,7 @@ class HeldEnds:
 
     def __init__(self) -> None:
         self._ends: dict[int, HostEnd] = {}
-        self._errors: dict[int, ErrorInfo] = {}  # why others could not be made, until they are touched
+        self._errors: dict[int, ErrorInfo] = {}  # by number, why an end could not be made; until its `touch`
 
     def add(self, number: int, end: HostEnd) -> None:
         self._ends[number] = end
@@ -201,18 +201,18 @@ class HeldEnds:
 
 
 class _AskedHost:
-    """The own host, for questions that no rank depends on.
+    """Asks this host what no rank depends on: its resources, and a spare process.
 
-    Where one fails (EMFILE, a limit of processes), the ranks go on without an answer.
+    If that fails, for example because descriptors are short, the ranks go on without an answer.
     """
 
     def __init__(self, host: WorkerHost) -> None:
         self._host = host
         self._resources: HostResources | None = None
-        self._spare_bytes = -1  # that the head has been told of
+        self._spare_bytes = -1  # the bytes of the spare process that the head was told; -1: none yet
 
     def resources(self) -> HostResources:
-        """Return what the host can give, or could when last asked. The first time it may raise OSError."""
+        """Return what the host can give now, or could when last asked; the first call may raise OSError."""
         try:
             self._resources = self._host.resources()
         except OSError:
@@ -221,29 +221,32 @@ class _AskedHost:
         return self._resources
 
     def keep_spare(self, threads: int) -> list[SpareKept]:
-        """Keep a spare process, as `RankHost.keep_spare`, and return what is new of it."""
+        """Keep a spare process, as `RankHost.keep_spare` does; return a message if its bytes have changed."""
         try:
             own_bytes = self._host.keep_spare(threads)
-        except OSError:  # no descriptors, no memory: perhaps later
+        except OSError:  # there are no descriptors or no memory; a later try may work
             own_bytes = 0
         is_new, self._spare_bytes = own_bytes != self._spare_bytes, own_bytes
         return [SpareKept(own_bytes=own_bytes)] if is_new else []
 
     def begin_anew(self) -> None:
-        """Forget that the head was told of a spare, since the next head was not."""
+        """Forget what the head was told about the spare process, since the next head was told nothing."""
         self._spare_bytes = -1
 
 
 @dataclass(slots=True)
 class _Times:
-    """The times at which the head was last heard and told something, and at which the connection broke."""
+    """The times of the head's last message, of our last sign of life, and of the end of the connection."""
 
     heard_at: float = -math.inf
     said_at: float = -math.inf
     broken_at: float = math.inf
 
     def answer(self, question: AskClock, now: float) -> ToldClock:
-        """Return what the clock shows. That the question waited behind other messages is time spent here."""
+        """Return the answer to a question about the clock.
+
+        The time that the question waited behind other messages counts as time spent at this host.
+        """
         heard_ns, replied_ns = round(self.heard_at * 1e9), round(now * 1e9)
         return ToldClock(asked_ns=question.asked_ns, heard_ns=heard_ns, replied_ns=replied_ns)
 
@@ -258,8 +261,8 @@ class Agent:
         allowed: keeps the credentials that the head sends.
         clock: returns monotonic seconds.
         log: the lines that are printed on this host; the agent sends them to the head.
-        make_scout: makes what answers the head's questions about network routes; anew for each new talk.
-        store: says where ranks of this host keep KV blocks beyond their KV cache.
+        make_scout: for each new talk, makes the object that answers questions about network paths.
+        store: says where ranks of this host keep KV blocks besides their KV cache.
     """
 
     def __init__(
@@ -309,7 +312,7 @@ class Agent:
         self._watch.watch(source)
 
     def reconnect(self, wire: AgentWire[ToAgent]) -> None:
-        """Use another connection to the head, and send the hello over it; the one before is broken."""
+        """Use another connection to the head, since the last one is broken, and send the hello over it."""
         assert self._wire.failure is not None, "the head is connected"
         self._wire.reconnect(wire)
         self._begin_connection()
@@ -333,7 +336,7 @@ class Agent:
         self._times.heard_at = self._clock() if messages else self._times.heard_at
         for message in messages:
             self._obey(message)
-        for member in members & set(self._members.values()):  # others have been reaped just now
+        for member in members & set(self._members.values()):  # not those that were reaped just now
             self._hear(member)
         for delivery in self._models.take():
             self._deliver(delivery)
@@ -356,7 +359,7 @@ class Agent:
         self._wire.send_heartbeat(*news)
 
     def _begin_connection(self) -> None:
-        """Say hello, and wait for what comes."""
+        """Send the hello over a new connection, and watch the connection."""
         self._times = _Times(heard_at=self._clock(), said_at=self._clock())
         self._watch.watch(self._wire.connection)
         self._wire.connection.send(
@@ -369,7 +372,7 @@ class Agent:
         )
 
     def _bear_break(self, now: float) -> None:
-        """Leave a connection that is broken; what runs here is ended when that is long ago."""
+        """Leave a broken connection; when it broke more than `KEEP_RANKS_S` ago, end all processes here."""
         if self._times.broken_at == math.inf:
             self._times.broken_at = now
             self._watch.unwatch(self._wire.connection)
@@ -379,13 +382,13 @@ class Agent:
             self._wire.forget()
 
     def _begin_anew(self) -> None:
-        """End all that the head has asked for, since the head is gone or does not know of it."""
+        """End all that the head has requested, since the head is gone or a new talk has begun."""
         self._end_all()
         self._allowed.forget()
         self._host.forget_credentials()
         self._asked.begin_anew()
         self._watch.unwatch(self._scout)
-        self._scout.close()  # what it would still answer was not asked by the next head
+        self._scout.close()  # its answers would be to questions of the last head
         self._scout = self._make_scout()
         self._watch.watch(self._scout)
 
@@ -444,7 +447,7 @@ class Agent:
     def _start(
         self, message: StartRank | StartMeasuring, rank: RankConfig, start: Callable[[RankConfig], Member]
     ) -> None:
-        """Start a process with what this host takes of a rank's config, or report why not.
+        """Start a process with the parts of a rank's config that this host accepts, or report why it failed.
         The process imports what it needs while its weights are sought, and then waits for them."""
         number = message.number
         own = msgspec.structs.replace(
@@ -459,7 +462,7 @@ class Agent:
         self._models.seek(number, message.model, own)
 
     def _deliver(self, delivery: Delivery) -> None:
-        """Give a rank its weights, or end it where they cannot be had."""
+        """Give a rank its weights, or end it if it cannot get them; or report how far they have come."""
         member, news = self._members.get(delivery.number), delivery.news
         if member is None:
             return  # it has ended meanwhile
@@ -484,8 +487,8 @@ class Agent:
         self._wire.send(Said(number=member.member_index, event=event))
 
     def _hear(self, member: Member) -> None:
-        """Report what a member has said, and its end behind all that."""
-        exit_code = member.exit_code  # first: then all that it said is there
+        """Report the events of a member and, after all of them, its end."""
+        exit_code = member.exit_code  # asked first: then all its reports can be read
         self._watch.hear(member)
         if exit_code is not None and member.member_index in self._members:
             self._forget(member.member_index)
@@ -493,11 +496,11 @@ class Agent:
 
     def _hand(self, message: Hand) -> None:
         member = self._members.get(message.number)
-        if member is not None:  # else it has ended, which the head learns, or knows
+        if member is not None:  # otherwise it has ended, which the head knows or is about to be told
             self._hand_over(message.number, member, lambda: self._ends.resolved(message.message))
 
     def _hand_over(self, number: int, member: Member, message: Callable[[], ControlMessage]) -> None:
-        """Hand a message to a member, or end the member where it cannot have it."""
+        """Hand a message to a member; end the member if the message cannot be made or handed."""
         try:
             member.hand(message())
         except (PenstockError, OSError) as error:
@@ -519,7 +522,7 @@ class Agent:
             member.kill_now()
 
     def _end_member(self, number: int, member: Member, error: PenstockError | OSError) -> None:
-        """End a member that cannot have what it needs, and report why."""
+        """End a member that cannot get what it needs, and report why."""
         member.kill_now()
         member.await_end()
         self._forget(number)

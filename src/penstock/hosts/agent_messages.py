@@ -9,7 +9,7 @@ wait for an answer. It waits only for the address where a stream can be dialled.
     TalkBegins(), or TalkGoesOn()            ──▶     (`hosts.lasting_wire`)
       or NotNeeded(), and the end            ──▶     joins again later
     Heartbeat(), AskResources(), AskClock()  ──▶     Resources(…), Heartbeat(), ToldClock(…)
-      each second, in one record                       in one record; Heartbeat() too where nothing is asked
+      each second, together                            together; Heartbeat() also if the head asks nothing
                                                      LogLines(what was printed there), within bounds
     AllowEpoch(credentials)                  ──▶
     StartRank(7, config)                     ──▶     Started(7, "pid 4711"), Said(7, Alive), … Ended(7, 0)
@@ -18,11 +18,12 @@ wait for an answer. It waits only for the address where a stream can be dialled.
     Hand(7, RankEndpoints(… HeldEnd(12) …))  ──▶     the rank gets what 12 stands for
     questions about ways to other hosts      ──▶     answers (`hosts.network.scout_messages`)
 
-Nothing here is a path, an address to fetch from, an environment variable or a program: an agent takes none.
-For KV blocks the head sends only the kind of the store; each host knows by itself where its store is.
+The head sends no path, address to fetch from, environment variable or program, since an agent accepts none
+of these. For KV blocks the head sends only the kind of the store; each host knows by itself where its store
+is.
 
-What the agent sends has bounds (`penstock.bounds`), so that no value of it harms the head: a message that is
-beyond them is refused, and loses the host.
+What the agent sends has bounds (`penstock.bounds`), so that none of its values harms the head. A message that
+is beyond the bounds is refused, and the host counts as lost.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ from penstock.trust.credentials import Credentials
 from penstock.trust.peer_names import PeerName
 
 ExitCode = Annotated[int, msgspec.Meta(ge=-255, le=255)]  # as `subprocess` gives it
-MOST_LINES = 10_000  # of a message: far above what a worker's ration lets pass
+MOST_LINES = 10_000  # in one message: far more than a worker may send at once (`hosts.logs.line_ration`)
 
 AtMember = Literal["show_threads", "ask_to_leave", "kill_now", "forget"]
 AtEnd = Literal["delivered", "end", "close"]
@@ -56,8 +57,8 @@ class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat"):
     """A sign of life; head and agent send one to each other about each second.
 
     Attributes:
-        num_received: how many messages the sender has received in all, without heartbeats and the like; the
-            other side need not keep these any longer.
+        num_received: how many messages of the talk the sender has received; heartbeats and messages about
+            the talk itself do not count. The other side need not keep these messages any longer.
     """
 
     num_received: Count = 0
@@ -106,10 +107,10 @@ class StartRank(msgspec.Struct, frozen=True, kw_only=True, tag="start_rank"):
 
     Attributes:
         number: the head's number for the process, by which later messages name it.
-        rank: its config, without the path of the model and without the store.
+        rank: config of the rank, without the path of the model and without the store.
         name: name of the process in texts, such as "stage 1".
-        model: identity of its model, a hash (`kvstore.names.model_identity`), in place of the path.
-        tier: what keeps KV blocks beyond its KV cache, such as the kind of a store; None: nothing does.
+        model: identity of the rank's model, a hash (`kvstore.names.model_identity`), in place of the path.
+        tier: where KV blocks are kept besides the KV cache, such as the kind of a store; None: nowhere.
     """
 
     number: int
@@ -242,7 +243,7 @@ ToAgent = (
 
 
 class AgentHello(msgspec.Struct, frozen=True, kw_only=True, tag="agent_hello"):
-    """The first message of an agent over each connection: what its host can give, and how far the talk is.
+    """The first message of an agent over each connection: what its host can give, and how far it has got.
 
     A talk is all that a head and an agent send to each other, over this connection and earlier ones.
 

@@ -1,9 +1,9 @@
 """Carries messages between the head and an agent, both ways, without ever waiting.
 
-A message is its length in four bytes and JSON, as over a status pipe. What the other side does not take at
-once is kept here and goes with the next call: the heartbeats judge whether it is gone, not the kernel's
-buffers. A call takes a bounded number of bytes, and a message has a bounded length: a peer that sends without
-end neither holds the receiver up nor fills its memory.
+A message is its length in four bytes, and then JSON. Bytes that the other side does not take at once are kept
+here, and sent with the next call: heartbeats show whether the other side is gone, and not full buffers of the
+kernel. A call reads a bounded number of bytes, and a message has a bounded length. A peer that sends without
+end therefore neither holds up the receiver nor fills its memory.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from penstock.errors import LinkClosedError, PeerError, ProtocolError
 from penstock.told_text import shown_line
 
 MAX_MESSAGE_BYTES = 64 << 20  # far above a config with the digests of a large stage
-MAX_TOLD_BYTES = 4 << 20  # of a message to the head: far above what a host prints in a second
-MAX_HELLO_BYTES = 64 << 10  # of the first word, and of all that a visit consists of
-RECEIVE_BYTES = 1 << 20  # of one call
+MAX_TOLD_BYTES = 4 << 20  # for a message to the head: far above what a host prints in a second
+MAX_HELLO_BYTES = 64 << 10  # for the first message of an agent, and for each message of a visit
+RECEIVE_BYTES = 1 << 20  # about so many bytes are read in one call of `receive`
 _HEAD_BYTES = 4
 _READ_BYTES = 1 << 16
 
@@ -36,11 +36,11 @@ class AgentWire(Generic[Incoming]):
     Args:
         connection: connected socket whose peer has proved itself (`trust`). The wire closes it.
         incoming: type of the messages that arrive; anything else ends the connection.
-        max_bytes: most bytes of one message that arrives; a longer one ends the connection.
+        max_bytes: the most bytes of one message that arrives; a longer one ends the connection.
 
     Attributes:
-        failure: the error that ended the connection; None while it stands.
-        max_bytes: may be raised once the other side has identified itself.
+        failure: the error that ended the connection; None: the connection is not broken.
+        max_bytes: as given; the owner may raise it once the other side has identified itself.
     """
 
     def __init__(self, connection: socket.socket, incoming: Any, max_bytes: int = MAX_MESSAGE_BYTES) -> None:
@@ -73,9 +73,9 @@ class AgentWire(Generic[Incoming]):
 
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
-        """Hold messages back that are sent in the body of a `with`; send them all at its end. May be nested.
+        """Hold back messages that are sent in the `with` block, and send them all at its end. May be nested.
 
-        Each record of TLS, and each packet, costs both sides more than the messages in it.
+        A record of TLS or a packet costs both sides more than the messages in it.
         """
         was_held, self._is_held = self._is_held, True
         try:
@@ -123,7 +123,7 @@ class AgentWire(Generic[Incoming]):
         return messages
 
     def give_up(self, why: str) -> None:
-        """Take the other side as gone: set `failure`, with `why` as its text, unless it is set already."""
+        """Give up the connection: set `failure`, with the text `why`, unless it is set already."""
         self._fail(LinkClosedError(why))
 
     def hang_up(self) -> None:
@@ -138,9 +138,9 @@ class AgentWire(Generic[Incoming]):
         self._connection.close()
 
     def _is_kept_by_tls(self) -> bool:
-        """Return whether bytes wait above the socket, the rest of one record of TLS.
+        """Return whether TLS keeps bytes of a record that were not read yet.
 
-        They make nothing readable, and so must not be left.
+        The socket is not readable because of them, so `receive` must not leave them.
         """
         return isinstance(self._connection, ssl.SSLSocket) and self._connection.pending() > 0
 

@@ -1,4 +1,4 @@
-"""The event sources whose file descriptors stay the same: a bell, and a connection that may be replaced."""
+"""The event sources that can be polled for long: a bell, and a stand-in for a connection that is replaced."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Protocol
 
 
 class Bell:
-    """A bell by which any thread wakes one that polls it: readable from `ring` until `hush`."""
+    """A bell with which any thread wakes a thread that polls it: it is readable from `ring` to `hush`."""
 
     def __init__(self) -> None:
         self._event = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
@@ -40,8 +40,9 @@ class Connection(Protocol):
 class LastingSource:
     """An object to poll in place of a connection that may be replaced: readable when the present one is.
 
-    Selectors hold a descriptor by its number. A selector that polls a connection itself must drop it before
-    it is closed, since its number may go to another file at once. This object keeps its number.
+    Selectors know a descriptor by its number. A selector that polls a connection itself must drop the
+    connection before it is closed, since its number may go to another file at once. The number of this
+    object stays the same.
     """
 
     def __init__(self) -> None:
@@ -52,7 +53,7 @@ class LastingSource:
         return self._epoll.fileno()
 
     def use(self, connection: Connection) -> None:
-        """Use this connection from now on, in place of the one before: its news wakes the waiter."""
+        """Let this object be readable when this connection is, and no longer when the last one is."""
         self.leave()
         self._epoll.register(connection.fileno(), select.EPOLLIN)
         self._present = connection

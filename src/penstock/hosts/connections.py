@@ -62,12 +62,14 @@ def connect(
 
     Args:
         need: what the connection is for, with its sizes.
-        routes: say between which addresses of two hosts it runs, and which host listens. Where that is the
-            joining host, because the accepting one cannot be reached, the data still go the same way.
+        epoch: the epoch that the connection is for.
+        accepting, joining: the processes to connect; only a meeting has several that join.
+        routes: say between which addresses of two hosts the connection runs, and which host listens. If the
+            accepting host cannot be reached, the joining host listens; data still go in the same direction.
 
     Raises:
         PeerError: the hosts have no kind of connection in common, or one of them is lost.
-        OSError: descriptors or memory are short, perhaps only now; nothing is left of the connection.
+        OSError: descriptors or memory are short, perhaps only for now; no end is left open.
     """
     kind = _common_kind(need, accepting.host, [place.host for place in joining])
     route = routes.between(accepting.host.name, joining[0].host.name)
@@ -108,7 +110,7 @@ def _parties(epoch: int, own: Place, peer: Place, route: Route) -> Parties:
 
 
 def _common_kind(need: Need, accepting: RankHost, joining: Sequence[RankHost]) -> str:
-    """Return the kind that all hosts offer and the accepting host likes best."""
+    """Return, of the kinds that all hosts offer, the one that the accepting host names first."""
     offers = [(accepting, accepting.offers(need, host.name)) for host in joining]
     offers += [(host, host.offers(need, accepting.name)) for host in joining]
     first, *others = (kinds for _, kinds in offers)

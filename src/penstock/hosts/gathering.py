@@ -1,10 +1,10 @@
-"""Gathers the hosts of an engine that workers join: this one and theirs.
+"""Gathers the hosts of an engine: this host, the head, and those of the workers that join it.
 
 The head listens, and a starter (`hosts.launchers.starter`) gets the workers started: it shows the command
 that a user is to type on the other hosts, or has a launcher do it.
 
-`--hosts` says how many hosts the engine has, this one counted. Once the engine has begun, more workers are
-let in and stand by: when a worker is lost, one of them takes its place at once. The lost one may come back.
+`--hosts` says how many hosts the engine has, the head counted. Once the engine has begun, more workers are
+let in and stand by: when a worker is lost, one of them takes its place. The lost worker may come back.
 
 Made by `hosts.launchers.backends`.
 """
@@ -60,9 +60,9 @@ class GatheredHosts:
     Args:
         settings: the number of hosts, the address to listen at, the file of the join token, and more.
         voices: functions that show lines and warnings to the user.
-        starter: has the workers started; None: a user starts them with a command that is shown.
-        max_joins: how often the join token may be used; 0: once for each worker. Where lost workers are
-            replaced, more are needed.
+        starter: gets the workers started; None: a user starts them with a command that is shown.
+        max_joins: how often the join token may be used; 0: once for each worker. More are needed if new
+            workers are to replace lost ones.
 
     Raises:
         UsageError: the token file or the state directory cannot be used, or `cryptography` is missing.
@@ -83,7 +83,7 @@ class GatheredHosts:
         self._starter = starter or TypedByUser(tell)
         self._num_workers = settings.hosts - 1
         self._name = own_host_name(settings.host_name)
-        self._addresses: dict[str, str] = {}  # of this host, as each worker reaches it
+        self._addresses: dict[str, str] = {}  # by worker: the address at which it reaches this host
         directory = head_directory(settings.state_dir)
         identity = ClusterIdentity.open(directory, time.time)
         served = ServedModels(TensorDigests(_private(directory / "digests")))
@@ -107,8 +107,8 @@ class GatheredHosts:
             is_plain=settings.insecure_links,
         )
         self._head = LocalHost(name=self._name, streams=streams)
-        self._workers: dict[str, RemoteHost] = {}  # that have had a place
-        self._not_needed: set[str] = set()  # names of workers that found none
+        self._workers: dict[str, RemoteHost] = {}  # workers that were let in, by the names of their hosts
+        self._not_needed: set[str] = set()  # names of workers that were turned away
         address = parse_address(settings.listen_workers, "--listen-workers")
         with contextlib.ExitStack() as undone:
             self._search = WaySearch(directory / "ways", tell, warn)
@@ -221,13 +221,13 @@ class GatheredHosts:
     def _readmit(self, now: float) -> None:
         """Take in workers that are back before the engine begins, and shut out revoked ones.
 
-        Others would change what is planned meanwhile.
+        Other workers are turned away: they would change the hosts for which a plan is being made.
         """
         self._admit(self.hosts.__contains__)
         self._revocations.apply(now, self._workers)
 
     def _let_stand_by(self) -> None:
-        """Add to the hosts of the engine each worker that was away or one too many when all had gathered."""
+        """Add to the engine's hosts each worker that was away, or was not needed, when all had gathered."""
         for host in self._workers_there if self._has_gathered else []:
             if host.name not in self.hosts:
                 self.hosts.add(host)
@@ -247,7 +247,7 @@ class GatheredHosts:
     def _own_scout(
         self, identity: ClusterIdentity, ports: PortRange, address_for: Callable[[str], str]
     ) -> OwnScout:
-        """Return the scout of this host, which another one reaches as `address_for` says."""
+        """Return the scout of this host, which finds network paths; `address_for` says how peers reach it."""
         return OwnScout(
             PeerName(cluster=identity.name, host=self._name, role=HEAD_ROLE),
             identity.head_credentials(self._name),
@@ -276,9 +276,10 @@ class GatheredHosts:
         return self._search.scout_of(self._workers[host], peer)
 
     def _find_ways(self, host: str) -> None:
-        """Look for the ways to a host that has joined late, or is back.
+        """Search for the network paths to a host that has joined late, or is back.
 
-        Any stage may be its neighbour. Its stages start meanwhile.
+        Paths to all hosts are searched for, since any stage may become its neighbour. Its ranks can start
+        meanwhile.
         """
         others = [self._name, *(worker.name for worker in self._workers_there if worker.name != host)]
         for other in others:
@@ -286,12 +287,12 @@ class GatheredHosts:
 
     @property
     def _has_gathered(self) -> bool:
-        """Whether all hosts were there, and the engine is laid over them."""
+        """Whether `gather` has ended: all hosts have joined, and the engine runs on them."""
         return self.hosts.routes is self._search
 
     @property
     def _connected(self) -> dict[str, list[Waitable]]:
-        """The connections to the workers that the engine is to run on, of those that are there."""
+        """The connections to the workers on which the engine is to run, by the names of their hosts."""
         return {host.name: list(host.wires) for host in self._workers_there[: self._num_workers]}
 
     @property
@@ -312,7 +313,7 @@ class GatheredHosts:
             f"{worker.host} has joined from {worker.address}: {_counted(given.num_cpus, 'core')}, "
             f"{given.free_bytes / 1e9:.1f} GB free" + (f", {given.num_gpus} GPUs" * bool(given.num_gpus))
         )
-        if self._has_gathered and worker.host in self.hosts:  # of others see `gather` and `_let_stand_by`
+        if self._has_gathered and worker.host in self.hosts:  # else `gather` or `_let_stand_by` searches
             self._find_ways(worker.host)
 
     def _turn_away(self, worker: JoinedWorker) -> None:
@@ -348,7 +349,7 @@ class GatheredHosts:
 def _allow_token(
     settings: HostsConfig, identity: ClusterIdentity, book: AdmissionBook, warn: Tell, max_joins: int
 ) -> None:
-    """Let workers join with the token in the file. Warn if they need it and it is good for no join."""
+    """Let workers join with the token in the file; warn if they need it and nobody can join with it."""
     assert settings.join_token_file is not None
     token = head_token(Path(settings.join_token_file), identity.public_key)
     num_workers = settings.hosts - 1

@@ -3,8 +3,8 @@
     worker ── begin() ──▶ a thread: look the name up, connect, handshake, join
            ◀── bell, take(): the head, or why it could not be joined ──┘
 
-The thread ends with its attempt. `close` ends an attempt at once wherever it waits, but for looking a name
-up: a resolver cannot be interrupted, and the thread then ends with the process. Used by `hosts.worker`.
+The thread ends with its attempt. `close` ends an attempt at once wherever it waits, except while it looks up
+a name: a resolver cannot be interrupted, so that thread ends with the process. Used by `hosts.worker`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from penstock.hosts.bell import Bell
 from penstock.trust.cancellation import Cancellation, CancelledError
 from penstock.trust.joining import JoinedHead
 
-CLOSE_S = 1.0  # for a thread that is cancelled
+CLOSE_S = 1.0  # so long `close` waits for a thread that was cancelled
 
 
 class JoinAttempts:
@@ -25,7 +25,7 @@ class JoinAttempts:
     It can be polled (`fileno`): it is readable when an attempt has ended and was not taken yet.
 
     Args:
-        join: joins and returns the head, or raises; called in the thread, with what cancels it.
+        join: joins and returns the head, or raises; called in the thread, with a `Cancellation` that ends it.
     """
 
     def __init__(self, join: Callable[[Cancellation], JoinedHead]) -> None:
@@ -33,13 +33,13 @@ class JoinAttempts:
         self._bell = Bell()
         self._cancellation = Cancellation()
         self._results: list[JoinedHead | Exception] = []  # none, or one that was not taken yet
-        self._thread = threading.Thread()  # of no attempt yet
+        self._thread = threading.Thread()  # never started; the first attempt replaces it
 
     def fileno(self) -> int:
         return self._bell.fileno()
 
     def begin(self) -> None:
-        """Begin an attempt in a thread, and return at once; the result of the one before must be taken."""
+        """Begin an attempt in a thread, and return at once; the last result must have been taken."""
         assert not self._results, "the previous attempt was not used"
         self._cancellation = Cancellation()
         self._thread = threading.Thread(target=self._run, name="join", daemon=True)
@@ -61,7 +61,7 @@ class JoinAttempts:
         if self._thread.ident is not None:
             self._thread.join(CLOSE_S)
         if self._thread.is_alive():
-            return  # it looks a name up, and would ring what is closed
+            return  # it still looks up a name, and will ring the bell, which must stay open
         for result in self._results:
             if isinstance(result, JoinedHead):
                 result.connection.close()
@@ -72,6 +72,6 @@ class JoinAttempts:
             self._results.append(self._join(self._cancellation))
         except CancelledError:
             return
-        except Exception as error:  # ours, or of the system: the worker raises it
+        except Exception as error:  # of any kind: `take` raises it in the worker's thread
             self._results.append(error)
         self._bell.ring()

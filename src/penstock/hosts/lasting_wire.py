@@ -6,11 +6,11 @@ on the worker's host run on as if nothing had happened.
 
     AgentHello(talk, num_received)          ──▶
                                             ◀──     TalkGoesOn(num_received)   if the head knows the talk
-                                                    TalkBegins()               if not: nothing of before holds
+                                                    TalkBegins()               if not: both begin anew
     messages, each kept until it has arrived ◀─▶    messages
     Heartbeat(num_received) about each second ◀─▶   Heartbeat(num_received)
 
-A *talk* is all that a head and an agent say to each other while both run, over any number of connections.
+A *talk* is all messages that a head and an agent send each other, over any number of connections.
 `Agent` and `RemoteHost` have one end each.
 """
 
@@ -28,7 +28,7 @@ from penstock.errors import PeerError
 from penstock.hosts.agent_messages import AgentHello, Heartbeat, Leaving, NotNeeded, TalkBegins, TalkGoesOn
 from penstock.hosts.agent_wire import AgentWire
 
-MOST_KEPT = 20_000  # messages: far beyond what is said between two heartbeats, or while a host is away
+MOST_KEPT = 20_000  # messages: far more than are sent between two heartbeats, or while a host is away
 
 _OF_CONNECTION = (  # neither kept nor counted
     AgentHello,
@@ -53,7 +53,7 @@ class LastingWire(Generic[Incoming]):
         talk: name of the talk: of all that both sides send each other, over any number of connections.
 
     Attributes:
-        connection: the present connection, or the last one where that is broken.
+        connection: the present connection; while there is none, the last one, which is broken.
         num_received: how many messages of the talk have arrived here.
         reception: at the agent, the head's answer to its hello: "welcome", "not_needed", or still "awaited".
         is_over: the talk was ended here (`forget`); messages are dropped until there is another connection.
@@ -64,25 +64,25 @@ class LastingWire(Generic[Incoming]):
         self.talk = talk
         self.num_received = 0
         self.reception: Reception = "awaited"
-        self._kept: deque[msgspec.Struct] = deque()  # that the other side may lack
-        self._num_dropped = 0  # that were sent before those
+        self._kept: deque[msgspec.Struct] = deque()  # messages that the other side may lack
+        self._num_dropped = 0  # how many messages before those the other side has received
         self._has_begun = False
-        self._is_open = False  # over this connection both sides know where the talk is
+        self._is_open = False  # over this connection both sides have agreed how far the talk is
         self.is_over = False
 
     @property
     def failure(self) -> PeerError | None:
-        """The error that broke the present connection; None while it stands."""
+        """The error that broke the present connection; None: it is not broken."""
         return self.connection.failure
 
     def send(self, message: msgspec.Struct) -> None:
         """Send a message of the talk now, or over the next connection. Never fails.
 
-        It is dropped if the talk was ended here.
+        The message is dropped if the talk was ended here.
         """
         if self.is_over:
             return
-        # Kept before it is sent: what breaks with the connection is sent again over the next one.
+        # Kept before it is sent: if the connection breaks, the message is sent again over the next one.
         self._kept.append(message)
         if self._is_open:
             self.connection.send(message)
@@ -103,7 +103,7 @@ class LastingWire(Generic[Incoming]):
                 self.send(message)
 
     def together(self) -> AbstractContextManager[None]:
-        """Hold messages back that are sent in the body of a `with`, and send them all at its end."""
+        """Hold back messages that are sent in the `with` block, and send them all at its end."""
         return self.connection.together()
 
     def receive(self) -> list[Incoming]:
@@ -115,7 +115,7 @@ class LastingWire(Generic[Incoming]):
 
     def begin(self) -> None:
         """Begin the talk; called at the head, once the agent has said hello over the present connection."""
-        # Before anything that is kept: the agent counts messages from here on.
+        # Sent before the messages that are kept: the agent counts messages from here on.
         self.connection.send(TalkBegins())
         self._open(0)
 
@@ -176,14 +176,14 @@ class LastingWire(Generic[Incoming]):
             yield message
 
     def _open(self, num_received: int) -> None:
-        """Send what the other side lacks, which has so many messages, and from now on send at once."""
+        """Send the messages that the other side lacks, which has received so many; then send all at once."""
         self._drop(num_received)
         self._is_open = self._has_begun = True
         for message in self._kept:
             self.connection.send(message)
 
     def _drop(self, num_received: int) -> None:
-        """Drop what the other side has received."""
+        """Drop the kept messages that the other side has received, given how many it has received in all."""
         if not 0 <= num_received - self._num_dropped <= len(self._kept):
             if num_received > self._num_dropped:
                 self.connection.give_up("it acknowledges more messages than were sent.")
@@ -193,7 +193,7 @@ class LastingWire(Generic[Incoming]):
         self._num_dropped = num_received
 
     def _replace(self, connection: AgentWire[Incoming]) -> None:
-        # Nothing may wait at the old connection any more: its number may go to another file at once.
+        # No selector may poll the old connection any more: its number may go to another file at once.
         self.connection.close()
         self.connection = connection
         self.reception = "awaited"

@@ -1,7 +1,7 @@
 """The streams to other hosts, as a host offers them: where it listens and how its processes prove themselves.
 
-Used by `hosts.local` on the head and on every worker. A host offers one kind: `tls`, or `challenged` (plain
-text) where its own command line says so. What the other side would like does not count.
+Used by `hosts.local` on the head and on every worker. A host offers one kind only: `tls`, or `challenged`
+(plain text after a proof) if its own command line says so. What the other side asks for does not count.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from penstock.trust.peer_names import PeerName
 
 TLS, CHALLENGED = "tls", "challenged"
 
-Issue = Callable[[PeerName], Credentials]  # of a process of this host; raises PenstockError if there are none
+Issue = Callable[[PeerName], Credentials]  # for a process of this host; PenstockError: there are none
 
 
 class LinkStreams(Protocol):
@@ -80,11 +80,11 @@ class ProvedStreams:
     Args:
         host, cluster: names of this host and its cluster, as in the credentials of its processes.
         run_of_head: returns the name of the head's run, which is in the credentials too (`trust.peer_names`).
-        address_for: returns the address at which a given host reaches this one, where the head names none.
+        address_for: returns the address at which a given host reaches this one, if the head names none.
         ports: ports at which this host may listen.
         issue: returns the credentials of a process of this host.
         is_plain: after the proof, streams are in plain text (`--insecure-links`).
-        fixed_address: address at which this host listens whatever the head names; empty: there is none.
+        fixed_address: address at which this host listens, whatever the head names; empty: none is fixed.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class ProvedStreams:
         self._address_for, self._ports = address_for, ports
         self._issue = issue
         self._kind = CHALLENGED if is_plain else TLS
-        self._memories: dict[PeerName, int] = {}  # credentials of processes in the present epochs
+        self._memories: dict[PeerName, int] = {}  # by process: descriptor of memory with its credentials
 
     def offers(self, need: Need) -> Sequence[str]:
         return [] if isinstance(need, MeetingNeed) else [self._kind]
@@ -116,7 +116,7 @@ class ProvedStreams:
         address = self._fixed_address or parties.address or self._address_for(parties.peer_host)
         try:
             listener = listen_in_range(address, self._ports)
-        except UsageError as error:  # an interface has gone: another way may be found
+        except UsageError as error:  # an interface has gone; another network path may be found later
             raise PeerError(error.message, remedy=error.remedy) from error
         return ListeningEnd(need, listener, address, is_joining=parties.is_swapped, security=security)
 
@@ -150,9 +150,9 @@ class ProvedStreams:
         return Challenged(credentials_fd=memory, own=own.uri, peer=peer.uri)
 
     def _memory(self, own: PeerName) -> int:
-        """Return the credentials of a process, in memory that it is handed.
+        """Return a descriptor of memory with the credentials of a process, which the process is handed.
 
-        Those of its older epochs, and of other runs of the head, are forgotten.
+        Credentials of its older epochs, and of other runs of the head, are forgotten.
         """
         if own not in self._memories:
             older = [

@@ -1,9 +1,9 @@
 """The supervisor's own machine as a host: ranks are its child processes, and connections have no names.
 
-Children die with the thread that has started them (`process.child.die_with_parent`), and nothing that is made
-here is in the file system, so that a `kill -9` of the supervisor leaves nothing behind. A `kill -9` of a
-worker leaves its spare process for some seconds, and the name of the socket where it waits
-(`process.successor`).
+An agent uses the same class for its own machine. Children die with the thread that has started them
+(`process.child.die_with_parent`), and nothing that is made here has a name in the file system. A `kill -9` of
+the supervisor therefore leaves nothing behind. A `kill -9` of a worker leaves its spare process for some
+seconds, and the name of the socket where the spare waits (`process.successor`).
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class LocalHost:
         detect: returns what the machine can give now: cores, memory and GPUs.
         name: name of this host among several.
         streams: makes the ends of connections to other hosts; None: there are no other hosts.
-        outputs: says where the processes that it starts print to; None: where this process does.
+        outputs: says where the processes that are started here print to; None: where this process prints.
         successor_path: path of a socket where a spare process waits for the next worker if this one is
             killed; empty: the spare process ends with this one.
     """
@@ -79,7 +79,7 @@ class LocalHost:
         return msgspec.structs.replace(self._detect(), name=self.name)
 
     def clocks(self) -> Sequence[HostClock]:
-        """Return one clock with offset 0: this host's is the head's own. Implements `RankHost.clocks`."""
+        """Return one clock with offset 0, since this host is the head. Implements `RankHost.clocks`."""
         return [HostClock(host=self.name, offset_ns=0, error_ns=0)]
 
     def start_rank(self, rank: RankConfig, name: str, member_index: int) -> Member:
@@ -94,8 +94,8 @@ class LocalHost:
     def start_ahead(self, threads: int) -> None:
         """Start a spare process, so that the next rank can start in it; which rank that is comes later.
 
-        If an earlier worker on this machine has left its spare process, adopt that one instead. Do nothing
-        where memory is short.
+        If an earlier worker on this machine has left its spare process, that one is adopted instead. If
+        memory is short, nothing is done.
 
         Args:
             threads: the most threads that the rank may have.
@@ -131,7 +131,7 @@ class LocalHost:
         return self._streams.join(kind, need, parties, invitation)
 
     def use_streams(self, streams: LinkStreams) -> None:
-        """Make connections to other hosts by these streams from now on; close those of before."""
+        """Make connections to other hosts by these streams from now on, and close the ones used before."""
         self._streams.close()
         self._streams = streams
 
@@ -149,7 +149,7 @@ class LocalHost:
     def _take_over_spare(self) -> tuple[LocalMember, SpareSelf]:
         """Become the parent of the spare process of a worker that is gone.
 
-        Raises OSError where there is none.
+        Raises OSError if there is no such process.
         """
         with ExitStack() as theirs, ExitStack() as ours:
             control = ControlSocket()
@@ -176,7 +176,7 @@ class LocalHost:
         stage: int | None = None,
         member_index: int = 0,
     ) -> LocalMember:
-        """Start a child that gets messages over a control socket."""
+        """Start a child that gets orders over a control socket."""
         control = ControlSocket()
         try:
             with self._outputs.opened() as output:

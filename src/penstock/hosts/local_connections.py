@@ -1,6 +1,7 @@
 """The ends of connections between processes of one machine: rings, sockets and memory without file names.
 
-The end that accepts owns what both use; one that joins gets the same descriptors, or the other side of them.
+The accepting end owns the descriptors of both ends. A joining end uses the same descriptors, or the handle of
+the same socket.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from penstock.process.endpoints import RingHandle, SocketHandle, SocketListener
 
 
 class RingEnd:
-    """A ring, a queue of frames in shared memory between two processes, as their host holds it; a `HostEnd`.
+    """A ring in shared memory between two processes, as their host holds it. Implements `HostEnd`.
 
     The host keeps the ring open, so that it can end the ring from outside.
     """
@@ -66,7 +67,7 @@ class SocketEnd:
         self.invitation = SocketHandle(handle_fd=self._socket.handle_fd)
 
     def delivered(self) -> None:
-        self.close()  # a dead binder must refuse connections, not queue them
+        self.close()  # if the accepting process dies, connections must be refused and not queued
 
     def end(self) -> None:
         self.close()
@@ -103,7 +104,7 @@ def _bulk(need: BulkNeed) -> RingEnd:
     return RingEnd(create_ring(FRAME_BYTES, need.num_chunks))
 
 
-# Of each need, the kinds of connections within a machine, best first, and what makes the accepting end.
+# For each need, the kinds of connections within a machine, best first, and what makes the accepting end.
 KINDS: Mapping[type[Need], Mapping[str, Callable[..., HostEnd]]] = {
     LinkNeed: {"ring": _link},
     ChannelNeed: {"ring": _channel},

@@ -1,9 +1,9 @@
 """Starts child processes on this machine, reads their status pipes, and ends them.
 
 A child is `python -m penstock...` with its config on an inherited pipe and a status pipe to which it writes
-JSON lines; later orders reach it over a control socket. A pidfd shows when it has ended, so nothing depends
-on what a dying process reports. Children are in process groups of their own: a terminal's Ctrl-C reaches the
-supervisor alone, which then ends them in order.
+JSON lines; later orders reach it over a control socket. A pidfd shows when it has ended, so that nothing
+depends on the reports of a dying process. Children are in process groups of their own: Ctrl-C at a terminal
+reaches only the supervisor, which then ends them in order.
 """
 
 from __future__ import annotations
@@ -62,9 +62,9 @@ class Process(Protocol):
 
 
 class TakenProcess:
-    """A process that this one has not started, such as the spare process of an earlier worker; a `Process`.
+    """A process that this one has not started, such as the spare process of an earlier worker.
 
-    Its exit code cannot be read: once it has ended it counts as killed.
+    Implements `Process`. The exit code of such a process cannot be read: once ended, it counts as killed.
 
     Attributes:
         pid: number of the process.
@@ -195,7 +195,7 @@ def spawn(
         control: sends later orders to the child, and is closed with the member; None: there are no orders.
         output_fd: descriptor for its standard output and error; None: those of this process.
     """
-    with ExitStack() as theirs, ExitStack() as ours:  # where descriptors run out, none of them is left
+    with ExitStack() as theirs, ExitStack() as ours:  # if descriptors run out, those made so far are closed
         config_read, config_write = pipe(theirs, ours)
         status_read, status_write = pipe(ours, theirs)
         os.set_blocking(status_read, False)
@@ -223,8 +223,8 @@ def spawn(
             process.wait()
             raise
         ours.pop_all()
-    # Only now that the child reads: a config may be longer than what a pipe holds. The reading end is the
-    # child's alone, so that its death breaks the pipe, and does not block this write.
+    # Written only now that the child reads, since a config may be longer than a pipe holds. Only the child
+    # has the reading end, so that its death breaks the pipe and does not block this write.
     with os.fdopen(config_write, "wb") as writer, contextlib.suppress(BrokenPipeError):
         writer.write(config)
     return child

@@ -2,11 +2,11 @@
 
 A Unix socket needs a path only to be connected to. A `LocalSocket` is bound in a fresh 0700 directory and
 keeps two descriptors: the listening socket, and an `O_PATH` handle of the socket file. Path and directory are
-removed at once, before any child exists; connectors go through `/proc/.../fd/...`, which leads to the same
-inode and is open to the same user only. So there is nothing to clean up, whatever is killed and when, and
-connecting works in any order because the socket listens from the start.
+removed at once, before any child exists. Processes connect through `/proc/.../fd/...`, which leads to the
+same inode and is open to the same user only. Whatever is killed, there is nothing to clean up. Processes may
+connect in any order, because the socket listens from the start.
 
-The supervisor makes them and hands the descriptors to its children.
+The supervisor makes these sockets and hands the descriptors to its children.
 """
 
 from __future__ import annotations

@@ -20,9 +20,9 @@ from penstock.process.config import RankConfig, RankProcessConfig, SpareProcessC
 from penstock.process.control import BecomeRank
 from penstock.process.successor import SpareSelf
 
-START_FREE_BYTES = 2 << 30  # a spare takes a tenth of it
-KEEP_FREE_BYTES = 1 << 29  # below it whatever can go must go
-LEAST_NICE = 19  # so that the steps of others lose next to nothing to the imports
+START_FREE_BYTES = 2 << 30  # a spare is started only with so much free memory; it takes a tenth of that
+KEEP_FREE_BYTES = 1 << 29  # with less free memory the spare is ended
+LEAST_NICE = 19  # the lowest priority, so that steps of ranks lose next to nothing to the imports
 
 
 class StartSpare(Protocol):
@@ -45,9 +45,9 @@ class SpareProcess:
         self._start = start
         self._free_bytes = free_bytes
         self._member: Member | None = None
-        self._threads = 0  # that it was started for
-        self._own_bytes = 0  # once it waits
-        self._is_hasty = False
+        self._threads = 0  # the most threads of a rank that it was started for
+        self._own_bytes = 0  # bytes of memory that it holds once it waits; 0: none waits
+        self._is_hasty = False  # whether it was started at normal priority (`start_ahead`)
 
     def keep(self, threads: int) -> int:
         """Start a spare process if there is none, or end it if memory is short; call it every few seconds.
@@ -81,7 +81,8 @@ class SpareProcess:
         """Keep a spare process that an earlier worker on this machine has started, and that waits already.
 
         Args:
-            own: what the process has reported of itself.
+            member: the process.
+            own: what the process has reported about itself.
         """
         self._member, self._threads, self._own_bytes = member, own.threads, own.own_bytes
         self._is_hasty = False
@@ -96,7 +97,7 @@ class SpareProcess:
         is_soon_warm = self._own_bytes or self._is_hasty
         if member is None or not is_soon_warm or rank.threads > self._threads:
             return None
-        config_fd = os.memfd_create("rank config")  # no pipe: it takes all at once, however long
+        config_fd = os.memfd_create("rank config")  # unlike a pipe, it takes a config of any length at once
         try:
             os.write(config_fd, encode_config(RankProcessConfig(rank=rank, parent_pid=os.getpid())))
             os.lseek(config_fd, 0, os.SEEK_SET)
@@ -120,7 +121,7 @@ class SpareProcess:
         self._member = self._start(config)
 
     def _hear(self) -> None:
-        """Take what the spare has said, and forget it if it has ended."""
+        """Take the reports of the spare process, and forget the process if it has ended."""
         if self._member is None:
             return
         for event in self._member.read_status():

@@ -1,7 +1,7 @@
-"""A process that a host has started, as the supervisor sees it: what it has said, and how it can be ended.
+"""A process that a host has started, as the supervisor sees it: what it has reported, and how to end it.
 
-`Member` keeps what status events tell, the same on every host. How the events come, how the end is seen and
-how it is brought about is the business of the host (`hosts.local_process` for the supervisor's own).
+`Member` keeps what status events have reported, the same on every host. Subclasses know how events come from
+a host, how the end of a process is noticed, and how it is ended (`hosts.local_process` for this machine).
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ class Member(ABC):
         member_index: number by which its parent finds it among its other processes; the parent chooses it.
 
     Attributes:
-        failure: the error that it has reported, or for which it was killed or lost; None: none so far.
+        failure: the error that the process has reported, or for which it was killed or lost; None: none yet.
         trace: end of the stack trace of a reported error.
-        has_spoken: it has reported something, and so has set itself up.
-        has_loaded: it has loaded its model: a rank its weights, a core the model that drafts.
+        has_spoken: the process has reported something, and so has set up its signals.
+        has_loaded: it has loaded its model: a rank its weights, a core the draft model.
         is_ready: it has reported that it serves.
-        started_at, heard_at: monotonic seconds of its start and of its last report.
+        started_at, heard_at: monotonic seconds of the start and of the last report.
     """
 
     def __init__(self, name: str, stage: int | None, member_index: int) -> None:
@@ -82,7 +82,7 @@ class Member(ABC):
     def sources(self) -> Collection[Waitable]:
         """The objects to poll: one is readable when the process has reported something or has ended.
 
-        Processes of one host may share them. After `read_status` there may be fewer of them.
+        Processes of one host may share sources. After `read_status` there may be fewer of them.
         """
 
     @abstractmethod
@@ -110,15 +110,16 @@ class Member(ABC):
         """Reap the process and release all that belongs to it; it must have ended."""
 
     def disown(self, error: Exception) -> None:
-        """Raise `error`, to which a report of the process has led here.
+        """Raise an error that a report of the process has caused in this process.
 
-        For a process of this host that is a bug. One of another host overrides this: its host is lost.
+        For a process of this host such an error is a bug. Processes of other hosts override this method:
+        their host is given up as lost.
         """
         raise error
 
     @abstractmethod
     def _receive(self) -> list[StatusEvent]:
-        """Return what has come since the last call, without waiting."""
+        """Return the events that have come since the last call, without waiting."""
 
     def read_status(self) -> list[StatusEvent]:
         """Return the events that the process has reported since the last call, without waiting.
@@ -169,7 +170,8 @@ class Member(ABC):
         Its failure shows that; if it has none, only an end by a signal counts.
         """
         if self.failure is not None:
-            some_failure = ErrorInfo(kind="PenstockError", message="")  # goes before what is a consequence
+            # `first_cause` prefers any other error to one that is only a consequence.
+            some_failure = ErrorInfo(kind="PenstockError", message="")
             return first_cause([self.failure, some_failure]) is self.failure
         return (self.exit_code or 0) < 0
 

@@ -11,7 +11,7 @@ from penstock.executor.base import first_cause
 from penstock.hosts.member import Member, Waitable
 from penstock.process.child import StatusEvent
 
-CAUSE_GRACE_S = 0.5  # for the stage behind another one's end to say why
+CAUSE_GRACE_S = 0.5  # so long a stage that caused the end of another process has to report its failure
 POLL_S = 0.01
 
 
@@ -21,13 +21,13 @@ class MemberWatch:
     It also waits for other objects that can be polled.
 
     Args:
-        take: is given each event that a member has reported, when the member is heard (`hear`).
+        take: called by `hear` with each event that a member has reported.
     """
 
     def __init__(self, take: Callable[[Member, StatusEvent], None]) -> None:
         self._take = take
         self._selector = selectors.DefaultSelector()
-        self._sources: dict[Member, set[Waitable]] = {}  # of each member that has not been reaped
+        self._sources: dict[Member, set[Waitable]] = {}  # for each member that has not been reaped
         self._watched: set[Waitable] = set()
 
     @property
@@ -85,10 +85,11 @@ class MemberWatch:
     def first_cause(self, ended: Member, suspects: Sequence[Member]) -> ErrorInfo:
         """Return the error that explains the end of a member: its own, or that of a stage that is the cause.
 
-        If the member may not be the cause itself, wait a moment for a stage that reports a failure.
+        If the member may not be the cause itself, this waits a moment for a stage that reports a failure.
 
         Args:
-            suspects: members that can have brought it down, itself among them.
+            ended: the member that has ended.
+            suspects: members that may have caused the end, with `ended` itself.
         """
         if not ended.is_cause or (ended.stage is None and ended.failure is not None):
             stages = [member for member in suspects if member.stage is not None]
@@ -99,7 +100,7 @@ class MemberWatch:
 
     def reap(self, member: Member) -> None:
         """Stop watching a member that has ended, and close it."""
-        # Left before it is closed: the numbers of its descriptors may go to other files at once.
+        # Its sources are dropped before it is closed: their numbers may go to other files at once.
         self._listen(member, ())
         member.close()
         del self._sources[member]
@@ -109,7 +110,7 @@ class MemberWatch:
         for member in self.members:
             member.kill_now()
         for member in self.members:
-            # Read before it is reaped: what is not read by then is lost.
+            # Its reports are read before it is reaped, since `failure` would be lost otherwise.
             member.read_status()
             self.reap(member)
 
@@ -118,7 +119,7 @@ class MemberWatch:
         self._selector.close()
 
     def _listen(self, member: Member, sources: Collection[Waitable]) -> None:
-        """Wait at these sources of a member, and at no others of it; members may share a source."""
+        """Poll these sources of a member, and no other sources of it; members may share a source."""
         before, now = self._sources[member], set(sources)
         if before == now:
             return

@@ -13,7 +13,7 @@ from penstock.gguf.part_names import SUFFIX, part_paths
 from penstock.kvstore.names import model_identity
 
 _CONFIG = "config.json"
-_MAX_DEPTH = 6  # as deep as a cache of a hub keeps its snapshots
+_MAX_DEPTH = 6  # levels of folders: the caches of hubs keep models as deep as that
 
 
 class ModelShelf:
@@ -81,7 +81,7 @@ def _gguf_models(directory: Path, names: Sequence[str]) -> Iterator[Path]:
 
 
 def _identity_of(model: Path) -> bytes:
-    """Return the identity of a directory or a GGUF file; empty where it is no model that can be read."""
+    """Return the identity of a directory or a GGUF file; empty if it is not a model that can be read."""
     try:
         return model_identity(model)
     except (PenstockError, OSError, ValueError):

@@ -1,15 +1,15 @@
 """The seam between the supervisor and the machines that ranks run on.
 
-The supervisor decides which rank runs on which host, which processes are connected and what follows a loss. A
-host carries it out: it starts processes and reports their words and their end (`hosts.member`), makes its
-ends of connections, and knows what it can give. Descriptors, process numbers and addresses stay behind this
-seam; above it an endpoint is a value to be handed on.
+The supervisor decides which rank runs on which host, which processes are connected, and what follows a loss.
+A host carries it out: it starts processes, passes on their reports and their end (`hosts.member`), makes its
+ends of connections, and knows its resources. Descriptors, process numbers and addresses stay behind this
+seam; for the supervisor an endpoint is a value to be handed on.
 
     host.start_rank(...) ──▶ member       member.hand(endpoints)   .read_status()   .kill_now()   .await_end()
     host.accept(...)     ──▶ end          end.endpoint             .end()           .close()
 
-`hosts.local.LocalHost` is the supervisor's own host, and that of the agent of a worker; the supervisor has
-such a worker as a `hosts.remote_host.RemoteHost`.
+`hosts.local.LocalHost` is the host on which its caller runs: the supervisor, or the agent of a worker. For
+the supervisor, the host of a worker is a `hosts.remote_host.RemoteHost`.
 """
 
 from __future__ import annotations
@@ -30,22 +30,23 @@ from penstock.process.pipe_hosts import HostClock
 class LinkNeed(msgspec.Struct, frozen=True, kw_only=True, tag="link"):
     """The need for a link, a one-way connection that carries hidden states from one stage to the next.
 
-    They go from the joining end to the accepting one.
+    They go from the joining end to the accepting end.
 
     Attributes:
         frame_bytes: size of a frame, the buffer that holds the hidden states of one step.
+        num_frames: the most frames under way at once.
     """
 
     frame_bytes: int
-    num_frames: int  # under way at once
+    num_frames: int
 
 
 class ChannelNeed(msgspec.Struct, frozen=True, kw_only=True, tag="channel"):
     """The need for a one-way channel of messages with samples, from the joining end to the accepting one.
 
     Attributes:
-        num_messages: most messages under way while none is read.
-        num_rows: most sampled rows in a message.
+        num_messages: the most messages under way while none is read.
+        num_rows: the most sampled rows in a message.
     """
 
     num_messages: int
@@ -58,7 +59,7 @@ class BulkNeed(msgspec.Struct, frozen=True, kw_only=True, tag="bulk"):
     They go one way, in chunks, from the joining end to the accepting one.
 
     Attributes:
-        num_chunks: most chunks under way while none is read.
+        num_chunks: the most chunks (parts of a payload) under way while none is read.
     """
 
     num_chunks: int = 8
@@ -91,10 +92,10 @@ class Parties(msgspec.Struct, frozen=True, kw_only=True):
         epoch: epoch for which the connection is made.
         own, peer: roles of the processes at this end and at the other, such as "rank-3" (`trust.peer_names`).
         peer_host: name of the host of the other process.
-        address: address of this end's host at which it listens or from which it dials; empty: it chooses.
-        peer_address: address of the other host that this one dials; empty: as its invitation says.
-        is_swapped: the host that should accept cannot be reached, so that the other one accepts in its place;
-            data then go from the accepted end to the joining one.
+        address: address at which this end's host listens, or from which it dials; empty: the host chooses.
+        peer_address: address of the other host that this host dials; empty: the invitation has it.
+        is_swapped: the host that should accept cannot be reached, so the other one accepts in its place. Data
+            then go from the accepting end to the joining end.
     """
 
     epoch: int
@@ -157,11 +158,11 @@ class RankHost(Protocol):
         ...
 
     def resources(self) -> HostResources:
-        """Return the cores, memory and GPUs that the host can give now, or could when it last said so."""
+        """Return the cores, memory and GPUs that the host can give now, by its last report."""
         ...
 
     def clocks(self) -> Sequence[HostClock]:
-        """Return one entry with the offset of the host's clock from the head's; none before it is known."""
+        """Return a list of one: the offset of the host's clock from the head's; empty until it is known."""
         ...
 
     def start_rank(self, rank: RankConfig, name: str, member_index: int) -> Member:
@@ -172,15 +173,15 @@ class RankHost(Protocol):
             member_index: as in `Member`.
 
         Raises:
-            OSError: the host cannot start it, perhaps only now.
+            OSError: the host cannot start the process, perhaps only for now.
         """
         ...
 
     def keep_spare(self, threads: int) -> int:
         """Keep a spare process ready, in which the next rank starts sooner: its imports are done.
 
-        To be called every second or so; the first call starts the process. Where memory is short there is
-        none.
+        To be called about every second; the first call starts the process. If memory is short, no spare
+        process is kept.
 
         Args:
             threads: the most threads that a rank of this host has.
@@ -191,7 +192,10 @@ class RankHost(Protocol):
         ...
 
     def start_measuring(self, config: MeasureConfig, name: str) -> Member:
-        """Start a process that times the steps of a rank, and return it; `name`, errors as `start_rank`."""
+        """Start a process that times the steps of a rank, and return it.
+
+        `name` and errors are as for `start_rank`.
+        """
         ...
 
     def offers(self, need: Need, peer: str) -> Sequence[str]:
@@ -207,11 +211,11 @@ class RankHost(Protocol):
         Args:
             kind: kind of connection, one that `offers` has returned.
             need: what the connection is for.
-            parties: the processes of both ends; where several join, the first of them.
+            parties: the processes of both ends; if several join, the first of them.
 
         Raises:
             PeerError: the end cannot be made, or the host does not answer.
-            OSError: descriptors or memory are short, perhaps only now.
+            OSError: descriptors or memory are short, perhaps only for now.
         """
         ...
 
@@ -260,8 +264,8 @@ class Hosts(Mapping[str, RankHost]):
     Args:
         head: the supervisor's own host, which comes first.
         routes: says which network route connections between two hosts take.
-        readmit: called with the time at each `tend`: takes back hosts whose connection was broken, and shuts
-            out hosts that are no longer allowed.
+        readmit: called with the time at each `tend`; it takes back hosts whose connection was broken, and
+            shuts out hosts that are no longer allowed.
     """
 
     def __init__(

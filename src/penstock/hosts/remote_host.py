@@ -1,12 +1,12 @@
 """A machine elsewhere as a host: the supervisor's requests go to the agent there.
 
-The agent decides nothing (`hosts.agent`). Processes (members) and ends of connections have numbers here and
-are held there. The supervisor waits for the agent only where its host is to listen for a stream: one round
-trip each.
+The agent decides nothing (`hosts.agent`). It holds the processes (members) and the ends of connections, which
+are known here by numbers. The supervisor waits for the agent only if its host is to listen for a stream: one
+round trip for each stream.
 
     connected ──the connection breaks──▶ away ──the worker joins again──▶ connected, and all goes on
         │                                  │
-        └──silent for too long────────────▶└──not back in that time, or another worker came──▶ lost
+        └──silent for too long────────────▶└──not back in time, or its worker has restarted──▶ lost
 
 Requests to a host that is away are sent when it is back (`hosts.lasting_wire`). When the host is lost, all
 its members count as lost, since no request reaches them any more; the agent ends them.
@@ -83,14 +83,14 @@ from penstock.trace.host_clock import ClockAnswer, ClockEstimate
 from penstock.trust.credentials import Credentials
 from penstock.trust.peer_names import PeerName
 
-ANSWER_S = 5.0  # for an agent to answer: beyond any path, and below what running requests bear
+ANSWER_S = 5.0  # for an answer: longer than any useful path needs, and short enough for running requests
 TEND_EVERY_S = 1.0
-SILENCE_LIMIT_S = 3.0  # between hosts, with a connection or without; members have their own limits
-DOUBT_S = 2.0  # of silence: nothing is begun with such a host before it has said something
-HALF_BEAT_S = TEND_EVERY_S / 2  # silence is looked at about whole seconds after it began: limits lie between
-LONG_LOOK_S = 2.0  # between two looks: then it was the supervisor that had no time
-LEAVE_S = 5.0  # for a member that was killed
-MOST_UNREAD = 10_000  # events of a member: far beyond what a rank says while it loads
+SILENCE_LIMIT_S = 3.0  # then a host is lost, connected or not; members have limits of their own
+DOUBT_S = 2.0  # after so long a silence nothing is begun on a host before it sends something
+HALF_BEAT_S = TEND_EVERY_S / 2  # silence is checked each second; limits lie halfway between two checks
+LONG_LOOK_S = 2.0  # if two checks are further apart, the supervisor itself had no time
+LEAVE_S = 5.0  # for the end of a member that was killed
+MOST_UNREAD = 10_000  # events of a member: far more than a rank reports while it loads
 
 
 class RemoteMember(Member):
@@ -213,7 +213,7 @@ class RemoteRank(RemoteMember):
 
 
 class RemoteEnd:
-    """An end of a connection that the agent of another host holds; calls go to the agent. A `HostEnd`."""
+    """An end of a connection that the agent of another host holds, which gets the calls; a `HostEnd`."""
 
     def __init__(self, host: RemoteHost, number: int, invitation: StreamInvitation | HeldEnd) -> None:
         self.endpoint: Any = HeldEnd(number=number)
@@ -257,7 +257,7 @@ class RemoteHost:
     """A machine elsewhere, whose agent carries out what is requested here. Implements `RankHost`.
 
     Args:
-        wire: the connection to its agent, which has sent `hello` over it; belongs to this object.
+        wire: the connection to the host's agent, which has sent `hello` over it; this object closes it.
         name: name of the host, as in its certificate.
         on_lost: called with the reason when the host is lost.
         on_log: called with lines that were printed there.
@@ -287,8 +287,8 @@ class RemoteHost:
         self._clock = clock
         self.numbers = itertools.count(1)
         self._members: dict[int, RemoteMember] = {}
-        self._awaited, self._answers = 0, list[Accepted | EndFailed]()  # the end whose place is asked for
-        self._scout_asked = 0  # the question about ways that was asked last
+        self._awaited, self._answers = 0, list[Accepted | EndFailed]()  # the awaited end, its answer
+        self._scout_asked = 0  # number of the last question about network paths
         self.scout_answers: dict[int, FromScout] = {}
         self._clock_estimate, self.bell, self._line = ClockEstimate(), Bell(), LastingSource()
         self._begin(wire, hello)
@@ -297,7 +297,7 @@ class RemoteHost:
         """Use this wire to the agent from now on, as the host is back and has sent `hello` over it.
 
         Returns:
-            Whether its processes run on, as only the connection was broken. Otherwise they count as lost.
+            Whether its processes still run, since only the connection was broken. If not, they count as lost.
         """
         if self._is_lost or not self._wire.knows(hello):
             self._lose(LinkClosedError("its worker has restarted."))
@@ -307,7 +307,7 @@ class RemoteHost:
         self._wire.go_on(wire, hello.num_received)
         self._note_hello(hello)
         for member in self._members.values():
-            member.heard_at = time.monotonic()  # the silence was not its own
+            member.heard_at = time.monotonic()  # the member was silent only because its host was away
         return True
 
     def _begin(self, wire: AgentWire[ToHead], hello: AgentHello) -> None:
@@ -329,7 +329,7 @@ class RemoteHost:
     @property
     def is_there(self) -> bool:
         """Whether the host is connected and not silent, and so can take requests (`RankHost.is_there`)."""
-        # A silent host may be lost: if a cable is pulled, the links break first. Begin nothing on it then.
+        # A silent host may be lost: if a cable is pulled, links break first. Nothing is begun on it then.
         return self._wire.failure is None and not self._is_doubtful
 
     @property
@@ -356,7 +356,7 @@ class RemoteHost:
         if now < next_beat(self._tended_at, TEND_EVERY_S) or self._is_lost:
             return
         if now - self._tended_at > LONG_LOOK_S:
-            self._heard_at = now  # the supervisor stood still: what the agent said meanwhile is not read yet
+            self._heard_at = now  # the supervisor stood still, and has not read the agent's messages yet
         self._tended_at = now
         self.pump()
         silence_s = now - self._heard_at
@@ -440,7 +440,7 @@ class RemoteHost:
             self._is_doubtful = False
             try:
                 self._take(message if isinstance(message, LogLines) else cleaned(message))
-            except Exception as error:  # whatever one host says, the others and the engine go on
+            except Exception as error:  # whatever one host sends, the other hosts and the engine go on
                 self.distrust(error)
                 break
         if self._wire.failure is not None:
@@ -459,11 +459,11 @@ class RemoteHost:
                 break
             await_readable([self._wire.connection], left_s)
             self.pump()
-        self.bell.ring()  # what came for others must be heard though nothing comes any more
+        self.bell.ring()  # events of other members have been taken in too, and must be read
         return condition()
 
     def distrust(self, error: Exception) -> None:
-        """Give the host up as lost, for an error such as one to which its messages have led here."""
+        """Give up the host as lost because of an error, such as one that its messages have caused here."""
         self._lose(error if isinstance(error, PeerError) else _of_nonsense(error))
 
     def hush(self) -> None:
@@ -531,7 +531,7 @@ class RemoteHost:
             self._lose(error)
 
     def _break_off(self) -> None:
-        """Leave the connection, as it is broken. It is closed when another one comes, or the host is lost."""
+        """Leave the broken connection; it is closed when another one comes, or the host is lost."""
         if not self._is_broken:
             self._is_broken = True
             self._heard_at = self._clock()
@@ -571,6 +571,6 @@ def _invitation_in(answer: Accepted | EndFailed, host: str) -> StreamInvitation:
 
 
 def _of_nonsense(error: Exception) -> ProtocolError:
-    """Return the error of a host whose message led to an error of another kind."""
+    """Return the error of a host whose message has caused an error that is not a `PeerError`."""
     what = shown_line(describe(error).message).rstrip(".")
     return ProtocolError(f"the head cannot use its message ({what}).", remedy=SAME_VERSION)

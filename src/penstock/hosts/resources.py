@@ -17,7 +17,7 @@ from penstock.process.config import THIS_HOST
 from penstock.process.host_memory import host_available_bytes
 
 _MOST_CPUS = 1 << 16
-_MOST_CHARS = 256  # of a `Word`
+_MOST_CHARS = 256  # the most characters of a `Word`
 _Cpu = Annotated[int, msgspec.Meta(ge=0, lt=_MOST_CPUS)]
 
 
@@ -25,14 +25,13 @@ class HostResources(msgspec.Struct, frozen=True, kw_only=True):
     """The resources that a host can give to the processes of an engine.
 
     Attributes:
-        num_cpus: number of cores that they may run on.
-        free_bytes: bytes of host memory that they may still take; that of GPUs does not count.
+        num_cpus: number of CPU cores that the processes may run on.
+        free_bytes: bytes of host memory that they may still take; memory of GPUs does not count.
         name: name of the host, as in `RankConfig.host`.
-        cpus: numbers of these cores; empty where threads cannot be bound to cores.
-        numeric_classes: instruction sets that its CPU has, of those in `config.engine.NUMERIC_CLASSES`; the
-            least first.
-        cpu_model: name of its CPU, or the numbers of maker and model; empty where the kernel says neither.
-        gpu_models: names of its GPUs, in order of their addresses.
+        cpus: numbers of these cores; empty if threads cannot be bound to cores.
+        numeric_classes: those of `config.engine.NUMERIC_CLASSES` that its CPU can compute in, least first.
+        cpu_model: name of its CPU, or the numbers of maker and model; empty if the kernel reports neither.
+        gpu_models: names of its GPUs, in the order of their addresses.
     """
 
     num_cpus: Annotated[int, msgspec.Meta(ge=1, le=_MOST_CPUS)]
@@ -72,14 +71,14 @@ class HostResources(msgspec.Struct, frozen=True, kw_only=True):
 
 @functools.cache
 def _numeric_classes() -> tuple[str, ...]:
-    """Return the numeric classes of the CPU, which stays what it is."""
+    """Return the numeric classes of the CPU, which are found out only once."""
     machine = Machine.detect()
     return tuple(targets_of(machine.architecture, machine.cpu_flags))
 
 
 @functools.cache
 def _cpu_model(cpuinfo: Path) -> str:
-    """Return the name of the first CPU; the numbers of maker and model where it has none, as on Arm."""
+    """Return the name of the first CPU; if it has no name, as on Arm, the numbers of maker and model."""
     match = re.search(r"^model name\s*:(.*)$", _text(cpuinfo), re.MULTILINE)
     named = match[1].strip() if match else Machine.detect(cpuinfo).cpu_model
     return named[:_MOST_CHARS]

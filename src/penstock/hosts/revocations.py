@@ -1,8 +1,8 @@
 """Ends the connections of a worker at the head when its certificate is not in the book of hosts any more.
 
-`penstock hosts revoke` takes a certificate out of the book while the head runs. So the head reads the book
-each second, a file of some hundred bytes, and compares it with the certificates of the workers that are
-connected. Used by `hosts.gathering`, in the supervisor's thread; a worker that comes later is refused at the
+`penstock hosts revoke` takes a certificate out of the book while the head runs. Therefore the head reads the
+book, a file of some hundred bytes, each second. It compares the book with the certificates of the connected
+workers. Used by `hosts.gathering`, in the supervisor's thread. A worker that comes later is refused at the
 door (`trust.head_join`).
 """
 
@@ -56,7 +56,7 @@ class Revocations:
         self._book = book
         self._weights = weights
         self._warn = warn
-        self._serials: dict[str, int] = {}  # by host, of its newest connection
+        self._serials: dict[str, int] = {}  # by host: serial of the certificate of its newest connection
         self._looked_at = -math.inf
         self._complaint = ""
 
@@ -89,7 +89,7 @@ class Revocations:
             self._weights.drop(host)
 
     def _known(self) -> Mapping[str, frozenset[int]] | None:
-        """Return what the book says; None, and a warning once, where it cannot be read."""
+        """Return the certificates in the book; None, after a warning, if the book cannot be read."""
         try:
             known = self._book.certificates()
         except PenstockError as error:

@@ -1,8 +1,8 @@
 """The parts of a worker that outlast its connection to a head: its host with a spare, its log, the agent.
 
-    serve(head)       until the connection breaks; the agent goes on where it was, if the head knows it still
-    await_attempt()   while the worker joins: what runs here goes on, for a while (`agent.KEEP_RANKS_S`)
-    wait(seconds)     between two tries to join: the same
+    serve(head)       serves until the connection breaks; the agent goes on where it was, if the head knows it
+    await_attempt()   waits while the worker joins; ranks go on for a while (`agent.KEEP_RANKS_S`)
+    wait(seconds)     waits between two tries to join; ranks go on in the same way
 
 Used by `hosts.worker`.
 """
@@ -37,7 +37,7 @@ from penstock.process.readiness import await_readable
 from penstock.trust.joining import Address, JoinedHead, connect_for_weights
 from penstock.trust.peer_names import AGENT_ROLE, PeerName
 
-LOOK_EVERY_S = 1.0  # at what runs here, while no head is there
+LOOK_EVERY_S = 1.0  # between two looks at the processes of this host while no head is connected
 
 Tell = Callable[[str], None]
 
@@ -48,16 +48,16 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         head: address and port at which the head listens.
         name: name of this host.
-        state: directory in which its credentials are kept.
-        address: address at which other hosts reach it; "": the best one that is found, and until then that of
-            its connection to the head.
-        ports: ports at which it may listen for links.
+        state: directory in which the worker's credentials are kept.
+        address: address at which other hosts reach this host; "": the best one that is found, and until then
+            that of its connection to the head.
+        ports: ports at which this host may listen for links.
         models: directories that are searched for models.
         weights: directory in which fetched weights are kept; None: one below `state`.
-        store: address of the store of KV blocks; None: if the head's is a directory, one below `state`.
+        store: address of the store of KV blocks; None: if the head's store is a directory, one below `state`.
         is_plain: links are not encrypted.
-        patience_s: seconds to wait for the head before this host has joined it for the first time.
-        away_limit_s: seconds for which the head may be away afterwards; then the worker ends.
+        patience_s: seconds to wait for the head to start, before this host has joined it for the first time.
+        away_limit_s: after the first join, the worker ends if the head is away for longer than this.
         threads_ahead: threads of the spare process that is started ahead, for the first rank that the head
             requests; 0: none is started.
     """
@@ -77,10 +77,10 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _NoAgent:
-    """A stand-in before a head has been joined: nothing is served.
+    """A stand-in for the agent before the first head has been joined: it serves nothing.
 
     Args:
-        watched: sources that end a wait.
+        watched: objects to poll; `serve` returns when one is readable.
     """
 
     has_members = False
@@ -130,7 +130,7 @@ class Station:
             with contextlib.suppress(OSError):  # no descriptors, no memory: ranks start when they are needed
                 self._host.start_ahead(settings.threads_ahead)
         self._cluster = ""
-        self._was_needed = True  # by the head of the last connection
+        self._was_needed = True  # whether the last head that was joined had a place for this host
         self._agent: Agent | _NoAgent = _NoAgent((stop, attempts))
 
     @property
@@ -160,7 +160,7 @@ class Station:
         )
 
     def _say_end(self, agent: Agent, why: str, had_members: bool) -> None:
-        """Tell why a connection to the head has ended, and what becomes of what runs here."""
+        """Tell the user why a connection to the head has ended, and what becomes of the ranks here."""
         if agent.has_members:
             self._tell(
                 f"the connection to the head is broken: {why} Its ranks keep running for {KEEP_RANKS_S:g} s, "
@@ -208,7 +208,7 @@ class Station:
         self._log.close()
 
     def _serve_without_head(self, timeout_s: float) -> set[Waitable]:
-        """Serve what runs here, and return the sources that are readable."""
+        """Serve the processes of this host, and return the sources that are readable."""
         had_members = self._agent.has_members
         readable = self._agent.serve(timeout_s)
         if had_members and not self._agent.has_members:
@@ -216,7 +216,7 @@ class Station:
         return readable
 
     def _join(self, head: JoinedHead) -> Agent:
-        """Let the agent of before talk to this head, or a new one to that of another cluster."""
+        """Connect the agent to this head; a head of another cluster gets a new agent."""
         settings = self._settings
         self._head, self._own_address = head, settings.address or str(head.connection.getsockname()[0])
         wire: AgentWire[ToAgent] = AgentWire(head.connection, ToAgent)
@@ -260,14 +260,14 @@ class Station:
         return agent
 
     def _own_store(self) -> OwnStore:
-        """Return where this host keeps KV blocks, if the head wants that."""
+        """Return where this host keeps KV blocks if the head asks for it."""
         settings = self._settings
         return OwnStore(
             settings.name, settings.store, settings.state / "kv-store" / settings.name, self._log.say
         )
 
     def _finder(self) -> ModelFinder:
-        """Return what gets ranks their weights: from this host, or from the head that it has joined."""
+        """Return the finder of weights for ranks: on this host, or at the head that it has joined."""
         return ModelFinder(
             ModelShelf(self._settings.models),
             self._cache,
@@ -277,7 +277,7 @@ class Station:
         )
 
     def _make_scout(self) -> ScoutingAgent:
-        """Return what looks for ways from this host to others of the head's cluster."""
+        """Return the scout that finds network paths from this host to others of the head's cluster."""
         settings = self._settings
         peer = PeerName(cluster=self._head.name.cluster, host=settings.name, role=AGENT_ROLE)
         return ScoutingAgent(

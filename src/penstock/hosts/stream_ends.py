@@ -1,9 +1,9 @@
 """The ends of streams between hosts, as a host makes them for its processes: one listens, one dials.
 
-The maker of the ends chooses which of two hosts listens. That has nothing to do with the direction of what
-the stream carries: of two ranks the one that can be reached is dialled. The process opens the stream itself
-(`pipeline.links.stream_opening`), because the state of TLS cannot be handed over. Its host keeps an eventfd,
-with which it ends the stream from outside, also where the other host has fallen silent.
+`hosts.connections` chooses which of the two hosts listens: one that the other can reach. The direction of the
+data has nothing to do with that. The process opens the stream itself (`pipeline.links.stream_opening`),
+because the state of TLS cannot be handed over. Its host keeps an eventfd, with which it can end the stream
+from outside, even if the other host has fallen silent.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from penstock.process.endpoints import (
 )
 
 StreamNeed = LinkNeed | ChannelNeed | BulkNeed | PlanNeed
-NUM_PLAN_MESSAGES = 4096  # far above any depth, so that a full channel means a peer that has stopped
+NUM_PLAN_MESSAGES = 4096  # far more than plans in flight: a full channel means that the peer has stopped
 OPEN_TIMEOUT_S = 3600.0  # the other rank may have to load its weights first
 
 
@@ -46,8 +46,8 @@ class StreamEnd:
         need: what the stream carries.
         way: how the process at this end opens the stream: it dials, or accepts at a listening socket.
         is_joining: this is the joining end of the connection, from which hidden states and samples go to the
-            accepting one; which end dials does not matter for that.
-        security: how the ends prove themselves; its descriptors stay the caller's.
+            accepting end. Which end dials does not matter for that.
+        security: how the ends prove themselves; the caller keeps and closes its descriptors.
         open_timeout_s: seconds for which the process waits for the other end.
 
     Attributes:
@@ -95,7 +95,7 @@ class ListeningEnd(StreamEnd):
     """The end of a stream that listens, to be dialled by the other host.
 
     Args:
-        listener: listening socket (`process.link_ports.listen_in_range`); belongs to the end from now on.
+        listener: listening socket (`process.link_ports.listen_in_range`), which this end closes.
         host: address at which the other host reaches the listener.
         others: the other arguments of `StreamEnd`.
     """
@@ -165,6 +165,6 @@ def _num_messages(need: ChannelNeed | BulkNeed | PlanNeed, is_joining: bool) -> 
     """Return how many messages this end has room for in each direction."""
     if isinstance(need, ChannelNeed):
         return need.num_messages
-    if isinstance(need, BulkNeed):  # what waits at the sending end has had its turn: one chunk at most
+    if isinstance(need, BulkNeed):  # the sending end holds one chunk at most: others have not had their turn
         return 1 if is_joining else need.num_chunks
     return NUM_PLAN_MESSAGES

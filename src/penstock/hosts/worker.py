@@ -4,9 +4,9 @@
        ▲                                                  │
        └────────────── after a pause ◀────────────────────┘
 
-What it keeps between connections is `hosts.station`, which goes on while `hosts.join_attempts` joins. Called
-by `penstock worker`. Ends at once when it is told to. Also ends when the head will never let it in, or has
-been away for too long.
+`hosts.station` has the parts that a worker keeps between connections; they go on while `hosts.join_attempts`
+joins. Called by `penstock worker`. A worker ends at once when it is told to. It also ends when the head will
+never let it in, or has been away for too long.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from penstock.trust.private_files import make_private_directory
 from penstock.trust.token_prompt import Tokens
 
 FIRST_PAUSE_S, MOST_PAUSE_S = 0.1, 10.0  # between two tries to reach the head
-SAID_PAUSE_S = 1.0  # shorter ones are not worth a line
+SAID_PAUSE_S = 1.0  # shorter pauses are not worth a line for the user
 
 Tell = Callable[[str], None]
 
@@ -37,6 +37,8 @@ def credentials_path(state: Path, head: Address, name: str) -> Path:
 
     Args:
         state: directory of the worker's state.
+        head: address and port of the head.
+        name: name of the worker's host.
     """
     host, port = head
     return state / "worker" / f"{host.replace('/', '_')}_{port}_{name}"
@@ -47,7 +49,7 @@ class Worker:
 
     Args:
         settings: the worker's command line.
-        tokens: source of the join token; used where this host has no certificate of the head yet.
+        tokens: source of the join token, used if this host has no certificate that the head accepts.
         tell: takes lines for the user.
         stop: object to poll: readable when the worker is to end.
         clock: returns monotonic seconds.
@@ -77,7 +79,7 @@ class Worker:
         Raises:
             JoinError: the head does not let this host in, and never will.
             PeerError: the head cannot be reached for the first join.
-            UsageError: the token, the state directory or that of the weights cannot be used.
+            UsageError: the token, the directory of state or the directory of weights cannot be used.
         """
         settings = self._settings
         make_private_directory(self._path.parent)
@@ -129,12 +131,12 @@ class Worker:
 
 
 def _may_only_start(error: PeerError) -> bool:
-    """Return whether a head that has not let this host in may not be there yet."""
+    """Return whether the error may only mean that the head has not started yet."""
     return isinstance(error, LinkClosedError | WaitTimeoutError)
 
 
 class _Pauses:
-    """Pauses between tries: each longer than the one before, up to a bound. Long ones are said, once each."""
+    """Pauses between tries: each longer than the last, up to a bound; the user is told about long ones."""
 
     def __init__(self, tell: Tell) -> None:
         self._tell = tell

@@ -1,7 +1,7 @@
 """The gate where workers come in: a thread that serves the door, and hands over those that have joined.
 
 The door (`trust.worker_door`) lets in hosts with a certificate of the cluster. The first message of a worker
-says what its host can give; then its wire is the supervisor's.
+says what its host can give. The gate then hands the worker's wire over to the supervisor.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from penstock.trust.door import Door, Entered
 from penstock.trust.head_join import NOBODY, ConnectedHosts, HeadConversation, HeadJoin, WeightsVisit
 from penstock.trust.peer_names import PeerName
 
-HELLO_S = 10.0  # for an agent to say its first word
-_LOOK_S = 0.05  # between two looks for it
+HELLO_S = 10.0  # so long an agent has to send its first message
+_LOOK_S = 0.05  # between two looks for that message
 _IDLE_S = 0.5  # between two looks at whether the gate is closed
-REFUSED_AT_ONCE, REFUSED_PER_S = 10, 1.0  # that are reported one by one; of the others the number is
+REFUSED_AT_ONCE, REFUSED_PER_S = 10, 1.0  # so many refused peers are reported one by one, the others counted
 
 
 class JoinedWorker(NamedTuple):
@@ -67,8 +67,8 @@ class WorkerGate:
     It can be polled (`fileno`): it is readable when a worker has joined, or a peer was refused.
 
     Args:
-        make_door: makes the door, which checks each peer; the thread of the gate serves it. Is given a
-            function to be called with the address of each refused peer, and the error.
+        make_door: makes the door, which checks each peer; the thread of the gate serves it. Its argument is a
+            function that the door calls with the address of each refused peer, and the error.
         connected: names of the hosts that are connected, as the door knows them.
         give_weights: takes the connections over which workers fetch weights, and the names of their hosts; it
             is called in the thread of the gate, and must not wait.
@@ -112,7 +112,7 @@ class WorkerGate:
     def take_refused(self) -> list[tuple[str, PenstockError]]:
         """Return the peers that were refused since the last call: the address of each, and the error.
 
-        They are bounded in number; `take_left_out` counts the others.
+        Their number is bounded; `take_left_out` counts the others.
         """
         refused = []
         while not self._refused.empty():
@@ -120,7 +120,7 @@ class WorkerGate:
         return refused
 
     def take_left_out(self) -> int:
-        """Return how many peers were refused since the last call beside those of `take_refused`."""
+        """Return how many more peers were refused since the last call than `take_refused` returns."""
         num_left_out = 0
         while not self._left_out.empty():
             num_left_out += self._left_out.get()
@@ -152,9 +152,9 @@ class WorkerGate:
                 self._bell.ring()
 
     def _receive(self, entered: Entered[HeadConversation]) -> None:
-        """Pass a connection on, or close it where that fails, as without memory for a thread.
+        """Pass a connection on; if that fails, for example without memory for a thread, close it.
 
-        The gate goes on for all others.
+        The gate goes on for all other connections.
         """
         try:
             self._pass_on(entered)
@@ -172,7 +172,7 @@ class WorkerGate:
         elif entered.conversation.visitor != NOBODY:
             self._receive_visitor(entered.connection, entered.conversation.visitor)
         else:
-            entered.connection.close()  # it has its certificate, and comes back with it
+            entered.connection.close()  # the worker has got its certificate, and connects again with it
 
     def _refuse(self, address: str, error: PenstockError) -> None:
         """Report a peer that was not let in, within bounds: peers may come without end."""
@@ -188,7 +188,7 @@ class WorkerGate:
         self._arriving.append(_Arriving(worker.host, worker.serial, wire, address, local_address, deadline))
 
     def _has_said_hello(self, worker: _Arriving) -> bool:
-        """Return whether it need not be waited for any more: it is in, or gone."""
+        """Return whether the worker need not be waited for any more: it has joined, or was sent away."""
         told = worker.wire.receive()
         if told and isinstance(told[0], AgentHello):
             worker.wire.max_bytes = MAX_TOLD_BYTES

@@ -2,7 +2,7 @@
 
     mp            this host alone, or with the workers that join it    `hosts.gathering`
     ray           the same; Ray starts the workers                     `ray_hosts`
-    MODULE:CLASS  what a class of the user's own makes                 `engine_hosts.MakeHosts`
+    MODULE:CLASS  the hosts that a class of the user's own makes       `engine_hosts.MakeHosts`
 
 Called by `engine.supervisor.supervisor` and by `penstock plan`.
 """
@@ -23,7 +23,7 @@ _REQUIRED = ("gather", "admit", "tend", "close")
 
 
 def open_hosts(engine: EngineConfig, voices: Voices) -> EngineHosts:
-    """Return the hosts on which an engine is to run, by its executor backend; others are not waited for yet.
+    """Return the hosts on which an engine is to run, by its executor backend, without waiting for workers.
 
     Args:
         voices: functions by which the backend speaks to the user.
@@ -60,7 +60,7 @@ _MAKERS: dict[str, Callable[[EngineConfig, Voices], EngineHosts]] = {"mp": _join
 
 
 def _own_hosts(name: str, engine: EngineConfig, voices: Voices) -> EngineHosts:
-    """Return what a class of the user's own makes, checked as far as it can be before it is used."""
+    """Return the hosts that a class of the user's own makes, after checking that they have all methods."""
     make = _own_class(name)
     num_stages = engine.parallel.pipeline_parallel_size
     if num_stages > 1 and not getattr(make, "supports_pp", False):
@@ -84,7 +84,7 @@ def _own_hosts(name: str, engine: EngineConfig, voices: Voices) -> EngineHosts:
 
 
 def _own_class(name: str) -> MakeHosts:
-    """Import MODULE:CLASS. What the module raises becomes an error that names it."""
+    """Import MODULE:CLASS and return the class; errors of the module become an error that names it."""
     module_name, _, class_name = name.partition(":")
     try:
         module = importlib.import_module(module_name)

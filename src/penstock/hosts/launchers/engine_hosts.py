@@ -1,13 +1,13 @@
-"""The interface of what brings the hosts of an engine together; an executor backend makes an implementation.
+"""The interface of an object that brings the hosts of an engine together; executor backends implement it.
 
-    hosts = open_hosts(engine, voices)    begins (`hosts.launchers.backends`); what takes time is `gather`
-    hosts.gather(lifelines)               until all hosts are there
-    hosts.hosts                           what the supervisor plans and starts ranks with
+    hosts = open_hosts(engine, voices)    begins (`hosts.launchers.backends`) without waiting
+    hosts.gather(lifelines)               waits until all hosts are there
+    hosts.hosts                           the hosts on which the supervisor plans and starts ranks
     hosts.admit()                         when one of `hosts.sources` is readable
     hosts.tend(now)                       each second
     hosts.close()
 
-Used by `engine.supervisor.supervisor`, which knows nothing else of a backend.
+Used by `engine.supervisor.supervisor`, which uses nothing else of a backend.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ class EngineHosts(Protocol):
 
     @property
     def hosts(self) -> Hosts:
-        """The hosts that ranks may run on. Before `gather` has returned some may be missing."""
+        """The hosts that ranks may run on; before `gather` has returned, some may be missing."""
         ...
 
     @property
     def sources(self) -> Sequence[Waitable]:
-        """The objects to poll, readable when `admit` has work: the same ones from `gather` on."""
+        """The objects to poll: one is readable when `admit` has work. From `gather` on they stay the same."""
         ...
 
     def gather(self, lifelines: Sequence[Waitable]) -> None:
@@ -72,7 +72,7 @@ class EngineHosts(Protocol):
         ...
 
     def tend(self, now: float) -> None:
-        """Tell each host that the head is alive, and check that the host is.
+        """Send each host a sign of life, and check that the host still gives one.
 
         Args:
             now: monotonic seconds.

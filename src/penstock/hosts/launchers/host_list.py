@@ -1,8 +1,8 @@
 """Reads a list of hosts as SLURM writes it, such as `node[01-03,07],gpu1`.
 
-The format is that of `scontrol show hostnames` (SLURM, "hostlist expressions"): names in commas, in each of
-which ranges of numbers may stand in brackets; the width of a number is kept. Only what is needed here: the
-first name.
+The format is that of `scontrol show hostnames` (SLURM, "hostlist expressions"): names with commas between
+them. In a name, ranges of numbers may stand in brackets; leading zeros of a number are kept. Only the first
+name of a list is needed, so nothing else is read.
 """
 
 from __future__ import annotations

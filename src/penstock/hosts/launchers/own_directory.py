@@ -1,6 +1,7 @@
 """Makes the directory in which an engine whose workers Ray starts keeps its identity and certificates.
 
-Any part may be killed, and Ray ends actors in no other way: what they leave is deleted by the next engine.
+Every process of such an engine may be killed, and Ray always ends its actors like that. What they leave is
+deleted by the next engine on the same host.
 """
 
 from __future__ import annotations
@@ -14,10 +15,10 @@ from penstock.trust.private_files import make_private_directory
 
 
 def own_directory(name: str) -> HeldDirectory:
-    """Make and hold the directory of this name among the temporary files; delete those that nobody holds.
+    """Make and hold the directory of this name among the temporary files; delete others that nobody holds.
 
     Raises:
-        UsageError: it cannot be used, or other users may enter it.
+        UsageError: the directory cannot be used, or other users may enter it.
     """
     parent = Path(tempfile.gettempdir()) / f"penstock-{os.getuid()}"
     make_private_directory(parent)

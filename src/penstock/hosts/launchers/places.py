@@ -1,8 +1,8 @@
-"""Finds out which copy this process is of those that another program has started, and where the first runs.
+"""Finds the number of this process among the copies that a launcher has started, and where the first runs.
 
-`torchrun`, `srun`, `mpirun` and Kubernetes' LeaderWorkerSet start the same command on each host and say in
-environment variables which copy it is. Penstock takes no more from them than that: the first copy serves, the
-others are its workers, and the join token alone decides about trust. Nothing of these programs is
+`torchrun`, `srun`, `mpirun` and Kubernetes' LeaderWorkerSet start the same command on each host. Environment
+variables say which copy a process is. Penstock takes no more from these launchers than that: the first copy
+serves, the others are its workers, and the join token alone decides about trust. Nothing of the launchers is
 imported.
 
     launcher    which copy                        where the first one runs
@@ -36,10 +36,10 @@ class Place(NamedTuple):
     """The place of one process among those that a launcher has started together.
 
     Attributes:
-        number: 0 for the one that serves.
-        num_hosts: how many they are, one on each host.
-        first_host: name or address of the host of process 0; "" where the launcher does not say.
-        host: name of this host, as the launcher has it; "" where it does not say.
+        number: number of the process; process 0 serves.
+        num_hosts: how many processes were started, one on each host.
+        first_host: name or address of the host of process 0; "": the launcher does not name it.
+        host: the launcher's name for this host; "": the launcher does not name it.
     """
 
     number: int
@@ -55,7 +55,7 @@ def place_of(launcher: Launcher, environment: Mapping[str, str]) -> Place:
         environment: variables of this process.
 
     Raises:
-        UsageError: it was not started by this launcher, or as more than one process on a host.
+        UsageError: the process was not started by this launcher, or is not the first one on its host.
     """
     place = _READERS[launcher](_Variables(launcher, environment))
     if not 0 <= place.number < place.num_hosts:
@@ -64,14 +64,14 @@ def place_of(launcher: Launcher, environment: Mapping[str, str]) -> Place:
 
 
 class _Variables:
-    """The environment that a launcher has made."""
+    """The environment variables that a launcher has set."""
 
     def __init__(self, launcher: str, environment: Mapping[str, str]) -> None:
         self._launcher = launcher
         self._environment = environment
 
     def text(self, *names: str) -> str:
-        """Return the first of these variables that is set."""
+        """Return the value of the first of these variables that is set; raise `UsageError` if none is."""
         for name in names:
             if value := self._environment.get(name):
                 return value
@@ -82,7 +82,7 @@ class _Variables:
         )
 
     def number(self, *names: str) -> int:
-        """Return the first of these variables that is set, as a number."""
+        """Return the value of the first of these variables that is set, as a number."""
         text = self.text(*names)
         if not text.isascii() or not text.isdigit():
             raise UsageError(f"{self._launcher} has set {names[0]} to {text!r}, which is not a number.")
@@ -92,7 +92,12 @@ class _Variables:
         return bool(self._environment.get(name))
 
     def require_one_a_host(self, local: str, how: str) -> None:
-        """Refuse the second process of a host: one agent starts all ranks there."""
+        """Raise `UsageError` for a second process on a host, where one agent starts all ranks.
+
+        Args:
+            local: the variable with the number of the process among those of its host.
+            how: the remedy for the user.
+        """
         if self.has(local) and self.number(local) > 0:
             raise UsageError(
                 f"{self._launcher} has started more than one process on this host: one is enough.",

@@ -1,9 +1,9 @@
-"""Computes what Ray reserves for the hosts of an engine: one bundle of a placement group for each.
+"""Computes what Ray reserves for the hosts of an engine: one bundle of a placement group for each host.
 
-    bundle 0      the head's: it runs where the driver does, so the bundle is bound to that node
+    bundle 0      for the head, bound to the node where the driver and the head run
     bundle 1 …    one for each worker
 
-Imports nothing of Ray; used by `ray_driver`.
+It imports nothing of Ray; used by `ray_driver`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-_THIS_NODE = 0.001  # of the resource that each node has of itself: enough to be bound to it
+_THIS_NODE = 0.001  # of the resource "node:ADDRESS", which only that node has: it binds a bundle to the node
 _STRATEGIES = {"spread": "STRICT_SPREAD", "pack": "PACK"}
 
 
@@ -26,10 +26,11 @@ def bundles(
     """Return the bundles of an engine, what Ray reserves for each host: the head's, then each worker's.
 
     Args:
-        resources: for each host, as the user has them; empty: one CPU, and as many GPUs as the node with the
-            fewest has.
-        nodes: of the cluster, as `ray.nodes()` gives them.
-        own_address: of the node of the head.
+        num_workers: number of workers.
+        resources: what to reserve for each host, as the user has set it; empty: one CPU, and as many GPUs as
+            the node with the fewest has.
+        nodes: nodes of the cluster, as `ray.nodes()` returns them.
+        own_address: address of the head's node.
     """
     each = dict(resources) or _found(nodes)
     return [each | {f"node:{own_address}": _THIS_NODE}, *(dict(each) for _ in range(num_workers))]

@@ -3,12 +3,13 @@
     order (standard input) ──▶ placement group ──▶ an actor for each worker ──▶ penstock worker --join HEAD
     end of the input       ──▶ the actors end, the placement group is given back
 
-Ray has no part in what the engine does: it says where workers run, and starts them again elsewhere after a
-loss. Actors and group are *detached*: they outlive this process, which Ray ends when its part on this node is
-gone. An actor for which no driver has had work for a while gives all back itself (`ray_worker.UNUSED_S`).
+Ray has no part in what the engine does: it decides where workers run, and starts them again elsewhere after a
+loss. Actors and placement group are *detached*: they outlive this process, which Ray ends when Ray's part on
+this node is gone. If no driver has given an actor work for a while, the actor gives back what was reserved
+(`ray_worker.UNUSED_S`).
 
-The only module that imports ray. Its address is Ray's own affair (RAY_ADDRESS): the cluster that runs here,
-or one that is started here.
+This is the only module that imports ray. Ray itself finds its cluster (RAY_ADDRESS): one that runs on this
+node, or one that is started here.
 """
 
 from __future__ import annotations
@@ -48,10 +49,10 @@ from penstock.hosts.launchers.ray_worker import RayWorker, WorkerOrder
 from penstock.hosts.network.joining_address import shown
 
 NAMESPACE = "penstock"
-LOOK_S = 1.0  # for a placement group, and between two tries of a worker
-CONNECT_S = 2.0  # to a part of Ray
-SAY_EVERY_S = 10.0  # that hosts are not placed yet
-MAX_SHORT_LIVES, SHORT_LIFE_S = 3, 20.0  # of a worker, one after the other: then it is given up
+LOOK_S = 1.0  # between two looks at a placement group, and between two tries of a worker
+CONNECT_S = 2.0  # for a connection to a part of Ray
+SAY_EVERY_S = 10.0  # between two lines about hosts that are not placed yet
+MAX_SHORT_LIVES, SHORT_LIFE_S = 3, 20.0  # a worker is given up after so many short lives in a row
 
 GCS_IS_GONE = (
     "Ray's control service (GCS) is lost; the engine keeps running. If it does not return, Ray ends its "
@@ -128,7 +129,7 @@ class Placed:
         )
 
     def _await_placement(self, group: PlacementGroup) -> bool:
-        """Wait until the hosts are placed; return whether they are, and the head is still there."""
+        """Wait until the hosts are placed; return False if `close` is called before."""
         said_at = -SAY_EVERY_S
         while not self._is_over.is_set():
             if group.wait(LOOK_S):
@@ -141,7 +142,7 @@ class Placed:
         return False
 
     def _watch(self, number: int, actor: Any) -> None:
-        """Run a worker again and again, and report what becomes of it."""
+        """Run a worker again whenever it has ended, and report its ends and losses."""
         num_short_lives, is_lost, host = 0, False, ""
         host_name = actor.host_name.options(max_task_retries=-1)  # it waits for an actor that Ray restarts
         while not self._is_over.is_set():
@@ -181,7 +182,7 @@ class Placed:
 
 
 def _reserved_options(bundle: Mapping[str, float]) -> dict[str, Any]:
-    """Return what an actor asks for that takes a whole bundle."""
+    """Return the options of an actor that takes a whole bundle."""
     others = {name: amount for name, amount in bundle.items() if name not in ("CPU", "GPU")}
     return {"num_cpus": bundle.get("CPU", 0), "num_gpus": bundle.get("GPU", 0), "resources": others}
 
@@ -199,7 +200,8 @@ def watch_gcs(address: str, report: Report) -> None:
     """Report when Ray's control service is gone, and when it is back. Never returns.
 
     Args:
-        address: of the service, as HOST:PORT.
+        address: address of the service, as HOST:PORT.
+        report: sends a report to the head.
     """
     host, _, port = address.rpartition(":")
     while True:
@@ -214,14 +216,14 @@ def end_with_raylet(node: Mapping[str, Any]) -> None:
     """Wait until the raylet (Ray's process) of this node has ended, and end this process, which needs it.
 
     Args:
-        node: of `ray.nodes()`, the one that this process is on.
+        node: the entry of this process's node in `ray.nodes()`.
     """
     _await_end(node["NodeManagerAddress"], node["NodeManagerPort"])
     os._exit(1)
 
 
 def _await_end(host: str, port: int) -> None:
-    """Wait until nothing listens there, on a connection, so that nothing is polled."""
+    """Wait until nothing listens at this address; an open connection shows the end without polling."""
     while True:
         try:
             with socket.create_connection((host, port), CONNECT_S) as connection:
@@ -251,7 +253,7 @@ def give_back(engine: str) -> None:
     if engine:
         with contextlib.suppress(Exception):  # another actor was faster, or Ray is gone
             remove_placement_group(get_placement_group(engine))
-    os._exit(0)  # of an actor, from a thread that is not Ray's
+    os._exit(0)  # the only way to end an actor from a thread that is not Ray's
 
 
 def main() -> None:

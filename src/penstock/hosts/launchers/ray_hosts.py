@@ -1,7 +1,7 @@
 """The hosts of an engine whose workers Ray starts (`--distributed-executor-backend ray`).
 
-What a user of several machines gives by hand is chosen here if it is not given: where workers join, the token
-file, and a cluster identity of this start alone.
+To start workers by hand, a user sets an address where they join, a token file and a directory of state. Here
+they are chosen if they are not set; the identity of the cluster is then of this start alone.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from penstock.hosts.launchers.starter import WantedWorkers
 from penstock.hosts.network.joining_address import is_any_address
 
 ANY_ADDRESS = "0.0.0.0:0"
-LIFE_S = 10 * 365 * 86400.0  # of a token: a worker may be lost at any time
-MAX_JOINS = 1000  # each worker that Ray starts on another node joins with it
-AWAY_LIMIT_S = 300.0  # for which a head may be away; then its workers end, and Ray has their nodes back
+LIFE_S = 10 * 365 * 86400.0  # the token stays valid, since a lost worker may be replaced at any time
+MAX_JOINS = 1000  # so often the token may be used: by each worker that Ray starts on another node
+AWAY_LIMIT_S = 300.0  # when a head is away for longer, its workers end, and Ray gets their nodes back
 _TOKEN_FILE, _STATE = "join-token", "state"
 
 
@@ -62,13 +62,13 @@ class RayHosts(GatheredHosts):
             at_failure.pop_all()
 
     def close(self) -> None:
-        """Close all hosts, and remove what belonged to this start alone."""
+        """Close all hosts, and delete the directory of this start."""
         super().close()
         self._own_directory.delete()
 
 
 def _order(wanted: WantedWorkers, options: RayOptions) -> PlaceWorkers:
-    """Return what the driver is to do."""
+    """Return the order to the Ray driver."""
     words = ["--away-limit", f"{AWAY_LIMIT_S:g}"]
     words += ["--insecure-links"] * wanted.is_plain
     return PlaceWorkers(

@@ -1,8 +1,8 @@
 """The messages between a head and its Ray driver: one order as JSON on standard input, then lines of JSON.
 
-The driver is a process of its own (`ray_driver`): Ray ends the process that speaks to it when a part of Ray
-dies, and that must not be the one that watches over the ranks. The driver ends, and cleans up, when its input
-ends.
+The driver is a process of its own (`ray_driver`). When a part of Ray dies, Ray ends the process that is
+connected to it, and that must not be the supervisor of the ranks. When its input ends, the driver cleans up
+and ends.
 """
 
 from __future__ import annotations
@@ -19,10 +19,11 @@ class PlaceWorkers(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         engine: a name that no other engine of the Ray cluster has.
-        number: how many workers; the head has a place besides.
-        host, port: where they join; the host is empty if it is this node's address, as Ray knows it.
-        token_file: holds the join token, where nodes share it; others have the token in their environment.
-        words: of the command line of each worker, beside those that `ray_worker` gives.
+        number: how many workers are wanted; the head itself is not counted.
+        host, port: where they join; an empty host stands for this node's address, as Ray knows it.
+        token_file: path of a file with the join token, if the nodes share files; other nodes have the token
+            in their environment.
+        words: words of the command line of each worker, besides those that `ray_worker` adds.
         options: the user's options for Ray.
     """
 

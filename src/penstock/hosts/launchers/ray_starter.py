@@ -1,11 +1,11 @@
-"""Lets Ray start the workers of an engine, by way of a driver process (`ray_driver`).
+"""Lets Ray start the workers of an engine, with the help of a driver process (`ray_driver`).
 
     head ── PlaceWorkers ──▶ driver ──▶ Ray ──▶ actors ──▶ penstock worker ──▶ joins the head
          ◀── lines of text ──
 
-Neither plans, tokens nor tensors pass through Ray; the join token does not either: nodes find it in the file
-`--join-token-file`, where they share one, or in their environment. When the driver ends, because a part of
-Ray has, the engine goes on with the hosts that it has, and says so.
+No plan, token or tensor passes through Ray, nor does the join token: nodes find it in the file
+`--join-token-file`, if they share files, or in their environment. When the driver ends, because a part of Ray
+has ended, the engine goes on with the hosts that it has, and warns the user.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from penstock.hosts.member import Waitable
 from penstock.process import entry_points
 from penstock.told_text import shown_line
 
-CLOSE_S = 15.0  # for the driver to give back what Ray has reserved
+CLOSE_S = 15.0  # so long the driver has to give back what Ray has reserved
 _MAX_LINE = 64 << 10
 _READ_BYTES = 1 << 16
 
@@ -42,7 +42,7 @@ class RayStarter:
 
     Args:
         order_for: returns the order to the driver for the workers that are wanted.
-        voices: functions by which it speaks to the user.
+        voices: functions that show lines and warnings to the user.
         command: command line of the driver.
     """
 
@@ -76,7 +76,7 @@ class RayStarter:
         assert self._driver.stdin is not None
         assert self._driver.stdout is not None
         self._line.use(self._driver.stdout)
-        with contextlib.suppress(OSError):  # its end is seen below
+        with contextlib.suppress(OSError):  # a driver that has ended is noticed by `attend`
             self._driver.stdin.write(msgspec.json.encode(self._order_for(wanted)) + b"\n")
             self._driver.stdin.flush()
 
@@ -117,7 +117,7 @@ class RayStarter:
         try:
             report = msgspec.json.decode(line, type=DriverReport)
         except msgspec.MsgspecError:
-            return  # not ours: something that a library has printed
+            return  # not a report: a library has printed something
         text = shown_line(report.text)
         if isinstance(report, Said | LostWorker):
             self._voices.tell(text)
@@ -128,7 +128,7 @@ class RayStarter:
             self._fail(UnavailableError(text, remedy=report.remedy))
 
     def _fail(self, error: PenstockError) -> None:
-        """Note that no worker will come any more; an engine that runs goes on."""
+        """Record that no worker will come any more; an engine that runs already goes on."""
         if self.failure is None:
             self.failure = error
             self._voices.warn(error.message)

@@ -1,7 +1,7 @@
 """The actor on a node of Ray that starts `penstock worker` and waits for its end.
 
-The worker is a process of its own, which ends with its actor: what Ray ends, restarts or moves is the host.
-`ray_driver` makes an actor of the class.
+The worker is a process of its own, which ends with its actor. When Ray ends, restarts or moves the actor, it
+so ends, restarts or moves a host of the engine. `ray_driver` makes the actors.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from penstock.hosts.launchers.tied_process import environment_for_ranks, tied_co
 from penstock.trust.held_directories import HeldDirectory
 from penstock.trust.token_prompt import JOIN_TOKEN
 
-LAST_LINES = 12  # of what a worker has printed, kept for the message of its end
-UNUSED_S = 60.0  # without a worker; then no driver will want one any more
+LAST_LINES = 12  # so many lines that a worker has printed last are kept for the message about its end
+UNUSED_S = 60.0  # if no driver has called an actor without a worker for so long, none will
 
 
 class WorkerOrder(NamedTuple):
     """The order to a Ray actor to start a worker.
 
     Attributes:
-        join: address of the head.
-        token_file: holds the join token; not read where the environment of Ray's node has the token.
-        words: further ones of the worker's command line.
+        join: address where workers join the head.
+        token_file: path of a file with the join token; not read if the environment of the node has the token.
+        words: further words of the worker's command line.
     """
 
     join: str
@@ -40,7 +40,7 @@ class WorkerOrder(NamedTuple):
 
 
 class RayWorker:
-    """A Ray actor that runs one worker of an engine. Ray makes it anew after a loss, perhaps on another node.
+    """A Ray actor that runs one worker; after a loss Ray makes the actor anew, perhaps on another node.
 
     The actor starts the worker's process when it is made, since Ray tells the driver only a second later that
     an actor has restarted. It does so in the main thread, with which the process ends.
@@ -49,7 +49,7 @@ class RayWorker:
         engine: a name that no other engine has.
         number: number of the worker, 1 for the first.
         order: how the worker is started.
-        give_back: called when no worker was wanted for `UNUSED_S`, in a thread: the driver is gone.
+        give_back: called, in a thread, when no driver has wanted the worker for `UNUSED_S`: it is gone.
     """
 
     def __init__(self, engine: str, number: int, order: WorkerOrder, give_back: Callable[[], None]) -> None:
@@ -57,7 +57,7 @@ class RayWorker:
         self._number = number
         self._order = order
         self._give_back = give_back
-        self._state: HeldDirectory | None = None  # until this process ends, and its restarts find it again
+        self._state: HeldDirectory | None = None  # held until this process ends; a later one uses it again
         self._process: subprocess.Popen[str] | None = None
         self._await_call()
         with contextlib.suppress(OSError, PenstockError):  # `run` tries again, and says why
@@ -100,7 +100,7 @@ class RayWorker:
         )
 
     def _places(self) -> list[str]:
-        """Return where the worker keeps its certificate, which is of this engine alone, and its weights."""
+        """Return the words that say where the worker keeps its certificate, for this engine, and weights."""
         if self._state is None:
             self._state = own_directory(self._engine)
         weights = state_directory(None) / "weights"

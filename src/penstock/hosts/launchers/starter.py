@@ -1,11 +1,11 @@
-"""The interface of what starts the workers that a head waits for: a user, or a launcher.
+"""The interface of a starter, which gets the workers started that a head waits for.
 
-    starter.start(wanted)     once, when workers can join
-    starter.attend()          when one of `starter.sources` is readable
-    starter.failure           why no worker will come; it ends a start
-    starter.close()           workers that the starter has started end
+    starter.start(wanted)     called once, when workers can join
+    starter.attend()          called when one of `starter.sources` is readable
+    starter.failure           the reason why no worker will come; the engine then cannot start
+    starter.close()           ends the workers that the starter has started
 
-`TypedByUser` is the null object: people start the workers, and are told how. Used by `hosts.gathering`.
+`TypedByUser` starts none itself: it tells the user how to start them. Used by `hosts.gathering`.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ class WantedWorkers(NamedTuple):
     """The workers that an engine waits for, and how they find its head.
 
     Attributes:
-        number: how many.
+        number: how many workers are wanted.
         host_name: name of the head's host.
         cluster: name of the cluster.
         host, port: where they join; the host may stand for all addresses of this machine.
-        token_file: holds the token with which they join.
-        link_ports: of the head, for links from other hosts.
+        token_file: path of the file with the token with which they join.
+        link_ports: ports of the head for links from other hosts.
         is_plain: links between ranks are in plain text.
     """
 
@@ -52,7 +52,7 @@ class WorkerStarter(Protocol):
 
     @property
     def sources(self) -> Sequence[Waitable]:
-        """The objects to poll, readable when `attend` has work: always the same ones."""
+        """The objects to poll: one is readable when `attend` has work. They are always the same."""
         ...
 
     @property
@@ -65,7 +65,7 @@ class WorkerStarter(Protocol):
         ...
 
     def attend(self) -> None:
-        """Take in what has become of the workers since the last call, and report it to the user."""
+        """Take in news about the workers since the last call, and report them to the user."""
         ...
 
     def take_lost(self) -> Sequence[str]:

@@ -2,7 +2,8 @@
 
     python -m penstock.hosts.launchers.tied_process PARENT_PID MODULE WORDS...
 
-For parents that are not ours to change, such as an actor of Ray. Uses `process.child.die_with_parent`.
+It is for children of processes that are not ours, such as an actor of Ray. It uses
+`process.child.die_with_parent`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The outputs of the processes of a host: read line by line where they are started, or left to the terminal.
 
-`hosts.local` gives each process that it starts an output. On the head that is the head's own standard error;
-on a worker it is a pipe, whose lines are printed there and go to the head (`worker_log`).
+`hosts.local` gives each process that it starts an output. On the head the process prints where the head does.
+On a worker the output is a pipe, whose lines are printed there and sent to the head (`worker_log`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Protocol
 from penstock.hosts.member import Member
 
 MAX_LINE_BYTES = 4096  # a longer line is taken in pieces
-_READ_BYTES = 1 << 14  # of a pipe at once: a process that floods it waits, and no other does
+_READ_BYTES = 1 << 14  # read from a pipe at once: a process that floods its pipe waits, and no other does
 
 
 class ChildOutput:
@@ -37,7 +37,7 @@ class ChildOutput:
 
 
 class Outputs(Protocol):
-    """The interface of what gives an output to each process that a host starts."""
+    """The interface of an object that gives an output to each process that a host starts."""
 
     def opened(self) -> contextlib.AbstractContextManager[ChildOutput]:
         """Return a context manager that gives the output for a process, which is to be started in the block.
@@ -55,7 +55,7 @@ class InheritedOutputs:
 
 
 class _Pipe:
-    """The end of an output that is read here."""
+    """The reading end of an output, with an incomplete line."""
 
     def __init__(self, fd: int, output: ChildOutput) -> None:
         self.fd = fd
@@ -117,7 +117,7 @@ class PipedOutputs:
         return lines
 
     def close(self) -> None:
-        """Stop reading, and close the pipes; a process that goes on printing gets an error."""
+        """Stop reading, and close the pipes; processes that still print then get an error."""
         for pipe in list(self._pipes.values()):
             self._forget(pipe)
         self._epoll.close()

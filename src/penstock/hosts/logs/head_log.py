@@ -1,7 +1,7 @@
 """Shows log lines of another host at the head: with the host's name, within bounds.
 
-A worker keeps to the same bounds. The head does not rely on that, nor on what a line consists of. Used by
-`hosts.gathering`, one for each worker.
+A worker keeps to tighter bounds, but the head does not rely on that. It also removes characters of a line
+that could harm a terminal. `hosts.gathering` makes a `HeadLog` for each worker.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from penstock.hosts.logs.line_ration import LINES_AT_ONCE, LINES_PER_S, LineRati
 from penstock.told_text import shown_line
 
 ShowLine = Callable[[str, str, str], None]  # name of the host, of the process ("": the worker), and the line
-_SHARE = 2.0  # of what a worker sends at most: the network may have held some of it up
+_SHARE = 2.0  # the head's bounds are so many times a worker's: the network may have held up some lines
 
 
 class HeadLog:

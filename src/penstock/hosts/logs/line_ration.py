@@ -1,14 +1,14 @@
 """Limits what a host prints at the head: some lines at once, then a few a second, none too long.
 
-Both ends keep to it: a worker does not send more, and the head does not show more (`worker_log`, `head_log`).
-`hosts.worker_gate` bounds with it what it says of strangers.
+A worker does not send more, and the head does not show more (`worker_log`, `head_log`). `hosts.worker_gate`
+uses it to limit reports about peers that were refused.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-LINES_AT_ONCE = 200  # as many as a process needs to say where its threads are
+LINES_AT_ONCE = 200  # enough for a process to print where its threads are
 LINES_PER_S = 20.0
 SAY_DROPPED_EVERY_S = 1.0
 
@@ -47,9 +47,9 @@ class LineRation:
         self._num_dropped += count
 
     def take_dropped(self) -> int:
-        """Return how many lines were left out since that was last returned, for a note to the reader.
+        """Return how many lines were left out since the last number was returned, for a note to the reader.
 
-        It is 0 if such a number was returned less than `SAY_DROPPED_EVERY_S` ago.
+        The result is 0 if a number was returned less than `SAY_DROPPED_EVERY_S` ago.
         """
         now = self._clock()
         if not self._num_dropped or now - self._said_at < SAY_DROPPED_EVERY_S:

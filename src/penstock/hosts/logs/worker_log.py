@@ -17,7 +17,7 @@ from penstock.told_text import shown_line
 
 
 class AgentLog(Protocol):
-    """The interface of what gives an agent the log lines that it sends to the head."""
+    """The interface of a log from which an agent takes the lines that it sends to the head."""
 
     @property
     def sources(self) -> Sequence[Waitable]:
@@ -43,7 +43,7 @@ class WorkerLog:
 
     Args:
         show: prints a line on the worker's host.
-        outputs: of the worker's processes. Belongs to the log from now on.
+        outputs: outputs of the worker's processes; the log closes them.
         clock: monotonic seconds.
     """
 
@@ -67,7 +67,7 @@ class WorkerLog:
     def take(self) -> list[LogLines]:
         """Show what processes have printed since the last call; return it and the own lines for the head.
 
-        Lines beyond the bounds of `LineRation` are not for the head, which gets only their number.
+        Of lines beyond the bounds of `LineRation` the head gets only the number.
         """
         printed = self._outputs.take()
         for name, line in printed:

@@ -1,6 +1,6 @@
 """Dials many addresses at once, each from an address of this host, without waiting for one after another.
 
-Used where ways between hosts are tried (`scout`) and where ports are (`port_check`).
+Used where network paths between hosts are tried (`scout`), and where ports are (`port_check`).
 """
 
 from __future__ import annotations
@@ -13,12 +13,17 @@ import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-CONNECT_S = 0.5  # beyond any round trip that a pipeline bears
-GRACE_S = 0.1
+CONNECT_S = 0.5  # longer than any round trip that is of use to a pipeline
+GRACE_S = 0.1  # least time for the other addresses once one is connected
 
 
 class Dial(NamedTuple):
-    """An address to dial: `host` is a numeric address, `own` the one here to dial from; empty: any."""
+    """An address to dial.
+
+    Attributes:
+        host: a numeric address.
+        own: address of this host to dial from; empty: any.
+    """
 
     host: str
     port: int
@@ -31,8 +36,8 @@ def dial_all(
     """Dial all addresses at once; return for each the connected socket, which does not block, or the error.
 
     Args:
-        timeout_s: for all of them together. Once one is connected the others have ten times as long as that
-            has taken, and `GRACE_S` at least: a packet without an answer is not waited for to the end.
+        timeout_s: seconds for all of them together. Once one is connected, the others have ten times as long
+            as that has taken, and at least `GRACE_S`. Addresses that never answer so do not cost all seconds.
     """
     began = clock()
     ends = [_begin(dial) for dial in dials]

@@ -3,8 +3,9 @@
     head      Announcement(...)  service `_penstock._tcp`, with the cluster's name, port and addresses
     worker    HeadSearch(...)    the first head that is announced for the cluster of its token
 
-An announcement is a hint and proves nothing: the host that answers there must show the key that the join
-token pins, as at an address that was typed. The only module that imports zeroconf (extra `discovery`).
+An announcement is a hint and proves nothing: the host at the announced address must have the key that the
+join token pins, as at an address that a user has typed. This is the only module that imports zeroconf (extra
+`discovery`).
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from zeroconf import Zeroconf
 
 SERVICE = "_penstock._tcp.local."
-_ANSWER_MS = 3000  # for a host to say where a service that it has announced is
+_ANSWER_MS = 3000  # so long a host has to answer at which address its announced service is
 _MAX_NAME = 63  # bytes of a label of DNS
 
 Address = tuple[str, int]
@@ -34,8 +35,8 @@ class Announcement:
     Args:
         host: name of the head's host.
         cluster: name of the cluster (`trust.certificates.cluster_name`).
-        port: where workers join.
-        addresses: of this host, the most promising first.
+        port: port at which workers join.
+        addresses: addresses of this host, the most promising first.
 
     Raises:
         UsageError: the library is missing, or this host has no network for it.
@@ -70,7 +71,7 @@ class HeadSearch:
 
     Args:
         cluster: name of the cluster; empty: any head will do.
-        timeout_ms: for a host to say more of a head that it has announced.
+        timeout_ms: milliseconds in which a host must answer where its announced head is.
 
     Raises:
         UsageError: as `Announcement`.
@@ -99,7 +100,7 @@ class HeadSearch:
         self._bell.close()
 
     def _see(self, zeroconf: Zeroconf, service_type: str, name: str, state_change: Any) -> None:
-        """Take what is announced; in a thread of the library."""
+        """Take an announcement; the library calls this in a thread of its own."""
         if state_change.name == "Removed":
             return
         service = zeroconf.get_service_info(service_type, name, timeout=self._timeout_ms)
@@ -116,7 +117,7 @@ def head_address(service: Any, cluster: str) -> Address | None:
 
     Args:
         service: a `zeroconf.ServiceInfo`, which anybody in the network may have written.
-        cluster: whose head is looked for; empty: any.
+        cluster: name of the cluster whose head is looked for; empty: any cluster.
     """
     properties = {key: value or b"" for key, value in service.properties.items()}
     if cluster and properties.get(b"cluster") != cluster.encode():

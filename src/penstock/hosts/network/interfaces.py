@@ -1,9 +1,9 @@
 """Finds the addresses of two hosts that may be joined, the most promising first.
 
-Each host lists its own with `usable_addresses`. `pair_addresses` joins the lists of two, and `wires_of`
-groups the pairs by the interfaces between them, so that each way (network path) between the hosts is measured
-once (`link_measuring`) and the best is chosen by what was measured (`link_choice`). The order here only says
-which is tried first.
+Each host lists its own addresses with `usable_addresses`. `pair_addresses` pairs the addresses of two hosts.
+`wires_of` groups the pairs by the two interfaces: each group is a network path, or *way*, between the hosts.
+Each way is measured once (`link_measuring`), and the best is chosen by that (`link_choice`). The order here
+only says which addresses are tried first.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ class Medium(IntEnum):
     WIRED = 0
     WIRELESS = 1
     TUNNEL = 2
-    INTERNAL = 3  # a bridge of containers, and whatever else reaches only what runs on this machine
+    INTERNAL = 3  # such as a bridge of containers: it reaches only programs of this machine
     LOOPBACK = 4
 
 
 class HostAddress(msgspec.Struct, frozen=True, kw_only=True):
     """An address of a host's interface that others may reach.
 
-    Other hosts send theirs: one that is not what it says is refused while it is decoded.
+    Other hosts send such values; one that is not an address of an interface is refused when it is decoded.
 
     Attributes:
         address: an address of IPv4 or IPv6, without a scope.
@@ -76,9 +76,9 @@ class HostAddress(msgspec.Struct, frozen=True, kw_only=True):
         return self.scoped(self.address)
 
     def scoped(self, address: str) -> str:
-        """Return `address`, with the name of this one's interface behind it where it cannot do without.
+        """Return `address`, with the name of this address's interface behind it if it needs such a scope.
 
-        It needs that, a scope, if it is an address of IPv6 and this one is link-local.
+        It needs a scope if it is an address of IPv6 and this address is link-local.
         """
         return f"{address}%{self.interface}" if ":" in address and self.is_link_local else address
 
@@ -103,7 +103,7 @@ class AddressPair(msgspec.Struct, frozen=True, kw_only=True):
     def dial_address(self) -> str:
         """The address of the other host, as this one dials it.
 
-        An address of IPv6 that holds on one link alone is dialled through an interface of ours.
+        A link-local address of IPv6 is valid on one network link only, so this host's interface is named too.
         """
         return self.own.scoped(self.other.address)
 
@@ -127,7 +127,7 @@ def address_named(address: str, read: Callable[[], Sequence[Interface]] = read_i
     Any address of the loopback network counts as one of this host.
 
     Raises:
-        UsageError: no interface has it.
+        UsageError: no interface of this host has the address.
     """
     known = _addresses(read())
     for one in known:
@@ -142,13 +142,14 @@ def address_named(address: str, read: Callable[[], Sequence[Interface]] = read_i
 def addresses_beside(
     address: str, read: Callable[[], Sequence[Interface]] = read_interfaces
 ) -> list[HostAddress]:
-    """Return the addresses of this host that may serve beside the one under which it is known.
+    """Return the addresses of this host that other hosts may use, given one under which they know it.
 
-    Of a loopback address it is that one alone: then the other hosts are on the same machine, and nothing else
-    is to be opened for them.
+    For a loopback address it is only that one: the other hosts then are on the same machine, and no other
+    address needs to be opened for them.
 
     Args:
-        address: of a socket of this host; a scope and a mapping of IPv4 into IPv6 are taken off.
+        address: address of a socket of this host; a scope is removed, and an IPv4 address in the form of IPv6
+            becomes a plain one.
 
     Raises:
         UsageError: no interface has it.
@@ -175,12 +176,12 @@ def own_address(text: str, read: Callable[[], Sequence[Interface]] = read_interf
 
 
 def plain_address(address: str) -> str:
-    """Return a socket's address without its scope; one of IPv6 that stands for an IPv4 address as that."""
+    """Return a socket's address without its scope, and an IPv4 address in the form of IPv6 as a plain one."""
     return unmapped(address).partition("%")[0]
 
 
 def unmapped(address: str) -> str:
-    """Return a socket's address; one of IPv6 that stands for an IPv4 address as that."""
+    """Return a socket's address, and an IPv4 address in the form of IPv6 as a plain one."""
     mapped = ipaddress.IPv6Address(address).ipv4_mapped if ":" in address else None
     return address if mapped is None else str(mapped)
 
@@ -188,9 +189,9 @@ def unmapped(address: str) -> str:
 def pair_addresses(own: Sequence[HostAddress], other: Sequence[HostAddress]) -> list[AddressPair]:
     """Return the pairs of addresses between which a connection may be tried, the most promising first.
 
-    Both addresses are of one version of IP, and both hold on one link alone or neither does. An address
-    that both hosts have belongs to a bridge that each has for itself, as those of container programs: it
-    leads nowhere.
+    Both addresses are of one version of IP, and both are link-local or neither is. An address that both hosts
+    have belongs to a bridge within each host, such as those of container programs. It leads nowhere, and is
+    left out.
     """
     common = {one.address for one in own} & {one.address for one in other}
     pairs = [
@@ -203,12 +204,13 @@ def pair_addresses(own: Sequence[HostAddress], other: Sequence[HostAddress]) -> 
 
 
 def without_detours(pairs: Iterable[AddressPair]) -> list[AddressPair]:
-    """Leave out pairs that no packet takes: where an address lies in the network of another interface.
+    """Leave out pairs whose packets would take other interfaces than those of the pair.
 
-    The kernel sends a packet by its destination, whatever address a socket is bound to. So from `eth0` to an
-    address in the network of `eth1` it leaves by `eth1`, and would be measured under the wrong name.
-    Addresses that hold on one link alone are all of one network by their looks. They count only for
-    interfaces that have no others in a network of the other host.
+    The kernel chooses the interface by the destination of a packet, whatever address the socket is bound to.
+    A packet from an address of `eth0` to one in the network of `eth1` leaves by `eth1`, and the path would be
+    measured under the wrong name.
+    All link-local addresses look as if they were in one network. They count only for interfaces that have no
+    other address in a network with the other host.
     """
     pairs = list(pairs)
     own, other = {pair.own for pair in pairs}, {pair.other for pair in pairs}
@@ -239,7 +241,7 @@ def wires_of(pairs: Iterable[AddressPair]) -> list[list[AddressPair]]:
 
 
 def path_mtu(connection: socket.socket) -> int:
-    """Return the largest packet that the kernel sends on a connected socket; 0 where it does not know.
+    """Return the largest packet that the kernel sends on a connected socket; 0 if it is not known.
 
     It is the smaller of the interface's limit and what routers on the way have reported.
     """
@@ -280,7 +282,7 @@ def _medium(interface: Interface, interfaces: Sequence[Interface]) -> Medium:
 
 
 def _is_in_network(address: str, one: HostAddress) -> bool:
-    """Return whether an address belongs to the network of one of ours."""
+    """Return whether an address is in the network of the address `one`."""
     try:
         return ipaddress.ip_address(address) in ipaddress.ip_interface((one.address, one.prefix)).network
     except ValueError:  # it is not an address
@@ -296,7 +298,10 @@ def _may_connect(here: HostAddress, there: HostAddress) -> bool:
 
 
 def _promise(pair: AddressPair) -> tuple[int, int, bool, bool, bool]:
-    """Return what orders pairs: the worse medium, then the better one, then how directly they are joined."""
+    """Return the key by which pairs are sorted, the most promising first.
+
+    The worse medium of the two ends counts first, then the better one, then how directly they are joined.
+    """
     media = (pair.own.medium, pair.other.medium)
     is_far = not _is_in_network(pair.other.address, pair.own)
     return (max(media), min(media), pair.own.is_link_local, is_far, ":" in pair.own.address)

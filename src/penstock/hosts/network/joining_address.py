@@ -1,6 +1,6 @@
-"""Listens at the address where workers join a head, and finds what users type on the workers' hosts for it.
+"""Listens at the address where workers join a head, and finds the address that users type on other hosts.
 
-`0.0.0.0` and `[::]` stand for all addresses of this host; the second one takes IPv4 too.
+`0.0.0.0` and `[::]` stand for all addresses of this host; `[::]` accepts IPv4 too.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ def listen_for_workers(host: str, port: int) -> socket.socket:
     """Return a socket that listens for workers that want to join.
 
     Args:
-        host: an address of this host, or a name of it. Of a name's addresses those that other hosts reach are
-            taken before loopback, for which many systems have their own name.
+        host: an address or a name of this host. Of a name's addresses, those that other hosts reach are tried
+            before loopback: on many systems the host's own name has a loopback address too.
 
     Raises:
         PortInUseError: nothing can listen there.
@@ -46,7 +46,7 @@ def join_address(
 ) -> str:
     """Return the address with port at which workers join, as users type it.
 
-    Where `host` stands for all addresses of this host it is the most promising one.
+    If `host` stands for all addresses of this host, the most promising one is returned.
     """
     return shown(next(iter(join_hosts(host, addresses)), host), port)
 

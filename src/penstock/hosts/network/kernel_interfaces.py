@@ -1,9 +1,9 @@
 """Reads the network interfaces of this machine, with their addresses, from the kernel (rtnetlink).
 
-Nothing else of the standard library has all of it: both kinds of addresses, their state, and the kind of an
-interface. Only `read_interfaces` asks the kernel; what its messages mean is read by pure functions. The
-numbers are those of <linux/rtnetlink.h>, <linux/if_link.h> and <linux/if_addr.h>; man 7 rtnetlink describes
-the messages. `interfaces` decides which of the addresses are of use.
+Python's standard library does not offer all of it: addresses of IPv4 and IPv6, their state, and the kind of
+an interface. Only `read_interfaces` asks the kernel; pure functions read the answers. The numbers are those
+of <linux/rtnetlink.h>, <linux/if_link.h> and <linux/if_addr.h>; man 7 rtnetlink describes the messages.
+`interfaces` decides which of the addresses are of use.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _IFLA_IFNAME, _IFLA_MTU, _IFLA_MASTER, _IFLA_LINKINFO, _IFLA_INFO_KIND = 3, 4, 1
 _IFA_ADDRESS, _IFA_LOCAL, _IFA_FLAGS = 1, 2, 8
 _IFF_UP, _IFF_LOOPBACK, _IFF_LOWER_UP = 0x1, 0x8, 0x10000
 _UNUSABLE = 0x08 | 0x20 | 0x40  # an address that is a duplicate, deprecated or not checked yet
-_NESTED = 0x3FFF  # what is left of a type without its flags
+_NESTED = 0x3FFF  # mask that removes the flags of an attribute's type
 _TIMEOUT_S = 5.0
 
 Attributes = dict[int, bytes]
@@ -47,12 +47,12 @@ class Interface(msgspec.Struct, frozen=True, kw_only=True):
     """A network interface of this machine.
 
     Attributes:
-        index: the kernel's number of it.
-        kind: what the kernel calls it, such as "bridge", "veth" or "tun"; empty for hardware.
+        index: the kernel's number for the interface.
+        kind: the kernel's name for its kind, such as "bridge", "veth" or "tun"; empty for hardware.
         mtu: largest packet, in bytes.
-        is_up: it is switched on and has a carrier.
-        master: number of the bridge or bond that it is a part of; 0 when it is of none.
-        addresses: those that can be used, in the kernel's order.
+        is_up: it is switched on and has a carrier (signal).
+        master: number of the bridge or bond that it is a part of; 0: it is not a part of one.
+        addresses: its addresses that can be used, in the kernel's order.
     """
 
     name: str
@@ -120,8 +120,8 @@ def _interface(body: bytes, addresses: dict[int, list[InterfaceAddress]], device
 def _is_wireless(device: Path, index: int) -> bool:
     """Return whether the kernel's folder of an interface has a radio.
 
-    The folder may show another namespace, in which the name can belong to another interface: the number
-    tells.
+    The folder may show another network namespace, in which the name may belong to another interface.
+    Therefore the number is compared too.
     """
     try:
         is_same = int((device / "ifindex").read_text(encoding="ascii")) == index
@@ -147,7 +147,7 @@ def _dump(kernel: socket.socket, request: int) -> Iterator[bytes]:
 
 
 def messages_of(data: bytes) -> Iterator[tuple[int, bytes]]:
-    """Yield type and body of each rtnetlink message of a datagram; one that is cut short ends them."""
+    """Yield type and body of each rtnetlink message of a datagram, up to one that is cut short."""
     offset = 0
     while offset + _HEADER.size <= len(data):
         length, kind, *_ = _HEADER.unpack_from(data, offset)

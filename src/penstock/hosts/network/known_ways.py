@@ -1,7 +1,7 @@
 """Keeps the measured network paths between hosts in the head's state directory: a file for each pair.
 
 A way (network path) is known by the names of its two interfaces, since addresses change more often than
-cables. A pair of hosts is measured anew when the list of ways between them is another one.
+cables. A pair of hosts is measured anew when the list of ways between them has changed.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ class KnownWay(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         wire: the interfaces at its ends.
-        speed: `out` is away from the first host.
-        mtu: largest packet of the path; 0 where unknown.
-        measured_at: seconds since 1970.
+        speed: the measured speed; `out` is away from the first host.
+        mtu: largest packet of the path, in bytes; 0: unknown.
+        measured_at: when it was measured, in seconds since 1970.
     """
 
     wire: Wire
@@ -41,7 +41,7 @@ class KnownWay(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Record(msgspec.Struct, frozen=True, kw_only=True):
-    """A file. `wires` are all that were tried, and `ways` those that led somewhere."""
+    """The content of a file: `wires` has all paths that were tried, and `ways` those that led somewhere."""
 
     wires: list[Wire]
     ways: list[KnownWay]
@@ -51,10 +51,10 @@ class KnownWays:
     """The files in which a head keeps what was measured on the ways between hosts.
 
     Args:
-        directory: for the files; made if it is not there.
+        directory: directory of the files, which is made if it does not exist.
 
     Raises:
-        UsageError: it cannot be used, or other users may enter it.
+        UsageError: the directory cannot be used, or other users may enter it.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -62,17 +62,17 @@ class KnownWays:
         self._directory = directory
 
     def find(self, one: str, other: str, wires: Collection[Wire]) -> dict[Wire, KnownWay]:
-        """Return the known network paths between two hosts; none if other `wires` were tried then.
+        """Return the known network paths between two hosts, by their interfaces.
 
-        They are given by the names of their interfaces.
+        The result is empty if other `wires` were tried when the paths were measured.
         """
         record = self._read(one, other)
         return {way.wire: way for way in record.ways} if set(record.wires) == set(wires) else {}
 
     def find_older(self, one: str, other: str) -> dict[Wire, KnownWay]:
-        """Return the network paths between two hosts as measured last, whatever interfaces there are now.
+        """Return the network paths between two hosts as measured last, by their interfaces.
 
-        They are given by the names of their interfaces; none if nothing is known.
+        Interfaces that the hosts have now do not matter. The result is empty if nothing is known.
         """
         return {way.wire: way for way in self._read(one, other).ways}
 
@@ -88,7 +88,7 @@ class KnownWays:
             replace_private(self._path(one, other), msgspec.json.encode(record))
 
     def _read(self, one: str, other: str) -> _Record:
-        """Return the record of two hosts; an empty one where the file is missing or damaged."""
+        """Return the record of two hosts; an empty one if the file is missing or damaged."""
         try:
             return msgspec.json.decode(self._path(one, other).read_bytes(), type=_Record)
         except (OSError, msgspec.MsgspecError, UnicodeDecodeError):

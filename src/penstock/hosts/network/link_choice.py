@@ -1,9 +1,9 @@
 """Chooses the way (network path) between two hosts by what was measured, and warns when a better one is idle.
 
-Bytes per second decide, in the slower direction, since hidden states have to cross. Ways within `_ALIKE` of
-the fastest count as equally fast: of those one over a cable goes before Wi-Fi, Wi-Fi before a tunnel and so
-on, and of one medium the shorter round trip. Wi-Fi is so chosen beside a cable only if it is faster. All of
-it is pure; `known_ways` keeps what was measured.
+Bytes per second in the slower direction decide, since hidden states have to cross. Ways with at least
+`_ALIKE` times the speed of the fastest count as equally fast. Of those, a cable is chosen before Wi-Fi, Wi-Fi
+before a tunnel, and so on; of ways over one medium, the one with the shortest round trip. So Wi-Fi is chosen
+beside a cable only if it is clearly faster. All functions here are pure; `known_ways` keeps measured speeds.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ class MeasuredPair(msgspec.Struct, frozen=True, kw_only=True):
     """A pair of addresses of two hosts with what was measured between them.
 
     Attributes:
-        mtu: largest packet of the network path (`interfaces.path_mtu`); 0 where unknown.
-        measured_at: seconds since 1970.
+        mtu: largest packet of the network path (`interfaces.path_mtu`); 0: unknown.
+        measured_at: when it was measured, in seconds since 1970.
     """
 
     pair: AddressPair
@@ -50,9 +50,9 @@ class MeasuredPair(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def best_pair(measured: Sequence[MeasuredPair]) -> MeasuredPair:
-    """Return the pair that is to be used of those measured, of which there must be one at least.
+    """Return the pair that is to be used, of at least one measured pair.
 
-    It is among the fastest the one of the best medium, and then the one of the shortest round trip.
+    Of the fastest pairs, it is the one with the best medium, and then with the shortest round trip.
     """
     enough = _ALIKE * max(one.speed.bytes_per_s for one in measured)
     alike = [one for one in measured if one.speed.bytes_per_s >= enough]
@@ -60,7 +60,7 @@ def best_pair(measured: Sequence[MeasuredPair]) -> MeasuredPair:
 
 
 def idle_warning(used: MeasuredPair, measured: Sequence[MeasuredPair]) -> str:
-    """Return a warning if a pair that is much faster than the used one stands idle; else an empty text."""
+    """Return a warning if a pair that is much faster than the used one is idle; else an empty text."""
     best = best_pair([used, *measured])
     if best.speed.bytes_per_s < _IDLE_FACTOR * used.speed.bytes_per_s:
         return ""
@@ -82,7 +82,8 @@ def degraded_warning(measured: MeasuredPair, bytes_per_s: float) -> str:
     """Return a warning if a network path has become much slower than measured; else an empty text.
 
     Args:
-        bytes_per_s: as observed while bytes were waiting to be sent, or measured again.
+        measured: the path, as it was measured before.
+        bytes_per_s: its speed now.
     """
     before = measured.speed.bytes_per_s
     if bytes_per_s >= DEGRADED_SHARE * before:

@@ -9,13 +9,16 @@ Both functions get a stream that is connected, with or without TLS: the host tha
     GIVE n                         n bytes
     END 0                          none: the stream is free for something else
 
-The round trip is the median of some small echoes. For bytes per second pieces are sent, or asked for, ahead
-of their answers: twice as many bytes as have come, so that they grow from round trip to round trip as the
-window of TCP does, and no more than would come in time at the speed so far. The speed is that of the best
-`WINDOW_S` at the receiver: an average would count the beginning, in which TCP's window is small and a long
-path mostly silent. A fast path with a long round trip is measured low all the same (100 Mbit/s at 50 ms: as
-a sixth), since TCP does not open its window in the time that there is. All of it ends within `MEASURING_S`,
-and a path of less than some 0.3 Mbit/s is given up. A TCP socket should have TCP_NODELAY, as links have.
+The round trip is the median time of some small echoes.
+
+For bytes per second, pieces are sent or requested before earlier ones are answered. As many bytes are under
+way as twice what has come so far, so that they grow from round trip to round trip, as TCP's window does. They
+are never more than could come in time at the speed so far. The speed is that of the best `WINDOW_S` at the
+receiver. An average would count the beginning, in which TCP's window is small and a long path mostly silent.
+
+A fast path with a long round trip is still measured as too slow (100 Mbit/s at 50 ms: as a sixth), since TCP
+does not open its window in so short a time. Measuring ends within `MEASURING_S`; a path of less than about
+0.3 Mbit/s is given up. A TCP socket should have TCP_NODELAY, as links have.
 """
 
 from __future__ import annotations
@@ -35,7 +38,7 @@ from penstock.errors import LinkClosedError, ProtocolError, WaitTimeoutError
 
 MEASURING_S = 1.0
 ANSWERING_S = 5.0
-WINDOW_S = 0.02  # so long that a process which is woken a little late changes little
+WINDOW_S = 0.02  # long enough that a process which is woken a little late does not matter
 
 _ECHO, _TAKE, _GIVE, _END = 1, 2, 3, 4
 _REQUEST = struct.Struct("!BI")
@@ -44,14 +47,14 @@ _ECHO_BYTES = 64
 _MAX_ECHO = 1024
 _MAX_ECHOES = 9
 _FIRST_PIECE, _MAX_PIECE = 1 << 12, 1 << 18
-_PIECES_OF_A_SIZE = 8  # before they double
+_PIECES_OF_A_SIZE = 8  # after so many pieces the size doubles
 _MAX_AHEAD = 32
 _ECHOES_UNTIL_S, _OUT_UNTIL_S, _IN_UNTIL_S = 0.1, 0.5, 0.9  # after the beginning
 
 Clock = Callable[[], float]
 Start = Callable[[int], None]
 Finish = Callable[[int], float]
-Arrival = tuple[float, int]  # when a piece had come, and a number of bytes
+Arrival = tuple[float, int]  # when a piece had arrived, in seconds, and a number of bytes
 
 
 class Stream(Protocol):
@@ -73,7 +76,7 @@ class StreamSpeed(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def bytes_per_s(self) -> float:
-        """The speed of the slower direction, since it is decided later in which one hidden states cross."""
+        """The speed of the slower direction, since it is not known yet in which one hidden states cross."""
         return min(self.bytes_per_s_out, self.bytes_per_s_in)
 
     @property
@@ -90,8 +93,8 @@ def measure_stream(stream: Stream, clock: Clock = monotonic, seconds: float = ME
     """Measure a connected stream whose other end runs `answer_measuring`.
 
     Args:
-        seconds: that it should take. With 0 it is one round trip and some kilobytes, which show that the
-            stream carries anything; its bytes per second mean nothing then.
+        seconds: how long it should take. With 0, one round trip and some kilobytes show whether the stream
+            carries anything; the bytes per second then mean nothing.
 
     Raises:
         WaitTimeoutError: a few kilobytes need longer than `MEASURING_S`, so that the path is of no use.
@@ -129,7 +132,7 @@ def answer_measuring(stream: Stream, clock: Clock = monotonic) -> None:
 
     Raises:
         ProtocolError: a request is not one of ours, or too large.
-        WaitTimeoutError: it has not ended within `ANSWERING_S`.
+        WaitTimeoutError: the measuring has not ended within `ANSWERING_S`.
         LinkClosedError: the stream has ended within a request.
     """
     wire = _Wire(stream, clock, ANSWERING_S)
@@ -156,14 +159,14 @@ def flood(start: Start, finish: Finish, until: float, clock: Clock) -> float:
     """Send pieces ahead of their answers; return the bytes per second of the best stretch of `WINDOW_S`.
 
     Args:
-        start: sends a piece of this size, or the request for one.
-        finish: waits for the end of the oldest piece; returns when that came, by the clock of its receiver.
-        until: when all is to have come, by `clock`.
+        start: sends a piece of a given size, or the request for one.
+        finish: waits until the oldest piece has arrived; returns when, by the clock of its receiver.
+        until: when all pieces should have arrived, by `clock`.
     """
     began = clock()
     ahead: deque[int] = deque()
     arrivals: list[Arrival] = []
-    come: list[Arrival] = [(began, 0)]  # by our own clock, with all bytes until then
+    come: list[Arrival] = [(began, 0)]  # times by our own clock, each with all bytes until then
     while not arrivals or ahead:
         while len(ahead) < _MAX_AHEAD and sum(ahead) < 2 * (_FIRST_PIECE + come[-1][1]):
             size = min(_FIRST_PIECE << ((len(arrivals) + len(ahead)) // _PIECES_OF_A_SIZE), _MAX_PIECE)
@@ -179,9 +182,9 @@ def flood(start: Start, finish: Finish, until: float, clock: Clock) -> float:
 
 
 def _careful_speed(come: Sequence[Arrival], now: float) -> float:
-    """Return the bytes per second of all pieces so far, or of their later half where that was slower.
+    """Return the bytes per second of all pieces so far, or of their later half if that was slower.
 
-    Many slow lines let the first bytes pass at once.
+    The later half counts because many slow lines let the first bytes pass at once.
     """
     bytes_so_far = come[-1][1]
     return min(
@@ -193,13 +196,13 @@ def _careful_speed(come: Sequence[Arrival], now: float) -> float:
 def best_speed(arrivals: Sequence[Arrival]) -> float:
     """Return the bytes per second of the fastest stretch that lasted `WINDOW_S` or more.
 
-    Where all arrivals together lasted less, it is their average.
+    If all arrivals together lasted less, their average is returned.
 
     Args:
-        arrivals: when each piece had come, in seconds, and its number of bytes.
+        arrivals: for each piece, when it had arrived, and its number of bytes.
     """
     best, first, num_bytes = 0.0, 0, 0
-    for time, size in arrivals[1:]:  # the time of the first piece alone is not known
+    for time, size in arrivals[1:]:  # how long the first piece took is not known
         num_bytes += size
         while time - arrivals[first + 1][0] >= WINDOW_S:
             first += 1
@@ -211,7 +214,7 @@ def best_speed(arrivals: Sequence[Arrival]) -> float:
 
 
 def _round_trip(wire: _Wire, until: float, clock: Clock) -> float:
-    """Return the median time of small echoes, without the first, which fills caches on its way."""
+    """Return the median time of small echoes, without the first, which is slower as caches are empty."""
     times: list[float] = []
     while len(times) < 1 or (len(times) < _MAX_ECHOES and clock() < until):
         began = clock()
@@ -222,13 +225,13 @@ def _round_trip(wire: _Wire, until: float, clock: Clock) -> float:
 
 
 class _Wire:
-    """A stream of which all waits end at one deadline.
+    """A stream at which all waits end at one deadline.
 
     Args:
-        limit_s: how long after now the deadline is.
+        limit_s: seconds from now to the deadline.
 
     Attributes:
-        zeros: as many bytes that mean nothing as one piece may have.
+        zeros: bytes without meaning, as many as the largest piece has.
     """
 
     def __init__(self, stream: Stream, clock: Clock, limit_s: float) -> None:
@@ -252,14 +255,14 @@ class _Wire:
         return bytes(received)
 
     def receive_request(self) -> bytes:
-        """Return the beginning of a request; nothing where the stream ends before one."""
+        """Return the header of the next request; empty if the stream ends before one."""
         with self._waiting():
             count = self._stream.recv_into(self._buffer[: _REQUEST.size])
         first = bytes(self._buffer[:count])
         return first + self.receive(_REQUEST.size - count) if count else b""
 
     def skip(self, size: int) -> None:
-        """Receive so many bytes that mean nothing."""
+        """Receive so many bytes, and drop them."""
         while size:
             size -= self._receive_piece(size)
 
@@ -272,7 +275,7 @@ class _Wire:
 
     @contextmanager
     def _waiting(self) -> Iterator[None]:
-        """Let what is done here end at the deadline, and name its failure."""
+        """Let a wait in the `with` block end at the deadline, and turn its failure into an error of ours."""
         try:
             left = self._deadline - self._clock()
             if left <= 0:

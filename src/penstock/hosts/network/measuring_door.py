@@ -1,8 +1,8 @@
-"""The listener at which another host of the cluster measures the ways to this one, answered in a thread.
+"""The listener at which another host of the cluster measures the network paths to this host, in a thread.
 
-It listens at the link ports of every address that is to be measured. The peer that comes proves by TLS that
-it is the expected host (`trust.door`), and is then answered by `link_measuring.answer_measuring`. The
-connections carry nothing else.
+It listens at a link port of every address that is to be measured. A peer proves by TLS that it is the
+expected host (`trust.door`), and `link_measuring.answer_measuring` then answers it. The connections carry
+nothing else.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ class MeasuringDoor:
     """A listener, with its thread, that answers one other host which measures the paths to it.
 
     Args:
-        addresses: of this host; those at which nothing can listen are left out.
+        addresses: addresses of this host; those at which nothing can listen are left out.
         ports: range of the host's link ports, from which free ones are taken.
-        credentials: of this host's head or agent.
-        peer: name of the host that is expected.
+        credentials: credentials of the head or agent on this host.
+        peer: name of the peer that is expected.
 
     Attributes:
         places: where it listens.
@@ -70,7 +70,7 @@ class MeasuringDoor:
         self._thread.start()
 
     def close(self) -> None:
-        """Stop listening. Waits for an answer that is being given, some seconds at most."""
+        """Stop listening, after an answer that is being given has ended; that takes some seconds at most."""
         self._bell.ring()
         self._thread.join()
         for door in self._doors:
@@ -83,7 +83,7 @@ class MeasuringDoor:
         for address in addresses:
             try:
                 listener = listen_in_range(address.bind_address, ports)
-            except PenstockError as error:  # such as one that has gone, or is taken
+            except PenstockError as error:  # such as for an address that has gone, or if all ports are taken
                 failure = failure or error
                 continue
             listeners.append(listener)

@@ -1,13 +1,13 @@
 """Finds the best way (network path) between each two hosts, for the head, and tells the user which it is.
 
-    both hosts listen     each dials the other on every way, so that it is known which ways lead
-                          there, and which host can be reached
-    one measures          the ways that lead there, one after the other
+    both hosts listen     each dials the other on every way, which shows which ways lead there, and which
+                          host can be reached
+    one host measures     the ways that lead there, one after the other
 
-What was measured is kept (`known_ways`). At the next start, and when a host is back, the ways are only tried;
-they are measured anew when the interfaces of either host are others. The
-fastest way is used (`link_choice`), unless a user has fixed the address of a host. Warnings say when a
-faster way stands idle, when the best one fell away, and when one has become much slower.
+What was measured is kept (`known_ways`). At the next start, and when a host is back, the ways are only tried.
+They are measured anew when the interfaces of a host have changed. The fastest way is used (`link_choice`),
+unless a user has fixed the address of a host. Warnings say when a faster way is idle, when the best way does
+not work any more, and when a way has become much slower.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ Tell = Callable[[str], None]
 
 
 def pairs_to_connect(names: Sequence[str]) -> list[tuple[str, str]]:
-    """Return the pairs of hosts between which a pipeline may have connections: all.
+    """Return the pairs of hosts between which a pipeline may have connections: all pairs.
 
-    At the start two hosts may not be neighbours, and have none. After a loss they may be neighbours.
+    Hosts whose stages are not neighbours at the start may become neighbours after a loss.
     """
     return list(combinations(names, 2))
 
@@ -59,7 +59,8 @@ class FoundWay(msgspec.Struct, frozen=True, kw_only=True):
     """A network path between two hosts that works; `own` in its pair is an address of the first host.
 
     Attributes:
-        listeners: which of the two can be reached by the other one on it.
+        measured: the path and its speed.
+        listeners: names of those of the two hosts that the other one can reach on this path.
     """
 
     measured: MeasuredPair
@@ -93,7 +94,7 @@ class _Ends(NamedTuple):
         return wires_between(*self.listening)
 
     def port(self, number: int, address: HostAddress) -> int:
-        """Return where the first (0) or second (1) host listens at an address of its own."""
+        """Return the port at which the first (0) or second (1) host listens at an address of its own."""
         return next(place.port for place in self.listening[number].places if place.address == address)
 
 
@@ -140,7 +141,7 @@ class PathFinder:
     def between(self, accepting: str, joining: str) -> Route:
         """Return the route of a connection between two hosts, over the network path in use if there is one.
 
-        A host that cannot be reached dials, whichever should accept. Implements `Routes.between`.
+        If the accepting host cannot be reached, the other host listens. Implements `Routes.between`.
         """
         names = frozenset((accepting, joining))
         way = self._used.get(names)
@@ -148,7 +149,7 @@ class PathFinder:
             return Route(listener=accepting)
         listener = accepting if accepting in way.listeners else joining
         first = min(accepting, joining)
-        pair = way.measured.pair if listener != first else way.measured.pair.flipped  # as who dials sees it
+        pair = way.measured.pair if listener != first else way.measured.pair.flipped  # seen by the dialler
         return Route(
             listener=listener,
             listen_address=pair.other.bind_address,
@@ -188,7 +189,7 @@ class PathFinder:
         self._say(_one_way_warning(ends, used))
 
     def _ways(self, ends: _Ends) -> tuple[list[FoundWay], list[Dead]]:
-        """Return the ways that lead there, known or measured now, and those that do not."""
+        """Return the ways that lead to the other host, with known or new speeds, and those that do not."""
         groups = ends.wires
         wires = [_wire(group[0]) for group in groups]
         ways, dead = _tried(ends, groups)
@@ -210,7 +211,7 @@ class PathFinder:
             self._say(degraded_warning(measured, way.measured.speed.bytes_per_s))
 
     def _fallback(self, ends: _Ends, used: FoundWay, before: Sequence[FoundWay], dead: Sequence[Dead]) -> str:
-        """Return what to say when a better way than the used one has gone, or leads nowhere now."""
+        """Return a warning if a better way than the used one has gone or leads nowhere now; else ""."""
         known = self._known.find_older(*ends.names)
         wires = {_wire(group[0]) for group in ends.wires}
         gone = [
@@ -232,7 +233,7 @@ class PathFinder:
 
 
 def _tried(ends: _Ends, groups: Sequence[Sequence[AddressPair]]) -> tuple[list[FoundWay], list[Dead]]:
-    """Try all ways in both directions; of those that lead somewhere nothing is measured yet."""
+    """Try all ways in both directions without measuring; return those that lead somewhere, and the rest."""
     one, other = ends.scouts
     there = other.survey(one.peer, [_back(ends, group, 0.0) for group in groups])
     back = one.survey(other.peer, [_forth(ends, group, 0.0) for group in groups])
@@ -266,7 +267,7 @@ def _measured_anew(ends: _Ends, ways: Sequence[FoundWay]) -> list[FoundWay]:
 
 
 def _one_way_warning(ends: _Ends, used: FoundWay) -> str:
-    """Return what to say when one of the two hosts cannot be reached."""
+    """Return a warning if one of the two hosts cannot be reached by the other; else an empty text."""
     unreached = [name for name in ends.names if name not in used.listeners]
     if not unreached:
         return ""
@@ -295,7 +296,7 @@ def _forth(ends: _Ends, group: Sequence[AddressPair], seconds: float) -> WayToTr
 
 
 def _allowed(ends: _Ends, ways: Sequence[FoundWay]) -> list[FoundWay]:
-    """Return the ways over addresses that the users of both hosts have fixed, or not fixed."""
+    """Return the ways that are over the fixed addresses of both hosts; a host may have fixed none."""
     own, other = (listening.only for listening in ends.listening)
     return [
         way
@@ -325,7 +326,7 @@ def _measured(known: KnownWay, pair: AddressPair) -> MeasuredPair:
 
 
 def _as_known(way: FoundWay, known: dict[Wire, KnownWay]) -> FoundWay:
-    """Return the way with what was measured before in place of what was seen in passing."""
+    """Return the way with the speed that was measured earlier; trying it has shown no useful speed."""
     pair = way.measured.pair
     return msgspec.structs.replace(way, measured=_measured(known[_wire(pair)], pair))
 
@@ -350,7 +351,7 @@ def _line(ends: _Ends, way: FoundWay) -> str:
 
 
 def _nothing(ends: _Ends, ways: Sequence[FoundWay], dead: Sequence[Dead]) -> str:
-    """Return what to say when no way that is allowed leads from either host to the other."""
+    """Return the warning that no allowed way leads from either host to the other."""
     tried = "; ".join(f"{one.pair}: {one.why}" for one in dead) or (
         "they have no addresses in a common network"
     )

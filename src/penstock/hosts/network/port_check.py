@@ -20,16 +20,16 @@ from penstock.errors import PenstockError
 from penstock.hosts.network.dialling import CONNECT_S, Dial, close_all, dial_all, reason
 from penstock.process.link_ports import PortRange, listen_in_range
 
-MOST_PORTS = 8  # of a range, and no more than half of it
-_MOST_LOOKS = 64  # at ports that may be in use
+MOST_PORTS = 8  # so many ports of a range are checked at most, and at most half of them
+_MOST_LOOKS = 64  # so many ports are tried at each end of the range, since some may be in use
 
 
 class CheckedPorts(msgspec.Struct, frozen=True, kw_only=True):
     """The ports at which a host listens for a check of its link ports by another host.
 
     Attributes:
-        address: under which the other host reaches it.
-        ports: at which it listens, `MOST_PORTS` at most; none if all that were looked at are in use.
+        address: address at which the other host reaches the checked host.
+        ports: ports at which it listens, at most `MOST_PORTS`; empty if all that were tried are in use.
         link_ports: the whole range, as people write it.
     """
 
@@ -42,11 +42,11 @@ class OpenPorts:
     """A check's listeners at free link ports of this host, the first and the last ones of the range.
 
     Args:
-        address: of this host, as a socket is bound to it.
-        link_ports: the range.
+        address: address of this host at which to listen.
+        link_ports: range of the link ports.
 
     Attributes:
-        checked: what the other host is told, so that it can dial them.
+        checked: the ports as they are sent to the other host, which dials them.
     """
 
     def __init__(self, address: str, link_ports: PortRange) -> None:
@@ -68,7 +68,7 @@ class OpenPorts:
         for port in islice(ports, _MOST_LOOKS):
             if len(self._listeners) == wanted:
                 return
-            with suppress(PenstockError):  # in use
+            with suppress(PenstockError):  # the port is in use
                 self._listeners.append(listen_in_range(address, PortRange(port, port)))
 
 
@@ -76,7 +76,8 @@ def unreached_ports(checked: CheckedPorts, own_address: str, timeout_s: float = 
     """Dial another host's ports of a check; return those that cannot be reached from here, with the reason.
 
     Args:
-        own_address: from which they are dialled.
+        checked: the ports of the other host.
+        own_address: address of this host from which they are dialled.
     """
     ends = dial_all([Dial(checked.address, port, own_address) for port in checked.ports], timeout_s)
     close_all(ends)

@@ -1,6 +1,6 @@
-"""The head's stand-in for the scout of a worker, which finds ways to other hosts: it asks the agent there.
+"""The head's stand-in for the scout of a worker, which finds network paths to other hosts.
 
-The agent answers with `scouting_agent`.
+It sends questions to the worker's agent, which answers them with `scouting_agent`.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from penstock.hosts.network.scout_messages import (
 )
 from penstock.trust.peer_names import PeerName
 
-LISTEN_S = 8.0  # with an answer in progress there, which ends within 5 s
-SURVEY_S = 15.0  # beyond some ways that each carry next to nothing
+LISTEN_S = 8.0  # for an answer: the host may first have to end another answer, which takes up to 5 s
+SURVEY_S = 15.0  # for an answer, even if several paths carry next to nothing
 
 
 class AskedHost(Protocol):
@@ -34,8 +34,8 @@ class AskedHost(Protocol):
     Attributes:
         name: name of the host.
         numbers: numbers for questions, one sequence for all scouts of the host, so that no answer is taken
-            for another one.
-        scout_answers: by number, those that were not taken yet.
+            for the answer to another question.
+        scout_answers: answers that were not taken yet, by the number of the question.
     """
 
     name: str
@@ -84,7 +84,7 @@ class RemoteScout:
 
     def _ask(self, number: int, question: msgspec.Struct, timeout_s: float) -> FromScout:
         answers = self._host.scout_answers
-        answers.clear()  # those that came too late
+        answers.clear()  # answers to earlier questions, which came too late
         self._host.tell(question)
         if not self._host.pump_until(lambda: number in answers, timeout_s):
             if not self._host.is_there:

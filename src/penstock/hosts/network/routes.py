@@ -19,9 +19,10 @@ class Route(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         listener: name of the host that listens; the other one dials.
-        listen_address: of the listening host; empty: the one that it uses by itself.
-        dial_address: the same one as the other host dials it; empty: as the listening host's invitation says.
-        dial_from: address of the dialling host; empty: any.
+        listen_address: address at which the listening host listens; empty: it chooses one itself.
+        dial_address: the same address in the form in which the other host dials it; empty: the listening
+            host's invitation has it.
+        dial_from: address from which the other host dials; empty: any.
     """
 
     listener: str
@@ -31,7 +32,7 @@ class Route(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Routes(Protocol):
-    """The interface of what is known about the network paths between the hosts of an engine."""
+    """The interface of the knowledge about network paths between the hosts of an engine."""
 
     def between(self, accepting: str, joining: str) -> Route:
         """Return the route of a connection that the host `accepting` should accept if it can be reached."""
@@ -44,7 +45,7 @@ class Routes(Protocol):
     def is_settled(self, names: Collection[str]) -> bool:
         """Return whether no search for a network path between these hosts goes on, unless for too long.
 
-        Until it returns True nothing should be connected there; after that what is known is used.
+        Until it returns True, nothing should be connected between these hosts.
         """
         ...
 
@@ -52,11 +53,11 @@ class Routes(Protocol):
         """Begin to check whether the network paths in use still work, and to choose others if not.
 
         Args:
-            occasion: a key for the reason, such as an epoch; for each one it is checked once.
-            names: of the hosts between which it is checked.
+            occasion: a key for the reason, such as an epoch; for each occasion the paths are checked once.
+            names: names of the hosts between which paths are checked.
 
         Returns:
-            Whether the check is done: call again until it is.
+            Whether the check has ended; the caller calls again until it has.
         """
         ...
 

@@ -1,8 +1,8 @@
 """Finds out which ways (network paths) lead from one host to another, and how fast they are.
 
-A scout of one host listens (`measuring_door`), and the scout of the other dials all places that its host was
-told, at once, and then measures one way after the other. Which pairs of hosts are scouted is decided at the
-head (`path_finding`). The agent of a worker does this for its host (`scouting_agent`).
+The scout of one host listens (`measuring_door`). The scout of the other host dials all places that it is
+given, at once, and then measures one way after the other. The head decides which pairs of hosts are scouted
+(`path_finding`). On a worker, the agent runs the scout (`scouting_agent`).
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from penstock.trust.joining import converse
 from penstock.trust.peer_names import PeerName
 from penstock.trust.tls import CertifiedDialler, link_client_context, refusal, under_tls
 
-MEET_S = 2.0  # for a handshake over a way that carries anything
-MOST_PLACES = 256  # at which a host listens: the most promising ones
-_MOST_FOUND = 64  # ways: far more than are tried between two hosts
+MEET_S = 2.0  # for a handshake: enough for any way that carries anything
+MOST_PLACES = 256  # the most places at which a host listens, the most promising first
+_MOST_FOUND = 64  # the most ways in a survey: far more than are tried between two hosts
 
 
 class Target(msgspec.Struct, frozen=True):
-    """A pair of addresses, and the port to dial; `own` in the pair is of the host that dials."""
+    """A pair of addresses, and the port to dial; `own` in the pair is an address of the dialling host."""
 
     pair: AddressPair
     port: Port
@@ -43,8 +43,8 @@ class WayToTry(msgspec.Struct, frozen=True, kw_only=True):
     """A network path between an interface of the dialling host and one of another host.
 
     Attributes:
-        targets: any of which leads there, the most promising first.
-        seconds: for which it is measured; with 0 it is only seen whether it leads anywhere.
+        targets: pairs of addresses on this path, the most promising first; one that connects is enough.
+        seconds: how long it is measured; 0: it is only tried whether the path leads there.
     """
 
     targets: list[Target]
@@ -62,8 +62,8 @@ class Survey(msgspec.Struct, frozen=True, kw_only=True):
     """The findings of a host about the network paths to another one; `own` in a pair is its own address.
 
     Attributes:
-        open: what was measured, for each path that leads there.
-        dead: why not, for each path that does not.
+        open: for each path that leads there, what was measured.
+        dead: for each path that does not, the reason.
     """
 
     open: Annotated[list[MeasuredPair], msgspec.Meta(max_length=_MOST_FOUND)]
@@ -74,7 +74,8 @@ class Listening(msgspec.Struct, frozen=True, kw_only=True):
     """The places at which a host listens to be measured.
 
     Attributes:
-        only: the address that its user has fixed for links; empty: any of them.
+        places: the addresses and ports.
+        only: the address that the host's user has fixed for links; empty: none is fixed.
     """
 
     places: Annotated[list[ListeningPlace], msgspec.Meta(max_length=MOST_PLACES)]
@@ -115,9 +116,9 @@ class OwnScout:
 
     Args:
         peer: the name of this process, as other hosts expect it.
-        credentials: of the same name.
+        credentials: credentials with that name.
         ports: range of the host's link ports.
-        addresses: lists the addresses of this host that the host of a given name may reach.
+        addresses: returns the addresses of this host that the host of a given name may reach.
         only: the address that the user has fixed for links; empty: none.
         clock: monotonic seconds.
         wall_clock: seconds since 1970.
@@ -172,7 +173,10 @@ class OwnScout:
             self._doors.pop().close()
 
     def _places(self, peer: str) -> list[HostAddress]:
-        """Return the addresses at which it listens: of the interface with the fixed one, that one alone."""
+        """Return the addresses at which to listen.
+
+        Of the interface that has the fixed address, it is only that address.
+        """
         addresses = self._addresses(peer)
         fixed = {one.interface for one in addresses if one.address == self._only}
         places = [one for one in addresses if one.interface not in fixed or one.address == self._only]
@@ -181,7 +185,7 @@ class OwnScout:
     def _try_way(
         self, peer: PeerName, way: WayToTry, ends: Sequence[socket.socket | OSError], found: Survey
     ) -> None:
-        """Add to what was found: the first target that can be measured, or why none can."""
+        """Add the result for one way to `found`: the first target that can be measured, or why none can."""
         dead: list[Dead] = []
         for target, end in zip(way.targets, ends, strict=True):
             if isinstance(end, OSError):
@@ -213,7 +217,7 @@ class OwnScout:
             except BaseException:
                 stream.close()
                 raise
-        except PenstockError:  # some are an OSError too
+        except PenstockError:  # raised as it is; some of these are an OSError too
             raise
         except TimeoutError as error:
             raise LinkClosedError(f"it did not answer within {MEET_S:g} s.") from error

@@ -1,6 +1,6 @@
 """The messages between the head and the scout of another host.
 
-The messages are part of `hosts.agent_messages`. Each question has a number, which its answer bears.
+The messages are part of `hosts.agent_messages`. Each question has a number, and its answer has the same.
 
     head                                       agent
     ListenForHost(4, peer)             ──▶     ListensForHost(4, places)
@@ -38,7 +38,7 @@ class RestScout(msgspec.Struct, frozen=True, tag="rest_scout"):
 
 
 class ListensForHost(msgspec.Struct, frozen=True, kw_only=True, tag="listens_for_host"):
-    """A worker's answer to `ListenForHost`: it listens, and where."""
+    """A worker's answer to `ListenForHost`: where it listens now."""
 
     number: Small
     listening: Listening

@@ -1,6 +1,6 @@
 """The messages between the head and a visitor: a host that looks whether it could join (`doctor --join`).
 
-The conversation of `trust` comes first: the visitor has a token or a certificate, and the same version.
+Before these messages the visitor has proved itself (`trust.head_join`), and both have the same version.
 
     visitor                                                          head
     VisitorListens(where, ports)                      ──▶
@@ -34,11 +34,11 @@ class VisitorListens(msgspec.Struct, frozen=True, kw_only=True, tag="visitor_lis
 
 
 class LookBack(msgspec.Struct, frozen=True, tag="look_back"):
-    """The message of a visiting host that it has tried the head; now the head is to try the visitor."""
+    """The visitor's message that it has tried the head, so that the head now tries the visitor."""
 
 
 class HeadListens(msgspec.Struct, frozen=True, kw_only=True, tag="head_listens"):
-    """The head's answer to a visitor: where it listens to be measured, and its link ports to be checked."""
+    """The head's answer to a visitor: where the head listens to be measured, and its ports to be checked."""
 
     listening: Listening
     ports: CheckedPorts
@@ -48,8 +48,8 @@ class LookedBack(msgspec.Struct, frozen=True, kw_only=True, tag="looked_back"):
     """A message with the head's own findings about the network between it and a visiting host.
 
     Attributes:
-        survey: what it has found about the network paths to the visitor.
-        unreached: ports of the visitor that cannot be dialled, and why.
+        survey: what the head has found about the network paths to the visitor.
+        unreached: ports of the visitor that the head cannot reach, with the reason for each.
     """
 
     survey: Survey
@@ -57,7 +57,7 @@ class LookedBack(msgspec.Struct, frozen=True, kw_only=True, tag="looked_back"):
 
 
 class VisitRefused(msgspec.Struct, frozen=True, kw_only=True, tag="visit_refused"):
-    """A message that the head does not answer the visitor, or not any more, and why."""
+    """The head's message that it does not answer the visitor any further, with the reason."""
 
     error: ErrorInfo
 

@@ -1,7 +1,7 @@
 """Checks from a would-be worker whether it could join a head, and how good the network is between the two.
 
-It proves itself as `penstock worker --join` would, with a token or with the certificate of an earlier join,
-but neither uses the token up nor joins. `cli.doctor_join` says what the findings mean.
+The host proves itself as `penstock worker --join` would, with a token or with the certificate of an earlier
+join. But it does not join, and the token is not used up. `cli.doctor_join` says what the findings mean.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ class VisitSettings(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         head: address and port of the head.
         name: name of this host.
-        credentials: the file of an earlier join; a token is asked for where it is missing.
+        credentials: path of the file of an earlier join; if it does not exist, a token is asked for.
         ports: range of this host's link ports.
-        address: that is fixed for links; empty: any.
+        address: address of this host that is fixed for links; empty: any.
     """
 
     head: Address
@@ -80,7 +80,7 @@ def visit_head(settings: VisitSettings, token: Callable[[], JoinToken]) -> Visit
     """Prove to a head that this host may join, without joining, and try the network in both directions.
 
     Args:
-        token: asks for the join token; called where this host has no certificate of the head yet.
+        token: asks for the join token; called only if this host has no certificate of the head.
 
     Raises:
         JoinError: the head does not let this host in: wrong version, token or certificate.

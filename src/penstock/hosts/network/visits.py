@@ -1,8 +1,8 @@
 """Answers visitors at the head: hosts that look whether they could join, before any model is loaded.
 
-Each visit has a thread of its own and at most `VISIT_S`, in which it waits for its turn too: one is answered
-at a time. Of more than `MOST_VISITS` the others are refused in words. A visit disturbs nothing: the head
-listens at free link ports, dials the visitor, and forgets it.
+Each visit has a thread of its own. Visits are answered one at a time; a visit takes at most `VISIT_S`, its
+wait for its turn included. Visits beyond `MOST_VISITS` are refused with an error that says so. A visit does
+not disturb the head: it listens at free link ports, dials the visitor, and keeps nothing of the visit.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from penstock.process.readiness import await_readable, await_writable
 from penstock.trust.peer_names import PeerName
 
 VISIT_S = 60.0
-MOST_VISITS = 4  # that are answered or wait for it
+MOST_VISITS = 4  # visits that are answered or wait for their turn
 
 Answer = TypeVar("Answer")
 
@@ -44,7 +44,7 @@ class Visits:
 
     Args:
         make_scout: makes a scout of this host, given the address by which a visitor has reached it.
-        link_ports: of this host.
+        link_ports: range of the link ports of this host.
     """
 
     def __init__(self, make_scout: Callable[[str], Scout], link_ports: PortRange) -> None:
@@ -78,7 +78,7 @@ class Visits:
             at_end.callback(wire.close)
             try:
                 self._converse(connection, wire, visitor, deadline, at_end)
-            except Exception as error:  # it has left, says nonsense, or no port is free
+            except Exception as error:  # such as: the visitor has left or sends nonsense, or no port is free
                 wire.send(VisitRefused(error=describe(error)))
             self._send_rest(wire, deadline)
 
@@ -115,14 +115,18 @@ class Visits:
 def require_own_addresses(visitor: VisitorListens, peer: str) -> None:
     """Raise `ProtocolError` if a visitor names addresses that are not its own, as far as that can be seen.
 
-    Otherwise a visitor could make the head dial other hosts. A host may have several interfaces, or fix
-    another address than the one from which it comes (`--address`). Whether these are its own cannot be seen
-    from here. So of ports only those of one address count, and the visitor must listen there to be measured
-    too; of the places to be measured only a few are dialled (`path_finding.wires_between`). Addresses of
-    loopback are never those of another machine.
+    Otherwise a visitor could make the head dial other hosts. A visitor may have several interfaces, or may
+    have fixed another address than the one from which it connects (`--address`). The head cannot see whether
+    such addresses are the visitor's own. Therefore:
+
+    - Ports are checked at one address only: the one from which the visitor connects, or one at which it also
+      listens to be measured.
+    - Of the places to be measured only a few are dialled (`path_finding.wires_between`).
+    - A visitor on another machine may not name loopback addresses.
 
     Args:
-        peer: the address from which it comes, as IPv4 where it is one.
+        visitor: the visitor's first message.
+        peer: the address from which the visitor connects, an IPv4 address in its plain form.
     """
     listens = {place.address.address for place in visitor.listening.places}
     checked = visitor.ports.address.partition("%")[0]
@@ -152,7 +156,7 @@ def ways_to(own: Listening, other: Listening, seconds: float) -> list[WayToTry]:
 
     Args:
         own, other: where the two hosts listen.
-        seconds: for which all of them together are measured.
+        seconds: how long all of them together are measured.
     """
     ports = {place.address: place.port for place in other.places}
     groups = wires_between(own, other)
@@ -170,7 +174,7 @@ def next_word(wire: AgentWire[Any], expected: type[Answer], deadline: float) -> 
         deadline: by `time.monotonic`.
 
     Raises:
-        PenstockError: the other side has left, is late, refuses the visit or says something else.
+        PenstockError: the other side has left, is late, refuses the visit, or has sent another message.
     """
     while not (messages := wire.receive()):
         if wire.failure is not None:

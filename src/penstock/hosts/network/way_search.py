@@ -7,9 +7,10 @@
          tell, warn    ◀────────── lines ──────────────
       is_settled(hosts)
 
-A search takes seconds where a host does not answer. Wires and reporters belong to the supervisor's thread:
-questions, lines for the user and the end of a search are left for it, and a bell rings. Connections wait
-until the search between their hosts is settled (`Routes`), `PATIENCE_S` at most. Used by `hosts.gathering`.
+A search takes seconds if a host does not answer. Only the supervisor's thread may use wires and reporters.
+The thread of the search therefore leaves questions, lines for the user and its results for the supervisor's
+thread, and rings a bell. Connections wait until the search between their hosts is settled (`Routes`), but at
+most `PATIENCE_S`. Used by `hosts.gathering`.
 """
 
 from __future__ import annotations
@@ -36,8 +37,8 @@ from penstock.hosts.network.scout_messages import FromScout
 from penstock.process.config import HostLink
 from penstock.trust.peer_names import PeerName
 
-PATIENCE_S = 5.0  # with a search: running requests wait for it, and a way that is known may do
-_REVIEW, _FIND, _END = range(3)  # requests may wait for a review, and not for hosts that stand by
+PATIENCE_S = 5.0  # the longest wait for a search: running requests wait too, and a known way may still work
+_REVIEW, _FIND, _END = range(3)  # in this order: running requests may wait for a review, and not for `find`
 
 
 class HostElsewhere(Protocol):
@@ -46,8 +47,8 @@ class HostElsewhere(Protocol):
     Attributes:
         name: name of the host.
         numbers: numbers for questions.
-        scout_answers: by number, those that were not taken yet.
-        wires: connections over which it says something; none when it is lost, another one when it is back.
+        scout_answers: answers that were not taken yet, by the number of the question.
+        wires: the connection to the host; empty when it is broken, and another one when the host is back.
     """
 
     name: str
@@ -65,7 +66,7 @@ class HostElsewhere(Protocol):
 
 
 class HostLine:
-    """The line by which the thread of a search asks a host; the supervisor's thread passes the messages on.
+    """The line on which the search's thread asks a host; the supervisor's thread passes the messages on.
 
     Implements `AskedHost`.
     """
@@ -94,12 +95,12 @@ class HostLine:
 
 
 class _Jobs:
-    """The searches that have begun and have not ended. `get` and `end` are for the thread that does them."""
+    """The searches that have begun and have not ended; the search's thread calls `get` and `end`."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._numbers = itertools.count(1)
-        self._open: dict[int, tuple[frozenset[str], float]] = {}  # between which hosts, and since when
+        self._open: dict[int, tuple[frozenset[str], float]] = {}  # by number: hosts, and when begun
         self._queue: queue.PriorityQueue[tuple[int, int, Callable[[], None] | None]] = queue.PriorityQueue()
         self._ended: queue.SimpleQueue[int] = queue.SimpleQueue()
 
@@ -109,7 +110,7 @@ class _Jobs:
         self._queue.put((order, number, job))
 
     def close(self) -> None:
-        """Let the thread end behind the searches that have begun."""
+        """Let the thread end after the searches that have begun."""
         self._queue.put((_END, 0, None))
 
     def get(self) -> tuple[int, Callable[[], None] | None]:
@@ -120,7 +121,7 @@ class _Jobs:
         self._ended.put(number)
 
     def note_ends(self) -> bool:
-        """Count what has ended as such, and return whether anything has."""
+        """Remove the searches that have ended; return whether there were any."""
         num_before = len(self._open)
         while not self._ended.empty():
             del self._open[self._ended.get()]
@@ -142,10 +143,10 @@ class _Jobs:
 class WaySearch:
     """Knows the network paths between the hosts of an engine, and searches for them. Implements `Routes`.
 
-    All but `pass_on` and `wait_until` is for the supervisor's thread.
+    Only the supervisor's thread may call it, except for `pass_on` and `wait_until`.
 
     Args:
-        directory: where what was measured is kept.
+        directory: directory in which measured speeds are kept.
         tell: shows the user a line of text.
         warn: shows the user a warning.
         clock: monotonic seconds.
@@ -169,9 +170,9 @@ class WaySearch:
             lambda text: self._lines.put((warn, text)),
         )
         self._questions: queue.SimpleQueue[tuple[HostElsewhere, msgspec.Struct]] = queue.SimpleQueue()
-        self._links: Sequence[HostLink] = ()  # as of the last time that nothing was looked for
-        self._asked: set[HostElsewhere] = set()
-        self._heard: set[Waitable] = set()  # wires of those
+        self._links: Sequence[HostLink] = ()  # as of the last time when no search was under way
+        self._asked: set[HostElsewhere] = set()  # hosts that were sent questions of searches under way
+        self._heard: set[Waitable] = set()  # the wires of these hosts
         self._jobs = _Jobs(clock)
         self._occasions: set[Hashable] = set()
         self._bell = Bell()
@@ -260,7 +261,7 @@ class WaySearch:
         return self.is_settled(names)
 
     def close(self) -> None:
-        """End the search and its thread; what is being measured from this host is waited for, for seconds."""
+        """End all searches and the thread; this may wait some seconds for a measurement of this host."""
         self.is_closed = True
         self._jobs.close()
         with self._news:
@@ -287,18 +288,18 @@ class WaySearch:
             try:
                 if not self.is_closed:
                     job()
-            except Exception as error:  # connections wait for the end of the search, whatever it is
+            except Exception as error:  # the search must end as such, since connections wait for its end
                 self._lines.put((self._tell, f"paths were not searched: {describe(error).message}"))
             self._jobs.end(number)
             self._bell.ring()
 
     def _listen_to(self, wires: set[Waitable]) -> None:
-        """Let `fileno` be readable too when something comes over these wires, and over no others.
+        """Let `fileno` be readable also when something comes over these wires, and over no other wires.
 
-        A wire that is broken would stay readable for ever.
+        Broken wires are not among them, since they would be readable for ever.
         """
         for wire in self._heard - wires:
-            if wire.fileno() >= 0:  # one that is closed is out already
+            if wire.fileno() >= 0:  # the kernel has removed a closed one already
                 self._sources.unregister(wire.fileno())
         for wire in wires - self._heard:
             self._sources.register(wire.fileno(), select.EPOLLIN)

@@ -1,4 +1,4 @@
-"""The copy of the head's model on a worker's own disk, as far as its tensors are those of the head."""
+"""The copy of the head's model on a worker's own disk, whose tensors are compared with the head's."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class LocalCopy(Protocol):
         ...
 
     def digests(self, group: TensorGroup) -> list[bytes]:
-        """Return the digest of each tensor of a group; empty if they are not there or cannot be read."""
+        """Return the digest of each tensor of a group; empty if one is missing or cannot be read."""
         ...
 
     def entries(self, group: TensorGroup) -> dict[str, TensorEntry]:
@@ -53,7 +53,7 @@ class ModelCopy:
     Args:
         tensors: the tensors in the model's files.
         digests: digests of tensors, as far as they are known.
-        check: called between the pieces that are read; raises if the result is not wanted any more.
+        check: called between the pieces that are read; raises if the work was cancelled.
     """
 
     def __init__(self, tensors: TensorFiles, digests: TensorDigests, check: Check) -> None:

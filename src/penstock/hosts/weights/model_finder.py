@@ -1,11 +1,11 @@
 """Finds the weights of a rank for a worker: in a copy on its own disk, in its cache, or at the head.
 
-    the head says what there is ──▶ what the rank needs ──▶ a copy here with the same digests?
-                                                        └──▶ in the cache, undamaged?
-                                                        └──▶ fetched into the cache, over several connections
+    the head describes the model ──▶ what the rank needs ──▶ in a copy here, with the same digests?
+                                                         └──▶ in the cache, undamaged?
+                                                         └──▶ fetched into the cache, over several connections
     ──▶ a directory with links to all of it, which looks to the rank like a checkpoint, or like a GGUF file
 
-Called by `hosts.weights.model_supply`, in a thread of its own. Takes no path from the head: the model is
+Called by `hosts.weights.model_supply`, in a thread of its own. It uses no path from the head: the model is
 named by its identity, and every file by its content.
 """
 
@@ -41,7 +41,7 @@ from penstock.trust.cancellation import Cancellation
 from penstock.weights.checkpoint import TensorEntry
 from penstock.weights.tensor_files import open_tensors
 
-NUM_CONNECTIONS = 2  # TLS of one takes a core beyond about 10 Gbit/s
+NUM_CONNECTIONS = 2  # beyond about 10 Gbit/s, the TLS of one connection keeps a whole CPU core busy
 
 
 class Notes(Protocol):
@@ -56,12 +56,12 @@ class Notes(Protocol):
         ...
 
     def add(self, num_bytes: int) -> None:
-        """Note that `num_bytes` more bytes have come; negative: bytes that have come will come once more."""
+        """Note that `num_bytes` more bytes have come; negative: so many that came will be sent again."""
         ...
 
 
 class _Unheard:
-    """The notes of what is too small to be said; implements `Notes`."""
+    """Drops the notes about tensors that are too small to be worth a line. Implements `Notes`."""
 
     def say(self, line: str) -> None:
         pass
@@ -77,8 +77,8 @@ class ModelFinder:
     """Finds the weights of ranks: in a copy on this host, in its cache, or at the head.
 
     Args:
-        shelf: models on its own disk.
-        cache: keeps what was fetched from the head.
+        shelf: models on this host's own disks.
+        cache: keeps tensors and files that were fetched from the head.
         connect: opens a connection to the head, for weights.
     """
 
@@ -87,7 +87,7 @@ class ModelFinder:
         self._cache = cache
         self._connect = connect
         self._digests = TensorDigests(cache.digests)
-        self._without_copy: set[bytes] = set()  # models of which the user knows that no copy is here
+        self._without_copy: set[bytes] = set()  # models; the user was told that no copy of them is here
 
     def find(self, identity: bytes, rank: RankConfig, notes: Notes, cancellation: Cancellation) -> Path:
         """Find or fetch all that a rank reads, and return its path.
@@ -95,14 +95,15 @@ class ModelFinder:
         The path is a directory that looks like a checkpoint, or a GGUF file in one.
 
         Args:
-            identity: of the head's model (`kvstore.names.model_identity`).
-            rank: configuration of the rank, which says what it needs.
-            notes: told how far it is.
+            identity: identity of the head's model (`kvstore.names.model_identity`).
+            rank: configuration of the rank, which says what the rank needs.
+            notes: takes the progress.
+            cancellation: ends the work when it is cancelled.
 
         Raises:
             PeerError: the head cannot be reached, or the disk is full.
             ModelError: the head does not serve the model, or its files are bad.
-            CancelledError: it is not wanted any more.
+            CancelledError: the work was cancelled.
         """
         with closing(WeightClient(self._connect, cancellation)) as client:
             description = client.describe(identity)
@@ -124,7 +125,7 @@ class ModelFinder:
     def _small_files(
         self, client: WeightClient, identity: bytes, description: Description
     ) -> list[SmallFile]:
-        """Return all small files, once they are in the cache."""
+        """Fetch the small files that are not in the cache, and return all of them."""
         files = known_files(description.files)
         missing = [file for file in files if self._cache.small_file(file.digest) is None]
         parts = [Part(file.name, file.num_bytes, is_file=True) for file in missing]
@@ -139,7 +140,7 @@ class ModelFinder:
         copy: LocalCopy,
         cancellation: Cancellation,
     ) -> dict[str, TensorEntry]:
-        """Return where the tensors of small groups are, once all of them are here."""
+        """Fetch the tensors of small groups that are not here, and return where all of them are."""
         if not groups:
             return {}
         found = self._found(client, identity, groups, copy, _Unheard(), cancellation)
@@ -158,9 +159,9 @@ class ModelFinder:
         notes: Notes,
         cancellation: Cancellation,
     ) -> dict[str, TensorEntry]:
-        """Return where the tensors are that are here, whole groups of them.
+        """Return where the tensors of those groups are that are here as a whole.
 
-        The head is asked for digests of those alone that may be here: it may have to read them.
+        The head is asked only for digests of tensors that may be here, since it may have to read them.
         """
         candidates = [group for group in groups if copy.has(group) or self._cache.has_candidate(group)]
         names = [name for group in candidates for name in group.names]
@@ -202,7 +203,7 @@ class ModelFinder:
             return NoCopy()
 
     def _note_no_copy(self, identity: bytes, notes: Notes) -> None:
-        """Say once of a model that the user's directories have no copy of it, and what would be one."""
+        """Tell the user, once for each model, that no copy of it is here, and what a copy would be."""
         if self._shelf.places and identity not in self._without_copy:
             self._without_copy.add(identity)
             notes.say(
@@ -213,7 +214,7 @@ class ModelFinder:
     def _fetched(
         self, identity: bytes, groups: Sequence[TensorGroup], notes: Notes, cancellation: Cancellation
     ) -> dict[str, TensorEntry]:
-        """Fetch groups over several connections at once. After an error none is begun any more."""
+        """Fetch groups over several connections at once; after an error, no further group is begun."""
         queue = deque(groups)
         found: dict[str, TensorEntry] = {}
 
@@ -243,7 +244,7 @@ class ModelFinder:
 
 
 def _note_comparing(notes: Notes, num_bytes: int, where: str) -> None:
-    """Say how much of what is here is read, unless it was read before."""
+    """Tell the user how many bytes are read to compare them, if any are."""
     if num_bytes:
         notes.say(f"comparing {num_bytes / 1e6:.1f} MB of {where} with the head's weights")
 
@@ -256,7 +257,7 @@ def _taken(queue: deque[TensorGroup]) -> TensorGroup | None:
 
 
 class _NotedSink:
-    """A sink whose bytes are counted; a `Sink`."""
+    """A sink that counts the bytes for another sink. Implements `Sink`."""
 
     def __init__(self, sink: Sink, notes: Notes) -> None:
         self._sink = sink
@@ -264,7 +265,7 @@ class _NotedSink:
         self._of_part = 0
 
     def begin(self, number: int) -> None:
-        self._notes.add(-self._of_part)  # of a part that comes anew
+        self._notes.add(-self._of_part)  # if the connection broke within the part, it is sent again
         self._of_part = 0
         self._sink.begin(number)
 
@@ -279,7 +280,7 @@ class _NotedSink:
 
 
 class _SmallFileSink:
-    """Puts small files into the cache; a `Sink`."""
+    """A sink that puts small files into the cache. Implements `Sink`."""
 
     def __init__(self, cache: WeightCache) -> None:
         self._cache = cache

@@ -25,8 +25,8 @@ from penstock.process.config import RankConfig
 from penstock.process.control import UseModel
 from penstock.trust.cancellation import Cancellation, CancelledError
 
-CLOSE_S = 1.0  # for a thread that reads from a slow disk; it ends with the worker in any case
-LINE_S = 5.0  # between two lines for the user about one rank
+CLOSE_S = 1.0  # so long `close` waits for a thread at a slow disk; it ends with the worker in any case
+LINE_S = 5.0  # between two lines for the user about the progress of one rank
 
 
 class Delivery(NamedTuple):
@@ -40,7 +40,7 @@ class Delivery(NamedTuple):
 
 
 class Models(Protocol):
-    """The interface of what gets ranks their weights, for an agent. Readable when there is a delivery."""
+    """The interface with which an agent gets ranks their weights; readable when there is a delivery."""
 
     def fileno(self) -> int: ...
 
@@ -117,7 +117,7 @@ class ModelSupply:
             job, news = self._news.get()
             if isinstance(news, str):
                 self._tell(news)
-            elif self._wanted.get(job.number) is job.cancellation:  # else the number is another member's
+            elif self._wanted.get(job.number) is job.cancellation:  # otherwise that process has ended
                 deliveries.append(news)
         return deliveries
 
@@ -131,7 +131,7 @@ class ModelSupply:
             self.forget(number)
         self._jobs.put(None)
         self._thread.join(CLOSE_S)
-        if not self._thread.is_alive():  # else it would ring what is closed
+        if not self._thread.is_alive():  # a living thread may still ring the bell
             self._bell.close()
 
     def _run(self) -> None:
@@ -144,7 +144,7 @@ class ModelSupply:
             except PenstockError as error:
                 self._put(job, f"{job.rank.name} cannot get its weights: {error}")
                 self._put(job, Delivery(job.number, error))
-            except Exception as error:  # of a disk, or ours: a rank that waits must not wait for ever
+            except Exception as error:  # whatever it is, the rank must not wait for ever
                 self._put(job, Delivery(job.number, PeerError(f"its weights cannot be fetched: {error}.")))
             else:
                 self._put(job, Delivery(job.number, UseModel(path=str(path), identity=job.identity)))
@@ -155,7 +155,7 @@ class ModelSupply:
 
 
 class _Progress:
-    """The progress of what is fetched for a rank; implements `Notes`."""
+    """The progress of the work for one rank. Implements `Notes`."""
 
     def __init__(self, job: _Job, put: Callable[[Delivery | str], None], clock: Callable[[], float]) -> None:
         self._job = job

@@ -1,12 +1,12 @@
 """Finds which tensors of a checkpoint a rank reads, in groups that are kept together.
 
-The head says which tensors there are. Those of the rank's layers are needed, and of the others those of the
-model's ends, where the rank has an end. For models that transformers runs the names of the ends are not
-known here, and the first and the last stage get all that belongs to no layer. What a rank lacks all the same
-is an error of its loader and never a guess.
+The head says which tensors there are. A rank needs those of its layers. The first and the last stage also
+need modules outside the layers, such as embedding, norm and output layer. For models that transformers runs,
+the names of these modules are not known here, so both stages get all tensors that are in no layer. If a rank
+still lacks a tensor, its loader raises an error, and guesses nothing.
 
-A group is a layer, or a module outside the layers: hosts that hold other layers than before need only what
-is new.
+A group is a layer, or a module outside the layers. A host that gets other layers than before therefore
+fetches only the new ones.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from penstock.hosts.weights.weight_wire import TensorShape
 from penstock.process.config import RankConfig
 from penstock.weights.checkpoint import DTYPE_BYTES, TensorEntry
 
-# Modules outside the layers: of our own families, and as GGUF files name them (`families.gguf_names`).
+# Modules outside the layers, by their names in our own families and in GGUF files (`families.gguf_names`).
 _EMBEDDING = ("model.embed_tokens", "token_embd")
 _NORM_AND_HEAD = ("model.norm", "output_norm", "lm_head", "output")
-_OF_CONFIG = ("rope_freqs", "rope_factors_short")  # of GGUF files: read with the configuration, on all ranks
-_COPIES = ("nextn.embed_tokens.weight", "nextn.shared_head_head.weight")  # of `mtp_copies` in GGUF files
-_BLOCK_TYPES = {kind.name: kind for kind in TYPES.values()}  # of GGUF files
+_OF_CONFIG = ("rope_freqs", "rope_factors_short")  # in GGUF files: read with the configuration, by all ranks
+_COPIES = ("nextn.embed_tokens.weight", "nextn.shared_head_head.weight")  # `mtp_copies` in GGUF files
+_BLOCK_TYPES = {kind.name: kind for kind in TYPES.values()}  # types of tensors in GGUF files
 _MAX_NAME = 1024
 _MAX_DIMENSIONS = 8
 _MAX_BYTES = 1 << 48
@@ -43,9 +43,10 @@ class TensorGroup:
     """A group of tensors that are kept in one file, in the form of safetensors.
 
     Attributes:
-        name: such as "model.layers.3"; for error messages.
-        tensors: in the order of their names.
-        header: of the file: length and JSON. Types of tensors from GGUF files are called as ggml calls them.
+        name: name of the group for error messages, such as "model.layers.3".
+        tensors: the tensors, in the order of their names.
+        header: header of the file, its length and then JSON. Types of tensors from GGUF files have ggml's
+            names in it.
     """
 
     name: str
@@ -101,8 +102,9 @@ def tensor_groups(tensors: Iterable[TensorShape], spec: ModelSpec, rank: RankCon
     """Return the groups of tensors that a rank needs.
 
     Args:
-        tensors: of the whole checkpoint, as the head describes it.
-        spec: of the model.
+        tensors: all tensors of the checkpoint, as the head describes them.
+        spec: what the model is.
+        rank: configuration of the rank.
 
     Raises:
         ProtocolError: the description is not one of a checkpoint.
@@ -144,12 +146,12 @@ def _module(name: str) -> str:
 
 
 def _checked(tensors: Iterable[TensorShape]) -> dict[str, TensorShape]:
-    """Return the tensors by name; no two have the same, and their sizes are not absurd."""
+    """Return the tensors by name, after checking that names differ and sizes are possible."""
     described: dict[str, TensorShape] = {}
     for tensor in tensors:
         if (
             tensor.name in described
-            or tensor.name == "__metadata__"  # no tensor, in a header
+            or tensor.name == "__metadata__"  # in a header this name stands for something else than a tensor
             or len(tensor.name) > _MAX_NAME
             or len(tensor.shape) > _MAX_DIMENSIONS
             or any(size < 0 for size in tensor.shape)
@@ -174,10 +176,10 @@ def _is_storable(tensor: TensorShape) -> bool:
 
 
 def _layers(names: Iterable[str], num_layers: int) -> dict[str, tuple[str, int]]:
-    """Return the layer of each tensor that is in one: the name of the list, and the number.
+    """Return, for each tensor that is in a layer, the name of the list of layers and the layer's number.
 
-    A list of modules is one of layers if it has an entry for every layer of the model; experts, which are in
-    layers, have their number behind that of the layer.
+    A numbered list of modules is a list of layers if it has an entry for every layer of the model. Only the
+    first number in a name counts: that of an expert comes behind that of its layer.
     """
     numbered: dict[str, tuple[str, int]] = {}
     numbers: dict[str, set[int]] = {}
@@ -194,7 +196,7 @@ def _layers(names: Iterable[str], num_layers: int) -> dict[str, tuple[str, int]]
 
 
 def _is_of_end(name: str, spec: ModelSpec, rank: RankConfig) -> bool:
-    """Return whether a tensor outside the layers is one of an end that the rank has."""
+    """Return whether a rank needs a tensor outside the layers."""
     if spec.implementation != "penstock":
         return rank.is_first or rank.is_last
     module = _module(name)
@@ -209,7 +211,7 @@ def _is_of_end(name: str, spec: ModelSpec, rank: RankConfig) -> bool:
 
 
 def _header(tensors: Iterable[TensorShape]) -> bytes:
-    """Return the header of a safetensors file: its length, and where which tensor is."""
+    """Return the header of a safetensors file: its length, and JSON that says where each tensor is."""
     entries: dict[str, dict[str, object]] = {}
     offset = 0
     for tensor in tensors:

@@ -1,7 +1,7 @@
 """The models that a head serves, as its workers may ask for them: by identity, and by the names of tensors.
 
-A model is here from the moment at which the head gives one of its stages to a worker. Whatever else is on the
-head's disk has no name here. Used by `hosts.gathering`, and by the threads of `hosts.weights.weight_server`.
+A model can be asked for as soon as the head has given one of its stages to a worker. Other files of the
+head's disk cannot be named. Used by `hosts.gathering`, and by the threads of `hosts.weights.weight_server`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class ServedModel:
 
     Args:
         tensors: the tensors in its files.
-        small: what ranks read beside them, such as a config.json.
+        small: the files that ranks read besides the tensors, such as a config.json.
     """
 
     def __init__(self, tensors: TensorFiles, small: SmallFiles) -> None:
@@ -86,7 +86,7 @@ class ServedModel:
         """Return the content of a file beside the weights, such as a config.json, by its name.
 
         Raises:
-            ProtocolError: it is not one that ranks read, or the model has none.
+            ProtocolError: ranks do not read a file of this name, or the model has none.
         """
         content = self._small.content(name) if name in self._small.names else None
         if content is None:
@@ -104,8 +104,8 @@ class ServedModels:
     def __init__(self, digests: TensorDigests) -> None:
         self.digests = digests
         self._paths: dict[bytes, Path] = {}
-        self._identities: dict[str, bytes] = {}  # by path, of the supervisor's thread alone
-        self._gguf: dict[bytes, tuple[_States, ServedModel]] = {}  # opened: their headers are long
+        self._identities: dict[str, bytes] = {}  # by path; only the supervisor's thread uses it
+        self._gguf: dict[bytes, tuple[_States, ServedModel]] = {}  # kept open, since their headers are long
         self._mutex = threading.Lock()
 
     def identify(self, path: str) -> bytes:
@@ -114,7 +114,7 @@ class ServedModels:
         If its files can no longer be read, the earlier identity is returned: a worker may have a copy.
 
         Raises:
-            ModelError: they cannot be read, and never could.
+            ModelError: the files cannot be read, and never could.
         """
         try:
             identity = model_identity(Path(path))
@@ -142,13 +142,13 @@ class ServedModels:
         except CheckpointError as error:
             if str(path) not in error.message:
                 raise
-            raise ModelError(  # no path of the head is for a worker
+            raise ModelError(  # workers must not see paths of the head
                 "the weights of the model are no longer where the head found them.",
                 code="model_not_served",
             ) from error
 
     def _opened_gguf(self, identity: bytes, path: Path) -> ServedModel:
-        """Return a model in GGUF, whose headers are read again where a file has changed."""
+        """Return a model in GGUF; its headers are read again if a file has changed."""
         states = _states(part_paths(path))
         with self._mutex:
             known, model = self._gguf.get(identity, (None, None))
@@ -160,7 +160,7 @@ class ServedModels:
 
 
 def _states(paths: Iterable[Path]) -> _States:
-    """Return what changes with the content of some files."""
+    """Return the states of some files, by which a change of their content is noticed."""
     states = []
     for path in paths:
         try:

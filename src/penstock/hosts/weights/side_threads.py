@@ -1,7 +1,7 @@
 """The threads for disk and network access that may never return: the program's end does not wait for them.
 
-Used by `hosts.weights.model_finder` and `hosts.weights.weight_cache`. When Python ends it waits for threads
-of a `ThreadPoolExecutor`, also for one that writes to the disk of a server that is gone.
+Used by `hosts.weights.model_finder` and `hosts.weights.weight_cache`. A `ThreadPoolExecutor` would not do: at
+its end, Python waits for such threads, even for one that writes to the disk of a file server that is gone.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def begin_aside(work: Callable[[], Result], name: str) -> Future[Result]:
     def run() -> None:
         try:
             result = work()
-        except BaseException as error:  # raised where the result is asked for
+        except BaseException as error:  # `Future.result` raises it
             future.set_exception(error)
         else:
             future.set_result(result)
@@ -32,10 +32,10 @@ def begin_aside(work: Callable[[], Result], name: str) -> Future[Result]:
 
 
 class SideThreads:
-    """The threads of a `with` block; to leave the block is to wait until all have ended.
+    """The threads of a `with` block, at whose end they are waited for.
 
     Args:
-        name: of each thread.
+        name: name of each thread.
     """
 
     def __init__(self, name: str) -> None:

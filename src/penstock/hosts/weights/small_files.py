@@ -1,8 +1,9 @@
-"""The files that ranks read of a model beside its tensors: those of a checkpoint, or headers of GGUF files.
+"""The files that ranks read of a model besides its tensors: small files of a checkpoint, or GGUF headers.
 
-The head gives them whole, and a worker keeps them by their content. The names of headers are not those of the
-head's files, as no name of a worker's disk comes from the head: `model.gguf`, or of a split model
-`model-00001-of-0000N.gguf` and so on. A header is sent as it is, with the vocabulary, which grammars need.
+The head sends them whole, and a worker keeps them by their content. No name on a worker's disk comes from the
+head, so headers do not have the names of the head's files: they are called `model.gguf` or, if the model is
+split, `model-00001-of-0000N.gguf` and so on. A header is sent as it is, with the vocabulary, which grammars
+need.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ SMALL_FILES = (
     "generation_config.json",
     TOKENIZER,
 )  # all that ranks read of a checkpoint beside weights
-MAX_SMALL_BYTES = 256 << 20  # as `grammar.matcher` takes of a tokenizer, and `gguf.header_bytes` of a header
+MAX_SMALL_BYTES = 256 << 20  # the limit of `grammar.matcher` for tokenizers, `gguf.header_bytes` for headers
 
 
 class SmallFiles(Protocol):
@@ -35,10 +36,10 @@ class SmallFiles(Protocol):
         ...
 
     def content(self, name: str) -> bytes | None:
-        """Return the content of the file `name`; None if the model has none, or one that no rank would read.
+        """Return the content of the file `name`; None if the model has none, or it is too large for ranks.
 
         Raises:
-            CheckpointError: it cannot be read.
+            CheckpointError: the file cannot be read.
         """
         ...
 
@@ -63,7 +64,7 @@ class CheckpointFiles:
             raise unreadable(name, error) from error
 
     def _other_vocabulary(self) -> bytes | None:
-        """Return what ranks read of a vocabulary that is in another file than `tokenizer.json`."""
+        """Return a `tokenizer.json` for a vocabulary that is in another file; None if there is none."""
         try:
             return tokenizer_content(self._directory)
         except ModelError:
@@ -103,7 +104,7 @@ def first_header(names: Iterable[str]) -> str | None:
 
 
 def known_files(files: Sequence[SmallFile]) -> list[SmallFile]:
-    """Return those of the files that a head describes that a rank reads.
+    """Return, of the files that a head describes, those that ranks read.
 
     Raises:
         ProtocolError: they are not the files of one model.

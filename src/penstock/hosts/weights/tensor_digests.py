@@ -1,9 +1,9 @@
-"""Digests of whole tensors in files, remembered as long as the files are as they were.
+"""Digests of whole tensors in files, remembered as long as the files do not change.
 
-Head and worker compare tensors by them. To digest a tensor it must be read, which takes as long as the disk
-does; so the digests are kept in a directory, by what the kernel says of the file: device, inode, size and
-time of the last change. Digests find accidents and not intent: the right to send weights is a matter of trust
-(`penstock.trust`).
+Head and worker compare tensors by their digests. To compute a digest, the whole tensor must be read from the
+disk. The digests are therefore kept in a directory, by the state of the file: device, inode, size and time of
+the last change. Digests reveal damage, but not an attack; the hosts that may send weights are a matter of
+`penstock.trust`.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from penstock.weights.checkpoint import TensorEntry
 READ_BYTES = 1 << 20
 
 FileState = tuple[int, int, int, int]
-Check = Callable[[], None]  # raises where the result is not wanted any more
-_Known = dict[str, bytes]  # by name of the tensor
+Check = Callable[[], None]  # raises an error if the work was cancelled
+_Known = dict[str, bytes]  # digests by the names of tensors
 
 
 def go_on() -> None:
-    """Do nothing, in place of a `Check` where nothing cancels."""
+    """Do nothing; takes the place of a `Check` for work that is never cancelled."""
 
 
 def file_state(file: FileIO) -> FileState:
@@ -82,7 +82,7 @@ class TensorDigests:
     """The digests (XXH3-128 hashes) of tensors that this host knows. Thread-safe.
 
     Args:
-        directory: where they are kept; private, and made by the caller.
+        directory: a private directory in which they are kept; the caller has made it.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -100,7 +100,7 @@ class TensorDigests:
         """Return the digest of a tensor; read the tensor if the digest is not known.
 
         Args:
-            check: called between the pieces that are read; raises if the digest is not wanted any more.
+            check: called between the pieces that are read; raises if the work was cancelled.
         """
         with opened(entry) as file:
             state = file_state(file)
@@ -120,7 +120,8 @@ class TensorDigests:
         """Remember the digest of a tensor that was read, unless its file has changed meanwhile.
 
         Args:
-            state: of the file before it was read.
+            file: the open file of the tensor.
+            state: state of the file before the tensor was read.
         """
         if file_state(file) == state:
             known = self._of_file(state)

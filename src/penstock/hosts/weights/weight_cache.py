@@ -2,13 +2,13 @@
 
     DIRECTORY/tensors/SHAPES-CONTENT.safetensors   a group of tensors (`hosts.weights.needed_tensors`)
     DIRECTORY/files/CONTENT                        a small file, such as a config.json
-    DIRECTORY/models/CONTENT/                      what a rank is given: links to all that it reads; an index
-    DIRECTORY/partial/                             what is being written
+    DIRECTORY/models/CONTENT/                      a view for a rank: links to all that it reads, and an index
+    DIRECTORY/partial/                             files that are being written
 
-A file gets its name once its content is verified and on the disk. It is read through and compared with its
-name when it is used for the first time in the life of a worker; a damaged one is deleted. Several workers may
-share a directory: each writes files of its own, and the names appear whole. What no worker writes any more is
-deleted. Nothing of a name comes from the head.
+A file gets its name once its content is verified and on the disk. When a worker uses it for the first time,
+the whole file is read and compared with its name; a damaged file is deleted. Several workers may share a
+directory: each writes files of its own, and a name appears only with the whole file. Partial files that no
+worker writes any more are deleted. No part of a name comes from the head.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ from penstock.trust.held_directories import HeldDirectory, delete_unheld
 from penstock.trust.private_files import make_private_directory
 from penstock.weights.checkpoint import INDEX_FILE, TensorEntry
 
-CLOSE_S = 1.0  # for a directory of a server that is gone; the next worker deletes what is left
-SPARE_BYTES = 64 << 20  # of a disk, which we leave to others
+CLOSE_S = 1.0  # so long `close` tries to delete partial files; the next worker deletes what is left
+SPARE_BYTES = 64 << 20  # so much of a disk is left free for others
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _SUFFIX = ".safetensors"
 
@@ -55,15 +55,15 @@ class WeightCache:
     """A directory of fetched weights. Thread-safe.
 
     Args:
-        directory: private; made if it is not there.
+        directory: a private directory, which is made if it does not exist.
 
     Raises:
-        UsageError: it cannot be used, or other users may enter it.
+        UsageError: the directory cannot be used, or other users may enter it.
     """
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
-        self._verified: dict[Path, FileState] = {}  # files that were read through
+        self._verified: dict[Path, FileState] = {}  # by file: its state when its content was verified
         make_private_directory(directory)
         for name in ("tensors", "files", "models", "partial", "digests"):
             make_private_directory(directory / name)
@@ -95,11 +95,11 @@ class WeightCache:
     def find(self, group: TensorGroup, digests: list[bytes], check: Check) -> Path | None:
         """Return the path of the file of a group with this content; None if there is none or it is damaged.
 
-        A file is read through when it is found for the first time; a damaged one is deleted.
+        When a file is found for the first time, all of it is read and compared; a damaged file is deleted.
 
         Args:
-            digests: of the tensors, in the order of the group.
-            check: called between the pieces that are read; raises if the file is not wanted any more.
+            digests: digests of the tensors, in the order of the group.
+            check: called between the pieces that are read; raises if the work was cancelled.
         """
         path = self._path(group, digests)
         with contextlib.suppress(OSError), path.open("rb", buffering=0) as file:
@@ -119,12 +119,12 @@ class WeightCache:
                 raise self._full(wanted, f", {SPARE_BYTES / 1e6:.1f} MB must stay free besides,")
 
     def writer(self, group: TensorGroup) -> GroupWriter:
-        """Return a writer for the file of a group; raise `PeerError` where the disk has no room for it."""
+        """Return a writer for the file of a group; raise `PeerError` if the disk has no room for it."""
         with self._explained(group.num_bytes):
             return GroupWriter(self, self._partial / secrets.token_hex(16), group)
 
     def keep(self, partial: Path, group: TensorGroup, digests: list[bytes]) -> Path:
-        """Give a written file its final name, which says its content; return the path."""
+        """Give a written file its final name, which is made of hashes of the content; return the path."""
         path = self._path(group, digests)
         os.replace(partial, path)
         _sync(path.parent)
@@ -133,7 +133,7 @@ class WeightCache:
         return path
 
     def small_file(self, digest: bytes) -> bytes | None:
-        """Return the content of the small file of a digest; None where there is none, or it was damaged."""
+        """Return the content of the small file with this digest; None if there is none or it is damaged."""
         path = self._directory / "files" / digest.hex()
         with contextlib.suppress(OSError):
             content = path.read_bytes()
@@ -160,7 +160,7 @@ class WeightCache:
         The path is a directory that looks like a checkpoint, or a GGUF file in one.
 
         Args:
-            small: digests of small files by name; with headers among them it is a GGUF file.
+            small: digests of small files by name; if GGUF headers are among them, the path is a GGUF file.
             tensors: where each tensor is.
         """
         links: dict[str, Path] = {name: Path("../../files") / digest.hex() for name, digest in small.items()}
@@ -203,10 +203,10 @@ class WeightCache:
 
     @contextlib.contextmanager
     def _explained(self, wanted: int) -> Iterator[None]:
-        """Raise what goes wrong with the disk as an error that says what to do."""
+        """Turn errors of the disk in the `with` block into errors that say what to do."""
         try:
             yield
-        except PenstockError:  # some are an OSError too
+        except PenstockError:  # raised as it is; some of these are an OSError too
             raise
         except OSError as error:
             raise self.unusable(error, wanted) from error
@@ -222,7 +222,7 @@ class WeightCache:
         return self._full(wanted)
 
     def _full(self, wanted: int, spared: str = ",") -> PeerError:
-        """Return the error of a disk without room; `spared` says what is left to others."""
+        """Return the error for a full disk; `spared` are words about the bytes that must stay free."""
         free = "no"
         with contextlib.suppress(OSError):
             free = f"{self._free_bytes() / 1e6:.1f} MB"
@@ -274,7 +274,7 @@ class GroupWriter:
         self._file.seek(len(self._group.header) + sum(map(num_bytes, self._group.tensors[:number])))
 
     def write(self, memory: memoryview) -> None:
-        """Write the next bytes of the tensor; raise `PeerError` where the disk takes no more.
+        """Write the next bytes of the tensor; raise `PeerError` if the disk takes no more.
 
         Implements `Sink.write`.
         """
@@ -306,7 +306,7 @@ class GroupWriter:
 
 
 def _content_digests(group: TensorGroup, file: FileIO, check: Check) -> list[bytes]:
-    """Return the digests of the tensors in a file; empty where it is not a file of the group."""
+    """Return the digests of the tensors in a file; empty if it is not a file of the group."""
     if file.read(len(group.header)) != group.header:
         return []
     memory = memoryview(bytearray(READ_BYTES))
@@ -326,7 +326,7 @@ def _content_digests(group: TensorGroup, file: FileIO, check: Check) -> list[byt
 
 
 def _index_of(header: str | None, places: Mapping[str, TensorPlace]) -> _Index:
-    """Return what says where the tensors are, as the readers of the format want it."""
+    """Return the index that says where the tensors are, in the form that readers of the format expect."""
     if header is not None:
         return _Index(header + INDEX_SUFFIX, index_content(places))
     files = {tensor: place.file for tensor, place in places.items()}
@@ -334,7 +334,7 @@ def _index_of(header: str | None, places: Mapping[str, TensorPlace]) -> _Index:
 
 
 def _is_view(final: Path, links: Mapping[str, Path], index: _Index) -> bool:
-    """Return whether a directory is there with just these links and this index."""
+    """Return whether the directory exists, and has exactly these links and this index."""
     try:
         found = {path.name: path.readlink() for path in final.iterdir() if path.name != index.name}
         return found == dict(links) and (final / index.name).read_bytes() == index.content
@@ -343,7 +343,7 @@ def _is_view(final: Path, links: Mapping[str, Path], index: _Index) -> bool:
 
 
 def _rename_new(partial: Path, final: Path) -> None:
-    """Rename a directory; raises FileExistsError where there is one of this name."""
+    """Rename a directory; raise FileExistsError if the new name exists."""
     try:
         os.rename(partial, final)
     except OSError as error:

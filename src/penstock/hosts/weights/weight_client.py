@@ -1,8 +1,8 @@
 """Fetches tensors from the head: asks for them by name, and continues over a new connection when one breaks.
 
-A tensor that has come counts; the one that was under way when the connection broke comes anew. A connection
-that breaks `MAX_TEARS` times without a tensor between is given up. Used by `hosts.weights.model_finder`, in
-threads of the worker.
+Tensors that have come whole are not sent again; the one that was under way when the connection broke is. If
+the connection breaks `MAX_TEARS` times without a whole tensor between, the client gives up. Used by
+`hosts.weights.model_finder`, in threads of the worker.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from penstock.trust.cancellation import Cancellation
 from penstock.trust.join_messages import NOT_JOINED
 
 MAX_TEARS = 4
-_NAME_HEAD_BYTES = 5  # of a string in msgpack, at most
-FIRST_PAUSE_S = 0.25  # before a connection is made anew; the next ones are longer
+_NAME_HEAD_BYTES = 5  # the most bytes before the characters of a string in msgpack
+FIRST_PAUSE_S = 0.25  # before the first new connection; later pauses are longer
 
-Connect = Callable[[Cancellation], socket.socket]  # authenticated, to the head; raises PeerError
+Connect = Callable[[Cancellation], socket.socket]  # returns an authenticated connection to the head
 Result = TypeVar("Result")
 
 
@@ -46,10 +46,10 @@ class Part(NamedTuple):
 
 
 class Sink(Protocol):
-    """The interface of what keeps the parts (tensors or small files) that are fetched."""
+    """The interface of an object that keeps the parts (tensors or small files) that are fetched."""
 
     def begin(self, number: int) -> None:
-        """Begin the part of this number, for the first time or anew; all its bytes follow."""
+        """Begin the part with this number, for the first time or again; all its bytes follow."""
         ...
 
     def write(self, memory: memoryview) -> None:
@@ -62,13 +62,13 @@ class Sink(Protocol):
 
 
 class WeightClient:
-    """A connection to the head for weights, made when it is needed and again when it breaks.
+    """A client of the head's weight server, which connects when it must, and again when a connection breaks.
 
     One thread at a time may use it.
 
     Args:
         connect: opens a connection, unless the job is cancelled meanwhile.
-        cancellation: of the job that it is for.
+        cancellation: ends the job for which the client fetches.
     """
 
     def __init__(self, connect: Connect, cancellation: Cancellation) -> None:
@@ -101,8 +101,8 @@ class WeightClient:
             model: identity of the model.
 
         Raises:
-            PeerError: the connection tears again and again.
-            PenstockError: the head refuses, or the sink does.
+            PeerError: the connection breaks again and again.
+            PenstockError: the head refuses, or the sink raises an error.
         """
         num_done = 0
 
@@ -128,7 +128,7 @@ class WeightClient:
         self._wires.clear()
 
     def _receive_part(self, wire: WeightWire, part: Part, sink: Sink) -> bytes:
-        """Receive the bytes of a part and its digest, which must be theirs."""
+        """Receive the bytes of a part, and the digest, which must fit the bytes; return the digest."""
         digest = xxhash.xxh3_128()
         memory = memoryview(bytearray(min(PIECE_BYTES, part.num_bytes)))
         left = part.num_bytes
@@ -144,7 +144,7 @@ class WeightClient:
         return sent
 
     def _tried(self, action: Callable[[WeightWire], Result]) -> Result:
-        """Carry out an action over the connection, and again over a new one when it is torn."""
+        """Carry out an action over the connection; if the connection breaks, again over a new one."""
         self._num_tears = 0
         while True:
             self._cancellation.check()
@@ -159,7 +159,7 @@ class WeightClient:
                     raise _given_up(error) from error
                 self._cancellation.pause(FIRST_PAUSE_S * 2 ** (self._num_tears - 1))
             except BaseException:
-                self.close()  # what is under way in it is of no use
+                self.close()  # bytes that are still under way on it would confuse the next request
                 raise
 
     def _wire(self) -> WeightWire:
@@ -171,18 +171,21 @@ class WeightClient:
 
 
 def _num_at_once(names: Sequence[str]) -> int:
-    """Return how many of these names go into one request; one at least."""
+    """Return how many of these names go into one request; at least one."""
     num_bytes = accumulate(len(name.encode()) + _NAME_HEAD_BYTES for name in names[:MOST_NAMES])
     return max(1, sum(size <= NAMES_BYTES for size in num_bytes))
 
 
 def _is_torn(error: PeerError) -> bool:
-    """Return whether a new connection may help: the worker's own may be broken too, and comes back."""
+    """Return whether a new connection may help.
+
+    With `NOT_JOINED` it may: the agent's connection to the head is broken too, and may soon be back.
+    """
     return isinstance(error, LinkClosedError | WaitTimeoutError) or error.code == NOT_JOINED
 
 
 def _given_up(error: PeerError) -> PeerError:
-    """Return the error of a connection that tears again and again; of the same type."""
+    """Return the error for a connection that breaks again and again, of the type of the last error."""
     return type(error)(
         f"the weights could not be fetched from the head in {MAX_TEARS} attempts: {error.message}",
         remedy="Check the network between this host and the head. The received part is kept for the next "

@@ -1,7 +1,8 @@
 """Gives workers the tensors of the models that the head serves, each connection in a thread of its own.
 
-The threads read files and send; reading, digesting and TLS run without the interpreter's lock, so that the
-supervisor beside them goes on. A worker that asks for something else than there is gets a refusal in words.
+The threads read files and send them. Reading, digesting and TLS run without the interpreter's lock, so that
+the supervisor, in the same process, goes on. A worker that asks for something that does not exist gets an
+error.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ from penstock.hosts.weights.weight_wire import (
 )
 from penstock.weights.checkpoint import TensorEntry
 
-MAX_CONNECTIONS = 8  # of one host at a time
-CLOSE_S = 5.0  # for a thread that reads from a slow disk
+MAX_CONNECTIONS = 8  # the most connections of one host at a time
+CLOSE_S = 5.0  # so long `close` waits for a thread that reads from a slow disk
 
 
 class _Served(NamedTuple):
@@ -47,7 +48,7 @@ class WeightServer:
     """The head's server of the connections over which workers fetch weights.
 
     Args:
-        models: that may be asked for.
+        models: the models that workers may ask for.
         stall_s: the longest wait for a worker.
     """
 
@@ -106,7 +107,7 @@ class WeightServer:
 
     def _run(self, wire: WeightWire, host: str) -> None:
         try:
-            with contextlib.suppress(PeerError):  # the worker has left, or says why it leaves
+            with contextlib.suppress(PeerError):  # the worker has left, or the connection is broken
                 _Conversation(wire, self._models).run()
         finally:
             self._models.digests.keep()
@@ -125,7 +126,7 @@ class _Conversation:
         self._data = self._buffer[HEAD_BYTES:]
 
     def run(self) -> None:
-        """Answer what the worker asks; raises `PeerError` at the end of the connection."""
+        """Answer the worker's requests; raise `PeerError` at the end of the connection."""
         while True:
             asked: Asked = self._wire.receive(Asked, MAX_ASKED_BYTES)
             try:
@@ -145,7 +146,7 @@ class _Conversation:
             if isinstance(asked, AskDigests):
                 for entry in entries:
                     self._send_small(self._models.digests.of(entry))
-                    self._wire.flush()  # the next one may have to be read
+                    self._wire.flush()  # sent at once, since the next digest may need a slow read
                 return
             for name in asked.files:
                 self._send_file(model.small_file(name))
@@ -179,7 +180,7 @@ class _Conversation:
 
 
 def _checked(model: ServedModel, asked: AskDigests | AskParts) -> Iterator[TensorEntry]:
-    """Yield the tensors that are asked for; raise where there is none of a name, before anything is sent."""
+    """Yield the requested tensors; raise an error if the model has no tensor or file of a name."""
     if len(asked.tensors) > model.num_tensors:
         raise ProtocolError(f"a worker requested more than the {model.num_tensors} tensors of the model.")
     if isinstance(asked, AskParts):

@@ -1,16 +1,16 @@
 """The messages between a worker that fetches weights and the head, and their framing.
 
-A worker asks for a model by its identity and for tensors by their names, so many at a time that a request
-stays small. No path is said in either direction.
+A worker asks for a model by its identity and for tensors by their names. Many names are split into several
+requests, so that each stays small. No message has a path.
 
     worker                                       head
     AskModel(identity)                   ──▶     Description: names and shapes of all tensors, small files
     AskDigests(identity, names)          ──▶     Sending(), then 16 bytes for each tensor
-    AskParts(identity, files, tensors)   ──▶     Sending(), then of each its bytes and 16 bytes of digest
+    AskParts(identity, files, tensors)   ──▶     Sending(), then for each its bytes and 16 bytes of digest
 
-A message is its length in four bytes and msgpack. Bytes go in pieces of at most `PIECE_BYTES`, each behind
-its length; a length of `REFUSED` means that a `Refused` follows in place of the rest. Both ends block, each
-in a thread of its own.
+A message is its length in four bytes, and then msgpack. Bytes go in pieces of at most `PIECE_BYTES`, each
+behind its length. The length `REFUSED` means that a `Refused` follows in place of the rest. Both ends block,
+each in a thread of its own.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from penstock.errors import (
 from penstock.trust.tls import refusal
 
 PIECE_BYTES = 1 << 20
-DIGEST_BYTES = 16  # xxh3-128, as `weights.read_digests` has it
+DIGEST_BYTES = 16  # of XXH3-128, as in `weights.read_digests`
 MAX_ASKED_BYTES = 4 << 20
-MOST_NAMES = 4096  # in one request: more are asked for in several
-NAMES_BYTES = 1 << 20  # of them
+MOST_NAMES = 4096  # the most names in one request
+NAMES_BYTES = 1 << 20  # about the most bytes of the names in one request
 MAX_TOLD_BYTES = 64 << 20
-STALL_S = 60.0  # in which a piece goes over the slowest network
+STALL_S = 60.0  # enough for a piece over the slowest network
 REFUSED = 0xFFFFFFFF
-SMALL_BYTES = 64 << 10  # less is sent together with what comes next
+SMALL_BYTES = 64 << 10  # smaller pieces are sent together with what comes next
 
 _LENGTH = struct.Struct(">I")
 HEAD_BYTES = _LENGTH.size
@@ -112,10 +112,10 @@ class WeightWire:
     """One end of a connection between a worker and the head, over which weights are fetched.
 
     Args:
-        connection: authenticated; belongs to the wire from now on.
+        connection: an authenticated connection, which the wire closes.
         stall_s: the longest wait for the other side, in seconds.
 
-    All calls raise `PeerError` where the connection is lost or the other side says something else.
+    All calls raise `PeerError` if the connection is lost, or the other side sends something unexpected.
     """
 
     def __init__(self, connection: socket.socket, stall_s: float = STALL_S) -> None:
@@ -136,12 +136,12 @@ class WeightWire:
         """Wait for a message, and return it.
 
         Args:
-            kind: type that it must have.
-            max_bytes: a longer one is refused.
+            kind: type that the message must have.
+            max_bytes: a longer message is refused.
 
         Raises:
             LinkClosedError: the other side has closed the connection.
-            ProtocolError: it has sent something else.
+            ProtocolError: the message is too long or of another type.
         """
         size = self._receive_length()
         if size > max_bytes:
@@ -167,7 +167,7 @@ class WeightWire:
         """Send a piece of `size` bytes; a small one is kept back until more follows, or `flush` is called.
 
         Args:
-            buffer: the piece is in it behind `HEAD_BYTES` that are free.
+            buffer: has the piece behind `HEAD_BYTES` free bytes, which are used for its length.
         """
         _LENGTH.pack_into(buffer, 0, size)
         if size < SMALL_BYTES:
@@ -186,7 +186,7 @@ class WeightWire:
             self._unsent.clear()
 
     def send_refusal(self, error: PenstockError) -> None:
-        """Send an error in place of the next piece: it says why no more follow."""
+        """Send an error in place of the next piece, which says why no more pieces follow."""
         self._unsent += _LENGTH.pack(REFUSED)
         self.send(Refused(error.info()))
 
@@ -194,7 +194,7 @@ class WeightWire:
         """Wait for the next piece, put it into the beginning of `memory`, and return its size in bytes.
 
         Raises:
-            PenstockError: the error that the other side sends in place of it.
+            PenstockError: the error that the other side has sent in place of the piece.
         """
         size = self._receive_length()
         if size == REFUSED:
@@ -215,7 +215,7 @@ class WeightWire:
     def abort(self) -> None:
         """End the connection from another thread, so that whatever waits at it returns with an error."""
         try:
-            socket.socket.shutdown(self._connection, socket.SHUT_RDWR)  # without a word of TLS, which blocks
+            socket.socket.shutdown(self._connection, socket.SHUT_RDWR)  # not TLS's own, which blocks
         except OSError:
             return  # it is broken already
 
