@@ -33,7 +33,7 @@ from penstock.process.numeric_class import class_of_pipe
 from penstock.request import GenerationRequest, RequestUpdate
 from penstock.scheduler.scheduler import Scheduler
 
-_DRAFT_POLL_S = 0.002  # `step` can wait only for results, so it looks for guesses of the drafter as often
+_DRAFT_POLL_S = 0.002  # `step` can wait only for results: it looks for the drafter's guesses this often
 
 
 class EngineCore:

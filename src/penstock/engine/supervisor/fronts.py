@@ -24,7 +24,7 @@ from penstock.process import entry_points, listening
 from penstock.process.child import encode_config
 from penstock.process.config import ApiProcessConfig
 
-HOLD_S = 5.0  # an API process that replaces another answers nothing before the engine answers, or so long
+HOLD_S = 5.0  # an API process that replaces another waits so long for the engine before it answers anything
 
 
 class EngineUser(Protocol):

@@ -1,7 +1,7 @@
 """The actor on a node of Ray that starts `penstock worker` and waits for its end.
 
 The worker is a process of its own, which ends with its actor. When Ray ends, restarts or moves the actor, it
-so ends, restarts or moves a host of the engine. `ray_driver` makes the actors.
+thereby ends, restarts or moves a host of the engine. `ray_driver` makes the actors.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ def dial_all(
 
     Args:
         timeout_s: seconds for all of them together. Once one is connected, the others have ten times as long
-            as that has taken, and at least `GRACE_S`. Addresses that never answer so do not cost all seconds.
+            as that has taken, and at least `GRACE_S`: an address that never answers does not cost all of it.
     """
     began = clock()
     ends = [_begin(dial) for dial in dials]
