@@ -1,13 +1,13 @@
-"""The plan: the only types that cross between the scheduler (engine core) and the stages.
+"""The plan, its parts, and all other messages between the engine core and the ranks or from rank to rank.
 
 A `ScheduledBatch` is one micro-batch for one trip through the pipe. The core encodes it once and sends the
-same bytes to every rank; a rank works out no shape and no decision on its own. The last stage answers with a
-`StepResult`, and sends `SampledTokens` to the first stage and `SampledCounts` to those between
-(`pipeline.token_return`).
+same bytes to every rank; a rank decides nothing, and asks no other rank for shapes. The last stage answers
+with a `StepResult`. It also sends `SampledTokens` to the first stage, and `SampledCounts` to the stages
+between (`pipeline.token_return`).
 
 Rows: a *row* is the index of a request in every rank's row table, the same on all ranks. A freed row may be
 used again; its *generation* then grows by one, so that late tokens of the former request are recognised.
-Lists that run "per row of the plan" are aligned with `ScheduledBatch.rows`. No torch here.
+Lists marked `[num_rows]` have the order of `ScheduledBatch.rows`. No torch here.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from penstock.config.engine import Pooling
 from penstock.errors import ErrorInfo, ProtocolError
 from penstock.request import StructuredOutputs, TokenLogprobs
 
-MADE_UP = "calibration-"  # ids of rows that no client has asked for begin so
+MADE_UP = "calibration-"  # ids of requests that no client has sent begin with this
 NO_GRAMMAR = -1
 KNOWN = -1  # token_from: the row's input ids are in the row table already (prompt, or a resumed request)
 GUESSED = -2  # token_from: the row's input id is the first of its drafts, and not sampled yet
@@ -36,9 +36,10 @@ class LogitChanges(msgspec.Struct, frozen=True, array_like=True):
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
-    bias: dict[int, float] = {}  # by id
+    bias: dict[int, float] = {}  # token id -> what is added to its logit
     allowed_ids: list[int] | None = None  # None: all
-    bad_words: list[list[int]] = []  # the last id of each does not follow the others, among generated ones
+    # Sequences of ids: the last id of each is forbidden where the newest generated ids are all others of it.
+    bad_words: list[list[int]] = []
 
 
 class RowSampling(msgspec.Struct, frozen=True, array_like=True):
@@ -53,8 +54,8 @@ class RowSampling(msgspec.Struct, frozen=True, array_like=True):
     suppressed_ids: list[int]  # not sampled before min_tokens: end-of-sequence and stop ids
     num_logprobs: int  # -1 = none
     changes: LogitChanges | None = None  # None: the logits stay as they are
-    num_prompt_logprobs: int = -1  # likeliest ids told of each scored prompt token; -1 = none is scored
-    structured: StructuredOutputs | None = None  # which texts may be sampled; has been found to be usable
+    num_prompt_logprobs: int = -1  # likeliest ids to report for each scored prompt token; -1: none is scored
+    structured: StructuredOutputs | None = None  # the texts that may be sampled; they were checked before
 
 
 GREEDY = RowSampling(
@@ -71,72 +72,75 @@ class NewRow(msgspec.Struct, frozen=True, array_like=True):
     prompt_len: int  # of the original prompt: sampling positions count from here
     token_ids: list[int]  # all known tokens: prompt, then what was generated before a preemption
     sampling: RowSampling
-    pooling: Pooling | None = None  # its prompt is pooled so on the last stage, and no token is sampled
-    # Number of what `sampling.structured` says: the last stage builds it if it has not, and tells when it has
-    # (`GrammarsBuilt`). No plan samples the row before the core knows.
+    pooling: Pooling | None = None  # how the last stage pools its prompt; None: the row is sampled instead
+    # The number of the grammar that `sampling.structured` describes. The last stage compiles it, unless it
+    # has it already, and reports the outcome (`GrammarsBuilt`). No plan samples the row before that report.
     grammar: int = NO_GRAMMAR
-    # Of a row none of whose tokens are in the plan: its blocks, and the position that it will begin at.
+    # Set if the plan computes no token of the row: its blocks, and the position at which a later plan begins.
     blocks: list[int] = []
     start: int = 0
 
 
 class ScoredTokens(msgspec.Struct, frozen=True, array_like=True):
-    """The prompt tokens of a row whose log-probabilities are wanted: each under the tokens before it.
+    """The prompt tokens of a row whose log-probabilities are wanted: each given the tokens before it.
 
-    They are among those that the plan's tokens of the row stand before: the first may be the second token of
-    its chunk, the last the one behind the chunk, which is in the row table already.
+    Each of them follows a token that the plan computes. So the first may be the second token of the row's
+    chunk, and the last may be the token behind the chunk, which is in the row table already.
     """
 
-    place: int  # of the row in the plan
-    first: int  # position of the first of them, >= 1
-    count: int  # >= 1
+    place: int  # index of the row in `ScheduledBatch.rows`
+    first: int  # position of the first scored token, >= 1: a prompt's first token has no score
+    count: int  # of scored tokens, >= 1
 
 
 class RewoundRow(msgspec.Struct, frozen=True, array_like=True):
-    """A row whose guess was wrong, with windows ahead of it in the stages: the row goes on from here.
+    """A row that goes back to its newest sampled token, because a guess about what follows was wrong.
 
-    Samples of earlier steps that a rank has not consumed are void for this row, whatever they say.
+    Windows that rest on the guess are still in the stages. If a rank has not consumed the samples of an
+    earlier step, it drops what they say of this row.
     """
 
     row: int
-    step: int  # that has sampled its newest token
+    step: int  # the step that has sampled its newest token
     num_tokens: int  # known tokens; all but the newest have their keys and values
-    newest_ids: list[TokenId]  # the last of them, with all that the first stage may not have yet
+    newest_ids: list[TokenId]  # the last known tokens, with all that the first stage may not have yet
 
 
 class TierOrder(msgspec.Struct, frozen=True, array_like=True):
-    """An order to copy a block between the KV cache and the store, every rank its own layers and heads.
+    """An order to copy a block between the KV cache and the store; each rank copies its own layers and heads.
 
-    It is carried out beside the steps that follow and answered by `OrdersDone`; until all ranks have answered
-    the core does not give the block to another request.
+    Ranks carry it out beside the steps that follow, and answer with `OrdersDone`. Until all ranks have
+    answered, the core does not give the block to another request.
     """
 
     order: int  # its number
-    is_load: bool  # from the store; else to it
+    is_load: bool  # True: from the store to the cache; False: from the cache to the store
     block: int
-    name: bytes  # of what the block holds, or is to hold
+    name: bytes  # the hash of the content that the block has, or is to get
 
 
 class LinkOrder(msgspec.Struct, frozen=True, array_like=True):
-    """An order to exchange the link between two ranks: another one takes the frames from a step on.
+    """An order to replace the link between two ranks: from a given step on, frames cross a new link.
 
-    The two ranks have been handed their ends of it (`process.control.AttachLink`); others have no part in it.
+    The two ranks are handed their ends of the new link beside the plans (`process.control.AttachLink`). Other
+    ranks ignore the order.
     """
 
     number: int  # of the new link, within the epoch
-    first_step: int  # whose frame crosses it
-    stage: int  # of the sender; the receiver is in the next one
-    sender: int  # rank in its stage
-    receiver: int  # rank in its stage
+    first_step: int  # the first step whose frame crosses the new link
+    stage: int  # of the sender; the receiver is in the next stage
+    sender: int  # number of the sending rank in its stage
+    receiver: int  # number of the receiving rank in the next stage
 
 
 class PlanMeta(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The notes of a plan on itself: they change no step, only what is measured of it.
+    """The notes on a plan for measurements: they change nothing of what its step computes.
 
     Attributes:
-        starved, held: why the plan was not issued right after the one before: no request could run; or the
-            pipe was full, and a result had to come first. Neither: the core was not earlier.
-        wants_times: ranks send `StageTimes` and `StageSpans` after it, due or not.
+        starved: the plan comes late because no request could run.
+        held: it comes late because the pipe was full, and a result had to come first. If neither is set,
+            ranks waited for the core itself, or the least time between two plans was not over.
+        wants_times: ranks send `StageTimes` and `StageSpans` after this step, even if none is due.
     """
 
     starved: bool = False
@@ -150,42 +154,50 @@ NO_META = PlanMeta()
 class ScheduledBatch(msgspec.Struct, frozen=True, tag="plan", kw_only=True, omit_defaults=True):
     """One plan. An empty plan (no rows) is legal: it is the health probe and crosses every stage.
 
-    Order of application on a rank: `freed_rows`, then `new_rows` with their blocks, then `rewound`, then
-    append `new_blocks`, then consume the token returns of all steps up to `consume_through`, then run.
+    A rank applies its fields in this order:
+
+    1. hand `orders` to the thread that copies blocks, and `given_up` before them
+    2. `freed_rows`, then `new_rows` with their blocks, then `rewound`
+    3. append `new_blocks`
+    4. consume the token returns of all steps up to `consume_through`
+    5. compute the step
     """
 
-    step_id: int  # 0, 1, 2, ... without gaps; goes on in a new epoch
+    step_id: int  # 0, 1, 2, ... without gaps; a new epoch counts on
     epoch: int = 0
     rows: list[int] = []  # [num_rows]
     num_tokens: list[int] = []  # [num_rows] tokens of the row in this step, >= 1
-    start_positions: list[int] = []  # [num_rows] position of the first of them, all drafts taken as accepted
+    # [num_rows] position of the row's first token in this step, if all drafts before it are accepted
+    start_positions: list[int] = []
     new_blocks: list[list[int]] = []  # [num_rows] block ids to append to the row's block table
     need_sampled: list[bool] = []  # [num_rows] True where this step's last token yields a sampled id
     # [num_rows] step whose sampled id this row consumes as input, or KNOWN, or GUESSED
     token_from: list[int] = []
-    # Row index -> ids that may follow the token which the row consumes; where that is a guess too, it is the
-    # first of them. They are the row's last tokens of the step, and all of its tokens are sampled: such a row
-    # is a window (`sample.windows`).
+    # Index in `rows` -> drafts: guessed ids behind the token that the row consumes. If that token is a guess
+    # too (`GUESSED`), it is the first of these ids. Drafts are the row's last tokens in the step, and the
+    # last stage samples behind each of the row's tokens: such a row is a window (`sample.windows`).
     drafts: dict[int, list[TokenId]] = {}
-    # Row index -> tokens that the MTP layer guesses behind what is sampled of the row; it reads the row's
-    # tokens. Of rows that are not here it reads none.
+    # Index in `rows` -> how many tokens the MTP layer guesses behind the row's newest sample. The layer reads
+    # the tokens of these rows alone.
     mtp: dict[int, int] = {}
-    pooled: list[int] = []  # rows whose vector is whole with this step, in plan order
-    consume_through: int = -1  # earlier stages consume token returns of steps <= this before building
+    pooled: list[int] = []  # rows whose prompt ends with this step: their vector is due; in plan order
+    consume_through: int = -1  # stages before the last wait for the token returns of all steps up to this one
     freed_rows: list[int] = []
     new_rows: list[NewRow] = []
     rewound: list[RewoundRow] = []
-    dropped_grammars: list[int] = []  # numbers that no row will have any more; before the new rows
-    given_up: list[bytes] = []  # names of blocks that no rank keeps in host memory; before the orders
-    orders: list[TierOrder] = []  # carried out once this rank has run all steps before this one
-    # Numbers of orders to load blocks that this step reads: a rank runs a layer when that layer is there, or
-    # will not come. The core holds its result until all ranks have answered, and drops it if one has failed.
+    dropped_grammars: list[int] = []  # numbers that no row will have any more; dropped before rows enter
+    given_up: list[bytes] = []  # names of blocks that every rank removes from host memory, before the orders
+    orders: list[TierOrder] = []  # a rank begins them once it has run all steps before this one
+    # Numbers of load orders for blocks that this step reads. A rank waits with each layer until these orders
+    # have loaded it or have failed. The core keeps the result back until all ranks have answered the orders,
+    # and drops it if one of them has failed.
     awaited: list[int] = []
-    scored: list[ScoredTokens] = []  # what the last stage tells besides; of a row at most once
-    links: list[LinkOrder] = []  # exchanged at a step that is this one or comes later
+    scored: list[ScoredTokens] = []  # prompt tokens that the last stage scores; at most one entry for a row
+    links: list[LinkOrder] = []  # each takes effect at its own `first_step`, this step or a later one
     meta: PlanMeta = NO_META
-    residency: int = 0  # digest of the core's residency table after it (`penstock.residency`); 0: not told
-    digest: int = 0  # of all plans of the epoch up to this one; whatever belongs to the step carries it
+    # The digest of the core's residency table after this plan (`penstock.residency`); 0: it has none.
+    residency: int = 0
+    digest: int = 0  # of all plans of the epoch up to this one; all messages of the step carry it
 
     @property
     def total_tokens(self) -> int:
@@ -193,7 +205,10 @@ class ScheduledBatch(msgspec.Struct, frozen=True, tag="plan", kw_only=True, omit
 
     @property
     def prompt_tokens(self) -> int:
-        """The number of prompt tokens, whole prompts or chunks: rows that only go on count none."""
+        """The number of prompt tokens: those of rows that have several tokens, and no drafts.
+
+        A chunk of a single token is not counted, since it looks like a decode.
+        """
         if len(self.rows) == self.total_tokens:
             return 0
         counts = enumerate(self.num_tokens)
@@ -201,16 +216,20 @@ class ScheduledBatch(msgspec.Struct, frozen=True, tag="plan", kw_only=True, omit
 
     @property
     def num_samples(self) -> int:
-        """The number of positions that are sampled: one of each sampled row, and one behind each draft."""
+        """The number of positions that are sampled: one for each sampled row, or as many as a window has."""
         return sum(self.window_sizes)
 
     @property
     def window_sizes(self) -> list[int]:
-        """The number of positions that are sampled of each sampled row, in plan order."""
+        """The number of positions that are sampled in each sampled row, in plan order."""
         return window_sizes(self.need_sampled, self.num_tokens, self.drafts)
 
     def compared_drafts(self, index: int) -> list[int]:
-        """Return the drafts of a row on which its own samples decide: all but one that is its input."""
+        """Return the drafts of a row that are compared with its samples: all but one that is its input.
+
+        Args:
+            index: of the row in `rows`.
+        """
         draft_ids = self.drafts.get(index, [])
         return draft_ids[1:] if self.token_from[index] == GUESSED else draft_ids
 
@@ -237,8 +256,8 @@ class SampledTokens(msgspec.Struct, frozen=True, array_like=True):
     step_id: int
     epoch: int
     digest: int
-    # Accepted and sampled ids of the row; one without speculation; -1: sampling failed; none: the plan was a
-    # window that is void.
+    # The accepted drafts and the id sampled behind them; without speculation one id. [-1]: sampling failed;
+    # []: the row is a window that rests on a wrong guess, and is void.
     token_ids: list[list[TokenId]]
     num_rejected: list[int]  # drafts of the row that were rejected; 0 without speculation
 
@@ -256,22 +275,23 @@ class SampledCounts(msgspec.Struct, frozen=True, array_like=True):
 class StepResult(msgspec.Struct, frozen=True, tag="result", kw_only=True, omit_defaults=True):
     """The samples of the last stage, for the core.
 
-    Lists run over the plan's sampled rows, in plan order; those of scores over its `scored`, `pooled` over
-    its pooled rows.
+    The lists `token_ids`, `num_rejected` and `logprobs` run over the plan's sampled rows, in plan order.
+    `scores` runs over the plan's `scored`, and `pooled` over the plan's `pooled`.
     """
 
     step_id: int
     epoch: int = 0
-    digest: int = 0  # of the plan, and so of all that the last stage has applied
-    token_ids: list[list[TokenId]] = []
-    num_rejected: list[int] = []
-    logprobs: list[list[TokenLogprobs] | None] = []
+    digest: int = 0  # of the plan, and so of all plans that the last stage has applied
+    token_ids: list[list[TokenId]] = []  # as in `SampledTokens`
+    num_rejected: list[int] = []  # as in `SampledTokens`
+    logprobs: list[list[TokenLogprobs] | None] = []  # of each id; None: not asked for, or there is no id
     failed: list[int] = []  # indices into the lists above where nothing could be sampled
-    unmet: dict[int, str] = {}  # of these: why no id was allowed; of the others the logits were not finite
+    unmet: dict[int, str] = {}  # of some in `failed`: why no id was allowed; others had logits not finite
     guesses: dict[int, list[TokenId]] = {}  # index into `token_ids` -> what the MTP layer guesses behind it
-    scores: list[list[TokenLogprobs]] = []  # of each token; of none where a logit was NaN or infinite
-    pooled: list[bytes] = []  # float32 [hidden_size] each; empty: not finite
-    # Why a stage has not computed the step. All of its requests end with it; the lists above have no samples.
+    scores: list[list[TokenLogprobs]] = []  # one for each scored token; empty if a logit was NaN or infinite
+    pooled: list[bytes] = []  # each vector, float32 [hidden_size]; empty if a number in it was not finite
+    # Why a stage has not computed the step, or not its scores or guesses. All requests of the step end with
+    # this error, whatever the lists above have.
     error: ErrorInfo | None = None
 
 
@@ -282,22 +302,23 @@ class RankLoaded(msgspec.Struct, frozen=True, tag="loaded", kw_only=True):
     tp_rank: Small = 0
     max_blocks: Count
     block_bytes: Count  # of one block over this rank's layers
-    tensor_bytes: Count  # of its own weights as held
+    tensor_bytes: Count  # of its own weights, as it holds them in memory
     bytes_read: Count  # from checkpoint files, tensor data only
     load_seconds: Seconds
-    is_invariant: bool  # a number is the same bits, whatever is computed together with it
+    is_invariant: bool  # a result has the same bits, whatever is computed together with it
     kernels: Sentence = ""  # which kernels run, or why none do
     numeric_class: Sentence = ""  # ranks of one class compute the same bits (`rank.compute_choice`)
-    end_layer: LayerNumber = 0  # the one behind its own
+    end_layer: LayerNumber = 0  # the layer behind the rank's last one
     store_host: Word = ""  # as in `process.config.StoreConfig`
-    peak_bytes: Count = 0  # that its largest plan was measured to take beside weights and KV cache
-    margin_bytes: Count = 0  # that it leaves free besides
+    peak_bytes: Count = 0  # measured for its largest plan, beside weights and KV cache; 0: not measured
+    margin_bytes: Count = 0  # that it leaves free beside all of these
 
 
 class AllocateKV(msgspec.Struct, frozen=True, tag="allocate", kw_only=True):
-    """The core's answer once all ranks have loaded: the minimum over the stages [D9].
+    """The core's answer once all ranks have loaded: how many KV blocks every rank allocates [D9].
 
-    Plans then begin at `first_step` of `epoch`. A rank that has its KV cache from an epoch before keeps it.
+    That is the minimum over all ranks. Plans then begin at `first_step` of `epoch`. A rank that has its KV
+    cache from an epoch before keeps it.
     """
 
     num_blocks: int
@@ -315,30 +336,31 @@ class RankReady(msgspec.Struct, frozen=True, tag="ready", kw_only=True):
 class StageTimes(msgspec.Struct, frozen=True, tag="times", kw_only=True):
     """The use of a rank's time since its start.
 
-    It is sent with the first step that ends a second or more after the report before.
+    A rank sends it after the first step that ends a second or more after its last report, or sooner if a plan
+    asks for it (`PlanMeta.wants_times`).
     """
 
     stage: int
-    num_steps: Count  # those with tokens
+    num_steps: Count  # steps with tokens; a probe has none
     wall_ns: Nanoseconds
-    busy_ns: Nanoseconds  # of forward and sampling: CPU time of the thread, or time of the GPU
+    busy_ns: Nanoseconds  # in forward and sampling: CPU time of the thread, or time of the GPU
     phase_ns: list[Nanoseconds]  # by `trace.phases.Phase`; their sum is `wall_ns`
-    busy_ratio: float  # of the time since the report before
-    exchange_ns: int = 0  # of what is counted above: in sums and gathers of the ranks that share the stage
-    exchange_wait_ns: int = 0  # of those: waiting for the other ranks
+    busy_ratio: float  # of the time since its last report, the share that was busy
+    exchange_ns: int = 0  # the part of that time spent in sums and gathers with the other ranks of the stage
+    exchange_wait_ns: int = 0  # the part of `exchange_ns` spent waiting for those ranks
     replica: int = 0
-    free_bytes: Count | None = None  # of the memory of its host; None: it computes on a GPU
+    free_bytes: Count | None = None  # of its host's memory; None: on a GPU, or where the host does not say
 
 
 SpansKey = tuple[int, int, int]
 
 
 class StageSpans(msgspec.Struct, frozen=True, tag="spans", kw_only=True):
-    """The spans of a rank's time since its report before, without gaps."""
+    """The timed spans of a rank's work since its last report, without gaps; each has one phase."""
 
     stage: int
-    began_ns: Nanoseconds  # of the host's monotonic clock
-    shift_ns: int = 0  # to add to it to have it in the head's time; the core says so
+    began_ns: Nanoseconds  # by the monotonic clock of the rank's host
+    shift_ns: int = 0  # what must be added to `began_ns` for the head's clock; the core fills it in
     phases: bytes  # [num_spans] `trace.phases.Phase`
     durations_ns: list[Nanoseconds]  # [num_spans]
     steps: list[tuple[int, Count, Count]]  # index of the step's first span, step id, tokens
@@ -348,38 +370,41 @@ class StageSpans(msgspec.Struct, frozen=True, tag="spans", kw_only=True):
 
     @property
     def key(self) -> SpansKey:
-        """The key that tells it from all other reports of its core: stage, rank, and when it begins."""
+        """The key by which a core tells this report from all others: stage, rank, and when it begins."""
         return self.stage, self.tp_rank, self.began_ns
 
     @property
     def start_ns(self) -> int:
-        """The time at which the first span has begun, in the head's time as far as the core knows it."""
+        """The time at which the first span began, by the head's clock as well as the core knows it."""
         return self.began_ns + self.shift_ns
 
 
 class StoreUse(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The use of the store of KV blocks; a rank tells what it has done since it told last."""
+    """The use of the store of KV blocks: what a rank has done there since its last report.
 
-    bytes_read: int = 0  # of payloads that were what they should be
+    A store may have a host tier in front of it: the newest payloads, kept in the memory of the host.
+    """
+
+    bytes_read: int = 0  # of payloads that passed the check
     bytes_written: int = 0
-    records_read: int = 0  # parts of blocks that were there and what they should be
+    records_read: int = 0  # parts of blocks that were there and passed the check
     verify_failures: int = 0  # records that were not what their keys say
-    call_failures: int = 0  # of the store, or half answers
-    host_bytes_read: int = 0  # of payloads that were in the host tier, and the store was not asked for
-    host_records_read: int = 0  # of them, how many
-    host_bytes_written: int = 0  # of payloads put into it: computed, or got from the store
-    host_bytes_used: int = 0  # of its memory: how many more, or fewer
-    switched_off: int = 0  # 1: it is left alone from now on because it failed too often; -1: no longer so
-    failure: str = ""  # why a call has failed, the last one; empty: none has
+    call_failures: int = 0  # calls of the store that failed, or that it answered in part
+    host_bytes_read: int = 0  # of payloads that the host tier had, so that the store was not asked for them
+    host_records_read: int = 0  # how many payloads these were
+    host_bytes_written: int = 0  # of payloads put into the host tier: computed here, or got from the store
+    host_bytes_used: int = 0  # by how much the memory in use by the host tier has grown, or shrunk if below 0
+    switched_off: int = 0  # 1: the store failed too often, and is not used from now on; -1: it is used again
+    failure: str = ""  # why the last call that failed has failed; empty: none has
 
     def plus(self, other: StoreUse) -> StoreUse:
-        """Return the sum of this and another, which was told after it."""
+        """Return the sum of this and another use, which was reported after this one."""
         if other is NO_STORE_USE:
             return self
         return self._combined(other, operator.add, other.failure or self.failure)
 
     def since(self, earlier: StoreUse) -> StoreUse:
-        """Return the use that has come to it since an earlier state."""
+        """Return the use between `earlier`, a former state of the same counters, and this state."""
         is_new = self.call_failures > earlier.call_failures
         return self._combined(earlier, operator.sub, self.failure if is_new else "")
 
@@ -393,8 +418,8 @@ NO_STORE_USE = StoreUse()
 
 
 OrderStatus = Literal[
-    "done",  # by all ranks that were asked
-    "late",  # a step could not wait for it; what the store has may be good
+    "done",
+    "late",  # a step could not wait for it any longer; what the store has may be good
     "failed",  # not in the store, not what it should be, or the store does not work
 ]
 
@@ -407,56 +432,58 @@ class OrderResult(NamedTuple):
 
 
 class OrdersDone(msgspec.Struct, frozen=True, tag="orders_done", kw_only=True):
-    """The results of some `TierOrder`s on one rank, and its other news of the store."""
+    """The results of some `TierOrder`s on one rank, by their numbers, and its use of the store meanwhile."""
 
+    # What each list means is said at `OrderStatus`.
     done: list[int]
-    failed: list[int]  # not in the store, not what it should be, or the store does not work
-    late: list[int] = []  # a step could not wait for them; what the store has may be good
+    failed: list[int]
+    late: list[int] = []
     use: StoreUse = NO_STORE_USE
 
 
 class EntryCall(msgspec.Struct, frozen=True, tag="entry_call", kw_only=True, omit_defaults=True):
     """A call of the core to the catalogue in the store that a host has to itself (`kvstore.catalogue`).
 
-    It is not a plan, and changes no step. One rank of that host carries it out; `count` and `empty` are
-    answered by `EntryAnswers`.
+    It is not a plan, and changes no step. One rank of that host carries it out. Calls to `count` and `empty`
+    are answered by `EntryAnswers`; the others have no answer.
 
     Attributes:
-        what: `count` how many of the first of these blocks are there, `enter` or `strike` them, or `empty`
-            the store of all blocks of the model.
+        what: `count`: how many blocks, from the first of `names` on without a gap, are in the catalogue;
+            `enter`: add these blocks to it; `strike`: remove them from it; `empty`: delete all blocks of the
+            model from the store.
         share: layers that the ranks of that host have, as `kvstore.layer_share` encodes them.
     """
 
-    number: int  # that the answer bears
+    number: int  # by which the answer is told from others
     what: Literal["count", "enter", "strike", "empty"]
     names: list[bytes] = []
     share: bytes = b""
 
 
 class EntryAnswers(msgspec.Struct, frozen=True, tag="entry_answers", kw_only=True, omit_defaults=True):
-    """The answers to some `EntryCall`s, by their numbers."""
+    """The answers to some `EntryCall`s, by the numbers of the calls."""
 
     counts: dict[int, int] = {}
-    emptied: dict[int, ErrorInfo | None] = {}  # with the reason why something may be left
+    emptied: dict[int, ErrorInfo | None] = {}  # the error if something may be left; None: all is deleted
 
 
 class GrammarsBuilt(msgspec.Struct, frozen=True, tag="grammars", kw_only=True):
-    """The outcome of building grammars of new rows on one rank of the last stage.
+    """The outcome of compiling grammars of new rows on one rank of the last stage.
 
-    Each is told once, though it was dropped meanwhile.
+    Each grammar is reported once, even if a plan has dropped it meanwhile.
     """
 
-    built: list[int]
-    failed: dict[int, str]  # by number: why
-    unable: dict[int, str] = {}  # the same, where the rank is the reason and the grammar may be good
+    built: list[int]  # numbers of grammars
+    failed: dict[int, str]  # number -> why the grammar cannot be compiled
+    unable: dict[int, str] = {}  # number -> why this rank has not compiled it, though the grammar may be good
 
 
 class BuiltGrammar(msgspec.Struct, frozen=True):
-    """The outcome of building a grammar on all ranks of the last stage.
+    """The outcome of compiling a grammar on one rank of the last stage, or on all of them.
 
     Attributes:
-        why: one of them cannot build it; empty: all have.
-        may_be_good: the reason is the state of the ranks, so that a later request for it may succeed.
+        why: why a rank cannot compile it; empty: it is compiled.
+        may_be_good: the reason is the state of a rank, so that a later request with this grammar may succeed.
     """
 
     number: int
@@ -465,14 +492,14 @@ class BuiltGrammar(msgspec.Struct, frozen=True):
 
 
 class RankFailed(msgspec.Struct, frozen=True, tag="failed", kw_only=True):
-    """The rank is about to exit; `error` is the first cause that it knows of."""
+    """The rank leaves the epoch, or ends; `error` is the first cause that it knows of."""
 
     stage: int
     error: ErrorInfo
 
 
 class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
-    """Leave the stage loop after the plans that came before."""
+    """The core's order to leave the stage loop after the plans that came before it."""
 
 
 CoreToRank = ScheduledBatch | EntryCall | AllocateKV | Shutdown
@@ -502,7 +529,7 @@ def encode(message: CoreToRank | RankToCore | SampledTokens | SampledCounts) -> 
 
 
 def decode_to_rank(frame: bytes) -> CoreToRank:
-    """Return a message; `ProtocolError` for other bytes, as from all `decode_...`."""
+    """Return the message that these bytes encode; raise `ProtocolError` if they encode none of this kind."""
     return _decode(_to_rank, frame, "from the core")
 
 
