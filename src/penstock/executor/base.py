@@ -56,9 +56,9 @@ from penstock.process.config import rank_names
 _GONE = "rank_gone"
 _CAUSE_GRACE_S = 0.2
 LINK_LEAD_STEPS = 4  # between the plan that orders a link and the first step over it: its ends meet meanwhile
-_LOOK_S = 0.1  # at most between two questions whether a handshake is over
-# What is seen where another rank has failed, the better explanation first: one waits in vain and leaves, then
-# the others miss it.
+_LOOK_S = 0.1  # the longest time between two calls of `is_over` during a handshake
+# Errors of ranks that suffer from the failure of another one. The better explanation is first: a rank that
+# waits in vain leaves (the timeout), and only then do others find its links closed.
 _CONSEQUENCES = ("WaitTimeoutError", "LinkClosedError")
 
 
@@ -80,9 +80,9 @@ class Reports(Protocol):
         ...
 
     def spans(self) -> list[StageSpans]:
-        """Return the timed work of each stage's first rank in the last `TRACE_S` seconds.
+        """Return reports of the timed work of each stage's first rank in the last `TRACE_S` seconds.
 
-        Each report has the phases of a rank's time, such as to compute or to wait, with their durations. The
+        Each report has the phases of a rank's time, such as computing or waiting, with their durations. The
         reports are ordered by stage and time.
         """
         ...
@@ -91,8 +91,8 @@ class Reports(Protocol):
         """Return the timed work of every rank in the last `TRACE_S` seconds, by stage, rank and time.
 
         Args:
-            seen: keys of reports that the caller has. Of a rank with a report among them, only later ones
-                return.
+            seen: keys of reports that the caller has. If a report of a rank is among them, only later
+                reports of that rank are returned.
         """
         ...
 
@@ -106,8 +106,8 @@ class Reports(Protocol):
     def store_use(self) -> StoreUse:
         """Return the ranks' summed use of the KV store since the last call.
 
-        If there was none it is `NO_STORE_USE` itself. Its `switched_off` is by how many the number of ranks
-        has changed that have switched their store off.
+        If there was none it is `NO_STORE_USE` itself. `switched_off` of the sum is a change: by how many the
+        number of ranks that have switched their store off has grown, or shrunk if it is below 0.
         """
         ...
 
@@ -118,7 +118,8 @@ class Reports(Protocol):
     def built_grammars(self) -> list[BuiltGrammar]:
         """Return the outcomes of grammars on which all ranks of the last stage have reported, each once.
 
-        A grammar says which texts a request may generate. If one rank cannot build it, that is the outcome.
+        A grammar says which texts a request may generate. If a single rank cannot compile it, the outcome is
+        that it cannot be compiled.
         """
         ...
 
@@ -126,18 +127,19 @@ class Reports(Protocol):
 class Executor(Protocol):
     """Runs plans on all ranks, in the order in which they are submitted.
 
-    A plan is the work of one step; a rank is a process or thread that computes a part of the model.
+    A plan says what one step computes; a rank is a process or thread that computes a part of the model.
     """
 
     @property
     def reports(self) -> Reports:
-        """The ranks' reports other than results; `poll_start` and `poll_results` receive and keep them."""
+        """All reports of the ranks but results; `poll_start` and `poll_results` receive and keep them."""
         ...
 
     def start(self) -> KVPlan:
         """Wait until all ranks have loaded, set the number of KV blocks, and wait until all have allocated.
 
-        Raises the first cause if a rank has failed, or `WaitTimeoutError` naming the ranks that are silent.
+        If ranks have failed, it raises the failure that explains the others; if some are silent, a
+        `WaitTimeoutError` that names them.
         """
         ...
 
@@ -152,7 +154,7 @@ class Executor(Protocol):
         """Seal a plan with a digest and send it to every rank, without waiting for its result.
 
         Returns:
-            The digest, a checksum of all plans of the epoch so far. The result of the plan must bear it too.
+            The digest, a checksum of all plans of the epoch so far. The plan's result must have the same.
         """
         ...
 
@@ -163,43 +165,44 @@ class Executor(Protocol):
             rank: its number, counted over all stages.
 
         Returns:
-            Whether it was sent; sending does not wait. Answers come in `Reports.entry_answers`, but none
-            comes if it was not sent or the rank is lost.
+            Whether it was sent; sending does not wait. The answer, if this call has one (`EntryCall`), comes
+            in `Reports.entry_answers`; none comes if the call was not sent or the rank is lost.
         """
         ...
 
     def exchange_link(self, order: LinkOrder) -> None:
         """Put into the next plan the order to replace a link, which carries hidden states to the next stage.
 
-        Both ends of the new link must have been handed to their ranks. It is used from `order.first_step` on,
-        or from a later step.
+        Both ends of the new link must have been handed to their ranks. The new link is used from
+        `order.first_step` on, or from a later step if that one is too close (`LINK_LEAD_STEPS`).
         """
         ...
 
     def poll_results(self, timeout_s: float) -> list[StepResult]:
         """Return the results of steps that have come, in order; wait at most `timeout_s` seconds for news.
 
-        The list is empty if none came, or if only an answer for `reports` came. Raises `StageLostError` with
-        the first cause when a rank has failed or gone, once the results that came before are returned.
+        The list is empty if none came, or if only an answer for `reports` came. If a rank has failed or gone,
+        the results that came before are returned first; the next call raises `StageLostError` with the cause.
         """
         ...
 
     def shutdown(self) -> None:
         """Send all ranks the order to leave after the submitted plans, and disconnect.
 
-        May be called twice.
+        It may be called twice.
         """
         ...
 
     def abandon(self) -> None:
-        """Close the connections without a message: living ranks then wait for those of another epoch."""
+        """Close the connections without a message; ranks that live then wait for another epoch's."""
         ...
 
     def wait_sources(self) -> list[int]:
         """Return file descriptors that become readable when `poll_results` may have something.
 
-        The list is empty if only `poll_results` can wait. They are edge-triggered: call `poll_results(0)`
-        after each event and after each `submit_plan`, before waiting for them.
+        The list is empty for ranks that are threads: their caller waits in `poll_results`. The descriptors
+        are edge-triggered: call `poll_results(0)` after each event and after each `submit_plan`, before the
+        next wait.
         """
         ...
 
@@ -246,14 +249,14 @@ class RankChannels:
     Args:
         channels: one per rank.
         wait: returns when any channel has a message, or after the given seconds; None sets no limit.
-        results: a channel of its own for the results; None: they come over the last stage's channel.
+        results: a channel for results alone; None: results come over the channel of the output rank.
         clock: monotonic seconds.
-        start: the message that ranks get once all have loaded; if its `num_blocks` is 0, that of the rank
-            with the least room is taken.
+        start: the message that ranks get once all have loaded. If its `num_blocks` is 0, the number of blocks
+            is that of the rank with the least room.
         stages: the stage of each rank; empty: each rank is a stage.
 
     Attributes:
-        reports: reports of the ranks other than results.
+        reports: all reports of the ranks but results.
     """
 
     def __init__(
@@ -279,20 +282,20 @@ class RankChannels:
         self._clock = clock
         self._failures: list[ErrorInfo] = []
         self.reports = RankReports(len(self._channels), self._stages.count(max(self._stages)))
-        self._ended: set[int] = set()  # ranks that have told their failure, or gone
+        self._ended: set[int] = set()  # ranks that have reported their failure, or gone
         self._link_orders: list[LinkOrder] = []  # for the next plan
 
     def handshake(self, timeout_s: float, is_over: Callable[[], bool] = lambda: False) -> KVPlan:
         """Wait until all ranks have loaded and then allocated, at most `timeout_s` seconds for each.
 
         Args:
-            is_over: called about ten times a second; returns True if it is known that not all ranks will
+            is_over: called about ten times a second; returns True once it is known that some rank will not
                 come.
 
         Raises:
             LinkClosedError: `is_over` has returned True.
             WaitTimeoutError: names the ranks that were not done in time.
-            PenstockError: the first cause, if a rank has failed.
+            PenstockError: the failure of a rank; of several, the one that explains the others.
         """
         deadline, were_loaded = self._clock() + timeout_s, False
         while (plan := self.poll_start()) is None:
@@ -306,7 +309,8 @@ class RankChannels:
     def poll_start(self) -> KVPlan | None:
         """Do what the handshake can do now without waiting, and return None until all ranks are ready.
 
-        Raises the first cause if a rank has failed. Implements `Executor.poll_start`.
+        If ranks have failed, it raises the failure that explains the others. Implements
+        `Executor.poll_start`.
         """
         for message in self._drain():
             _expect(RankReady if self._has_allocated else RankLoaded, message)
@@ -335,7 +339,10 @@ class RankChannels:
                 channel.send(frame)
 
     def _check_carriers(self) -> None:
-        """Raise `PeerError` unless the ranks of each stage all add by our kernels, or all without."""
+        """Raise `PeerError` if some ranks of a stage have our kernels, and others do not.
+
+        Ranks of a stage add up parts of tensors together, and must do that in the same way.
+        """
         for stage in set(self._stages):
             own = [rank for rank, of_stage in enumerate(self._stages) if of_stage == stage]
             without = [rank for rank in own if self._loaded[rank].kernels.startswith("none")]
@@ -355,12 +362,12 @@ class RankChannels:
 
         A rank that has gone is left out; `poll_results` raises the cause. Implements `Executor.submit_plan`.
         """
-        # Before the seal: the digest stands for the orders in the plan, too.
+        # Before the seal: the digest covers the orders in the plan, too.
         if self._link_orders:
             plan = self._with_link_orders(plan)
         sealed = self._log.seal(plan)
         frame = encode(sealed)
-        # A rank that has gone must not keep the plan from the others, whose logs would miss it.
+        # If one rank has gone, the others must get the plan all the same: their logs may have no gap.
         for channel in self._channels:
             with contextlib.suppress(LinkClosedError):
                 send_of_step(channel, frame, "the plan", plan.step_id)
@@ -373,7 +380,7 @@ class RankChannels:
         """
         try:
             self._channels[rank].send(encode(call), timeout_s=0.0)
-        except PeerError:  # that the rank has gone is told by `poll_results`
+        except PeerError:  # if the rank has gone, `poll_results` raises that
             return False
         return True
 
@@ -393,8 +400,8 @@ class RankChannels:
         return [_expect(StepResult, message) for message in messages]
 
     def shutdown(self) -> None:
-        """Send every rank `Shutdown`, without waiting for one that takes nothing, and close all channels."""
-        # Without waiting for room: a rank that reads nothing any more must not hold up the others' end.
+        """Send every rank `Shutdown` if its channel has room, and close all channels."""
+        # Without waiting for room: a rank that reads nothing any more must not delay the shutdown of others.
         for channel in self._channels:
             with contextlib.suppress(PenstockError):  # that rank may have gone, or never have come
                 channel.send(encode(Shutdown()), timeout_s=0.0)
@@ -408,8 +415,8 @@ class RankChannels:
             self._results.close()
 
     def _with_link_orders(self, plan: ScheduledBatch) -> ScheduledBatch:
-        """Return the plan with the waiting orders; their steps leave both ends time to meet."""
-        # Not sooner: both ends read of the new link in this plan, and have to meet before the first frame.
+        """Return the plan with the waiting orders, each for a step at least `LINK_LEAD_STEPS` later."""
+        # Both ends read of the new link in this plan, and have to connect before its first frame.
         soonest = plan.step_id + LINK_LEAD_STEPS
         orders = [
             msgspec.structs.replace(order, first_step=max(order.first_step, soonest))
@@ -423,9 +430,9 @@ class RankChannels:
         return bool(messages or self._failures or self.reports.has_answers)
 
     def _drain(self) -> list[RankToCore]:
-        """Return what the ranks have sent, but for reports and failures, which are kept.
+        """Return the messages of the ranks, but put reports and failures aside.
 
-        Failures are kept because what was sent before them still counts.
+        A failure is raised later (`poll_results`), because results that were sent before it still count.
         """
         messages: list[RankToCore] = []
         is_starting = len(self._ready) < len(self._channels)
@@ -442,14 +449,15 @@ class RankChannels:
                     self.reports.keep(message)
                 else:
                     messages.append(message)
-        # The results last: their path is another one, and a failure read above must not overtake them.
+        # The results last, since they have a path of their own: if a failure was read above, all results that
+        # were sent before it are here by now.
         return messages + self._drain_results()
 
     def _drain_results(self) -> list[RankToCore]:
-        """Return the results; called after all else, so that none sent before a failure is missed."""
+        """Return what has come over the channel for results; `_drain` calls it last, and says why."""
         messages: list[RankToCore] = []
         if self._results is not None:
-            with contextlib.suppress(LinkClosedError):  # the last stage's other channel tells of its end
+            with contextlib.suppress(LinkClosedError):  # the same rank's plan channel shows that it has gone
                 while (frame := self._results.recv(0.0)) is not None:
                     messages.append(decode_to_core(frame))
         return messages
@@ -466,7 +474,11 @@ class RankChannels:
             raise
 
     def _first_cause(self) -> ErrorInfo:
-        """Return the failure to report; a rank that misses its neighbour may speak before the culprit."""
+        """Return the failure to report.
+
+        A rank that misses its neighbour may report before the neighbour does. While only such consequences
+        are known, the cause is given `_CAUSE_GRACE_S` seconds to arrive.
+        """
         if all(_is_consequence(failure) for failure in self._failures):
             self._wait(_CAUSE_GRACE_S)
             self._drain()
@@ -485,8 +497,8 @@ class RankChannels:
 def first_cause(failures: Sequence[ErrorInfo]) -> ErrorInfo:
     """Return the failure that explains the others.
 
-    An error that somebody reported comes first, then a connection that closed without one. Last come timeouts
-    and closed links, the signs of a lost neighbour.
+    An error that a rank reported goes before a connection that closed without an error. Timeouts and closed
+    links come last, since they are signs of a lost neighbour.
     """
 
     def remoteness(failure: ErrorInfo) -> tuple[int, bool]:

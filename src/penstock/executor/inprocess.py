@@ -1,7 +1,7 @@
 """Runs ranks as threads of this process: for tests, notebooks and debuggers.
 
 Each thread runs the same `run_rank` as a rank process does; links and channels between them are in memory.
-`llm` and tests make one.
+`llm` and tests make an `InprocessExecutor`.
 """
 
 from __future__ import annotations
@@ -95,7 +95,8 @@ class InprocessExecutor:
 def connect_ranks(configs: Sequence[RankConfig], plan_ends: Sequence[QueueChannel]) -> list[RankConnections]:
     """Make the in-memory connections between ranks; return those of each rank, in the order of `configs`.
 
-    They are links to the next stage, meetings of the ranks of one stage, and channels for sampled tokens.
+    They are links to the next stage, places at which the ranks of one stage meet to form their group, and
+    channels for sampled tokens.
 
     Args:
         configs: of all ranks, stage by stage, the ranks of one stage side by side.

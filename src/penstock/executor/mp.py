@@ -29,10 +29,10 @@ class MpExecutor:
     """An executor over rank processes for one epoch, the time in which they stay connected.
 
     Args:
-        ends: the core's ends of the connections to the ranks, and of the one that brings results. Their
-            descriptors are closed once the channels are open.
+        ends: the core's ends of the connections to the ranks, and of the connection that brings results.
+            Their descriptors are closed once the channels are open.
         start: the message that ranks get once all have loaded, as for `RankChannels`.
-        load_timeout_s: seconds that `start` gives ranks to load, and again to allocate.
+        load_timeout_s: seconds that `start` gives ranks to load, and as many again to allocate.
     """
 
     def __init__(

@@ -40,14 +40,18 @@ class RankReports:
         self._num_ranks, self._num_last = num_ranks, num_last
         self._times: dict[int, StageTimes] = {}
         self._spans: dict[tuple[int, int], deque[StageSpans]] = {}  # by stage and rank of it
-        self._use = NO_STORE_USE  # that has not been taken
-        self._answers: dict[int, list[OrderStatus]] = {}  # by order
+        self._use = NO_STORE_USE  # the sum since the last `store_use`
+        self._answers: dict[int, list[OrderStatus]] = {}  # by order: of each rank that has answered
         self._entries: list[EntryAnswers] = []
-        self._grammars: dict[int, list[BuiltGrammar]] = {}  # by number: of each rank that has told
+        self._grammars: dict[int, list[BuiltGrammar]] = {}  # by number: of each rank that has reported
 
     @property
     def has_answers(self) -> bool:
-        """Whether an answer of a rank, or a grammar on which the whole last stage reported, is not taken."""
+        """Whether the core has something to take: an answer of a rank, or the outcome of a grammar.
+
+        A grammar has an outcome once all ranks of the last stage have reported on it. A single rank's answer
+        to an order counts already.
+        """
         return bool(self._answers or self._entries) or any(map(self._is_told, self._grammars.values()))
 
     def keep(self, report: StageTimes | StageSpans | OrdersDone | EntryAnswers | GrammarsBuilt) -> None:
@@ -91,7 +95,7 @@ class RankReports:
         return [spans for rank in sorted(self._spans) if rank[1] == 0 for spans in self._spans[rank]]
 
     def rank_spans(self, seen: Container[SpansKey]) -> list[StageSpans]:
-        """Return the timed work of every rank, of each only what is newer than its reports in `seen`.
+        """Return the timed work of every rank that is newer than that rank's reports in `seen`.
 
         Implements `Reports.rank_spans`.
         """
@@ -140,7 +144,7 @@ class RankReports:
 
 
 def _behind(reports: Iterable[StageSpans], seen: Container[SpansKey]) -> list[StageSpans]:
-    """Return the reports of one rank that are newer than the one that was seen; all if none was."""
+    """Return the reports of one rank that are newer than its newest one in `seen`; all if none is there."""
     news: list[StageSpans] = []
     for spans in reports:
         if spans.key in seen:
@@ -151,7 +155,7 @@ def _behind(reports: Iterable[StageSpans], seen: Container[SpansKey]) -> list[St
 
 
 def _each(report: GrammarsBuilt) -> Iterator[BuiltGrammar]:
-    """Yield what one rank has reported."""
+    """Yield the outcome of each grammar in the report of one rank."""
     for number in report.built:
         yield BuiltGrammar(number)
     for number, why in report.failed.items():
@@ -161,5 +165,8 @@ def _each(report: GrammarsBuilt) -> Iterator[BuiltGrammar]:
 
 
 def _gravity(report: BuiltGrammar) -> tuple[bool, bool]:
-    """Return how grave a report is: a fault of the grammar itself outweighs the state of another rank."""
+    """Return the weight of a report, the gravest highest.
+
+    A fault of the grammar itself outweighs a fault of a rank, and a fault of a rank outweighs a success.
+    """
     return bool(report.why), not report.may_be_good

@@ -1,9 +1,9 @@
 """Checks that the messages of a rank are usable, since its host may be faulty or hostile.
 
-Decoding has checked the types and bounds of a message (`penstock.bounds`). Here is checked what no type says,
-such as lists that must fit together, so that the users of a message need not look. A message without sense
-ends the epoch, as the loss of its rank does. Results of steps are compared with their plans, in
-`engine.core.steps_in_flight`. Used by `executor.base`.
+Decoding has checked the types and bounds of a message (`penstock.bounds`). This module checks what no type
+says, such as lists that must be of the same length, so that the users of a message need not. A message that
+fails ends the epoch, as the loss of its rank does. Results of steps are compared with their plans elsewhere,
+in `engine.core.steps_in_flight`. Used by `executor.base`.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def _has_text(message: RankToCore) -> bool:
 
 
 def _is_whole(report: StageSpans) -> bool:
-    """Return whether each span has a known phase and a duration, and the steps begin in order in them."""
+    """Return whether each span has a known phase and a duration, and the steps begin at spans, in order."""
     begins = [begin for begin, _, _ in report.steps]
     return (
         len(report.durations_ns) == len(report.phases)
