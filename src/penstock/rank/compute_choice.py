@@ -1,4 +1,4 @@
-"""Chooses how a rank computes: with our kernels or torch, on which cores, over weights in which form.
+"""Chooses how a rank computes: by our kernels or torch, on which CPU cores, over weights in which form.
 
 Called by `rank.rank` before the model is built.
 """
@@ -31,9 +31,9 @@ class ChosenKernels(NamedTuple):
 
     Attributes:
         kernels: the loaded kernels; None: torch computes everything.
-        description: which kernels run, or why none do and what is lost, for people.
-        numeric_class: ranks of one class compute the same bits (`kernels.cpu.library`). It names the kernels
-            that run if some do not; "" if none run.
+        description: text for people: which kernels run, or why none do and what is lost.
+        numeric_class: a text that is equal for ranks whose kernels compute the same bits
+            (`kernels.cpu.library`). If only some kernels are enabled, it names them; "" if none run.
     """
 
     kernels: CpuKernels | None
@@ -45,11 +45,10 @@ def load_kernels(config: RankConfig, *, is_quantized: bool) -> ChosenKernels:
     """Load our CPU kernels, if the rank's device, dtype and settings allow them.
 
     Args:
-        is_quantized: the weights are quantised; the description says what that means without kernels.
+        is_quantized: the weights are quantised. If no kernels run, the description says what that costs.
 
     Raises:
-        UsageError: the config names a numeric class (in which all ranks compute the same bits), and there are
-            no kernels of that class here.
+        UsageError: the config demands a numeric class, and this machine has no kernels of that class.
     """
     if config.device != "cpu":
         return ChosenKernels(None, "none on a GPU")
@@ -74,7 +73,7 @@ def load_kernels(config: RankConfig, *, is_quantized: bool) -> ChosenKernels:
 
 
 def _require_any_class(config: RankConfig, loaded: LoadedKernels) -> None:
-    """Raise `UsageError` if a rank without kernels must compute as they do."""
+    """Raise `UsageError` if the config demands a numeric class, although this rank has no kernels."""
     if config.numeric_class != AUTO:
         raise UsageError(
             f"{config.name} needs kernels for {config.numeric_class}, which {config.host} does not have: "
@@ -87,8 +86,8 @@ def _require_any_class(config: RankConfig, loaded: LoadedKernels) -> None:
 def numeric_class(chosen: ChosenKernels, spec: ModelSpec, device: torch.device) -> str:
     """Return a text that is equal for ranks that compute the same bits, such as `avx512-bf16 1f0a2b3c`.
 
-    Where torch computes anything, the text also has its version and what it computes on, such as `torch 2.13
-    on avx512`; torch promises no bits even so.
+    Where torch computes a part, the text also has torch's version and its device, such as `torch 2.13 on
+    avx512`. Torch does not promise equal bits even then.
     """
     if is_invariant(chosen.kernels) and spec.latent is None:
         return chosen.numeric_class
@@ -102,17 +101,17 @@ def numeric_class(chosen: ChosenKernels, spec: ModelSpec, device: torch.device) 
 
 
 def is_invariant(kernels: CpuKernels | None) -> bool:
-    """Return whether numbers do not depend on what else is computed together with them.
+    """Return whether a row's results do not depend on the other rows that are computed together with it.
 
-    That is so where all our kernels run. Torch does not promise it, but for what it computes beside all our
-    kernels, number by number (`layers.elementwise`).
+    That is so where all our kernels are enabled. What torch computes beside them goes number by number, in a
+    way that has this property too (`layers.elementwise`); other functions of torch do not promise it.
     """
     return kernels is not None and kernels.enabled == frozenset(KERNEL_NAMES)
 
 
 def _described(loaded: LoadedKernels, enabled: frozenset[str], requested_kernels: str) -> str:
     text = f"{loaded.isa}, {loaded.reason}"
-    if loaded.remedy:  # they run, but cannot be kept
+    if loaded.remedy:  # they run, but could not be saved for the next start
         text = f"{text}. {loaded.remedy}"
     if requested_kernels == "auto":
         return text
@@ -120,14 +119,14 @@ def _described(loaded: LoadedKernels, enabled: frozenset[str], requested_kernels
 
 
 def pin_threads(config: RankConfig, kernels: CpuKernels | None) -> None:
-    """Bind the rank's compute threads to its CPU cores, one thread each where our kernels can do it.
+    """Bind the rank's compute threads to its CPU cores: one thread to each core if our kernels can do that.
 
-    Nothing is done if the config names no cores. Call it after the kernels were built: a compiler would
-    inherit the binding.
+    If they cannot, all threads are bound to all these cores together. Nothing is done if the config names no
+    cores. Call it after the kernels were built: a compiler would inherit the binding.
     """
     if not config.cpus:
         return
-    # A library of another compiler may bring an OpenMP runtime, and so threads, of its own.
+    # A kernel library of another compiler may bring its own OpenMP runtime: its threads are not torch's.
     shares_threads = kernels is not None and kernels.library.penstock_num_threads() == config.threads
     if kernels is None or not shares_threads:
         os.sched_setaffinity(0, config.cpus)  # threads that are started from here on inherit it
@@ -137,10 +136,10 @@ def pin_threads(config: RankConfig, kernels: CpuKernels | None) -> None:
 
 
 def format_of(config: RankConfig, weights: StoredWeights) -> FormatOf:
-    """Return a function that says in which quantised form a matrix is to be held, or None: in floats.
+    """Return a function that returns the quantised form in which to hold a matrix; None: as floats.
 
-    The form is that of the files if these are quantised, else the one that the config asks for. The function
-    raises `CheckpointError` for shapes that config.json denies.
+    If the files are quantised, the form is theirs. Otherwise it is the one that the config asks for. The
+    function raises `CheckpointError` if a shape in the files contradicts config.json.
     """
     if weights.is_quantized:
         return weights.form_of

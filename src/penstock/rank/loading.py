@@ -1,6 +1,7 @@
 """Loads one rank's model and makes the runner over it: all that computes, without neighbours or messages.
 
-Called by `rank.rank`, which serves with it, and by `planner.step_timing`, which times it.
+Called by `rank.rank`, which serves requests with them, and by `planner.step_timing`, which measures their
+times.
 """
 
 from __future__ import annotations
@@ -62,13 +63,13 @@ class LoadedRank:
     """The weights of a rank in memory, with what was learnt while they were loaded.
 
     Attributes:
-        samples: samples of the model's files, taken before the weights were read.
+        samples: digests of samples of the model's files, taken before the weights were read.
         group: the ranks that share the stage's layers; the rank joins it in every epoch.
         storage: the KV cache of the rank's layers; nothing is allocated yet.
         report: how many bytes were read, and in what time.
-        kernels: which of our kernels run, or why none do, for people.
-        has_kernels: whether any run.
-        is_invariant: whether a number is the same bits whatever is computed together with it.
+        kernels: text for people: which of our kernels run, or why none do.
+        has_kernels: whether any of our kernels run.
+        is_invariant: whether a row's results do not depend on the other rows computed with it.
         numeric_class: a text that is equal for ranks that compute the same bits.
     """
 
@@ -139,8 +140,8 @@ def load_rank(config: RankConfig, progress: Callable[[int, int], None]) -> Loade
 def tensor_group(config: RankConfig, kernels: CpuKernels | None) -> TensorGroup:
     """Return the group over which this rank exchanges tensors with the other ranks of its stage.
 
-    Our kernels exchange through shared memory; without them torch does, or, between threads, Python. A rank
-    that is alone gets a group that exchanges nothing.
+    Our kernels exchange tensors through shared memory. Without kernels, torch exchanges them between
+    processes, and Python between threads. A rank that is alone gets a group that exchanges nothing.
     """
     if config.tp_size == 1:
         return SOLO
@@ -242,21 +243,21 @@ def build_runner(
 def grammar_rows(config: RankConfig, spec: ModelSpec) -> NoGrammars:
     """Return the object that constrains samples by the grammars of requests.
 
-    It is a stand-in on stages that do not sample. In a process of its own, the rank reads the vocabulary now,
-    so that the first request with a grammar does not hold up the others.
+    It is a stand-in on stages that do not sample. A rank that is a process reads the vocabulary now, so that
+    the first request with a grammar does not hold up the others; a rank that is a thread reads it then.
     """
     if not config.is_last:
         return NoGrammars()
 
     def open_vocabulary() -> Vocabulary:
-        from penstock.grammar.matcher import load_vocabulary  # here: most requests have no grammar
+        from penstock.grammar.matcher import load_vocabulary  # here: a thread may never need the library
 
         return load_vocabulary(Path(config.model_path), spec.eos_token_ids)
 
     grammars = GrammarRows(spec.vocab_size, open_vocabulary, timeout_s=config.wait_timeout_s)
     if not config.are_threads:
-        grammars.open()  # else the first request with a grammar would hold up all others
-        give_back_freed_pages()  # reading a vocabulary took up to 60 MB that nobody needs again
+        grammars.open()
+        give_back_freed_pages()  # reading a vocabulary takes up to 60 MB, which are free afterwards
     return grammars
 
 
@@ -266,7 +267,7 @@ def kv_transfer(config: RankConfig, loaded: LoadedRank, kv: Sequence[AnyKV]) -> 
         return None
     heads = HeadShares.of(loaded.spec, loaded.group)
     codec = loaded.model.attention.block_codec(config.block_size)
-    kv = kv[: config.num_layers]  # what an MTP layer keeps is worth no store
+    kv = kv[: config.num_layers]  # without the MTP layer's: it only guesses, and can do without old entries
     return KVTransfer(
         open_guarded(
             config.store.url,
@@ -287,7 +288,7 @@ def kv_transfer(config: RankConfig, loaded: LoadedRank, kv: Sequence[AnyKV]) -> 
 def entry_calls(config: RankConfig) -> EntryCalls | NoEntryCalls:
     """Return the object that answers the core's calls about the KV store of this host.
 
-    It is a stand-in if there is no store, or if the core uses the same one and needs no answers.
+    It is a stand-in if there is no store, or if the core uses the same store and so makes no such calls.
     """
     store = config.store
     if store is None or not store.host:
@@ -302,8 +303,8 @@ def entry_calls(config: RankConfig) -> EntryCalls | NoEntryCalls:
 def transfers_head(config: RankConfig, spec: ModelSpec) -> bool:
     """Return whether the last stage gets the weights of its output head from the first one, over the links.
 
-    That is so if the head is tied to the embedding (has the same weights), there are several stages, and the
-    config says so.
+    That is so if three things hold: the head is tied to the embedding (has the same weights), there are
+    several stages, and the config says "transfer".
     """
     return config.tied_head == "transfer" and spec.tie_word_embeddings and config.num_stages > 1
 
@@ -322,10 +323,7 @@ def device_of(config: RankConfig) -> torch.device:
 
 
 def available_bytes(device: torch.device) -> int:
-    """Return the bytes of memory that are free on the device now, with all processes' use deducted.
-
-    For a CPU that is the memory of the host.
-    """
+    """Return the bytes of the device's memory that no process uses now; for a CPU, of the host's memory."""
     return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else host_available_bytes()
 
 

@@ -2,15 +2,16 @@
 
     weights ─▶ small KV cache, runner ─▶ prompts that fill a plan ─▶ every row decodes and is sampled ─▶ peak
 
-Every rank measures by itself, without waiting: where ranks share a stage, each takes the others to bring
-what it brings (`TensorGroup.rehearsing`). Rows read the blocks of the small cache again and again, as if it
-were as large as the one that comes.
+Every rank measures by itself, without waiting. If ranks share a stage, each computes as if the others had
+sent it a copy of its own tensors (`TensorGroup.rehearsing`). The small cache stands for the large one that
+comes: all rows read its blocks again and again.
 
-On a GPU the whole plan runs, and torch's allocator says what that took. On a CPU time counts: one layer
-runs, since all layers use the same memory in turn, with as many tokens as take `REHEARSAL_S`, and the
-resident memory of the process says what that took. The outputs of our kernels lie in memory that is made
-for the largest plan at once, and is counted as a whole; where torch makes it for each step, it grows with
-the tokens.
+- On a GPU the whole plan runs, and torch's allocator says how much memory that took.
+- On a CPU a whole plan would take too long. One layer runs, since all layers use the same memory in turn,
+  with as many tokens as it can compute in `REHEARSAL_S`. The resident memory of the process says how much
+  that took. Where our kernels run, their outputs lie in memory that is made for the largest plan at once; it
+  is counted as a whole. Where torch makes outputs for each step, what was measured is scaled to the tokens
+  of the largest plan.
 """
 
 from __future__ import annotations
@@ -39,14 +40,14 @@ from penstock.runner.forward_batch import ForwardBatch
 from penstock.runner.mtp_guesser import NORMED, NoGuesser
 from penstock.sample.sampler import rows_at_once
 
-REHEARSAL_S = 0.05  # of the prompts, and of the samples, on a CPU; more if the fewest take longer
+REHEARSAL_S = 0.05  # for prompts, and as long for samples, on a CPU; longer if the fewest take longer
 _NUM_BLOCKS = 64  # of the small cache
-_FEWEST_TOKENS, _FEWEST_ROWS = 64, 4
-_KERNEL_CONTEXT = 512  # tokens that a row attends to: more of them take no more memory of our kernels
+_FEWEST_TOKENS, _FEWEST_ROWS = 64, 4  # of the first run on a CPU, from which the time of others is estimated
+_KERNEL_CONTEXT = 512  # tokens that a row attends to: with more our kernels use no more memory
 _LOGIT_BYTES = 4
 _NUM_LOGPROBS = 20  # the most that a client may ask for
 
-_ANY_SAMPLING = RowSampling(  # of whole logits, with everything that is done to them
+_ANY_SAMPLING = RowSampling(  # the way that takes most memory: whole logits, with all that changes them
     temperature=1.0,
     top_k=0,
     top_p=0.9,
@@ -60,10 +61,10 @@ _ANY_SAMPLING = RowSampling(  # of whole logits, with everything that is done to
 
 
 class PeakMeter(Protocol):
-    """A meter of memory: how far the bytes in use have risen at most since it was begun."""
+    """A meter of memory: it measures by how much the bytes in use have risen at their peak."""
 
     def begin(self) -> None:
-        """Begin to measure: count from the memory that is in use now."""
+        """Begin to measure: growth counts from the memory that is in use now."""
         ...
 
     def growth(self) -> int:
@@ -79,8 +80,8 @@ class ResidentMeter:
     """A meter of the resident memory of this process, for a rank on a CPU.
 
     Args:
-        peak: returns the most bytes that were resident since `forget` was called.
-        forget: begins such a measurement anew.
+        peak: returns the most bytes that were resident since `forget` was last called.
+        forget: forgets the peak so far.
     """
 
     def __init__(
@@ -138,8 +139,9 @@ def meter_of(config: RankConfig) -> PeakMeter:
 class NoProbe:
     """A probe that measures nothing, and the interface of probes of a rank's memory.
 
-    It serves a rank that takes the place of a lost one and gets as many KV blocks as that had. It also serves
-    ranks that are threads, since what one thread takes of its process's memory cannot be told.
+    It serves a rank that takes the place of a lost one, because that gets as many KV blocks as the lost rank
+    had. It also serves ranks that are threads on a CPU: nothing says how much of the memory of the process
+    one thread takes.
     """
 
     def peak_bytes(self, config: RankConfig, loaded: LoadedRank) -> int:
@@ -171,7 +173,7 @@ class MemoryProbe(NoProbe):
             NotEnoughMemoryError: the device has no room for such a plan, whatever the KV cache takes.
         """
         meter = self._meter or meter_of(config)
-        gc.freeze()  # what was there before need not be looked at below, which would take a tenth of a second
+        gc.freeze()  # so that the collection below skips older objects, which would take a tenth of a second
         try:
             with torch.inference_mode(), loaded.group.rehearsing():
                 peak_bytes = _Rehearsal(config, loaded, meter, self._clock).peak_bytes()
@@ -185,7 +187,7 @@ class MemoryProbe(NoProbe):
 def probe_of(config: RankConfig) -> NoProbe:
     """Return the probe that measures a rank's largest plan.
 
-    It measures nothing for a rank that takes the place of a lost one, and for threads on a CPU.
+    It measures nothing for a rank that takes the place of a lost one, and for threads on a CPU (`NoProbe`).
     """
     are_alike = config.are_threads and config.device_type == "cpu"
     return NoProbe() if are_alike or config.first_load.identity else MemoryProbe()
@@ -193,9 +195,10 @@ def probe_of(config: RankConfig) -> NoProbe:
 
 @dataclass(frozen=True, slots=True)
 class _Growth:
-    """By how much memory has grown for `few` tokens or rows, and for `count`.
+    """The bytes by which memory has grown for `few` tokens or rows, and for `count` of them.
 
-    A part of the growth for the few is taken once, however many follow: code that is loaded, buffers.
+    A part of the growth for the few, such as loaded code and buffers, does not grow with their number. So the
+    growth for another number follows from the difference of the two.
     """
 
     count: int
@@ -204,7 +207,7 @@ class _Growth:
     bytes_of_few: int
 
     def at(self, count: int) -> int:
-        """Return the growth for so many."""
+        """Return the growth for `count` tokens or rows, on the straight line through both measurements."""
         if self.count == self.few:
             return self.num_bytes * count // self.count
         of_each = (self.num_bytes - self.bytes_of_few) / (self.count - self.few)
@@ -212,11 +215,15 @@ class _Growth:
 
 
 class _EnoughError(Exception):
-    """A signal that one layer has run."""
+    """A signal that the first layer has run, which ends the forward pass."""
 
 
 class _HeadAlone(NoGuesser):
-    """A guesser in place of the MTP layer: the states of the tokens that are sampled are at hand."""
+    """A stand-in for a guesser, so that sampling runs the head alone, over states that the probe has made.
+
+    The runner samples from a guesser's states if the tensors have some (`mtp_guesser.states_of`), and then
+    needs no output of the layers.
+    """
 
     def __init__(self, model: Decoder) -> None:
         self._model = model
@@ -226,7 +233,7 @@ class _HeadAlone(NoGuesser):
 
 
 class _Rehearsal:
-    """The state of one measurement; what it has made goes with it."""
+    """The state of one measurement; its cache and runner are freed with it."""
 
     def __init__(
         self, config: RankConfig, loaded: LoadedRank, meter: PeakMeter, clock: Callable[[], float]
@@ -239,7 +246,7 @@ class _Rehearsal:
         self._runner = build_runner(config, loaded, kv)
         if isinstance(loaded.model, Decoder):
             self._runner.guesser = _HeadAlone(loaded.model)
-        self._pages = counted_bytes() - pages  # of activations that are made for the largest plan at once
+        self._pages = counted_bytes() - pages  # of our kernels' outputs, made for the largest plan at once
         shape = config.max_num_batched_tokens, loaded.spec.hidden_size
         self._received = torch.zeros(shape, dtype=dtype_of(config), device=loaded.device)
         self._longest = self._longest_context()
@@ -252,7 +259,7 @@ class _Rehearsal:
         sampled = 0
         if self._config.is_last:
             sampled = self._of_all_samples(self._grown(self._sample, _FEWEST_ROWS, min(most, largest)))
-        if not (self._on_gpu or self._config.is_first):  # what is received, and a stream of zeros
+        if not (self._on_gpu or self._config.is_first):  # the received hidden states, and zeros as many
             sampled += 2 * self._received.nbytes
         if self._pages:
             touched = self._pages * prefill.count // largest
@@ -260,23 +267,27 @@ class _Rehearsal:
         return max(prefill.at(largest), decode + sampled)
 
     def _of_all_samples(self, sampled: _Growth) -> int:
-        """Return the bytes that the most samples of a plan take.
+        """Return the bytes that a plan with the most samples takes for them.
 
-        The logits of all rows are there at once, and copies of a few of them (`rows_at_once`).
+        The logits of all samples are there at once, and copies of a few of them (`rows_at_once`).
         """
         vocab_size, most = self._loaded.spec.vocab_size, self._config.max_num_samples
         num_copied = max(sampled.count, min(most, rows_at_once(vocab_size)))
         return sampled.at(num_copied) + (most - num_copied) * vocab_size * _LOGIT_BYTES
 
     def _grown(self, run: Callable[[int], None], fewest: int, most: int) -> _Growth:
-        """Run the fewest, and then as many as there is time for; return what both have taken."""
+        """Run a few tokens or rows, then as many as there is time for; return the growth of memory for both.
+
+        Args:
+            fewest, most: numbers of tokens or rows; on a GPU the most are run, and nothing else.
+        """
         few = most if self._on_gpu else min(fewest, most)
         run(few)
         by_few = self._meter.growth()
         if few == most:
             return _Growth(few, by_few, few, by_few)
         started = self._clock()
-        run(few)  # once more: the first run loads code, and says little of the time
+        run(few)  # once more, for the time: the first run also loads code
         spent = max(1e-9, self._clock() - started)
         count = max(few, min(most, int(few * REHEARSAL_S / spent)))
         if count > few:
@@ -284,7 +295,7 @@ class _Rehearsal:
         return _Growth(count, max(by_few, self._meter.growth()), few, by_few)
 
     def _longest_context(self) -> int:
-        """Return the most tokens that all rows of a plan may attend to, by the free memory."""
+        """Return the most tokens that all rows of a plan together may attend to, by the free memory."""
         if self._loaded.has_kernels and not self._on_gpu:
             return _KERNEL_CONTEXT
         of_token = max(1, self._loaded.storage.block_bytes // self._config.block_size)
@@ -292,8 +303,8 @@ class _Rehearsal:
         return max(2, min(free // of_token, self._config.max_num_seqs * self._config.max_model_len))
 
     def _prefill(self, num_tokens: int) -> None:
-        """Run chunks of prompts, as long as they may be, that together have `num_tokens` tokens."""
-        longest = self._config.max_model_len - 1  # behind a chunk there is another token
+        """Run chunks of prompts that together have `num_tokens` tokens, each as long as a chunk may be."""
+        longest = self._config.max_model_len - 1  # a chunk that is not sampled has a known token behind it
         per_row = min(self._config.prefill_chunk or longest, longest, num_tokens)
         counts = [per_row] * min(self._config.max_num_seqs, num_tokens // per_row)
         self._run_layers(counts, is_sampled=False)
@@ -303,7 +314,14 @@ class _Rehearsal:
         return self._meter.growth()
 
     def _run_layers(self, counts: Sequence[int], *, is_sampled: bool) -> None:
-        """Run rows with so many tokens each, with the longest context that there is memory for."""
+        """Run the layers over rows, with the longest contexts that there is memory for.
+
+        Args:
+            counts: tokens of each row.
+
+        Raises:
+            NotEnoughMemoryError: there is no memory for the plan even with the shortest contexts.
+        """
         context = min(self._config.max_model_len - 1, max(self._longest // len(counts), *counts))
         while True:
             batch = self._begin(counts, context, is_sampled=is_sampled)
@@ -318,17 +336,18 @@ class _Rehearsal:
                     "weights.",
                     remedy="Lower --max-num-batched-tokens or --max-num-seqs, or use more stages.",
                 )
-            self._meter.growth()  # what the attempt has taken does not count
-            context //= 2  # requests with more must fit the KV cache, which is smaller than what is free now
+            self._meter.growth()  # forget the peak of this attempt
+            # Less will do: contexts must fit the KV cache, which is smaller than the memory free now.
+            context //= 2
 
     def _sample(self, num_rows: int) -> None:
-        """Sample the newest token of so many rows."""
+        """Sample one token of each of `num_rows` rows."""
         batch = self._begin(
             [1] * num_rows, min(_KERNEL_CONTEXT, self._config.max_model_len - 1), is_sampled=True
         )
         states = self._received[:num_rows]
         tensors = IntermediateTensors({"hidden_states": states, NORMED: states})
-        if not isinstance(self._loaded.model, Decoder):  # what its head takes only its layers know
+        if not isinstance(self._loaded.model, Decoder):  # only its layers can make the input of its head
             tensors = self._runner.forward(self._inputs(batch), batch)
         result = self._runner.sample(tensors, batch)
         if result.error is not None:
@@ -338,7 +357,12 @@ class _Rehearsal:
             )
 
     def _begin(self, counts: Sequence[int], context: int, *, is_sampled: bool) -> ForwardBatch:
-        """Let rows enter that have a context of so many tokens, the last `counts` of which are run."""
+        """Return the inputs of a step over new rows.
+
+        Args:
+            counts: tokens of each row that are run, the last ones of its context.
+            context: tokens of each row, for whose keys and values it has blocks.
+        """
         runner, block_size = self._runner, self._config.block_size
         runner.reset()
         ids = [token % self._loaded.spec.vocab_size for token in range(context + 1)]
@@ -361,7 +385,7 @@ class _Rehearsal:
         return runner.complete(runner.begin(plan))
 
     def _inputs(self, batch: ForwardBatch) -> IntermediateTensors:
-        """Return the input of the first own layer: tokens, or what the stage before might have sent."""
+        """Return the input of the rank's first layer: embeddings, or zeros as if from the stage before."""
         if self._config.is_first:
             return self._runner.embed(batch)
         received = self._received[: batch.num_tokens]

@@ -1,7 +1,7 @@
 """Checks, before a rank reads weights, that the model's files look like those of the engine's first load.
 
-`weights.read_digests` compares every byte that the rank reads. This check takes milliseconds: it compares
-config.json, the headers of all weight files, and samples of their data.
+`weights.read_digests` compares every byte, while the rank reads it. The check here comes before and takes
+milliseconds: it compares config.json, the headers of all weight files, and samples of their data.
 """
 
 from __future__ import annotations
@@ -32,11 +32,12 @@ def sample_model(directory: Path, *, identity: bytes, table: bytes, known: bytes
 
     Args:
         identity, table: the samples of the engine's first load; empty while there is none.
-        known: identity of the model, if the rank's host has compared the whole directory with it; empty: the
-            files are sampled.
+        known: the identity of the model, if the rank's host has verified that the directory has it; the files
+            are not sampled again then. Empty: they are sampled now.
 
     Raises:
-        ModelChangedError: a file differs; it is named if it was there at the first load.
+        ModelChangedError: a file differs; the error names a file that was there at the first load, or else
+            the directory.
     """
     samples = ModelSamples(
         identity=known or model_identity(directory),
@@ -53,7 +54,7 @@ def _file_records(directory: Path) -> dict[str, bytes]:
 
 
 def _changed_file(directory: Path, table: bytes) -> str:
-    """Return the name of the first file that differs; that of the directory if files came or went."""
+    """Return the name of the first file that differs; the directory's name if files were added or removed."""
     expected = parse_table(table)
     for name, found in _file_records(directory).items():
         if any(expected.get(key, digest) != digest for key, digest in parse_table(found).items()):

@@ -1,8 +1,8 @@
 """The process of a rank: `python -m penstock.rank.process --config-fd N --status-fd M --control-fd K`.
 
-Started by its host, which hands it the ends of its connections over the control socket, for each epoch anew.
-Sets up the process before torch is imported, opens the connections, each by the carrier of its kind, and lets
-`rank.rank` do the rest. Exit code: 0 after a shutdown, else that of the error.
+Its host starts it, and hands it the ends of its connections over the control socket, for each epoch anew. The
+module sets up the process before torch is imported, and opens each connection by the carrier of its kind;
+`rank.rank` does the rest. Exit code: 0 after a shutdown, else that of the error.
 """
 
 from __future__ import annotations
@@ -81,16 +81,16 @@ def _epochs(
 ) -> Iterator[RankConnections]:
     """Yield the connections of each epoch that the supervisor begins, until the supervisor ends."""
     while isinstance(ends := control.receive(), RankEndpoints):
-        if control.has_news():  # that epoch is over before it has begun here
+        if control.has_news():  # a newer message waits: that epoch was over before it began here
             error = LinkClosedError(f"epoch {ends.epoch} ended before this stage joined it.")
             report(Abandoned(epoch=ends.epoch, error=error.info()))
             close_descriptors(ends)
             continue
         try:
             yield _connect(rank, ends, control, report)
-        finally:  # also where the rank ends with this epoch, as a thread of a process that goes on
+        finally:  # also if the rank ends with this epoch, which closes this generator; its process may go on
             close_descriptors(ends)
-        gc.collect()  # links and views of their frames hold each other, and the memory of the epoch
+        gc.collect()  # links and views of their frames refer to each other, and keep the epoch's memory
 
 
 def _connect(
@@ -136,7 +136,11 @@ def _connect(
 
 
 def _name_of_link(rank: RankConfig, sender: int) -> str:
-    """Return a rank's name of the link from stage `sender` to the next, such as "stage 0 -> stage 1"."""
+    """Return the name of a rank's link, such as "stage 0 -> stage 1".
+
+    Args:
+        sender: stage at the sending end of the link: the rank's own, or the one before.
+    """
     if sender == rank.stage:
         return f"{rank.name} -> stage {rank.stage + 1}"
     return f"stage {sender} -> {rank.name}"

@@ -7,9 +7,9 @@
                         ▲                                                     │
                         └──── new connections ◀── a neighbour or the core is gone: the epoch is over
 
-Weights and KV storage outlive an epoch; requests do not: the core sends them again. A process loads before it
-asks for its first connections, which it gets when all others have loaded too: what `RankLoaded` says of free
-memory is then true of all.
+Weights and KV storage outlive an epoch; requests do not, and the core sends them again. A process loads its
+weights before it asks for its first connections. It gets these once all other ranks have loaded too, so that
+the free memory from which `RankLoaded` is computed does not shrink any more.
 """
 
 from __future__ import annotations
@@ -97,9 +97,10 @@ from penstock.trace.phases import PhaseClock, StageReporter
 from penstock.weights.read_digests import RECORD_BYTES
 
 START_POLL_S = 0.2
-DIGESTS_PER_LINE = 80  # a line of 3.5 kB
+DIGESTS_PER_LINE = 80  # of a report: a line of 3.5 kB, which a status pipe takes whole
 
-# Others have failed; or a rank that shares its stage had no memory for a step: it has its weights still.
+# After these errors a rank keeps its weights and waits for the next epoch: other ranks have failed, or a rank
+# of a shared stage had no memory for a step.
 _LIVES_ON = LinkClosedError | WaitTimeoutError | PlanMemoryError
 
 Report = Callable[[StatusEvent], None]
@@ -113,16 +114,16 @@ class RankConnections:
 
     Attributes:
         epoch: epoch that the connections belong to.
-        plans: brings plans from the core; the rank's reports to the core go back over it.
-        results: on the output rank: takes the results of steps to the core.
-        tokens: on the output rank: take sampled tokens to each rank of the earlier stages, in order. On each
-            of those: one channel, which brings them.
-        incoming: brings hidden states from the stage before; None on the first stage.
-        outgoing: take hidden states to ranks of the next stage (`RankConfig.receivers`).
-        meeting: the place where the ranks of the stage meet, if there are several.
-        link_orders: carries out plans that exchange a link.
-        is_over: returns whether the epoch has ended; called until the core begins it, while no peer could be
-            missed.
+        plans: channel that brings plans from the core; the rank's reports to the core go back over it.
+        results: on the output rank, the channel that takes the results of steps to the core.
+        tokens: channels for sampled tokens. On the output rank one to each rank of the earlier stages, in
+            the order of stages; on a rank of an earlier stage the one that brings them; else none.
+        incoming: link that brings hidden states from the stage before; None on the first stage.
+        outgoing: links that take hidden states to ranks of the next stage (`RankConfig.receivers`).
+        meeting: the place where the ranks of the stage meet to form their group, if there are several.
+        link_orders: carries out the orders of plans to replace a link.
+        is_over: returns whether the epoch has ended. It is called while the rank waits for the first message
+            of the core, since a lost peer would not be noticed otherwise.
     """
 
     plans: MessageChannel
@@ -147,18 +148,18 @@ def run_rank(
 ) -> ChildFailed | None:
     """Run a rank to its end: through one epoch after the other, each over new connections.
 
-    A rank that fails because others are lost leaves the epoch and goes on in the next. Core and supervisor
-    learn the cause of any failure before the neighbours do.
+    A rank that fails because others are lost leaves the epoch and goes on in the next. The cause of any
+    failure is reported to core and supervisor before the connections close, which neighbours notice.
 
     Args:
         epochs: yields the connections of each epoch, and may wait for the next.
         report: takes status events for the supervisor; must not block.
-        loads_first: load the weights before the first connections are asked for. If that fails, only `report`
-            hears why.
+        loads_first: load the weights before the first connections are asked for. If that fails, the reason
+            goes to `report` alone, since there is no connection to the core yet.
 
     Returns:
-        The failure of its own that ended the rank, and that was reported; None after `Shutdown`, or when
-        there is no other epoch.
+        The rank's own failure, which has been reported and ended it; None after `Shutdown`, or when there is
+        no further epoch.
     """
     with contextlib.closing(Rank(config, report)) as rank:
         if loads_first:
@@ -190,12 +191,12 @@ def _live(
         finally:
             connections.close()
             rank.leave()
-        del connections  # and with them the memory of the epoch, while the next one is waited for
+        del connections  # frees the memory of their links before the next epoch is waited for
     return None
 
 
 class Rank:
-    """A rank, and what it keeps from epoch to epoch: the weights, and the KV storage with its runner.
+    """A rank, with all that it keeps from epoch to epoch: the weights, and the KV storage with its runner.
 
     Args:
         report: takes status events for the supervisor; must not block.
@@ -226,8 +227,8 @@ class Rank:
     def serve(self, connections: RankConnections) -> None:
         """Serve one epoch: report to the core, allocate the KV cache, and run plans until `Shutdown`.
 
-        Weights and KV cache are made once, in the first epoch. The call ends with an error if the connections
-        fail.
+        Weights and KV cache are made once, at the latest in the first epoch. The call raises an error if the
+        connections fail.
         """
         config, plans = self._config, connections.plans
         loaded = self.load()
@@ -237,7 +238,7 @@ class Rank:
         start = _await_start(connections)
         if start is None:
             return
-        if connections.meeting is not None:  # not before: others may load as long as they need
+        if connections.meeting is not None:  # not before `start`: other ranks may load as long as they need
             loaded.group.join(connections.meeting)
         if transfers_head(config, loaded.spec):
             _transfer_head(config, loaded, connections, has_it=self._runner is not None)
@@ -274,7 +275,7 @@ class Rank:
     def leave(self) -> None:
         """Leave the epoch that is over: drop open copies of blocks, and leave the group of the stage's ranks.
 
-        Ranks of the stage that wait for this one wait no longer.
+        Other ranks of the stage that wait for this one stop waiting.
         """
         if self._transfer is not None:
             self._transfer.reset()
@@ -283,7 +284,7 @@ class Rank:
             self._loaded.group.close()
 
     def close(self) -> None:
-        """Close the runner, the transfer of KV blocks and the calls about the store, since the rank ends."""
+        """Close the runner, the transfer of KV blocks and the store's catalogue, since the rank ends."""
         if self._runner is not None:
             self._runner.close()
         if self._transfer is not None:
@@ -291,7 +292,11 @@ class Rank:
         self._entries.close()
 
     def _runner_for(self, num_blocks: int, loaded: LoadedRank) -> ModelRunner:
-        """Return the runner over storage of `num_blocks` blocks, which are as many in every epoch."""
+        """Return the runner over storage of `num_blocks` blocks; every epoch must have the same number.
+
+        Raises:
+            ProtocolError: the core asks for another number than in the epoch before.
+        """
         if self._runner is None:
             allocate = armed(
                 self._config.faults, "rank.allocate", self._config.stage, loaded.storage.allocate
@@ -310,7 +315,7 @@ class Rank:
 
 
 def _checking(residency: Residency, connections: RankConnections) -> Callable[[ScheduledBatch], None]:
-    """Return a function that checks a plan before its step, and exchanges the links that it names."""
+    """Return a function that checks a plan before its step, and carries out its orders to replace links."""
 
     def check(plan: ScheduledBatch) -> None:
         residency.replay(plan)
@@ -336,11 +341,14 @@ def phase_clock(device: torch.device) -> PhaseClock:
 def _transfer_head(
     config: RankConfig, loaded: LoadedRank, connections: RankConnections, *, has_it: bool
 ) -> None:
-    """Send a tied head down the pipe, pass it on or take it.
+    """Send a tied head (an output head that is the embedding) down the pipe, pass it on or take it.
 
-    All ranks have loaded by then, so that none waits for another's disk. It is done in every epoch: a rank
-    cannot know whether the last one has started anew. A rank that has the head still (`has_it`) takes what
-    comes and forgets it.
+    All ranks have loaded by then, so that none waits for another's disk. It is done in every epoch, since a
+    rank cannot know whether a rank of the last stage has been started anew.
+
+    Args:
+        has_it: a rank of the last stage has the head from an earlier epoch; it receives the rows and drops
+            them.
     """
     spec = loaded.spec
     route = HeadRoute(
@@ -373,7 +381,7 @@ def _tied_embedding(loaded: LoadedRank) -> VocabEmbedding:
 
 
 def _fill_head(route: HeadRoute, buffer: Tensor, incoming: Link, weight: Tensor | Matrix) -> None:
-    """Take the rows of the own share into the weight, in the form in which it is held."""
+    """Receive the rows of this rank's share of the head into `weight`, in the form in which it is held."""
     if isinstance(weight, Matrix):
         take_head(route, buffer, incoming, lambda first, rows: weight.put(first, rows, PLAIN))
         weight.finish()
@@ -387,7 +395,10 @@ def _fill_head(route: HeadRoute, buffer: Tensor, incoming: Link, weight: Tensor 
 
 
 def _report_loaded(loaded: LoadedRank, report: Report) -> None:
-    """Report what was read, in lines that a status pipe takes whole, and that it is in memory."""
+    """Report that the weights are loaded, and before that the digests of what was read.
+
+    A line of digests is short enough for a status pipe to take it whole.
+    """
     table = loaded.samples.table + loaded.report.digests
     for first in range(0, len(table), DIGESTS_PER_LINE * RECORD_BYTES):
         report(TensorsRead(digests=table[first : first + DIGESTS_PER_LINE * RECORD_BYTES]))
@@ -422,7 +433,7 @@ def _loaded_message(config: RankConfig, loaded: LoadedRank, peak_bytes: int) -> 
 
 def _await_start(connections: RankConnections) -> AllocateKV | None:
     """Return the core's decision on the KV blocks, or None when it shuts down instead."""
-    while (frame := connections.plans.recv(START_POLL_S)) is None:  # others may load as long as they need
+    while (frame := connections.plans.recv(START_POLL_S)) is None:  # no deadline: other ranks still load
         if connections.is_over():
             raise LinkClosedError(f"epoch {connections.epoch} ended before all stages had joined.")
     message = decode_to_rank(frame)
@@ -478,7 +489,7 @@ def _choose_sink(
 def _by_need(
     config: RankConfig, channels: Sequence[MessageChannel]
 ) -> tuple[Sequence[MessageChannel], Sequence[MessageChannel]]:
-    """Return the channels from the output rank to stages that embed, and to those that do not."""
+    """Return the channels from the output rank to the first stage, and those to the stages between."""
     return channels[: config.first_tp_size], channels[config.first_tp_size :]
 
 
@@ -488,7 +499,7 @@ def _tell_core(stage: int, failed: ChildFailed, plans: MessageChannel) -> None:
 
 
 def _host_free_bytes(config: RankConfig) -> int | None:
-    """Return what the host of a rank on a CPU can still give, where the host says so."""
+    """Return the free memory of the host; None on a GPU, and where the host does not say."""
     if config.device_type != "cpu":
         return None
     with contextlib.suppress(OSError):
@@ -497,9 +508,10 @@ def _host_free_bytes(config: RankConfig) -> int | None:
 
 
 def _teller(config: RankConfig, plans: MessageChannel) -> Callable[[StageTimes | StageSpans], None]:
-    """Return a function that sends where the time of a rank went.
+    """Return a function that sends reports of a rank's time to the core.
 
-    The first rank sends the totals for all ranks of the stage, which go in step; spans are each rank's own.
+    Totals (`StageTimes`) are sent by the first rank of a stage alone, because its ranks go in step. Spans are
+    sent by every rank.
     """
 
     def tell(report: StageTimes | StageSpans) -> None:

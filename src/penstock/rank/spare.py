@@ -1,10 +1,11 @@
 """A process that waits to become a rank: `python -m penstock.rank.spare`, run as `rank.process` is.
 
-Started by its host while all is well, or ahead of a rank that a worker is about to be asked for. It imports
-what every rank needs, says so and waits, without weights. A rank is then started in it (`BecomeRank`). That
-saves the start of the interpreter and the imports, most of the time that a small model is away. From then on
-it is `rank.process`. If its worker (the agent of a host) is killed, it waits some seconds for the next worker
-(`process.successor`). Exit code: 0 when nothing came of it, else that of the rank.
+A host starts it while all is well, or shortly before a worker is asked for a rank. The process imports what
+every rank needs, reports that, and waits without weights. When a rank is to be started, it becomes that rank
+(`BecomeRank`), and does all that `rank.process` does. That saves the start of the interpreter and the
+imports: most of the time that a small model needs to come back. If its worker (the agent of a host) is
+killed, the spare waits some seconds for the next worker (`process.successor`). Exit code: 0 if it never
+became a rank, else that of the rank.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ def _run(config: SpareProcessConfig, status: StatusWriter, options: argparse.Nam
     aside = threading.Thread(target=_import_rank, args=[config.nice], name="imports")
     aside.start()
     aside.join()
-    import penstock.rank.rank  # noqa: F401  # done already, unless it failed: then it fails here
+    import penstock.rank.rank  # noqa: F401  # imported already; if that failed, the error is raised here
 
     own = SpareSelf(threads=config.threads, own_bytes=own_bytes())
     status.write(Warm(own_bytes=own.own_bytes))
@@ -69,7 +70,7 @@ def _run(config: SpareProcessConfig, status: StatusWriter, options: argparse.Nam
 
 
 def _door(config: SpareProcessConfig) -> SuccessorDoor | NoSuccessor:
-    """Return where the next worker may come; without such a place this process dies with its parent."""
+    """Return the door for the next worker; if the config names none, let this process die with its parent."""
     if config.successor_path:
         with contextlib.suppress(OSError):
             return SuccessorDoor(Path(config.successor_path))
@@ -78,7 +79,10 @@ def _door(config: SpareProcessConfig) -> SuccessorDoor | NoSuccessor:
 
 
 def _import_rank(nice: int) -> None:
-    """Import what a rank needs, in a thread of lower priority, which Linux does not let it raise again."""
+    """Import what a rank needs; run in a thread of its own, whose priority this lowers for good.
+
+    Linux does not let a thread raise its priority again, so the main thread must keep its own.
+    """
     thread = threading.get_native_id()
     os.setpriority(os.PRIO_PROCESS, thread, max(nice, os.getpriority(os.PRIO_PROCESS, thread)))
     import penstock.rank.rank  # noqa: F401
@@ -88,7 +92,7 @@ def own_bytes(statm: Path = Path("/proc/self/statm")) -> int:
     """Return the bytes of resident memory that this process shares with no file and no other process.
 
     Args:
-        statm: the file in which Linux says it.
+        statm: the file in which Linux reports a process's pages.
     """
     resident, shared = (int(field) for field in statm.read_text().split()[1:3])
     return (resident - shared) * os.sysconf("SC_PAGE_SIZE")

@@ -1,7 +1,7 @@
 """The weights of a model as its files hold them: safetensors, or blocks of a GGUF file.
 
-`open_weights` chooses by the model's path. Called by `rank.loading`, which knows no format: it asks in which
-form each matrix is to be held, and has the weights loaded into the model.
+`open_weights` chooses by the model's path. It is called by `rank.loading`, which knows no format. That module
+asks in which form to hold each matrix (`form_of`), and then has the weights loaded into the model (`load`).
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ class StoredWeights(Protocol):
         ...
 
     def form_of(self, parts: Mapping[str, int], in_size: int) -> HeldForm | None:
-        """Return the form in which the files hold a matrix, to hold it so in memory; None: in floats.
+        """Return the form in which the files hold a matrix, which memory is to hold too; None: as floats.
 
         Args:
-            parts: the projections that the matrix is joined of, with the size of each one's output.
+            parts: names of the projections that the matrix consists of, with the size of each one's output.
             in_size: the size of the input.
         """
         ...
@@ -52,7 +52,7 @@ class StoredWeights(Protocol):
     def load(
         self, model: nn.Module, progress: Callable[[int, int], None], left_out: frozenset[str]
     ) -> LoadReport:
-        """Load the weights into a model (`weights.loader.load_weights`), all but those left out.
+        """Load the weights into a model (`weights.loader.load_weights`), except those in `left_out`.
 
         Args:
             progress: called with (bytes done, bytes in all).
@@ -66,7 +66,7 @@ def open_weights(path: Path, spec: ModelSpec, digests: bytes) -> StoredWeights:
 
     Args:
         path: a directory with safetensors, or a GGUF file.
-        digests: digests of what the engine's first load read, to be compared; empty while there is none.
+        digests: of the tensors that the engine's first load read, to be compared; empty at the first load.
     """
     if path.is_dir():
         return SafetensorsWeights(Checkpoint(path, ReadDigests(digests)), spec)
@@ -95,7 +95,7 @@ class SafetensorsWeights:
         """Return the quantised form of a matrix if all its parts have the same in the files; None: floats.
 
         Args:
-            parts: the projections that the matrix is joined of, with the size of each one's output.
+            parts: names of the projections that the matrix consists of, with the size of each one's output.
             in_size: the size of the input.
         """
         formats = set()
@@ -139,10 +139,12 @@ class GgufWeights:
         return frozenset(self._stored)
 
     def form_of(self, parts: Mapping[str, int], in_size: int) -> BlockForms | None:
-        """Return the block formats of those parts of a matrix that the file has; None if one is in floats.
+        """Return the block formats of those parts of a matrix that the file has.
+
+        None is returned if the file has none of the parts, or one of them as floats.
 
         Args:
-            parts: the projections that the matrix is joined of, with the size of each one's output.
+            parts: names of the projections that the matrix consists of, with the size of each one's output.
             in_size: not used.
         """
         stored = (self._stored.get(f"{projection}.weight") for projection in parts)
