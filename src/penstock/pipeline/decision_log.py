@@ -1,15 +1,16 @@
 """The decision log: a chain of digests over the plans of one epoch, by which differing histories are noticed.
 
-The digest of a plan is the crc32 of its encoding, carried on from the digest of the plan before; that of the
-first one from a value that names the epoch. A digest stands for all that was decided since the epoch began:
+The digest of a plan is the crc32 of its encoding, carried on from the digest of the plan before. The digest
+of the first plan is carried on from a value that names the epoch. So a digest stands for all that was decided
+since the epoch began:
 
     epoch, first step ──▶ digest 0 ──▶ digest 1 ──▶ digest 2 ──▶ …
                             plan 0       plan 1       plan 2
 
 `executor.base` seals the plans of the core with it. Every rank (`pipeline.stage`) carries on a log of its own
 from the plans that it applies, and compares. Headers of frames, token returns and results bear the digest
-too, so that two parties whose histories differ find it out in the first step in which they meet [d4].
-Knows no requests and no tensors, and keeps no plans. No torch here.
+too. If the histories of two ranks differ, they find that out in the first step in which one sends to the
+other [d4]. A log knows no requests and no tensors, and keeps no plans. No torch here.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ class DecisionLog:
     """The log as the core or one rank has seen it: the digest of all plans so far, and no plans.
 
     Args:
-        epoch, first_step: of the first plan.
+        epoch, first_step: epoch and step of the first plan.
 
     Attributes:
         epoch: epoch of all its plans.
@@ -51,7 +52,8 @@ class DecisionLog:
             names_of: returns the ids of the requests in a plan, for the error.
 
         Raises:
-            ProtocolError: a plan was lost or repeated, or this one or another before it is not the core's.
+            ProtocolError: a plan was lost or repeated; or this plan, or one before it, differs from the
+                core's.
         """
         expected, received = (self.epoch, self.next_step), (plan.epoch, plan.step_id)
         if received != expected:

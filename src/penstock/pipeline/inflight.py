@@ -1,12 +1,12 @@
-"""The steps in flight: a ring of `depth` slots, at least one for each stage.
+"""The steps in flight: a queue in `depth` slots, at least one for each stage.
 
-Step n lives in slot `n % depth` from its submission until its result has been settled. Steps enter and leave
-in order, so the occupied slots are always one run of the ring:
+Step n is in slot `n % depth` from its submission until its result has been settled. Steps enter and leave in
+order, so the occupied slots always follow one another, where the first slot follows the last:
 
     depth 3     slot      0   1   2
                 step      6   4   5        oldest = 4, newest = 6, full
 
-The engine core keeps its plans here. Holds no scheduling state and decides nothing.
+The engine core keeps its plans here. The queue holds no scheduling state and decides nothing.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class InflightQueue(Generic[T]):
 
     Args:
         depth: most plans in flight [D1] [F2].
-        num_stages: P; the ring has at least as many slots.
+        num_stages: P; there are at least as many slots.
         first_step: step id of the first entry.
     """
 
@@ -83,7 +83,7 @@ class InflightQueue(Generic[T]):
         return entry
 
     def clear(self) -> None:
-        """Forget all entries: their results will not come. Step ids go on."""
+        """Forget all entries, because their results will not come; the next step id stays as it is."""
         self._slots = [None] * self.depth
         self._oldest = self._next
 

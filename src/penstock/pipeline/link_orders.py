@@ -1,12 +1,12 @@
-"""Exchanges a rank's links to neighbouring stages for new ones, each from the step on that a plan names.
+"""Exchanges a rank's links to neighbouring stages for new ones, from steps on that plans name.
 
     supervisor ──AttachLink(7, one end)──▶ both ranks, beside the plans
     core       ──plan with LinkOrder(7, first_step=N)──▶ all ranks: the two that it concerns open their ends
-    step N     crosses link 7;  the receiver reports that the link of before is empty
+    step N     crosses link 7;  the receiver reports that the old link is empty
 
-Plans are the log that all ranks replay, so that both ends read of N before either comes to it. Called once
-for a plan that has orders, before its step; the links themselves change over
-(`pipeline.links.switched_link`).
+All ranks replay the same plans, so that both ends know N before either comes to that step. `rank.rank` calls
+`obey` once for a plan that has orders, before its step. The change-over itself is done by
+`pipeline.links.switched_link`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class LinkOrders:
     Args:
         stage, tp_rank: this rank.
         incoming: link from the stage before, if there is one.
-        outgoing: links to ranks of the next stage, by the numbers of these ranks there.
+        outgoing: links to ranks of the next stage, by the numbers that these ranks have in that stage.
         open_end: waits for this rank's end of the link that an order names, and opens it.
         released: called with the number of a new link once this rank, its receiver, has emptied the old one.
     """
@@ -49,7 +49,7 @@ class LinkOrders:
 
         Raises:
             WaitTimeoutError: the host did not hand over the end of a link in time.
-            ProtocolError: this rank has no link in the place of the new one.
+            ProtocolError: this rank has no link that the new one could replace.
         """
         for order in orders:
             if (order.stage + 1, order.receiver) == (self._stage, self._tp_rank):

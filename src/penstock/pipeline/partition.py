@@ -1,8 +1,8 @@
 """Cuts the layers of a model into one range for each stage.
 
-A pure function of layer count, stage count and policy; called when an engine is resolved and by anything that
-prints a layout. Does not weigh times or memory: `engine.supervisor.auto_partition` does, and puts numbers in
-place of `auto`. Does not load anything.
+The ranges are a pure function of layer count, stage count and policy. It is called when the settings of an
+engine are resolved, and by anything that prints a layout. It does not weigh times or memory, and loads
+nothing: `engine.supervisor.auto_partition` measures, and puts numbers in place of `auto`.
 
 Ranges are half-open pairs `(start, end)`; over the stages they tile `[0, num_layers)` in order.
 """
@@ -24,13 +24,17 @@ def partition_layers(
     """Cut `num_layers` layers into `num_stages` consecutive ranges.
 
     Args:
-        policy: `even` gives the remainder layers one each to the stages from the second-last backwards (the
-            last stage has norm and head to compute besides); `last` gives them to the last stages; a text
-            such as "5,6,5,6" or a sequence of numbers says the layers of each stage; `auto` is all layers
-            on one stage, and must have been replaced by numbers for more.
+        policy: how many layers each stage gets:
+
+            - `even`: equally many; if some are left over, one more each for the stages from the second-last
+              backwards, since the last stage has norm and head to compute besides
+            - `last`: equally many; if some are left over, one more each for the last stages
+            - a text such as "5,6,5,6" or a sequence of numbers: these numbers
+            - `auto`: all layers on one stage; for more stages it must have been replaced by numbers
 
     Raises:
-        PartitionError: the layers cannot be cut so; the message has the numbers, the remedy says what can be.
+        PartitionError: the layers cannot be cut like that; the message has the numbers, and the remedy says
+            what is possible.
     """
     _check_counts(num_layers, num_stages)
     if policy == DEFAULT_POLICY or (policy == AUTO_POLICY and num_stages == 1):

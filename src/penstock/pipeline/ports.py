@@ -1,7 +1,7 @@
 """The input and the output of a stage: the classes in which first, middle and last stages differ.
 
-All that differs between the first, the middle and the last stage is here, chosen once at start by
-`rank.rank`; the loop in `pipeline.stage` is the same for every rank.
+`rank.rank` chooses a source and a sink for each rank, once in an epoch; the loop in `pipeline.stage` is the
+same for every rank.
 
                  source            sink
     first        EmbedSource       ForwardSink    hidden states to the next, samples from the last
@@ -138,7 +138,7 @@ class ForwardSink:
     """The sink of every stage but the last: sends hidden states on, and takes the last stage's samples.
 
     Args:
-        links: to the ranks of the next stage that this one sends to, and the columns that each gets.
+        links: links to ranks of the next stage, each with the columns of the hidden states that it carries.
         tokens: receives the samples of the last stage.
         clock: clock of the rank, which measures waiting and copying.
     """
@@ -172,12 +172,12 @@ class ForwardSink:
 class SampleSink:
     """The sink of the last stage: samples, and sends samples to the earlier stages and results to the core.
 
-    Where ranks share the stage, all of them sample, from the same bits; the first one sends.
+    If ranks share the stage, all of them sample, from the same bits; the first one sends.
 
     Args:
         runner: samples, and writes the ids to this rank's row table.
-        tokens: to the earlier stages; sent before results and scores, because stages may be waiting for them.
-        results: channel to the core; None: another rank sends samples and results.
+        tokens: sends samples to the earlier stages.
+        results: channel to the core; None: another rank of the stage sends samples and results.
         clock: clock of the rank, which measures the sampling.
     """
 

@@ -1,15 +1,16 @@
 """The numbering of ranks by replica, stage, context part and tensor part.
 
-Ranks are numbered replica by replica (`dp`), in it stage by stage (`pp`), in a stage context part by context
-part (`cp`), and the tensor ranks (`tp`) of one part side by side:
+Ranks are numbered replica by replica (`dp`); within a replica stage by stage (`pp`); within a stage context
+part by context part (`cp`). Tensor ranks (`tp`), which share a stage's layers, are side by side:
 
     dp 1, pp 4, tp 2    stage 0   stage 1   stage 2   stage 3
     tensor rank 0          0         2         4         6
     tensor rank 1          1         3         5         7
 
-Stages may be ragged: each has its own number of tensor ranks. Pure numbers [C2] [I1] [I5], read by
-`engine.supervisor.launch`; `engine.supervisor.wiring` joins the ranks. Context parts have their place here,
-and are refused by the configuration until they are built.
+Stages may be ragged: each has its own number of tensor ranks. The numbers [C2] [I1] [I5] are read by
+`engine.supervisor.launch`; `engine.supervisor.wiring` connects the ranks. Context parts would share out the
+context of a request. They have a place in the numbering, but the configuration refuses them until they are
+built.
 """
 
 from __future__ import annotations

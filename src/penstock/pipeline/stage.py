@@ -39,10 +39,11 @@ class Stage:
         source, sink: where hidden states come from and go to, chosen by the place of the stage in the pipe.
         times: reports how long each step took; its clock is that of the source and the sink.
         faults: failures that a test has armed.
-        orders: takes the orders of plans to copy KV blocks, if they may have any.
-        void_steps: knows which plans need not be computed, because they followed a wrong guess.
-        group: the ranks of this stage. They meet in a plan without tokens too, though it gives them nothing
-            to exchange: so its result says that every rank has come to it, and not one rank of each stage.
+        orders: takes the orders of plans to copy KV blocks; a stand-in if plans have none.
+        void_steps: knows which plans need not be computed, because they rest on a wrong guess.
+        group: the ranks of this stage. Layers make them meet in every step; a plan without tokens, which runs
+            no layers, makes them meet on purpose. Its result then proves that every rank has come to this
+            plan, and not only one rank of each stage.
     """
 
     def __init__(
@@ -93,18 +94,19 @@ class Stage:
         self._orders.send_answers()
         self._orders.take_orders(plan.orders, plan.given_up)
         self._runner.admit(plan)
-        # `begin` reads the rows that `admit` has entered. Samples that come below for rows which this plan
-        # frees or rewinds find them changed, and are dropped.
+        # `admit` first: `begin` reads the rows that it enters. Samples are consumed after it, so that those
+        # for rows which this plan frees or rewinds are dropped.
         batch = self._runner.begin(plan)
         self._sink.consume_samples(plan)
         return self._runner.complete(batch)
 
     def _forward(self, hidden: IntermediateTensors, batch: ForwardBatch) -> IntermediateTensors:
-        """Run the own layers; each waits for its blocks where the step reads some that are being loaded.
+        """Run the own layers; if the step reads blocks that are being loaded, each layer waits for its part.
 
-        A void step passes through: the next stage waits for its frame, and nothing reads it.
+        The input of a void step is passed on uncomputed: nothing reads it, but the next stage waits for the
+        frame.
         """
-        # All ranks of a stage must decide alike here: the others would wait in vain for one that skips alone.
+        # All ranks of a stage must decide alike here: if one skipped alone, the others would wait for it.
         if batch.is_void or self._void_steps.has(batch.plan.step_id):
             return self._runner.skip(hidden, batch)
         self._times.clock.begin(Phase.FORWARD)
@@ -118,7 +120,7 @@ class Stage:
         self._pass_on(hidden, batch)
 
     def _is_of_clients(self, _: IntermediateTensors, batch: ForwardBatch, *__: object) -> bool:
-        """Return whether the step is neither a probe nor a measurement."""
+        """Return whether the step has a request of a client; probes and measurements have none."""
         names = self._runner.rows.names_of(batch.plan)
         return any(not name.startswith(MADE_UP) for name in names)
 
@@ -138,13 +140,15 @@ def plans_from(
 
     Args:
         channel: channel from the core.
-        clock: measures the waiting, and its cause.
-        is_last: whether this is the last stage; the others count their wait in a full pipe as one for it.
-        log: the rank's log, with which each plan is checked; by default that of an epoch 0 from step 0.
+        clock: measures the waiting, by its cause.
+        is_last: this is the last stage. On the others, the wait for a plan that the core held back because
+            the pipe was full counts as a wait for the stages behind.
+        log: the rank's log, with which each plan is checked; by default that of epoch 0 from step 0.
         names_of: returns the ids of the requests in a plan, for errors.
         orders: carries out the core's calls about the KV store, and sends due answers while no plan comes.
-        check: raises `ProtocolError` for a plan that is the next of the log, and cannot be carried out here.
-        void_steps: looks at the plans that have come behind each.
+        check: called for each plan after the log has accepted it; raises `ProtocolError` if this rank cannot
+            carry it out.
+        void_steps: looks ahead, at plans that have arrived behind the next one.
 
     Raises:
         ProtocolError: a plan was lost, repeated or changed on the way, or the plans before differ from the
@@ -164,7 +168,11 @@ def plans_from(
 
 
 def _cause(plan: ScheduledBatch, is_last: bool) -> Phase:
-    """Return the phase that a wait for a plan counts as; the last stage has sent an awaited result itself."""
+    """Return the phase as which the wait for this plan counts.
+
+    If the core held the plan back, it waited for a result. The last stage sends results itself, so that it
+    waited for the core; every other stage waited for the stages behind it.
+    """
     if plan.meta.starved:
         return Phase.NO_WORK
     return Phase.WAIT_NEXT if plan.meta.held and not is_last else Phase.WAIT_PLAN
@@ -173,7 +181,7 @@ def _cause(plan: ScheduledBatch, is_last: bool) -> Phase:
 def _receive(
     channel: MessageChannel, step_id: int, orders: TransferOrders | NoOrders, void_steps: NoVoidSteps
 ) -> ScheduledBatch | None:
-    """Return the next plan, or None when there are no more; calls that come before it are passed on."""
+    """Return the next plan, or None at `Shutdown`; pass calls about the KV store that come before it on."""
     due = f"the plan of step {step_id}"
     try:
         while isinstance(
@@ -200,7 +208,10 @@ def _next_message(channel: MessageChannel, orders: TransferOrders | NoOrders) ->
 
 
 def _polled(channel: MessageChannel) -> CoreToRank | None:
-    """Return a message that has come already, if any; a lost core is reported only after the last of them."""
+    """Return a message that has arrived already, if any.
+
+    None is also returned if the core is lost: the next receive that waits raises that.
+    """
     try:
         frame = channel.recv(0.0)
     except LinkClosedError:

@@ -1,14 +1,14 @@
 """Sends a tied head (an output head that is the embedding) from the first stage to the last [S2] [A14].
 
-The other way, and the default, is that the last stage reads the embedding from the checkpoint as well.
-Transfer is for a last stage whose host has not got that file. `rank.rank` calls it in each epoch, when
-all ranks have loaded and before the first plan; it uses the links of the pipe and, where the ranks of the
-first stage hold other shares than those of the last, the group of the first stage.
+By default the last stage reads the embedding from the checkpoint as well, and nothing is sent. The transfer
+is for a last stage whose host does not have that file. `rank.rank` calls it in each epoch, when all ranks
+have loaded and before the first plan. The transfer uses the links of the pipe. If the ranks of the first
+stage hold other shares than those of the last, it also uses the group of the first stage.
 
     first: sends the rows of each share      middle: passes each block on      last: takes its own share
 
-Each rank of the last stage gets the rows of its share and no others; a link carries what the ranks behind it
-need. Here with 2, 1 and 4 ranks:
+Each rank of the last stage gets the rows of its share and no others; a link carries the rows for all ranks
+behind it. Here with three stages of 2, 1 and 4 ranks:
 
     rank 0 of 2 ──shares 0 to 3──▶ rank 0 of 1 ──share k──▶ rank k of 4
        ▲ rows of rank 1
@@ -42,14 +42,14 @@ class HeadBlock(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadRoute:
-    """The blocks into which a tied head is cut, and the ranks that each goes through, as one rank sees them.
+    """The blocks into which a tied head is cut, and the ranks that each goes through, as one rank sees it.
 
     Attributes:
-        tp_sizes: ranks of each stage.
+        tp_sizes: number of ranks of each stage.
         stage, tp_rank: this rank.
         vocab_size: rows of the embedding.
-        block_rows: rows of one frame; a frame of the link holds as many tokens.
-        epoch: of the links.
+        block_rows: most rows of a block, as many as a frame of the links has tokens.
+        epoch: epoch of the links.
     """
 
     tp_sizes: Sequence[int]
@@ -68,9 +68,9 @@ class HeadRoute:
         return self.share(self.tp_rank)
 
     def all_blocks(self) -> Iterator[HeadBlock]:
-        """Yield all blocks of the head; each rank sends, passes on or takes its own ones in this order.
+        """Yield all blocks of the head, in the order in which every rank sends, passes on or takes its own.
 
-        The blocks of the receivers, the ranks of the last stage, take turns, so that no receiver waits until
+        Blocks for different receivers (ranks of the last stage) take turns, so that no receiver waits until
         another has its whole share.
         """
         num_receivers = self.tp_sizes[-1]
@@ -88,9 +88,9 @@ class HeadRoute:
         return (block for block in self.all_blocks() if self.rank_of(self.stage, block) == self.tp_rank)
 
     def rank_of(self, stage: int, block: HeadBlock) -> int:
-        """Return the rank of a stage that the block goes through, by its number there.
+        """Return the number of the rank of a stage that the block goes through.
 
-        It is one of the receivers of the rank before (`RankConfig.receivers`).
+        It is one of the receivers of the block's rank in the stage before (`RankConfig.receivers`).
         """
         rank = block.receiver
         for size in reversed(self.tp_sizes[stage:-1]):
@@ -126,8 +126,8 @@ class HeadRoute:
 def send_head(route: HeadRoute, weight: Tensor, group: TensorGroup, links: Sequence[Link]) -> None:
     """Send the embedding block by block, on a rank of the first stage; all ranks of the stage must call it.
 
-    A block whose rows the sender has not got, or not all of them, is gathered from the ranks of the stage;
-    all of them come to the same blocks in the same order.
+    If the sender of a block does not hold all its rows, the ranks of the stage gather them. That works
+    because all ranks of the stage come to the same blocks in the same order.
 
     Args:
         weight: [rows of the own share, hidden].
@@ -140,7 +140,7 @@ def send_head(route: HeadRoute, weight: Tensor, group: TensorGroup, links: Seque
         sender = route.rank_of(0, block)
         held = route.share(sender)
         rows = None
-        # All ranks of the stage must gather here, whichever of them sends: each waits for all.
+        # All ranks of the stage must gather here, whichever of them sends: a gather waits for every rank.
         if block.start < held.start or block.end > held.end:
             rows = _gathered(route, weight, group, block)
         elif sender == route.tp_rank:
@@ -170,7 +170,8 @@ def take_head(route: HeadRoute, buffer: Tensor, incoming: Link, put: PutRows) ->
 
     Args:
         buffer: as for `pass_head_on`.
-        put: keeps a block's rows, given the first of them within the share; they are written over afterwards.
+        put: copies the rows of a block into the weight, from the given row of the share on; the next block
+            overwrites the buffer.
 
     Errors are those of `send_head`.
     """

@@ -102,7 +102,7 @@ class SampleReceiver(ABC):
         channel: channel from the last stage.
         rows: the row table that the samples go to.
         name: name of this path, for error messages, such as "stage 1 -> stage 0".
-        timeout_s: deadline of every wait.
+        timeout_s: the longest wait for the samples of a step.
     """
 
     def __init__(self, channel: MessageChannel, rows: RequestRows, *, name: str, timeout_s: float) -> None:
@@ -150,7 +150,7 @@ class SampleReceiver(ABC):
 
     @abstractmethod
     def _write(self, pending: PendingReturn, frame: bytes) -> None:
-        """Write the samples of a message to the rows; raise `ProtocolError` if it holds others."""
+        """Write the samples of a message to the rows; raise `ProtocolError` if they are not those due."""
 
     def _receive(self, pending: PendingReturn) -> bytes:
         what = _samples_of(pending)

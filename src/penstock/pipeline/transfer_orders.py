@@ -1,8 +1,9 @@
 """Takes plans' orders to copy KV blocks from or to the store, and reports their outcome to the core.
 
-It reports which grammars are built, too. The stage loop gives the orders of each plan, and while answers are
-due it looks for them between plans, so that a request that waits for its blocks, or its grammar, does not
-wait for another plan. Calls about the catalogue of the host's store come between plans, too.
+It also reports which grammars are compiled, and passes on the core's calls about the catalogue of the host's
+store, which come between plans. The stage loop hands over the orders of each plan. While answers are due, the
+loop looks for them between plans too: a request that waits for its blocks, or its grammar, must not wait
+until the next plan comes.
 """
 
 from __future__ import annotations
@@ -15,11 +16,11 @@ from penstock.kvstore.entry_calls import NO_ENTRY_CALLS
 from penstock.models.interfaces import BeforeLayer
 from penstock.pipeline.links.channel import MessageChannel
 
-PATIENCE_S = 0.001
+PATIENCE_S = 0.001  # between two looks for answers while some are due and no plan comes
 
 
 class Transfer(Protocol):
-    """The interface of what copies KV blocks between a rank's cache and the store (`runner.kv_transfer`)."""
+    """The interface of the transfer of KV blocks between cache and store (`runner.kv_transfer`)."""
 
     @property
     def is_busy(self) -> bool: ...
@@ -34,9 +35,9 @@ class Transfer(Protocol):
 
 
 class Entries(Protocol):
-    """The interface of what carries out the core's calls to the catalogue of the host's store (`EntryCall`).
+    """The interface of the part that carries out the core's calls about the host's store (`EntryCall`).
 
-    The catalogue is a list of the store's blocks. `kvstore.entry_calls` implements this interface.
+    They concern its catalogue, the list of its blocks. `kvstore.entry_calls` implements this interface.
     """
 
     @property
@@ -48,7 +49,7 @@ class Entries(Protocol):
 
 
 class Builds(Protocol):
-    """The interface of what builds the grammars of requests on the last stage (`sample.grammar_rows`)."""
+    """The interface of the part that compiles grammars on the last stage (`sample.grammar_rows`)."""
 
     @property
     def is_building(self) -> bool: ...
@@ -102,10 +103,10 @@ class TransferOrders:
         """Submit a plan's orders to copy KV blocks, without waiting; all steps before the plan must have run.
 
         Args:
-            given_up: names (content hashes) of blocks that host memory is to forget, before the orders.
+            given_up: names (content hashes) of blocks to remove from host memory before the orders.
         """
         if given_up:
-            # First: an order of the same plan may store one of these names anew.
+            # Before the orders: one of them may store a block of the same name anew.
             self._transfer.forget_blocks(given_up)
         if orders:
             self._transfer.submit_orders(orders)
@@ -124,7 +125,7 @@ class TransferOrders:
 
     @property
     def patience_s(self) -> float | None:
-        """The seconds to wait for a plan before the next `send_answers`; None, if none is due: no limit."""
+        """The longest wait for a plan, in seconds, until `send_answers` is called; None: no answer is due."""
         is_due = self._transfer.is_busy or self._builds.is_building or self._entries.is_busy
         return PATIENCE_S if is_due else None
 
@@ -137,7 +138,7 @@ class TransferOrders:
 
 
 class NoOrders:
-    """The stand-in for `TransferOrders` on a rank whose plans have no orders, and that builds no grammars."""
+    """The stand-in for `TransferOrders` on a rank whose plans have no orders and no grammars."""
 
     patience_s = None
 

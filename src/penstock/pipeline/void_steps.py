@@ -3,13 +3,14 @@
     plans that wait here    7: guessed window of row 3    8: guessed window of row 3    9: rewinds row 3
                                void                          void                          is computed next
 
-The core rewinds a row in the first plan that it makes after it has seen the wrong guess. A stage that takes
-each plan only when its turn comes would compute all windows (guessed steps of the row) before it. So it takes
-what has come, looks for rewound rows, and lets the windows pass that these make void. It computes at most the
-one that it is at.
+The core rewinds a row in the first plan that it makes after it has seen the wrong guess. Windows (guessed
+steps) of the row may wait before that plan. A stage that takes each plan only when its turn comes would
+compute all of them. So a stage takes all plans that have arrived, looks for rewound rows in them, and skips
+the windows that are void. It may still compute the window that it is at when the rewinding plan arrives.
 
-A stage of several ranks does not look ahead: these compute together, and must not differ about what they
-compute. Used by `pipeline.stage`. Knows no requests and no tensors.
+A stage of several ranks does not look ahead: its ranks compute together, and plans may arrive at them at
+different times, so that they would not skip the same steps. Used by `pipeline.stage`. The module knows no
+requests and no tensors.
 """
 
 from __future__ import annotations
@@ -24,16 +25,21 @@ class NoVoidSteps:
     """The base class of `VoidSteps`, and the implementation for a stage that computes every plan."""
 
     def next_message(self, receive: Callable[[], CoreToRank]) -> CoreToRank:
-        """Return the core's next message; `receive` waits for it. Messages that came ahead go first."""
+        """Return the core's next message; messages that `look_ahead` has taken come first.
+
+        Args:
+            receive: waits for a message and returns it.
+        """
         return receive()
 
     def look_ahead(self, plan: ScheduledBatch, poll: Callable[[], CoreToRank | None]) -> None:
-        """Find out whether a plan that has come behind `plan`, the next to be computed, makes its step void.
+        """Find out whether the step of `plan` is void because a plan that waits behind it rewinds its row.
 
-        Does nothing in this class.
+        In this class the method does nothing.
 
         Args:
-            poll: returns the next message that has come behind it; None when there is none.
+            plan: the plan that is computed next.
+            poll: returns the next message that has arrived behind it; None when there is none.
         """
 
     def has(self, step_id: int) -> bool:
@@ -42,7 +48,7 @@ class NoVoidSteps:
 
 
 class VoidSteps(NoVoidSteps):
-    """Takes plans ahead of their time, to find rows rewound after a wrong guess, whose steps are void."""
+    """Takes plans ahead of their turn, to find rewound rows: steps that were guessed for them are void."""
 
     def __init__(self) -> None:
         self._waiting: deque[CoreToRank] = deque()
@@ -62,7 +68,8 @@ class VoidSteps(NoVoidSteps):
             if isinstance(message, ScheduledBatch)
             for rewound in message.rewound
         )
-        # The newest token of a rewound row was sampled before: the row's request is the one of this plan.
+        # If the rewound row's newest token was sampled before this step, the same request still has the row.
+        # Else the row may have been freed and given to another request behind this plan.
         if any(one.row in plan.rows and one.step < plan.step_id for one in rewound):
             self._void_step = plan.step_id
 

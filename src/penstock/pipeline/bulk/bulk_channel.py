@@ -2,15 +2,17 @@
 
     BulkSender ──chunks, each when it has its turn──▶ ring or stream ──▶ BulkReceiver ──whole payloads──▶
 
-A bulk channel has a ring of its own, or a stream of its own. It does not share the stream of a link: TCP
-keeps its order, so that a frame would wait for all chunks that the kernel has taken before it, which may be
-megabytes. On a stream of their own chunks wait here, one at a time, while a link has frames to send
-(`pipeline.bulk.turns`), and the kernel is told to let other streams go first (`StreamPath.precedence`).
+A chunk is a part of a payload here. A bulk channel has a ring of its own, or a stream of its own. It does not
+share the stream of a link: TCP keeps the order of bytes, so that a frame would wait for all chunks that the
+kernel has taken before it, which may be megabytes. On a stream of their own, chunks wait here one at a time
+while a link has frames to send (`pipeline.bulk.turns`), and the kernel is told to let other streams go first
+(`StreamPath.precedence`).
 
-Both ends block, and are called from a thread of their own, not from the one that computes. A payload arrives
-whole and checked or not at all. A channel that is torn raises `LinkClosedError` at both ends with the payload
-that was under way: that one is sent again over another channel, those before it have arrived. Over a ring and
-over TLS alike the memory of a channel is some chunks, and one payload at the receiver. No torch here.
+The calls of both ends block, and must come from another thread than the one that computes. A payload arrives
+whole and checked, or not at all. If the connection breaks, both ends raise `LinkClosedError`, which names the
+payload that was under way. That payload is to be sent again over another channel; all payloads before it have
+arrived. A channel takes the memory of a few chunks, over a ring as over TLS, and at the receiver that of one
+payload more. No torch here.
 """
 
 from __future__ import annotations
@@ -90,8 +92,9 @@ class BulkSender:
 
         Raises:
             LinkClosedError: the receiver has gone, or this end was closed.
-            WaitTimeoutError: the receiver takes nothing, or hidden states and the rate have left no turn. The
-                next payload may be sent all the same; the receiver forgets what has come of this one.
+            WaitTimeoutError: the receiver takes nothing; or hidden states or the rate have kept a chunk back
+                for too long. The next payload may be sent all the same: the receiver then forgets the chunks
+                of this one.
         """
         for chunk in chunks_of(name, payload):
             try:
@@ -121,7 +124,7 @@ class BulkReceiver:
         self._arriving: _Arriving | None = None
 
     def receive_payload(self, timeout_s: float | None) -> Payload | None:
-        """Return the next payload, or None when none was whole in time; the parts that have come are kept.
+        """Return the next payload, or None when none was whole in time; the next call goes on with its parts.
 
         Args:
             timeout_s: 0 takes only what is there; None waits without end.
@@ -155,7 +158,7 @@ class BulkReceiver:
 
     def _take(self, chunk: Chunk) -> Payload | None:
         """Add a chunk to the payload under way, and return the payload once it is whole."""
-        if chunk.offset == 0:  # the sender has given the one before up, if that was not whole
+        if chunk.offset == 0:  # a new payload: if the one before is not whole, the sender has given it up
             if chunk.payload_bytes > self._max_payload_bytes:
                 raise ProtocolError(
                     f"{self._name} announced payload {chunk.name!r} of {chunk.payload_bytes} bytes, but the "

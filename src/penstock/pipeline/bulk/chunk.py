@@ -1,8 +1,9 @@
 """Cuts the payloads of bulk channels into chunks, each with a checksum.
 
-A chunk has the payload's name, its place there, and the checksum (XXH3-64) of all bytes of the payload to its
-own end. So a chunk that is changed, lost, repeated or exchanged is found out when it comes, and not at the
-end of a long payload. A chunk is one message of a channel, and fits one frame of a ring.
+A chunk bears the payload's name, its own offset in the payload, and a checksum (XXH3-64) of the payload's
+bytes from the beginning to the end of the chunk. So a chunk that is changed, lost, repeated or out of order
+is noticed at once, and not at the end of a long payload. A chunk is one message of a channel, and fits one
+frame of a ring.
 
     0      4     6      8         16       24         32       32 + n
     | mark | ver | n    | bytes   | offset | checksum | name   | data of the chunk ...
@@ -35,10 +36,10 @@ class Chunk:
     """A chunk: a part of a bulk channel's payload, which is sent as one message.
 
     Attributes:
-        name, payload_bytes: of the whole payload.
+        name, payload_bytes: name and length of the whole payload.
         offset: where the chunk's data begin in the payload.
-        checksum: of the payload up to the end of this chunk.
-        data: the bytes of this part.
+        checksum: of the payload's bytes up to the end of this chunk.
+        data: the payload's bytes from `offset` on that are in this chunk.
     """
 
     name: str

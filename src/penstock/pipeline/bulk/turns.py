@@ -2,9 +2,10 @@
 
     a chunk ──▶ room in the channel ──▶ no link is sending ──▶ the rate allows it ──▶ it goes
 
-A chunk that has its turn is with the kernel before the next one asks, so that a frame of hidden states which
-is queued meanwhile waits for one chunk at most. Precedence is strict: while links send without a pause, no
-chunk goes. What must not wait for ever has a deadline (`pipeline.bulk.bulk_channel`). No torch here.
+A chunk (a part of a payload) that has its turn is handed to the kernel before the next one asks for a turn.
+So a frame of hidden states that is queued meanwhile waits for one chunk at most. Precedence is strict: while
+links send without a pause, no chunk goes. A chunk's wait for its turn therefore has a deadline, which
+`pipeline.bulk.bulk_channel` sets. No torch here.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Protocol
 
 from penstock.errors import WaitTimeoutError
 
-LOOK_S = 0.001  # between two looks at links that are sending: they do not say when they are done
+LOOK_S = 0.001  # between two looks at links that are sending: they do not report when they are done
 _LONGEST_PAUSE_S = 0.05
 
 
@@ -47,9 +48,9 @@ class ByteRate:
     """A token bucket: bytes a second on average, and a burst at once.
 
     Args:
-        bytes_per_s: above 0.
-        burst_bytes: what may go at once after a pause. A chunk that is longer waits for a full bucket, and is
-            paid for by those behind it.
+        bytes_per_s: the average, above 0.
+        burst_bytes: the size of the bucket, which may go at once after a pause. A longer chunk goes when the
+            bucket is full, and leaves a debt that later chunks wait off.
         clock: monotonic seconds.
     """
 
@@ -59,7 +60,7 @@ class ByteRate:
         assert bytes_per_s > 0, bytes_per_s
         assert burst_bytes > 0, burst_bytes
         self._bytes_per_s, self._burst_bytes, self._clock = bytes_per_s, burst_bytes, clock
-        self._level = float(burst_bytes)  # may be below 0
+        self._level = float(burst_bytes)  # below 0: the debt of a chunk longer than the bucket
         self._filled_at = clock()
 
     def take(self, num_bytes: int) -> float:
@@ -68,7 +69,7 @@ class ByteRate:
         filled = self._level + (now - self._filled_at) * self._bytes_per_s
         self._level, self._filled_at = min(filled, float(self._burst_bytes)), now
         lacking = min(num_bytes, self._burst_bytes) - self._level
-        if lacking > 1e-6:  # less is what rounding leaves
+        if lacking > 1e-6:  # a smaller number is an error of rounding
             return lacking / self._bytes_per_s
         self._level -= num_bytes
         return 0.0

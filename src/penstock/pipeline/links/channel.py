@@ -1,8 +1,9 @@
 """The interface of channels, over which whole messages travel: plans, results and token returns.
 
-`pipeline.links.plan_channel` implements it over zmq and in memory, `pipeline.links.ring_channel` in one
-direction over a ring, `pipeline.links.stream_channel` between hosts; `pipeline.token_return` and
-`pipeline.ports` are given one. It carries bytes (msgspec), never tensors.
+Three modules implement it: `pipeline.links.plan_channel` over zmq and in memory,
+`pipeline.links.ring_channel` over a ring, and `pipeline.links.stream_channel` between hosts. `rank.rank`
+gives channels to `pipeline.token_return` and `pipeline.ports`. A channel carries bytes (encoded by msgspec),
+never tensors.
 """
 
 from __future__ import annotations
@@ -15,13 +16,17 @@ SEND_TIMEOUT_S = 60.0
 
 
 class MessageChannel(Protocol):
-    """One end of a two-way, ordered, loss-free channel of messages between two threads or processes."""
+    """One end of an ordered, loss-free channel of messages between two threads or processes.
+
+    It goes in both directions, except over a ring: there one end only sends, and the other only receives.
+    """
 
     def send(self, frame: bytes, timeout_s: float = SEND_TIMEOUT_S) -> None:
         """Queue one message, given as its bytes; wait while there is no room.
 
         Args:
-            timeout_s: for a queue that is full or has no other end yet; 0 only tries.
+            timeout_s: the longest wait while the queue is full or the other end has not connected yet; 0: do
+                not wait.
 
         Raises:
             LinkClosedError: the other end is gone, or this one has been closed.
@@ -33,7 +38,7 @@ class MessageChannel(Protocol):
         """Return the next message, or None when none came in time.
 
         Args:
-            timeout_s: 0 only looks; None waits without end, but returns when the other end closes.
+            timeout_s: 0: do not wait; None: wait until a message comes or the other end is gone.
 
         Raises:
             LinkClosedError: no message is left and the other end is gone.
@@ -41,7 +46,10 @@ class MessageChannel(Protocol):
         ...
 
     def close(self) -> None:
-        """Tell the other end that nothing follows. Messages sent before are still delivered."""
+        """Close this end, so that the other learns that nothing follows.
+
+        Messages sent before are still delivered if the other end takes them within a second or so.
+        """
         ...
 
 
@@ -49,7 +57,10 @@ class PolledChannel(MessageChannel, Protocol):
     """A channel between processes that can be polled, so that a thread waits for several channels at once."""
 
     def pollables(self) -> list[Any]:
-        """Return zmq sockets or descriptors to poll: readable if a message is there or the peer has gone."""
+        """Return zmq sockets or descriptors to poll.
+
+        One of them is readable while there is a message, or once the peer has gone.
+        """
         ...
 
     def filenos(self) -> list[int]:

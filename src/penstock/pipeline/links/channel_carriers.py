@@ -1,7 +1,7 @@
 """Chooses the carrier (the implementation) that opens a message channel, by the kind of its endpoint.
 
-Another carrier is another line of the table (docs/adding-a-carrier.md). Torch-free; links are in
-`pipeline.links.link_carriers`.
+A new carrier gets a line in the table (docs/adding-a-carrier.md). Carriers of links are in
+`pipeline.links.link_carriers`, which needs torch; this module does not.
 """
 
 from __future__ import annotations

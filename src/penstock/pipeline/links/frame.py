@@ -1,9 +1,9 @@
 """The header and the checksum that go before the tensors of every frame, and the size of a frame.
 
-Both ends of a link work the header out from the plan; the receiver compares all of it before it believes one
-byte of the payload [DR1] [DR2] [d1]. The checksum is that of the payload as it lies in the frame, and the
-receiver compares it before it takes the payload out. Called by the carriers of links (`pipeline.links.link`)
-and, for the size of a link, by `engine.supervisor.launch`. No torch here.
+Both ends of a link work the header out from the plan. The receiver compares all of it with the header that
+came before it reads a byte of the payload [DR1] [DR2] [d1]. It also compares the checksum of the payload in
+the frame before it copies the payload out. Called by the carriers of links (`pipeline.links.link`) and, for
+the size of a link, by `engine.supervisor.launch`. No torch here.
 
     0       4     6      8       12       16     24           28      32      34        36      56         64
     | magic | ver | kind | epoch | digest | step | num_tokens | width | dtype | tensors | zeros | checksum |
@@ -21,9 +21,9 @@ import xxhash
 from penstock.errors import MEMORY_REMEDY, PlanMemoryError, ProtocolError, concerned
 
 ALIGNMENT = 64  # of the payload and of every tensor in a frame: one cache line
-HEADER_BYTES = 56  # and then the checksum, up to the payload
+HEADER_BYTES = 56  # the checksum follows, and then the payload, at `ALIGNMENT`
 CHANGED_REMEDY = "The request runs again; if the error repeats, test the memory of the host."
-NUM_CARRIED = 1  # hidden states, to which the stage has added the residual stream
+NUM_CARRIED = 1  # tensors in a frame: hidden states, to which the stage has added the residual stream
 
 _MAGIC = b"PSTK"
 _VERSION = 3
@@ -39,9 +39,9 @@ class FrameKind(IntEnum):
     """The kinds of contents of a frame: hidden states, weights, or that the step was not computed."""
 
     HIDDEN = 1  # hidden states with the residual stream added, [num_tokens, width]
-    WEIGHT = 2  # rows of an embedding, [num_tokens, width], before the first plan; the step is their number
-    # The step was not computed: in place of hidden states the number of the stage that failed. No one or two
-    # flipped bits make it of another kind.
+    WEIGHT = 2  # rows of an embedding, [num_tokens, width], before the first plan; `step_id` counts them
+    # The step was not computed; in place of hidden states the frame has the number of the stage that failed.
+    # The value differs from the others in five bits, so that a flipped bit or two make no other kind of it.
     FAILED = 60
 
 
@@ -50,9 +50,9 @@ _KINDS = {kind.value for kind in FrameKind}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FrameHeader:
-    """The description of a frame, one step's tensors on a link.
+    """The description of a frame, which has the tensors of one step on a link.
 
-    Two headers are equal if and only if both ends agree on the step.
+    Both ends make a header from their plan: the two are equal if and only if both ends have the same plan.
     """
 
     epoch: int
@@ -135,7 +135,7 @@ class FrameHeader:
 def check_header(expected: FrameHeader, received: FrameHeader, link: str, requests: Sequence[str]) -> None:
     """Raise `ProtocolError` naming link, step and requests unless `received` is the expected header.
 
-    The header that says that the step has failed passes too.
+    A header that says that the same step has failed passes too.
     """
     if received not in (expected, expected.as_failed):
         raise _not_of_this_step(expected, "; ".join(expected.differences(received)), link, requests)
@@ -165,7 +165,7 @@ def failed_step(header: FrameHeader, stage: int | None) -> PlanMemoryError:
     """Return the error of a step that an earlier stage has not computed, because it had no memory left.
 
     Args:
-        stage: as its frame says; None where the frame has no payload.
+        stage: number of that stage, as the frame says; None where the frame has no payload.
     """
     who = "a stage" if stage is None else f"stage {stage}"
     return PlanMemoryError(
@@ -177,7 +177,7 @@ def payload_checksum(parts: Iterable[bytes | memoryview]) -> bytes:
     """Return the 8 bytes of a payload's checksum: XXH3-64, carried on from part to part.
 
     Args:
-        parts: the bytes of the tensors, without what pads them.
+        parts: the bytes of the tensors, without padding.
     """
     checksum = 0
     for part in parts:

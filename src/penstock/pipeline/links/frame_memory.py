@@ -1,7 +1,8 @@
 """The frames of a link in memory: tensors are copied in behind a header, and out once they are checked.
 
-All carriers whose payloads leave a process share it (`pipeline.links.ring`, `pipeline.links.stream_link`),
-so that a frame is the same bytes in shared memory and on a wire. Knows no waiting.
+All carriers whose payloads leave a process share this module (`pipeline.links.ring`,
+`pipeline.links.stream_link`), so that a frame is the same bytes in shared memory and on a wire. Nothing here
+waits.
 """
 
 from __future__ import annotations
@@ -83,7 +84,7 @@ class FrameMemory:
             for slot, tensor in zip(payload.tensors, tensors, strict=True):
                 slot.copy_(tensor)
         begin = index * self._frame_bytes
-        # After the payload is in its place: its checksum stands behind the header.
+        # After the payload is in its place: the checksum is that of the copied bytes.
         self._frames[begin : begin + ALIGNMENT] = header.pack() + payload_checksum(payload.parts)
 
     def check_header(self, index: int, header: FrameHeader, requests: Sequence[str]) -> None:
@@ -104,7 +105,7 @@ class FrameMemory:
         payload = self._payload_of(index, header, out)
         begin = index * self._frame_bytes
         checksum = self._frames[begin + HEADER_BYTES : begin + ALIGNMENT]
-        # All checks before the first copy: an error must leave `out` as it was.
+        # All checks come before the first copy, so that an error leaves `out` as it was.
         check_payload(header, checksum, payload.parts, self._name, requests)
         if is_failed(self._frames[begin : begin + HEADER_BYTES]):
             raise failed_step(header, stage_in(payload.tensors[0]))

@@ -8,8 +8,8 @@ process bears a checksum (`frame.payload_checksum`), which the receiver checks b
 
 There is no metadata message: header, shapes and dtype follow from the plan on both ends. Tensors without
 elements are not copied [C3]; their frame still crosses, because an empty plan visits every stage. A
-link has memory for n frames: the sender can run n steps ahead of a busy receiver, and then waits
-(over a stream: some more, which the kernels hold).
+link has memory for n frames: the sender can run n steps ahead of a busy receiver, and then waits. A stream
+between hosts has n frames at each end, and holds some more bytes in the kernels' buffers.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from penstock.trace.phases import NOBODYS, PhaseClock
 
 
 class RecvHandle:
-    """A receive that was asked for: the first `wait` does it, later ones repeat its outcome [DR9]."""
+    """A receive that was prepared: the first `wait` does it, and later ones repeat its outcome [DR9]."""
 
     def __init__(self, fetch: Callable[[], None]) -> None:
         self._fetch = fetch
@@ -50,7 +50,7 @@ class Link(Protocol):
 
     @property
     def is_sending(self) -> bool:
-        """Whether a frame that was sent here has not left this process yet; any thread may ask."""
+        """Whether a frame that was sent here has not left this process yet; any thread may read it."""
         ...
 
     def send_frame(self, header: FrameHeader, tensors: Sequence[Tensor], clock: PhaseClock = NOBODYS) -> None:
@@ -82,10 +82,11 @@ class Link(Protocol):
             requests: ids named in the error if another frame comes.
             clock: as for `send_frame`.
 
-        This call does not block. The handle's `wait` raises `ProtocolError`, `WaitTimeoutError` or
-        `LinkClosedError`, and where a stage before has failed in the step, `PlanMemoryError`; the link goes
-        on then. `out` is not touched if another frame came, if the payload of this one has changed on its
-        way, or if the step has failed.
+        This call does not block. The handle's `wait` leaves `out` as it was when it raises an error:
+
+        - `ProtocolError`: another frame came, or the payload of this one has changed on its way
+        - `WaitTimeoutError`, `LinkClosedError`: no frame came in time, or the sender has gone
+        - `PlanMemoryError`: a stage before has not computed the step; the link can be used further
         """
         ...
 
@@ -100,7 +101,7 @@ class AsyncIntermediateTensors(IntermediateTensors):
     Args:
         tensors: the buffers that the receive fills.
         handle: handle of the receive.
-        postprocess: functions to run once, after the wait, in order.
+        postprocess: functions to run once after the wait, in this order.
     """
 
     def __init__(
@@ -122,7 +123,7 @@ class AsyncIntermediateTensors(IntermediateTensors):
 
 
 class Carrier(ABC):
-    """The base class of all carriers, which implement `Link`; its receives are done when waited for."""
+    """The base class of all carriers, which implement `Link`; a frame is received when its handle waits."""
 
     @property
     def is_sending(self) -> bool:
@@ -146,9 +147,9 @@ class Carrier(ABC):
 
 
 def check_shapes(header: FrameHeader, tensors: Sequence[Tensor]) -> None:
-    """Assert that this end's tensors have the number, the shape and the dtype that its frame's header says.
+    """Assert that the tensors at this end have the number, the shape and the dtype that the header says.
 
-    Otherwise the other end would believe a wrong header [DR2].
+    Otherwise the other end would trust a header that is wrong [DR2].
     """
     shape, dtype = (header.num_tokens, header.width), getattr(torch, header.dtype)
     assert len(tensors) == header.num_tensors, (len(tensors), header)
@@ -161,6 +162,6 @@ def stage_in(payload: Tensor) -> int | None:
     """Return the number of the stage that has failed, which a frame of kind `FAILED` carries.
 
     Args:
-        payload: the frame's first tensor; None is returned where it has no elements.
+        payload: the frame's first tensor; if it has no elements, None is returned.
     """
     return int(payload.flatten()[0]) if payload.numel() else None

@@ -1,7 +1,7 @@
 """Chooses the carrier, the implementation that opens a link or a stage's meeting place, by kind of endpoint.
 
-Another carrier is another line of a table (docs/adding-a-carrier.md). Message channels, which need no torch,
-are in `pipeline.links.channel_carriers`.
+A new carrier gets a line in a table (docs/adding-a-carrier.md). Carriers of message channels, which need no
+torch, are in `pipeline.links.channel_carriers`.
 """
 
 from __future__ import annotations

@@ -25,10 +25,10 @@ class MemoryLink(Carrier):
 
     Args:
         name, timeout_s: as for `SharedMemoryLink`.
-        num_frames: frames that may be under way at once.
+        num_frames: most frames under way at once.
 
     Attributes:
-        handle: identifies the link in this process, as long as any thread holds it.
+        handle: identifies the link in this process, as long as any thread refers to the link.
     """
 
     def __init__(self, name: str, timeout_s: float, num_frames: int = 1) -> None:
@@ -46,7 +46,8 @@ class MemoryLink(Carrier):
         """Return the link that a thread of this process has made: both ends are this one object.
 
         Args:
-            name, timeout_s: as `open_link` gives them to every carrier; the link keeps its own.
+            handle: `handle` of the link.
+            name, timeout_s: given by `open_link`, as to every carrier; the link keeps those it was made with.
 
         Raises:
             LinkClosedError: no thread of this process holds such a link any more.

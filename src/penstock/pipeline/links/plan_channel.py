@@ -1,9 +1,9 @@
 """The message channels between the core and the ranks of one host: zmq for processes, memory for threads.
 
-`ZmqChannel` carries plans to a rank, and its reports back. Results and samples have rings of their own
+`ZmqChannel` carries plans to a rank, and the rank's reports back. Results and samples have rings of their own
 (`pipeline.links.ring_channel`). `QueueChannel` joins threads, and carries results and samples too. Both
-implement `MessageChannel`. A zmq PAIR per rank, never a PUB socket, which drops. Carries bytes and does not
-look into them.
+implement `MessageChannel`, and do not look into messages. Each rank has a zmq PAIR socket: a PUB socket would
+serve all ranks at once, but drops messages for a rank that is slow.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from penstock.pipeline.links.channel import SEND_TIMEOUT_S, PolledChannel
 from penstock.pipeline.links.channel import MessageChannel as MessageChannel
 from penstock.process.endpoints import SocketHandle, SocketListener
 
-_QUEUE_LIMIT = 4096  # messages; far above any depth, so that a full queue means a peer that has stopped
-_LINGER_MS = 1_000  # the last messages (a shutdown, the cause of a failure) get this long after a close
+_QUEUE_LIMIT = 4096  # messages; far above the number of plans in flight: a full queue means a stopped peer
+_LINGER_MS = 1_000  # after a close, the last messages (a shutdown, the cause of a failure) get this long
 
 
 class ZmqChannel:
@@ -77,7 +77,10 @@ class ZmqChannel:
 
     @classmethod
     def connect_to(cls, endpoint: SocketHandle, name: str = "") -> ZmqChannel:
-        """Return the end that connects by a descriptor of the listening socket's file; it must stay open."""
+        """Return the end that connects to a listening socket, by a descriptor of the socket's file.
+
+        The descriptor must stay open as long as the channel.
+        """
         return cls.connect(connect_address(endpoint.handle_fd), name)
 
     def pollables(self) -> list[Any]:
@@ -112,7 +115,7 @@ class ZmqChannel:
                     return None
             if has_message(self._monitor):
                 self._monitor.recv_multipart()
-                self._peer_gone = True  # once more round, for what it had sent before
+                self._peer_gone = True  # another turn of the loop takes what the peer had sent before
             elif timeout_s == 0:
                 return None
         return frame
@@ -139,7 +142,8 @@ class ZmqChannel:
             is_awaited = not (self._peer_gone or has_message(self._monitor))
             self._socket.disable_monitor()
             self._monitor.close(linger=0)
-            self._socket.close(linger=_LINGER_MS if is_awaited else 0)  # zmq would wait for another one
+            # Without a peer zmq would keep the messages, and wait until another peer connects.
+            self._socket.close(linger=_LINGER_MS if is_awaited else 0)
             self._context.term()
 
     def _look(self) -> bytes | None:
@@ -181,7 +185,7 @@ class QueueChannel:
 
     @classmethod
     def star(cls, count: int) -> tuple[list[QueueChannel], list[QueueChannel]]:
-        """Make channels from the core to `count` stages; return the core's ends, then the stages' ends.
+        """Make channels from the core to `count` ranks; return the core's ends, then the ranks' ends.
 
         The core's ends can be waited for together (`wait_any`).
         """
@@ -195,7 +199,11 @@ class QueueChannel:
 
     @staticmethod
     def wait_any(channels: Sequence[QueueChannel], timeout_s: float | None) -> None:
-        """Wait until any of the core's ends of a star has a message or is closed, or for `timeout_s`."""
+        """Wait until one of the core's ends of a star has a message or is closed, but at most `timeout_s`.
+
+        Args:
+            timeout_s: seconds; None: no limit.
+        """
         inboxes = [channel._inbox for channel in channels]
         with inboxes[0].changed:
             inboxes[0].changed.wait_for(lambda: any(inbox.is_ready for inbox in inboxes), timeout_s)

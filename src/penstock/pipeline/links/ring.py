@@ -30,7 +30,7 @@ class SharedMemoryLink(Carrier):
 
     def send_frame(self, header: FrameHeader, tensors: Sequence[Tensor], clock: PhaseClock = NOBODYS) -> None:
         self._memory.check_size(header, tensors)
-        clock.await_device()  # else a copy from a GPU would wait for it, and that would count as copying
+        clock.await_device()  # else the copy below would wait for the GPU, which would count as copying
         ring, before = self._ring, clock.begin(Phase.WAIT_NEXT)
         index = ring.reserve(self._timeout_s, header.purpose)
         clock.begin(Phase.COMM)
@@ -47,7 +47,7 @@ class SharedMemoryLink(Carrier):
         self._memory.check_size(header, out)
         ring, before = self._ring, clock.begin(Phase.WAIT_PREV)
         index = ring.take(self._timeout_s, header.purpose)
-        clock.await_device()  # as for a send; a last stage that has sampled nothing has not waited yet
+        clock.await_device()  # as for a send; a last stage that sampled nothing has not waited for its GPU
         clock.begin(Phase.COMM)
         self._memory.check_header(index, header, requests)
         try:

@@ -1,9 +1,10 @@
 """A one-way channel of messages over a ring: samples and results on their way back, on one host.
 
-One direction of a `MessageChannel`. Needs no thread of its own, unlike a socket of zmq, and touches little
-memory, which counts behind a forward pass that has emptied the caches. A message begins with its length and
-its checksum (XXH3-64); a long one goes on in the frames behind. The channel does not notice that the other
-end was killed: the supervisor does.
+It implements `MessageChannel` in one direction. Unlike a zmq socket it needs no thread, and it touches little
+memory. That matters right after a forward pass, when nothing of it is in the CPU's caches. A message begins
+with its length and its checksum (XXH3-64); if it is longer than a frame, it goes on in the frames behind. The
+channel does not notice that the other end was killed. The supervisor does, and closes the ring from outside
+(`ring_memory.end_ring`).
 """
 
 from __future__ import annotations
@@ -21,18 +22,18 @@ from penstock.process.endpoints import RingHandle
 
 FRAME_BYTES = 16 * 1024  # the samples of a thousand rows; log-probabilities take several
 _LEAST_FRAMES = 16
-_ROW_BYTES = 16  # of a sampled row in a message, at most
+_ROW_BYTES = 16  # most bytes of a sampled row in a message
 _HEAD = struct.Struct("<QQ")  # length and checksum
-ONE_FRAME_BYTES = FRAME_BYTES - _HEAD.size  # of the longest message that one frame holds
-_LONG_S = 3600.0
+ONE_FRAME_BYTES = FRAME_BYTES - _HEAD.size  # length of the longest message that fits one frame
+_LONG_S = 3600.0  # of one wait in a `recv` without limit, which then waits again
 
 
 def create_channel_ring(num_messages: int, num_rows: int) -> RingHandle:
-    """Create the shared memory of one channel, for the two processes that inherit it.
+    """Create the shared memory of one channel, for the two processes that are to get its descriptors.
 
     Args:
-        num_messages: most messages under way while none is read: an earlier stage takes samples only when a
-            plan consumes them, and the last stage must not wait for that.
+        num_messages: most messages that may wait in the ring unread. An earlier stage takes samples only when
+            a plan consumes them, and the last stage must not have to wait for that.
         num_rows: most sampled rows of a message.
     """
     frames_each = -(-(_HEAD.size + num_rows * _ROW_BYTES) // FRAME_BYTES) + 1
@@ -43,7 +44,7 @@ class RingChannel:
     """One end of a one-way channel over a ring: its writer only sends, its reader only receives.
 
     Args:
-        handle: from `create_channel_ring`, as inherited.
+        handle: from `create_channel_ring`, with the descriptors that this process has got.
         name: for error messages, such as "stage 1 -> stage 0, samples".
     """
 
@@ -79,7 +80,7 @@ class RingChannel:
             self._ring.write(message[begin : begin + FRAME_BYTES], timeout_s, self._purpose)
 
     def recv(self, timeout_s: float | None) -> bytes | None:
-        """Return the next message, or None when it was not whole in time; the parts that have come are kept.
+        """Return the next message, or None when it was not whole in time; the next call then goes on with it.
 
         Implements `MessageChannel.recv`. Raises `ProtocolError`, too, if the message has changed on its way.
         """
@@ -102,7 +103,7 @@ class RingChannel:
         return message
 
     def _is_whole(self) -> bool:
-        """Return whether all of a message has come; a frame holds its head and more."""
+        """Return whether all of a message has come; its first frame has the whole head."""
         return len(self._parts) > 0 and len(self._parts) >= _HEAD.size + _HEAD.unpack_from(self._parts)[0]
 
     def close(self) -> None:

@@ -1,17 +1,17 @@
 """A ring of frames in memory that two processes share, and the two semaphores that say which frames are full.
 
-Owns bytes and waiting; what a frame holds is the business of `pipeline.links.link` and
+The module owns bytes and waiting; what a frame holds is the business of `pipeline.links.ring` and
 `pipeline.links.ring_channel`. The host makes a ring with `create_ring` and hands its file descriptors to two
-processes; nothing of it has a name, so nothing is left behind however the processes end. One writer,
-one reader, no torch.
+processes. The memory has no name in the file system, so that nothing is left behind however the processes
+end. A ring has one writer and one reader. No torch here.
 
     word 0: magic   word 1: frames written so far   word 2: closed      then the frames
     data_fd  counts frames that are written and not yet taken;  the reader takes, the writer gives
     space_fd counts frames that are free;                       the writer takes, the reader gives
 
 A wait first looks, then spins for some microseconds without the interpreter lock, then sleeps in poll(2). The
-side that leaves sets `closed` and wakes both semaphores. `closed` may also be set by a third party that holds
-the handle, so that the survivors of a dead peer return at once.
+side that leaves sets `closed` and wakes the waiters of both semaphores. If a process dies, its host does the
+same from outside (`end_ring`), so that the process at the other end returns at once.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from penstock.process.endpoints import RingHandle
 _MAGIC = 0x50454E53544F434B
 _WORDS_BYTES = 4096  # the words have a page of their own, so frames begin on a page
 _WORD_MAGIC, _WORD_WRITTEN, _WORD_CLOSED = 0, 8, 16  # one cache line each
-_SPIN_NS = 20_000  # a sleeping wait costs 40 us more than a spinning one; spin no longer than that saves
+_SPIN_NS = 20_000  # a sleeping wait costs 40 us more than a spinning one, so that spinning must be shorter
 
 
 def create_ring(frame_bytes: int, num_frames: int) -> RingHandle:
@@ -40,14 +40,15 @@ def create_ring(frame_bytes: int, num_frames: int) -> RingHandle:
 
     Args:
         frame_bytes: largest frame (`frame.frame_bytes`).
-        num_frames: frames that may be under way at once, at least 1.
+        num_frames: most frames under way at once, at least 1.
 
     Returns:
-        Inheritable file descriptors. The caller closes them with `close_handle` once the children have them.
+        The ring's file descriptors, inheritable. The caller closes them with `close_handle` once the two
+        processes have them.
     """
     assert min(frame_bytes, num_frames) > 0, (frame_bytes, num_frames)
     frame_bytes = padded(frame_bytes)
-    with ExitStack() as undo:  # when there are no more descriptors, or no memory
+    with ExitStack() as undo:  # closes what was made, if there are no more descriptors or there is no memory
         memory_fd = os.memfd_create("penstock-link", os.MFD_ALLOW_SEALING)
         undo.callback(os.close, memory_fd)
         os.ftruncate(memory_fd, _WORDS_BYTES + frame_bytes * num_frames)
@@ -79,7 +80,7 @@ def end_ring(handle: RingHandle) -> None:
 
     Only the maker of the ring, which still has its descriptors, may call it.
     """
-    # The word before the wake-up, as in `Ring.close`.
+    # The word `closed` before the wake-up, as in `Ring.close`.
     os.pwrite(handle.memory_fd, (1).to_bytes(8, "little"), _WORD_CLOSED * 8)
     for fd in (handle.data_fd, handle.space_fd):
         with contextlib.suppress(BlockingIOError):
@@ -90,7 +91,7 @@ class Ring:
     """One end of a ring of frames in shared memory: either its writer or its reader.
 
     Args:
-        handle: from `create_ring`, as inherited. The descriptors are duplicated.
+        handle: from `create_ring`, with the descriptors that this process has got. They are duplicated.
         name: for error messages, such as "stage 0 -> stage 1".
     """
 
@@ -121,8 +122,8 @@ class Ring:
     def reserve(self, timeout_s: float, purpose: str) -> int:
         """Wait until the next frame is free to be written, and return its index.
 
-        The previous frame in the same place has then been read: this wait is the "commit" before a buffer is
-        sent again [C6] [C8].
+        The reader has then released the frame that was in this place before, so that its memory may be
+        written over [C6] [C8].
 
         Args:
             timeout_s: deadline, from now.
@@ -146,7 +147,7 @@ class Ring:
         """Give the frame that was reserved, and has been filled, to the reader."""
         self._num_passed += 1
         # The count before the semaphore: a reader that finds the ring closed knows by this count whether a
-        # frame is left. Woken before it is written, it would leave this frame unread.
+        # frame is left. If it were woken first, it could miss this frame.
         self._words[_WORD_WRITTEN] = self._num_passed
         self._data.give()
 
@@ -195,8 +196,8 @@ class Ring:
         """Tell both ends that no frame follows, and wake any that waits. May be called twice."""
         if self._data.is_closed:
             return
-        # The word before the wake-up: an end that is woken, and does not see the word, takes the wake-up for
-        # a frame.
+        # The word `closed` before the wake-up: an end that is woken, and does not see the word, takes the
+        # wake-up for a frame.
         self._words[_WORD_CLOSED] = 1
         for semaphore in (self._data, self._space):
             semaphore.give()
@@ -237,7 +238,11 @@ class _Semaphore:
         os.eventfd_write(self._fd, 1)
 
     def take(self, timeout_s: float, must_stop: Callable[[], bool]) -> bool:
-        """Count down once, or return because `must_stop` says so; return False if neither came in time."""
+        """Wait until the semaphore can be counted down, and do so, or until `must_stop` returns True.
+
+        Returns:
+            Whether one of the two came within `timeout_s` seconds.
+        """
         started = time.monotonic_ns()
         deadline = started + int(timeout_s * 1e9)
         while not must_stop():

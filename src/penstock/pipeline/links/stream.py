@@ -5,14 +5,15 @@ the epoch. `Stream` waits for the other end and for an interruption together, so
 either. `pipeline.links.stream_opening` connects streams; the carriers `stream_link` and `stream_channel`
 read and write them. No torch here.
 
-A stream is a TCP socket, plain or wrapped by `ssl`. Of one SSL object only one thread may make a call at a
-time; both carriers see to it.
+A stream is a TCP socket, plain or wrapped by `ssl`. Two threads must not use an SSL object at the same time;
+both carriers see to that.
 
 - `TCP_NODELAY` is set: a frame is written in one piece, and must not wait for the acknowledgement of the
   one before.
-- Keepalive ends a stream whose path is dead for longer than the heartbeat between hosts bears: the heartbeat
-  may cross by another cable. The kernels ask and answer each other, so that a process which is stopped or
-  busy ends nothing. An end with unsent bytes is not asked; the other end of a one-way stream always is.
+- Keepalive ends a stream whose path has been dead for some seconds. The heartbeat between hosts may not
+  notice that, since it may cross by another cable. The kernels ask and answer each other, so that a stopped
+  or busy process ends nothing. A kernel does not ask while it has unsent bytes; the kernel at the reading
+  end of a one-way stream never has any, and always asks.
 - `TCP_USER_TIMEOUT` is unset while a stream lives: it would end links to a reader that has stopped reading.
 - When a stream is closed, `TCP_USER_TIMEOUT` bounds how long the kernel goes on sending what was left to a
   host that is gone.
@@ -32,13 +33,13 @@ from penstock.errors import LinkClosedError, PeerError, ProtocolError, WaitTimeo
 from penstock.process.endpoints import Precedence
 from penstock.trust.tls import refusal_of_certificate
 
-_KEEPALIVE = {  # a dead way is noticed after 2 + 3 x 1 s; hosts that are silent are lost after 3 s
+_KEEPALIVE = {  # a dead path is noticed after 2 + 3 x 1 s; a silent host is given up sooner, after 3 s
     socket.TCP_KEEPIDLE: 2,
     socket.TCP_KEEPINTVL: 1,
     socket.TCP_KEEPCNT: 3,
 }
 _BAND_OF_BULK = 2  # TC_PRIO_BULK of <linux/pkt_sched.h>: the last band of the kernel's default queue
-LOW_UNSENT_BYTES = 1 << 14  # that the kernel takes of a stream of low precedence beyond what is under way
+LOW_UNSENT_BYTES = 1 << 14  # of a stream of low precedence that the kernel takes before it can send them
 _OF_PRECEDENCE: Mapping[Precedence, Mapping[tuple[int, int], int]] = {
     "normal": {},
     "low": {
@@ -49,7 +50,7 @@ _OF_PRECEDENCE: Mapping[Precedence, Mapping[tuple[int, int], int]] = {
 FAREWELL_MS = 10_000  # the kernel's time for what was written before the close
 _MOST_LEFTOVERS = 64  # pieces of 64 KiB that a closing end reads and forgets
 _GONE = select.POLLRDHUP | select.POLLHUP | select.POLLERR
-_TLS_ENDS = (ssl.SSLEOFError, ssl.SSLZeroReturnError)  # what TLS calls an end, announced or not
+_TLS_ENDS = (ssl.SSLEOFError, ssl.SSLZeroReturnError)  # the end of a TLS stream: unannounced, announced
 _IP_FAMILIES = (socket.AF_INET, socket.AF_INET6)
 KeptPolls = dict[int, select.poll]  # by events
 _WIRE_REMEDY = "Run the same Penstock version on all hosts, and let nothing else connect to the link ports."
@@ -66,7 +67,8 @@ class Interruption:
     """A signal that a stream is over at this end; it wakes every thread that waits for the stream in `wait`.
 
     Args:
-        end_fd: eventfd of the host, as in `StreamPath`. It is duplicated, and never read.
+        end_fd: an eventfd by which the host ends all streams of an epoch (`StreamPath`). It is duplicated,
+            and never read.
     """
 
     def __init__(self, end_fd: int) -> None:
@@ -150,7 +152,7 @@ class Stream:
         self._socket = connected
         self._interruption = interruption
         self._polls: KeptPolls = {}
-        self.wanted = 0  # events of poll(2) that the last call which could not go on waits for
+        self.wanted = 0  # the events of poll(2) to wait for after a `try_read` or `try_write` returned None
 
     def fileno(self) -> int:
         return self._socket.fileno()
@@ -158,7 +160,8 @@ class Stream:
     def try_read(self, into: memoryview) -> int | None:
         """Read what is there into `into`; return the number of bytes, or None if none has come yet.
 
-        0 is the end of the stream, announced or not: what carries frames knows how long they are.
+        0 is the end of the stream, whether TLS announced it or not: the reader knows by the lengths of frames
+        whether one was cut off.
         """
         try:
             return self._socket.recv_into(into)
@@ -198,12 +201,14 @@ class Stream:
         return True
 
     def write(self, data: memoryview) -> None:
-        """Write all of `data`, however long the other end takes; it must be an end that only reads.
+        """Write all of `data`, however long the other end takes to read it.
 
-        What fits is written even after the stream has been stopped, so that frames sent before a close leave.
+        The other end must be one that only reads: if it stops writing, it counts as gone. What the kernel
+        takes at once is written even after the stream has been stopped, so that frames sent before a close
+        leave.
 
         Raises:
-            StreamEndedError: the rest would have had to wait, and the stream is over.
+            StreamEndedError: the stream is over, and the kernel did not take the rest at once.
             OSError: the other end has gone.
         """
         done = 0
@@ -222,7 +227,7 @@ class Stream:
         With `events` 0 only the nudge is waited for. Raises `StreamEndedError`.
         """
         poll = select.poll()
-        if events:  # else a peer that has gone would be an event for ever
+        if events:  # with none, poll(2) would still return at once for a peer that has gone, again and again
             poll.register(self.fileno(), events)
         poll.register(nudge, select.POLLIN)
         self._interruption.watch(poll)
@@ -232,7 +237,7 @@ class Stream:
         raise_if_interrupted(ready, self.fileno(), nudge)
 
     def _await(self, events: int) -> None:
-        """Wait for events of poll(2). A frame may take many waits, so polls are kept."""
+        """Wait for events of poll(2). A frame may take many waits, so the poll objects are used again."""
         poll = self._polls.get(events)
         if poll is None:
             poll = self._polls[events] = self._interruption.poll_with(self.fileno(), events)
@@ -256,7 +261,8 @@ class Stream:
             plain.shutdown(self._socket, socket.SHUT_WR)
             if self._socket.family in _IP_FAMILIES:
                 self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, FAREWELL_MS)
-            # To close with unread bytes would reset the connection, and drop what was written last.
+            # A close with unread bytes would reset the connection, and the other end would lose what was
+            # written last.
             for _ in range(_MOST_LEFTOVERS):
                 if not plain.recv_into(self._socket, rest):
                     break

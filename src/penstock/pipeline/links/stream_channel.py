@@ -1,10 +1,14 @@
 """A channel of messages over a stream between hosts: plans, results and samples, in both directions.
 
 One class serves the two-way channel of plans and the one-way channels alike. A message begins with its
-length, which stands there twice, and its checksum (XXH3-64). A thread of the channel reads ahead into a
-bounded inbox, so that a sender need not wait until the receiver looks, and finishes what the kernel did not
-take at once. A send is otherwise made by its caller, without waiting: no hand-over to another thread delays
-a plan. One lock keeps the two threads from using the stream at a time, which an SSL object would not bear.
+length, twice, and its checksum (XXH3-64).
+
+- The caller of `send` writes to the kernel itself, without waiting, so that no hand-over to another thread
+  delays a plan.
+- A thread of the channel writes what the kernel did not take at once. It also reads ahead into a bounded
+  inbox, so that a sender need not wait until the receiver takes a message.
+- One lock keeps these two threads from using the stream at the same time, which an SSL object does not allow.
+
 No torch here.
 """
 
@@ -32,11 +36,11 @@ _HEAD = struct.Struct("<IIQ")  # length, the same length XOR `_MARK`, checksum
 _MARK = 0x4D545350
 _READ_BYTES = 1 << 16
 _REMEDY = "Run the same Penstock version on all hosts, and let nothing else connect to the link ports."
-_LINGER_S = 1.0  # last messages (a shutdown, the cause of a failure) get this long to leave
+_LINGER_S = 1.0  # at a close, the last messages (a shutdown, the cause of a failure) get this long to leave
 
 
 class StreamChannel:
-    """One end of a two-way, ordered, loss-free channel of messages between hosts; one thread may call it.
+    """One end of a two-way, ordered, loss-free channel of messages between hosts, for calls of one thread.
 
     Args:
         handle: as the host has handed it over; its descriptors stay the caller's.
@@ -57,7 +61,7 @@ class StreamChannel:
             raise
 
     def pollables(self) -> list[Any]:
-        """Return the one descriptor: readable while a message is there, or once the other end has gone."""
+        """Return one descriptor: it is readable while a message is there, or once the other end has gone."""
         return [self._inbox.fileno()]
 
     def filenos(self) -> list[int]:
@@ -149,7 +153,7 @@ class _Outbox:
     """The bytes of sent messages that the kernel has not taken yet.
 
     Attributes:
-        changed: guards the outbox, and the stream against two threads at a time.
+        changed: lock of the outbox, and of the stream, which only one thread may use at a time.
         stream: the stream, once there is one.
     """
 
@@ -168,14 +172,22 @@ class _Outbox:
         return not self._parts
 
     def put(self, message: memoryview) -> bool:
-        """Write a message as far as it goes at once; return whether all of it went. Raises `OSError`."""
+        """Write what the kernel takes of a message, and keep the rest. Raises `OSError`.
+
+        Returns:
+            Whether nothing is left, of this message or of earlier ones.
+        """
         self._parts.append(message)
         if self.stream is not None and len(self._parts) == 1:
             self.flush()
         return not self._parts
 
     def flush(self) -> int:
-        """Write what goes at once; return the events to wait for, 0 if nothing is left. Raises `OSError`."""
+        """Write what the kernel takes now. Raises `OSError`.
+
+        Returns:
+            The events of poll(2) to wait for before the next call; 0 if nothing is left.
+        """
         stream, parts = self.stream, self._parts
         assert stream is not None
         while parts:
@@ -191,7 +203,7 @@ class _Outbox:
 
 
 class _Inbox:
-    """The messages that have come, with a descriptor that is readable while there is one, or at the end."""
+    """The messages that have come; a descriptor is readable while there is one, or at the end of the stream."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
@@ -211,7 +223,7 @@ class _Inbox:
 
     @property
     def has_room_again(self) -> bool:
-        """Whether the message taken last was one too many for the thread, which then sleeps."""
+        """Whether the last `take` made room in a full inbox, so that the reading thread must be woken."""
         return len(self._messages) == self._limit - 1
 
     def put(self, message: bytes) -> None:
@@ -221,7 +233,7 @@ class _Inbox:
                 os.eventfd_write(self._ready, 1)
 
     def end(self, error: PeerError) -> None:
-        """Record that nothing follows what is there."""
+        """Record that nothing follows the messages that are here, and why."""
         with self._lock:
             self._error = error
             if not self._messages:

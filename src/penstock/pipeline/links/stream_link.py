@@ -1,20 +1,23 @@
-"""The carrier between hosts: a link over a stream, for which no stage waits while it could compute.
+"""The carrier between hosts: a link over a stream, which keeps no stage waiting that could compute.
 
     stage 0 ─copies─▶ free frame ─writes─▶ TCP ─thread reads─▶ free frame ─copies─▶ stage 1
 
-Each end has as many frames of memory as the link; they are made once and used again. The sender's stage
-writes a short frame itself, as far as the kernel takes it without waiting: on a host whose cores all compute,
-a thread that was woken would get its turn milliseconds later. A thread writes long frames and what was left.
-The stage so goes on at once, and waits only while all its frames are under way. The receiver's
-thread reads ahead into frames that are free, so that a frame is there when the stage comes to it. No
-credits go back: a full receiver stops reading, and TCP's own window stops the sender. The link so holds the
-frames of both ends, and what the kernels buffer between them.
+Each end has memory for `num_frames` frames, made once and used again.
+
+- At the sending end, the stage writes a short frame itself, as far as the kernel takes it without waiting. On
+  a host whose CPU cores all compute, a thread that was woken would get its turn milliseconds later. A thread
+  of the link writes long frames, and the rest of short ones. So the stage goes on at once, and waits only
+  while all frames are under way.
+- At the receiving end, a thread reads ahead into free frames, so that a frame is there when the stage comes
+  to it. Nothing is sent back to say that frames are free: a full receiver stops reading, and TCP's own window
+  stops the sender. So the link holds the frames of both ends, and what the kernels buffer between them.
 
 A frame on the wire is the frame of `pipeline.links.frame_memory`, with nothing around it: its header says
-how long it is. Headers are compared as soon as they have come. A stream that ends within a frame has closed
-the link; what has come of the frame is never looked at.
+how long it is. Headers are compared as soon as they have come. If the stream ends within a frame, the link
+counts as closed, and the part of the frame that has come is not used.
 
-Several streams for one link (striping) would go below `_write` and `_read`, which alone know of the stream.
+Several streams for one link (striping) would go below `_write` and `_read`, the only functions that read and
+write the stream in a thread.
 """
 
 from __future__ import annotations
@@ -37,8 +40,8 @@ from penstock.pipeline.links.stream_opening import StreamThread
 from penstock.process.endpoints import StreamLinkHandle
 from penstock.trace.phases import NOBODYS, Phase, PhaseClock
 
-_OVER: Final = -1  # in place of the index of a frame: there are no more
-DIRECT_BYTES: Final = 1 << 18  # of a frame that the stage writes itself: 0.2 ms of encryption
+_OVER: Final = -1  # in place of the index of a frame: no more frames come
+DIRECT_BYTES: Final = 1 << 18  # the longest frame that the stage writes itself: it takes 0.2 ms to encrypt
 Indices = SimpleQueue[int]
 
 
@@ -49,13 +52,13 @@ def open_stream_link(handle: StreamLinkHandle, name: str, timeout_s: float) -> S
         name, timeout_s: as for `link_carriers.open_link`.
 
     Raises:
-        ProtocolError: what is needed to make the stream safe cannot be used.
+        ProtocolError: the credentials or names that make the stream safe cannot be used.
     """
     return _ENDS[handle.direction](handle, name, timeout_s)
 
 
 class _StreamLink(Carrier):
-    """The base of both ends: frames, a thread and the reason of the end."""
+    """The base of both ends of a link: the memory of frames, and the reason why the link has ended."""
 
     def __init__(self, handle: StreamLinkHandle, name: str, timeout_s: float) -> None:
         self._name = f"link {name}"
@@ -66,7 +69,7 @@ class _StreamLink(Carrier):
         self._error: PeerError | None = None  # why nothing follows
 
     def _take(self, queue: Indices, deadline: float, purpose: str) -> int:
-        """Return the next index of a queue; raise what `Link` says."""
+        """Return the next index of a queue; raise `Link`'s errors at the deadline or when the link ends."""
         try:
             index = queue.get(timeout=max(0.0, deadline - monotonic()))
         except Empty:
@@ -74,12 +77,12 @@ class _StreamLink(Carrier):
                 f"{self._name}: waited {self._timeout_s:g} s for {purpose} in vain."
             ) from None
         if index == _OVER:
-            queue.put(_OVER)  # for the next call, too
+            queue.put(_OVER)  # put back, so that the next call finds the end, too
             raise self._ended(purpose)
         return index
 
     def _ended(self, purpose: str) -> PeerError:
-        """Return the reason of the end, with what it came before."""
+        """Return the reason why the link has ended, and add what was being waited for."""
         error = self._error or LinkClosedError(f"{self._name} has ended.")
         return type(error)(
             f"{error.message} It ended before {purpose}.", remedy=error.remedy, code=error.code
@@ -99,7 +102,7 @@ class StreamSender(_StreamLink):
         super().__init__(handle, name, timeout_s)
         self._free: Indices = SimpleQueue()
         self._filled: Indices = SimpleQueue()
-        self._unsent = [memoryview(b"")] * self._num_frames  # of the frame in each place
+        self._unsent = [memoryview(b"")] * self._num_frames  # by index: what is left to write of the frame
         self._stream: Stream | None = None  # once there is one
         self._num_handed = 0  # frames that the thread was given: counted by the stage alone
         self._num_written = 0  # of those: counted by the thread alone
@@ -118,7 +121,7 @@ class StreamSender(_StreamLink):
         Implements `Link.send_frame`.
         """
         self._memory.check_size(header, tensors)
-        clock.await_device()  # else a copy from a GPU would wait for it, and that would count as copying
+        clock.await_device()  # else the copy below would wait for the GPU, which would count as copying
         before = clock.begin(Phase.WAIT_NEXT)
         purpose = f"room for {header.purpose}"
         self._raise_if_over(purpose)
@@ -150,16 +153,16 @@ class StreamSender(_StreamLink):
             raise LinkClosedError(f"{self._name} was closed before {purpose}.")
 
     def _is_written_at_once(self, index: int) -> bool:
-        """Write a short frame if the thread has none before it; return whether it all went.
+        """Write a short frame if the thread has no earlier one to write; return whether all of it went.
 
-        While the thread has frames, it alone writes: frames could overtake each other, and two threads use
-        the stream at a time.
+        While the thread has frames, it alone may write. Otherwise this frame could overtake them, and two
+        threads would use the stream at the same time.
         """
         unsent, stream = self._unsent[index], self._stream
-        is_threads = self._num_handed != self._num_written  # and no two threads may use a stream at a time
+        is_threads = self._num_handed != self._num_written
         if stream is None or is_threads or len(unsent) > DIRECT_BYTES:
             return False
-        with contextlib.suppress(OSError):  # the thread will meet it again, and say why the stream has ended
+        with contextlib.suppress(OSError):  # the thread gets the same error, and keeps it as the reason
             while unsent and (count := stream.try_write(unsent)) is not None:
                 unsent = unsent[count:]
         self._unsent[index] = unsent
@@ -170,7 +173,7 @@ class StreamSender(_StreamLink):
         while (index := self._filled.get()) != _OVER:
             stream.write(self._unsent[index])
             # Counted only once the whole frame is written: from then on the stage may use the stream itself.
-            # The frame is free only after that, so that the stage does not fill it while it is read.
+            # The frame is free only after that, so that the stage does not fill it while it is being sent.
             self._num_written += 1
             self._free.put(index)
 
@@ -192,8 +195,8 @@ class StreamReceiver(_StreamLink):
         super().__init__(handle, name, timeout_s)
         self._is_closed = False
         self._free: Indices = SimpleQueue()
-        self._announced: Indices = SimpleQueue()  # the header is there
-        self._whole: Indices = SimpleQueue()
+        self._announced: Indices = SimpleQueue()  # frames whose header is there
+        self._whole: Indices = SimpleQueue()  # the same frames, once their payload is there, too
         for index in range(self._num_frames):
             self._free.put(index)
         self._thread = StreamThread(handle.path, self._name, self._read, self._end)
@@ -202,7 +205,7 @@ class StreamReceiver(_StreamLink):
         raise AssertionError(f"{self._name} only receives at this end")
 
     def close(self) -> None:
-        """Stop the thread and close the stream; frames that no stage has waited for are dropped."""
+        """Stop the thread and close the stream; frames that the stage has not taken are dropped."""
         self._is_closed = True
         self._free.put(_OVER)
         self._thread.close()
@@ -219,7 +222,7 @@ class StreamReceiver(_StreamLink):
         # The queues are taken from in pairs: each frame is announced once, and is whole once, in the same
         # order.
         self._take(self._whole, deadline, header.purpose)
-        clock.await_device()  # as for a send; a last stage that has sampled nothing has not waited yet
+        clock.await_device()  # as for a send; a last stage that sampled nothing has not waited for its GPU
         clock.begin(Phase.COMM)
         try:
             self._memory.empty(index, header, out, requests)
@@ -234,7 +237,7 @@ class StreamReceiver(_StreamLink):
                 return
             try:
                 payload, done = frame[ALIGNMENT : self._frame_end(frame)], 0
-                if payload:  # a short one has come with its header: then the stage is woken once
+                if payload:  # a short one has mostly come with its header: then the stage need not wait twice
                     done = stream.try_read(payload) or 0
             finally:
                 self._announced.put(index)
@@ -243,7 +246,7 @@ class StreamReceiver(_StreamLink):
             self._whole.put(index)
 
     def _frame_end(self, frame: memoryview) -> int:
-        """Return where a frame ends whose header has come; the stage checks all else."""
+        """Return where a frame ends, by its header; the stage checks everything else in the header."""
         end = ALIGNMENT + FrameHeader.unpack(frame).payload_bytes
         if end > len(frame):
             raise ProtocolError(

@@ -1,9 +1,9 @@
-"""Connects streams between hosts: dials, accepts or takes over, makes them safe, and keeps their thread.
+"""Connects streams between hosts, proves the identities of both ends, and runs each stream in a thread.
 
 `StreamThread` opens a stream in a thread of its own and hands it to a carrier, so that opening a link never
 blocks: the other end may still load its weights. Whatever goes wrong reaches the carrier as one typed
-error. An end that is closed before the two have met is missed by its host, which ends the epoch, and not by
-the other end. No torch here.
+error. If an end is closed before the two have met, the other end cannot notice that. The host of the closed
+end does, and ends the epoch. No torch here.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from penstock.trust.door import DEFAULT_LIMITS, Door
 
 CONNECT_TIMEOUT_S = 10.0  # for all addresses of a name together
 LIMITS = DEFAULT_LIMITS  # on what unknown peers may cost
-_LEAVE_S = 5.0  # far above what a thread that has been stopped takes
+_LEAVE_S = 5.0  # far longer than a stopped thread needs to end
 _REACH_REMEDY = "Check that the link ports (--link-ports) of that host are open in its firewall."
 
 
 class Opening(ABC):
-    """The interface of the ways in which one end of a stream is connected: to dial, accept or take over."""
+    """The interface of the ways to connect one end of a stream: dialling, accepting, and taking over."""
 
     @abstractmethod
     def connect(self, interruption: Interruption, deadline: float, name: str) -> socket.socket:
@@ -45,12 +45,12 @@ class Opening(ABC):
             name: name of the link or channel, for error messages.
 
         Raises:
-            StreamEndedError: the stream is over before.
+            StreamEndedError: the interruption has ended the stream before it was connected.
             PeerError: the other end does not come, cannot be reached or is not the one expected.
         """
 
     def close(self) -> None:  # noqa: B027  # most have nothing
-        """Close the sockets that the opening still holds; none in this base class."""
+        """Close the sockets that the opening still holds; this base class has none."""
 
 
 class Dialling(Opening):
@@ -112,7 +112,7 @@ class Accepting(Opening):
                 if time.monotonic() >= deadline:
                     raise self._late(name, time.monotonic() - began) from None
             entered = [visitor.connection for visitor in self._door.serve(0)]
-            for connection in entered[1:]:  # the same peer once more
+            for connection in entered[1:]:  # the expected peer has dialled more than once
                 connection.close()
             if entered:
                 return entered[0]
@@ -151,7 +151,7 @@ class TakingOver(Opening):
         return secured(connected, self._proof, _waiting(interruption, deadline))
 
     def close(self) -> None:
-        """Shut the socket down if no stream came about, even if the host still has it."""
+        """Shut the socket down if it did not become a stream, even if the host still holds the socket."""
         with contextlib.suppress(OSError):
             self._connected.shutdown(socket.SHUT_RDWR)
         self._connected.close()
@@ -189,16 +189,16 @@ def _connect(
 
 
 def _numeric(own_address: str) -> Any:
-    """Return the address of a socket of this host; a scope such as `%eth0` becomes a number."""
+    """Return an address of this host as `bind` takes it; a scope such as `%eth0` becomes a number."""
     return socket.getaddrinfo(own_address, 0, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)[0][4]
 
 
 def _resolve(way: DialledStream, interruption: Interruption, name: str) -> list[tuple[int, Any]]:
-    """Return family and address of each address of a host.
+    """Return the address family and the socket address of each address of the host to be dialled.
 
     A look-up of a name cannot be stopped. It has a thread of its own, which ends with the look-up.
     """
-    with contextlib.suppress(OSError, UnicodeError):  # then it is a name
+    with contextlib.suppress(OSError, UnicodeError):  # raised if the host is given by name
         return _addresses(way, socket.AI_NUMERICHOST)
     answers: list[tuple[int, Any]] = []
     failures: list[str] = []
@@ -238,11 +238,11 @@ class StreamThread:
     Args:
         path: how the stream is connected. Its descriptors stay the caller's, which may close them at once.
         name: name of the link or channel, for error messages.
-        use: reads and writes the stream until it ends; returns when the other end has closed it.
-        end: called once with the reason of the end; the last call of the thread.
+        use: reads and writes the stream; returns when the other end has closed it, and raises other ends.
+        end: called with the reason when the stream is over; that is the last thing that the thread does.
 
     Raises:
-        ProtocolError: what is needed to make the stream safe cannot be used.
+        ProtocolError: the credentials or names that make the stream safe cannot be used.
     """
 
     def __init__(
@@ -266,7 +266,7 @@ class StreamThread:
             connected = self._opening.connect(
                 self._interruption, time.monotonic() + self._timeout_s, self._name
             )
-            self._opening.close()  # one peer is all that was expected
+            self._opening.close()  # no second peer is expected
             self._stream = Stream(connected, self._interruption, self._precedence)
             self._use(self._stream)
             error: PeerError = LinkClosedError(f"{self._name} was closed by the other end.")
@@ -298,8 +298,8 @@ class StreamThread:
         self._interruption.stop()
         self._thread.join(_LEAVE_S)
         assert not self._thread.is_alive(), f"the thread of {self._name} does not end"
-        # Only when the thread has ended: the number of a descriptor that is closed under it may go to another
-        # file.
+        # Only when the thread has ended: if a descriptor were closed while it is used, its number could go to
+        # another file.
         if self._stream is not None:
             self._stream.close()
         self._opening.close()

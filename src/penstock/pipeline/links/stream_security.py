@@ -1,11 +1,11 @@
 """Makes a connected socket safe before a link or channel uses it: by TLS, by a challenge, or not at all.
 
-The seam is `Proof`: another way of making a stream safe is another line of the table. What is proved, and
-how, is said in `trust`; here it is said over sockets that do not block. Used by
+The seam is `Proof`: a new way of making a stream safe gets a line in the table. `trust` decides what is
+proved, and by which messages; this module exchanges these messages over sockets that do not block. Used by
 `pipeline.links.stream_opening`. No torch here.
 
-After a handshake only a close or an alert can come beside the stream's own bytes, since the server gives out
-no session tickets; neither needs an answer of the end that only writes.
+An end of a stream that only writes may leave incoming bytes unread after the TLS handshake. All that TLS can
+send then is a close or an alert, since the server gives out no session tickets, and neither needs an answer.
 """
 
 from __future__ import annotations
@@ -40,7 +40,9 @@ from penstock.trust.tls import (
     under_tls,
 )
 
-Wait = Callable[[int, int], None]  # a descriptor, events of poll(2); raises at the deadline, and at the end
+# Waits until a descriptor has one of the given events of poll(2); raises at its deadline, or at the stream's
+# end.
+Wait = Callable[[int, int], None]
 Answer = TypeVar("Answer")
 
 
@@ -48,9 +50,9 @@ class Proof(Protocol):
     """The way in which the two ends of a stream prove their identities to each other; an interface."""
 
     def wrap(self, connected: socket.socket) -> socket.socket:
-        """Return the stream over a socket, which it owns from now on; wrapped by `ssl` where TLS is used.
+        """Return the stream over a socket, which belongs to the stream from now on.
 
-        A handshake comes later.
+        If the proof uses TLS, the stream is wrapped by `ssl`, and its handshake is still to come.
         """
         ...
 
@@ -67,8 +69,8 @@ def proof_of(security: StreamSecurity, side: StreamSide) -> Proof:
     """Return the proof for streams of this kind of security.
 
     Args:
-        security: its descriptors are read now, and stay the caller's.
-        side: whether this end dials, and so begins, or accepts.
+        security: the kind, with its credentials; their descriptors are read now, and stay the caller's.
+        side: whether this end dials or accepts.
 
     Raises:
         ProtocolError, CertificateError: this build does not know the kind, or its credentials or names cannot
@@ -160,7 +162,7 @@ _KINDS: Mapping[type, Callable[[Any, StreamSide], Proof]] = {
 
 
 def _converse(conversation: Conversation, stream: socket.socket, wait: Wait) -> None:
-    """Exchange messages until the conversation is over; a byte more would belong to the link."""
+    """Exchange messages until the conversation is over; never read a byte beyond, which is the link's."""
     _say(conversation, stream, wait)
     while conversation.wanted:
         data = _when_ready(lambda: stream.recv(conversation.wanted), stream, wait)
@@ -181,10 +183,10 @@ def _say(conversation: Conversation, stream: socket.socket, wait: Wait) -> None:
 def _when_ready(
     call: Callable[[], Answer], stream: socket.socket, wait: Wait, events: int = select.POLLIN
 ) -> Answer:
-    """Repeat `call` until the socket was ready for it.
+    """Repeat `call` until it succeeds, and wait for the socket in between.
 
     Args:
-        events: what a plain socket waits for; TLS says so itself.
+        events: what a plain socket must be ready for; a TLS socket says that itself.
     """
     while True:
         try:
