@@ -203,7 +203,7 @@ class _Outbox:
 
 
 class _Inbox:
-    """The messages that have come; a descriptor is readable while there is one, or at the end of the stream."""
+    """The messages that have come; a descriptor is readable while there is one, or at the stream's end."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
