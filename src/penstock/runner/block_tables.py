@@ -1,7 +1,7 @@
 """The block tables of all rows, which say where in the KV cache each row's positions are.
 
-A row is a request's slot on the rank. A part of `runner.request_rows`. Tables are never moved, so that
-views of them stay good.
+A row is the index of a running request in the rank's tables. `runner.request_rows` has the block tables. They
+stay in the same memory, so that views of them stay valid.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from penstock.kernels.views import words_of
 
 
 class BlockTables:
-    """The block tables of all rows: for each request's slot, the ids of its KV blocks in order.
+    """The block tables of all rows: for each row, the ids of its KV blocks in order.
 
     Args:
-        num_rows: number of tables.
-        width: blocks that a row may have.
+        num_rows: number of rows.
+        width: most blocks that a row may have.
         block_size: tokens per block.
 
     Attributes:
@@ -29,7 +29,7 @@ class BlockTables:
 
     def __init__(self, num_rows: int, width: int, block_size: int) -> None:
         self.block_size, self.width = block_size, width
-        self.by_row = np.zeros((num_rows, width), dtype=np.int64)  # not empty: untouched pages cost no memory
+        self.by_row = np.zeros((num_rows, width), dtype=np.int64)  # untouched pages of zeros take no memory
         self.num_blocks = array("q", [0]) * num_rows
         self._words = words_of(self.by_row)
 
@@ -56,7 +56,8 @@ class BlockTables:
     def slots(self, row: int, start: int, end: int) -> Iterator[range]:
         """Yield where in the KV cache a row's positions from `start` to before `end` are, block by block.
 
-        Each range has slots: a slot is the block's id times the block size, plus the place in the block.
+        Each range has the slots of one block. The number of a slot is the block's id times the block size,
+        plus the token's index in the block.
         """
         first = row * self.width
         while start < end:

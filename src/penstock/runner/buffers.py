@@ -1,8 +1,8 @@
 """The input buffers of a stage: filled on the host, at a fixed address on the device [C7] [E9].
 
 `runner.forward_batch` writes a step's inputs into them; the tensors of a `ForwardBatch` are views of the
-first n elements. `BufferPool` holds as many sets as plans may be in flight, so that a copy still under way
-to a device is never written over. Does not interpret the numbers.
+first n elements. `BufferPool` holds as many sets as plans may be in flight, so that no set is written over
+while its copy to a device is under way. The buffers do not know what the numbers mean.
 """
 
 from __future__ import annotations
@@ -39,12 +39,15 @@ class InputBuffer:
         return self.publish_parts([values], len(values))
 
     def publish_parts(self, parts: Iterable[Sequence[int]], *shape: int) -> Tensor:
-        """Write values that come in parts, one behind the other; start their copy, and return a view.
+        """Write values that come in parts, one behind the other, and start their copy to the device.
 
-        The view is on the device. A copy to a GPU is not waited for.
+        The copy to a GPU is not waited for.
 
         Args:
-            shape: the shape of the view, int64; all parts together have as many values.
+            shape: the shape of the result; all parts together have as many values.
+
+        Returns:
+            A view on the device, int64.
         """
         at, size = 0, math.prod(shape)
         assert size <= len(self._words), "the plan is larger than the buffers of the rank"
@@ -54,8 +57,8 @@ class InputBuffer:
             at = end
         assert at == size, f"{at} values do not have the shape {shape}"
         if self._device is not self._host:
-            # Not waited for: the host's side is written again only by a step that is as many steps later as
-            # plans may be in flight (`BufferPool`).
+            # Not waited for: the next step that uses this set of buffers (`BufferPool`) comes only when this
+            # step is no longer in flight.
             self._device[:size].copy_(self._host[:size], non_blocking=True)
         return self._views.of(shape)
 
@@ -74,15 +77,15 @@ class InputBuffers:
     sample_indices: InputBuffer  # [max_num_samples]
     query_starts: InputBuffer  # [max_num_rows + 1]
     seq_lens: InputBuffer  # [max_num_rows]
-    kernel_step: abi.Step  # over these buffers' host addresses
+    kernel_step: abi.Step  # the struct that kernels read; it has the host addresses of these buffers
 
 
 class BufferPool:
-    """The sets of input buffers of a rank, as many as plans in flight, used in turn.
+    """The sets of input buffers of a rank, as many as plans may be in flight, used in turn.
 
     Args:
         depth: most plans in flight.
-        max_num_tokens, max_num_rows, max_num_samples: the largest numbers of one step.
+        max_num_tokens, max_num_rows, max_num_samples: most tokens, rows and samples of one step.
         max_blocks_per_row: blocks of a request of full length.
     """
 

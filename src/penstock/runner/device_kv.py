@@ -1,8 +1,8 @@
 """Allocates a rank's memory for the keys and values of its own layers.
 
-It works out how many blocks the memory holds (`runner.kv_demand`; the core takes the minimum over the stages,
-[D9]) and allocates them, for the rank's own attention layers only [A17]. The core decides which request
-owns a block.
+It works out how many blocks the memory can hold (`runner.kv_demand`), and reports that to the core, which
+takes the minimum over all ranks [D9]. It allocates so many blocks, for the rank's own attention layers only
+[A17]. The core decides which request has a block.
 """
 
 from __future__ import annotations
@@ -39,7 +39,10 @@ class DeviceKV:
         return self.num_layers * self._backend.block_bytes(self._block_size)
 
     def max_blocks(self, demand: KVDemand, available: int) -> int:
-        """Return how many KV blocks this rank can offer of `available` free bytes.
+        """Return how many KV blocks this rank can offer out of `available` free bytes.
+
+        Args:
+            demand: what requests need, what the user has set, and what is reserved.
 
         Raises:
             NotEnoughMemoryError: too few for one request of full length, or for what the user asks for.

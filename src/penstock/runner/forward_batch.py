@@ -4,9 +4,9 @@
 slices, and written into persistent buffers.
 
 A batch is built in two parts, so that a stage can do most of it while it still waits for samples of earlier
-steps. `begin_batch` needs none of them; `complete_batch` corrects the positions once they are there. What
-only one stage reads is not part of a batch: the first stage gathers its `input_ids`, the last one publishes
-its `sample_indices`.
+steps. `begin_batch` needs none of these samples. Once they are there, `complete_batch` corrects positions if
+some were wrong. Inputs that only one stage reads are not part of a batch: the first stage gathers `input_ids`
+by itself, and the last one publishes `sample_indices`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ from penstock.runner.request_rows import RequestRows, RowSnapshot
 class ForwardBatch:
     """The inputs of one step on this rank: positions, attention metadata, and what is sampled.
 
-    Tensors are views of buffers that later steps use again.
+    Tensors are views of buffers that later steps write over. `addressed` has all rows of the plan, `sampled`
+    those that are sampled, and `samples` the positions in them.
     """
 
     plan: ScheduledBatch
@@ -39,7 +40,7 @@ class ForwardBatch:
     sampled: RowSnapshot  # [num_sampled]
     samples: Samples
     starts: list[int]  # [num_rows] position of the first token of each row
-    is_void: bool = False  # whatever is computed of it means nothing
+    is_void: bool = False  # the step rests on a wrong guess: results of it mean nothing
 
     @property
     def num_tokens(self) -> int:
@@ -50,21 +51,21 @@ class ForwardBatch:
 class Samples:
     """The positions that a step samples.
 
-    They are the last token of each sampled row. Where the row brings drafts (guessed tokens), they are its
-    draft positions too (`sample.windows`).
+    A sampled row has one, behind its last token. A row with drafts (guessed tokens) is also sampled in the
+    place of each draft, to be compared with it (`sample.windows`).
     """
 
-    indices: list[int]  # [num_samples] of the step's tokens
-    rows: NDArray[np.int64]  # [num_samples]; the sampled rows themselves, where none brings drafts
-    output_index: list[int]  # [num_samples] how many tokens the row has, or would have, generated before
-    drafts: list[list[int]]  # [num_sampled] of each sampled row, without one that is its input
+    indices: list[int]  # [num_samples] of the tokens behind which is sampled, among the step's tokens
+    rows: NDArray[np.int64]  # [num_samples] the row of each; a row with drafts is there several times
+    output_index: list[int]  # [num_samples] tokens that the row has generated before, drafts counted in
+    drafts: list[list[int]]  # [num_sampled] of each sampled row: the drafts to be compared with samples
 
 
 def begin_batch(plan: ScheduledBatch, rows: RequestRows, buffers: InputBuffers) -> ForwardBatch:
     """Build the inputs of a plan as far as they do not depend on samples that are still to come.
 
-    The plan's freed and new rows must be in the row table already. Its blocks are appended there, and its
-    tokens count as scheduled.
+    The plan's freed and new rows must have been applied to the row table. The plan's blocks are appended
+    there, and its tokens count as scheduled.
 
     Raises:
         ProtocolError: the plan does not fit the row table.
@@ -101,7 +102,7 @@ def complete_batch(batch: ForwardBatch, rows: RequestRows, buffers: InputBuffers
 def input_ids(batch: ForwardBatch, rows: RequestRows, buffers: InputBuffers) -> Tensor:
     """Return the token ids that a step computes, [num_tokens] int64 on the device; for stages that embed.
 
-    They are slices of the row table [D7]: known tokens lie at their positions, and drafts behind them.
+    They are slices of the row table [D7], which has known tokens at their positions, and drafts behind them.
     """
     ends = batch.metadata.seq_lens
     spans = zip(batch.addressed.places, batch.starts, ends, strict=True)
@@ -138,7 +139,14 @@ def _samples(
     ends: list[int],
     query_starts: list[int],
 ) -> Samples:
-    """Return the positions that are sampled of the rows at the indices `chosen`."""
+    """Return the positions that are sampled.
+
+    Args:
+        chosen: indices of the sampled rows in the plan.
+        sampled: these rows.
+        ends: position behind the last token of each row of the plan.
+        query_starts: index of each row's first token among the step's tokens, and the number of all.
+    """
     if not plan.drafts:
         return Samples(
             indices=[query_starts[index + 1] - 1 for index in chosen],

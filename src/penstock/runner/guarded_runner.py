@@ -5,9 +5,10 @@
     last       no sample                  ──▶ a result with the error; failed samples to the earlier stages
 
 Rows, block tables and token returns move on as they do in a step that is computed, so that all stages agree
-about the steps behind it. The scheduler ends the requests of the plan (`scheduler.request_endings`), since
-not all of their keys and values are there. Ranks that share a stage wait for each other within a step. If
-one of them has no memory, the error ends the epoch, and weights and processes stay (`rank.rank`).
+about later steps. The scheduler ends the requests of the plan (`scheduler.request_endings`), since not all of
+their keys and values are there. A stage of several ranks is an exception, because its ranks wait for each
+other within a step. If one of them has no memory, the error ends the epoch; weights and processes stay
+(`rank.rank`).
 """
 
 from __future__ import annotations
@@ -36,11 +37,11 @@ _logger = logging.getLogger(__name__)
 class FailedTensors(IntermediateTensors):
     """A stand-in for the hidden states of a step that was not computed, with the reason.
 
-    It has their shape, but takes the memory of one number, the number of the failed stage.
+    It has the same shape, but all its elements are one number in memory: that of the failed stage.
 
     Args:
-        num_tokens, width, dtype: as the step's hidden states would have them.
-        failure: why they were not computed.
+        num_tokens, width, dtype: those of the hidden states that were not computed.
+        failure: the reason.
     """
 
     def __init__(self, num_tokens: int, width: int, dtype: torch.dtype, failure: PlanMemoryError) -> None:
@@ -55,8 +56,8 @@ class GuardedRunner(ModelRunner):
     Args:
         runner: the arguments of `ModelRunner`.
         stage: the number of the stage.
-        width, dtype: of the hidden states, [num_tokens, width].
-        is_alone: no other rank shares the stage's layers; if one does, the failure is raised.
+        width, dtype: size and type of hidden states, [num_tokens, width].
+        is_alone: no other rank shares the stage's layers. If one does, the failure is raised instead.
     """
 
     def __init__(self, *runner: Any, stage: int, width: int, dtype: torch.dtype, is_alone: bool) -> None:
@@ -76,7 +77,8 @@ class GuardedRunner(ModelRunner):
         output = self._guarded(batch, partial(super().forward, tensors, batch, before_layer))
         if output.failure is not None:
             with contextlib.suppress(PlanMemoryError):
-                tensors["hidden_states"]  # else its frame would be there in place of the next step's
+                # Receive the step's frame, if that is still to come: else the next step would receive it.
+                tensors["hidden_states"]
         return output
 
     def skip(self, tensors: IntermediateTensors, batch: ForwardBatch) -> IntermediateTensors:
@@ -105,7 +107,7 @@ class GuardedRunner(ModelRunner):
     ) -> IntermediateTensors:
         try:
             return compute()
-        except PlanMemoryError as error:  # of a stage before
+        except PlanMemoryError as error:  # a stage before has failed, as its frame says
             failure = error.with_traceback(None)
         except _NO_MEMORY as error:
             failure = self._failure(batch.plan.step_id, error)
@@ -114,9 +116,9 @@ class GuardedRunner(ModelRunner):
     def _extended(
         self, result: StepResult, batch: ForwardBatch, extend: Callable[[], StepResult]
     ) -> StepResult:
-        """Return the result with more in it, or with the error.
+        """Return the result that `extend` makes of `result`; if it lacks memory, `result` with the error.
 
-        The samples of the result are on their way already, so that these stay as they are.
+        The samples of the result are on their way to other stages already, and so stay as they are.
         """
         if result.error is not None:
             return result
@@ -128,7 +130,10 @@ class GuardedRunner(ModelRunner):
             return msgspec.structs.replace(result, scores=scores, guesses={}, error=failure)
 
     def _failure(self, step_id: int, error: BaseException) -> PlanMemoryError:
-        """Return the error of a step in which an allocation failed, after freeing cached memory."""
+        """Return the error of a step in which an allocation failed, after freeing cached memory.
+
+        If other ranks share the stage, the error is raised.
+        """
         _logger.warning("stage %d had no memory left in step %d: %s", self._stage, step_id, error)
         if isinstance(error, torch.OutOfMemoryError) and torch.cuda.is_available():
             torch.cuda.empty_cache()

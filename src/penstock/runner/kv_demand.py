@@ -1,13 +1,13 @@
 """Decides how many KV blocks a rank offers: a rule over numbers, without a tensor.
 
-    free once the weights are loaded, of one of the ranks that share the memory
-    |  KV cache (of a CPU at most a quarter)  |  measured peak of the largest plan  |  margin  |
+    memory that is free once the weights are loaded, a rank's part of it if ranks share the memory
+    |  KV cache (on a CPU at most a quarter)  |  measured peak of the largest plan  |  margin  |
 
-On a CPU no more than nine tenths are kept for plans: the largest one may never come, and no request starts
-where memory is short by then. If the user gives the size of the cache, on a CPU it has only to fit what is
-free.
+On a CPU at most nine tenths of the rank's part are reserved for plans, even if the peak is larger: the
+largest plan may never come, and no request starts while memory is short. If the user gives the size of the
+cache, it must fit the free memory; on a CPU nothing is reserved then, on a GPU peak and margin are.
 
-Asked by `runner.device_kv` once the weights are in memory, and by `planner.memory` beforehand.
+Called by `runner.device_kv` once the weights are in memory, and by `planner.memory` beforehand.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from dataclasses import dataclass
 from penstock.errors import NotEnoughMemoryError
 from penstock.process.config import RankConfig
 
-# Of the memory that is free once the weights are loaded, over all ranks of the host. Modest on a CPU, where
-# other programs need memory too; a GPU is ours.
+# The largest share of the free memory that the caches of all ranks there take by default. It is small on a
+# CPU, where other programs need memory too; a GPU is ours.
 _DEFAULT_SHARE = {"cpu": 0.25, "cuda": 1.0}
-_MOST_KEPT = {"cpu": 0.9, "cuda": math.inf}  # for plans, of a rank's part of what is free
-# Left free by a rank beside what was measured: for what lies between allocations, and for the libraries.
+_MOST_KEPT = {"cpu": 0.9, "cuda": math.inf}  # the largest part of a rank's free memory reserved for plans
+# What a rank leaves free beside the measured peak: for gaps between allocations, and for libraries.
 _MARGIN = {"cpu": 64 << 20, "cuda": 512 << 20}
-_GROUP_MARGIN = {"cpu": 0, "cuda": 512 << 20}  # buffers of ranks that share a stage, made when they meet
+_GROUP_MARGIN = {"cpu": 0, "cuda": 512 << 20}  # for buffers that ranks of one stage make when they meet
 
 
 def margin_bytes(device: str, num_ranks: int) -> int:
@@ -32,21 +32,21 @@ def margin_bytes(device: str, num_ranks: int) -> int:
 
     Args:
         device: "cpu" or "cuda".
-        num_ranks: the ranks of its stage.
+        num_ranks: number of ranks of its stage.
     """
     return _MARGIN[device] + (num_ranks > 1) * _GROUP_MARGIN[device]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVDemand:
-    """The wishes for the size of a rank's KV cache: what requests may need, and what the user has set."""
+    """The demands on the size of a rank's KV cache: what requests may need, and what the user has set."""
 
     max_model_len: int
     max_num_seqs: int
     num_blocks: int | None  # the user's number of blocks
     kv_cache_bytes: int | None  # or the user's number of bytes
     num_sharers: int  # ranks that share this memory
-    reserved_bytes: int = 0  # of one rank, for its plans and as a margin
+    reserved_bytes: int = 0  # memory of one rank that is not for the cache: peak of its plans, and margin
 
     @classmethod
     def of_rank(cls, config: RankConfig, num_sharers: int, peak_bytes: int | None = None) -> KVDemand:
@@ -54,8 +54,8 @@ class KVDemand:
 
         Args:
             num_sharers: ranks that share its memory, this one counted.
-            peak_bytes: bytes that its largest plan takes, beside which a margin is kept free; None: neither
-                is known, and nothing is kept free.
+            peak_bytes: bytes that its largest plan takes; a margin is reserved beside them. None: reserve
+                neither.
         """
         return cls(
             max_model_len=config.max_model_len,
@@ -71,9 +71,10 @@ class KVDemand:
     def max_blocks(self, *, block_bytes: int, block_size: int, available: int, device: str) -> int:
         """Return how many KV blocks a rank can offer.
 
-        This is the user's number of blocks, or what fits the user's bytes. By default it is what fits the
-        memory that is free and not reserved (on a CPU at most a share of the free memory), but no more than
-        all requests at full length could use.
+        - If the user has set a number of blocks, it is that number.
+        - If the user has set a number of bytes, it is as many blocks as these hold.
+        - Otherwise it is as many as fit the memory that is free and not reserved, on a CPU at most a share of
+          the free memory; but no more than all requests at full length could use.
 
         Args:
             block_bytes: bytes of one block over all of the rank's layers.
@@ -82,7 +83,8 @@ class KVDemand:
             device: "cpu" or "cuda".
 
         Raises:
-            NotEnoughMemoryError: not one request of full length fits, or the user's number does not.
+            NotEnoughMemoryError: what the user has set does not fit the memory; or, unless the user has set
+                a number of blocks, they are too few for one request of full length.
         """
         if self.num_blocks is not None:
             self._check_fits(self.num_blocks, block_bytes, available, device)
@@ -116,11 +118,11 @@ class KVDemand:
             )
 
     def _kept(self, available: int, device: str) -> int:
-        """Return the bytes kept for plans, and as a margin, unless the user says how large the cache is."""
+        """Return the bytes reserved for plans and margin where the user has not set the size of the cache."""
         return int(min(self.reserved_bytes, _MOST_KEPT[device] * available / self.num_sharers))
 
     def _own(self, available: int, kept: int) -> int:
-        """Return how many of the free bytes this rank may use for KV; negative where there are too few."""
+        """Return how many free bytes this rank may use for KV; negative if more are reserved than free."""
         return available // self.num_sharers - kept
 
 

@@ -3,11 +3,12 @@
     plan with orders ──submit──▶ thread: export + put, or get + import ──▶ answers ──collect──▶ core
     blocks given up ──forget──▶ thread: out of host memory, before the orders of the same plan
 
-The stage loop submits the orders of a plan when all steps before it have run, so a block that is to be
-stored is filled. The core holds every block of an order until all ranks have answered, so no step writes to
-it. Only a step that waits for each layer (`layers_of`) reads what is being loaded. A store that does not
-work makes orders fail, and nothing else. If a store does not answer at all, the orders fail at their
-deadline. Then the block is the core's again, and is not touched any more, whatever the store still says.
+The stage loop submits the orders of a plan when all steps before it have run, so that a block to be stored
+has its content. The core keeps every block of an order until all ranks have answered, so that no step writes
+to it. A step may read a block that is being loaded only if it waits for each layer (`layers_of`). A store
+that does not work makes orders fail, and nothing else. If a store does not answer at all, the orders fail at
+their deadline. From then on the core may give the block to a request, so that this module no longer touches
+it, whatever the store still answers.
 """
 
 from __future__ import annotations
@@ -32,20 +33,20 @@ from penstock.kvstore.meter import StoreMeter
 from penstock.kvstore.names import record_key
 from penstock.models.interfaces import BeforeLayer
 
-SAVE_AT_ONCE = 8  # blocks, whole
-LOAD_AT_ONCE = 256  # blocks, of one layer
-DEADLINE_S = 10.0  # of an order; those before it count
-AWAIT_S = 1.0  # that a step waits in all for layers that are being loaded: others wait with it
+SAVE_AT_ONCE = 8  # blocks that are copied to the store in one go, with all layers
+LOAD_AT_ONCE = 256  # blocks whose records of one layer are got from the store in one go
+DEADLINE_S = 10.0  # of an order, from its submission: the time for orders before it is included
+AWAIT_S = 1.0  # the longest wait of a step, for all layers that are being loaded: later steps wait, too
 LEAVE_S = 2.0  # for the thread to end
 
 
 @dataclass(slots=True)
 class _Open:
-    """An order that is not answered.
+    """An order that is not answered yet.
 
     Attributes:
-        deadline: after it the answer is no.
-        num_layers: of the rank's, that are loaded already.
+        deadline: clock time after which the order fails.
+        num_layers: number of the rank's layers that are loaded already.
     """
 
     order: TierOrder
@@ -54,13 +55,13 @@ class _Open:
 
 
 class _Waiting:
-    """The orders that have not been begun: loads go first, the rest at a pace."""
+    """The orders that have not been begun: loads go first, and saves keep within a rate of bytes."""
 
     def __init__(self, write_bytes_per_s: int) -> None:
         self._write_bytes_per_s = write_bytes_per_s
         self._loads: deque[Sequence[TierOrder]] = deque()
         self._saves: deque[Sequence[TierOrder]] = deque()
-        self._save_at = -math.inf  # the next one, at the earliest
+        self._save_at = -math.inf  # the earliest clock time of the next save
 
     def add(self, orders: Sequence[TierOrder]) -> None:
         if loads := [order for order in orders if order.is_load]:
@@ -94,11 +95,11 @@ class KVTransfer:
         store: the store; closed with this.
         codec: turns a block of one layer into the store's records, and back.
         kv: the KV cache of the rank's own layers, in order.
-        first_layer: the number of the first of them in the model.
-        first_head: the number in the model of the first key-value head that this rank has.
-        namespace: the namespace of all its records in the store.
-        write_bytes_per_s: most bytes taken out of the cache a second, so that steps keep their share of the
-            memory's bandwidth; 0: as fast as it goes. Loads are never held up.
+        first_layer: the number that the first of these layers has in the model.
+        first_head: the number that the rank's first key-value head has in the model.
+        namespace: the namespace of all records in the store.
+        write_bytes_per_s: most bytes copied out of the cache per second, so that enough of the memory's
+            bandwidth is left for steps; 0: no limit. Loads are never delayed.
         clock: monotonic seconds.
     """
 
@@ -119,10 +120,10 @@ class KVTransfer:
         self._codec, self._kv = codec, list(kv)
         self._first_layer, self._first_head, self._namespace = first_layer, first_head, namespace
         self._clock = clock
-        self._lock = threading.Condition()  # of what follows, and of blocks that are being copied
+        self._lock = threading.Condition()  # guards the fields below, and blocks while they are copied
         self._open: dict[int, _Open] = {}  # by the order's number
         self._waiting = _Waiting(write_bytes_per_s)
-        self._given_up: list[bytes] = []  # names; not even lost with an epoch, since memory outlives it
+        self._given_up: list[bytes] = []  # names; kept at the end of an epoch, as host memory outlives it
         self._is_closed = False
         self._answers: deque[OrderResult] = deque()
         self._thread = threading.Thread(target=self._run, name="kv transfer", daemon=True)
@@ -153,7 +154,7 @@ class KVTransfer:
     def collect(self) -> OrdersDone | None:
         """Return the outcomes of orders since the last call, and how the store was used; None: no outcomes.
 
-        Orders past their deadline fail first. Does not wait.
+        Orders past their deadline fail now, and are among the outcomes. The call does not wait.
         """
         if not self.is_busy:
             return None
@@ -173,9 +174,9 @@ class KVTransfer:
     def layers_of(self, orders: Sequence[int]) -> BeforeLayer:
         """Return a function that waits until these orders have loaded the blocks of a layer.
 
-        It is for one step, and takes the number of a layer of the rank, from 0. It does not wait for orders
-        that have failed. Orders that keep the step waiting for longer than `AWAIT_S` in all are answered as
-        "late".
+        The function is for one step. It takes the number of a layer on the rank, counted from 0, and does not
+        wait for orders that have failed. When a step has waited `AWAIT_S` seconds in all, the orders that it
+        still waits for are answered as "late".
         """
         give_up_at = self._clock() + AWAIT_S
 
@@ -197,7 +198,8 @@ class KVTransfer:
     def reset(self) -> None:
         """Drop all orders and answers, since the epoch is over.
 
-        When it returns, no block is being copied, and none will be. Names to be forgotten stay queued.
+        When it returns, no block is being copied, and none will be. Names of blocks to be removed from host
+        memory stay queued.
         """
         # Copies into blocks and out of them hold this lock throughout, so that none is under way here.
         with self._lock:
@@ -213,7 +215,7 @@ class KVTransfer:
             self._is_closed = True
             self._lock.notify_all()
         self._thread.join(LEAVE_S)
-        # Only then: the thread may still be in a store that does not answer.
+        # Only if the thread has ended: it may still wait in a call of a store that does not answer.
         if not self._thread.is_alive():
             self._store.close()
 
@@ -226,7 +228,7 @@ class KVTransfer:
         """Return what to do now, or None if the thread is to end."""
         with self._lock:
             while not self._is_closed:
-                # Before any order: one that was submitted behind these names may store one of them anew.
+                # Names come before orders: an order submitted after them may store one of these blocks anew.
                 if self._given_up:
                     names, self._given_up = self._given_up, []
                     return functools.partial(self._forget, names)
@@ -249,7 +251,7 @@ class KVTransfer:
                 )
                 fetched = {order: list(itertools.islice(records, self._codec.num_records)) for order in some}
                 with self._lock:
-                    # Under the lock, and only what is still open: the block of an answered order is the
+                    # Under the lock, and only for open orders: once an order is answered, its block is the
                     # core's again.
                     self._put_in(layer, {order: fetched[order] for order in self._still_open(some)})
                     self._lock.notify_all()
@@ -260,7 +262,7 @@ class KVTransfer:
             self._answer([order.order for order in self._still_open(loaded)], "done")
 
     def _put_in(self, layer: int, fetched: Mapping[TierOrder, Sequence[bytes | None]]) -> None:
-        """Import the orders whose records are whole, and fail the rest."""
+        """Copy a layer's records into the blocks of those orders for which all have come; fail the others."""
         size, kv = self._codec.record_bytes, self._kv[layer]
         whole = {
             order: [record for record in records if record is not None and len(record) == size]
@@ -280,7 +282,8 @@ class KVTransfer:
         records: dict[bytes, bytes] = {}
         for order in orders:
             with self._lock:
-                # Under the lock until it is exported: the block of an answered order is the core's again.
+                # Under the lock until the block is copied: once an order is answered, its block is the core's
+                # again.
                 if self._is_open(order):
                     layer_blocks = [(kv, order.block) for kv in self._kv]
                     exported = self._codec.export_blocks(layer_blocks)
@@ -310,7 +313,7 @@ class KVTransfer:
             self._lock.notify_all()
 
     def _keys(self, name: bytes, layer: int) -> list[bytes]:
-        """Return the keys of the records of a block of one layer on this rank."""
+        """Return the keys of the records that this rank has of one layer of a block."""
         return [
             record_key(self._namespace, name, self._first_layer + layer, self._first_head + head)
             for head in range(self._codec.num_records)

@@ -1,8 +1,8 @@
 """Runs the model of one rank: plan in, tensors through, samples and vectors out.
 
-`pipeline.stage` calls `begin` and `complete`, `pipeline.ports` and the stage call `embed`, `forward` and
-`sample`. Owns nothing but its collaborators; knows neither neighbours nor messages, and keeps no state
-between two calls except the row table's.
+`pipeline.stage` calls `admit`, `begin`, `complete` and `forward` or `skip`; `pipeline.ports` calls `embed`,
+`sample`, `with_scores` and `with_guesses`. The runner knows neither neighbours nor messages. What it keeps
+from step to step is in its collaborators, above all the row table.
 """
 
 from __future__ import annotations
@@ -38,16 +38,18 @@ class ModelRunner:
     """The model of one rank with its row table, input buffers and KV storage: it computes the steps of plans.
 
     Attributes:
+        rows: the row table.
         guesser: guesses tokens with the MTP layer (a layer that predicts further tokens), where there is one.
         sampling: how each row is sampled.
+        grammars: as given, or a stand-in.
 
     Args:
         model: the rank's layers.
         kv: storage of the keys and values of those layers, in order.
-        rows: the row table; what receives sampled tokens from the last stage writes to it too.
+        rows: the row table; on earlier stages `pipeline.token_return` writes sampled tokens to it.
         buffers: input buffers, one set for each plan that may be in flight.
-        vocab_size: of the model.
-        grammars: constrains samples, where this rank samples; None: nothing does.
+        vocab_size: size of the model's vocabulary.
+        grammars: limits samples to what grammars allow, where this rank samples; None: nothing does.
     """
 
     def __init__(
@@ -85,7 +87,7 @@ class ModelRunner:
         """Apply the plan's freed and new rows (requests that leave and enter) to the tables of this rank."""
         self.rows.apply(plan)
         self.grammars.drop(plan.dropped_grammars)
-        # Rows are freed before they are given anew, as in `RequestRows.apply`.
+        # Rows are freed before new requests get them, as in `RequestRows.apply`.
         for row in plan.freed_rows:
             self.grammars.free(row)
         self._pooling.apply(plan)
@@ -130,7 +132,7 @@ class ModelRunner:
         Args:
             tensors: [num_tokens, hidden] each.
         """
-        tensors["hidden_states"]  # what is under way has come when it is read
+        tensors["hidden_states"]  # reading it waits until it has come
         return tensors
 
     def sample(self, tensors: IntermediateTensors, batch: ForwardBatch) -> StepResult:
@@ -148,8 +150,8 @@ class ModelRunner:
         plan = batch.plan
         if batch.is_void:
             return self._void(batch)
-        # First: the final norm may write over the states, so that no token may be asked for twice. What is
-        # pooled and sampled below is read from what this keeps, where it keeps something.
+        # First: the final norm may write over the states of tokens, so that it can be taken once only. If the
+        # guesser keeps the final states here, pooling and sampling below read those.
         self.guesser.prepare(plan, tensors)
         pooled = self._pooling.step(plan, lambda indices: self._final_states(tensors, indices))
         if not len(batch.sampled):
@@ -162,7 +164,7 @@ class ModelRunner:
         indices = self._buffers.for_step(plan.step_id).sample_indices.publish(samples.indices)
         head_output = self._candidates(tensors, indices, head)
         drawn = self._sampler.sample(head_output, params, samples.output_index)
-        # Before `accept`, which drops the masks behind the drafts.
+        # Before `accept`, which drops the masks of the drafts.
         reach = self.grammars.reach(rows, list(map(len, samples.drafts)))
         accepted = accept_drafts(drawn, samples.drafts, reach)
         self.grammars.accept(rows, accepted.token_ids)
@@ -204,11 +206,11 @@ class ModelRunner:
     ) -> StepResult:
         """Return the result with the log-probabilities of the plan's scored prompt tokens. Last stage only.
 
-        No token of the step is used twice: a row is sampled behind the last token of its prompt, which scores
-        none.
+        No state of the step is needed both here and for sampling. A row is sampled behind the last token of
+        its prompt, and no prompt token is behind that one to be scored.
 
         Args:
-            tensors: those that were sampled from, [num_tokens, hidden].
+            tensors: the tensors that were given to `sample`, [num_tokens, hidden].
         """
 
         def head(indices: Tensor, request: HeadRequest) -> HeadOutput:
@@ -220,12 +222,12 @@ class ModelRunner:
     def with_guesses(
         self, result: StepResult, tensors: IntermediateTensors, batch: ForwardBatch
     ) -> StepResult:
-        """Return the result with the tokens that the MTP layer guesses of the rows that the plan names.
+        """Return the result with the tokens that the MTP layer guesses for the rows in `ScheduledBatch.mtp`.
 
-        Those are the rows in `ScheduledBatch.mtp`. The result of a void step stays as it is. Last stage only.
+        The result of a void step stays as it is. Last stage only.
 
         Args:
-            tensors: those that were sampled from, [num_tokens, hidden].
+            tensors: the tensors that were given to `sample`, [num_tokens, hidden].
         """
         if batch.is_void:
             return result
@@ -249,7 +251,7 @@ class ModelRunner:
         return states
 
     def _candidates(self, tensors: IntermediateTensors, indices: Tensor, request: HeadRequest) -> HeadOutput:
-        """Return what `request` asks of the logits after the tokens `indices` of the step."""
+        """Return the candidates or logits that `request` asks for, behind the step's tokens `indices`."""
         normed = states_of(tensors)
         if normed is None:
             return self._model.compute_candidates(tensors, indices, request)

@@ -1,16 +1,17 @@
-"""Tracks which entries of the MTP layer's KV cache mean something.
+"""Tracks which entries of the MTP layer's KV cache are valid.
 
-The MTP layer guesses tokens. It does not read every token: it is not run while guesses are worth nothing, and
-blocks that come from a store bring nothing for it. Its entries there are another request's, or old. So each
-block counts how many of its first entries are good, and a row is attended to from the first block on behind
-which all are.
+The MTP layer (a layer that guesses further tokens) does not read every token. It is not run while guesses
+would not pay, and blocks that are loaded from a store have no keys and values for it. Its entries for such
+tokens are left over from another request, or from an earlier time. So this module counts, for each block, how
+many of its first entries are valid. A row is attended to from the first block from which on all are valid:
 
     row       [ whole ][ not read ][ whole ][ whole ][ 5 of 16 ]
                                    ^ first block of its context
 
-Positions stay those of the text: rotary embedding sees differences alone. A guess may be wrong without
-harm, so the context may be shorter than the text; but it has no entries that are left of another text. (The
-last entry of a prefix that requests share was made with the token that followed it first.) A part of
+So the layer may see a shorter context than the text, which makes guesses worse and harms nothing else. It
+never sees entries of another text, with one exception: the last entry of a prefix that requests share was
+made with the token that followed in the first of these requests. Positions stay those of the text, although
+the context begins later: rotary embedding depends on differences of positions alone. Used by
 `runner.mtp_guesser`.
 """
 
@@ -27,8 +28,9 @@ class Begin(NamedTuple):
     """The place at which the MTP layer begins to attend to a row.
 
     Attributes:
-        first_block: the first block of the row's context, by its place in the row's block table.
-        cleared: id of a block whose entries before the first that is read now are to be zeros; -1: none.
+        first_block: the first block of the row's context, by its index in the row's block table.
+        cleared: id of a block to be filled with zeros, because the reading begins within it and its earlier
+            entries are not valid; -1: none.
     """
 
     first_block: int
@@ -38,7 +40,8 @@ class Begin(NamedTuple):
 class MTPContext:
     """Records which positions of the MTP layer's KV cache are valid, and how far it has read each row.
 
-    An entry is valid if no other text has left it there. A row is a request's slot on this rank.
+    An entry is valid if the layer wrote it for the text that the block belongs to. A row is the index of a
+    running request in the rank's tables.
 
     Args:
         num_blocks: blocks of the layer's KV cache.
@@ -48,7 +51,8 @@ class MTPContext:
     def __init__(self, num_blocks: int, tables: BlockTables) -> None:
         self._tables = tables
         self._num_good = array("q", [0]) * num_blocks
-        self._read: dict[int, tuple[int, int]] = {}  # row -> position behind what was read, first block
+        # Row -> the position behind the last one read, and the first block of the row's context.
+        self._read: dict[int, tuple[int, int]] = {}
 
     def reset(self) -> None:
         """Mark all entries as invalid, and forget how far rows were read."""
@@ -60,7 +64,7 @@ class MTPContext:
         self._read.pop(row, None)
 
     def overwrite(self, block: int) -> None:
-        """Mark a block as invalid for the MTP layer: the store loads it for the other layers alone."""
+        """Mark a block as invalid for the MTP layer, since it is being loaded, for the other layers alone."""
         self._num_good[block] = 0
 
     def leave_out(self, row: int, start: int, end: int) -> None:
@@ -94,7 +98,7 @@ class MTPContext:
         return Begin(place)
 
     def _pieces(self, row: int, start: int, end: int) -> Iterator[tuple[int, int, int]]:
-        """Yield the blocks of these positions, each with its entries: from, and to before."""
+        """Yield the blocks of these positions: id, first entry in the block, and the one behind the last."""
         size = self._tables.block_size
         ids = self._tables.first(row, -(-end // size))
         while start < end:

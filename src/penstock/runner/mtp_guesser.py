@@ -1,18 +1,20 @@
 """Guesses the next tokens of rows with the MTP layer of the checkpoint, once a step has been sampled.
 
-The plan names rows, and how many tokens to guess of each (`ScheduledBatch.mtp`). The layer reads the tokens
-that the step has computed of them, each with the one that follows; what it makes of the last one gives the
-first guess. Further guesses follow from its own, one step of the layer each:
+The plan names rows, and how many tokens to guess for each (`ScheduledBatch.mtp`). For each token of these
+rows that the step has computed, the layer reads the token's final state, and the token that follows. Its
+output for the last one gives the first guess. For each further guess the layer runs once more, over its own
+output and the guess before:
 
     step         t5 t6 | sampled t7
     layer reads  (h5, t6) (h6, t7)    guess 8
                  (its state, guess 8) guess 9       written behind t6, and written over by the next step
 
-Guesses are drawn as the row's tokens are, with its temperature and dice, but without what depends on the
-text: penalties, forbidden words, grammars. Called by `runner.model_runner` on ranks of the last stage; those
-that share it all make the same guesses. Guesses are never worth a stage: if the layer fails it is switched
-off until the engine starts again, with one line in the log. (Ranks that share a stage compute the layer
-together, and would wait for the one that failed: there the stage is lost, as by any other error.)
+Guesses are drawn as the row's tokens are, with the same temperature, truncation and random numbers, but
+without what depends on the text: penalties, bad words, grammars. `runner.model_runner` calls this module on
+ranks of the last stage; if several share it, all make the same guesses. A failure of the layer must not cost
+a stage: the layer is then switched off until the engine starts again, with one line in the log. Ranks that
+share a stage are an exception. They compute the layer together, and the others would wait for the one that
+failed: there the stage is lost, as by any other error.
 """
 
 from __future__ import annotations
@@ -41,7 +43,7 @@ class GuessingModel(SupportsPP, Protocol):
     """A model with an MTP layer, which guesses the token behind the next one (`models.decoder.Decoder`)."""
 
     def candidates(self, states: Tensor, request: HeadRequest) -> HeadOutput:
-        """Return what `request` asks of the logits of these states (probable ids, or whole logits).
+        """Return what `request` asks for of the logits of these states (likely ids, or whole logits).
 
         Args:
             states: [num_rows, hidden], behind the final norm.
@@ -54,8 +56,8 @@ class GuessingModel(SupportsPP, Protocol):
         """Run the MTP layer, and return states from which the head guesses the token behind the next one.
 
         Args:
-            states: [num_tokens, hidden], behind the final norm, or a result of this call; overwritten.
-            next_ids: [num_tokens] int64, the token that follows each.
+            states: [num_tokens, hidden], behind the final norm, or a result of this method; overwritten.
+            next_ids: [num_tokens] int64, the token that follows each of these tokens.
             positions: [num_tokens] int64.
             kv: the layer's own KV cache, to which it writes.
 
@@ -75,20 +77,20 @@ class NoGuesser:
         """Do nothing; other guessers take note of a plan's new rows, and of blocks loaded from the store."""
 
     def begin(self, batch: ForwardBatch) -> None:
-        """Do nothing; other guessers note which tokens of a step that is about to run they will not read."""
+        """Do nothing; other guessers note which tokens of a step the MTP layer will not read."""
 
     def prepare(self, plan: ScheduledBatch, tensors: IntermediateTensors) -> None:
         """Do nothing; other guessers add the final states of all tokens, [num_tokens, hidden], to `tensors`.
 
-        It is called once the layers have run, and before their states are read. `states_of` returns what was
-        added.
+        It is called once the layers have run, and before their output is read. `states_of` returns the states
+        that were added.
         """
 
     def candidates(self, states: Tensor, request: HeadRequest) -> HeadOutput:
         """Raise an error; other guessers return what `request` asks of the logits of states.
 
         Args:
-            states: [num_rows, hidden], some of those that `prepare` has added.
+            states: [num_rows, hidden], some of the states that `prepare` has added.
         """
         raise AssertionError("nothing was prepared")
 
@@ -97,11 +99,11 @@ class NoGuesser:
     ) -> dict[int, list[int]]:
         """Return the guessed tokens of rows that the plan names, by sampled row as in `StepResult.guesses`.
 
-        There are none here.
+        In this class there are none.
 
         Args:
-            tensors: those of the step, [num_tokens, hidden], as `prepare` has left them.
-            result: what was sampled in the step.
+            tensors: the tensors of the step, [num_tokens, hidden], as `prepare` has left them.
+            result: the samples of the step.
         """
         return {}
 
@@ -124,11 +126,11 @@ class _Reading(NamedTuple):
     """The tokens of a row that the layer reads.
 
     Attributes:
-        start, end: their positions.
-        first_block: of its context.
-        first_token: of the step's.
-        sample: index into the result's sampled rows; -1: the row is not sampled.
-        wanted: guesses.
+        start, end: the positions of these tokens, from start to before end.
+        first_block: first block of the row's context for the layer, as in `mtp_context.Begin`.
+        first_token: index of the first of these tokens among the step's tokens.
+        sample: index of the row among the result's sampled rows; -1: the row is not sampled.
+        wanted: number of guesses; 0 if the row is not sampled.
     """
 
     row: int
@@ -149,7 +151,7 @@ class MTPGuesser(NoGuesser):
         num_blocks: blocks of that cache.
         rows: the row table of the rank, which must keep token ids.
         sampling: how each row is sampled.
-        is_shared: other ranks of the stage compute the layer with this one.
+        is_shared: other ranks of the stage compute the layer together with this one.
     """
 
     def __init__(
@@ -229,9 +231,9 @@ class MTPGuesser(NoGuesser):
         return {readings[place].sample: ids for place, ids in zip(asked, guessed, strict=True) if ids}
 
     def _readings(self, batch: ForwardBatch, result: StepResult) -> list[_Reading]:
-        """Return the rows that are read.
+        """Return what the layer reads of each row that the plan names.
 
-        What was computed behind a wrong guess is left out, and so is a row whose next token is not known.
+        Tokens behind a rejected draft are left out, and so is a row whose next token is not known.
         """
         plan, sampled = batch.plan, np.cumsum(batch.plan.need_sampled) - 1
         readings = []
@@ -264,7 +266,7 @@ class MTPGuesser(NoGuesser):
             memory.view(self._num_blocks, -1)[block].zero_()
 
     def _following(self, readings: Sequence[_Reading]) -> list[int]:
-        """Return the token that follows each token that is read."""
+        """Return the id of the token that follows each token that is read."""
         return [
             token_id
             for reading in readings
@@ -275,7 +277,7 @@ class MTPGuesser(NoGuesser):
         """Guess what follows each row's newest token, each guess from the one before.
 
         Args:
-            states: [num_rows, hidden] of what was read last.
+            states: [num_rows, hidden], the layer's output for the last token that was read of each row.
         """
         guessed: list[list[int]] = [[] for _ in readings]
         going = list(range(len(readings)))
@@ -301,13 +303,13 @@ class MTPGuesser(NoGuesser):
         return guessed
 
     def _goes_on(self, reading: _Reading, num_guessed: int) -> bool:
-        """Return whether more guesses are wanted, and the row has a block for the newest."""
+        """Return whether more guesses are wanted, and the row has a block for the newest guess."""
         return num_guessed < reading.wanted and reading.end + num_guessed <= self._rows.tables.room(
             reading.row
         )
 
     def _drawn(self, readings: Sequence[_Reading], states: Tensor, num_guessed: int) -> list[int]:
-        """Return one token of each row, as if `num_guessed` guesses were right."""
+        """Draw one guess for each row, behind `num_guessed` guesses that are taken as right."""
         rows = np.array([reading.row for reading in readings], dtype=np.int64)
         params = self._sampling.bare(rows)
         lengths = [reading.end + 1 - int(self._rows.prompt_len[reading.row]) for reading in readings]
@@ -316,14 +318,14 @@ class MTPGuesser(NoGuesser):
         return self._sampler.sample(output, params, output_index).token_ids
 
     def _run(self, states: Tensor, readings: Sequence[_Reading], next_ids: Sequence[int]) -> Tensor:
-        """Run the layer: [num_tokens, hidden] -> the same, as `MTPLayer.guess`."""
+        """Run the layer (`GuessingModel.guess`): [num_tokens, hidden] -> the same shape."""
         positions = [position for reading in readings for position in range(reading.start, reading.end)]
         return self._model.guess(
             states, self._tensor(next_ids), self._tensor(positions), self._kv, self._metadata(readings)
         )
 
     def _metadata(self, readings: Sequence[_Reading]) -> AttentionMetadata:
-        """Return the metadata of rows whose contexts begin with the first block of each."""
+        """Return the metadata for attention over contexts that begin with each row's `first_block`."""
         tables, size = self._rows.tables, self._rows.tables.block_size
         seq_lens = [reading.end - reading.first_block * size for reading in readings]
         blocks = np.zeros((len(readings), -(-max(seq_lens) // size)), dtype=np.int64)

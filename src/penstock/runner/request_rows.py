@@ -1,18 +1,18 @@
 """The row table: what a rank knows about every running request, in arrays indexed by row.
 
 Every rank keeps the same table and changes it in the same order: by the plans, and by the samples that come
-back. The last stage writes its samples at once, the others when a plan consumes them; at rest all tables are
-equal [D3] [E6], but for the token ids, which a stage that neither embeds nor samples does not keep.
-`runner.forward_batch` reads it to build a step. On the last stage `runner.model_runner` writes the samples
-(`post_update`), on every other one `pipeline.token_return` (`post_update`, or `post_counts` where no ids are
-kept). Decides nothing and holds no tensor.
+back. The last stage writes its samples at once, the others when a plan consumes them. Once all samples are
+consumed, all tables are equal [D3] [E6], except for the token ids: stages between the first and the last do
+not keep them. `runner.forward_batch` reads the table to build a step. On the last stage `runner.model_runner`
+writes the samples (`post_update`), on every other one `pipeline.token_return` (`post_update`, or
+`post_counts` where no ids are kept). The table decides nothing and holds no tensor.
 
-Two clocks: `num_computed` counts tokens that have been *scheduled* (all drafts taken as accepted until their
-rejection is consumed), `total_len` counts tokens that are *known*.
+A row has two counts: `num_computed` counts tokens that have been *scheduled* (all drafts taken as accepted
+until their rejection is consumed), `total_len` counts tokens that are *known*.
 
 Steps go through the rows in plain loops over arrays of machine words. Every step streams all weights through
-the caches, so that code is cold when it runs, and a loop over few rows is a fraction of what as many calls of
-numpy need (docs/perf-log.md).
+the CPU's caches, so that code is not in them when it runs. A loop over few rows then takes a fraction of the
+time that calls of numpy take (docs/perf-log.md).
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ class RowSnapshot:
     """
 
     rows: NDArray[np.int64]  # [num_rows]
-    places: tuple[int, ...]  # [num_rows] the same rows
+    places: tuple[int, ...]  # [num_rows] the same numbers, for plain loops
     generations: tuple[int, ...]  # [num_rows]
     request_ids: list[str]  # [num_rows]
     prompt_len: tuple[int, ...]  # [num_rows]
-    num_changes: int  # of hands, of any row, that the row table had seen then
+    num_changes: int  # how often a row of the table had got, lost or rewound a request by then
 
     def __len__(self) -> int:
         return len(self.places)
@@ -65,7 +65,7 @@ class RowSnapshot:
 
 
 class TokenIds(Protocol):
-    """The token ids of all rows (requests' slots); a stage that needs none keeps none."""
+    """The token ids of all rows; a stage that needs none keeps none."""
 
     @property
     def by_row(self) -> NDArray[np.int64]:
@@ -86,13 +86,13 @@ class TokenIds(Protocol):
 
 
 class KeptIds:
-    """The token ids of all rows, kept: on the first stage, which embeds them, and on the last.
+    """The token ids of all rows, on stages that need them.
 
-    The last stage counts and scores them.
+    The first stage embeds them; the last one counts them for penalties, and scores those of prompts.
     """
 
     def __init__(self, num_rows: int, width: int) -> None:
-        # zeros, not empty: untouched pages of a long context cost no memory, and stay valid token ids.
+        # Zeros: untouched pages of a long context take no memory, and zero is a valid token id.
         self.by_row = np.zeros((num_rows, width), dtype=np.int64)
         self._words, self._width = words_of(self.by_row), width
 
@@ -125,14 +125,14 @@ class NoIds:
 
 
 class RequestRows:
-    """The row table of one rank: the state of each running request, in arrays indexed by row (slot).
+    """The row table of one rank: the state of each running request, in arrays indexed by row.
 
     Args:
-        num_rows: requests that hold a row at once.
+        num_rows: most requests that hold a row at once.
         max_model_len: longest prompt + output in tokens.
         block_size: tokens per KV block.
-        max_drafts: drafts (guessed tokens) that one row may have beyond its known ones.
-        ids: makes what keeps the token ids, given the rows and the width: `KeptIds` or `NoIds`.
+        max_drafts: most drafts (guessed tokens) that one row may have beyond its known tokens.
+        ids: class of the object that keeps the token ids: `KeptIds` or `NoIds`.
         state: state besides the KV cache that layers carry for each row.
     """
 
@@ -152,14 +152,14 @@ class RequestRows:
         self.prompt_len = np.zeros(num_rows, dtype=np.int64)
         self.total_len = array("q", [0]) * num_rows  # known tokens
         self.num_computed = array("q", [_NOT_STARTED]) * num_rows  # scheduled tokens
-        self.num_rejected = array("q", [0]) * num_rows  # drafts rejected since the row was added
+        self.num_rejected = array("q", [0]) * num_rows  # drafts rejected since the row was added or rewound
         self.generation = array("q", [_FREE]) * num_rows
         self.sampled_step = array("q", [KNOWN]) * num_rows  # step whose sample was consumed last
         self.request_ids = [""] * num_rows
         self._live_from = array("q", [0]) * num_rows  # samples of earlier steps are void
-        self._strayed: set[int] = set()  # rows with a wrong guess, until they go on from what was sampled
-        self._has_rejected = False  # whether drafts of any row were rejected, ever
-        self._num_changes = 0  # of hands, of any row
+        self._strayed: set[int] = set()  # rows with a wrong guess, until a plan goes on from a sampled token
+        self._has_rejected = False  # whether drafts of any row were rejected in this epoch
+        self._num_changes = 0  # how often any row got, lost or rewound a request
         self._snapshots: KeptViews[tuple[int, ...], RowSnapshot] = KeptViews(self._snapshot)
 
     @property
@@ -170,7 +170,7 @@ class RequestRows:
     def reset(self) -> None:
         """Free all rows, as at the start, since another epoch begins.
 
-        Steps may be counted anew: another core does not know how many there were.
+        Step numbers may be lower in it: a new core does not know how many steps there were.
         """
         for row in range(len(self.generation)):
             self.generation[row] = _FREE
@@ -180,7 +180,7 @@ class RequestRows:
         self._changes_hands()
 
     def apply(self, plan: ScheduledBatch) -> None:
-        """Apply a plan's freed rows, then its new ones, then those that go back behind a wrong guess."""
+        """Apply a plan's freed rows, then its new ones, then those that it rewinds after a wrong guess."""
         for row in plan.freed_rows:
             self.free(row)
         for new_row in plan.new_rows:
@@ -210,7 +210,7 @@ class RequestRows:
         self._changes_hands()
 
     def _rewind(self, rewound: RewoundRow, step_id: int) -> None:
-        """Let the row go on from here; awaited samples of steps before `step_id` are dropped."""
+        """Set the row back to its newest sampled token; samples of steps before `step_id` no longer count."""
         row, num_tokens = rewound.row, rewound.num_tokens
         self._ids.write(row, num_tokens - len(rewound.newest_ids), rewound.newest_ids)
         self.total_len[row] = num_tokens
@@ -236,7 +236,10 @@ class RequestRows:
         return self._ids.read(row, start, end)
 
     def snapshot(self, rows: Sequence[int]) -> RowSnapshot:
-        """Return which requests hold these rows now; the object is reused until any row changes hands."""
+        """Return which requests hold these rows now.
+
+        The same object is returned until any row gets, loses or rewinds a request.
+        """
         return self._snapshots.of(tuple(rows))
 
     def _snapshot(self, places: tuple[int, ...]) -> RowSnapshot:
@@ -267,10 +270,10 @@ class RequestRows:
         return starts, ends
 
     def accepted_span_of(self, plan: ScheduledBatch) -> tuple[list[int], list[int]]:
-        """Return the true positions of each row's first token, and behind its last: two lists, [num_rows].
+        """Return the true positions of the plan's tokens: of each row's first one, and behind its last one.
 
-        Plans count rejected drafts (wrong guesses) as positions; here those that the rank knows are
-        subtracted.
+        The core makes plans as if all drafts (guessed tokens) were accepted. This subtracts the rejected
+        drafts of which the rank knows. Returns two lists, [num_rows].
         """
         starts = plan.start_positions
         if self._has_rejected:
@@ -280,28 +283,28 @@ class RequestRows:
     def fitted(self, plan: ScheduledBatch, starts: list[int]) -> list[int]:
         """Return the first positions `starts` of the rows, lowered where a row lacks KV blocks for them.
 
-        That happens where the core knew of rejected drafts (wrong guesses) before this rank: the true
-        position is lower, and what is built with it is built anew when the rank has consumed the rejection.
+        A row lacks blocks if the core knew of rejected drafts (wrong guesses) before this rank did: the true
+        position is lower. The inputs are built anew once the rank has consumed the rejection.
         """
         rooms = [self.tables.room(row) for row in plan.rows]
         spans = zip(starts, plan.num_tokens, rooms, strict=True)
         return [max(0, min(start, room - count)) for start, count, room in spans]
 
     def check_room(self, plan: ScheduledBatch, ends: Sequence[int]) -> None:
-        """Raise `ProtocolError` if a row of the plan lacks KV blocks up to before its position in `ends`."""
+        """Raise `ProtocolError` if a row lacks KV blocks for a position below its one in `ends`."""
         for index, row in enumerate(plan.rows):
             if ends[index] > (room := self.tables.room(row)):
                 raise self._refusal(plan, index, "has no KV block for its last token", ends[index], room)
 
     def check_sources(self, plan: ScheduledBatch) -> None:
-        """Raise `ProtocolError` if the plan has a row consume a sample that is not the row's newest."""
+        """Raise `ProtocolError` if the plan lets a row consume a sample other than the row's newest."""
         for index, step in enumerate(plan.token_from):
             newest = self.sampled_step[plan.rows[index]]
             if step not in (KNOWN, GUESSED, newest):
                 raise self._refusal(plan, index, "needs the sample of a different step", step, newest)
 
     def advance(self, plan: ScheduledBatch, ends: Sequence[int]) -> None:
-        """Count the tokens of a plan as scheduled: each row up to before its position `ends`."""
+        """Count the tokens of a plan as scheduled: each row's positions below its one in `ends`."""
         for row, end in zip(plan.rows, ends, strict=True):
             self.num_computed[row] = end
 
@@ -314,12 +317,13 @@ class RequestRows:
         self._ids.write(row, end - len(draft_ids), draft_ids)
 
     def is_void(self, plan: ScheduledBatch, starts: Sequence[int]) -> bool:
-        """Return whether the plan rests on a wrong guess: then its results mean nothing.
+        """Return whether the plan rests on a wrong guess, so that its results mean nothing.
 
-        Its input was guessed and is not what was sampled, or it follows such a plan.
+        That is so if the plan's input is a guess and another token was sampled in its place, or if the plan
+        follows such a plan.
 
-        The last stage finds out in any case, and before the core does: samples of all earlier steps are in
-        its table. Other stages do if another row had them consume these.
+        The last stage always finds that out, and before the core does, since its table has the samples of all
+        earlier steps. Another stage finds it out only if a plan of another row made it consume these samples.
 
         Args:
             starts: [num_rows] true positions of the first tokens.
@@ -349,13 +353,13 @@ class RequestRows:
     ) -> None:
         """Write what a step sampled to its rows [D6]: ids, known length, scheduled length, rejections.
 
-        Rows that hold another request since, or went back behind a wrong guess, are skipped.
+        Rows that have got another request since, or were rewound after a wrong guess, are skipped.
 
         Args:
             step_id: the step that sampled.
             addressed: its sampled rows, as they were when the plan was prepared.
-            token_ids: accepted and sampled ids of each row; [-1]: nothing could be sampled; none: the step
-                was void.
+            token_ids: accepted and sampled ids of each row; [-1]: nothing could be sampled; []: the step was
+                void.
             num_rejected: drafts (guessed tokens) of each row that were rejected.
         """
         for index, row in self._still_held(step_id, addressed):
@@ -380,7 +384,7 @@ class RequestRows:
         self._has_rejected = self._has_rejected or any(num_rejected)
 
     def _still_held(self, step_id: int, addressed: RowSnapshot) -> Iterator[tuple[int, int]]:
-        """Yield the rows that still belong to the snapshot's requests, each behind its index there.
+        """Yield (index in the snapshot, row) of the rows that the snapshot's requests still hold.
 
         Rows that were rewound since the step are left out.
         """
@@ -392,7 +396,7 @@ class RequestRows:
                 yield index, row
 
     def _settle(self, step_id: int, row: int, num_rejected: int) -> None:
-        """Take back what was scheduled on rejected drafts, and note the step."""
+        """Subtract the rejected drafts of a row from its scheduled tokens, and note the step."""
         self.num_computed[row] -= num_rejected
         self.num_rejected[row] += num_rejected
         self._state.commit(row, num_rejected)
