@@ -1,7 +1,7 @@
-"""The ids that a row may sample at all, as bit masks: those of `allowed_token_ids`.
+"""The ids that a row may sample by its request's `allowed_token_ids`, as bit masks.
 
-A mask has bit i of word w for id 32 w + i, as `kernels.candidates.HeadRequest` has it. Grammars take further
-ids away (`sample.grammar_rows`). Used by `sample.sampling_rows`.
+In a mask, bit i of word w stands for id 32 w + i (`kernels.candidates.HeadRequest`). Grammars forbid further
+ids (`sample.grammar_rows`). Used by `sample.sampling_rows`.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from penstock.kernels.candidates import WORD_BITS
 
 
 class AllowedIds:
-    """The fixed lists of ids that requests have given.
+    """The lists of allowed ids of all rows, as masks that stay the same as long as a request has its row.
 
     Args:
-        vocab_size: ids are below it.
+        vocab_size: size of the vocabulary; all ids are below it.
     """
 
     def __init__(self, vocab_size: int) -> None:

@@ -1,8 +1,9 @@
 """The ids that would complete a bad word next; on the last stage.
 
-A word is a sequence of ids; its last one is forbidden where the newest generated tokens are the others. Only
-what was generated counts: a word that begins in the prompt does not. Nothing is remembered but the words, so
-that a row which is given out again forbids the same. Used by `sample.logit_changes`.
+A word is a sequence of ids. Its last id is forbidden while the newest generated tokens are its other ids.
+Only generated tokens count: a word that would begin in the prompt is not forbidden. No state is kept beside
+the words, so that a request which starts again in another row forbids the same. Used by
+`sample.logit_changes`.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ class BadWords:
     def __init__(self, words: Sequence[Sequence[int]]) -> None:
         self.last_ids = sorted({word[-1] for word in words})
         self._always = np.array(sorted({word[-1] for word in words if len(word) == 1}), dtype=np.int64)
-        self._behind: dict[int, list[tuple[list[int], int]]] = defaultdict(list)  # by the last but one id
+        # Last but one id of a word -> its ids but the last, and the last.
+        self._behind: dict[int, list[tuple[list[int], int]]] = defaultdict(list)
         for word in words:
             if len(word) > 1:
                 self._behind[word[-2]].append((list(word[:-1]), word[-1]))
@@ -34,7 +36,7 @@ class BadWords:
         """Return the ids that may not come next, each one of `last_ids`; an id may be repeated.
 
         Args:
-            output: [num_generated] ids of the request, so far.
+            output: [num_generated] the ids that the request has generated so far.
         """
         if not self._behind or not len(output):
             return self._always

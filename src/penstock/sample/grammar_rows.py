@@ -1,21 +1,23 @@
 """The ids that each row may get next where its request asked for structured output; on the last stage.
 
-A small state object of `runner.model_runner`: `add` when a request enters a row, `constrained` before the
-head runs, `accept` once tokens are drawn, `free` when the row is freed. Matchers live here, beside the
-sampler, so that no trip to the core lies between two tokens and any number of steps may be in flight.
+A small state object of `runner.model_runner`, which calls `add` when a request enters a row, `constrained`
+before the head runs, `accept` once tokens are drawn, and `free` when the row is freed. A matcher follows the
+text of a row through its grammar. Matchers are on the last stage, beside the sampler, so that no trip to the
+core lies between two tokens, and any number of steps may be in flight.
 
       step n            pipe           step n + 1
     ── sample ──┬────────────────────┬─ constrained ▶ head ▶ sample ──
                 └▶ accept, mask ─────┘
                    (another thread)
 
-The mask of a row is made as soon as its token before it is known, while the pipe computes. A grammar is built
-beside the steps from the first row on that has it, and `collect` says when it is there, for the core
-(`scheduler.grammars`): that has no row sampled before, so that no step waits for a build. What is built is
-kept to be copied until the core has it dropped: how much is kept is decided there.
+The mask of a row's next token is made as soon as the token before is known, while the pipe computes. When the
+first row with a grammar enters, the grammar is built (compiled) beside the steps. `collect` reports to the
+core when that is done (`scheduler.grammars`). The core lets no step sample the row before, so that no step
+waits for a build. A built grammar is kept, and copied for further rows, until a plan drops it: the core
+decides how many are kept.
 
-A token that is sampled behind the end of a text, or for a row that the core has ended, is void: it is dropped
-by the core, and means nothing here.
+A token that is sampled behind the end of a text, or for a row that the core has ended, is dropped by the core
+and ignored here.
 """
 
 from __future__ import annotations
@@ -43,13 +45,16 @@ NOTHING_LEFT = "its constraints allow no token"
 
 
 class NoGrammars:
-    """The grammars of a rank that does not sample, or whose requests may generate anything."""
+    """The grammars of a rank that does not sample, or whose requests may generate anything.
+
+    It is also the interface of `GrammarRows`: here the methods change nothing, there they do what they say.
+    """
 
     def add(self, new: NewRow) -> None:
-        """Take a request that enters a row, perhaps with outputs that it had before."""
+        """Take a request that enters a row, perhaps with outputs from before a preemption or a loss."""
 
     def free(self, row: int) -> None:
-        """Free a row, whose request has ended."""
+        """Free a row that its request has left."""
 
     def drop(self, numbers: Iterable[int]) -> None:
         """Drop grammars that no row will have any more."""
@@ -59,15 +64,15 @@ class NoGrammars:
 
     @property
     def is_building(self) -> bool:
-        """Whether `collect` will have something to tell."""
+        """Whether `collect` still has outcomes of grammars to report."""
         return False
 
     def collect(self) -> GrammarsBuilt | None:
-        """Return the grammars that have been built, or could not be, since the last call."""
+        """Return the outcomes of builds since the last call; None: there are none."""
         return None
 
     def expect(self, drafts: Mapping[int, Sequence[int]]) -> None:
-        """Take the drafts that the rows of the next `constrained` bring; other rows bring none."""
+        """Take the drafts of the step that is sampled next, by row; rows that are left out have none."""
 
     def constrained(self, request: HeadRequest, rows: NDArray[np.int64]) -> HeadRequest:
         """Return the request with the ids that each of `rows` may get next.
@@ -75,24 +80,25 @@ class NoGrammars:
         It waits for masks that are being made.
 
         Args:
-            rows: [len(request)] rows of the samples: one that brings drafts once for itself and once for each
-                of them.
+            rows: [len(request)] the row of each sample; a row with n drafts is there n + 1 times.
         """
         return request
 
     def reach(self, rows: NDArray[np.int64], num_drafts: Sequence[int]) -> Sequence[int]:
-        """Return how many drafts of each row may be accepted: no mask could be made behind the others.
+        """Return how many drafts of each row may be accepted.
+
+        Behind the others there is no mask, because the grammar ends there or does not allow the draft.
 
         Args:
             rows: [num_rows].
-            num_drafts: [num_rows] drafts that each brings; the result is of the same length.
+            num_drafts: [num_rows] number of drafts of each row; the result is of the same length.
         """
         return num_drafts
 
     def accept(self, rows: NDArray[np.int64], token_ids: Sequence[Sequence[int]]) -> None:
-        """Take the tokens that rows have got, [len(rows), one or more].
+        """Take the tokens that rows have got, one or more for each of `rows`.
 
-        The last is `NO_ID` where nothing could be drawn.
+        The last token of a row is `NO_ID` if nothing could be drawn.
         """
 
     def reason(self, row: int) -> str:
@@ -107,9 +113,9 @@ class GrammarRows(NoGrammars):
     """The grammars of all rows of a rank.
 
     Args:
-        vocab_size: ids that the head gives.
-        open_vocabulary: called once, when it is first needed; perhaps in another thread.
-        timeout_s: longest wait for a mask, and longest time from a grammar's first row until it is built.
+        vocab_size: number of ids that the head has logits for.
+        open_vocabulary: returns the vocabulary; called when that is first needed, perhaps in another thread.
+        timeout_s: longest wait for a mask; also the longest time in which a grammar must be built.
         clock: monotonic seconds.
     """
 
@@ -126,7 +132,7 @@ class GrammarRows(NoGrammars):
         self._vocabulary = _OpenOnce(open_vocabulary)
         self._timeout_s, self._clock = timeout_s, clock
         self._grammars: dict[int, _Grammar] = {}  # by number
-        self._untold: dict[int, _Grammar] = {}  # of these, and of those that were dropped
+        self._untold: dict[int, _Grammar] = {}  # by number: not reported yet, even if dropped meanwhile
         self._rows: dict[int, _Row] = {}
         # Two threads: the masks of running rows do not queue behind a grammar that is being built.
         self._building = ThreadPoolExecutor(1, thread_name_prefix="grammar-build")
@@ -135,7 +141,7 @@ class GrammarRows(NoGrammars):
     def open(self) -> None:
         """Open the vocabulary before the first request needs it, which may take a second.
 
-        Where that cannot be done, each request will be told why.
+        If that fails, the next build tries again, and each request with a grammar gets the error.
         """
         with contextlib.suppress(PenstockError):
             self._vocabulary.get()
@@ -151,7 +157,7 @@ class GrammarRows(NoGrammars):
             row.pending = self._masking.submit(row.enter)
 
     def _begun(self, new: NewRow) -> _Grammar:
-        """Begin the grammar of a row that is the first to have it."""
+        """Begin to build the grammar of a row that is the first to have it."""
         structured = new.sampling.structured
         if structured is None:
             raise ProtocolError(f"row {new.row} has grammar {new.grammar}, which the plan does not define.")
@@ -167,7 +173,7 @@ class GrammarRows(NoGrammars):
         for number in numbers:
             grammar = self._grammars.pop(number, None)
             if grammar is not None:
-                grammar.built.cancel()  # nobody waits for what has not begun
+                grammar.built.cancel()  # has an effect if the build has not begun
                 grammar.is_dropped = True
 
     def reset(self) -> None:
@@ -255,10 +261,10 @@ class GrammarRows(NoGrammars):
 
 
 class _OpenOnce:
-    """The vocabulary, opened once. Belongs to one thread at a time.
+    """The vocabulary, opened when it is first needed. Only one thread at a time may use it.
 
     Args:
-        open_vocabulary: called once.
+        open_vocabulary: returns the vocabulary; called again only if it has raised an error.
     """
 
     def __init__(self, open_vocabulary: Callable[[], Vocabulary]) -> None:
@@ -278,30 +284,30 @@ def new_matcher(vocabulary: Vocabulary, structured: StructuredOutputs) -> Matche
 
 
 class _Grammar:
-    """A matcher that is built once and never used, so that it can be copied.
+    """A matcher at the beginning of its text: it is built once, and only copied from then on.
 
     Args:
         structured: the texts that it allows.
-        due: clock seconds after which it is not waited for any more.
+        due: clock time after which the build is reported as too late.
     """
 
     def __init__(self, structured: StructuredOutputs, due: float) -> None:
         self.structured, self.due = structured, due
         self.built: Future[None]
-        self.error = ""  # why it cannot be had
-        self.may_be_good = False  # though it cannot be had here and now
+        self.error = ""  # why it could not be built
+        self.may_be_good = False  # the error is this rank's: the grammar may be good all the same
         self.is_dropped = False
         self.vocabulary: Vocabulary
         self._matcher: Matcher
 
     def build(self, vocabulary: Callable[[], Vocabulary]) -> None:
-        """Build the matcher, in the building thread; its first mask too, as copies share what that finds."""
+        """Build the matcher, in the building thread, and its first mask, so that copies share its results."""
         try:
             self.vocabulary = vocabulary()
             self._matcher = new_matcher(self.vocabulary, self.structured)
             self._matcher.mask()
             self.error = self._matcher.error
-        except BaseException as error:  # a panic of the library is no Exception
+        except BaseException as error:  # a panic of the library is not an `Exception`
             self.error, self.may_be_good = _said(error), isinstance(error, MemoryError | OSError)
 
     def copy(self) -> Matcher:
@@ -312,19 +318,21 @@ class _Grammar:
 class _Row:
     """One request's matcher, and the mask of its next token.
 
-    One thread at a time works with it: readers wait for `pending`.
+    Only one thread at a time may use a row: whoever reads it waits for `pending` first.
 
-    What matchers of the same grammar share may reach the library's limits through other rows. A matcher that
-    fails is therefore built anew, for this row alone, and given the row's tokens: only if that one fails too
-    does the row end. So its end depends on its grammar and its tokens, and on nothing else.
+    Matchers of the same grammar share state in the library, which other rows may drive to its limits. If a
+    matcher fails, it is therefore built anew for this row alone, and given the row's tokens. The row ends
+    only if the new matcher fails too. So the end of a row depends on its grammar and its tokens alone.
 
     Args:
-        outputs: tokens that there are already.
+        num_words: words of a mask.
+        tail: mask of the ids in the last word that the head has.
+        outputs: tokens that the request has generated already.
     """
 
     def __init__(self, grammar: _Grammar, num_words: int, tail: np.int32, outputs: Sequence[int]) -> None:
         self.grammar = grammar
-        # Of the next token, and behind each draft; ids that the tokenizer does not have stay forbidden.
+        # The mask of the next token, then one behind each draft. Ids that the tokenizer lacks stay forbidden.
         self.masks = [np.zeros(num_words, dtype=np.int32)]
         self.error = ""
         self.pending: Future[None] | None = None  # the newest mask; None until the grammar is there
@@ -334,7 +342,7 @@ class _Row:
         self._filled = self.masks[0]  # what the matcher writes, in as many words as it has
 
     def enter(self) -> None:
-        """Make the matcher, up to the tokens that there are."""
+        """Make the matcher, and let it take the tokens that the request has generated already."""
         try:
             self._filled = np.zeros(self.grammar.vocabulary.num_words, dtype=np.int32)
             self._matcher = self.grammar.copy()
@@ -345,11 +353,11 @@ class _Row:
     def look_ahead(self, draft_ids: Sequence[int]) -> None:
         """Make the masks behind drafts, as if these had been sampled.
 
-        It stops at one that is forbidden, ends the text or cannot be followed: the window ends there, and the
-        row goes on from what was drawn.
+        It stops at a draft that is forbidden, that ends the text, or behind which the matcher fails. The
+        drafts behind the last mask are rejected, and the row goes on from what was sampled in their place.
         """
         masks, ends = self.masks[:1], self.grammar.vocabulary.ends
-        with contextlib.suppress(BaseException):  # a panic of the library is no Exception
+        with contextlib.suppress(BaseException):  # a panic of the library is not an `Exception`
             matcher = None if self._matcher is None else self._matcher.copy()
             for token_id in draft_ids:
                 if matcher is None or token_id in ends or not _allows(masks[-1], token_id):
@@ -382,10 +390,10 @@ class _Row:
                 self._end(self._matcher.error)
 
     def _fill(self, matcher: Matcher, token_ids: Sequence[int], mask: NDArray[np.int32]) -> bool:
-        """Let a matcher take tokens and write what may come next to `mask`; return whether it could."""
+        """Let a matcher take tokens, and write to `mask` which ids may come next; return whether it could."""
         matcher.accept(token_ids)
         matcher.fill(self._filled.ctypes.data, self._filled.nbytes)
-        if matcher.error:  # the library would end the text here, as if it were complete
+        if matcher.error:  # its mask would let the text end here, as if it were complete
             return False
         size = min(len(mask), len(self._filled))
         mask[:size] = self._filled[:size]

@@ -6,16 +6,14 @@ For a token with logit l, which has been generated `count` times:
     l'' = l' + bias - frequency * count - presence * (count > 0)
 
 and minus infinity for an id that `min_tokens` suppresses, or that would complete a bad word. The repetition
-penalty is that of Keskar et al., "CTRL" (2019), as transformers and vLLM have it; the other two are OpenAI's,
-and count generated tokens alone. In transformers and vLLM a bias comes first, and is then divided by the
-penalty or multiplied with it; here it is added to the result of the penalty, so that it is worth
-the same for every token. l' is rounded to float32; the addends are summed in double precision and rounded
-once.
+penalty is that of Keskar et al., "CTRL" (2019), as transformers and vLLM have it. The other two penalties are
+OpenAI's, and count generated tokens alone. In transformers and vLLM a bias is added first, and then divided
+or multiplied by the repetition penalty. Here it is added after that penalty, so that it has the same effect
+on every token. l' is rounded to float32; what is added to it is summed in double precision and rounded once.
 
-What was generated is read from the row table, up to the token that is being sampled, and nothing else is
-remembered: a row that is given out again, after a preemption or on another core, counts anew and finds the
-same. Drafts (`sample.windows`) count as if they had been generated, for the samples behind them alone.
-A small state object of `sample.sampling_rows`.
+Generated tokens are counted by the row table, up to the token that is being sampled. So a request that starts
+again, after a preemption or on another core, gets the same counts. Drafts (`sample.windows`) count as if they
+had been generated, for the samples behind them alone. A small state object of `sample.sampling_rows`.
 """
 
 from __future__ import annotations
@@ -32,29 +30,30 @@ from penstock.batch import LogitChanges, RowSampling
 from penstock.kernels.candidates import SparseBias
 from penstock.sample.bad_words import BadWords
 
-# A penalty below this counts as this: whatever it is applied to is certain anyway, and no logit may overflow.
+# A lower repetition penalty counts as this one: it makes a token as good as certain, and with a lower one the
+# logit could overflow.
 LEAST_REPETITION_PENALTY = 1e-6
 _UNCHANGED = LogitChanges()
-_FIRST_ROOM = 64
+_FIRST_ROOM = 64  # least number of entries for which a row has memory
 
-# (ids, values, scales), each [num_entries]
+# (ids, what is added, what the logit is divided or multiplied by), each [num_entries]
 Entries = tuple[NDArray[np.int64], NDArray[np.float32], NDArray[np.float32]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenHistory:
-    """The row table's own arrays: prompts and generated tokens, by row."""
+    """The arrays of the row table itself, not copies: prompts and generated tokens, by row."""
 
     token_ids: NDArray[np.int64]  # [num_rows, width]
     prompt_len: NDArray[np.int64]  # [num_rows]
 
 
 class ChangedRow:
-    """The entries of one request.
+    """The changes of one request's logits, as an entry for each token id whose logit may change.
 
     Args:
-        changes: those that it asked for.
-        suppressed_ids: forbidden before its `min_tokens`.
+        changes: what the request asked for.
+        suppressed_ids: ids that are forbidden until `min_tokens` tokens are generated.
     """
 
     def __init__(self, changes: LogitChanges, suppressed_ids: Sequence[int]) -> None:
@@ -65,23 +64,23 @@ class ChangedRow:
         self._bad_words = BadWords(changes.bad_words)
         self._forbidden = self._bad_words.forbidden(np.zeros(0, dtype=np.int64))
         self._has_penalties = penalties != (1.0, 0.0, 0.0)
-        self._counts: Counter[int] = Counter()  # of generated tokens, and of the drafts that are counted now
-        self._in_prompt: frozenset[int] = frozenset()  # ids, where a repetition penalty asks for them
-        self._num_read = 0  # tokens of the history
-        self._drafts: list[int] = []  # that are counted beside them
+        self._counts: Counter[int] = Counter()  # by id: generated tokens, and the drafts in `_drafts`
+        self._in_prompt: frozenset[int] = frozenset()  # ids of the prompt, if there is a repetition penalty
+        self._num_read = 0  # tokens of the history that are counted
+        self._drafts: list[int] = []  # drafts that are counted beside them, until the next `read`
         self._set_entries(set())
 
     @property
     def always_counts(self) -> bool:
-        """Whether it changes logits behind `min_tokens` too."""
+        """Whether logits are changed even after `min_tokens` tokens."""
         return self._changes is not _UNCHANGED
 
     def read(self, known: NDArray[np.int64], prompt_len: int, num_drafts: int = 0) -> None:
-        """Take the tokens that have come since the last call.
+        """Count the tokens that have come since the last call.
 
         Args:
-            known: [num_known] prompt and output.
-            num_drafts: of these, the last ones, which the next call may take back.
+            known: [num_known] prompt, then output, then drafts.
+            num_drafts: number of drafts at the end of `known`; the next call takes them back.
         """
         self._forbidden = self._bad_words.forbidden(known[prompt_len:])
         if not self._has_penalties:
@@ -105,7 +104,7 @@ class ChangedRow:
         """Return the entries for the tokens that were read; views until the next call.
 
         Args:
-            is_early: before `min_tokens`.
+            is_early: fewer than `min_tokens` tokens are generated.
         """
         ids, values = self._ids[: self._num], self._values[: self._num]
         suppressed = self._suppressed if is_early else self._suppressed[:0]
@@ -116,7 +115,7 @@ class ChangedRow:
         return ids, values, self._scales[: self._num]
 
     def _set_entries(self, seen: Iterable[int]) -> None:
-        """Make an entry for each token that was seen, that has a bias, or that may be forbidden."""
+        """Make an entry for each id that was seen, that has a bias, or that may be forbidden."""
         seen = set(seen)
         others = self._changes.bias.keys() | set(self._suppressed.tolist()) | set(self._bad_words.last_ids)
         ids = sorted(seen | others)
@@ -130,7 +129,7 @@ class ChangedRow:
         self._scales[: self._num] = [self._repetition if token_id in seen else 1 for token_id in ids]
 
     def _note(self, token_id: int, times: int) -> None:
-        """Count a generated token, or a draft: once more, or once less."""
+        """Add `times`, 1 or -1, to the count of a generated token or a draft."""
         self._counts[token_id] += times
         index = bisect_left(self._ids, token_id, 0, self._num)
         if index == self._num or self._ids[index] != token_id:
@@ -158,10 +157,10 @@ class ChangedRow:
 
 
 class LogitChangesOfRows:
-    """The changes of all rows of a rank.
+    """The changes of the logits of all rows of a rank.
 
     Args:
-        history: of the same rows; read when a row is sampled.
+        history: tokens of the same rows; read when a row is sampled.
     """
 
     def __init__(self, num_rows: int, history: TokenHistory) -> None:
@@ -169,7 +168,7 @@ class LogitChangesOfRows:
         self._rows: list[ChangedRow | None] = [None] * num_rows
 
     def add(self, row: int, sampling: RowSampling) -> bool:
-        """Take a request that enters `row`; return whether its logits are changed at every token."""
+        """Take a request that enters `row`; return whether its logits are changed even after `min_tokens`."""
         changed = None
         if sampling.changes is not None or sampling.min_tokens > 0:
             changed = ChangedRow(sampling.changes or _UNCHANGED, sampling.suppressed_ids)
@@ -182,14 +181,14 @@ class LogitChangesOfRows:
         """Return the changes of the logits of `rows`.
 
         Args:
-            rows: those that bring drafts once for each sample, one after the other.
-            output_index: [num_rows] tokens that each request has generated before this one.
-            is_early: [num_rows] before its `min_tokens`.
+            rows: [num_samples] the row of each sample; a row with drafts is there several times in a row.
+            output_index: [num_samples] tokens that the request has generated before, drafts counted in.
+            is_early: [num_samples] whether these are fewer than its `min_tokens`.
         """
         starts = np.zeros(len(rows) + 1, dtype=np.int64)
         parts = []
         table, num_known = self._history, self._history.prompt_len[rows] + output_index
-        num_certain: dict[int, int] = {}  # by row; the first sample stands behind what is certain
+        num_certain: dict[int, int] = {}  # by row: the known tokens before its first sample, without drafts
         for index, row in enumerate(rows.tolist()):
             changed, early = self._rows[row], bool(is_early[index])
             if changed is None or not (early or changed.always_counts):

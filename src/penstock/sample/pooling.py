@@ -1,15 +1,15 @@
 """The pooling of a prompt's hidden states, after the final norm, to one vector: on the last stage, by chunks.
 
-A small state object of `runner.model_runner`: `apply` with each plan, `step` with the hidden states of each.
-Ranks that share the last stage all pool, the same states; one of them tells the core. Every vector is float32
-[hidden_size]. It is as computed: lengths and cuts are the front's affair (`engine.client.vectors`).
+A small state object of `runner.model_runner`, which calls `apply` with each plan, and `step` with its hidden
+states. Ranks that share the last stage all pool the same states; one of them sends the vectors to the core.
+Every vector is float32 [hidden_size], as computed: `engine.client.vectors` normalises and shortens it.
 
     last    the state of the last token, as it is
     cls     the state of the first token, as it is
     mean    the states of all tokens, added up in float64 one after the other, divided by their number
 
-Sums are taken in the order of the positions whatever the chunks are, so that a vector has the same bits for
-any chunks that give the states the same bits.
+Sums are taken in the order of positions. So if the states have the same bits, the vector has the same bits,
+however the prompt is cut into chunks.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from penstock.batch import ScheduledBatch
 from penstock.config.engine import Pooling
 
-_SLAB = 64  # tokens that are added in one call: [_SLAB + 1, hidden] float64 are kept for it
+_SLAB = 64  # tokens that are added in one call, which takes memory for [_SLAB + 1, hidden] float64
 
 States = NDArray[np.float32]  # [num_tokens, hidden]
 
@@ -32,7 +32,13 @@ class Pool(Protocol):
     """The states that are gathered of one prompt."""
 
     def wanted(self, start: int, count: int, is_last: bool) -> range:
-        """Return which tokens of a chunk of `count`, from 0, are wanted; it begins at position `start`."""
+        """Return which tokens of a chunk are wanted, as indices in the chunk.
+
+        Args:
+            start: position of the chunk's first token.
+            count: tokens of the chunk.
+            is_last: the prompt ends with the chunk.
+        """
         ...
 
     def take(self, states: States) -> None:
@@ -45,10 +51,10 @@ class Pool(Protocol):
 
 
 class _OneToken:
-    """The state of the first or the last token.
+    """A `Pool` for the state of one token, the first or the last.
 
     Args:
-        is_first: whether it is the first.
+        is_first: it is the first token.
     """
 
     def __init__(self, *, is_first: bool) -> None:
@@ -70,7 +76,7 @@ class _OneToken:
 
 
 class _MeanOfTokens:
-    """The mean over all tokens."""
+    """A `Pool` for the mean over all tokens."""
 
     def __init__(self) -> None:
         self._num_tokens = 0
@@ -85,7 +91,7 @@ class _MeanOfTokens:
             self._sum = np.zeros(states.shape[1])
         for first in range(0, len(states), _SLAB):
             slab = np.concatenate([self._sum[None], states[first : first + _SLAB]])
-            self._sum = np.add.accumulate(slab)[-1].copy()  # in order, by its definition
+            self._sum = np.add.accumulate(slab)[-1].copy()  # `accumulate` adds in order; `sum` does not
         self._num_tokens += len(states)
 
     def vector(self) -> NDArray[np.float32]:
@@ -110,7 +116,7 @@ class PoolingRows:
         self._pools.clear()
 
     def apply(self, plan: ScheduledBatch) -> None:
-        """Free the plan's freed rows, then enter its new ones; one that enters again begins anew."""
+        """Free the plan's freed rows, then take its new ones; a request that starts again is pooled anew."""
         for row in plan.freed_rows:
             self._pools.pop(row, None)
         for new in plan.new_rows:
@@ -118,13 +124,14 @@ class PoolingRows:
                 self._pools[new.row] = _POOLS[new.pooling]()
 
     def step(self, plan: ScheduledBatch, states_of: Callable[[NDArray[np.int64]], States]) -> list[bytes]:
-        """Take the plan's tokens of these rows.
+        """Take the states of the plan's tokens in rows that are pooled.
 
         Args:
-            states_of: returns the hidden states of some tokens of the step ([n] int64, rising), as float32.
+            states_of: returns the hidden states of some tokens of the step, by their indices ([n] int64,
+                rising), as float32.
 
         Returns:
-            The vectors that `plan.pooled` names, float32 [hidden] each as bytes; empty where not finite.
+            The vector of each row in `plan.pooled`: float32 [hidden] as bytes; empty if it is not finite.
         """
         if not self._pools:
             return []
@@ -137,7 +144,7 @@ class PoolingRows:
         return [_encoded(self._pools[row].vector()) for row in plan.pooled]
 
     def _wanted(self, plan: ScheduledBatch) -> tuple[list[int], list[tuple[Pool, int]]]:
-        """Return the tokens of the step that are wanted, and how many of them each pool gets."""
+        """Return the indices of the step's tokens that are wanted, and how many of them each pool gets."""
         whole, first = frozenset(plan.pooled), 0
         tokens: list[int] = []
         parts: list[tuple[Pool, int]] = []

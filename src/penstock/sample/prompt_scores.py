@@ -3,10 +3,10 @@
     hidden states after   0   1   2 | 3   4          two chunks of a prompt of six tokens
     score the tokens      1   2   3 | 4   5
 
-What stands before a token gives its distribution, so a chunk also scores the token behind it, and the first
-token of a prompt has no score. Called by `runner.model_runner` for what the plan names. Logits are as wide as
-the vocabulary, so only a slice of them is held at once; where a slice ends changes no number, since the head
-and all that is done here treat each row by itself.
+The state of a token gives the distribution of the next one. So a chunk also scores the token behind it, and
+the first token of a prompt has no score. Called by `runner.model_runner` for the tokens that the plan names
+(`ScheduledBatch.scored`). Logits are as wide as the vocabulary, so that only those of some tokens, a slice,
+are held at once. The size of a slice changes no number, since each token's logits are treated by themselves.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from penstock.kernels.candidates import HeadOutput, HeadRequest, SparseBias
 from penstock.request import TokenLogprobs
 from penstock.sample.logprobs import raw_logprobs
 
-SLICE_ROWS = 64  # logits of so many tokens are held at once: 39 MB for a vocabulary of 151,936
+SLICE_ROWS = 64  # tokens of a slice: 39 MB of logits for a vocabulary of 151,936
 
 Head = Callable[[Tensor, HeadRequest], HeadOutput]
 
@@ -32,9 +32,9 @@ Head = Callable[[Tensor, HeadRequest], HeadOutput]
 class ScoredRows:
     """The tokens of one request that a step scores."""
 
-    indices: NDArray[np.int64]  # [num_scored] which of the step's tokens stand before them
+    indices: NDArray[np.int64]  # [num_scored] index in the step of the token before each
     token_ids: NDArray[np.int64]  # [num_scored]
-    num_top: int  # how many of the likeliest to tell of each
+    num_top: int  # how many of the likeliest tokens to report for each
 
 
 def score(
@@ -43,9 +43,10 @@ def score(
     """Return the scores of each part; an empty list for a part with logits that are not finite.
 
     Args:
-        head: answers for some of the step's tokens ([num_rows] int64).
-        device: where the head wants them.
-        max_rows: tokens whose logits are held at once.
+        head: returns what a request asks for of the logits behind some of the step's tokens, given by their
+            indices ([num_rows] int64).
+        device: device on which the head takes the indices.
+        max_rows: most tokens whose logits are held at once.
     """
     every = list(parts)
     scores: list[list[TokenLogprobs]] = [[] for _ in every]
@@ -68,9 +69,10 @@ def score(
 
 
 def _request(num_top: NDArray[np.int64]) -> HeadRequest:
-    """Return a request for whole logits, and the likeliest as the head ranks them.
+    """Return a request for whole logits and for the likeliest tokens.
 
-    Of equal ones the lower id is first, however many others are asked for beside.
+    The head ranks these, so that of equally likely tokens the lower id is always first, whatever their
+    number.
     """
     return HeadRequest(
         num_candidates=num_top,

@@ -1,13 +1,14 @@
 """The sampler: it turns what the model's head found into token ids, on the last stage.
 
-`runner.model_runner` calls `Sampler.sample` once per step. The recipe, for logits in which end-of-sequence
-ids are suppressed before min_tokens: for each row either the likeliest token or temperature, min-p, top-k,
-top-p and one draw; beside it raw log-probabilities where asked for. Greedy rows and rows with a small top_k
-work on the head's candidates, others on whole logits (`sampling_rows`).
+`runner.model_runner` calls `Sampler.sample` once per step. Greedy rows and rows with a small top_k need the
+head's candidates alone, others whole logits (`sampling_rows`). Penalties, forbidden ids and grammars change
+logits first: in the head for candidates, and here for whole logits. A greedy row then gets its likeliest
+token. For any other row temperature, min-p, top-k and top-p are applied, in this order, and one token is
+drawn. Where a request asks for log-probabilities, they are those of the unchanged logits.
 
-A draw uses one number that is a pure function of (seed, output index) and inverts the cumulative
-distribution, so a token depends on nothing but seed, index and the row's own logits: not on the batch, the
-stages or a replay.
+A draw inverts the cumulative distribution at one random number, which is a pure function of (seed, output
+index). So a token depends on seed, index and the row's own logits alone, and not on the batch, on the number
+of stages, or on whether the step is computed again.
 """
 
 from __future__ import annotations
@@ -27,17 +28,17 @@ from penstock.sample.sampling_rows import SamplingBatch
 from penstock.sample.truncation import Limits, draw_candidates, draw_truncated
 from penstock.sample.uniform import uniform
 
-NO_TOKEN = NO_ID  # of a row whose logits are not finite, or all suppressed
-_LOGITS_AT_ONCE = 1 << 21  # each of them is copied up to twenty times while it is sampled
+NO_TOKEN = NO_ID  # in place of a token: the row's logits are not finite, or all ids are forbidden
+_LOGITS_AT_ONCE = 1 << 21  # logits that are sampled at a time: of each there are up to twenty copies
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleOutput:
-    """The tokens that were drawn. Lists run over the rows of the step."""
+    """The tokens that were drawn. Lists run over the step's samples; a row with drafts has several."""
 
-    token_ids: list[int]  # [num_rows]; NO_TOKEN where the row failed
+    token_ids: list[int]  # [num_rows]; NO_TOKEN where nothing could be drawn
     logprobs: list[TokenLogprobs | None]  # [num_rows]
-    failed: list[int]  # indices of rows with NaN or infinite logits, or nothing left to draw
+    failed: list[int]  # indices of samples with NaN or infinite logits, or without an id that may be drawn
 
 
 def rows_at_once(vocab_size: int) -> int:
@@ -46,7 +47,7 @@ def rows_at_once(vocab_size: int) -> int:
 
 
 class Sampler:
-    """The sampler, greedy and random. It holds no state: seeds and counters come with each batch."""
+    """The sampler, greedy and random. It holds no state: seeds and output indices come with each batch."""
 
     def sample(self, output: HeadOutput, params: SamplingBatch, output_index: Sequence[int]) -> SampleOutput:
         """Choose one token per row.
@@ -54,7 +55,7 @@ class Sampler:
         Args:
             output: the head's answer to `params.head`; not changed.
             params: how each row is sampled.
-            output_index: [num_rows] tokens that each request has generated before this one.
+            output_index: [num_rows] tokens that the request has generated before, drafts counted in.
         """
         token_ids = output.candidates.ids[:, 0]
         if params.has_draws:
@@ -125,7 +126,7 @@ def _draw_among_all(
 
 
 def _draw_free(probs: Tensor, uniforms: NDArray[np.float64]) -> list[int]:
-    """Draw from the whole distribution; summed in double precision, in the order of the ids."""
+    """Draw from the whole distribution; the cumulative sum is in the order of ids, in double precision."""
     cumulative = probs.cumsum(dim=-1, dtype=torch.float64)
     targets = torch.from_numpy(uniforms).to(probs.device)[:, None] * cumulative[:, -1:]
     ids = torch.searchsorted(cumulative, targets, right=True)[:, 0]

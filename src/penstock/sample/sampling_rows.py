@@ -3,9 +3,11 @@
 A small state object of `runner.model_runner`: `add` when a request enters a row, `batch` once per step for
 the rows that are sampled. Numbers were validated when the request was accepted.
 
-Which path a row takes follows from its own parameters alone, never from its company: the likeliest token, or
-a draw among at most `MAX_CANDIDATES`, needs candidates only; any other draw needs the whole distribution, and
-so do log-probabilities, which change nothing about how the token is chosen.
+The way in which a row is sampled follows from its own parameters alone, never from the other rows:
+
+- the likeliest token, or a draw among at most `MAX_CANDIDATES`, needs candidates only
+- any other draw needs whole logits
+- log-probabilities need whole logits too, but do not change how the token is chosen
 """
 
 from __future__ import annotations
@@ -38,11 +40,11 @@ class SamplingBatch:
     min_p: NDArray[np.float64]  # [num_rows]
     seed: NDArray[np.uint64]  # [num_rows]
     num_logprobs: NDArray[np.int64]  # [num_rows] -1 = none
-    min_tokens: NDArray[np.int64]  # [num_rows] before, suppressed ids are forbidden: `head` says so
-    has_changes: bool  # any row has penalties, a bias, or allowed ids
-    has_min_tokens: bool  # any row has
+    min_tokens: NDArray[np.int64]  # [num_rows] until then suppressed ids are forbidden, by `head`
+    has_changes: bool  # any row has `LogitChanges`
+    has_min_tokens: bool  # any row has `min_tokens` above 0
     has_draws: bool  # any row is not greedy
-    head: HeadRequest  # what the rows need of their logits; rows without candidates draw from all of them
+    head: HeadRequest  # what the rows need of their logits; rows without candidates draw from whole logits
 
     def __len__(self) -> int:
         return len(self.temperature)
@@ -52,8 +54,8 @@ class SamplingRows:
     """The sampling parameters of all rows of a rank.
 
     Args:
-        history: that of the same rows.
-        vocab_size: ids of the model.
+        history: tokens of the same rows.
+        vocab_size: size of the model's vocabulary.
     """
 
     def __init__(self, history: TokenHistory, vocab_size: int) -> None:
@@ -71,7 +73,7 @@ class SamplingRows:
         self._changes = LogitChangesOfRows(num_rows, history)
         self._allowed = AllowedIds(vocab_size)
         self._num_prompt_logprobs = [-1] * num_rows
-        self._kept: tuple[NDArray[np.int64], SamplingBatch] | None = None  # of the newest rows
+        self._kept: tuple[NDArray[np.int64], SamplingBatch] | None = None  # rows of the last call, and result
 
     def add(self, row: int, sampling: RowSampling) -> None:
         """Take the parameters of a request that enters `row`."""
@@ -93,15 +95,15 @@ class SamplingRows:
         self._num_prompt_logprobs[row] = sampling.num_prompt_logprobs
 
     def num_prompt_logprobs(self, row: int) -> int:
-        """Return how many likeliest tokens are told at each position of the row's prompt."""
+        """Return how many likeliest tokens are reported at each position of the row's prompt; -1: none."""
         return self._num_prompt_logprobs[row]
 
     def batch(self, rows: NDArray[np.int64], output_index: Sequence[int]) -> SamplingBatch:
         """Return the parameters of `rows`.
 
         Args:
-            rows: an array that must never be changed.
-            output_index: [num_rows] tokens that each request has generated before this one.
+            rows: the row of each sample; the array must never be changed, since it is kept.
+            output_index: [num_rows] tokens that the request has generated before, drafts counted in.
         """
         batch = self._kept_or_gathered(rows)
         allowed = self._allowed.masks(rows)
@@ -117,7 +119,7 @@ class SamplingRows:
         return replace(batch, head=replace(batch.head, bias=bias, allowed=allowed))
 
     def bare(self, rows: NDArray[np.int64]) -> SamplingBatch:
-        """Return the parameters of `rows` without log-probabilities and what depends on their texts.
+        """Return the parameters of `rows` without log-probabilities, penalties, bias and forbidden ids.
 
         Args:
             rows: [num_rows] int64.
@@ -153,7 +155,7 @@ class SamplingRows:
 
 
 def _num_candidates(temperature: float, top_k: int) -> int:
-    """Return how many candidates decide a row; 0 = all ids."""
+    """Return among how many candidates a row's token is chosen; 0: among all ids."""
     if temperature == 0.0:
         return 1
     return top_k if top_k <= MAX_CANDIDATES else 0

@@ -1,10 +1,10 @@
 """The truncation by top-k, top-p and min-p: how many of a row's likeliest tokens may be drawn.
 
-Called by `sample.sampler`. All three keep a prefix of the tokens in falling order of probability, so a row is
-truncated by one number. Within top-k that number and the draw need no more than the k candidates. Without it,
-a wide vocabulary is still not sorted whole: the likeliest tokens are enough for almost every row, and only
-rows for which they are not are looked at again with more of them. Whether they are follows from the row's own
-numbers, so its tokens never depend on its company in the batch.
+Called by `sample.sampler`. All three keep a prefix of the tokens in falling order of probability, so that one
+number says how a row is truncated. With a small top-k, that number and the draw need the k candidates alone.
+Without it, a wide vocabulary is still not sorted whole. For almost every row some of the likeliest tokens are
+enough, and only the other rows are sorted again, with more tokens. Whether they are enough follows from the
+row's own numbers, so that its tokens never depend on the other rows of the batch.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-SORTED_WIDTHS = (128, 2048)  # how many of the likeliest tokens are sorted, before all are
+SORTED_WIDTHS = (128, 2048)  # numbers of the likeliest tokens that are sorted first, before all are
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """The truncation of rows, in the order of their probabilities."""
+    """The truncation of rows, in the order in which their probabilities are given."""
 
     top_k: NDArray[np.int64]  # [num_rows] 0 = all
     top_p: NDArray[np.float64]  # [num_rows]
     min_p: NDArray[np.float64]  # [num_rows]
 
     def of(self, rows: NDArray[np.int64]) -> Limits:
-        """Return the limits of some of the rows, whose numbers are [num_selected] int64."""
+        """Return the limits of some of the rows, by their indices ([num_selected] int64)."""
         return Limits(top_k=self.top_k[rows], top_p=self.top_p[rows], min_p=self.min_p[rows])
 
 
@@ -41,7 +41,7 @@ def draw_candidates(
     """Draw one id per row from its truncated candidates by inverting their cumulative sum.
 
     Args:
-        logits: [num_rows, width] falling; in each row at least one above minus infinity, and at most top_k.
+        logits: [num_rows, width] falling; each row has at least one and at most top_k above minus infinity.
         ids: [num_rows, width].
         uniforms: [num_rows] in [0, 1).
 
@@ -54,7 +54,8 @@ def draw_candidates(
     weights *= weights >= limits.min_p[:, None]
     cumulative = weights.cumsum(axis=1)
     reached = limits.top_p * cumulative[:, -1]
-    # As in `count_kept`. Where top_p is 1, ids left out are too unlikely to change the sum: never drawn.
+    # As in `count_kept`. If top_p is 1, this leaves out only ids too unlikely to change the sum, which are
+    # never drawn.
     num_kept = np.maximum((cumulative - weights < reached[:, None]).sum(axis=1), 1)
     return _invert(ids, cumulative, num_kept, uniforms)
 
@@ -91,7 +92,7 @@ def count_kept(
         probs: [num_rows, num_sorted] in falling order, of the whole distribution.
 
     Returns:
-        The numbers, and whether the sorted tokens were enough to know them; [num_rows] each.
+        How many tokens each row keeps, and whether the sorted ones were enough to know that; [num_rows] each.
     """
     num_sorted = probs.shape[1]
     likely = (probs > 0.0) & (probs >= limits.min_p[:, None] * probs[:, :1])
@@ -100,7 +101,8 @@ def count_kept(
     kept = np.where(num_likely < num_sorted, np.minimum(kept, num_likely), kept)
     cumulative = np.cumsum(probs, axis=1)
     last_kept = np.minimum(kept, num_sorted) - 1
-    # What min-p and top-k have left: as summed if they cut among the sorted tokens; uncut, everything.
+    # The probability that min-p and top-k have left: the sum up to their cut; 1 if the cut is behind the
+    # sorted tokens, or there is none.
     mass = np.where(kept <= num_sorted, cumulative[np.arange(len(probs)), last_kept], 1.0)
     # The smallest set that reaches top_p: a token belongs to it if those before it do not reach it.
     in_nucleus = (cumulative - probs < (limits.top_p * mass)[:, None]).sum(axis=1)
@@ -116,7 +118,13 @@ def _invert(
     num_kept: NDArray[np.int64],
     uniforms: NDArray[np.float64],
 ) -> NDArray[np.int64]:
-    """Return the ids at which the sums of the first `num_kept` probabilities pass a share of their total."""
+    """Return the id of each row at which the cumulative sum passes a share of the sum of all kept ids.
+
+    Args:
+        cumulative: [num_rows, width] sums of probabilities in falling order.
+        num_kept: [num_rows] leading ids that may be drawn.
+        uniforms: [num_rows] the shares, in [0, 1).
+    """
     rows = np.arange(len(ids))
     last = num_kept - 1
     targets = uniforms * cumulative[rows, last]

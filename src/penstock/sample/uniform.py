@@ -1,6 +1,6 @@
 """The random numbers of the sampler, which are a pure function of (seed, index).
 
-Without state, any layout and any replay draw the same.
+There is no generator with a state, so that every layout and every replay draws the same.
 
 The i-th number of a seed is output i of a SplitMix64 stream (Steele, Lea and Flood, "Fast splittable
 pseudorandom number generators", 2014) whose start is the mixed seed, so that neighbouring seeds have

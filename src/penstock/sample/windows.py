@@ -1,15 +1,16 @@
 """Accepts or rejects drafts: each is compared with the token that was sampled in its place.
 
-    row brings      known  d1     d2     d3
-    sampled         s1     s2     s3     s4        each as if all before it were certain
+    row's tokens    known  d1     d2     d3        d1 to d3 are drafts (guessed tokens)
+    sampled         s1     s2     s3     s4        each as if all drafts before it were right
     accepted        d1 is s1, d2 is s2, d3 is not s3: the row gets s1 s2 s3, and one draft is rejected
 
 A draft is accepted if and only if it is the token that would have been sampled in its place (cf. arXiv
 2211.17192, whose rule accepts more and gives the same distribution, but not the same tokens). A sample is a
-function of the tokens before it, of seed and position; so the ids are those that the row would have got one
-by one. Samples behind the first rejected draft mean nothing.
+function of the tokens before it, the seed and the position. So the row gets the same ids as if they had been
+sampled one by one. Samples behind the first rejected draft mean nothing.
 
-A row without drafts is a window of one sample. Called by `runner.model_runner`.
+A row with its drafts is a window; a row without drafts is a window of one sample. Called by
+`runner.model_runner`.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ class AcceptedTokens:
 
     token_ids: list[list[int]]  # at least one; the last is NO_TOKEN where nothing could be sampled
     num_rejected: list[int]
-    logprobs: list[list[TokenLogprobs] | None]  # of the ids; None where none were asked for
-    failed: dict[int, int]  # row index -> which of the step's samples could not be drawn
+    logprobs: list[list[TokenLogprobs] | None]  # of the ids; None if none were asked for, or could be had
+    failed: dict[int, int]  # index of the row in these lists -> index of its sample that could not be drawn
 
 
 def accept_drafts(
@@ -39,7 +40,7 @@ def accept_drafts(
     Args:
         drawn: samples of all positions, window after window.
         drafts: drafts of each sampled row.
-        reach: drafts of each that may be accepted; those behind are rejected whatever they are.
+        reach: how many drafts of each row may be accepted; those behind are rejected, whatever was sampled.
     """
     token_ids, num_rejected, logprobs, failed = [], [], [], {}
     first = 0
