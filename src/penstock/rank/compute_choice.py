@@ -1,6 +1,6 @@
 """Chooses how a rank computes: by our kernels or torch, on which CPU cores, over weights in which form.
 
-Called by `rank.rank` before the model is built.
+Called by `rank.loading` before the model is built.
 """
 
 from __future__ import annotations
