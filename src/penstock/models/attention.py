@@ -1,4 +1,7 @@
-"""The self-attention of a layer, in all variants that a spec can ask for. Built by `models.decoder`."""
+"""The self-attention of a layer, in all variants that a `ModelSpec` can ask for but latent attention.
+
+Built by `models.decoder_layer`.
+"""
 
 from __future__ import annotations
 
@@ -89,7 +92,7 @@ def _head_norm(spec: ModelSpec, rows: Share, compute: Compute) -> RMSNorm:
 
 
 def sight_of(spec: ModelSpec, layer: int) -> Sight:
-    """Return how this layer's queries look at the keys."""
+    """Return the scale, the soft cap and the window of a layer's attention scores."""
     return Sight(
         scale=spec.attention_scale or spec.head_dim**-0.5,
         soft_cap=spec.attention_soft_cap,
@@ -102,10 +105,10 @@ class Rotation:
 
     def __init__(self, spec: ModelSpec, compute: Compute) -> None:
         head_dim = spec.head_dim
-        if spec.latent is not None:  # whose attention is by torch
+        if spec.latent is not None:  # latent attention takes angles that torch has computed
             head_dim, compute = spec.latent.rotary_dim, replace(compute, kernels=None)
         self._embeddings = [RotaryEmbedding(rope, head_dim, compute=compute) for rope in spec.ropes]
 
     def angles(self, positions: Tensor) -> Angles:
-        """Return the angles of [num_tokens] int64, by which each kind of layer rotates."""
+        """Return the angles at positions ([num_tokens] int64), for each of `ModelSpec.ropes`."""
         return [embedding.angles(positions) for embedding in self._embeddings]

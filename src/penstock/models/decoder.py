@@ -1,8 +1,8 @@
 """The layers of one stage, run one after the other, with embedding and head where they belong.
 
-Built by `rank.rank` from a `ModelSpec` and a layer range, filled by `weights.loader`. Parts outside
-the range are `MissingLayer`s, so that names of parameters are those of the checkpoint on every stage. Knows
-nothing of ranks, links or requests.
+Built by `rank.loading` from a `ModelSpec` and a layer range, filled by `weights.loader`. Parts outside
+the range are `MissingLayer`s, so that names of parameters are those of the checkpoint on every stage. The
+model knows no links and no requests.
 """
 
 from __future__ import annotations
@@ -65,7 +65,8 @@ class Backbone(nn.Module):
         is_head = is_last and spec.tie_word_embeddings
         self.embed_tokens: VocabEmbedding | MissingLayer = MissingLayer()
         if is_first or is_head or has_mtp:
-            # An embedding apart from the head is not quantised at load: its rows are looked up, not read.
+            # Unless it is the head too, the embedding is not quantised at load: a step looks up a few rows,
+            # and does not read all of them.
             is_stored_quantized = isinstance(spec.quantization, BlockQuantization)
             own = (EMBEDDING,) if is_stored_quantized else ()
             names = (EMBEDDING, HEAD) if spec.tie_word_embeddings else own
@@ -101,17 +102,18 @@ class Decoder(nn.Module):
     Args:
         layer_range: `(start, end)` or a `range`.
         dtype, device: those of weights and computation.
-        kernels: our own for the CPU; None: torch computes.
+        kernels: our kernels for the CPU; None: torch computes.
         format_of: how projections are quantised (`layers.compute.Compute`).
         block_size: tokens of a block of the KV cache.
-        group: the ranks that have shares of these layers; the model must fit (`families.sharding`).
+        group: the ranks that have shares of these layers; the model must be one that so many ranks can share
+            (`families.sharding`).
         expert_parallel: a rank has whole experts (`layers.compute.Compute`).
         with_mtp: the last stage has the MTP layer too, which the spec must have (`models.mtp_layer`).
 
     Attributes:
-        attention: shared by all layers; knows how their keys and values lie in memory.
-        unused_layers: layers of the checkpoint after the last.
-        unused_tensors: tensors of the MTP layer that are copies of what the model has.
+        attention: the attention backend of all layers; knows how their keys and values lie in memory.
+        unused_layers: layers that the checkpoint has behind those of the model, and that are not loaded.
+        unused_tensors: tensors of the MTP layer that are copies of the model's, and that are not loaded.
     """
 
     supports_pp: ClassVar[Literal[True]] = True
@@ -178,7 +180,9 @@ class Decoder(nn.Module):
         return _intermediate(vectors, torch.zeros_like(vectors))
 
     def record(self, kv: Sequence[AnyKV], max_num_tokens: int) -> None:
-        """Prepare for this KV storage: from now on calls are replayed, if all are kernels'.
+        """Record the kernel calls of a step over this KV storage; later steps then replay them.
+
+        Nothing is recorded unless our kernels compute every part of the layers.
 
         Args:
             max_num_tokens: most tokens of any later step.
@@ -218,15 +222,15 @@ class Decoder(nn.Module):
         """Run the own layers.
 
         Args:
-            tensors: from `embed` or from the stage before. Not changed; but once recorded, those of `embed`
-                are used up.
+            tensors: from `embed` or from the stage before. They are not changed, with one exception: after
+                `record`, those of `embed` are written over.
             positions: [num_tokens] int64.
-            kv: storage of the own layers, in order; once recorded, the one that was recorded.
-            before_layer: called before each, if it is there.
+            kv: storage of the own layers, in order; after `record` the same that was given there.
+            before_layer: called before each own layer, with its number among them.
 
         Returns:
-            Hidden states and residual stream for the head. For another stage their sum, with a stream that
-            starts anew. Tensors of their own, or, once recorded, memory that the next call writes again.
+            On the last stage hidden states and residual stream, for the head. On others their sum, with a
+            residual stream that starts anew. After `record`, the next call writes over these tensors.
         """
         hidden_states, residual = tensors["hidden_states"], tensors["residual"]
         if self._recorded is not None:
@@ -271,26 +275,35 @@ class Decoder(nn.Module):
     def compute_candidates(
         self, tensors: IntermediateTensors, indices: Tensor, request: HeadRequest
     ) -> HeadOutput:
-        """Return what sampling asks of the logits after the tokens `indices` ([num_rows] int64)."""
+        """Return what `request` asks for of the logits after the tokens `indices` ([num_rows] int64)."""
         return self.candidates(self.final_states(tensors, indices), request)
 
     def candidates(self, states: Tensor, request: HeadRequest) -> HeadOutput:
-        """Return what sampling asks of the logits of normed states ([num_rows, hidden])."""
+        """Return what `request` asks for of the logits of normed states ([num_rows, hidden])."""
         return self._head.candidates(states, request)
 
     def guess(
         self, states: Tensor, next_ids: Tensor, positions: Tensor, kv: AnyKV, metadata: AttentionMetadata
     ) -> Tensor:
-        """Run the MTP layer; as `MTPLayer.guess`, by the ids that follow each token ([num_tokens] int64)."""
+        """Run the MTP layer as `MTPLayer.guess` does, over ids in place of embedded tokens.
+
+        Args:
+            next_ids: [num_tokens] int64, the token that follows each.
+            positions: [num_tokens] int64.
+        """
         layer = self.layers[-1]
         assert isinstance(layer, MTPLayer), "the model was built without it"
         vectors, angles = self.model.embed_tokens(next_ids), self.rotation.angles(positions)
         return layer.guess(states, vectors, angles, kv, metadata)
 
     def final_states(self, tensors: IntermediateTensors, indices: Tensor) -> Tensor:
-        """Return the final norm of some tokens of the newest step ([num_selected] int64, rising).
+        """Return the final norm of some tokens of the newest step, by their indices.
 
-        The states of these in `tensors` may be written over, so that no token may be asked for twice.
+        The states of these tokens in `tensors` may be written over, so that no token may be asked for twice.
+
+        Args:
+            tensors: the result of `forward` for that step.
+            indices: [num_selected] int64, rising.
         """
         hidden_states, residual = tensors["hidden_states"], tensors["residual"]
         if self._recorded is not None:

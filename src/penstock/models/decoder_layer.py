@@ -18,7 +18,8 @@ from penstock.layers.scale import scale_by
 from penstock.models.attention import Angles, Attention, LayerSite
 from penstock.models.latent_attention import LatentAttention
 
-# Before attention, after it, before the MLP, after it: as checkpoints call the norm there, if there is one.
+# The names that checkpoints give to the norms before attention, after it, before the MLP, and after it; ""
+# where there is no norm.
 _NORM_NAMES = {
     "before": ("input_layernorm", "", "post_attention_layernorm", ""),
     "after": ("", "post_attention_layernorm", "", "post_feedforward_layernorm"),
@@ -64,12 +65,13 @@ class GatedMLP(nn.Module):
 class DecoderLayer(nn.Module):
     """A layer: attention and MLP or experts, with norms before, after or around each.
 
-    The residual stream travels beside the branch, which is added to it by whatever comes next [A11].
+    The output of attention or MLP, the branch, is not added to the residual stream at once. Both are passed
+    on, and the norm that comes next adds them [A11].
     """
 
     def __init__(self, spec: ModelSpec, backend: AttentionBackend, compute: Compute, site: LayerSite) -> None:
         super().__init__()
-        # In tuples for `forward`; norms by their names too, for the checkpoint.
+        # Tuples for `forward`; norms are also registered by their names in the checkpoint.
         self._before = _before(spec, compute), _before(spec, compute)
         self._after = _after(spec, compute), _after(spec, compute)
         around = self._before[0], self._after[0], self._before[1], self._after[1]
@@ -114,14 +116,14 @@ class DecoderLayer(nn.Module):
 
 
 def _before(spec: ModelSpec, compute: Compute) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """Return the step that adds the branch to the stream, and gives attention or MLP their input."""
+    """Return a function that adds the branch to the stream, and makes the input of attention or MLP."""
     if spec.norm_places == "after":
         return Add(compute=compute)
     return AddRMSNorm(spec.hidden_size, spec.rms_norm_eps, compute=compute, kind=spec.norm_kind)
 
 
 def _after(spec: ModelSpec, compute: Compute) -> Callable[[Tensor], Tensor]:
-    """Return the step that changes the output of attention or MLP before it is added."""
+    """Return a function that changes the output of attention or MLP before it is added to the stream."""
     if spec.norm_places == "before":
         return scale_by(spec.residual_multiplier, compute)
     assert spec.residual_multiplier == 1.0, "no family has both"

@@ -1,6 +1,6 @@
 """The interface of model classes that can be cut into the stages of a pipeline [A7].
 
-`runner.model_runner` runs any such model; `rank.rank` asks before it loads one.
+`runner.model_runner` runs any such model. `rank.loading` checks a class before it loads a model.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _logger = logging.getLogger(__name__)
 
 _STAGE_INPUT = "tensors"
 
-BeforeLayer = Callable[[int], None]  # gets the number of the layer among the own ones
+BeforeLayer = Callable[[int], None]  # takes the number of a layer, counted from the rank's first one
 
 
 class SupportsPP(Protocol):
@@ -42,19 +42,20 @@ class SupportsPP(Protocol):
         metadata: AttentionMetadata,
         before_layer: BeforeLayer | None = None,
     ) -> IntermediateTensors:
-        """Run the own layers. `before_layer` is called before each, if it is there.
+        """Run the own layers, those that this stage has.
 
         Args:
             tensors: [num_tokens, hidden] each, from `embed` or from the stage before.
             positions: [num_tokens] int64.
             kv: storage of the own layers, in order.
+            before_layer: called before each own layer; None: nothing is.
         """
         ...
 
     def final_states(self, tensors: IntermediateTensors, indices: Tensor) -> Tensor:
         """Return the final norm of the tokens `indices` ([n] int64, rising): [n, hidden].
 
-        Each token of a step is asked for once, here or for its logits; the next call may write over the
+        A token of a step may be asked for once only, here or for its logits. The next call may write over the
         result.
         """
         ...
@@ -62,14 +63,14 @@ class SupportsPP(Protocol):
     def compute_candidates(
         self, tensors: IntermediateTensors, indices: Tensor, request: HeadRequest
     ) -> HeadOutput:
-        """Return what sampling asks of the logits after the tokens `indices` ([n] int64, rising)."""
+        """Return what `request` asks for of the logits after the tokens `indices` ([n] int64, rising)."""
         ...
 
 
 def supports_pp(model_class: type) -> bool:
     """Return whether the class says that it can be cut *and* its `forward` takes a stage's input.
 
-    The flag alone is a mistake of the class's author and is logged as a warning.
+    If the class only sets the flag, its author has made a mistake: a warning is logged.
     """
     if not getattr(model_class, "supports_pp", False):
         return False

@@ -1,7 +1,8 @@
 """The tensors that travel from one stage to the next, between two layers.
 
-Between two stages the branch is added to the residual stream, as the first norm of the next stage would add
-it, and the sum alone travels, as `hidden_states`. The stream then starts anew (`StreamStart`).
+Between two stages the branch (the last layer's output) is added to the residual stream, as the first norm of
+the next stage would add it. The sum alone travels, as `hidden_states`, and the stream starts anew in the next
+stage (`StreamStart`).
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ class IntermediateTensors:
     A string selects a tensor, a slice selects tokens of all of them. A subclass may make `tensors` lazy.
 
     Attributes:
-        failure: why they were not computed, and mean nothing; None: they were.
+        failure: why the tensors were not computed, so that they mean nothing; None: they were computed.
     """
 
     failure: PlanMemoryError | None = None
@@ -58,16 +59,16 @@ class IntermediateTensors:
 
 
 class StreamStart:
-    """The residual stream behind a cut: minus zeros, which must never be written to.
+    """The residual stream at the beginning of a stage: minus zeros, which must never be written to.
 
-    Minus zero added to a number leaves every bit of it; plus zero would turn a minus zero into a plus zero.
+    Adding minus zero changes no bit of a number; adding plus zero would turn a minus zero into a plus zero.
     """
 
     def __init__(self, width: int, *, dtype: torch.dtype, device: torch.device) -> None:
         self._zeros = torch.empty((0, width), dtype=dtype, device=device)
 
     def of(self, num_tokens: int) -> Tensor:
-        """Return [num_tokens, width]; the same memory for all steps, once one was as large."""
+        """Return [num_tokens, width]: the same memory for all steps, unless one is larger than any before."""
         if num_tokens > len(self._zeros):
             self._zeros = self._zeros.new_full((num_tokens, self._zeros.shape[1]), -0.0)
         return self._zeros[:num_tokens]

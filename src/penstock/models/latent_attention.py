@@ -1,10 +1,11 @@
 """The self-attention of a layer that keeps latent vectors (arXiv 2405.04434, section 2.1).
 
-Built by `models.decoder` in place of `models.attention`.
+Built by `models.decoder_layer` in place of `models.attention`.
 
-Keys and values of the heads are never made. With u the projection from a latent vector c to a head's key, and
-w that to its value, q (u c) = (q u) c and sum(p (w c)) = w sum(p c): queries are brought to the width of c,
-all heads attend to c itself, and their results are brought to the width of a value.
+Keys and values of the heads are never made. Let u be the projection from a latent vector c to a head's key, w
+the one to its value, q a query and p the attention's weights. Then q (u c) = (q u) c, and sum(p (w c)) =
+w sum(p c). So queries are projected to the width of c, all heads attend to c itself, and their results are
+projected to the width of a value.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from penstock.models.attention import Angles, LayerSite, sight_of
 class LatentExpansion(nn.Module):
     """The projections from latent vectors to keys and values, of this rank's heads.
 
-    Never quantised: it is multiplied from both sides, head by head.
+    Their weight is never quantised, because it is multiplied from both sides, head by head.
     """
 
     def __init__(self, latent: LatentSpec, heads: Share, compute: Compute) -> None:
@@ -124,7 +125,7 @@ class LatentAttention(nn.Module):
 
 
 def _whole(spec: ModelSpec, out_size: int, compute: Compute, name: str) -> Linear:
-    """Return a projection of the hidden states that each rank has."""
+    """Return a projection of the hidden states that every rank has whole."""
     parts = {name: out_size}
     return Linear(Share.all(spec.hidden_size), out_size, bias=spec.qkv_bias, compute=compute, parts=parts)
 

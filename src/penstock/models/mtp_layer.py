@@ -1,16 +1,16 @@
 """The layer of a checkpoint that guesses one token further (multi-token prediction, MTP).
 
-DeepSeek-V3 brings it behind its last layer (arXiv 2412.19437, section 2.2): it reads what the model has
-made of a token, and the token that follows. What it makes of both goes through the model's own head, which
-guesses the token after that.
+Checkpoints of DeepSeek-V3 have it behind their last layer (arXiv 2412.19437, section 2.2). It reads the
+model's final state of a token, and the token that follows. Its output goes through the model's own head,
+which guesses the token after that.
 
     token            t0        t1        t2
-    model            h0        h1        h2        final norm
-    MTP layer        h0, t1    h1, t2    h2, t3    t3 is what was sampled behind t2
-    head             guess 2   guess 3   guess 4   and guess 5 from (what it made of h2 and t3, guess 4)
+    model            h0        h1        h2        states behind the final norm
+    MTP layer        h0, t1    h1, t2    h2, t3    t3 was sampled behind t2
+    head             guess 2   guess 3   guess 4   guess 5 from (the layer's output for h2 and t3, guess 4)
 
-It stands on the last stage, has keys and values of its own, and shares embedding and head with the model;
-the copies of these that the checkpoint has are not read. Built by `models.decoder`, run by
+The layer is on the last stage. It has keys and values of its own, and shares embedding and head with the
+model; the checkpoint's copies of these two are not read. Built by `models.decoder`, run by
 `runner.mtp_guesser`.
 """
 
@@ -31,7 +31,7 @@ from penstock.models.decoder_layer import DecoderLayer
 
 
 class MTPLayer(DecoderLayer):
-    """A layer as the model's others, behind a projection of two vectors to one."""
+    """A layer like the model's others, with a projection of two vectors to one in front of it."""
 
     def __init__(self, spec: ModelSpec, backend: AttentionBackend, compute: Compute, site: LayerSite) -> None:
         super().__init__(spec, backend, compute, site)
@@ -50,12 +50,12 @@ class MTPLayer(DecoderLayer):
         """Return states from which the head guesses the token behind the next one: [num_tokens, hidden].
 
         Args:
-            states: [num_tokens, hidden] of the model, behind its final norm, or the result of this; used
-                up.
-            vectors: [num_tokens, hidden], the token that follows each, embedded; used up.
+            states: [num_tokens, hidden], the model's states behind its final norm, or the result of an
+                earlier call; written over.
+            vectors: [num_tokens, hidden], the embedding of the token that follows each; written over.
             angles: angles of the tokens' positions.
             kv: the storage of this layer.
-            metadata: metadata of these tokens.
+            metadata: the attention metadata of these tokens.
         """
         both = torch.cat((self.enorm(vectors), self.hnorm(states)), dim=-1)
         hidden_states = self.eh_proj(both)

@@ -1,9 +1,10 @@
 """The recording of a stage's share of a step as lists of kernel calls, which are replayed for every step.
 
-`models.decoder` records its own layers with all kernels on, and the embedding and the last norm where it has
-them; what a step then costs outside the kernels is a few calls. That is worth the trouble because every step
-streams all weights through the caches: what Python does in between finds them cold, and takes several times
-as long as it looks. Without all kernels the layers run as they stand.
+`models.decoder` records its own layers if our kernels compute all of them, and with these the embedding and
+the final norm where it has them. Outside the kernels a step then costs a few calls of Python. That is worth
+the trouble because every step streams all weights through the CPU's caches: Python's own code and data are
+not in them any more, so that it runs several times as long as one would expect. If a kernel is missing, the
+layers run without a recording.
 """
 
 from __future__ import annotations
@@ -29,10 +30,11 @@ class StageParts:
     """The parts of a stage that are recorded.
 
     Attributes:
-        embed: token ids -> vectors; None: not on this stage, or not by a kernel.
+        embed: token ids -> vectors; None: this stage has no embedding, or no kernel computes it.
         angles: positions -> angles.
         run_layers: the layers' forward pass; its last argument is called before each layer.
-        final_norm: hidden states, residual and which tokens are wanted -> these, normed; None: not here.
+        final_norm: hidden states, residual stream and indices of tokens -> the norm of these tokens; None:
+            this stage has no final norm.
     """
 
     embed: Callable[[Tensor], Tensor] | None
@@ -42,7 +44,7 @@ class StageParts:
 
 
 class RecordedForward:
-    """The parts of a stage on tapes. Every result is memory that the same call writes again a step later.
+    """The parts of a stage on tapes, lists of kernel calls; a result is written over by the same call's next.
 
     Args:
         kv: storage of the layers.
@@ -81,7 +83,7 @@ class RecordedForward:
             )
         assert summed is residual, "the residual stream is added to in place"
         self._output = StepMemory(output, residual)
-        self._newest: Tensor | None = None  # hidden states that `forward` has returned last
+        self._newest: Tensor | None = None  # the hidden states that `forward` returned last
         self._indices: KeptViews[Tensor, tuple[int, int]] = KeptViews(_indices)
         self._final_norm: Tape | None = None
         if parts.final_norm is not None:
@@ -93,7 +95,7 @@ class RecordedForward:
         return self._embed is not None
 
     def embed(self, input_ids: Tensor) -> list[Tensor]:
-        """Return hidden states and a residual stream of zeros, where `forward` wants them.
+        """Return hidden states and a residual stream of zeros, in memory from which `forward` need not copy.
 
         Args:
             input_ids: [num_tokens] int64.
@@ -113,12 +115,13 @@ class RecordedForward:
         metadata: AttentionMetadata,
         before_layer: Callable[[int], None] | None = None,
     ) -> list[Tensor]:
-        """Return the output of the layers for [num_tokens, hidden] twice.
+        """Return the output of the layers: hidden states and residual stream, [num_tokens, hidden] each.
 
         Args:
-            hidden_states, residual: tensors of their own, or the results of `embed`, which are used up.
-            positions: [num_tokens] int64; not read where `metadata.kernel_step` has them.
-            before_layer: called before each, if it is there.
+            hidden_states, residual: [num_tokens, hidden] each. If they are the results of `embed`, they are
+                written over.
+            positions: [num_tokens] int64; not read if `metadata.kernel_step` has them.
+            before_layer: called before each layer.
         """
         kept = None if metadata.kernel_step is not None else KernelStep(metadata, positions)
         step = metadata.kernel_step if kept is None else kept.struct
@@ -152,7 +155,7 @@ class RecordedForward:
 
     @contextmanager
     def _recording(self, num_tokens: int, *kept: object) -> Iterator[Tape]:
-        """Yield a tape of the calls inside; `kept` as for `Tape.finish`."""
+        """Yield a tape, which records the kernel calls inside the block; `kept` as for `Tape.finish`."""
         tape = Tape(num_tokens)
         with self._kernels.recording(tape):
             yield tape
@@ -160,7 +163,7 @@ class RecordedForward:
 
 
 class StepMemory:
-    """The memory of tensors of which each step uses the first rows."""
+    """The memory of tensors; a step uses as many of their first rows as it has tokens."""
 
     def __init__(self, *whole: Tensor) -> None:
         self.whole = whole
@@ -176,21 +179,21 @@ class StepMemory:
 
 
 def _indices(values: Tensor) -> tuple[int, int]:
-    """Return number and address of ids or indices."""
+    """Return how many ids or indices there are, and their address in memory."""
     assert values.dtype == torch.int64
     assert values.is_contiguous()
     return len(values), values.data_ptr()
 
 
 def _copy(rows: Tensor, memory: Tensor) -> None:
-    """Copy rows past torch's dispatch."""
+    """Copy rows by `memmove`, which costs less than a call of torch."""
     assert rows.is_contiguous(), "activations are contiguous"
     assert rows.dtype == memory.dtype
     ctypes.memmove(memory.data_ptr(), rows.data_ptr(), rows.nbytes)
 
 
 def _any_step(num_tokens: int) -> AttentionMetadata:
-    """Return a stand-in for the step while calls are taken down; a call's own step comes with its replay."""
+    """Return a stand-in for a step's metadata while calls are recorded; each replay brings its own."""
     nothing = torch.zeros(1, dtype=torch.int64)
     return AttentionMetadata(
         query_starts=[0, num_tokens],

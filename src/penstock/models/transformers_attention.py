@@ -1,9 +1,9 @@
 """The bridge from transformers' layers to our paged attention.
 
 transformers looks attention up by name; `attend` is registered there under `NAME`
-(`models.transformers_survey`). Queries and keys come rotated; how they look at each other comes as keyword
-arguments, which are honoured or refused. Which layer calls, and in which step, is known by the `Site` that is
-tied to each module of a layer: transformers' own arguments do not reach the attention in every family.
+(`models.transformers_survey`). Queries and keys arrive rotated. Scale, window and the like arrive as keyword
+arguments; one that is not supported is refused. A `Site`, which is set on every module of a layer, says which
+layer calls, and in which forward pass: transformers' own arguments do not say that in every family of models.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from penstock.kernels.cpu.ops import Sight
 NAME = "penstock"
 
 _SITE = "penstock_site"
-# What says nothing of how queries look at keys, or what our own metadata says better.
+# Arguments that are ignored: they do not change the attention, or our own metadata has them.
 _OF_NO_MATTER = frozenset(
     {
         "cache_position",
@@ -79,13 +79,18 @@ class Track:
 
 
 class Site:
-    """The place of a layer in a model, as its attention is reached."""
+    """The place of a layer in a model, by which a call of its attention is told from others.
+
+    Args:
+        layer: number of the layer.
+        track: holds the forward pass that runs.
+    """
 
     def __init__(self, layer: int, track: Track) -> None:
         self.layer, self.track = layer, track
 
     def bind(self, module: nn.Module) -> None:
-        """Bind every module in the layer to this place."""
+        """Set this place on every module in the layer `module`."""
         for part in module.modules():
             setattr(part, _SITE, self)
 
@@ -103,7 +108,7 @@ def attend(
         [1, num_tokens, num_heads, head_dim], and None.
 
     Raises:
-        UnsupportedModelError: it is to look at keys in a way that is not built.
+        UnsupportedModelError: the model asks for attention that is not built, such as a mask of its own.
     """
     site = getattr(module, _SITE, None)
     if site is None:
@@ -120,7 +125,7 @@ def attend(
 
 
 def read_sight(module: nn.Module, head_dim: int, kwargs: Mapping[str, Any]) -> Sight:
-    """Return how queries look at keys, from the arguments that the layer gives."""
+    """Return scale, soft cap and window from the arguments that a layer gives to its attention."""
     if not (getattr(module, "is_causal", True) and kwargs.get("is_causal") in (None, True)):
         raise refused(type(module).__name__, "it looks in both directions")
     for name, value in kwargs.items():

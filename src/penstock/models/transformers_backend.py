@@ -2,12 +2,12 @@
 
 `TransformersModel` does what `models.decoder.Decoder` does, with transformers' own modules: it is built by
 `rank.loading` where `ModelSpec.implementation` says so. transformers' loop over the layers runs as it is,
-over a list in which other stages' layers are stand-ins. What the model does before its layers is real on the
-first stage only, what it does after them on the last.
+over a list in which other stages' layers are stand-ins. The modules before the layers are real on the first
+stage only, and those after them on the last; elsewhere they are stand-ins that give zeros.
 
-    first stage     embedding ▶ positions ▶ layers ▶ stand-ins, the first of which keeps what it is given
-    middle stage    (no matter) ▶ stand-ins, which give what was received ▶ layers ▶ stand-ins
-    last stage      (no matter) ▶ stand-ins ▶ layers ▶ norm; head, for the tokens that are sampled after
+    first stage     embedding ▶ positions ▶ layers ▶ stand-ins, the first of which keeps its input
+    middle stage    (zeros) ▶ stand-ins, which return what was received ▶ layers ▶ stand-ins
+    last stage      (zeros) ▶ stand-ins ▶ layers ▶ norm; then the head, for sampled tokens alone
 """
 
 from __future__ import annotations
@@ -42,16 +42,17 @@ from penstock.models.transformers_weights import (
     weight_tree,
 )
 
-_OUTPUT = "output"  # of the last stage's layers and norm, for its own head
+_OUTPUT = "output"  # name of the tensor behind the final norm, which the last stage's head reads
 
 
 @dataclass(slots=True)
 class _StagePass:
-    """One forward pass of a stage; `transformers_attention.Passage`.
+    """One forward pass of a stage; implements `transformers_attention.Passage`.
 
     Attributes:
-        received: [1, num_tokens, hidden] for the first own layer.
-        given: the same, of the last own layer, once a later layer's stand-in has got it.
+        received: [1, num_tokens, hidden], the input of the first own layer.
+        given: [1, num_tokens, hidden], the output of the last own layer; None until the stand-in behind that
+            layer has got it.
     """
 
     received: Tensor
@@ -75,7 +76,7 @@ class _StagePass:
 
 
 class _Output:
-    """The output of transformers' models: hidden states, and nothing of all else that a head may hand on."""
+    """The output of a model of transformers: hidden states; any other field that a head reads is None."""
 
     def __init__(self, last_hidden_state: Tensor) -> None:
         self.last_hidden_state = last_hidden_state
@@ -109,7 +110,7 @@ class TransformersModel(nn.Module):
         NotEnoughMemoryError: the device refuses.
 
     Attributes:
-        attention: shared by all layers; knows how their keys and values lie in memory.
+        attention: the attention backend of all layers; knows how their keys and values lie in memory.
     """
 
     supports_pp: ClassVar[Literal[True]] = True
@@ -131,7 +132,8 @@ class TransformersModel(nn.Module):
         self._head = (_head_alone(seen, spec),)
         self._track = seen.track
         self._tree = _load_on(seen, spec, layer_range, stored, compute)
-        # In a tuple, and not among our parts: these are the weights of `_tree` under transformers' names.
+        # In a tuple, so that torch does not register them: `_tree` has the same weights, by the checkpoint's
+        # names.
         self._whole = (seen.model, seen.model.get_submodule(seen.body_path), seen.layers)
         self.attention = TorchPagedAttention(seen.heads, compute.dtype)
         self.make_empty_intermediate_tensors = make_empty_intermediate_tensors_factory(
@@ -154,7 +156,7 @@ class TransformersModel(nn.Module):
         return _intermediate(self._whole[0].get_input_embeddings()(input_ids[None])[0])
 
     def record(self, kv: Sequence[AnyKV], max_num_tokens: int) -> None:
-        """Do nothing: these layers are not kernels."""
+        """Do nothing: transformers' layers do not call our kernels."""
 
     def forward(
         self,
@@ -167,13 +169,13 @@ class TransformersModel(nn.Module):
         """Run the own layers; on the last stage the final norm too.
 
         Args:
-            tensors: from `embed` or from the stage before; their `residual` is nothing.
+            tensors: from `embed` or from the stage before; their `residual` is not read.
             positions: [num_tokens] int64.
             kv: storage of the own layers, in order.
-            before_layer: called before the attention of each, if it is there.
+            before_layer: called before the attention of each own layer; None: nothing is.
         """
         received = tensors["hidden_states"][None]
-        if not len(positions):  # a step of nobody's; transformers' reshapes cannot take it
+        if not len(positions):  # a step without tokens, such as a probe: transformers cannot compute it
             return self.make_empty_intermediate_tensors(0)
         running = _StagePass(
             received=received,
@@ -246,7 +248,7 @@ def _put_stand_ins(seen: Survey, spec: ModelSpec, layer_range: tuple[int, int], 
 
 
 def _head_alone(seen: Survey, spec: ModelSpec) -> nn.Module:
-    """Return the model with only its head: what it does to hidden states after the layers' module."""
+    """Return a model with the head alone, which computes what follows the module that runs the layers."""
     if not seen.body_path:
         raise refused(spec.architecture, "its layers are not in a separate module")
     head = node = _shell_of(seen.model)
@@ -265,7 +267,7 @@ def _head_alone(seen: Survey, spec: ModelSpec) -> nn.Module:
 
 
 def _shell_of(module: nn.Module) -> nn.Module:
-    """Return a copy of the module, of which parts can be exchanged."""
+    """Return a copy of the module whose submodules can be replaced without a change of the original."""
     shell = copy.copy(module)
     shell._modules = dict(module._modules)
     return shell

@@ -1,10 +1,10 @@
 """The survey of a model of transformers, built without memory, to find out which parts a stage needs.
 
 The whole model is built on torch's meta device, where tensors have shapes and no bytes, and is run there once
-over a few tokens. What is called before the first layer belongs to the first stage, what is called after the
-last one to the last, wherever it stands in the class; and each layer's attention shows its shape. So what
-cannot be served is refused before a byte is allocated. Called by `models.transformers_backend`; imports
-transformers when it is needed.
+over a few tokens. A module that is called before the first layer belongs to the first stage, and one that is
+called after the last layer to the last stage, wherever it stands in the class. The calls of attention show
+the shape of each layer's heads. So a model that cannot be served is refused before a byte is allocated.
+Called by `models.transformers_backend`. transformers is imported only when a model is surveyed.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from penstock.models import transformers_attention
 from penstock.models.transformers_attention import Site, Track, refused
 
 _NUM_TOKENS = 3
-# Angles that depend on the longest sequence of a step: keys that are stored would have to be turned anew.
+# Their angles depend on the longest sequence of a step: stored keys would have to be rotated anew.
 _MOVING_ROPES = frozenset({"dynamic", "longrope"})
-_MEETINGS = (nn.Conv1d, nn.Conv2d, nn.RNNBase)
-# Of code to be run, from the checkpoint or the hub.
+_MEETINGS = (nn.Conv1d, nn.Conv2d, nn.RNNBase)  # modules in which a token's result depends on other tokens
+# Fields of config.json that name code to run, from the checkpoint or a hub; they are left out.
 _NAMES_OF_CODE = frozenset(
     {
         "auto_map",
@@ -50,14 +50,14 @@ class Survey:
     """A model without memory, and what was seen when it ran.
 
     Attributes:
-        model: transformers' class, on the meta device.
+        model: transformers' model, on the meta device.
         layers_path: name of the list of layers in it.
-        before, after: names of modules with weights that are called before the first layer and after the last
-            one, and the width of what they give.
-        heads: of every layer's attention.
+        before, after: names of the modules with weights that are called before the first layer, and after the
+            last one, each with the width of its output.
+        heads: numbers and size of the attention heads, the same in every layer.
         gives_tuples: a layer returns a tuple that begins with its hidden states.
         output_width: width of the head's input.
-        track: tied to all layers.
+        track: the `Track` that the sites of all layers share.
     """
 
     model: Any
@@ -82,11 +82,13 @@ class Survey:
 
 
 def survey(directory: Path, spec: ModelSpec, dtype: torch.dtype, max_model_len: int) -> Survey:
-    """Return the parts of the model in `directory`. Allocates nothing.
+    """Build the model in `directory` without memory, and return what its run shows.
 
     Raises:
-        UnsupportedModelError: no list of layers, or several; or it computes in a way that cannot be served.
-        ModelConfigError: config.json was understood otherwise than transformers does.
+        UnsupportedModelError: the model has no list of layers, or several, or computes in a way that cannot
+            be served.
+        ModelConfigError: Penstock has read a number in config.json otherwise than transformers does, or
+            max_model_len is more than transformers allows.
     """
     model = build_on_meta(directory, spec, dtype)
     _check_config(model.config, spec, max_model_len)
@@ -193,7 +195,7 @@ def _lists(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module
 
 @dataclass(slots=True)
 class _Seen:
-    """The record of a run on the meta device; it plays the part of the passage."""
+    """The record of a run on the meta device; it also is the `Passage` of that run."""
 
     num_layers: int
     num_tokens: int = _NUM_TOKENS
@@ -220,13 +222,16 @@ class _Seen:
         return query.transpose(1, 2).contiguous()
 
     def begin(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Check the call of the module that runs the layers: a stage will call that module by itself."""
+        """Check the call of the module that runs the layers.
+
+        A stage calls that module alone, with vectors and positions: they must not change on the way to it.
+        """
         given = list(_tensors((args, dict(kwargs))))
         if any(all(tensor is not known for known in self.inputs) for tensor in given) or len(given) < 2:
             self.strange.append("its vectors or positions change on the way to the layers' module")
 
     def enter(self, layer: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Note the call of a layer. Only what stages send may reach it from before."""
+        """Note the call of a layer, and what reaches it beside the hidden states of the layer before."""
         if layer != self.next_layer:
             self.strange.append(f"layer {layer} runs where {self.next_layer} is due")
         hidden_states = args[0] if args else kwargs.get("hidden_states")
@@ -238,7 +243,11 @@ class _Seen:
         self.is_within = True
 
     def leave(self, output: Any) -> Any:
-        """Note the end of a layer. Its output begins anew, so that all other ways from before can be told."""
+        """Note the end of a layer.
+
+        Its output is cut off from torch's graph of gradients, and a new graph begins there. A tensor that
+        needs a gradient and reaches a later layer beside these hidden states has come by another way.
+        """
         self.gives_tuples = isinstance(output, tuple)
         hidden_states, *others = output if isinstance(output, tuple) else (output,)
         if any(other is not None for other in others):
@@ -267,7 +276,7 @@ class _Seen:
 
 @contextmanager
 def _watched(model: nn.Module, path: str, seen: _Seen) -> Iterator[None]:
-    """Report all calls until the end of the block."""
+    """Report to `seen` all calls of layers and of modules with weights until the end of the block."""
     with ExitStack() as stack:
         for index, layer in enumerate(model.get_submodule(path).children()):
             enter = layer.register_forward_pre_hook(
@@ -335,7 +344,7 @@ def _check_config(config: Any, spec: ModelSpec, max_model_len: int) -> None:
 
 
 def _check_memoryless(model: Any, spec: ModelSpec) -> None:
-    """Refuse layers where tokens meet otherwise than in attention: that would be in no KV cache."""
+    """Refuse a model whose tokens depend on others by more than attention: no KV cache would keep that."""
     kinds = [type(module).__name__ for module in model.modules() if isinstance(module, _MEETINGS)]
     if kinds or getattr(model, "_is_stateful", False):
         what = f"by {kinds[0]}" if kinds else "by a state"
@@ -343,7 +352,7 @@ def _check_memoryless(model: Any, spec: ModelSpec) -> None:
 
 
 def _check_numbers(spec: ModelSpec, seen: _Seen, logits: Tensor) -> None:
-    """Raise unless the numbers that plans were made of are right."""
+    """Raise unless what the run has shown agrees with the spec, and can be served."""
     if seen.strange:
         raise refused(spec.architecture, seen.strange[0])
     if len(seen.sights) != spec.num_layers or seen.next_layer != spec.num_layers:
@@ -363,7 +372,7 @@ def _check_numbers(spec: ModelSpec, seen: _Seen, logits: Tensor) -> None:
 
 
 def _check_windows(config: Any, spec: ModelSpec, seen: _Seen) -> None:
-    """Refuse a window that the attention does not get: it would be in a mask, and masks are not made."""
+    """Refuse a model whose windows do not reach the attention: they would be in a mask, which is not made."""
     kinds = getattr(config, "layer_types", None) or []
     for layer, kind in enumerate(kinds):
         reported = "sliding_attention" if seen.sights[layer].window else "full_attention"

@@ -1,8 +1,9 @@
 """The memory for the part of a model of transformers that a stage holds, under the names of the checkpoint.
 
-`materialise` gives weights memory, `compute_buffers` gives buffers their numbers; `weight_tree` hangs the
-weights into modules whose names are the checkpoint's, for `weights.loader`. Names are turned as transformers
-does it, for checkpoints of older versions or other programs. Called by `models.transformers_backend`.
+`materialise` gives weights memory, and `compute_buffers` gives buffers their numbers. `weight_tree` puts the
+weights into modules whose names are the checkpoint's, for `weights.loader`. Checkpoints of older versions or
+of other programs have other names than transformers' modules: they are converted as transformers does it.
+Called by `models.transformers_backend`.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ def materialise(model: Any, modules: Iterable[nn.Module], compute: Compute) -> d
     """Give every weight of `modules` its own memory, and every buffer that checkpoints store.
 
     Args:
-        model: whole, on the meta device. A weight under several names stays one.
+        model: the whole model, on the meta device. A weight that has several names stays one weight.
 
     Returns:
         The weights by their names in the model.
@@ -59,7 +60,7 @@ def materialise(model: Any, modules: Iterable[nn.Module], compute: Compute) -> d
 
 
 def _kept_wide(model: Any, dtype: torch.dtype) -> Callable[[str], bool]:
-    """Return which weights stay float32 whatever the others are, as transformers has it."""
+    """Return a function that says whether transformers keeps a weight of this name in float32."""
     kept = [] if dtype == torch.float32 else list(model._keep_in_fp32_modules_strict or ())
     if dtype == torch.float16:
         kept += model._keep_in_fp32_modules or ()
@@ -71,7 +72,7 @@ def compute_buffers(model: Any, modules: Iterable[nn.Module], device: torch.devi
     """Give buffers memory, and let the model work their numbers out, as transformers does after loading.
 
     Raises:
-        UnsupportedModelError: some are left without.
+        UnsupportedModelError: the model does not fill some of its buffers, so that their numbers are unknown.
     """
     for module in modules:
         empty = {name: old for name, old in module._buffers.items() if old is not None and old.is_meta}
@@ -94,11 +95,13 @@ def _is_filled(buffer: Tensor | None) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorSource:
-    """A tensor of the checkpoint that a tensor of the model is made of.
+    """A tensor of the checkpoint from which a tensor of the model is made.
 
     Attributes:
-        converter: transformers' rule that makes it of several; None: it is the tensor itself.
-        part: which of the rule's kinds of tensors this is.
+        name: its name in the checkpoint.
+        converter: transformers' rule that makes a tensor of the model from several; None: the two are the
+            same.
+        part: index of the rule's pattern of names that this tensor's name matches.
     """
 
     name: str
@@ -110,7 +113,7 @@ def sources_of(model: Any, checkpoint_names: Collection[str]) -> dict[str, list[
     """Return the checkpoint tensors of each name of the model, as transformers names them.
 
     Args:
-        model: whole, on the meta device.
+        model: the whole model, on the meta device.
     """
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
@@ -156,11 +159,10 @@ def weight_tree(model: nn.Module, weights: Mapping[str, nn.Parameter]) -> nn.Mod
 def checkpoint_weights(
     model: nn.Module, weights: Mapping[str, nn.Parameter], sources: Mapping[str, Sequence[TensorSource]]
 ) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield names in the checkpoint, and the memory that each is to fill.
+    """Yield the names of tensors in the checkpoint, each with the memory into which it is to be loaded.
 
     Args:
-        weights: by their names in the model, of any shape. Several names may have the same weight, if it is
-            tied.
+        weights: weights by their names in the model, of any shape. A tied weight has several names.
         sources: from `sources_of`.
 
     Raises:
@@ -178,7 +180,7 @@ def _pieces(
     model: nn.Module, name: str, weight: nn.Parameter, sources: Sequence[TensorSource]
 ) -> Iterator[tuple[str, nn.Parameter]]:
     plain = [source.name for source in sources if source.converter is None]
-    if plain or not sources:  # a name that is nowhere is for the loader to miss
+    if plain or not sources:  # if the checkpoint has no such tensor, the loader reports that it is missing
         yield (name if name in plain or not plain else plain[0]), weight
         return
     converter = sources[0].converter
