@@ -1,4 +1,4 @@
-"""The gate of the MLP."""
+"""The gate of an MLP: the activation of one projection, multiplied by another projection."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """A weight in the block formats of GGUF files: held as the file quantised it, in panels of our kernels.
 
-Parts of one matrix may have different formats (a file often stores values in more bits than queries and
-keys), as long as each panel has one. `layers.compute` chooses these forms; the loader fills them with
-`put_blocks`.
+A panel is some output columns of a weight, stored together. Parts of one matrix may have different formats (a
+file often stores values in more bits than queries and keys), but each panel has only one. `layers.compute`
+chooses these matrices; the loader fills them with `put_blocks`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from penstock.layers.matrix import PLAIN, UP, Matrix, RoundingMatrix, padded_col
 
 @dataclass(frozen=True, slots=True)
 class BlockForms:
-    """The formats of a matrix' parts, each once."""
+    """The formats that the parts of a matrix have, each named once."""
 
     formats: tuple[BlockFormat, ...]
 
@@ -39,11 +39,11 @@ class BlockForms:
         return min(block_format.group for block_format in self.formats)
 
     def may_share(self, parts: Mapping[str, int], num_ranks: int, *, gated: bool) -> bool:
-        """Return whether parts of several formats may be one matrix: their outputs must fill whole panels.
+        """Return whether the parts may be one matrix: parts of different formats must fill whole panels.
 
         Args:
-            parts: names of the parts, and all their outputs.
-            num_ranks: ranks that have equal shares of the outputs.
+            parts: name of each part -> number of its outputs on all ranks.
+            num_ranks: number of ranks that have equal shares of the outputs.
             gated: the parts are gate and up, which share panels.
         """
         if len(self.formats) == 1:
@@ -69,7 +69,7 @@ class BlockMatrix(RoundingMatrix):
         super().__init__(out_size, in_size, dtype, kernels, token_bytes, gated=gated, activation=activation)
         self._forms = forms
         self._table = (abi.BlockPanel * (padded_columns(out_size, gated) // PANEL))()
-        self._memory: list[Tensor] = []  # of the panels, as their rows came
+        self._memory: list[Tensor] = []  # of the panels; more is added as their rows come
 
     @property
     def nbytes(self) -> int:
@@ -79,7 +79,7 @@ class BlockMatrix(RoundingMatrix):
         raise AssertionError("a matrix in block formats takes blocks")
 
     def put_blocks(self, first_row: int, rows: BlockRows, role: int) -> None:
-        """Pack rows from `first_row` of the plain, gate or up part on.
+        """Pack rows into the plain, gate or up part (`role`), from its row `first_row` on.
 
         Raises:
             ModelError: rows of two formats would share a panel.
@@ -124,7 +124,7 @@ class BlockMatrix(RoundingMatrix):
         )
 
     def _make_room(self, first_panel: int, end_panel: int, block_format: BlockFormat) -> None:
-        """Give memory to those panels that have none yet."""
+        """Give memory to those of these panels that have none yet; refuse a panel of another format."""
         empty = []
         for index in range(first_panel, end_panel):
             if self._table[index].records is None:
@@ -177,7 +177,7 @@ class RoundedBlocks(Matrix):
         raise AssertionError("a matrix in block formats takes blocks")
 
     def put_blocks(self, first_row: int, rows: BlockRows, role: int) -> None:
-        """Keep rows from `first_row` of the plain, gate or up part on, dequantised."""
+        """Keep rows, dequantised, in the plain, gate or up part (`role`), from its row `first_row` on."""
         start = first_row + (self.out_size // 2 if role == UP else 0)
         self._rows[start : start + len(rows)] = dequantize(rows)
 

@@ -1,6 +1,6 @@
 """The ways in which a rank computes: dtype, device, kernels, and the form in which each weight is held.
 
-One `Compute` per rank, made by `rank.rank` and given to every layer. The forms:
+Every model of a rank has one `Compute`, which it gives to all its layers. The forms of weights:
 
     our kernels, float32 or bfloat16     packed panels
     quantised                            integer panels; rounded floats without our kernels
@@ -44,7 +44,7 @@ FormatOf = Callable[[Mapping[str, int], int], HeldForm | None]
 
 
 def never_quantized(parts: Mapping[str, int], in_size: int) -> None:
-    """Return None for any projections: those of a model that is not quantised."""
+    """Return None for any projections, as `format_of` of a model that is not quantised."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,11 +52,11 @@ class Compute:
     """The settings by which the layers of a rank compute.
 
     Attributes:
-        kernels: our own for the CPU; None: torch does everything.
-        format_of: the projections of one matrix (checkpoint name -> outputs) and its in_size -> how they are
-            quantised; None: not at all.
+        kernels: our kernels for the CPU; None: torch computes everything.
+        format_of: returns the form in which a matrix is quantised, or None if it is not. Its arguments are
+            the projections of the matrix (name in the checkpoint -> outputs), and the number of inputs.
         group: the ranks that share the weights.
-        expert_parallel: they share out whole experts; else each has a part of the width of every expert.
+        expert_parallel: each rank has some experts whole; else each has a part of the width of every expert.
     """
 
     dtype: torch.dtype
@@ -67,7 +67,7 @@ class Compute:
     expert_parallel: bool = False
 
     def kernels_for(self, name: str) -> CpuKernels | None:
-        """Return our kernels, if those of this name may be used and take the rank's dtype."""
+        """Return our kernels if the one of this name is enabled and takes the rank's dtype; else None."""
         usable = self.kernels is not None and self.kernels.has(name) and self.dtype in DTYPES
         return self.kernels if usable else None
 
@@ -81,13 +81,14 @@ class Compute:
         activation: Activation = "silu",
         whole_in_size: int | None = None,
     ) -> nn.Parameter | Matrix:
-        """Return an empty weight [out_size, in_size] in the best form.
+        """Return an empty weight [out_size, in_size] in the fastest form that the settings allow.
 
         Args:
-            parts: the checkpoint's projections that it is made of, without ".weight", and all their outputs.
-            gated: it is [gate; up].
+            parts: the checkpoint's projections that it consists of: name without ".weight" -> outputs on all
+                ranks.
+            gated: its outputs are those of a gate, then those of an up projection.
             activation: activation of the gate.
-            whole_in_size: inputs of the checkpoint's projections, where they are more than `in_size`.
+            whole_in_size: inputs of the checkpoint's projections, if this rank has only `in_size` of them.
         """
         quantized = self.format_of(parts, whole_in_size or in_size)
         kernels = self.kernels_for("linear")
@@ -115,9 +116,12 @@ class Compute:
     def table(
         self, parts: Mapping[str, int], num_ids: int, size: int, *, multiplied: bool
     ) -> nn.Parameter | Matrix:
-        """Return an embedding [num_ids, size]; plain if rows are only looked up, unless it is quantised.
+        """Return an empty embedding [num_ids, size].
+
+        It is a plain parameter if it is not quantised and its rows are only looked up.
 
         Args:
+            parts: as for `weight`.
             multiplied: it is the output head as well.
         """
         is_quantized = self.format_of(parts, size) is not None
@@ -129,7 +133,7 @@ class Compute:
         """Return a weight whose memory is not touched before it is loaded.
 
         Raises:
-            NotEnoughMemoryError: the device refuses; also for sizes that no machine has.
+            NotEnoughMemoryError: the device refuses, as it does for sizes that no machine has.
         """
         try:
             memory = torch.empty(shape, dtype=self.dtype, device=self.device)
@@ -143,7 +147,7 @@ class Compute:
 
 
 def _has_onednn() -> bool:
-    """Return whether oneDNN takes bfloat16 here: it wants AVX-512 or the like."""
+    """Return whether oneDNN takes bfloat16 here; it needs a CPU with AVX-512 or the like."""
     if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return False
     supported: bool = torch.ops.mkldnn._is_mkldnn_bf16_supported()

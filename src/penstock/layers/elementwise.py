@@ -1,8 +1,8 @@
-"""The functions of each number by torch whose bits do not depend on how many numbers there are.
+"""The computation of functions such as a sigmoid by torch so that a result does not depend on other numbers.
 
-torch computes a function such as a sigmoid for many numbers at once by vectors, and for those that are left
-over one by one; and it cuts long tensors among threads, wherever that may be. Both ways differ in the last
-bit.
+torch computes such a function for many numbers at once by vector instructions, and one by one for the numbers
+left over at the end. It also cuts long tensors into parts for threads, each with an end of its own. The two
+ways of computing may differ in the last bit.
 """
 
 from __future__ import annotations
@@ -14,13 +14,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 _VECTOR = 64  # numbers that torch computes at once, or a multiple of them
-_UNCUT = 32_768  # numbers that it leaves to one thread (at::internal::GRAIN_SIZE)
+_UNCUT = 32_768  # numbers of a tensor that torch does not cut among threads (at::internal::GRAIN_SIZE)
 
 
 def steady(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """Return the function of each number of x, [num_rows, width], whatever other rows there are.
+    """Return the function of each number of x, [num_rows, width], with bits that other rows do not change.
 
-    Rows of more than 32,768 numbers may be cut all the same. On a GPU a number has a thread of its own.
+    That holds on a CPU for rows of at most 32,768 numbers: longer ones may be cut among threads. On a GPU
+    each number has a thread of its own, so that the function is simply called.
     """
     if x.device.type != "cpu":
         return function(x)

@@ -1,8 +1,8 @@
 """The two ends of the vocabulary: token ids to vectors, vectors to logits.
 
-A rank may have a share of the ids [B6] [B7]. An embedding then gives zeros for the ids of others, and the
-sum over the ranks is the whole; a head answers for its own ids, and the answers are merged, so that no rank
-ever holds the logits of the whole vocabulary unless a request asks for them.
+A rank may have a share of the ids [B6] [B7]. Its embedding then gives zeros for all other ids, and the sum
+over the ranks is the whole. Its head computes the candidates among its own ids, and those of all ranks are
+merged. So no rank ever holds the logits of the whole vocabulary, unless a request needs them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,13 @@ from penstock.layers.scale import scale_by
 
 
 class Vocabulary(nn.Module):
-    """A weight [num_ids, hidden] that turns hidden states into logits."""
+    """A weight [num_ids, hidden] that turns hidden states into logits, or this rank's rows of it.
+
+    Args:
+        ids: the ids whose rows this rank has.
+        group: the ranks that have the other rows.
+        curve: what is done to logits after the product.
+    """
 
     weight: nn.Parameter | Matrix
 
@@ -64,9 +70,10 @@ class VocabEmbedding(Vocabulary):
     The same weight serves as the output head of a tied model.
 
     Args:
-        ids: rows that this rank has; for others it gives zeros [S4], and the ranks' sum is the embedding.
+        ids: the ids whose rows this rank has. For other ids it gives zeros [S4], and the sum over the ranks
+            is the embedding.
         is_head: it is used as the head too.
-        multiplier: factor of the vectors; not of the weight as a head.
+        multiplier: factor of the vectors that are looked up; the head does not use it.
         curve: curve of the head's logits.
     """
 

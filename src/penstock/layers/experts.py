@@ -2,10 +2,10 @@
 
     y = sum over the chosen experts of weight * down(silu(gate(x)) * up(x))   (+ the shared expert)
 
-Ranks of a stage have a part of every expert, or some experts whole (`Compute.expert_parallel`); all of them
-have the router, and one all-reduce sums what they have, the shared expert's part included. Torch goes from
-expert to expert; our kernel takes all of them at once (`csrc/experts.cpp`), and where a plain softmax chooses
-them it does that too.
+Each rank of a stage has a part of every expert, or some experts whole (`Compute.expert_parallel`). All ranks
+have the router, and one all-reduce sums their results, the shared expert's included. Torch computes one
+expert after another. Our kernel computes all of them at once (`csrc/experts.cpp`); if experts are chosen by a
+plain softmax, it chooses them too.
 """
 
 from __future__ import annotations
@@ -57,7 +57,10 @@ class Expert(nn.Module):
 
 
 class Correction(nn.Module):
-    """The numbers added to each expert's score for the choice, in float32; beside the router's weights."""
+    """The float32 number that is added to each expert's score when experts are chosen.
+
+    It does not count for the expert's weight in the sum. Checkpoints have it beside the router's weight.
+    """
 
     def __init__(self, num_experts: int, compute: Compute) -> None:
         super().__init__()
@@ -70,7 +73,7 @@ class RoutedExperts(nn.Module):
     Attributes:
         experts: all experts of the layer, placeholders for those of other ranks.
         num_chosen: number of experts for each token.
-        elsewhere: projections in the checkpoint that other ranks have, named from here.
+        elsewhere: names, from this module on, of the checkpoint's projections that only other ranks have.
     """
 
     def __init__(self, spec: ExpertsSpec, hidden_size: int, compute: Compute, parent: str) -> None:
@@ -80,7 +83,7 @@ class RoutedExperts(nn.Module):
         outputs = {"gate": Share.all(spec.num_experts)}
         if spec.has_shared_gate:
             outputs["shared_expert_gate"] = Share.all(1)
-        # A router is a small part of the weights, and what it rounds away chooses other experts.
+        # A router is not quantised: it is small, and rounding its weights could choose other experts.
         self._logits_dtype = torch.float32 if spec.routing.in_float32 else compute.dtype
         plain = replace(compute, format_of=never_quantized, dtype=self._logits_dtype)
         if spec.routing.is_corrected:
@@ -103,7 +106,7 @@ class RoutedExperts(nn.Module):
         self._tables = None if self._kernels is None else self._tabulated(hidden_size, compute)
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        """Run the experts, [num_tokens, hidden] -> the same; summed over the ranks."""
+        """Run the experts: [num_tokens, hidden] -> the same, summed over the ranks."""
         logits = self.router(hidden_states.to(self._logits_dtype))
         return self._group.all_reduce(self.sum(hidden_states, logits))
 
@@ -152,7 +155,7 @@ class RoutedExperts(nn.Module):
         return ExpertTables(compute.kernels.library, shape, gate_up, down, DTYPES[compute.dtype])
 
     def sum(self, x: Tensor, logits: Tensor) -> Tensor:
-        """Return the sum over the own experts, in float32. logits: [num_tokens, num_experts (+ 1)]."""
+        """Return the weighted sum over the own experts; arguments and result are as for `sum_one_by_one`."""
         if self._kernels is not None and self._tables is not None:
             choice = None if self.can_be_recorded else self._choice(logits)
             return self._kernels.experts(x, logits, self._tables, choice)
@@ -181,7 +184,7 @@ class RoutedExperts(nn.Module):
         return total.to(x.dtype)
 
     def _choice(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the result of `choose`."""
+        """Return weights and numbers of each token's experts, as `choose` does."""
         correction = self.gate.e_score_correction_bias if self._spec.routing.is_corrected else None
         return choose(logits[:, : self._spec.num_experts], self._spec, correction)
 
@@ -201,7 +204,7 @@ def choose(logits: Tensor, spec: ExpertsSpec, correction: Tensor | None = None) 
         preference = scores + correction
     if routing.num_groups > 1:
         preference = preference.masked_fill(~_in_best_groups(preference, routing), float("-inf"))
-    # Stable: of equals the first, as our kernel does it, for another rank may use that.
+    # Stable: of equal experts the first is chosen, as our kernel does, which another rank may use.
     chosen = preference.sort(dim=-1, descending=True, stable=True).indices[:, : spec.num_chosen]
     weights = scores.gather(-1, chosen)
     if spec.normalized:
@@ -210,7 +213,7 @@ def choose(logits: Tensor, spec: ExpertsSpec, correction: Tensor | None = None) 
 
 
 def _in_best_groups(preference: Tensor, routing: RoutingSpec) -> Tensor:
-    """Return for [num_tokens, num_experts] whether the expert's group is among the best, as bool."""
+    """Return whether each expert's group is among the token's best: bool, [num_tokens, num_experts]."""
     groups = preference.view(len(preference), routing.num_groups, preference.shape[1] // routing.num_groups)
     value = groups.topk(2).values.sum(-1) if routing.is_corrected else groups.amax(-1)
     best = value.sort(dim=-1, descending=True, stable=True).indices[:, : routing.num_chosen_groups]

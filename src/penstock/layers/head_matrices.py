@@ -1,7 +1,8 @@
 """The projections of latent vectors to keys and values, head by head, packed for our kernels.
 
-Queries are multiplied by the one and results by the other (`models.latent_attention`), so that of each head
-two matrices are packed: the projection to keys turned over, and that to values as it is.
+Queries are multiplied by the projection to keys, and the results of attention by the one to values
+(`models.latent_attention`). So two matrices are packed for each head: the projection to keys, transposed, and
+the projection to values as it is.
 """
 
 from __future__ import annotations
@@ -43,13 +44,13 @@ class HeadMatrices(nn.Module):
         return self._to_latent.nbytes + self._to_value.nbytes
 
     def put(self, first_row: int, rows: Tensor, role: int) -> None:
-        """Put rows [first_row, first_row + n) of all heads: [n, rank]; `role` is `PLAIN`."""
+        """Put rows [first_row, first_row + n) of the rows of all heads: [n, rank]; `role` is `PLAIN`."""
         assert role == PLAIN
         assert self._rows is not None, "the matrices are finished"
         self._rows[first_row : first_row + len(rows)] = rows
 
     def finish(self) -> None:
-        """Drop the plain rows, now that they are packed: one copy is kept."""
+        """Pack all rows, and drop the plain ones, so that memory holds one copy."""
         assert self._rows is not None, "the matrices are finished"
         num_heads, key_size, value_size = self._shape
         heads = self._rows.view(num_heads, key_size + value_size, self._rank)

@@ -1,8 +1,12 @@
 """The projections: `Linear` is one checkpoint tensor, `FusedLinear` several that are multiplied at once.
 
-A rank may have a share of a projection: of its outputs (column parallel: what follows works on the share), or
-of its inputs (row parallel: the ranks' results are summed). An attention or an MLP is a column-parallel
-projection and a row-parallel one, and costs one all-reduce [B1] [B5].
+A rank may have a share of a projection:
+
+- of its outputs (column parallel): what follows computes with this share alone
+- of its inputs (row parallel): the results of all ranks are summed
+
+An attention or an MLP has a column-parallel projection, then a row-parallel one, and costs one all-reduce
+[B1] [B5].
 
 The weights start empty, in the form that `layers.compute` chose: `weights.loader` fills them.
 """
@@ -26,9 +30,9 @@ class Linear(nn.Module):
     """A projection y = x W^T + b with W of [out_size, in_size], as checkpoints store it.
 
     Args:
-        in_share: inputs that this rank has; the results of all ranks are summed if it is not all.
-        parts: the checkpoint's name of the projection, or of several, and all their outputs; decides how it
-            is quantised.
+        in_share: inputs that this rank has. If it does not have all, the results of all ranks are summed.
+        parts: the projections in the checkpoint: name -> outputs on all ranks. `Compute.format_of` decides by
+            them how the weight is quantised.
     """
 
     def __init__(
@@ -69,7 +73,7 @@ class Linear(nn.Module):
         Returns:
             [num_tokens, out_size]; half as wide if the weight is a gated `Matrix`.
         """
-        # Of ranks whose results are summed each holds the bias, and the first adds it.
+        # If the ranks' results are summed, each rank holds the bias, and only the first adds it.
         bias = self.bias if self._in_share.start == 0 else None
         if isinstance(self.weight, Matrix):
             return self.weight.multiply(x, bias)
@@ -85,8 +89,8 @@ class FusedLinear(Linear):
 
     Args:
         out_shares: name of each projection -> outputs that this rank has.
-        stored_as: name of the one tensor that the checkpoint has for all projections, in their order; empty:
-            it has one for each.
+        stored_as: name of the one projection in the checkpoint that has all of these, in their order; empty:
+            the checkpoint has them one by one.
 
     Attributes:
         parts: name of each projection -> its rows `[start, end)` of weight and bias.
@@ -126,7 +130,7 @@ class FusedLinear(Linear):
             start += share.size
 
     def role(self, part: str) -> int:
-        """Return how the rows of a part lie in a packed weight."""
+        """Return how the rows of a part lie in a packed weight: `PLAIN`, `GATE` or `UP` (`layers.matrix`)."""
         return PLAIN
 
     def split(self, output: Tensor) -> tuple[Tensor, ...]:
@@ -183,7 +187,7 @@ class GatedLinear(FusedLinear):
 
 
 def _one_after_another(shares: Mapping[str, Share]) -> dict[str, Share]:
-    """Return shares of projections as rows of one tensor that has all of them."""
+    """Return the same shares of projections, as rows of one tensor that has all projections in order."""
     placed, start = {}, 0
     whole = sum(share.whole for share in shares.values())
     for name, share in shares.items():

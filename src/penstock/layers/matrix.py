@@ -1,8 +1,8 @@
 """The weight of a projection in the form in which it is multiplied: held once, in no other form.
 
-A plain weight is a parameter of the module that uses it. The matrices here are those that are not: packed for
-our kernels, quantised, or prepacked for oneDNN where there are no kernels. `layers.compute` chooses; the
-loader gives them the checkpoint's rows piece by piece.
+A plain weight is a parameter of the module that uses it. The matrices here are weights in other forms: packed
+for our kernels, quantised, or prepacked for oneDNN where there are no kernels. `layers.compute` chooses the
+form; the loader puts the checkpoint's rows into it piece by piece.
 """
 
 from __future__ import annotations
@@ -39,7 +39,10 @@ _SCALE_DTYPES = DTYPES | {torch.float16: abi.FLOAT16}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuantizedFormat:
-    """A format of quantised matrices. `group_size` inputs share a scale; in_size or more: one per output."""
+    """A format of quantised matrices: so many bits, and a scale for every `group_size` inputs of an output.
+
+    If `group_size` is the number of inputs or more, each output has one scale.
+    """
 
     bits: int
     group_size: int
@@ -48,10 +51,11 @@ class QuantizedFormat:
 
 
 class Matrix(nn.Module, ABC):
-    """A weight W of [out_size, in_size] that is not a parameter; outputs [gate; up] if gated.
+    """A weight W of [out_size, in_size] that is not a parameter.
 
     Attributes:
         dtype: dtype of inputs and outputs.
+        gated: the first half of its outputs is a gate, the second half an up projection.
         activation: activation of the gate, if gated.
     """
 
@@ -72,11 +76,11 @@ class Matrix(nn.Module, ABC):
     @property
     @abstractmethod
     def nbytes(self) -> int:
-        """The bytes of memory that it holds."""
+        """The bytes of memory that the matrix takes."""
 
     @abstractmethod
     def put(self, first_row: int, rows: Tensor, role: int) -> None:
-        """Put rows [first_row, first_row + n) of the plain, gate or up part: [n, in_size] of `dtype`."""
+        """Put rows [first_row, first_row + n) of the part `role` (plain, gate or up): [n, in_size]."""
 
     @abstractmethod
     def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
@@ -84,13 +88,13 @@ class Matrix(nn.Module, ABC):
 
     @abstractmethod
     def gather(self, ids: Tensor) -> Tensor:
-        """Return rows `ids` of W, of a matrix that is not gated: [num_tokens, in_size]."""
+        """Return the rows `ids` of W: [num_tokens, in_size]. The matrix must not be gated."""
 
     def finish(self) -> None:
-        """Finish the matrix, as all rows are there."""
+        """Finish the matrix: all rows were put. A form that needs no more than the rows does nothing."""
 
     def head(self, x: Tensor, request: HeadRequest, curve: LogitCurve = STRAIGHT) -> HeadOutput:
-        """Return candidates and logits of rows [num_rows, in_size] where W is a vocabulary."""
+        """Return what `request` asks for of the logits of x, [num_rows, in_size]; W has a row for each id."""
         return head_output_of(curve.of(self.multiply(x, None)), request)
 
     def _through_gate(self, y: Tensor) -> Tensor:
@@ -152,7 +156,7 @@ class PackedMatrix(Matrix):
         return self._head.answer(x, self._head_product, request, curve)
 
     def product(self) -> abi.LinearArgs:
-        """Return this weight for a kernel that brings the rest itself."""
+        """Return this weight as arguments of a kernel, which fills in the input and the output itself."""
         return dense_product(self._panels.data_ptr(), self.in_size, self.out_size, self.dtype)
 
 
@@ -160,7 +164,7 @@ class RoundingMatrix(Matrix):
     """A matrix of our kernels that is multiplied with activations rounded to 8 bits.
 
     Args:
-        token_bytes: bytes of scratch that a row of activations takes.
+        token_bytes: bytes of scratch memory for the rounded activations of one token.
     """
 
     def __init__(
@@ -179,7 +183,7 @@ class RoundingMatrix(Matrix):
 
     @abstractmethod
     def product(self, bias: Tensor | None = None) -> abi.QuantizedLinearArgs:
-        """Return this weight for a kernel that brings the rest itself.
+        """Return this weight as arguments of a kernel, which fills in the input and the output itself.
 
         Args:
             bias: [out_size], which the caller must keep alive; None: there is none.
@@ -312,7 +316,7 @@ class OnednnMatrix(Matrix):
         activation: Activation = "silu",
     ) -> None:
         super().__init__(out_size, in_size, dtype, gated=gated, activation=activation)
-        # Pages of its own, which go back to the system once the rows are prepacked.
+        # The rows have pages of their own, which go back to the system once they are prepacked.
         pages = zero_pages(out_size * in_size * dtype.itemsize, *_said(out_size, in_size))
         self._rows: Tensor | None = pages.view(dtype).view(out_size, in_size)
         self._prepacked: Tensor | None = None
@@ -327,7 +331,7 @@ class OnednnMatrix(Matrix):
         self._rows[start : start + len(rows)] = rows
 
     def finish(self) -> None:
-        """Prepack the rows and drop the plain ones: one copy is kept."""
+        """Prepack the rows and drop the plain ones, so that memory holds one copy."""
         assert self._rows is not None, "the matrix is finished"
         self._prepacked = torch.ops.mkldnn._reorder_linear_weight(self._rows)
         self._rows = None
@@ -397,7 +401,7 @@ class RoundedMatrix(Matrix):
 
 
 def padded_columns(out_size: int, gated: bool) -> int:
-    """Return the columns of all panels: outputs are filled up, gate and up each to half panels."""
+    """Return the columns of all panels: outputs are padded to whole panels, gate and up each to half ones."""
     width = out_size // 2 if gated else out_size
     part = PANEL // 2 if gated else PANEL
     return -(-width // part) * PANEL
@@ -408,5 +412,5 @@ def _pages(num_bytes: int, out_size: int, in_size: int) -> Tensor:
 
 
 def _said(out_size: int, in_size: int) -> tuple[str, str]:
-    """Return purpose and remedy, for the error of a system that refuses."""
+    """Return purpose and remedy for the error that is raised if the system gives no memory."""
     return f"a weight of {[out_size, in_size]}", "Use more stages, a smaller dtype, or --quantization."

@@ -15,10 +15,10 @@ from penstock.layers.compute import Compute
 
 
 class MissingLayer(nn.Module):
-    """A stand-in that passes its first argument through.
+    """A stand-in that returns its first argument.
 
     Args:
-        return_tuple: give `(x,)`, for parts whose callers unpack.
+        return_tuple: return it as `(x,)`, for callers that unpack the result.
     """
 
     def __init__(self, *, return_tuple: bool = False) -> None:
@@ -35,15 +35,19 @@ class RunningPass(Protocol):
 
     @property
     def running(self) -> Any:
-        """The pass: `received` by the first own layer, `given` by the last one, and its `num_tokens`."""
+        """The pass that runs.
+
+        It has the input of the first own layer (`received`), the output of the last one (`given`), and
+        `num_tokens`.
+        """
 
 
 class OtherLayer(nn.Module):
-    """A stand-in for a layer of another stage. What the model's loop reads off it is the real one's."""
+    """A stand-in for a layer of another stage, with the attributes of the real layer for the model's loop."""
 
     def __init__(self, layer: nn.Module, track: RunningPass, *, is_earlier: bool, gives_tuples: bool) -> None:
         super().__init__()
-        self._layer, self._track = (layer,), track  # in a tuple: it is none of our parts
+        self._layer, self._track = (layer,), track  # in a tuple, so that torch does not register the layer
         self._is_earlier, self._gives_tuples = is_earlier, gives_tuples
 
     def __getattr__(self, name: str) -> Any:
@@ -58,13 +62,13 @@ class OtherLayer(nn.Module):
             hidden_states = running.received
         else:
             hidden_states = args[0] if args else kwargs["hidden_states"]
-            if running.given is None:  # what comes after may write over what it gets
+            if running.given is None:  # zeros go on: later modules may write over their input
                 running.given, hidden_states = hidden_states, torch.zeros_like(hidden_states)
         return (hidden_states,) if self._gives_tuples else hidden_states
 
 
 class NotHere(nn.Module):
-    """A stand-in for a module of another stage that is called anyway: it gives zeros that are never read."""
+    """A stand-in for a module of another stage that the model calls anyway: it returns zeros, never read."""
 
     def __init__(self, width: int, track: RunningPass, compute: Compute) -> None:
         super().__init__()

@@ -23,7 +23,7 @@ _KERNEL_KINDS: dict[NormKind, int] = {
 
 
 class AddRMSNorm(nn.Module):
-    """Adds the branch to the residual stream and normalises the sum."""
+    """Adds the branch (output of attention or MLP) to the residual stream, and normalises the sum."""
 
     def __init__(self, size: int, eps: float, *, compute: Compute, kind: NormKind = "plain") -> None:
         super().__init__()
@@ -38,8 +38,8 @@ class AddRMSNorm(nn.Module):
         """Return (normalised sum, sum) of two [num_tokens, hidden]; our kernel overwrites `residual`.
 
         Args:
-            selected: [num_selected] int64, rising: the only tokens that are wanted; the normalised sum has as
-                many rows, and the sum is of no use.
+            selected: [num_selected] int64, rising: the indices of the only tokens that are wanted. The
+                normalised sum has only their rows, and the sum means nothing.
         """
         if self._kernels is not None:
             kind = _KERNEL_KINDS[self._kind]
@@ -56,7 +56,7 @@ class AddRMSNorm(nn.Module):
 
 
 class Add:
-    """A sum in the place of `AddRMSNorm` where nothing is normalised: what is wanted is the sum itself.
+    """The addition of branch and residual stream alone, in place of `AddRMSNorm` where no norm follows.
 
     It is not a module: it holds no weights.
     """
@@ -74,10 +74,10 @@ class Add:
 
 
 class RMSNorm(nn.Module):
-    """Normalises every `share.size` columns on their own, all with the same weight.
+    """Normalises each group of `share.size` columns by itself, all with the same weight.
 
     Args:
-        share: share of the checkpoint's weight.
+        share: the part of the checkpoint's weight that this rank has.
     """
 
     def __init__(self, share: Share, eps: float, *, compute: Compute, kind: NormKind) -> None:
@@ -92,8 +92,9 @@ class RMSNorm(nn.Module):
         """Normalise [num_tokens, n * size] -> the same; our kernel writes over `x`.
 
         Args:
-            squares: [num_tokens] float32, what the squares of `squared_size` numbers add up to, `x` among
-                them; None: each group has a mean of its own.
+            squares: [num_tokens] float32, the sum of the squares of more numbers than those of `x`, by which
+                all groups are normalised; None: each group by its own mean square.
+            squared_size: how many numbers that sum has.
         """
         if self._kernels is not None:
             kind = _KERNEL_KINDS[self._kind]
@@ -132,7 +133,8 @@ class HeadNorms:
 class SharedHeadNorms(HeadNorms):
     """The norms that are taken over the heads of all ranks: first the ranks' squares are summed.
 
-    Keys that several ranks hold count as often among the squares and among the numbers: their mean is right.
+    If several ranks hold the same keys, these count several times both in the sum and in the number of
+    summands, so that the mean is right.
     """
 
     def __init__(

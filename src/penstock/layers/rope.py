@@ -34,8 +34,8 @@ class RotaryAngles:
     def rotate(self, heads: Tensor) -> Tensor:
         """Rotate each pair (i, i + rotary_dim / 2) of [num_tokens, num_heads, head_dim] by its angle.
 
-        Interleaved heads have pairs (2 i, 2 i + 1); the result has the first numbers before the second ones,
-        since queries and keys may be in any order that is the same.
+        Interleaved heads have pairs (2 i, 2 i + 1). The result has the first numbers of all pairs, then the
+        second ones: the order does not matter, as long as queries and keys have the same.
         """
         rotary_dim = self.cos.shape[-1]
         if rotary_dim < heads.shape[-1]:
@@ -50,7 +50,7 @@ class RotaryAngles:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GrowingAngles(RotaryAngles):
-    """The angles where queries are larger at later positions."""
+    """The angles for models that also multiply queries by a factor which grows with the position."""
 
     growth: Tensor  # [num_tokens, 1, 1] float32
 
@@ -73,10 +73,10 @@ class RotaryEmbedding:
         self._kernels = compute.kernels_for("attention")
 
     def angles(self, positions: Tensor) -> RotaryAngles | Tensor:
-        """Return the angles of [num_tokens] int64, computed in float32 and rounded once, if at all.
+        """Return the angles at positions ([num_tokens] int64), computed in float32 and rounded at most once.
 
-        For our attention kernels: [num_tokens, rotary_dim] float32, cosines and sines; and a column more if
-        queries grow.
+        For our attention kernels they are a tensor [num_tokens, rotary_dim] float32 of cosines and sines,
+        with one column more if a factor of queries grows with the position.
         """
         if self._kernels is not None:
             factor = self._attention_factor
@@ -113,7 +113,10 @@ def inverse_frequencies(rope: RopeSpec, rotary_dim: int) -> Tensor:
 
 
 def _llama3(rope: RopeSpec, frequencies: Tensor) -> Tensor:
-    """Keep frequencies that turn often over the original context, stretch seldom ones, blend in between."""
+    """Keep frequencies that turn often over the original context; divide those that turn seldom by a factor.
+
+    Frequencies in between are blended.
+    """
     context = rope.original_max_position_embeddings
     wavelengths = 2 * math.pi / frequencies
     seldom = wavelengths > context / rope.low_freq_factor
