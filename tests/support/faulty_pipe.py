@@ -228,7 +228,7 @@ class FaultyPipe:
 
     def _join(self, start: AllocateKV) -> tuple[EpochExecutor, KVPlan]:
         configs = self.ranks.configs
-        core_endpoints, rank_endpoints = QueueChannel.star(len(configs))
+        core_endpoints, rank_endpoints = QueueChannel.star([config.name for config in configs])
         channels = RankChannels(
             core_endpoints,
             wait=lambda timeout_s: QueueChannel.wait_any(core_endpoints, timeout_s),

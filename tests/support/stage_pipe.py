@@ -52,7 +52,9 @@ class Pipe:
         self.num_stages = num_stages
         self.log = DecisionLog()
         models = models or [ArithmeticModel() for _ in range(num_stages)]
-        self.core_endpoints, rank_endpoints = QueueChannel.star(num_stages)
+        self.core_endpoints, rank_endpoints = QueueChannel.star(
+            [f"stage {stage}" for stage in range(num_stages)]
+        )
         links = [self._link(carrier, s, num_frames, timeout_s) for s in range(num_stages - 1)]
         tokens = [QueueChannel.pair() for _ in links]
         self.runners = [

@@ -38,7 +38,7 @@ class InprocessExecutor:
 
     def __init__(self, rank_configs: Sequence[RankConfig]) -> None:
         self._configs = [msgspec.structs.replace(config, are_threads=True) for config in rank_configs]
-        core_endpoints, rank_endpoints = QueueChannel.star(len(self._configs))
+        core_endpoints, rank_endpoints = QueueChannel.star([config.name for config in self._configs])
         self._ranks = RankChannels(
             core_endpoints,
             wait=lambda timeout_s: QueueChannel.wait_any(core_endpoints, timeout_s),

@@ -45,7 +45,7 @@ class Fixture:
     """Three ranks whose ends the test holds."""
 
     def __init__(self) -> None:
-        cores, self.ranks = QueueChannel.star(3)
+        cores, self.ranks = QueueChannel.star(["stage 0", "stage 1", "stage 2"])
         self.now = 0.0
         self.waits: list[float | None] = []
         self.on_wait: Callable[[], None] = lambda: None

@@ -125,7 +125,7 @@ def test_f9_a_rank_of_a_shared_stage_leaves_the_epoch_and_keeps_its_weights(
             raise error
 
     monkeypatch.setattr(rank_module.Rank, "serve", serve)
-    core_ends, rank_ends = QueueChannel.star(2)
+    core_ends, rank_ends = QueueChannel.star(["stage 0", "stage 1"])
     epochs = [
         RankConnections(
             epoch=epoch, plans=rank_ends[epoch], results=rank_ends[epoch], tokens=(), incoming=None

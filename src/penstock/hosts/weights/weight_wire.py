@@ -115,7 +115,8 @@ class WeightWire:
         connection: an authenticated connection, which the wire closes.
         stall_s: the longest wait for the other side, in seconds.
 
-    All calls raise `PeerError` if the connection is lost, or the other side sends something unexpected.
+    All calls raise `PeerError` if the connection is lost, or the other side sends something unexpected. Those
+    that receive also raise the error that the other side has sent in place of an answer.
     """
 
     def __init__(self, connection: socket.socket, stall_s: float = STALL_S) -> None:

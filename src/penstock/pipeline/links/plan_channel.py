@@ -184,12 +184,15 @@ class QueueChannel:
         return mine, theirs
 
     @classmethod
-    def star(cls, count: int) -> tuple[list[QueueChannel], list[QueueChannel]]:
-        """Make channels from the core to `count` ranks; return the core's ends, then the ranks' ends.
+    def star(cls, ranks: Sequence[str]) -> tuple[list[QueueChannel], list[QueueChannel]]:
+        """Make channels from the core to ranks; return the core's ends, then the ranks' ends.
 
         The core's ends can be waited for together (`wait_any`).
+
+        Args:
+            ranks: their names, for error messages.
         """
-        return cls._between([f"core - stage {stage}" for stage in range(count)])
+        return cls._between([f"core - {rank}" for rank in ranks])
 
     @classmethod
     def _between(cls, names: Sequence[str]) -> tuple[list[QueueChannel], list[QueueChannel]]:

@@ -150,8 +150,11 @@ def test_many_channels_can_be_waited_for_together(tmp_path: Path) -> None:
     for channel in (*bound, *connected):
         channel.close()
 
-    cores, ranks = QueueChannel.star(3)
+    cores, ranks = QueueChannel.star(["stage 0 tp 0", "stage 0 tp 1", "stage 1"])
     ranks[1].send(b"y")
     QueueChannel.wait_any(cores, LONG)
     assert [channel.recv(0) for channel in cores] == [None, b"y", None]
     QueueChannel.wait_any(cores, 0.001)
+    ranks[1].close()
+    with pytest.raises(LinkClosedError, match="channel core - stage 0 tp 1: the other end is closed"):
+        cores[1].recv(0)
