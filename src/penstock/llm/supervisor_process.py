@@ -6,6 +6,7 @@ import contextlib
 import os
 import subprocess
 import sys
+import threading
 import time
 
 import msgspec
@@ -25,10 +26,14 @@ _events: msgspec.json.Decoder[Event] = msgspec.json.Decoder(Event)
 
 
 class SupervisorProcess:
-    """A supervisor that this process has started. It ends when the config pipe, its lifeline, is closed."""
+    """A supervisor that this process has started. It ends when the config pipe, its lifeline, is closed.
+
+    Any thread may `end` it, also while another one waits for what it says.
+    """
 
     def __init__(self, config: EngineConfig, reporter: Reporter) -> None:
         self._reporter = reporter
+        self._hearing = threading.Lock()  # held while the status pipe is waited for, read or closed
         config_read, self._lifeline = os.pipe()
         self._status_fd, status_write = os.pipe()
         command = [sys.executable, "-P", "-m", entry_points.SUPERVISOR]
@@ -45,7 +50,8 @@ class SupervisorProcess:
             os.close(config_read)
             os.close(status_write)
         message = CallerConfig(engine=config, caller_pid=os.getpid())
-        os.write(self._lifeline, msgspec.json.encode(message) + b"\n")
+        with contextlib.suppress(BrokenPipeError):  # it has ended: whoever waits until it is ready is told
+            os.write(self._lifeline, msgspec.json.encode(message) + b"\n")
         self._partial = b""
         self._failed: EngineFailed | None = None
         self.has_ended = False  # it will say nothing more
@@ -81,8 +87,9 @@ class SupervisorProcess:
 
     def _hear(self, deadline: float) -> list[Event]:
         """Report and return the next events; none means the end. Raises as `_read_events` does."""
-        events = self._read_events(deadline)
-        self.has_ended = not events
+        with self._hearing:
+            events = [] if self.has_ended else self._read_events(deadline)
+            self.has_ended = not events
         for event in events:
             self._reporter.report(event)
             if isinstance(event, EngineFailed) and self._failed is None:
@@ -94,13 +101,17 @@ class SupervisorProcess:
         if self._lifeline < 0:
             return
         os.close(self._lifeline)
-        os.close(self._status_fd)
         self._lifeline = -1
         try:
             self._process.wait(END_TIMEOUT_S)
         except subprocess.TimeoutExpired:
             self._process.kill()  # its children die with it
             self._process.wait()
+        # Only now, when its end has woken whichever thread waits there: the number of a descriptor that is
+        # closed under that thread may go to another file, of which the thread would then read.
+        with self._hearing:
+            self.has_ended = True
+            os.close(self._status_fd)
 
     def _read_events(self, deadline: float) -> list[Event]:
         """Return at least one event, unless the pipe has ended. Raises `WaitTimeoutError` at the deadline."""
