@@ -26,7 +26,13 @@ from typing import Protocol
 import msgspec
 
 from penstock.config.limits import GrammarLimits
-from penstock.errors import ErrorInfo, InvalidRequestError, OverloadedError, error_from_info
+from penstock.errors import (
+    ErrorInfo,
+    InvalidRequestError,
+    OverloadedError,
+    UnavailableError,
+    error_from_info,
+)
 from penstock.grammar.frames import LENGTH_BYTES, ProofAnswer, framed
 from penstock.grammar.schema_bounds import check_bounds, check_schema
 from penstock.process import entry_points
@@ -179,6 +185,7 @@ class GrammarProver:
         Raises:
             InvalidRequestError: it is too large, wrong, unsatisfiable or not supported, or takes too long.
             OverloadedError: too many wait.
+            UnavailableError: no process for it can be started, or this was closed.
         """
         check_bounds(structured, self._limits)
         await self._prove(structured)
@@ -232,8 +239,12 @@ class GrammarProver:
             proof = self._under_way.get(key)
             if proof is None:
                 self._refuse_overload()
-                proof = self._under_way[key] = _Proof()
-                self._pool.submit(self._run, key, structured, proof, self._model)
+                proof = _Proof()
+                try:
+                    self._pool.submit(self._run, key, structured, proof, self._model)
+                except RuntimeError as error:  # no thread can be started, or this was closed
+                    raise _unstarted(error) from error
+                self._under_way[key] = proof  # only now: nobody waits for what was not begun
             return proof
 
     def _refuse_overload(self) -> None:
@@ -242,6 +253,9 @@ class GrammarProver:
 
     def _run(self, key: bytes, structured: StructuredOutputs, proof: _Proof, model: GrammarModel) -> None:
         """Have a grammar proved, in a thread."""
+        with self._lock:
+            if self._under_way.get(key) is not proof:
+                return  # there was no thread for it then, as whoever asked was told
         is_certain = True
         try:
             error = self._asked(structured, proof, model)
@@ -249,9 +263,7 @@ class GrammarProver:
             error = self._too_much(is_late=ended.is_late)
             is_certain = not ended.is_late  # what was slow under load may be tried again
         except Exception as other:  # the process could not be started
-            error = ErrorInfo(
-                kind="UnavailableError", message=f"the process that builds grammars cannot start: {other}."
-            )
+            error = _unstarted(other).info()
             is_certain = False
         with self._lock:
             del self._under_way[key]
@@ -347,6 +359,10 @@ class _Known:
 def _raise(error: ErrorInfo | None) -> None:
     if error is not None:
         raise error_from_info(error)
+
+
+def _unstarted(why: Exception) -> UnavailableError:
+    return UnavailableError(f"the process that builds grammars cannot start: {why}.")
 
 
 def _busy() -> OverloadedError:

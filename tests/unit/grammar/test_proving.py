@@ -176,9 +176,26 @@ def test_a_client_that_leaves_takes_no_answer_from_others() -> None:
 def test_who_asks_when_it_is_closed_gets_an_error() -> None:
     fakes = Fakes()
     fakes.prover.close()
-    with pytest.raises((UnavailableError, RuntimeError)):
+    with pytest.raises(UnavailableError):
         fakes.prove("a")
     assert not fakes.started
+
+
+def test_without_a_thread_for_it_a_grammar_is_refused_and_may_be_asked_for_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def start(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    fakes = Fakes()
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", start)
+        for _ in range(2):
+            with pytest.raises(UnavailableError, match="can't start new thread"):
+                fakes.prove("a")
+    fakes.prove("a")
+    assert [process.asked for process in fakes.started] == [["a"]], "what was refused is not proved later"
+    fakes.prover.close()
 
 
 def test_a_model_without_a_tokenizer_has_no_structured_output(tmp_path: Path) -> None:
