@@ -75,7 +75,7 @@ class OutputThread:
             self._is_closed = True
             self._changed.notify_all()
         if is_settled:
-            self._thread.join()
+            self._thread.join(timeout_s)  # others may have spoken meanwhile, and hold it up
 
     def _show(self, text: _Text) -> None:
         """Have it written; where too many wait it is dropped, and counted."""

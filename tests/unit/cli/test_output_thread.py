@@ -118,6 +118,25 @@ def test_r16_what_waits_is_written_at_the_end_for_a_bounded_time() -> None:
     assert output.settle(LONG_S)
 
 
+def test_r16_a_word_that_comes_with_the_end_holds_nobody_up(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such as that of a thread that looks up the head's name, when its worker is told to end."""
+    settle = rig.output.settle
+
+    def settle_and_speak(timeout_s: float) -> bool:
+        is_settled = settle(LONG_S)
+        rig.terminal.may_go_on.clear()
+        rig.say("too late")
+        return is_settled
+
+    with monkeypatch.context() as patched:
+        patched.setattr(rig.output, "settle", settle_and_speak)
+        rig.output.close(0.01)
+    assert rig.terminal.is_reached.wait(LONG_S)
+    assert rig.output._thread.is_alive(), "it is held up still"
+
+
 def test_r16_a_full_pipe_is_written_to_at_once_and_past_pythons_buffers() -> None:
     """A thread that is held up within such a buffer would hold up the end of the program."""
     reader, writer = os.pipe()
