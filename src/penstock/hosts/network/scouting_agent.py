@@ -101,8 +101,9 @@ class ScoutingAgent:
             return [Surveyed(number=question.number, survey=survey)]
         except PenstockError as error:
             return [ScoutFailed(number=question.number, error=error.info())]
-        except OSError as error:  # no descriptors, or the kernel does not list its interfaces
-            failure = PeerError(f"the host cannot search for paths: {error.strerror or error}.")
+        except Exception as error:  # no descriptors, no thread: the head waits for this answer and the next
+            why = (isinstance(error, OSError) and error.strerror) or error
+            failure = PeerError(f"the host cannot search for paths: {why}.")
             return [ScoutFailed(number=question.number, error=failure.info())]
 
 

@@ -109,6 +109,7 @@ def test_g1_questions_reach_the_scout_of_the_host_and_its_answers_come_back(
     [
         (PortInUseError("no port of 7701 is free."), PortInUseError, "no port of 7701"),
         (OSError(24, "Too many open files"), PeerError, "Too many open files"),
+        (RuntimeError("can't start new thread"), PeerError, "can't start new thread"),
     ],
 )
 def test_g1_what_a_scout_cannot_do_is_said_in_its_words(
@@ -117,6 +118,8 @@ def test_g1_what_a_scout_cannot_do_is_said_in_its_words(
     scout.failure = failure
     with pytest.raises(raised, match=words):
         remote.listen(HEAD)
+    scout.failure = None
+    assert remote.listen(HEAD) == LISTENING, "the next question is answered"
 
 
 def test_g1_an_agent_is_not_held_up_by_a_question(agent: ScoutingAgent, scout: StandInScout) -> None:
