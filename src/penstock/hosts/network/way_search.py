@@ -213,10 +213,11 @@ class WaySearch:
             host.attend()
         with self._news:
             self._news.notify_all()
+        has_any_ended = self._jobs.note_ends()  # before the lines: those of a search are shown before its end
         while not self._lines.empty():
             give, text = self._lines.get()
             give(text)
-        if self._jobs.note_ends() and self.is_idle:
+        if has_any_ended and self.is_idle:
             self._links = self._finder.links()
         if self.is_idle:
             self._asked.clear()

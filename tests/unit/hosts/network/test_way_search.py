@@ -108,6 +108,11 @@ class Searching:
             assert select.select([self.search], [], [], WAIT_S)[0], "it says nothing"
             self.search.attend()
 
+    @property
+    def hears_desk(self) -> bool:
+        """Whether something has come over the wire of the host, and makes the search readable."""
+        return self.desk.wire.fileno() in dict(self.search._sources.poll(0))
+
     def close(self) -> None:
         self.search.close()
         self.desk.wire.close()
@@ -140,7 +145,7 @@ def test_r15_a_search_goes_on_beside_other_work(searching: Searching) -> None:
     assert search.links() == []
     assert search.between("tower", "desk").listener == "tower"
     desk.wire.ring()
-    assert not select.select([search], [], [], 0)[0], "nobody listens to the host any more"
+    assert not searching.hears_desk, "nobody listens to the host any more"
 
 
 def test_r15_ways_are_reviewed_once_for_each_occasion(searching: Searching) -> None:
@@ -217,11 +222,48 @@ def test_r15_a_broken_connection_of_a_host_that_was_asked_is_not_news_while_othe
     searching.desk.wires = []
     searching.desk.wire.ring()  # and for ever
     searching.attend_until(lambda: attic.told)
-    assert select.select([searching.search], [], [], 0)[0] == []
+    assert not searching.hears_desk
     searching.desk.wires = [searching.desk.wire]
     searching.search.attend()
-    assert select.select([searching.search], [], [], 0)[0] == [searching.search], "it is back"
+    assert searching.hears_desk, "it is back"
     attic.wire.close()
+
+
+class WatchedLines:
+    """The lines of a search, which goes on to its end when all that it has said is shown."""
+
+    def __init__(self, search: WaySearch) -> None:
+        self._lines, self._end = search._lines, search._jobs.end
+        self._may_end, self._has_ended = threading.Event(), threading.Event()
+        self.put, self.get = self._lines.put, self._lines.get
+
+    def empty(self) -> bool:
+        is_empty = self._lines.empty()
+        if is_empty:
+            self._may_end.set()
+            assert self._has_ended.wait(WAIT_S)
+        return is_empty
+
+    def find(self, one: object, other: object) -> None:
+        assert self._may_end.wait(WAIT_S)
+        self.put((print, "the last word"))
+
+    def end(self, number: int) -> None:
+        self._end(number)
+        self._has_ended.set()
+
+
+def test_r15_whoever_knows_of_the_end_of_a_search_has_been_shown_what_it_said(
+    searching: Searching, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    watched = WatchedLines(searching.search)
+    monkeypatch.setattr(searching.search, "_lines", watched)
+    monkeypatch.setattr(searching.search._finder, "find", watched.find)
+    monkeypatch.setattr(searching.search._jobs, "end", watched.end)
+    searching.begin()
+    while not searching.search.is_idle:
+        searching.search.attend()
+    assert capsys.readouterr().out == "the last word\n"
 
 
 def test_a_search_that_fails_in_a_way_nobody_thought_of_is_settled_too(
