@@ -78,7 +78,7 @@ class AsyncLLM:
         self._starting: asyncio.Task[_Running] | None = None
         self._numbers = itertools.count()
         self._streams: dict[str, list[RequestStream]] = {}  # of a request, one for each sequence
-        self._is_closed = False
+        self._ending: asyncio.Task[None] | None = None  # from the first `close` on
 
     async def start(self) -> None:
         """Return when the engine is ready.
@@ -177,18 +177,14 @@ class AsyncLLM:
         return (await self._running()).engine.status()
 
     async def close(self) -> None:
-        """End the engine and wait until nothing of it is left. May be called twice.
+        """End the engine and wait until nothing of it is left. May be called twice, and while it closes.
 
-        Requests that are open end with an error.
+        Requests that are open end with an error. The engine ends also where the task that calls this is
+        cancelled.
         """
-        self._is_closed = True
-        starting, self._starting = self._starting, None
-        if starting is None:
-            return
-        starting.cancel()
-        await asyncio.wait([starting])
-        if not starting.cancelled() and starting.exception() is None:
-            await starting.result().end()
+        if self._ending is None:
+            self._ending = asyncio.get_running_loop().create_task(_end(self._starting))
+        await asyncio.shield(self._ending)
 
     async def __aenter__(self) -> AsyncLLM:
         try:
@@ -205,7 +201,7 @@ class AsyncLLM:
 
     async def _running(self) -> _Running:
         """Return the engine, which is started once however many callers wait for it."""
-        if self._is_closed:
+        if self._ending is not None:
             raise UsageError("this AsyncLLM has been closed.", remedy="Make a new one.")
         if self._starting is None or (self._starting.done() and self._starting.cancelled()):
             self._starting = asyncio.get_running_loop().create_task(_start(self._config))
@@ -213,7 +209,7 @@ class AsyncLLM:
         try:
             running = await asyncio.shield(starting)
         except asyncio.CancelledError:
-            if self._is_closed and starting.cancelled():  # not whoever asks was cancelled
+            if self._ending is not None and starting.cancelled():  # not whoever asks was cancelled
                 raise UnavailableError("this AsyncLLM was closed while it started.") from None
             raise
         running.require_alive()
@@ -320,6 +316,16 @@ async def _start(config: EngineConfig) -> _Running:
     except BaseException:
         await asyncio.shield(asyncio.to_thread(supervisor.end))
         raise
+
+
+async def _end(starting: asyncio.Task[_Running] | None) -> None:
+    """End the engine of this start, however far it has come."""
+    if starting is None:
+        return
+    starting.cancel()
+    await asyncio.wait([starting])
+    if not starting.cancelled() and starting.exception() is None:
+        await starting.result().end()
 
 
 async def _news(streams: Sequence[RequestStream]) -> AsyncGenerator[dict[int, TextDelta], None]:
