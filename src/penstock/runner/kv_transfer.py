@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import logging
 import math
 import threading
 import time
@@ -38,6 +39,8 @@ LOAD_AT_ONCE = 256  # blocks whose records of one layer are got from the store i
 DEADLINE_S = 10.0  # of an order, from its submission: the time for orders before it is included
 AWAIT_S = 1.0  # the longest wait of a step, for all layers that are being loaded: later steps wait, too
 LEAVE_S = 2.0  # for the thread to end
+
+_logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -234,10 +237,18 @@ class KVTransfer:
                     return functools.partial(self._forget, names)
                 pause_s = self._waiting.due_in(self._clock())
                 if pause_s <= 0:
-                    orders = self._waiting.take()
-                    return functools.partial(self._load if orders[0].is_load else self._save, orders)
+                    return functools.partial(self._carry_out, self._waiting.take())
                 self._lock.wait(None if math.isinf(pause_s) else pause_s)
             return None
+
+    def _carry_out(self, orders: Sequence[TierOrder]) -> None:
+        """Load or save; orders that fail as nobody expects are answered too, and later ones carried out."""
+        try:
+            (self._load if orders[0].is_load else self._save)(orders)
+        except Exception as error:  # such as no memory for a copy: the rank itself goes on
+            _logger.warning("blocks of the KV cache could not be copied: %r", error)
+            with self._lock:
+                self._answer([order.order for order in self._still_open(orders)], "failed")
 
     def _forget(self, names: Sequence[bytes]) -> None:
         self._store.release([key for name in names for key in self._all_keys(name)])

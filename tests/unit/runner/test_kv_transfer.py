@@ -161,6 +161,27 @@ def test_r9_a_store_that_takes_nothing_fails_the_order() -> None:
         assert answers(one) == {0: False}
 
 
+@pytest.mark.parametrize("is_load", [False, True])
+def test_r9_a_copy_that_cannot_be_made_fails_its_orders_and_no_later_ones(
+    is_load: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As on a device whose memory is taken for a moment."""
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("out of memory")
+
+    with transfer(MemoryStore(), layers(seed=1)) as one:
+        one.submit_orders(stores(0))
+        assert answers(one) == {0: True}
+        with monkeypatch.context() as patched:
+            patched.setattr(one._codec, "import_blocks" if is_load else "export_blocks", fail)
+            one.submit_orders([TierOrder(number, is_load, number, NAMES[0]) for number in (1, 2)])
+            assert answers(one) == {1: False, 2: False}
+        assert "out of memory" in caplog.text
+        one.submit_orders([TierOrder(3, is_load, 3, NAMES[0])])
+        assert answers(one) == {3: True}
+
+
 def test_r4_orders_of_an_epoch_that_is_over_are_not_carried_out() -> None:
     """Though the store has not answered yet; what it says later goes nowhere."""
     store, full, empty = SlowStore(), layers(seed=1), layers(seed=None)
