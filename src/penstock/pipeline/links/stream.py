@@ -244,8 +244,9 @@ class Stream:
         raise_if_interrupted(poll.poll(), self.fileno())
 
     def has_lost_peer(self) -> bool:
-        """Return whether the stream is over or closed by the other end. Any thread may ask."""
-        return bool(self._interruption.poll_with(self.fileno(), _GONE).poll(0))
+        """Return whether the stream is over or closed by either end. Any thread may ask."""
+        descriptor = self.fileno()
+        return descriptor < 0 or bool(self._interruption.poll_with(descriptor, _GONE).poll(0))
 
     def raise_alert(self) -> None:
         """Raise `ssl.SSLError` if the other end has said in TLS why it refuses this one."""

@@ -284,10 +284,7 @@ class StreamThread:
         return caught
 
     def has_lost_peer(self) -> bool:
-        """Return whether the stream is over, even if the thread has not noticed yet.
-
-        Not to be called after `close`.
-        """
+        """Return whether the stream is over, even if the thread has not noticed yet."""
         return self._interruption.is_over() if self._stream is None else self._stream.has_lost_peer()
 
     def close(self) -> None:

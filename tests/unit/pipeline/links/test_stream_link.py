@@ -286,6 +286,24 @@ def test_a_close_ends_a_send_that_waits(closing: ExitStack, carrier: str, own: b
 
 
 @pytest.mark.parametrize("carrier", STREAMS)
+def test_a_close_of_the_own_end_within_a_send_is_a_closed_link(
+    closing: ExitStack, carrier: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of another thread, when this one is about to look whether the reader is there."""
+    sender, receiver = connect_link(carrier, closing, NAME, LONG_S)
+    meet(sender, receiver)
+    look = sender._thread.has_lost_peer
+
+    def close_and_look() -> bool:
+        sender.close()
+        return look()
+
+    monkeypatch.setattr(sender._thread, "has_lost_peer", close_and_look)
+    with pytest.raises(LinkClosedError, match=r"stage 0 -> stage 1.*step 1"):
+        sender.send_frame(header(1), tensors(1, 3))
+
+
+@pytest.mark.parametrize("carrier", STREAMS)
 def test_a_close_of_the_own_end_ends_a_receive_that_waits(closing: ExitStack, carrier: str) -> None:
     _, receiver = connect_link(carrier, closing, NAME, LONG_S)
     crew = Crew()
