@@ -252,5 +252,5 @@ def test_r6_neither_threads_nor_descriptors_are_left(carrier: str) -> None:
             first.close()
             second.close()
             second.close()
-    assert set(threading.enumerate()) == threads
-    assert descriptors() == before
+    assert set(threading.enumerate()) <= threads
+    assert descriptors() <= before

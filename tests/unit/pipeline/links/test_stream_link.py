@@ -383,8 +383,8 @@ def test_r6_neither_threads_nor_descriptors_are_left(carrier: str) -> None:
             first, second = (sender, receiver) if round_number % 2 else (receiver, sender)
             first.close()
             second.close()
-    assert set(threading.enumerate()) == threads
-    assert descriptors() == before
+    assert set(threading.enumerate()) <= threads
+    assert descriptors() <= before
 
 
 def relay(source: socket.socket, sink: socket.socket, change_at: int) -> None:
