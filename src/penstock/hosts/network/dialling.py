@@ -38,6 +38,7 @@ def dial_all(
     Args:
         timeout_s: seconds for all of them together. Once one is connected, the others have ten times as long
             as that has taken, and at least `GRACE_S`: an address that never answers does not cost all of it.
+            What has been answered by then counts, also where this host is too busy to look in time.
     """
     began = clock()
     ends = [_begin(dial) for dial in dials]
@@ -46,8 +47,8 @@ def dial_all(
     for descriptor in waiting:
         poll.register(descriptor, select.POLLOUT)
     until = began + timeout_s
-    while waiting and (left_s := until - clock()) > 0:
-        for descriptor, _ in poll.poll(left_s * 1e3):
+    while waiting and (ready := poll.poll(max(0.0, until - clock()) * 1e3)):
+        for descriptor, _ in ready:
             poll.unregister(descriptor)
             place = waiting.pop(descriptor)
             ends[place] = _finished(ends[place])

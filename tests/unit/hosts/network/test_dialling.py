@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+from contextlib import ExitStack
 
 import pytest
 
@@ -35,10 +36,32 @@ def test_who_listens_is_connected_and_others_have_a_reason() -> None:
 
 
 def test_who_does_not_answer_in_time_is_given_up() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
+    """The queue of the listener is full, and the kernel answers nobody."""
+    with ExitStack() as closing:
+        listener = closing.enter_context(socket.create_server(("127.0.0.1", 0), backlog=0))
+        for _ in range(3):
+            filling = closing.enter_context(socket.socket())
+            filling.setblocking(False)
+            filling.connect_ex(listener.getsockname())
         (end,) = dial_all([Dial(*listener.getsockname())], 0.0, FakeClock())
     assert isinstance(end, OSError)
     assert reason(end) == "no answer"
+
+
+def test_who_has_answered_is_connected_however_late_that_is_seen() -> None:
+    """As on a host that is too busy to look before the time is over."""
+    with socket.create_server(("127.0.0.1", 0)) as listener, ExitStack() as closing:
+        times = iter([0.0, 10.0, 20.0])
+
+        def clock() -> float:
+            now = next(times)
+            if now == 10.0:  # it was dialled, and now has answered
+                closing.enter_context(listener.accept()[0])
+            return now
+
+        (end,) = dial_all([Dial(*listener.getsockname())], 1.0, clock)
+        assert isinstance(end, socket.socket)
+        end.close()
 
 
 @pytest.mark.parametrize("family", [socket.AF_INET, socket.AF_INET6])
