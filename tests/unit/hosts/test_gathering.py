@@ -21,7 +21,7 @@ from penstock.hosts import gathering, revocations, worker
 from penstock.hosts.gathering import GatheredHosts
 from penstock.hosts.launchers.backends import open_hosts
 from penstock.hosts.launchers.engine_hosts import OneHost, Voices
-from penstock.hosts.network import path_finding
+from penstock.hosts.network import link_measuring, path_finding
 from penstock.hosts.network.joining_address import listen_for_workers
 from penstock.hosts.network.scout import Scout
 from penstock.hosts.remote_host import RemoteHost, RemoteMember
@@ -197,6 +197,7 @@ class Joining:
 @pytest.fixture
 def joining(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Joining]:
     monkeypatch.setattr(path_finding, "MEASURING_S", 0.0)
+    monkeypatch.setattr(link_measuring, "MEASURING_S", 60.0)  # that a slow thread may take
     monkeypatch.setattr(worker, "FIRST_PAUSE_S", 0.05)
     monkeypatch.setattr(worker, "MOST_PAUSE_S", 0.2)
     made = Joining(tmp_path)

@@ -39,6 +39,12 @@ def parent_given() -> Iterator[tuple[NewParent, list[int]]]:
             os.close(fd)
 
 
+@pytest.fixture(autouse=True)
+def patient_sides(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither side gives up the other one, however busy the machine is."""
+    monkeypatch.setattr(successor, "ANSWER_S", WAIT_S)
+
+
 class Waiting:
     """A spare that waits for the next worker, in a thread."""
 

@@ -11,6 +11,7 @@ import pytest
 
 from clusters import HEAD_HOST, Cluster
 from penstock.errors import PortInUseError, ProtocolError
+from penstock.hosts.network import link_measuring
 from penstock.hosts.network.interfaces import AddressPair, HostAddress, Medium, address_named
 from penstock.hosts.network.scout import OwnScout, Survey, Target, WayToTry
 from penstock.process.link_ports import PortRange
@@ -48,7 +49,8 @@ class Scouts:
 
 
 @pytest.fixture
-def scouts(tmp_path: Path) -> Iterator[Scouts]:
+def scouts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Scouts]:
+    monkeypatch.setattr(link_measuring, "MEASURING_S", 60.0)  # that a slow thread may take
     made = Scouts(tmp_path)
     yield made
     made.head.rest()

@@ -24,7 +24,7 @@ from penstock.errors import (
 )
 from penstock.hosts.agent_messages import Heartbeat, ToHead
 from penstock.hosts.agent_wire import AgentWire
-from penstock.hosts.network import port_check, visiting
+from penstock.hosts.network import link_measuring, port_check, visiting
 from penstock.hosts.network import visits as visits_module
 from penstock.hosts.network.interfaces import HostAddress, Medium, addresses_beside
 from penstock.hosts.network.measuring_door import ListeningPlace
@@ -93,6 +93,7 @@ class Head:
 @pytest.fixture
 def head(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Head]:
     monkeypatch.setattr(visiting, "MEASURING_S", 0.0)
+    monkeypatch.setattr(link_measuring, "MEASURING_S", 60.0)  # that a slow thread may take
     monkeypatch.setattr(visiting, "own_version", lambda: VERSION)
     monkeypatch.setattr(port_check, "MOST_PORTS", 3)
     made = Head(tmp_path)

@@ -23,6 +23,7 @@ from penstock.hosts.rank_host import BulkNeed
 from penstock.pipeline.bulk.bulk_channel import BulkReceiver, BulkSender, ChunkChannel, open_bulk
 from penstock.pipeline.bulk.chunk import Chunk, chunks_of, max_data_bytes
 from penstock.pipeline.bulk.turns import ByteRate, Turns
+from penstock.pipeline.links import stream_channel
 from penstock.pipeline.links.plan_channel import QueueChannel
 from penstock.pipeline.links.stream import LOW_UNSENT_BYTES, Interruption, Stream
 from penstock.process.endpoints import Certified, MemoryHandle, Precedence, StreamChannelHandle
@@ -264,7 +265,10 @@ def test_g1_a_payload_that_was_given_up_makes_room_for_the_next(closing: ExitSta
 
 
 @pytest.mark.parametrize("carrier", BULK_CHANNELS)
-def test_g1_a_torn_channel_names_the_payload_at_the_receiver(closing: ExitStack, carrier: str) -> None:
+def test_g1_a_torn_channel_names_the_payload_at_the_receiver(
+    closing: ExitStack, carrier: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stream_channel, "_LINGER_S", LONG_S)  # however slow the threads are
     sending, receiving = connect_bulk(carrier, closing, NAME)
     receiver = receiver_over(receiving)
     sender_over(sending).send_payload("kv/6", b"whole")

@@ -15,6 +15,7 @@ import pytest
 from carriers import TWO_WAY_CHANNELS, connect_channel
 from hand_core import Crew
 from penstock.errors import LinkClosedError, ProtocolError, WaitTimeoutError
+from penstock.pipeline.links import stream_channel
 from penstock.pipeline.links.channel import PolledChannel
 from penstock.pipeline.links.channel_carriers import open_channel
 from penstock.pipeline.links.plan_channel import wait_any
@@ -137,7 +138,8 @@ def test_a_reader_that_does_not_look_stops_its_sender_and_loses_nothing(
     def send_many() -> None:
         nonlocal sent
         for number in range(MANY):
-            sender.send(number.to_bytes(4, "little") * 10_000, 0.05)
+            # So many have room at both ends: until then it is only a slow thread that is waited for.
+            sender.send(number.to_bytes(4, "little") * 10_000, LONG_S if sent < 16 else 0.05)
             sent += 1
 
     with pytest.raises(WaitTimeoutError, match="core - stage 1: the other end accepted no message"):
@@ -162,8 +164,11 @@ def test_as_many_messages_as_promised_wait_for_a_reader(closing: ExitStack, carr
 
 
 @pytest.mark.parametrize("carrier", STREAMS)
-def test_last_words_leave_before_a_close(closing: ExitStack, carrier: str) -> None:
+def test_last_words_leave_before_a_close(
+    closing: ExitStack, carrier: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Also what the kernel has not taken at once, and though the other end has sent what nobody read."""
+    monkeypatch.setattr(stream_channel, "_LINGER_S", LONG_S)  # however slow the threads are
     one, other = connect_channel(TWO_WAY_CHANNELS, carrier, closing, "core - stage 1")
     one.send(b"hello", LONG_S)
     assert other.recv(LONG_S) == b"hello"

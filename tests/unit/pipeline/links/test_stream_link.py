@@ -225,11 +225,12 @@ def test_c8_a_reader_that_does_not_read_stops_its_sender_and_loses_nothing(
 ) -> None:
     sender, receiver = connect_link(carrier, closing, NAME, LONG_S, num_frames=2, max_num_tokens=2000)
     meet(sender, receiver)
-    sender._timeout_s = 0.05
-    sent = []
+    sent: list[int] = []
 
     def send_many() -> None:
         for step in range(MANY):
+            # Not before: until then it is only a slow thread that is waited for.
+            sender._timeout_s = LONG_S if len(sent) < 5 else 0.05
             sender.send_frame(header(step, 2000), tensors(step % 7, 2000))
             sent.append(step)
 
