@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from penstock.engine.ipc import AddRequest, Operate, Operated, SessionsChanged
 from penstock.engine.stats import CoreStats
+from penstock.errors import ErrorInfo, error_from_info
 from penstock.operations import CloseSession, OpenSession, Operation, OperationDone, Pause, Resume, SlowDown
 
 
@@ -117,6 +118,13 @@ class AskedOperations:
             self._closing.pop(operation.session_id, None)
         if not pending.answer.done():
             pending.answer.set_result(message.done)
+
+    def fail_all(self, error: ErrorInfo) -> None:
+        """Fail all operations without an answer, because no core will come any more."""
+        failed, self._open = self._open, {}
+        for pending in failed.values():
+            if not pending.answer.done():
+                pending.answer.set_exception(error_from_info(error))
 
     def first(self) -> list[Operate]:
         """Return the messages that bring a new core to the state of the last core, to be sent before others.

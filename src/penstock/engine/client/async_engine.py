@@ -115,6 +115,7 @@ class AsyncEngine:
             PenstockError: no core will come any more.
         """
         while not self._health.has_core:
+            self._health.require_hope()
             arrival: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             self._arrivals.append(arrival)
             try:
@@ -259,8 +260,9 @@ class AsyncEngine:
 
         Raises:
             WaitTimeoutError: the operation is not complete after `timeout_s`.
-            PenstockError: the operation failed.
+            PenstockError: the operation failed, or no core will come any more.
         """
+        self._health.require_hope()
         pending = self._operations.ask(operation, self._live.num_asked)
         if self._health.has_core:
             self._link.send(pending.message)
@@ -289,15 +291,20 @@ class AsyncEngine:
             self._end_all(error)
 
     def lose(self, error: PenstockError) -> None:
-        """End all streams, traces and waits for a core with this error, as no other core will be started."""
+        """End all streams and waits with this error, as no other core will be started.
+
+        Requests and operations that come later get it at once; the first error counts.
+        """
+        self._health.end(error)
         self._end_all(error)
+        self._operations.fail_all(error.info())
         arrivals, self._arrivals = self._arrivals, []
         for arrival in arrivals:
             if not arrival.done():
                 arrival.set_exception(error_from_info(error.info()))
 
     def close(self) -> None:
-        """Close the connection to the core; streams that are open end with an error."""
+        """Close the connection to the core; streams and waits that are open end with an error."""
         if self._timer is not None:
             self._timer.cancel()
         self._link.close()

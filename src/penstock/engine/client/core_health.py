@@ -99,6 +99,7 @@ class CoreHealth:
         self._heard_at: float | None = None
         self._gone_at: float | None = None  # when the core was lost; None while, or before, there is a core
         self._has_lost_core = False  # whether a core was ever lost
+        self._end: PenstockError | None = None  # why no core will come any more
         self.stats: CoreStats | None = None
         self.hosts = NO_PIPE_HOSTS
         self._was_ready = False
@@ -117,6 +118,10 @@ class CoreHealth:
         """Record that the connection to the core is lost: there is no core until another one answers."""
         if self._gone_at is None and self._heard_at is not None:
             self._gone_at, self.stats, self._has_lost_core = self._clock(), None, True
+
+    def end(self, error: PenstockError) -> None:
+        """Record that no core will come any more, because of this error; the first one counts."""
+        self._end = self._end or error
 
     @property
     def has_core(self) -> bool:
@@ -147,9 +152,15 @@ class CoreHealth:
 
     def require_core(self) -> None:
         """Raise an error that says why, if nothing can be asked of the core now."""
+        self.require_hope()
         if self._gone_at is not None:
             raise error_from_info(CORE_AWAY.info())
         self.require_prospects()
+
+    def require_hope(self) -> None:
+        """Raise the error that `end` was called with, if it was: there is nothing to wait for."""
+        if self._end is not None:
+            raise error_from_info(self._end.info())
 
     def require_prospects(self) -> None:
         """Raise an error that says why, if a new request must be refused now.
@@ -162,6 +173,8 @@ class CoreHealth:
             raise refusal
 
     def _refusal(self) -> PenstockError | None:
+        if self._end is not None:
+            return error_from_info(self._end.info())
         if self._heard_at is None:
             return UnavailableError("the engine is still loading.", remedy="Try again in a few seconds.")
         if self._gone_at is not None and self._clock() - self._gone_at >= AWAY_S:
@@ -191,6 +204,8 @@ class CoreHealth:
         )
 
     def _reason(self) -> str:
+        if self._end is not None:
+            return self._end.message
         if self.stats is None:  # a core that has just welcomed this client says next how its stages are
             return CORE_AWAY.message if self._has_lost_core else "the engine is loading"
         if self.silence_s() > self._info.stale_after_s:

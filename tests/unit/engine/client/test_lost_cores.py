@@ -10,6 +10,7 @@ from core_client import STATS, WAIT_S, WELCOME, Rig, read_all, until, update, wi
 from core_numbers import core_stats
 from penstock.engine.ipc import AWAY_S, AddRequest, Hello
 from penstock.errors import ErrorInfo, QuarantinedError, StageLostError, UnavailableError, WaitTimeoutError
+from penstock.operations import Pause
 from penstock.request import RequestUpdate, SamplingParams, TokenLogprobs
 from penstock.scheduler.admission import derive_seed
 
@@ -117,6 +118,60 @@ def test_r1_whoever_waits_for_a_core_that_will_not_come_hears_the_cause() -> Non
         rig.engine.lose(StageLostError("stage 1 was killed by signal 9"))
         with pytest.raises(StageLostError, match="stage 1 was killed"):
             await waiting
+
+    with_rig(body)
+
+
+@pytest.mark.parametrize("has_core", [True, False])
+def test_r1_whoever_waits_for_an_operation_hears_that_no_core_will_come(has_core: bool) -> None:
+    async def body(rig: Rig) -> None:
+        await rig.start()
+        if not has_core:
+            await rig.lose_core()
+        waiting = [asyncio.ensure_future(rig.engine.operate(Pause("wait"), WAIT_S)) for _ in range(2)]
+        await asyncio.sleep(0)
+        waiting[0].cancel()
+        await asyncio.wait(waiting[:1])
+        rig.engine.lose(StageLostError("stage 1 was killed by signal 9"))
+        with pytest.raises(StageLostError, match="stage 1 was killed"):
+            await waiting[1]
+        assert waiting[0].cancelled()
+        assert not rig.engine.sessions_asked
+
+    with_rig(body)
+
+
+def test_r1_whoever_waits_for_an_operation_hears_that_the_client_is_closed() -> None:
+    async def body(rig: Rig) -> None:
+        await rig.start()
+        waiting = asyncio.ensure_future(rig.engine.operate(Pause("wait"), WAIT_S))
+        await asyncio.sleep(0)
+        rig.engine.close()
+        with pytest.raises(UnavailableError, match="the engine client was closed"):
+            await waiting
+
+    with_rig(body)
+
+
+@pytest.mark.parametrize("has_core", [True, False])
+def test_r1_what_is_asked_after_the_end_hears_the_first_cause_at_once(has_core: bool) -> None:
+    async def body(rig: Rig) -> None:
+        await rig.start()
+        if not has_core:
+            await rig.lose_core()
+        rig.engine.lose(StageLostError("stage 1 was killed by signal 9"))
+        rig.engine.close()
+        assert not rig.engine.status().ready
+        assert not rig.engine.status().is_recovering
+        assert "stage 1 was killed" in rig.engine.status().reason
+        with pytest.raises(StageLostError, match="stage 1 was killed"):
+            rig.engine.add("late", [1], SAMPLING)
+        for question in (rig.engine.operate(Pause("wait"), WAIT_S), rig.engine.trace()):
+            with pytest.raises(StageLostError, match="stage 1 was killed"):
+                await question
+        if not has_core:
+            with pytest.raises(StageLostError, match="stage 1 was killed"):
+                await rig.engine.wait_for_core()
 
     with_rig(body)
 
