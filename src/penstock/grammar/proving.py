@@ -238,16 +238,18 @@ class GrammarProver:
                 return None
             proof = self._under_way.get(key)
             if proof is None:
-                self._refuse_overload()
+                self._require_room()
                 proof = _Proof()
                 try:
                     self._pool.submit(self._run, key, structured, proof, self._model)
-                except RuntimeError as error:  # no thread can be started, or this was closed
+                except RuntimeError as error:  # no thread can be started
                     raise _unstarted(error) from error
                 self._under_way[key] = proof  # only now: nobody waits for what was not begun
             return proof
 
-    def _refuse_overload(self) -> None:
+    def _require_room(self) -> None:
+        if self._is_closed:
+            raise UnavailableError("the engine was shut down; it builds no more grammars.")
         if len(self._under_way) >= self._limits.max_compiling + self._limits.max_compile_waiting:
             raise _busy()
 
