@@ -9,7 +9,6 @@ environment before torch starts.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import ctypes
 import faulthandler
 import os
@@ -27,8 +26,8 @@ import setproctitle
 from penstock.batch import RankLoaded
 from penstock.bounds import Count, Seconds, Small, Speed, Word
 from penstock.errors import ErrorInfo, PenstockError, UsageError, describe
-from penstock.process.readiness import await_writable
 from penstock.process.rhythm import next_beat
+from penstock.process.whole_lines import WholeLines
 
 ALIVE_INTERVAL_S = 1.0
 ROOM_LIMIT_S = 60.0  # for a supervisor to read what a rank has said
@@ -229,33 +228,25 @@ def failure(error: BaseException) -> ChildFailed:
 class StatusWriter:
     """The child's end of its status pipe. Never fails: the supervisor may be slow or gone.
 
-    Blocks, for a while, only for what a rank reports once it has loaded: those lines may be more than the
-    pipe holds.
+    Waits, for a while, only for what a rank reports once it has loaded, of which there may be more than the
+    pipe holds, and for lines that the pipe may take in part. Other lines are dropped if there is no room.
     """
 
     def __init__(self, fd: int) -> None:
-        self._fd = fd
+        self._lines = WholeLines(fd)
         self._percent = -1
-        os.set_blocking(fd, False)
 
     def write(self, event: StatusEvent) -> None:
         """Write one line; write progress only if the percentage changes."""
         if isinstance(event, LoadProgressed) and not self._is_news(event):
             return
         line = _status_line(event)
-        if isinstance(event, TensorsRead | WeightsLoaded):
-            self._await_room()
-        with contextlib.suppress(BlockingIOError, BrokenPipeError):
-            os.write(self._fd, line)
+        waits = isinstance(event, TensorsRead | WeightsLoaded) or len(line) > _PIPE_ATOMIC_BYTES
+        self._lines.write(line, ROOM_LIMIT_S if waits else 0.0)
 
     def move_to(self, fd: int) -> None:
         """Write to another pipe from now on; `fd` stays the caller's."""
-        os.dup2(fd, self._fd, inheritable=False)
-        os.set_blocking(self._fd, False)
-
-    def _await_room(self) -> None:
-        """Wait until the pipe takes a line whole, or its reader is gone."""
-        await_writable([self._fd], ROOM_LIMIT_S)
+        self._lines.move_to(fd)
 
     def _is_news(self, progress: LoadProgressed) -> bool:
         percent = 100 * progress.done // max(progress.total, 1)

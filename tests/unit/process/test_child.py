@@ -22,11 +22,13 @@ from penstock.process.child import (
     Alive,
     ChildFailed,
     LoadProgressed,
+    Measured,
     Pulse,
     Ready,
     StatusEvent,
     StatusWriter,
     TensorsRead,
+    TextSideLoaded,
     WeightsLoaded,
     decode_status,
     encode_config,
@@ -134,6 +136,40 @@ def test_what_a_rank_has_read_comes_whole_though_the_pipe_is_full() -> None:
     reader.join()
     told = [event for event in found if not isinstance(event, Alive)]
     assert told == [*events, WeightsLoaded(bytes_read=7, seconds=0.5)]
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        Ready(epoch=1, numeric_classes=["x86-64-v4 float32"] * 2000),
+        Measured(costs=msgspec.Raw(msgspec.json.encode([0.125] * 9000))),
+        TextSideLoaded(prompt_form="messages", cautions=["tools will not work."] * 2000),
+    ],
+    ids=lambda event: type(event).__name__,
+)
+def test_a_long_line_comes_whole_while_another_thread_says_that_it_is_alive(event: StatusEvent) -> None:
+    """The pipe takes less at once, as where the system gives this user no larger ones."""
+    read_fd, write_fd = os.pipe()
+    fcntl.fcntl(write_fd, fcntl.F_SETPIPE_SZ, select.PIPE_BUF)
+    status = StatusWriter(write_fd)
+    received: list[bytes] = []
+
+    def read() -> None:
+        with os.fdopen(read_fd, "rb") as pipe:
+            received.extend(pipe)
+
+    writers = [
+        threading.Thread(target=status.write, args=(event,)),
+        threading.Thread(target=lambda: [status.write(Alive()) for _ in range(100)]),
+    ]
+    reader = threading.Thread(target=read)
+    for thread in (*writers, reader):
+        thread.start()
+    for writer in writers:
+        writer.join()
+    os.close(write_fd)
+    reader.join()
+    assert [said for said in map(decode_status, received) if said != Alive()] == [event]
 
 
 def num_waiting(fd: int) -> int:

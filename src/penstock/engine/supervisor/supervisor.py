@@ -19,7 +19,6 @@ starts.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import os
 import sys
 import time
@@ -62,6 +61,7 @@ from penstock.hosts.member import Member, Waitable
 from penstock.hosts.member_watch import MemberWatch
 from penstock.process.child import Ready, StatusEvent, TextSideLoaded, show_threads_on_request
 from penstock.process.signals import SignalSource, signals_of_the_end
+from penstock.process.whole_lines import WholeLines
 
 FRONT_GRACE_S = 3.0  # for the API process to end its streams with an error
 STOP_GRACE_S = 5.0  # for core and stages to leave after the front
@@ -387,21 +387,14 @@ def _once(events: Iterable[Notice | StageReady]) -> Iterator[Notice | StageReady
 class StatusReporter:
     """A reporter that sends events as JSON lines to the program that started this process.
 
-    It never waits: events that the pipe has no room for are dropped. A long event may fit in part; its rest
-    goes before the next event, so that the program reads whole lines only.
+    It never waits: events that the pipe has no room for are dropped.
     """
 
     def __init__(self, fd: int) -> None:
-        self._fd = fd
-        self._rest = b""  # of a line that the pipe has taken in part
-        os.set_blocking(fd, False)
+        self._lines = WholeLines(fd)
 
     def report(self, event: Event) -> None:
-        with contextlib.suppress(BrokenPipeError, BlockingIOError):  # the program has gone, or does not read
-            self._rest = self._rest[os.write(self._fd, self._rest) :]
-            if not self._rest:
-                line = msgspec.json.encode(event) + b"\n"
-                self._rest = line[os.write(self._fd, line) :]
+        self._lines.write(msgspec.json.encode(event) + b"\n")
 
 
 class CallerConfig(msgspec.Struct, frozen=True, kw_only=True):
