@@ -50,8 +50,9 @@ class SupervisorProcess:
             os.close(config_read)
             os.close(status_write)
         message = CallerConfig(engine=config, caller_pid=os.getpid())
-        with contextlib.suppress(BrokenPipeError):  # it has ended: whoever waits until it is ready is told
-            os.write(self._lifeline, msgspec.json.encode(message) + b"\n")
+        # However little the pipe takes at once. That the child has ended already shows when it is heard.
+        with contextlib.suppress(BrokenPipeError), os.fdopen(os.dup(self._lifeline), "wb") as pipe:
+            pipe.write(msgspec.json.encode(message) + b"\n")
         self._partial = b""
         self._failed: EngineFailed | None = None
         self.has_ended = False  # it will say nothing more
