@@ -34,8 +34,8 @@ from penstock.families.gguf_config import gguf_tensors
 from penstock.families.registry import load_spec
 from penstock.families.spec import ModelSpec
 from penstock.gguf.file import GgufFile
-from penstock.hosts.member import Waitable
 from penstock.pipeline.partition import partition_layers
+from penstock.process.readiness import Waitable
 
 READ_TOLERANCE = 0.01
 MEMORY_TOLERANCE = 0.08

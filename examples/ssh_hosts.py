@@ -26,8 +26,8 @@ from penstock.hosts.bell import LastingSource
 from penstock.hosts.gathering import GatheredHosts
 from penstock.hosts.launchers.engine_hosts import Voices
 from penstock.hosts.launchers.starter import WantedWorkers
-from penstock.hosts.member import Waitable
 from penstock.hosts.network.joining_address import join_address
+from penstock.process.readiness import Waitable
 
 HOSTS_VARIABLE = "PENSTOCK_SSH_HOSTS"
 SSH = ("ssh", "-o", "BatchMode=yes")

@@ -16,12 +16,12 @@ from penstock.hosts.agent import Agent, AllowedNames
 from penstock.hosts.agent_messages import AgentHello, LogLines, ToAgent, ToHead
 from penstock.hosts.agent_wire import AgentWire
 from penstock.hosts.bell import Bell
-from penstock.hosts.member import Waitable
 from penstock.hosts.rank_host import LinkNeed, Parties
 from penstock.hosts.remote_host import Cluster, RemoteHost
 from penstock.hosts.weights.model_supply import Delivery
 from penstock.kvstore.own_store import OwnStore
 from penstock.process.config import RankConfig
+from penstock.process.readiness import Waitable
 from penstock.trust.credentials import Credentials
 from rank_configs import make_rank_configs
 from stand_in_hosts import StandInHost, StandInMember

@@ -15,7 +15,7 @@ import msgspec
 
 from penstock.batch import RankLoaded
 from penstock.hosts.local_socket import LocalSocket
-from penstock.hosts.member import Member, Waitable
+from penstock.hosts.member import Member
 from penstock.hosts.rank_host import HostEnd, Need, Parties
 from penstock.hosts.resources import HostResources
 from penstock.process.child import StatusEvent
@@ -23,6 +23,7 @@ from penstock.process.config import CoreConfig, MeasureConfig, RankConfig
 from penstock.process.control import ControlMessage
 from penstock.process.endpoints import MemoryHandle
 from penstock.process.pipe_hosts import HostClock
+from penstock.process.readiness import Waitable
 
 LOADED = RankLoaded(
     stage=1,

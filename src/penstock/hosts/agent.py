@@ -54,7 +54,7 @@ from penstock.hosts.agent_messages import (
 from penstock.hosts.agent_wire import AgentWire
 from penstock.hosts.lasting_wire import LastingWire, Reception, new_talk
 from penstock.hosts.logs.worker_log import AgentLog, NoLog
-from penstock.hosts.member import Member, Waitable
+from penstock.hosts.member import Member
 from penstock.hosts.member_watch import MemberWatch
 from penstock.hosts.network.scout_messages import ToScout
 from penstock.hosts.network.scouting_agent import NoScout, ScoutAnswers
@@ -66,6 +66,7 @@ from penstock.process.child import StatusEvent
 from penstock.process.config import RankConfig
 from penstock.process.control import ControlMessage, UseModel, descriptors_of
 from penstock.process.endpoints import HeldEnd
+from penstock.process.readiness import Waitable
 from penstock.trust.credentials import Credentials
 from penstock.trust.peer_names import PeerName
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 import select
-from typing import Protocol
+
+from penstock.process.readiness import Waitable
 
 
 class Bell:
@@ -31,12 +32,6 @@ class Bell:
             self._event = -1
 
 
-class Connection(Protocol):
-    """The interface of a connection as `LastingSource` needs it: an object with a file descriptor."""
-
-    def fileno(self) -> int: ...
-
-
 class LastingSource:
     """An object to poll in place of a connection that may be replaced: readable when the present one is.
 
@@ -47,12 +42,12 @@ class LastingSource:
 
     def __init__(self) -> None:
         self._epoll = select.epoll()
-        self._present: Connection | None = None
+        self._present: Waitable | None = None
 
     def fileno(self) -> int:
         return self._epoll.fileno()
 
-    def use(self, connection: Connection) -> None:
+    def use(self, connection: Waitable) -> None:
         """Let this object be readable when this connection is, and no longer when the last one is."""
         self.leave()
         self._epoll.register(connection.fileno(), select.EPOLLIN)

@@ -25,7 +25,6 @@ from penstock.hosts.launchers.starter import TypedByUser, WantedWorkers, WorkerS
 from penstock.hosts.link_streams import ProvedStreams
 from penstock.hosts.local import LocalHost
 from penstock.hosts.logs.head_log import HeadLog
-from penstock.hosts.member import Waitable
 from penstock.hosts.network.interfaces import addresses_beside, unmapped
 from penstock.hosts.network.joining_address import listen_for_workers, loopback_warning
 from penstock.hosts.network.path_finding import pairs_to_connect
@@ -40,7 +39,7 @@ from penstock.hosts.weights.tensor_digests import TensorDigests
 from penstock.hosts.weights.weight_server import WeightServer
 from penstock.hosts.worker_gate import JoinedWorker, WorkerGate
 from penstock.process.link_ports import PortRange
-from penstock.process.readiness import await_readable
+from penstock.process.readiness import Waitable, await_readable
 from penstock.told_text import shown_line
 from penstock.trust.admission import AdmissionBook
 from penstock.trust.door import Door

@@ -17,10 +17,10 @@ from collections.abc import Collection, Sequence
 from contextlib import ExitStack
 from typing import NamedTuple, Protocol
 
-from penstock.hosts.member import Member, Waitable
+from penstock.hosts.member import Member
 from penstock.process.child import StatusEvent, decode_status
 from penstock.process.control import ControlMessage
-from penstock.process.readiness import await_readable
+from penstock.process.readiness import Waitable, await_readable
 
 
 class Control(Protocol):

@@ -10,18 +10,13 @@ import signal
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Collection
-from typing import ClassVar, Protocol
+from typing import ClassVar
 
 from penstock.errors import ErrorInfo, StageLostError
 from penstock.executor.base import first_cause
 from penstock.process.child import ChildFailed, DrafterLoaded, Ready, StatusEvent, WeightsLoaded
 from penstock.process.control import ControlMessage
-
-
-class Waitable(Protocol):
-    """An object with a file descriptor that a selector can poll: readable when something has happened."""
-
-    def fileno(self) -> int: ...
+from penstock.process.readiness import Waitable
 
 
 class Member(ABC):

@@ -8,8 +8,9 @@ from collections.abc import Callable, Collection, Sequence
 
 from penstock.errors import ErrorInfo
 from penstock.executor.base import first_cause
-from penstock.hosts.member import Member, Waitable
+from penstock.hosts.member import Member
 from penstock.process.child import StatusEvent
+from penstock.process.readiness import Waitable
 
 CAUSE_GRACE_S = 0.5  # so long a stage that caused the end of another process has to report its failure
 POLL_S = 0.01

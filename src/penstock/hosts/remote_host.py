@@ -65,7 +65,7 @@ from penstock.hosts.agent_wire import AgentWire
 from penstock.hosts.bell import Bell, LastingSource
 from penstock.hosts.lasting_wire import LastingWire
 from penstock.hosts.local_connections import KINDS
-from penstock.hosts.member import Member, Waitable
+from penstock.hosts.member import Member
 from penstock.hosts.network.scout_messages import FromScout, ListenForHost, SurveyHost
 from penstock.hosts.rank_host import HostEnd, Need, Parties
 from penstock.hosts.resources import HostResources
@@ -76,7 +76,7 @@ from penstock.process.config import MeasureConfig, RankConfig
 from penstock.process.control import ControlMessage
 from penstock.process.endpoints import HeldEnd
 from penstock.process.pipe_hosts import HostClock
-from penstock.process.readiness import await_readable
+from penstock.process.readiness import Waitable, await_readable
 from penstock.process.rhythm import next_beat
 from penstock.told_text import cleaned, shown_line
 from penstock.trace.host_clock import ClockAnswer, ClockEstimate

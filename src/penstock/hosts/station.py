@@ -23,7 +23,6 @@ from penstock.hosts.link_streams import ProvedStreams
 from penstock.hosts.local import LocalHost
 from penstock.hosts.logs.child_outputs import PipedOutputs
 from penstock.hosts.logs.worker_log import WorkerLog
-from penstock.hosts.member import Waitable
 from penstock.hosts.model_shelf import ModelShelf
 from penstock.hosts.network.interfaces import addresses_beside
 from penstock.hosts.network.scout import OwnScout
@@ -33,7 +32,7 @@ from penstock.hosts.weights.model_supply import ModelSupply
 from penstock.hosts.weights.weight_cache import WeightCache
 from penstock.kvstore.own_store import OwnStore
 from penstock.process.link_ports import PortRange
-from penstock.process.readiness import await_readable
+from penstock.process.readiness import Waitable, await_readable
 from penstock.trust.joining import Address, JoinedHead, connect_for_weights
 from penstock.trust.peer_names import AGENT_ROLE, PeerName
 

@@ -18,9 +18,9 @@ from pathlib import Path
 
 from penstock.errors import JoinError, LinkClosedError, PeerError, WaitTimeoutError
 from penstock.hosts.join_attempts import JoinAttempts
-from penstock.hosts.member import Waitable
 from penstock.hosts.station import Station, WorkerSettings
 from penstock.hosts.weights.weight_cache import WeightCache
+from penstock.process.readiness import Waitable
 from penstock.trust.joining import Address
 from penstock.trust.membership import Membership
 from penstock.trust.private_files import make_private_directory

@@ -12,13 +12,13 @@ from collections.abc import Sequence
 from typing import Protocol, TypeVar
 
 
-class HasDescriptor(Protocol):
-    """An object with a file descriptor, such as a socket."""
+class Waitable(Protocol):
+    """An object with a file descriptor that can be waited for, such as a socket."""
 
     def fileno(self) -> int: ...
 
 
-Source = TypeVar("Source", bound=int | HasDescriptor)
+Source = TypeVar("Source", bound=int | Waitable)
 
 
 def await_readable(sources: Sequence[Source], timeout_s: float | None = None) -> list[Source]:
@@ -46,5 +46,5 @@ def _await(sources: Sequence[Source], events: int, timeout_s: float | None) -> l
     return [source for source in sources if _number(source) in ready]
 
 
-def _number(source: int | HasDescriptor) -> int:
+def _number(source: int | Waitable) -> int:
     return source if isinstance(source, int) else source.fileno()

@@ -16,10 +16,10 @@ from penstock.hosts.agent_messages import AgentHello, KeepSpare, NotNeeded, Talk
 from penstock.hosts.agent_wire import AgentWire
 from penstock.hosts.bell import Bell
 from penstock.hosts.local_process import Descriptor
-from penstock.hosts.member import Waitable
 from penstock.hosts.station import LOOK_EVERY_S, Station, WorkerSettings
 from penstock.hosts.weights.weight_cache import WeightCache
 from penstock.process.link_ports import PortRange
+from penstock.process.readiness import Waitable
 from penstock.trust.joining import JoinedHead
 from penstock.trust.peer_names import HEAD_ROLE, PeerName
 

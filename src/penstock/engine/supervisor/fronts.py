@@ -18,11 +18,11 @@ from penstock.engine.supervisor.told_hosts import token_bytes
 from penstock.families.registry import served_names
 from penstock.hosts.local_process import Descriptor, spawn
 from penstock.hosts.local_socket import LocalSocket
-from penstock.hosts.member import Waitable
 from penstock.hosts.member_watch import MemberWatch
 from penstock.process import entry_points, listening
 from penstock.process.child import encode_config
 from penstock.process.config import ApiProcessConfig
+from penstock.process.readiness import Waitable
 
 HOLD_S = 5.0  # an API process that replaces another waits so long for the engine before it answers anything
 

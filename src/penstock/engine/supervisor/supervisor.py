@@ -57,9 +57,10 @@ from penstock.engine.supervisor.standbys import standbys_of
 from penstock.errors import ErrorInfo, PeerError, PenstockError, error_from_info
 from penstock.hosts.launchers.backends import open_hosts
 from penstock.hosts.launchers.engine_hosts import EngineHosts, Voices
-from penstock.hosts.member import Member, Waitable
+from penstock.hosts.member import Member
 from penstock.hosts.member_watch import MemberWatch
 from penstock.process.child import Ready, StatusEvent, TextSideLoaded, show_threads_on_request
+from penstock.process.readiness import Waitable
 from penstock.process.signals import SignalSource, signals_of_the_end
 from penstock.process.whole_lines import WholeLines
 

@@ -18,8 +18,8 @@ from typing import NamedTuple, Protocol
 from penstock.config.engine import EngineConfig
 from penstock.hosts.local import LocalHost
 from penstock.hosts.logs.head_log import ShowLine
-from penstock.hosts.member import Waitable
 from penstock.hosts.rank_host import Hosts
+from penstock.process.readiness import Waitable
 
 Tell = Callable[[str], None]  # one line for the user
 

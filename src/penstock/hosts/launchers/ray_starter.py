@@ -24,8 +24,8 @@ from penstock.hosts.bell import LastingSource
 from penstock.hosts.launchers.engine_hosts import Voices
 from penstock.hosts.launchers.ray_messages import DriverReport, LostWorker, PlaceWorkers, Said, Warned
 from penstock.hosts.launchers.starter import WantedWorkers
-from penstock.hosts.member import Waitable
 from penstock.process import entry_points
+from penstock.process.readiness import Waitable
 from penstock.told_text import shown_line
 
 CLOSE_S = 15.0  # so long the driver has to give back what Ray has reserved

@@ -15,8 +15,8 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 from penstock.errors import PenstockError
-from penstock.hosts.member import Waitable
 from penstock.hosts.network.joining_address import join_address
+from penstock.process.readiness import Waitable
 
 
 class WantedWorkers(NamedTuple):

@@ -12,7 +12,7 @@ from typing import Protocol
 from penstock.hosts.agent_messages import LogLines
 from penstock.hosts.logs.child_outputs import PipedOutputs
 from penstock.hosts.logs.line_ration import LineRation
-from penstock.hosts.member import Waitable
+from penstock.process.readiness import Waitable
 from penstock.told_text import shown_line
 
 

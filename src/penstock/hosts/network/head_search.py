@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import closing
 
-from penstock.hosts.member import Waitable
 from penstock.hosts.network.discovery import Address, HeadSearch
 from penstock.hosts.network.joining_address import shown
-from penstock.process.readiness import await_readable
+from penstock.process.readiness import Waitable, await_readable
 from penstock.trust.token_prompt import Tokens
 
 

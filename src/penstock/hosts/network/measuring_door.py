@@ -18,11 +18,10 @@ import msgspec
 from penstock.bounds import Port
 from penstock.errors import PenstockError, ProtocolError
 from penstock.hosts.bell import Bell
-from penstock.hosts.member import Waitable
 from penstock.hosts.network.interfaces import HostAddress
 from penstock.hosts.network.link_measuring import answer_measuring
 from penstock.process.link_ports import PortRange, listen_in_range
-from penstock.process.readiness import await_readable
+from penstock.process.readiness import Waitable, await_readable
 from penstock.trust.credentials import Credentials
 from penstock.trust.door import Door
 from penstock.trust.peer_names import PeerName

@@ -28,13 +28,13 @@ import msgspec
 
 from penstock.errors import describe
 from penstock.hosts.bell import Bell
-from penstock.hosts.member import Waitable
 from penstock.hosts.network.path_finding import PathFinder, Tell
 from penstock.hosts.network.remote_scout import RemoteScout
 from penstock.hosts.network.routes import Route
 from penstock.hosts.network.scout import Scout
 from penstock.hosts.network.scout_messages import FromScout
 from penstock.process.config import HostLink
+from penstock.process.readiness import Waitable
 from penstock.trust.peer_names import PeerName
 
 PATIENCE_S = 5.0  # the longest wait for a search: running requests wait too, and a known way may still work

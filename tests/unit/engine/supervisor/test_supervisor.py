@@ -20,10 +20,10 @@ from penstock.engine.supervisor.reports import Caution, EngineFailed, EngineRead
 from penstock.engine.supervisor.supervisor import StatusReporter, Supervisor
 from penstock.hosts.launchers.engine_hosts import OneHost
 from penstock.hosts.local_socket import LocalSocket
-from penstock.hosts.member import Waitable
 from penstock.hosts.member_watch import MemberWatch
 from penstock.hosts.rank_host import Hosts
 from penstock.process.child import Ready, TextSideLoaded
+from penstock.process.readiness import Waitable
 from stand_in_hosts import LOADED, StandInHost, StandInMember
 
 DEMO = EngineConfig(model=ModelConfig(model="demo"))

@@ -14,7 +14,6 @@ import pytest
 
 from fakes import FakeClock
 from penstock.hosts.bell import Bell
-from penstock.hosts.member import Waitable
 from penstock.hosts.network.interfaces import address_named
 from penstock.hosts.network.measuring_door import ListeningPlace
 from penstock.hosts.network.scout import Listening, Survey, WayToTry
@@ -27,6 +26,7 @@ from penstock.hosts.network.scout_messages import (
     SurveyHost,
 )
 from penstock.hosts.network.way_search import PATIENCE_S, WaySearch
+from penstock.process.readiness import Waitable
 from penstock.trust.peer_names import AGENT_ROLE, HEAD_ROLE, PeerName
 
 HEAD = PeerName(cluster="0" * 32, host="tower", role=HEAD_ROLE)
