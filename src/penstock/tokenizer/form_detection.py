@@ -107,8 +107,8 @@ def _reads_probe(form: ToolFormat, text: str) -> bool:
     is_plain = form.frame is None and not form.is_named and not form.is_bare
     if is_plain and form.is_list != bool(re.search(rf"{re.escape(form.opening)}{_SPACE}\[", text)):
         return False
-    if form.name == "harmony":
-        splitter = MessageSplitter(DIALECTS[form.name], is_open=False)
+    if form.messages:
+        splitter = MessageSplitter(DIALECTS[form.messages], is_open=False)
         text = "".join(piece.text for piece in splitter.feed(text) if piece.kind == "content")
     schemas = {tool["function"]["name"]: tool["function"]["parameters"] for tool in Probe.tools()}
     parser = ToolCallParser(form, frozenset({_NAME}), schemas)

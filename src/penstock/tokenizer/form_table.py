@@ -295,6 +295,7 @@ TOOL_FORMATS = (
         name="harmony",
         opening="<|channel|>commentary to=",
         frame=_HARMONY,
+        messages="harmony",
         is_single=True,
         tokens=(
             "<|channel|>",

@@ -110,6 +110,8 @@ class ToolFormat(msgspec.Struct, frozen=True, kw_only=True):
         is_lines: the family writes its calls one behind the other between the markers, each on a line.
         is_named: the name stands before the arguments, and not in JSON with them: `NAME[ARGS]{...}`.
         frame: of calls that are not JSON objects; None: they are.
+        messages: templates show a call as a message in this dialect of `answer_messages`, which turns it into
+            what the frame says; "" where they show it as the frame says.
         name_key: the key of the name.
         arguments: the key of the arguments.
         index_key: the key of a call's number, which stands first; "" where there is none.
@@ -131,6 +133,7 @@ class ToolFormat(msgspec.Struct, frozen=True, kw_only=True):
     is_lines: bool = False
     is_named: bool = False
     frame: Frame | None = None
+    messages: str = ""
     name_key: str = "name"
     arguments: str = "arguments"
     index_key: str = ""

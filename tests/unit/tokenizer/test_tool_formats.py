@@ -5,11 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, get_args
 
+import msgspec
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from penstock.config.server import ReasoningParser, ToolParser
 from penstock.errors import UsageError
+from penstock.tokenizer import form_detection
 from penstock.tokenizer.detokenizer import byte_level_alphabet
 from penstock.tokenizer.form_detection import shown_reasoning_format, shown_tool_format
 from penstock.tokenizer.form_table import REASONING_FORMATS, TOOL_FORMATS
@@ -93,6 +95,20 @@ def test_a_list_of_calls_is_told_from_calls_on_lines(calls: str, form: str) -> N
         return question if add_generation_prompt else question + calls.replace("{call}", call)
 
     assert shown_tool_format(render) == form
+
+
+def test_a_call_that_is_shown_as_a_message_is_read_by_what_its_row_says(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    shown = (
+        "Whither, then?<|end|><|start|>assistant to=functions.go<|channel|>commentary json<|message|>"
+        '{"where": "there", "times": 3}<|call|>'
+    )
+    row = next(form for form in TOOL_FORMATS if form.messages)
+    assert shown_tool_format(lambda *_, **__: shown) == row.name
+    renamed = msgspec.structs.replace(row, name="as harmony")
+    monkeypatch.setattr(form_detection, "TOOL_FORMATS", (renamed,))
+    assert shown_tool_format(lambda *_, **__: shown) == "as harmony"
 
 
 def test_a_mark_stands_around_answers_only_where_it_follows_the_reasoning() -> None:
