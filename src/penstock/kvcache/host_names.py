@@ -14,7 +14,7 @@ Called by `kvcache.storage_tier` and its parts; nothing here handles bytes.
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict, deque
+from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 
 from penstock.batch import OrderStatus
@@ -38,7 +38,7 @@ class HostNames:
         self._copying: Counter[bytes] = Counter()  # open orders by name; such a block is not given up
         self._doomed: set[bytes] = set()  # names in `_copying` that are to be given up when the copy ends
         self._given_up: list[bytes] = []  # names that no plan has announced yet
-        self._told: deque[bytes] = deque(maxlen=MOST_UNHEARD)  # names that plans have announced
+        self._told: OrderedDict[bytes, None] = OrderedDict()  # names that the last plans have announced
 
     def __contains__(self, name: bytes) -> bool:
         return name in self._names
@@ -91,6 +91,9 @@ class HostNames:
         self._end_copy(name)
 
     def _end_copy(self, name: bytes) -> None:
+        # All ranks have answered this order, so all have heard the plans before it, and that an older copy of
+        # the block is given up. Told again after a loss, they would forget what they have anew.
+        self._told.pop(name, None)
         self._copying[name] -= 1
         if not self._copying[name]:
             del self._copying[name]
@@ -129,16 +132,21 @@ class HostNames:
     def take_given_up(self) -> list[bytes]:
         """Remove and return the names that ranks are to forget; the plan being issued carries them."""
         names, self._given_up = self._given_up, []
-        self._told.extend(names)
+        for name in names:
+            self._told[name] = None
+            self._told.move_to_end(name)
+        while len(self._told) > MOST_UNHEARD:
+            self._told.popitem(last=False)
         return names
 
     def lose_all(self) -> None:
         """Forget open orders, since the ranks are lost, and announce the last given-up names again.
 
-        Plans in flight that carried these names may not have arrived.
+        Plans in flight that carried these names may not have arrived, nor have orders to copy these blocks
+        anew.
         """
         self._copying.clear()
-        self.drop(self._doomed & self._names.keys())
+        self.drop([*(self._doomed & self._names.keys()), *self._told, *self._given_up])
         self._given_up = [*dict.fromkeys([*self._told, *self._given_up])]
         self._told.clear()
         self._shrink()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 
+import pytest
+
 from fake_catalogue import FakeCatalogue
 from penstock.kvcache.host_names import HostNames, OnlyHostNames
 from penstock.kvcache.stored_names import StoredNames
@@ -105,6 +107,97 @@ def test_d6_ranks_that_may_not_have_heard_are_told_again() -> None:
     assert given_up(memory) == [0, 1, 2]
     store(memory, 4)
     assert given_up(memory) == [3], "its order was lost"
+
+
+def test_h9_what_ranks_have_anew_is_not_given_up_again_after_a_loss() -> None:
+    memory = HostNames(2)
+    store(memory, 0, 1, 2, 3)
+    assert given_up(memory) == [0, 1]
+    store(memory, 0)
+    memory.begin_copy(NAMES[1])
+    memory.end_load(NAMES[1], "done")
+    assert given_up(memory) == [2, 3]
+    memory.lose_all()
+    assert given_up(memory) == [2, 3], "all ranks have heard of the others, and have them anew"
+    assert [NAMES[number] in memory for number in range(4)] == [True, True, False, False]
+
+
+def test_h9_what_was_to_be_copied_anew_is_given_up_with_its_lost_order() -> None:
+    memory = HostNames(1)
+    store(memory, 0, 1)
+    assert memory.make_room(NAMES[0])  # before any plan has told that it was given up
+    memory.lose_all()
+    assert given_up(memory) == [0, 1]
+    assert len(memory) == 0
+
+
+class Ranks:
+    """Host memory of ranks that take plans at their own pace, as `runner.kv_transfer` does."""
+
+    def __init__(self, num_blocks: int, num_ranks: int) -> None:
+        self.catalogue = FakeCatalogue()
+        self.stored = StoredNames(self.catalogue)
+        self.memory = OnlyHostNames(num_blocks, self.stored)
+        self.parts: list[set[bytes]] = [set() for _ in range(num_ranks)]
+        self.plans: list[tuple[list[bytes], list[bytes]]] = []  # of this epoch: given up, and ordered
+        self.heard = [0] * num_ranks
+        self.answered = 0  # plans whose orders all ranks have answered
+        self.orders: list[bytes] = []  # for the next plan
+
+    def order(self, name: bytes) -> None:
+        if self.memory.make_room(name):
+            self.orders.append(name)
+
+    def plan(self) -> None:
+        self.plans.append((self.memory.take_given_up(), self.orders))
+        self.orders = []
+
+    def hear(self, rank: int) -> None:
+        """One rank takes its next plan."""
+        if self.heard[rank] < len(self.plans):
+            given_up, ordered = self.plans[self.heard[rank]]
+            self.parts[rank].difference_update(given_up)
+            self.parts[rank].update(ordered)
+            self.heard[rank] += 1
+
+    def answer(self) -> None:
+        while self.answered < min(self.heard):
+            for name in self.plans[self.answered][1]:
+                self.memory.end_store(name, "done")
+                self.stored.enter([name])
+            self.answered += 1
+
+    def lose(self) -> None:
+        """The pipe breaks; the memory of the ranks stays."""
+        self.memory.lose_all()
+        self.plans, self.orders, self.answered = [], [], 0
+        self.heard = [0] * len(self.heard)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_h9_ranks_that_outlive_losses_have_what_the_core_counts_as_stored(seed: int) -> None:
+    chance = random.Random(seed)
+    ranks = Ranks(num_blocks=4, num_ranks=3)
+    for _ in range(600):
+        what = chance.random()
+        if what < 0.4:
+            ranks.order(chance.choice(NAMES[:9]))
+        elif what < 0.55:
+            ranks.plan()
+        elif what < 0.9:
+            ranks.hear(chance.randrange(3))
+        elif what < 0.97:
+            ranks.answer()
+        else:
+            ranks.lose()
+    ranks.plan()
+    for rank in range(3):
+        while ranks.heard[rank] < len(ranks.plans):
+            ranks.hear(rank)
+    ranks.answer()
+    kept = {name for name in NAMES if name in ranks.memory}
+    for part in ranks.parts:
+        assert ranks.catalogue.names <= part <= kept
 
 
 def test_h9_names_are_bounded_whatever_happens() -> None:
