@@ -3,8 +3,8 @@
 It implements `MessageChannel` in one direction. Unlike a zmq socket it needs no thread, and it touches little
 memory. That matters right after a forward pass, when nothing of it is in the CPU's caches. A message begins
 with its length and its checksum (XXH3-64); if it is longer than a frame, it goes on in the frames behind. The
-channel does not notice that the other end was killed. The supervisor does, and closes the ring from outside
-(`ring_memory.end_ring`).
+channel does not notice that the other end was killed. The supervisor does, and ends the ring from outside
+(`ring_memory.end_ring`), so that this end raises `LinkClosedError`.
 """
 
 from __future__ import annotations
