@@ -18,7 +18,7 @@ from penstock.models.decoder import Decoder
 from penstock.process.config import FirstLoad, RankConfig
 from penstock.rank.compute_choice import load_kernels
 from penstock.rank.loading import load_rank
-from penstock.weights.mapping import tensor_slots
+from penstock.weights.mapping import tensor_targets
 from rank_configs import make_rank_configs
 from stage_driver import StageDriver
 
@@ -137,7 +137,7 @@ def test_packed_weights_take_a_quarter_of_the_memory(tmp_path: Path) -> None:
         model = loaded(config)
         if config.kernels == "auto" and not load_kernels(config, is_quantized=False)[0]:
             pytest.skip("without kernels they do not")
-        slots = tensor_slots(model)
-        sizes[quantization] = sum({id(s.sink): s.sink.nbytes for s in slots if hasattr(s, "sink")}.values())
+        targets = tensor_targets(model)
+        sizes[quantization] = sum({id(s.sink): s.sink.nbytes for s in targets if hasattr(s, "sink")}.values())
     assert sizes["int8"] < 0.6 * sizes["none"]
     assert sizes["int4"] < 0.35 * sizes["none"]

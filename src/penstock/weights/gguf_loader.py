@@ -31,10 +31,10 @@ from penstock.weights.gguf_package import decode_floats
 from penstock.weights.loader import PANEL_ROWS, LoadReport, held_bytes
 from penstock.weights.mapping import (
     RowSink,
-    RowSlot,
-    Slot,
+    RowTarget,
+    Target,
     projections_elsewhere,
-    tensor_slots,
+    tensor_targets,
     unexpected_names,
     unused_names,
 )
@@ -57,7 +57,7 @@ class _Load:
     """A tensor to read, or a share of it, and its destination."""
 
     stored: StoredTensor
-    slot: Slot
+    target: Target
 
     @property
     def block_format(self) -> BlockFormat | None:
@@ -67,7 +67,7 @@ class _Load:
     @property
     def own_columns(self) -> range:
         """The columns of the share."""
-        own = self.slot.read_columns
+        own = self.target.read_columns
         return range(self.stored.columns) if own is None else range(own.start, own.end)
 
     @property
@@ -88,12 +88,12 @@ class _Load:
     @property
     def num_bytes(self) -> int:
         """The number of bytes that are read."""
-        return self.slot.rows.size * self.bytes_of(self.columns)
+        return self.target.rows.size * self.bytes_of(self.columns)
 
     @property
     def takes_blocks(self) -> bool:
         """Whether the weight holds blocks, and not floats."""
-        is_sink = isinstance(self.slot, RowSlot) and isinstance(self.slot.sink, BlockSink)
+        is_sink = isinstance(self.target, RowTarget) and isinstance(self.target.sink, BlockSink)
         return is_sink and self.block_format is not None
 
     @property
@@ -105,7 +105,7 @@ class _Load:
     def rows_at_once(self) -> int:
         """The rows of a piece: whole panels, and whole heads if rows are reordered; all if it is turned."""
         if self.stored.is_transposed:
-            return max(1, self.slot.rows.size)
+            return max(1, self.target.rows.size)
         unit = math.lcm(PANEL_ROWS, self.stored.head_rows or 1)
         return max(1, PIECE_VALUES // max(self.columns, 1) // unit) * unit
 
@@ -131,20 +131,20 @@ def load_gguf(
         ModelChangedError: a tensor is not that of the first load.
     """
     started = time.perf_counter()
-    slots = tensor_slots(model)
-    _check_surplus(model, slots, stored)
+    targets = tensor_targets(model)
+    _check_surplus(model, targets, stored)
     absent = left_out - stored.keys()
-    loads = [load for slot in slots if slot.name not in absent for load in _loads(slot, stored)]
-    loads = [load for load in loads if load.slot.name not in left_out]
+    loads = [load for target in targets if target.name not in absent for load in _loads(target, stored)]
+    loads = [load for load in loads if load.target.name not in left_out]
     loads.sort(key=lambda load: (load.stored.tensor.path, load.stored.tensor.start, load.stored.first_row))
     total, done = sum(load.num_bytes for load in loads), 0
-    missing = Counter(id(load.slot.sink) for load in loads if isinstance(load.slot, RowSlot))
+    missing = Counter(id(load.target.sink) for load in loads if isinstance(load.target, RowTarget))
     for load in loads:
         _fill(load, digests)
-        if isinstance(load.slot, RowSlot):
-            missing[id(load.slot.sink)] -= 1
-            if not missing[id(load.slot.sink)]:
-                load.slot.sink.finish()
+        if isinstance(load.target, RowTarget):
+            missing[id(load.target.sink)] -= 1
+            if not missing[id(load.target.sink)]:
+                load.target.sink.finish()
         done += load.num_bytes
         progress(done, total)
     return LoadReport(
@@ -155,9 +155,9 @@ def load_gguf(
     )
 
 
-def _check_surplus(model: nn.Module, slots: list[Slot], stored: Mapping[str, StoredTensor]) -> None:
+def _check_surplus(model: nn.Module, targets: list[Target], stored: Mapping[str, StoredTensor]) -> None:
     known = unused_names(model, stored) | {f"{name}.weight" for name in projections_elsewhere(model)}
-    surplus = unexpected_names(slots, [name for name in stored if name not in known])
+    surplus = unexpected_names(targets, [name for name in stored if name not in known])
     surplus += [name for name in stored if not name.startswith(("model.", "lm_head."))]  # of an unknown name
     if surplus:
         tensor = stored[surplus[0]].tensor
@@ -170,28 +170,30 @@ def _check_surplus(model: nn.Module, slots: list[Slot], stored: Mapping[str, Sto
         )
 
 
-def _loads(slot: Slot, stored: Mapping[str, StoredTensor]) -> list[_Load]:
-    """Return what is to be read for a slot: a tensor, or those pieces of one that the share has."""
+def _loads(target: Target, stored: Mapping[str, StoredTensor]) -> list[_Load]:
+    """Return what is to be read for a target: a tensor, or those pieces of one that the share has."""
     file = next(iter(stored.values())).tensor.path.name if stored else "the GGUF file"
-    found = require_stored(stored, slot.name, slot.shape, file)
+    found = require_stored(stored, target.name, target.shape, file)
     if not found.pieces:
-        return [_checked(_Load(stored=found, slot=slot))]
+        return [_checked(_Load(stored=found, target=target))]
     loads, first = [], 0
     for piece in found.pieces:
         end = first + piece.checkpoint_rows
-        if slot.rows.start <= first and end <= slot.rows.end:
-            loads.append(_checked(_Load(stored=piece, slot=_rows_of(slot, first - slot.rows.start, piece))))
+        if target.rows.start <= first and end <= target.rows.end:
+            loads.append(
+                _checked(_Load(stored=piece, target=_rows_of(target, first - target.rows.start, piece)))
+            )
         first = end
-    assert sum(load.stored.checkpoint_rows for load in loads) == slot.rows.size, "shares are whole pieces"
+    assert sum(load.stored.checkpoint_rows for load in loads) == target.rows.size, "shares are whole pieces"
     return loads
 
 
-def _rows_of(slot: Slot, first: int, piece: StoredTensor) -> Slot:
+def _rows_of(target: Target, first: int, piece: StoredTensor) -> Target:
     """Return the place of a piece within its tensor's, from this row on."""
     rows = Share.all(piece.shape[0])
-    if isinstance(slot, RowSlot):
-        return replace(slot, first_row=slot.first_row + first, rows=rows)
-    return replace(slot, target=slot.target[first : first + piece.checkpoint_rows], rows=rows)
+    if isinstance(target, RowTarget):
+        return replace(target, first_row=target.first_row + first, rows=rows)
+    return replace(target, memory=target.memory[first : first + piece.checkpoint_rows], rows=rows)
 
 
 def _checked(load: _Load) -> _Load:
@@ -218,16 +220,16 @@ def _fill(load: _Load, digests: ReadDigests) -> None:
 
 def _put(load: _Load, first: int, raw: Tensor) -> None:
     """Put rows of the share, from `first` on. raw: uint8 [n, bytes of a row]."""
-    slot, block_format, head_rows = load.slot, load.block_format, load.stored.head_rows
+    target, block_format, head_rows = load.target, load.block_format, load.stored.head_rows
     name = load.stored.tensor.type.name
     if block_format is not None:
         rows = decode_rows(block_format, raw, load.columns)
         _check_finite(load, rows.d, first)
         if rows.m is not None:
             _check_finite(load, rows.m, first)
-        if isinstance(slot, RowSlot) and isinstance(slot.sink, BlockSink):
+        if isinstance(target, RowTarget) and isinstance(target.sink, BlockSink):
             own = rows.cut(_checkpoint_order(len(rows), head_rows), None) if head_rows else rows
-            slot.sink.put_blocks(slot.first_row + first, own, slot.role)
+            target.sink.put_blocks(target.first_row + first, own, target.role)
             return
         numbers = dequantize(rows)
     elif name in TORCH_DTYPES:
@@ -242,16 +244,16 @@ def _put(load: _Load, first: int, raw: Tensor) -> None:
         numbers = numbers.float() - 1.0
     if head_rows:
         numbers = numbers[_checkpoint_order(len(numbers), head_rows)]
-    converted = numbers.to(slot.sink.dtype if isinstance(slot, RowSlot) else slot.target.dtype)
+    converted = numbers.to(target.sink.dtype if isinstance(target, RowTarget) else target.memory.dtype)
     _check_finite(load, converted, first, "numbers within the range of the model's dtype")
     shape = (
-        (slot.sink.in_size if slot.columns is None else len(load.own_columns),)
-        if isinstance(slot, RowSlot)
-        else slot.target.shape[1:]
+        (target.sink.in_size if target.columns is None else len(load.own_columns),)
+        if isinstance(target, RowTarget)
+        else target.memory.shape[1:]
     )
     if load.stored.is_transposed:
         converted = converted.view(len(converted), load.columns).T.contiguous()
-    slot.put(first, converted.reshape(len(converted), *shape))
+    target.put(first, converted.reshape(len(converted), *shape))
 
 
 def _pieces(load: _Load, descriptor: int, digests: ReadDigests) -> Iterator[tuple[int, Tensor]]:
@@ -259,11 +261,11 @@ def _pieces(load: _Load, descriptor: int, digests: ReadDigests) -> Iterator[tupl
     entry, row_bytes = load.entry, load.bytes_of(load.columns)
     whole_row_bytes = load.bytes_of(load.stored.columns)
     start = load.bytes_of(load.read_columns.start)
-    first_row = load.stored.first_row + load.slot.rows.start
+    first_row = load.stored.first_row + load.target.rows.start
     columns = load.read_columns
-    band = "" if load.slot.read_columns is None else f"{columns.start}:{columns.stop}"
-    for first in range(0, load.slot.rows.size, load.rows_at_once):
-        count = min(load.rows_at_once, load.slot.rows.size - first)
+    band = "" if load.target.read_columns is None else f"{columns.start}:{columns.stop}"
+    for first in range(0, load.target.rows.size, load.rows_at_once):
+        count = min(load.rows_at_once, load.target.rows.size - first)
         raw = torch.empty(count, row_bytes, dtype=torch.uint8)
         memory = memoryview(raw.view(-1).numpy())  # type: ignore[arg-type]
         if row_bytes == whole_row_bytes:
@@ -293,7 +295,7 @@ def _check_finite(load: _Load, numbers: Tensor, first: int, expected: str = "fin
     if torch.isfinite(low) and torch.isfinite(high):
         return
     bad = torch.isfinite(numbers).logical_not().nonzero()[0].tolist()
-    row = load.stored.first_row + load.slot.rows.start + first + bad[0]
+    row = load.stored.first_row + load.target.rows.start + first + bad[0]
     raise CheckpointError(
         file=load.stored.tensor.path.name,
         tensor=load.stored.tensor.name,

@@ -24,12 +24,12 @@ from penstock.kernels.pages import zero_pages
 from penstock.weights.checkpoint import Checkpoint, TensorEntry
 from penstock.weights.mapping import (
     QuantizedSink,
-    RowSlot,
-    Slot,
-    TensorSlot,
+    RowTarget,
+    Target,
+    TensorTarget,
     projections_elsewhere,
     row_sinks,
-    tensor_slots,
+    tensor_targets,
     unexpected_names,
     unused_names,
 )
@@ -58,11 +58,11 @@ class _Load:
     """A tensor or share to read, and its destination. Elements count within the share, row by row."""
 
     entry: TensorEntry
-    slot: Slot
+    target: Target
 
     @property
     def num_bytes(self) -> int:
-        return self.slot.rows.size * self.columns * self.itemsize
+        return self.target.rows.size * self.columns * self.itemsize
 
     @property
     def itemsize(self) -> int:
@@ -71,7 +71,7 @@ class _Load:
     @property
     def columns(self) -> int:
         """The number of elements of a row of the share."""
-        return self.whole_columns if self.slot.read_columns is None else self.slot.read_columns.size
+        return self.whole_columns if self.target.read_columns is None else self.target.read_columns.size
 
     @property
     def whole_columns(self) -> int:
@@ -80,12 +80,12 @@ class _Load:
     def place(self, element: int) -> int:
         """Return where an element is in the tensor."""
         row, column = divmod(element, self.columns)
-        start = 0 if self.slot.read_columns is None else self.slot.read_columns.start
-        return (self.slot.rows.start + row) * self.whole_columns + start + column
+        start = 0 if self.target.read_columns is None else self.target.read_columns.start
+        return (self.target.rows.start + row) * self.whole_columns + start + column
 
     def runs(self, first: int, end: int) -> Iterator[tuple[int, int]]:
         """Yield elements `[first, end)` in pieces that lie side by side in the file."""
-        if self.slot.read_columns is None:
+        if self.target.read_columns is None:
             yield first, end
             return
         while first < end:
@@ -96,20 +96,20 @@ class _Load:
     @property
     def band(self) -> str:
         """The name of the columns that are read, where they are not all."""
-        columns = self.slot.read_columns
+        columns = self.target.read_columns
         return "" if columns is None else f"{columns.start}:{columns.end}"
 
     def place_in_band(self, element: int) -> int:
         """Return where an element is in the tensor, the columns that are not read left out."""
-        return self.slot.rows.start * self.columns + element
+        return self.target.rows.start * self.columns + element
 
     @property
     def is_direct(self) -> bool:
         """Whether the file's bytes are the weight's bytes."""
-        if isinstance(self.slot, RowSlot):
+        if isinstance(self.target, RowTarget):
             return False
-        target = self.slot.target
-        return target.device.type == "cpu" and target.dtype == _FLOAT_DTYPES[self.entry.dtype]
+        memory = self.target.memory
+        return memory.device.type == "cpu" and memory.dtype == _FLOAT_DTYPES[self.entry.dtype]
 
 
 def load_weights(
@@ -133,17 +133,17 @@ def load_weights(
         ModelChangedError: a tensor is not that of the first load (`Checkpoint.digests`).
     """
     started = time.perf_counter()
-    slots = tensor_slots(model)
-    packed = [slot for slot in slots if quantized is not None and quantized.holds(_projection(slot))]
+    targets = tensor_targets(model)
+    packed = [target for target in targets if quantized is not None and quantized.holds(_projection(target))]
     known = _tensors_elsewhere(model, packed, quantized) | unused_names(model, checkpoint.names)
-    _check_surplus(slots, known, checkpoint)
+    _check_surplus(targets, known, checkpoint)
     others = set(map(id, packed))
     absent = left_out - checkpoint.names
-    plain = [slot for slot in slots if id(slot) not in others and slot.name not in absent]
+    plain = [target for target in targets if id(target) not in others and target.name not in absent]
     loads = [load for load in _plan(plain, checkpoint) if load.entry.name not in left_out]
     total = sum(load.num_bytes for load in loads)
     if quantized is not None:
-        total += sum(quantized.num_bytes(_projection(slot)) for slot in packed)
+        total += sum(quantized.num_bytes(_projection(target)) for target in packed)
     done = 0
     for num_bytes in _filled(loads, packed, quantized, checkpoint.digests):
         done += num_bytes
@@ -155,78 +155,80 @@ def load_weights(
 
 def held_bytes(module: nn.Module) -> int:
     """Return the bytes of memory of all weights of a module, in the form in which they are held."""
-    parameters = sum(slot.target.nbytes for slot in tensor_slots(module) if isinstance(slot, TensorSlot))
+    parameters = sum(
+        target.memory.nbytes for target in tensor_targets(module) if isinstance(target, TensorTarget)
+    )
     return parameters + sum(sink.nbytes for sink in row_sinks(module))
 
 
 def _filled(
-    loads: list[_Load], packed: list[Slot], quantized: QuantizedCheckpoint | None, digests: ReadDigests
+    loads: list[_Load], packed: list[Target], quantized: QuantizedCheckpoint | None, digests: ReadDigests
 ) -> Iterator[int]:
     """Fill all tensors; yield the bytes read after each. A weight that is complete is finished at once."""
-    slots = (*(load.slot for load in loads), *packed)
-    missing = Counter(id(slot.sink) for slot in slots if isinstance(slot, RowSlot))
+    targets = (*(load.target for load in loads), *packed)
+    missing = Counter(id(target.sink) for target in targets if isinstance(target, RowTarget))
     # Pages of its own, which go back to the system; a freed block of the heap would stay.
     buffer = zero_pages(max(map(_buffer_bytes, loads), default=0), "reading weights", "Free memory.")
     for path, of_file in _by_file(loads):
         with opened(path) as descriptor:
             for load in of_file:
                 _fill(load, descriptor, buffer, digests)
-                _finish(load.slot, missing)
+                _finish(load.target, missing)
                 yield load.num_bytes
-    for slot in packed:
+    for target in packed:
         assert quantized is not None
-        _fill_quantized(slot, quantized)
-        _finish(slot, missing)
-        yield quantized.num_bytes(_projection(slot))
+        _fill_quantized(target, quantized)
+        _finish(target, missing)
+        yield quantized.num_bytes(_projection(target))
 
 
-def _finish(slot: Slot, missing: Counter[int]) -> None:
-    if isinstance(slot, RowSlot):
-        missing[id(slot.sink)] -= 1
-        if not missing[id(slot.sink)]:
-            slot.sink.finish()
+def _finish(target: Target, missing: Counter[int]) -> None:
+    if isinstance(target, RowTarget):
+        missing[id(target.sink)] -= 1
+        if not missing[id(target.sink)]:
+            target.sink.finish()
 
 
-def _projection(slot: Slot) -> str:
+def _projection(target: Target) -> str:
     """Return the name of the projection whose weight this is; empty for a bias."""
-    name, _, kind = slot.name.rpartition(".")
+    name, _, kind = target.name.rpartition(".")
     return name if kind == "weight" else ""
 
 
-def _fill_quantized(slot: Slot, quantized: QuantizedCheckpoint) -> None:
-    """Fill a slot with integers where the weight can hold them so; else with dequantised rows."""
-    projection = _projection(slot)
-    out_size, in_size = slot.shape
-    if isinstance(slot, RowSlot) and isinstance(slot.sink, QuantizedSink):
+def _fill_quantized(target: Target, quantized: QuantizedCheckpoint) -> None:
+    """Fill a target with integers where the weight can hold them so; else with dequantised rows."""
+    projection = _projection(target)
+    out_size, in_size = target.shape
+    if isinstance(target, RowTarget) and isinstance(target.sink, QuantizedSink):
         for first, rows in quantized.rows(projection, out_size, in_size):
-            for own_first, own in _own_rows(slot, first, len(rows.q)):
-                cut = rows.cut(own, slot.columns)
-                slot.sink.put_quantized(slot.first_row + own_first, cut, slot.role)
+            for own_first, own in _own_rows(target, first, len(rows.q)):
+                cut = rows.cut(own, target.columns)
+                target.sink.put_quantized(target.first_row + own_first, cut, target.role)
         return
-    dtype = slot.sink.dtype if isinstance(slot, RowSlot) else slot.target.dtype
-    columns = slice(None) if slot.columns is None else slice(slot.columns.start, slot.columns.end)
+    dtype = target.sink.dtype if isinstance(target, RowTarget) else target.memory.dtype
+    columns = slice(None) if target.columns is None else slice(target.columns.start, target.columns.end)
     for first, dense in quantized.dense_rows(projection, out_size, in_size, dtype):
-        for own_first, own in _own_rows(slot, first, len(dense)):
-            slot.put(own_first, dense[own, columns])
+        for own_first, own in _own_rows(target, first, len(dense)):
+            target.put(own_first, dense[own, columns])
 
 
-def _own_rows(slot: Slot, first: int, count: int) -> Iterator[tuple[int, slice]]:
-    """Yield the slot's rows of a piece of the tensor's: where they go, and which they are. None or one."""
-    start, end = max(first, slot.rows.start), min(first + count, slot.rows.end)
+def _own_rows(target: Target, first: int, count: int) -> Iterator[tuple[int, slice]]:
+    """Yield the target's rows of a piece of the tensor's: where they go, and which they are. None or one."""
+    start, end = max(first, target.rows.start), min(first + count, target.rows.end)
     if start < end:
-        yield start - slot.rows.start, slice(start - first, end - first)
+        yield start - target.rows.start, slice(start - first, end - first)
 
 
-def _plan(slots: list[Slot], checkpoint: Checkpoint) -> list[_Load]:
+def _plan(targets: list[Target], checkpoint: Checkpoint) -> list[_Load]:
     """Make all checks that need no tensor data; return the loads in the order of the files' bytes."""
-    loads = [_checked(slot, checkpoint.entry(slot.name)) for slot in slots]
+    loads = [_checked(target, checkpoint.entry(target.name)) for target in targets]
     return sorted(loads, key=lambda load: (load.entry.path, load.entry.begin))
 
 
 def _tensors_elsewhere(
-    model: nn.Module, packed: list[Slot], quantized: QuantizedCheckpoint | None
+    model: nn.Module, packed: list[Target], quantized: QuantizedCheckpoint | None
 ) -> set[str]:
-    """Return the stage's tensors that no slot names: other ranks' projections, and quantised tensors."""
+    """Return the stage's tensors that no target names: other ranks' projections, and quantised tensors."""
     others = projections_elsewhere(model)
     names = {f"{projection}.weight" for projection in others}
     if quantized is not None:
@@ -236,9 +238,9 @@ def _tensors_elsewhere(
     return names
 
 
-def _check_surplus(slots: list[Slot], known: set[str], checkpoint: Checkpoint) -> None:
+def _check_surplus(targets: list[Target], known: set[str], checkpoint: Checkpoint) -> None:
     """Raise for a tensor that the model should have a place for, and does not have."""
-    surplus = unexpected_names(slots, [name for name in checkpoint.names if name not in known])
+    surplus = unexpected_names(targets, [name for name in checkpoint.names if name not in known])
     if surplus:
         entry = checkpoint.entry(surplus[0])
         raise CheckpointError(
@@ -250,7 +252,7 @@ def _check_surplus(slots: list[Slot], known: set[str], checkpoint: Checkpoint) -
         )
 
 
-def _checked(slot: Slot, entry: TensorEntry) -> _Load:
+def _checked(target: Target, entry: TensorEntry) -> _Load:
     if entry.dtype not in _FLOAT_DTYPES:
         raise CheckpointError(
             file=entry.path.name,
@@ -259,23 +261,23 @@ def _checked(slot: Slot, entry: TensorEntry) -> _Load:
             found=entry.dtype,
             remedy="Use the original checkpoint, or one whose config.json says how it is quantised.",
         )
-    if entry.shape != slot.shape:
+    if entry.shape != target.shape:
         raise CheckpointError(
             file=entry.path.name,
             tensor=entry.name,
-            expected=f"shape {list(slot.shape)} by config.json",
+            expected=f"shape {list(target.shape)} by config.json",
             found=f"{list(entry.shape)}",
         )
-    return _Load(entry=entry, slot=slot)
+    return _Load(entry=entry, target=target)
 
 
 def _buffer_bytes(load: _Load) -> int:
     """Return the bytes staged at a time: none, a chunk, or rows of some panels and those converted."""
     if load.is_direct:
         return 0
-    if isinstance(load.slot, TensorSlot):
+    if isinstance(load.target, TensorTarget):
         return CHUNK_BYTES
-    return _rows_at_once(load) * (_row_bytes(load) + load.columns * load.slot.sink.dtype.itemsize)
+    return _rows_at_once(load) * (_row_bytes(load) + load.columns * load.target.sink.dtype.itemsize)
 
 
 def _row_bytes(load: _Load) -> int:
@@ -293,27 +295,27 @@ def _by_file(loads: list[_Load]) -> Iterator[tuple[Path, list[_Load]]]:
 
 def _fill(load: _Load, descriptor: int, buffer: Tensor, digests: ReadDigests) -> None:
     """Read one tensor chunk by chunk, so that digest and check for NaN find the bytes still in the cache."""
-    if isinstance(load.slot, RowSlot):
-        _fill_rows(load, load.slot, descriptor, buffer, digests)
+    if isinstance(load.target, RowTarget):
+        _fill_rows(load, load.target, descriptor, buffer, digests)
         return
     source_dtype = _FLOAT_DTYPES[load.entry.dtype]
     step = CHUNK_BYTES // source_dtype.itemsize
-    memory = load.slot.target.view(-1)
+    memory = load.target.memory.view(-1)
     for first in range(0, memory.numel(), step):
-        target = memory[first : first + step]
-        staged = target
+        chunk = memory[first : first + step]
+        staged = chunk
         if not load.is_direct:
-            staged = buffer[: target.numel() * source_dtype.itemsize].view(source_dtype)
+            staged = buffer[: chunk.numel() * source_dtype.itemsize].view(source_dtype)
         with _read(descriptor, staged, load, first, digests):
             _check_finite(staged, load, first)
-            if staged is not target:
-                target.copy_(staged)
-                _check_representable(target, load.entry)
+            if staged is not chunk:
+                chunk.copy_(staged)
+                _check_representable(chunk, load.entry)
 
 
-def _fill_rows(load: _Load, slot: RowSlot, descriptor: int, buffer: Tensor, digests: ReadDigests) -> None:
+def _fill_rows(load: _Load, target: RowTarget, descriptor: int, buffer: Tensor, digests: ReadDigests) -> None:
     """Do `_fill` for a weight that takes rows."""
-    source_dtype, num_rows, in_size = _FLOAT_DTYPES[load.entry.dtype], slot.rows.size, load.columns
+    source_dtype, num_rows, in_size = _FLOAT_DTYPES[load.entry.dtype], target.rows.size, load.columns
     step, row_bytes = _rows_at_once(load), _row_bytes(load)
     for first in range(0, num_rows, step):
         count = min(step, num_rows - first)
@@ -321,11 +323,11 @@ def _fill_rows(load: _Load, slot: RowSlot, descriptor: int, buffer: Tensor, dige
         with _read(descriptor, staged, load, first * in_size, digests):
             _check_finite(staged, load, first * in_size)
             rows = staged
-            if slot.sink.dtype != source_dtype:
-                converted = buffer[step * row_bytes :].view(slot.sink.dtype)
+            if target.sink.dtype != source_dtype:
+                converted = buffer[step * row_bytes :].view(target.sink.dtype)
                 rows = converted[: len(staged)].copy_(staged)
                 _check_representable(rows, load.entry)
-            slot.put(first, rows.view(count, in_size))
+            target.put(first, rows.view(count, in_size))
 
 
 def _read(

@@ -101,7 +101,7 @@ class QuantizedSink(RowSink, Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TensorSlot:
+class TensorTarget:
     """The contiguous memory of a parameter, and the checkpoint tensor, or the share, that belongs there.
 
     Attributes:
@@ -109,14 +109,14 @@ class TensorSlot:
     """
 
     name: str
-    target: Tensor
+    memory: Tensor
     rows: Share
     columns: Share | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape of the checkpoint's tensor."""
-        rest = list(self.target.shape[1:])
+        rest = list(self.memory.shape[1:])
         if self.columns is not None:
             rest[0] = self.columns.whole
         return (self.rows.whole, *rest)
@@ -130,13 +130,13 @@ class TensorSlot:
         """Put rows [first_row, first_row + n) of a weight, converted to its dtype.
 
         Args:
-            rows: [n, ...], with the other dimensions of `target`.
+            rows: [n, ...], with the other dimensions of `memory`.
         """
-        self.target[first_row : first_row + len(rows)] = rows
+        self.memory[first_row : first_row + len(rows)] = rows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RowSlot:
+class RowTarget:
     """The rows of a weight in a form of its own, and the checkpoint tensor, or the share, that belongs there.
 
     Attributes:
@@ -176,12 +176,12 @@ class RowSlot:
             self.sink.put(self.first_row + first_row, rows, self.role)
 
 
-Slot = TensorSlot | RowSlot
+Target = TensorTarget | RowTarget
 
 
-def tensor_slots(model: nn.Module) -> list[Slot]:
+def tensor_targets(model: nn.Module) -> list[Target]:
     """Return all weights of the model, each piece once; together they cover everything that it holds."""
-    return [slot for path, module in model.named_modules() for slot in _module_slots(path, module)]
+    return [target for path, module in model.named_modules() for target in _module_targets(path, module)]
 
 
 def row_sinks(model: nn.Module) -> list[RowSink]:
@@ -203,29 +203,29 @@ def unused_names(model: nn.Module, checkpoint_names: Iterable[str]) -> set[str]:
     return {name for name in checkpoint_names if _layer(name) in layers or name in names}
 
 
-def _module_slots(path: str, module: nn.Module) -> Iterator[Slot]:
+def _module_targets(path: str, module: nn.Module) -> Iterator[Target]:
     parent = path.rpartition(".")[0]
     for kind, parameter in module.named_parameters(recurse=False):
         if not isinstance(module, Fused):
             rows, columns = _shares(module, "", len(parameter), kind)
-            yield TensorSlot(name=f"{path}.{kind}", target=parameter.data, rows=rows, columns=columns)
+            yield TensorTarget(name=f"{path}.{kind}", memory=parameter.data, rows=rows, columns=columns)
             continue
         for part, (start, end) in module.parts.items():
             rows, columns = _shares(module, part, end - start, kind)
-            target = parameter.data[start:end]
+            memory = parameter.data[start:end]
             name = f"{parent}.{_stored_name(module, part)}.{kind}"
-            yield TensorSlot(name=name, target=target, rows=rows, columns=columns)
+            yield TensorTarget(name=name, memory=memory, rows=rows, columns=columns)
     weight = getattr(module, "weight", None)
     if not isinstance(weight, RowSink):
         return
     if not isinstance(module, Fused):
         rows, columns = _shares(module, "", weight.out_size)
-        yield RowSlot(name=f"{path}.weight", sink=weight, first_row=0, role=0, rows=rows, columns=columns)
+        yield RowTarget(name=f"{path}.weight", sink=weight, first_row=0, role=0, rows=rows, columns=columns)
         return
     for part, (start, end) in module.parts.items():
         role = module.role(part)
         rows, columns = _shares(module, part, end - start)
-        yield RowSlot(
+        yield RowTarget(
             name=f"{parent}.{_stored_name(module, part)}.weight",
             sink=weight,
             first_row=start if role == 0 else 0,
@@ -247,13 +247,13 @@ def _shares(module: nn.Module, part: str, num_rows: int, kind: str = "weight") -
     return rows, None if kind != "weight" or columns is None or columns.is_whole else columns
 
 
-def unexpected_names(slots: Iterable[Slot], checkpoint_names: Iterable[str]) -> list[str]:
+def unexpected_names(targets: Iterable[Target], checkpoint_names: Iterable[str]) -> list[str]:
     """Return the tensors that this stage should have a place for, and does not have.
 
     Such a tensor means that configuration and weights are not of the same model: a bias that would silently
     be left out, or layers after the last one. Tensors of other stages are not considered.
     """
-    wanted = {slot.name for slot in slots}
+    wanted = {target.name for target in targets}
     components = {_component(name) for name in wanted}
     last_layer = max(map(_layer, wanted)) if _AFTER_LAYERS in wanted else sys.maxsize
     return sorted(

@@ -22,7 +22,7 @@ from penstock.models.decoder import Decoder
 from penstock.weights import loader
 from penstock.weights.checkpoint import Checkpoint
 from penstock.weights.loader import LoadReport, load_weights
-from penstock.weights.mapping import Slot, TensorSlot, tensor_slots, unexpected_names
+from penstock.weights.mapping import Target, TensorTarget, tensor_targets, unexpected_names
 from stage_driver import load_stage
 
 NUM_LAYERS = 4
@@ -60,10 +60,10 @@ def test_a13_every_slice_equals_its_checkpoint_tensor(
     checkpoints.make_checkpoint(tmp_path, family=family, tied=tied, layers=NUM_LAYERS)
     tensors = load_file(tmp_path / "model.safetensors")
     model = load_stage(tmp_path, *stage)
-    slots = tensor_slots(model)
-    for slot in slots:
-        assert torch.equal(slot.target, tensors[slot.name]), slot.name
-    assert sum(slot.target.numel() for slot in slots) == sum(p.numel() for p in model.parameters())
+    targets = tensor_targets(model)
+    for target in targets:
+        assert torch.equal(target.memory, tensors[target.name]), target.name
+    assert sum(target.memory.numel() for target in targets) == sum(p.numel() for p in model.parameters())
 
 
 def test_a13_fused_projections_are_stacked_in_order(tmp_path: Path) -> None:
@@ -87,9 +87,9 @@ def test_d8_a_stage_reads_the_bytes_of_its_own_tensors(tmp_path: Path, num_shard
     for start, end in STAGES:
         model, checkpoint = build(tmp_path, start, end), Checkpoint(tmp_path)
         own = 4 * spec.stage_parameters(start, end)
-        slots = tensor_slots(model)
-        for slot in slots:
-            checkpoint.entry(slot.name)  # headers are read here, not below
+        targets = tensor_targets(model)
+        for target in targets:
+            checkpoint.entry(target.name)  # headers are read here, not below
         before = bytes_asked_from_the_kernel()
         report = load_weights(model, checkpoint, lambda done, total: None)
         asked = bytes_asked_from_the_kernel() - before
@@ -150,33 +150,33 @@ def test_unexpected_names_are_those_of_own_components() -> None:
             self.model = torch.nn.ModuleDict({"norm": torch.nn.Linear(1, 1, bias=False)})
 
     names = ["model.norm.weight", "model.norm.bias", "model.embed_tokens.weight", "model.layers.0.x.weight"]
-    assert unexpected_names(tensor_slots(Model()), names) == ["model.layers.0.x.weight", "model.norm.bias"]
+    assert unexpected_names(tensor_targets(Model()), names) == ["model.layers.0.x.weight", "model.norm.bias"]
 
 
-def weight_of(slot: Slot) -> torch.Tensor:
+def weight_of(target: Target) -> torch.Tensor:
     """The weight as it is held. What is packed is read by multiplying with ones in one place each."""
-    if isinstance(slot, TensorSlot):
-        return slot.target
-    ones = torch.eye(slot.sink.in_size, dtype=slot.sink.dtype)
-    product = slot.sink.multiply(ones, None).T if not slot.sink.gated else None
+    if isinstance(target, TensorTarget):
+        return target.memory
+    ones = torch.eye(target.sink.in_size, dtype=target.sink.dtype)
+    product = target.sink.multiply(ones, None).T if not target.sink.gated else None
     if product is None:
         pytest.skip("a gated product cannot be undone")
-    return product[slot.first_row : slot.first_row + slot.rows.size]
+    return product[target.first_row : target.first_row + target.rows.size]
 
 
 @pytest.mark.parametrize("source", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("target", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_weights_are_converted_like_torch_converts(
-    tmp_path: Path, source: torch.dtype, target: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, source: torch.dtype, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(loader, "CHUNK_BYTES", 64)
     checkpoints.make_checkpoint(tmp_path, layers=1, dtype=source)
     tensors = load_file(tmp_path / "model.safetensors")
-    model = load_stage(tmp_path, 0, 1, dtype=target)
-    for slot in tensor_slots(model):
-        found = weight_of(slot)
-        assert found.dtype == target
-        assert torch.equal(found, tensors[slot.name].to(target)), slot.name
+    model = load_stage(tmp_path, 0, 1, dtype=dtype)
+    for target in tensor_targets(model):
+        found = weight_of(target)
+        assert found.dtype == dtype
+        assert torch.equal(found, tensors[target.name].to(dtype)), target.name
 
 
 def test_progress_ends_at_the_total(tmp_path: Path) -> None:
@@ -184,7 +184,7 @@ def test_progress_ends_at_the_total(tmp_path: Path) -> None:
     seen: list[tuple[int, int]] = []
     model = build(tmp_path, 0, 2)
     report = load_weights(model, Checkpoint(tmp_path), lambda done, total: seen.append((done, total)))
-    assert len(seen) == len(tensor_slots(model))
+    assert len(seen) == len(tensor_targets(model))
     assert [done for done, _ in seen] == sorted(done for done, _ in seen)
     assert seen[-1] == (report.bytes_read, report.bytes_read)
     assert {total for _, total in seen} == {report.bytes_read}
