@@ -133,7 +133,7 @@ def test_r6_nothing_is_left_of_what_was_lost(server: Server) -> None:
 def test_r3_a_lost_stage_starts_again_in_the_process_that_waits() -> None:
     """Issue 25, point 3."""
     with Server(2) as served:
-        wait_until(lambda: "a spare process is ready on this host, with " in served.output, 60)
+        wait_until(lambda: "a spare process is ready on this host; it holds " in served.output, 60)
         spare = served.await_spare()
         disturb(served, 1, 9, signal.SIGKILL)
         assert served.stage(1).pid == spare.pid

@@ -93,7 +93,7 @@ class AsyncEngine:
         self._link = CoreLink(client_address, self._take)
         self._health = CoreHealth(info, clock, wall_clock)
         self._steady = SteadyStats()
-        self._arrivals: list[asyncio.Future[None]] = []  # of callers that wait for a core
+        self._change = asyncio.Event()  # a core has come, or none will come any more; another event follows
         self._traces = AskedTraces()
         self._operations = AskedOperations()
         self._timer: asyncio.TimerHandle | None = None
@@ -116,10 +116,8 @@ class AsyncEngine:
         """
         while not self._health.has_core:
             self._health.require_hope()
-            arrival: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            self._arrivals.append(arrival)
             try:
-                await asyncio.wait_for(arrival, timeout_s)
+                await asyncio.wait_for(self._change.wait(), timeout_s)
             except TimeoutError as error:
                 raise WaitTimeoutError(f"the engine core did not answer in {timeout_s:g} s.") from error
 
@@ -190,14 +188,12 @@ class AsyncEngine:
         return stream
 
     def submit(self, request: GenerationRequest, make: MakeAssembler) -> list[RequestStream]:
-        """Start the sequences of a request whose values the caller has checked, all or none.
+        """Start the sequences of a request that the caller has checked, all or none; return their streams.
 
-        Returns their streams.
+        Raises what `add_all` does, except for values that are out of bounds.
 
         Args:
             make: returns what makes the text or the vector of one sequence.
-
-        Raises what `add_all` does, except for values that are out of bounds.
         """
         self._require_room(request)
         return self._send_request(request, make)
@@ -210,8 +206,7 @@ class AsyncEngine:
                 f"{len(self._streams)} requests are running or waiting, which is the limit.",
                 remedy="Try again later.",
             )
-        in_use = self._streams.ids_in_use(request)
-        if in_use:
+        if in_use := self._streams.ids_in_use(request):
             raise InvalidRequestError(f"request id {min(in_use)!r} is in use.", param="request_id")
 
     def _send_request(self, request: GenerationRequest, make: MakeAssembler) -> list[RequestStream]:
@@ -298,10 +293,7 @@ class AsyncEngine:
         self._health.end(error)
         self._end_all(error)
         self._operations.fail_all(error.info())
-        arrivals, self._arrivals = self._arrivals, []
-        for arrival in arrivals:
-            if not arrival.done():
-                arrival.set_exception(error_from_info(error.info()))
+        self._tell_waiting()
 
     def close(self) -> None:
         """Close the connection to the core; streams and waits that are open end with an error."""
@@ -350,12 +342,14 @@ class AsyncEngine:
         self._limits = msgspec.structs.replace(self._limits, max_model_len=message.max_model_len)
         self._health.heard_from_core()
         self._seeds = self._seeds or Seeds(message)
-        arrivals, self._arrivals = self._arrivals, []
-        for arrival in arrivals:
-            if not arrival.done():
-                arrival.set_result(None)
+        self._tell_waiting()
         for outgoing in (*self._operations.first(), *self._operations.again(self._live.again())):
             self._link.send(outgoing)
+
+    def _tell_waiting(self) -> None:
+        """Wake the callers of `wait_for_core`."""
+        self._change.set()
+        self._change = asyncio.Event()
 
     def _core_gone(self) -> None:
         self._health.core_gone()
