@@ -1,9 +1,9 @@
 """The start of every child process of the supervisor, and its reports.
 
-The supervisor writes a child's config to a pipe and reads JSON lines from another: the child's progress,
-readiness or the first cause of its failure. Used by the entry points of ranks, spares, core, API process
-and measuring processes, and for the decoding by the supervisor. Imports no torch, so that a rank can set its
-environment before torch starts.
+The parent writes a child's config to a pipe. From another pipe it reads JSON lines: the child's progress,
+its readiness, or the first cause of its failure. The entry points of ranks, spares, core, API process,
+drafting and measuring processes call this module, and `hosts.local_process` decodes the lines with it. It
+imports no torch, so that a rank can set its environment before torch is imported.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from penstock.process.rhythm import next_beat
 from penstock.process.whole_lines import WholeLines
 
 ALIVE_INTERVAL_S = 1.0
-ROOM_LIMIT_S = 60.0  # for a supervisor to read what a rank has said
-STUCK_S = 3.0  # a main loop that has not turned for so long stands still
+ROOM_LIMIT_S = 60.0  # so long a rank waits for its parent to make room in a full status pipe
+STUCK_S = 3.0  # a main loop that has not turned for so long counts as standing still
 _PR_SET_PDEATHSIG = 1
 _PIPE_ATOMIC_BYTES = 4096  # PIPE_BUF: a line this short is written whole or not at all
-_MAX_TEXT = 1500  # so that message and trace of a failure fit a line
+_MAX_TEXT = 1500  # characters: so that message and trace of a failure fit into one line
 
 Config = TypeVar("Config")
 
@@ -50,7 +50,7 @@ class StartedByParent(Protocol):
 
 
 class LoadProgressed(msgspec.Struct, frozen=True, kw_only=True, tag="progress", tag_field="event"):
-    """The tensor bytes loaded so far, of all that the rank will load; or fetched by its host before."""
+    """The tensor bytes that the rank has loaded, or that its host has fetched for it, of all there are."""
 
     done: Count
     total: Count
@@ -58,7 +58,7 @@ class LoadProgressed(msgspec.Struct, frozen=True, kw_only=True, tag="progress", 
 
 
 class TensorsRead(msgspec.Struct, frozen=True, kw_only=True, tag="read", tag_field="event"):
-    """Digests of tensors that the rank has read: some records of a table of `weights.read_digests`."""
+    """Digests (checksums) of tensors that the rank has read: a part of a table of `weights.read_digests`."""
 
     digests: Annotated[bytes, msgspec.Meta(max_length=_PIPE_ATOMIC_BYTES)]
 
@@ -67,7 +67,9 @@ class WeightsLoaded(msgspec.Struct, frozen=True, kw_only=True, tag="loaded", tag
     """The weights are in memory, and all `TensorsRead` have been sent.
 
     Attributes:
-        identity: identity of the sampled model (`kvstore.names.model_identity`).
+        bytes_read: bytes of tensor data that the rank has read from files.
+        seconds: duration of the load.
+        identity: hash over samples of the model's files (`kvstore.names.model_identity`).
     """
 
     bytes_read: Count
@@ -76,15 +78,15 @@ class WeightsLoaded(msgspec.Struct, frozen=True, kw_only=True, tag="loaded", tag
 
 
 class DrafterLoaded(msgspec.Struct, frozen=True, kw_only=True, tag="drafter_loaded", tag_field="event"):
-    """The model that drafts is in memory, in a process of the core."""
+    """The draft model is in memory, in a process of the core."""
 
 
 class Ready(msgspec.Struct, frozen=True, kw_only=True, tag="ready", tag_field="event"):
     """The child serves in this epoch.
 
     Attributes:
-        rank: the facts that a rank has told the core of itself.
-        numeric_classes: those of all ranks, stage by stage, as they have told the core.
+        rank: what the rank has reported of itself to the core; None if the child is not a rank.
+        numeric_classes: if the child is a core, the numeric class of each rank, stage by stage.
     """
 
     epoch: Small = 0
@@ -93,10 +95,11 @@ class Ready(msgspec.Struct, frozen=True, kw_only=True, tag="ready", tag_field="e
 
 
 class Abandoned(msgspec.Struct, frozen=True, kw_only=True, tag="abandoned", tag_field="event"):
-    """The child could not go on because of others: it has left the epoch, and waits for the next.
+    """The child could not go on because of other processes: it has left the epoch, and waits for the next.
 
     Attributes:
-        leave_s: how long others may take to leave it as well, where the child knows.
+        error: why it has left the epoch.
+        leave_s: seconds that other processes may take to leave the epoch too; None: the child cannot tell.
     """
 
     epoch: Small
@@ -105,7 +108,7 @@ class Abandoned(msgspec.Struct, frozen=True, kw_only=True, tag="abandoned", tag_
 
 
 class LinkExchanged(msgspec.Struct, frozen=True, kw_only=True, tag="link_exchanged", tag_field="event"):
-    """A rank receives over another link within an epoch; the one before is empty and unused.
+    """A rank receives over a new link within an epoch; the old link is empty and no longer used.
 
     Attributes:
         number: number of the new link.
@@ -119,7 +122,7 @@ class TextSideLoaded(msgspec.Struct, frozen=True, kw_only=True, tag="text_side_l
     """The API process has read the tokenizer and the chat template of the model.
 
     Attributes:
-        prompt_form: richest form of prompt that the model takes.
+        prompt_form: the richest form of prompt that the model takes; messages are richest, token ids poorest.
         cautions: sentences for the user, about what will not work.
     """
 
@@ -128,7 +131,7 @@ class TextSideLoaded(msgspec.Struct, frozen=True, kw_only=True, tag="text_side_l
 
 
 class Alive(msgspec.Struct, frozen=True, kw_only=True, tag="alive", tag_field="event"):
-    """The process is not stopped, and its main loop turns, where it has one. Once a second."""
+    """A sign of life, once a second: the process runs, and its main loop turns, if it has one."""
 
 
 class Measured(msgspec.Struct, frozen=True, kw_only=True, tag="measured", tag_field="event"):
@@ -152,8 +155,8 @@ class LinkJudged(msgspec.Struct, frozen=True, kw_only=True, tag="link_judged", t
 
     Attributes:
         sender, receiver: names of the hosts.
-        bytes_per_s: the most that it has carried while it was becoming slow.
-        measured_bytes_per_s: what was measured before it was used.
+        bytes_per_s: the most that the link has carried while it was becoming slow.
+        measured_bytes_per_s: the speed that was measured before the link was used.
     """
 
     sender: Word
@@ -164,7 +167,12 @@ class LinkJudged(msgspec.Struct, frozen=True, kw_only=True, tag="link_judged", t
 
 
 class ChildFailed(msgspec.Struct, frozen=True, kw_only=True, tag="failed", tag_field="event"):
-    """The child is about to exit. `trace` is for the log of a verbose supervisor."""
+    """The child has failed and is about to exit.
+
+    Attributes:
+        error: the cause.
+        trace: the end of the stack trace, if the cause is an exception that is not ours.
+    """
 
     error: ErrorInfo
     trace: str = ""
@@ -195,10 +203,10 @@ def decode_status(line: bytes) -> StatusEvent:
 
 
 def _status_line(event: StatusEvent) -> bytes:
-    """Return the line of an event.
+    """Return an event as a line.
 
-    One that tells of an error is short enough to be written whole or not at all: its text may come from
-    others and have any length.
+    If the event has an error, its texts are cut until the line is written whole or not at all: they may come
+    from other processes and have any length.
     """
     line = msgspec.json.encode(event) + b"\n"
     limit = _MAX_TEXT
@@ -218,7 +226,10 @@ def _shortened(event: ChildFailed | Abandoned, limit: int) -> ChildFailed | Aban
 
 
 def failure(error: BaseException) -> ChildFailed:
-    """Return the event that reports `error`; foreign exceptions bring the end of their trace."""
+    """Return the event that reports `error`, with the end of its stack trace if it is not an error of ours.
+
+    An error of ours brings the trace of the exception that caused it, if there is one.
+    """
     info = describe(error)
     cause = error.__cause__ if isinstance(error, PenstockError) else error
     trace = "".join(traceback.format_exception(cause))[-_MAX_TEXT:] if cause else ""
@@ -255,14 +266,14 @@ class StatusWriter:
 
 
 class Pulse:
-    """The sign of the main loop of a process to the thread that says `Alive` for it."""
+    """Tells the thread that reports `Alive` whether the main loop of its process still turns."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._beat_at: float | None = None
 
     def beat(self) -> None:
-        """Note that the loop turns. From the first call on it must be called at least every second."""
+        """Record that the loop turns; after the first call, more calls must come, at least one a second."""
         self._beat_at = self._clock()
 
     @property
@@ -271,7 +282,11 @@ class Pulse:
 
 
 def keep_saying_alive(status: StatusWriter) -> Pulse:
-    """Report `Alive` from a thread of its own until the process ends, or its main loop stands still."""
+    """Start a thread that reports `Alive` each second, except while the main loop stands still.
+
+    Returns:
+        The pulse that the main loop beats. Until its first beat the loop counts as turning.
+    """
     pulse = Pulse()
 
     def run() -> None:
@@ -286,12 +301,12 @@ def keep_saying_alive(status: StatusWriter) -> Pulse:
 
 
 def encode_config(config: msgspec.Struct) -> bytes:
-    """Return the bytes that the supervisor writes to a child's config pipe, before it closes its end."""
+    """Return the bytes of a config, which the parent writes to the child's config pipe and then closes it."""
     return msgspec.msgpack.encode(config)
 
 
 def read_config(fd: int, config_type: type[Config]) -> Config:
-    """Read the config from the inherited pipe `fd` until its end, and close it."""
+    """Read the config from the inherited pipe `fd` until the pipe ends, and close the pipe."""
     with os.fdopen(fd, "rb") as pipe:
         raw = pipe.read()
     try:
@@ -310,16 +325,17 @@ def run_child(
     *,
     more: Sequence[str] = (),
 ) -> int:
-    """Run a child process from start to end: its arguments, its config, `live`, the report of its failure.
+    """Run a child process from start to end: read its arguments and config, call `live`, report a failure.
 
     Args:
         program: name of the module, for usage errors.
-        arguments: arguments of the command line; None takes the process' own.
-        live: (config, status, arguments) -> exit code; its first act is `enter_child`.
-        more: descriptors that it is given besides config and status, such as "--control-fd".
+        arguments: arguments of the command line; None: those of this process.
+        live: takes config, status writer and arguments, and returns the exit code. It first calls
+            `enter_child`; a spare calls the two parts of that at moments of its own choice.
+        more: options with further descriptors besides config and status, such as "--control-fd".
 
     Returns:
-        The exit code: that of `live`, or of the error that it has raised.
+        The exit code that `live` has returned, or that of the error which it has raised.
     """
     parser = argparse.ArgumentParser(prog=program)
     for name in ("--config-fd", "--status-fd", *more):
@@ -337,17 +353,18 @@ def enter_child(title: str, config: StartedByParent) -> None:
     """Name the process, make it die with its parent, and let signals print where every thread is.
 
     Args:
-        config: config of the process; names the parent.
+        title: name of the process, as `ps` shows it.
+        config: config of the process, which names the parent.
     """
     bind_to_parent(config)
     name_child(title)
 
 
 def bind_to_parent(config: StartedByParent) -> None:
-    """Let the process die with the process that has started it.
+    """Let this process die with the process that has started it.
 
     Args:
-        config: config of the process; names the parent.
+        config: config of this process, which names the parent.
     """
     die_with_parent(config.parent_pid)
 
@@ -365,7 +382,7 @@ def show_threads_on_request() -> None:
 
 
 def bound_thread_pools(count: int) -> None:
-    """Bound the pools that torch's libraries make when they are loaded; call before torch is imported."""
+    """Set the thread pools of torch's libraries to `count` threads; call it before torch is imported."""
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
         os.environ[name] = str(count)
 
@@ -378,7 +395,7 @@ def leave(code: int) -> NoReturn:
 
 
 def die_with_parent(parent_pid: int) -> None:
-    """Let the kernel kill this process when the thread that created it ends, or has ended already."""
+    """Let the kernel kill this process when the thread that created it ends; it dies at once if it has."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")

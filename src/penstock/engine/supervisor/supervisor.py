@@ -1,7 +1,8 @@
 """The parent of all processes of an engine. Torch-free; runs no model code, decides nothing about requests.
 
-`Supervisor.run` starts API process (or none, for an `LLM`), core and stages as its direct children, reports
-their progress and waits. SIGTERM and SIGINT drain; a second one ends at once.
+`Supervisor.run` starts the API process (none for an `LLM`), the core and the stages of its own host as its
+children, reports their progress and waits. Agents start the stages of other hosts. SIGTERM, SIGINT and SIGHUP
+drain; a second signal ends at once.
 
     loading ──all ready──▶ serving ──signal, or the caller is gone──▶ draining ──▶ ended (code 0)
        │                     │  ▲
