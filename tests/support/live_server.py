@@ -10,6 +10,7 @@ import socket
 import ssl
 import threading
 from collections.abc import Callable
+from concurrent.futures import CancelledError
 from http.client import HTTPConnection, HTTPResponse, HTTPSConnection
 from typing import Any, TypeVar
 
@@ -94,6 +95,12 @@ class LiveServer:
         except RuntimeError:
             coroutine.close()
             return None
+        except CancelledError:  # an ending loop cancels what is left on it
+            return None
+        except TimeoutError:
+            if self._thread.is_alive():
+                raise
+            return None  # the loop ended before it took the call
 
     def wait_for(self, condition: Callable[[], bool]) -> None:
         """Let the loop turn until a condition holds there."""
